@@ -12,7 +12,7 @@ import pytest
 from entrenar_py.trace import Event, Shard, Trace, Update
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
-from tests.checks.micro_batch_traces import SHAPES, STEPS, records, summed, trace_of
+from tests.checks.micro_batch_traces import SHAPES, STEPS, records, summed, times, trace_of
 
 Terms = tuple[tuple[float, ...], ...]
 MEAN: Terms = ((8.0, 1 / 8, 8.0),)
@@ -237,3 +237,46 @@ def test_each_rank_that_divides_by_its_own_tokens_is_wrong() -> None:
     assert traces.judge("weighting", [declared]).verdict is not Verdict.FALSIFIED
     one_each = {s: [*c] for s, c in TOKENS.items()}
     assert traces.judge("weighting", [of_tokens(TOKENS, one_each)]).verdict is not Verdict.FALSIFIED
+
+
+def divided_afterwards(numbers: Sequence[float], counts: Mapping[int, Sequence[int]]) -> Trace:
+    """Return a run of means times their tokens, whose gradients are divided by a step's number."""
+    trace = run(MEAN)
+    for step, shard in product(counts, range(4)):
+        count = float(counts[step][shard])
+        where = {"step": step, "shard": shard}
+        trace = traces.altered(trace, Shard, where, terms=((count, 1.0, count),))
+    for step, rank in product(counts, range(2)):
+        mean = times(2 / numbers[step], summed(step))
+        where = {"step": step, "rank": rank}
+        clipped = records(times(0.5 + 0.1 * step, mean))
+        trace = traces.altered(trace, Update, where, gradient=clipped, unclipped=records(mean))
+    return trace
+
+
+@pytest.mark.parametrize("numbers", [[sum(c) for c in TOKENS.values()], [4.0] * STEPS])
+def test_sums_whose_gradients_are_divided_after_the_last_pass(numbers: Sequence[float]) -> None:
+    """By the tokens of the step, or by one number in each step, which another rate makes good."""
+    finding = traces.judge("weighting", [divided_afterwards(numbers, TOKENS)])
+    assert finding.verdict is not Verdict.FALSIFIED
+    assert "a rank adds up" not in finding.reason
+
+
+@pytest.mark.parametrize(
+    ("numbers", "whose"),
+    [
+        ([c[1] + c[3] for c in TOKENS.values()], "the last micro-batch of each rank"),
+        ([c[0] + c[1] for c in TOKENS.values()], "rank 0"),
+        ([27, 50, 76], "all steps so far"),
+    ],
+)
+def test_gradients_that_are_divided_by_other_tokens(numbers: Sequence[float], whose: str) -> None:
+    """The count is overwritten, not summed over ranks, or never set to zero again."""
+    broken = traces.broken(traces.judge("weighting", [divided_afterwards(numbers, TOKENS)]))
+    assert f"is divided by the number of those of {whose}" in broken.message
+
+
+def test_gradients_that_are_divided_by_a_number_of_no_count_are_left_alone() -> None:
+    """Nobody knows what a script counts there."""
+    finding = traces.judge("weighting", [divided_afterwards([5, 17, 40], TOKENS)])
+    assert finding.verdict is not Verdict.FALSIFIED

@@ -11,6 +11,7 @@ A script may divide by the number of micro-batches where its engine does, too: i
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from entrenar_py.wording import listed
 
 Parts = list[tuple[Mapping[int, Update], list[Shard]]]  # of each step: updates, micro-batches
 _NO_HALF = 3  # micro-batches; by 2 a loss may be divided for itself (half of a squared error)
+_STEPS_MIN = 3  # in which two numbers are hardly in proportion by chance
 _BOUND = 1e-3  # numbers are Python's, or a float32's; counts that differ do so by more
 
 
@@ -29,7 +31,8 @@ _BOUND = 1e-3  # numbers are Python's, or a float32's; counts that differ do so 
 class _Term:
     """`count` elements (0: unknown) that count `share` each, 1 if it isn't known how many.
 
-    `divisors` are the numbers that it was divided by, but for that of a mean over its elements.
+    `divisors` are the numbers that it was divided by, but for that of a mean over its elements. A
+    mean times the number of its elements is their sum.
     """
 
     count: float
@@ -43,7 +46,8 @@ class _Term:
         own = next((n for n in (count, float(rows)) if n and n in divisors), None)
         if own is not None:
             divisors.remove(own)
-        return cls(count, abs(share), tuple(divisors), is_mean=own is not None or not count)
+        is_sum = count and (own is None or (own > 1 and _alike(abs(share), 1.0)))
+        return cls(count, abs(share), tuple(divisors), is_mean=not is_sum)
 
     @property
     def whole(self) -> float:
@@ -61,7 +65,7 @@ class _Step:
     update: Update
     by_rank: Mapping[int, Sequence[Sequence[_Term]]]
     shards: Sequence[Shard]
-    divisor: float | None  # of the sum over all micro-batches, as it was applied; may be clipped
+    divisor: float | None  # of the sum over all micro-batches, as it was applied
 
     @property
     def sizes(self) -> set[int]:
@@ -163,6 +167,7 @@ def judge(tally: Tally, trace: Trace) -> None:
             _rows(tally, trace, step)
         _own_elements(tally, trace, steps)
         _short_steps(tally, trace, steps)
+        _divided_afterwards(tally, trace, steps)
         counts = {len(held) for _, held in parts}
         if len(counts) > 1 and not _is_known(tally, trace, parts):
             told = f"steps have {' or '.join(map(str, sorted(counts)))} micro-batches"
@@ -216,12 +221,7 @@ def _is_known(tally: Tally, trace: Trace, parts: Parts) -> bool:
     steps = [*_steps(parts)]
     if not steps or len(steps) < len(parts):
         return False
-    first = steps[0].shares_of_sum()
-    sums = [step.shares_of_sum() for step in steps]
-    is_sum = first is not None and all(
-        shares is not None and len(shares) == len(first) and all(map(_alike, shares, first))
-        for shares in sums
-    )
+    is_sum = _are_sums(steps)
     divided = all(step.is_divided() for step in steps)
     is_mean = divided or bool(set.intersection(*(step.parts() for step in steps)))
     is_mean = is_mean or _are_of_step(steps)
@@ -303,6 +303,68 @@ def _is_even(micro_batches: Sequence[Sequence[_Term]]) -> bool:
 def _count(micro_batches: Sequence[Sequence[_Term]]) -> float:
     """Return the number of elements of the first term."""
     return sum(terms[0].count for terms in micro_batches)
+
+
+def _divided_afterwards(tally: Tally, trace: Trace, steps: Sequence[_Step]) -> None:
+    """Check that gradients of sums over elements are divided by the elements of the whole step.
+
+    They may also be divided by one number in all steps. Other numbers are wrong if they are counts
+    of elements that the script may have taken for those of the step.
+    """
+    got = [step.divisor or math.nan for step in steps]
+    if not _are_sums(steps) or not all(step.num_elements for step in steps):
+        return
+    whole = [step.num_elements for step in steps]
+    if _are_in_proportion(got, [1.0] * len(got)) or _are_in_proportion(got, whole):
+        tally.compared += len(steps)
+        return
+    ranks = sorted(steps[0].by_rank)
+    counts: dict[str, list[float]] = {
+        "the last micro-batch of each rank alone": [_of_micro_batch(step, -1) for step in steps],
+        "the first micro-batch of each rank alone": [_of_micro_batch(step, 0) for step in steps],
+        "all steps so far": [*itertools.accumulate(whole)],
+    }
+    for rank in ranks if len(ranks) > 1 else ():
+        own = [step.by_rank.get(rank, ()) for step in steps]
+        counts[f"rank {rank} alone"] = [_count(micro_batches) for micro_batches in own]
+        last = [_count(micro_batches[-1:]) for micro_batches in own]
+        counts[f"the last micro-batch of rank {rank} alone"] = last
+    name = next((name for name, other in counts.items() if _are_in_proportion(got, other)), None)
+    if name is None:
+        return
+    at = max(range(len(steps)), key=lambda n: abs(counts[name][n] / whole[n] - 1))
+    tally.check(
+        False,
+        f"the gradient, a sum over elements, is divided by the number of those of {name}, in each "
+        f"step: {counts[name][at]:g} where the step has {whole[at]:g}",
+        expected=f"{whole[at]:g}",
+        got=f"{counts[name][at]:g}",
+        **evidence.place(trace, steps[at].update),
+    )
+
+
+def _are_sums(steps: Sequence[_Step]) -> bool:
+    """Return whether all losses of all steps are sums whose elements count as much."""
+    sums = [step.shares_of_sum() for step in steps]
+    first = sums[0] if sums else None
+    return first is not None and all(
+        shares is not None and len(shares) == len(first) and all(map(_alike, shares, first))
+        for shares in sums
+    )
+
+
+def _of_micro_batch(step: _Step, index: int) -> float:
+    """Return the number of elements of a micro-batch of each rank, together."""
+    return sum(own[index][0].count for own in step.by_rank.values())
+
+
+def _are_in_proportion(numbers: Sequence[float], others: Sequence[float]) -> bool:
+    """Return whether `numbers` are one multiple of `others` in enough steps to tell."""
+    known = len(numbers) >= _STEPS_MIN and all(map(math.isfinite, numbers)) and all(others)
+    return known and all(
+        _alike(number / other, numbers[0] / others[0])
+        for number, other in zip(numbers, others, strict=True)
+    )
 
 
 def _divided_twice(tally: Tally, trace: Trace, parts: Parts) -> None:
@@ -425,7 +487,8 @@ def _steps(parts: Parts) -> Iterator[_Step]:
 def _applied_divisor(
     by_rank: Mapping[int, Update], held: Sequence[Shard], update: Update
 ) -> float | None:
-    total, mean = step_sums.total(by_rank, held), evidence.vectors(update.gradient)
+    applied = update.unclipped or update.gradient
+    total, mean = step_sums.total(by_rank, held), evidence.vectors(applied)
     if not total or mean is None or not total.keys() <= mean.keys():
         return None
     mean = {name: mean[name] for name in total}
