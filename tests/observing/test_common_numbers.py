@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -126,6 +127,47 @@ def test_a_sample_has_numbers_of_its_own(
     assert torch.equal(worker, part)
     assert not torch.equal(part[0], part[1])
     assert random.getstate() == before
+
+
+class _Masking:
+    """A collator that masks tokens by draws of its own, as many as a row's length takes."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+
+    def __call__(self, rows: list[int]) -> list[list[float]]:
+        return [[*self.rng.random(row % 3 + 1)] for row in rows]
+
+
+OWN = random.Random(7)
+
+
+def _by_a_global(rows: list[int]) -> list[float]:
+    return [OWN.random() for _ in rows]
+
+
+@pytest.mark.parametrize("kind", ["attribute", "bound", "keyword", "global"])
+def test_a_collators_own_generator_is_seeded_by_sample(
+    kind: str, numbers: CommonNumbers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So noise in a batch is alike whatever the rank's seed, and whoever is in the batch beside."""
+    fetcher = fetch._MapDatasetFetcher
+    monkeypatch.setattr(fetcher, "fetch", common_numbers._fetching(fetcher.fetch))
+    monkeypatch.setattr(common_numbers, "CURRENT", numbers)
+
+    def batch(seed: int, sampler: list[int]) -> list[Any]:
+        masking = _Masking(seed)
+        collate = {
+            "attribute": masking,
+            "bound": masking.__call__,
+            "keyword": partial(lambda rows, by: by(rows), by=masking),
+            "global": _by_a_global,
+        }[kind]
+        return next(iter(DataLoader(range(12), 4, sampler=sampler, collate_fn=collate)))  # type: ignore[arg-type]
+
+    whole, part = batch(1, [0, 5, 3, 8]), batch(2, [3, 5])
+    assert part == [whole[2], whole[1]]
+    assert whole[1] != whole[2]
 
 
 def test_ranks_have_one_share() -> None:

@@ -8,7 +8,8 @@ vectors follow from the step, and from how many were drawn since the last batch.
 loader fetches have vectors of their own, which follow from their index.
 
 The generators of torch don't move, so what is drawn in a way that isn't known here still shows.
-Those of numpy and Python are seeded alike before every micro-batch and sample.
+Those of numpy and Python are seeded alike before every micro-batch and sample. So are those that a
+data set or a collator has of its own, as a sample is read, and as the collator looks at it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import random
 import sys
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import wraps
 from typing import Any
 
@@ -28,7 +29,12 @@ from torch.utils.data._utils import fetch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from entrenar_py.faults import CONTROLLED, IN_TURN, OF_RECORDS
-from entrenar_py.observing import mirrored_batches, planned_faults, replayed_batches
+from entrenar_py.observing import (
+    generators,
+    mirrored_batches,
+    planned_faults,
+    replayed_batches,
+)
 
 # In place: a tensor, and what the distribution has.
 _FILLS = (
@@ -76,6 +82,7 @@ class CommonNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.reseeded: Callable[[], object] = lambda: None
         self._step, self._key, self._count = 0, 0, 0
         self.drawn = 0
+        self.own: Collection[Any] = ()  # generators of what reads and collates samples now
 
     def seed(self, step: int | None = None) -> None:
         """Begin a micro-batch, of `step` or of the same step as before."""
@@ -105,6 +112,8 @@ class CommonNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         random.seed(key)
         if (numpy := sys.modules.get("numpy.random")) is not None:
             numpy.seed(key)
+        for generator in self.own:
+            generators.seed(generator, key)
 
     def __torch_dispatch__(
         self,
@@ -214,17 +223,38 @@ class _Seeded:
         return self._dataset[index]
 
 
+class _Rows(list[Any]):
+    """The samples of a batch; each that a collator looks at comes with numbers of its own."""
+
+    def __init__(self, samples: list[Any], index: list[Any], numbers: CommonNumbers) -> None:
+        super().__init__(samples)
+        self._index, self._numbers = index, numbers
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, sample in zip(self._index, super().__iter__(), strict=False):
+            if isinstance(index, int):
+                self._numbers.seed_sample(index)
+            yield sample
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, int) and isinstance(self._index[at], int):
+            self._numbers.seed_sample(self._index[at])
+        return super().__getitem__(at)
+
+
 def _fetching(inner: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(inner)
     def fetch(self: Any, index: Any) -> Any:
         if CURRENT is None or not self.auto_collation:
             return inner(self, index)
-        dataset, before = self.dataset, CURRENT.state()
+        dataset, collate, before = self.dataset, self.collate_fn, CURRENT.state()
+        CURRENT.own = [*generators.within(dataset), *generators.within(collate)]
         self.dataset = _Seeded(dataset, CURRENT)
+        self.collate_fn = lambda samples: collate(_Rows(samples, [*index], CURRENT))
         try:
             return inner(self, index)
         finally:
-            self.dataset = dataset
+            self.dataset, self.collate_fn, CURRENT.own = dataset, collate, ()
             CURRENT.set_state(*before)
 
     return fetch

@@ -7,6 +7,8 @@ import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from entrenar_py.observing import call_sites
 States = Mapping[str, str]  # name of a generator -> digest of its state
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _DIGEST_BYTES = 12
+_DEPTH_MAX = 4  # of objects that hold each other
 _GLOBAL = (
     torch.default_generator,
     getattr(random.seed, "__self__", None),
@@ -101,6 +104,55 @@ def _digests(states: Mapping[str, bytes]) -> dict[str, str]:
 def moved(before: States, after: States) -> list[str]:
     """Return the names of the generators whose state has changed."""
     return [name for name, state in after.items() if before.get(name, state) != state]
+
+
+def within(value: object, depth: int = _DEPTH_MAX) -> Iterator[Any]:
+    """Yield numpy's and Python's generators that an object has in attributes, or a function uses.
+
+    The global ones are left out.
+    """
+    kind = type(value)
+    if issubclass(kind, _KINDS):
+        if kind is not torch.Generator and not any(value is known for known in _GLOBAL):
+            yield value
+    elif depth:
+        for held in _held_by(value):
+            yield from within(held, depth - 1)
+
+
+def _held_by(value: Any) -> Iterator[object]:
+    """Yield what an object holds that a script has made, or what its function uses by name."""
+    kind = type(value)
+    if kind is partial:
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif kind is MethodType:
+        yield value.__self__
+    elif kind is FunctionType:
+        used = (value.__globals__.get(name) for name in _names(value.__code__))
+        yield from (one for one in used if issubclass(type(one), _KINDS))
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):  # it is empty yet
+                yield cell.cell_contents
+    elif not issubclass(kind, type | ModuleType | torch.Tensor):
+        with suppress(AttributeError):
+            yield from [*object.__getattribute__(value, "__dict__").values()]
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Yield the global names that a function uses, with the functions written in it."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
+
+
+def seed(generator: Any, number: int) -> None:
+    """Seed one of numpy's or Python's generators."""
+    if isinstance(generator, np.random.Generator):
+        bits: Any = generator.bit_generator
+        bits.state = type(bits)(number).state
+    else:
+        generator.seed(number)
 
 
 def _kept(generator: Any) -> tuple[Callable[[Any], object], Any]:
