@@ -9,7 +9,7 @@ import pytest
 
 from entrenar_py.checks import randomness
 from entrenar_py.scenario import OBSERVED, Scenario
-from entrenar_py.trace import Shard, Start, Trace, Update
+from entrenar_py.trace import End, Shard, Start, Trace, Update
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
 from tests.checks.traces import altered, broken, scenario
@@ -92,6 +92,35 @@ def test_other_orders_and_no_shuffling(
     for first, second in ((SHUFFLED, OTHER), (ASCENDING, ASCENDING)):
         finding = traces.judge("randomness", [two_epochs(first, second, share)])
         assert finding.verdict is not Verdict.FALSIFIED
+
+
+def endless(order: Sequence[int], share: Callable[[Sequence[int]], list[list[int]]]) -> Trace:
+    """Return a script's run in one pass over `order`, eight samples a step, told no epochs."""
+    trace = two_epochs(SHUFFLED, OTHER, strided)
+    parts = [share(order[begin : begin + 8]) for begin in range(0, len(order), 8)]
+    events: list[Shard | Update] = []
+    for event in trace.events:
+        if isinstance(event, Shard) and event.step < len(parts):
+            ids = tuple(parts[event.step][event.rank])
+            events.append(replace(event, epoch=0, ids=ids))
+        elif isinstance(event, Update) and event.step < len(parts):
+            events.append(event)
+    subject = trace.scenario.with_(system=OBSERVED, workload="own", num_steps=3, batch_size=8)
+    ended = replace(trace, scenario=subject, events=(*events, End(status="completed")))
+    return traces.was(ended, population="guessed")
+
+
+@pytest.mark.parametrize("share", [shared, strided])
+def test_a_sampler_without_an_end_begins_each_order_anew(
+    share: Callable[[Sequence[int]], list[list[int]]],
+) -> None:
+    """A step has the end of one order and the beginning of the next, which has to be another."""
+    right = traces.judge("randomness", [endless((*SHUFFLED, *OTHER), share)])
+    assert right.verdict is not Verdict.FALSIFIED
+    assert "no two epochs" not in right.reason
+    found = broken(traces.judge("randomness", [endless((*SHUFFLED, *SHUFFLED), share)]))
+    assert found.step == 1
+    assert "in the order of epoch 0" in found.message
 
 
 @pytest.mark.parametrize(

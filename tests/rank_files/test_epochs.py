@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from entrenar_py.rank_files import epochs
+from entrenar_py.rank_files.rank_trace import RankTrace
 from entrenar_py.trace import Shard, Start
 
 
@@ -55,3 +57,21 @@ def test_epochs_that_are_complete(size: int | None) -> None:
 def test_epochs_that_are_not(steps: list[list[int]], size: int, begin: int) -> None:
     """Where a sample that comes again may be wrong, no epoch is made up."""
     assert found(steps, size, begin) is None
+
+
+def goes_on(steps: Sequence[Sequence[int]], header: dict[str, Any]) -> bool:
+    """Return whether the steps, of four samples, are taken for one pass that never ends."""
+    rank = RankTrace(life=0, header=header, events=tuple(drawn(steps)), ended=True, problem="")
+    return epochs.go_on([rank], rank.events, range(4))
+
+
+def test_one_pass_of_a_loader_may_go_on_for_ever() -> None:
+    """It does if all samples have come before one comes again, and if a loader's indices are known.
+
+    A script that reports samples by itself may have padded its last batch.
+    """
+    seen = {"samples": "index"}
+    assert goes_on([[0, 1, 2], [3, 1, 0]], seen)
+    assert not goes_on([[0, 1, 2], [3]], seen)
+    assert not goes_on([[0, 1, 2], [1, 0]], seen)
+    assert not goes_on([[0, 1, 2], [3, 1, 0]], {})

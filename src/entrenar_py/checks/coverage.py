@@ -27,6 +27,7 @@ from entrenar_py.checks.population import (
     has_ended_epoch,
     has_parts,
     in_epochs,
+    is_endless,
 )
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Shard, Start, Trace, Update
@@ -107,19 +108,7 @@ def _has_untold_epochs(trace: Trace) -> bool:
     """
     if trace.traits.replacement:
         return False
-    is_own = trace.scenario.workload == "own" and trace.traits.population == "guessed"
-    return trace.traits.epochs == "untold" or (is_own and _goes_on_with_all(trace))
-
-
-def _goes_on_with_all(trace: Trace) -> bool:
-    """Return whether the samples of the first epoch come again once all of them have come."""
-    seen = set[int]()
-    for _, shards in sorted(evidence.shards(trace).items()):
-        drawn = [id_ for shard in shards if not shard.epoch for id_ in shard.ids]
-        if len({*drawn}) < len(drawn) or not seen.isdisjoint(drawn):
-            return len(seen.union(drawn)) >= trace.scenario.num_samples
-        seen.update(drawn)
-    return False
+    return trace.traits.epochs == "untold" or is_endless(trace)
 
 
 def _guessed_to_differ(trace: Trace) -> list[int]:

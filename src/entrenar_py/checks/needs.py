@@ -46,7 +46,8 @@ CONTROLLED = Need(
     says="the same run, and that on one worker, with equal random numbers, or equal shares",
 )
 SHORTENED = Need(
-    name="shortened", says="the same run, in which an epoch ends after two steps, by its loaders"
+    name="shortened",
+    says="the same run, in which an epoch ends: after two steps, by its loaders, or by more steps",
 )
 ORACLE = Need(name="oracle", says="the same training on one device, by the independent trainer")
 PEER = Need(name="peer", says="the same fine-tuning by transformers.Trainer with peft")

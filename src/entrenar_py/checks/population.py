@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from entrenar_py.checks import evidence
 from entrenar_py.checks.needs import ALONE, REPEATED, SHORTENED, Traces
 from entrenar_py.trace import Selection, Shard, Trace
 from entrenar_py.verdict import Tally
@@ -133,6 +134,19 @@ def has_ended_epoch(trace: Trace) -> bool:
         is_known = not population.is_guessed or (len(ids) >= TELLING_MIN and not _blocks(by_step))
         if is_known and not population.num_lacking({*ids}):
             return True
+    return False
+
+
+def is_endless(trace: Trace) -> bool:
+    """Return whether a sampler of the script's goes on in one pass, once all samples have come."""
+    if trace.scenario.workload != "own" or trace.traits.population != "guessed":
+        return False
+    seen = set[int]()
+    for _, shards in sorted(evidence.shards(trace).items()):
+        drawn = [id_ for shard in shards if not shard.epoch for id_ in shard.ids]
+        if len({*drawn}) < len(drawn) or not seen.isdisjoint(drawn):
+            return len(seen.union(drawn)) >= trace.scenario.num_samples
+        seen.update(drawn)
     return False
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
@@ -19,7 +20,7 @@ from entrenar_py.checks import (
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.compared import Compared
 from entrenar_py.checks.needs import ALONE, SHORTENED, Traces
-from entrenar_py.checks.population import in_epochs
+from entrenar_py.checks.population import in_epochs, is_endless
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Drawn, Shard, Start, Trace
 from entrenar_py.verdict import MEANING, Finding, Tally
@@ -139,8 +140,8 @@ def _orders_of(trace: Trace) -> _Orders:
 
 def _orders_differ(tally: Tally, trace: Trace) -> None:
     """Check that two epochs of a shuffled data set have different orders."""
-    seen = _orders_of(trace)
-    for before, after, common in seen.pairs():
+    every = [*_passes(trace)] if is_endless(trace) else [_orders_of(trace)]
+    for seen, (before, after, common) in ((one, pair) for one in every for pair in one.pairs()):
         tally.check(
             seen.orders[before][:common] != seen.orders[after][:common],
             f"epoch {after} visits its samples in the order of epoch {before}, {MEANING}"
@@ -151,10 +152,30 @@ def _orders_differ(tally: Tally, trace: Trace) -> None:
         )
 
 
+def _passes(trace: Trace) -> Iterator[_Orders]:
+    """Yield the orders of all samples in one endless pass: a sample's next time is in the next one.
+
+    Ranks may take turns sample by sample, or batch by batch.
+    """
+    drawn: list[tuple[int, int, int, int]] = []  # step, rank, place, sample
+    for step, shards in sorted(evidence.shards(trace).items()):
+        for shard in shards:
+            drawn += [(step, shard.rank, place, id_) for place, id_ in enumerate(shard.ids)]
+    for turns in (drawn, sorted(drawn, key=lambda one: (one[0], one[2], one[1]))):
+        orders: dict[int, list[int]] = defaultdict(list)
+        first_step: dict[int, int] = {}
+        times = Counter[int]()
+        for step, _, _, id_ in turns:
+            orders[times[id_]].append(id_)
+            first_step.setdefault(times[id_], step)
+            times[id_] += 1
+        yield _Orders(orders, {n for n, ids in orders.items() if ids != sorted(ids)}, first_step)
+
+
 def lacks_second_epoch(runs: Traces) -> bool:
     """Return whether samples are shuffled, and no run of a user's trainer shows two epochs."""
     large = [t for t in in_epochs(runs) if t.scenario.num_samples >= ORDER_LENGTH_MIN]
-    seen = [*map(_orders_of, large)]
+    seen = [one for t in large for one in (_passes(t) if is_endless(t) else [_orders_of(t)])]
     return any(one.shuffled for one in seen) and not any(one.pairs() for one in seen)
 
 

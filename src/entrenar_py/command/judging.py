@@ -241,7 +241,7 @@ def _witnesses(runs: Mapping[Path, Run]) -> dict[Need, tuple[Path, ...]]:
 
     REPEATED: two runs that should be equal. ALONE: the run on one worker. NUDGED: a run, and the
     same run with nudged weights. CONTROLLED: all runs with equal random
-    numbers or shares. SHORTENED: those with short epochs.
+    numbers or shares. SHORTENED: those with short epochs, or more steps.
     """
     plain = {run.asked: file for file, run in runs.items() if run.asked.is_witness}
     pairs = [(replace(again, repeat=0), again) for again in plain if again.repeat]
@@ -249,8 +249,8 @@ def _witnesses(runs: Mapping[Path, Run]) -> dict[Need, tuple[Path, ...]]:
     nudged = [(replace(run, faults=()), run) for run in plain if run.is_nudged]
     moved = next((pair for pair in nudged if pair[0] in plain), ())
     alone = [run for run in plain if run.is_plain and run.world_size == 1 and not run.repeat]
-    short = [run for run in plain if are_shortened(run.faults)]
-    others = {run for run in plain if run.is_plain or run.is_nudged or steps_of(run.faults)}
+    short = [run for run in plain if are_shortened(run.faults) or steps_of(run.faults)]
+    others = {run for run in plain if run.is_plain or run.is_nudged}
     controlled = [run for run in plain if run not in others and run not in short]
     witnesses = {
         REPEATED: twice,

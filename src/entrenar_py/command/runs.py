@@ -154,8 +154,9 @@ def _recorded(plan: Plan, show: Show, ahead: _Ahead) -> Iterator[tuple[Path, Run
         if is_longer:
             likes[asked] = recorded
             planned = {**plan.stopped(asked, recorded), **planned}
+        planned |= shortening.after(asked, recorded)
         if recorded.end.status == "completed":
-            planned |= shortening.after(asked, recorded) | controls.after(asked, recorded)
+            planned |= controls.after(asked, recorded)
         rest = tuple(planned.values())
         file, run = base / f"{name}.jsonl", Run(asked=asked, trace=recorded, ahead=rest)
         yield file, replace(run, is_tried=is_tried)

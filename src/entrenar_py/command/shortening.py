@@ -1,7 +1,12 @@
-"""Decide whether to run a command again with epochs of two steps, to see whole ones."""
+"""Decide whether to run a command again to see whole epochs: with short ones, or for more steps.
+
+A script may fail with epochs of two steps, or its sampler never ends. Then one more run goes on
+until the second epoch shows how it begins.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -9,8 +14,9 @@ from entrenar_py.checks import randomness
 from entrenar_py.checks.needs import SHORTENED, Need, Runs
 from entrenar_py.checks.population import has_ended_epoch, in_epochs
 from entrenar_py.command.asked import Asked
+from entrenar_py.command.run_plan import LONGER_MAX
+from entrenar_py.faults import LONGER, Fault, are_shortened
 from entrenar_py.faults import SHORTENED as SHORTENED_EPOCHS
-from entrenar_py.faults import Fault
 from entrenar_py.trace import Shard, Trace
 
 _STEPS = 2  # of an epoch; whether it is shuffled shows in the second
@@ -21,23 +27,49 @@ class Shortening:
 
     def __init__(self, needs: Collection[Need]) -> None:
         self._is_wanted = SHORTENED in needs
+        self._usual: Trace | None = None  # the first run
 
     def after(self, asked: Asked, recorded: Trace) -> dict[str, Asked]:
-        """Return by name the run with short epochs, if the completed run `asked` is too short.
+        """Return by name the run to make after `asked`, if no epoch's end was seen by then.
 
         A script with a line tells its samples itself, and not those that are left out.
         """
-        if not (self._is_wanted and asked.is_plain):
+        if not self._is_wanted or asked.repeat or asked.stops:
             return {}
-        self._is_wanted = False
-        runs = Runs(recorded)
-        is_whole = has_ended_epoch(recorded) and not randomness.lacks_second_epoch(runs)
-        if recorded.traits.losses != "backward" or not in_epochs(runs) or is_whole:
+        if are_shortened(asked.faults):
+            self._is_wanted = False
+            return {} if _is_whole(recorded) else self._longer(asked)
+        if not asked.is_plain or recorded.end.status != "completed" or self._usual is not None:
+            return {}
+        self._usual = recorded
+        if recorded.traits.losses != "backward" or not in_epochs(Runs(recorded)):
+            return {}
+        if _is_whole(recorded):
             return {}
         count = _STEPS * _num_micro_batches(recorded)
         fault = Fault(kind=SHORTENED_EPOCHS, step=0, value=str(count))
-        name = f"{asked.world_size}-worker{'' if asked.world_size == 1 else 's'}-short-epochs"
-        return {name: replace(asked, faults=(fault,))}
+        return {f"{_workers(asked)}-short-epochs": replace(asked, faults=(fault,))}
+
+    def _longer(self, short: Asked) -> dict[str, Asked]:
+        """Return by name the run that goes on into its second epoch, if that is not far."""
+        assert self._usual is not None, "a run with short epochs follows it"
+        scenario = self._usual.scenario
+        second = math.ceil(randomness.ORDER_LENGTH_MIN / scenario.batch_size) + 1
+        steps = math.ceil(scenario.num_samples / scenario.batch_size) + second
+        if not scenario.num_steps < steps <= LONGER_MAX or "ended" not in self._usual.environment:
+            return {}
+        fault = Fault(kind=LONGER, step=0, value=str(steps))
+        return {f"{_workers(short)}-two-epochs": replace(short, faults=(fault,))}
+
+
+def _is_whole(recorded: Trace) -> bool:
+    """Return whether a run shows the end of an epoch, and how the next one begins."""
+    is_shown = has_ended_epoch(recorded) and not randomness.lacks_second_epoch(Runs(recorded))
+    return recorded.end.status == "completed" and is_shown
+
+
+def _workers(asked: Asked) -> str:
+    return f"{asked.world_size}-worker{'' if asked.world_size == 1 else 's'}"
 
 
 def _num_micro_batches(trace: Trace) -> int:

@@ -85,7 +85,7 @@ def _witnesses(subject: Scenario, scenarios: Mapping[K, Scenario]) -> dict[Need,
 
     REPEATED: two runs that should be equal. ALONE: the run on one worker. NUDGED: a run, and the
     same run with nudged weights. CONTROLLED: all runs with equal random
-    numbers or shares. SHORTENED: those with short epochs.
+    numbers or shares. SHORTENED: those with short epochs, or more steps.
 
     A run on one worker is also found if it had another batch.
     """
@@ -103,9 +103,14 @@ def _witnesses(subject: Scenario, scenarios: Mapping[K, Scenario]) -> dict[Need,
         meant = plain.with_(world_size=scenario.world_size)
         still = _nearest(subject, meant, ALONE, others)
         moved = () if still is None else (still[0], key)
-    short = tuple(key for key, one in scenarios.items() if faults.are_shortened(one.faults))
-    longer = (key for key, one in scenarios.items() if faults.steps_of(one.faults))
-    controlled = tuple(key for key in scenarios if key not in {*nudged, *others, *short, *longer})
+    longer = {key for key, one in scenarios.items() if faults.steps_of(one.faults)}
+    shortened = {key for key, one in scenarios.items() if faults.are_shortened(one.faults)}
+    short = tuple(
+        key for key, one in scenarios.items() if key in longer | shortened and not one.stops
+    )
+    controlled = tuple(
+        key for key in scenarios if key not in {*nudged, *others, *shortened, *longer}
+    )
     once = () if alone is None else (alone[0],)
     return {
         ALONE: once,

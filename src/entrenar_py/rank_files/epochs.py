@@ -15,6 +15,28 @@ def are_told(ranks: Sequence[RankTrace]) -> bool:
     return all(rank.epochs is not False for rank in ranks)
 
 
+def go_on(
+    ranks: Sequence[RankTrace], events: Sequence[Event], population: Collection[int] | None
+) -> bool:
+    """Return whether all samples come in one pass of a loader that never ends.
+
+    A sample comes again there once all of `population` have come.
+    """
+    is_seen = all(rank.header.get("samples") == "index" for rank in ranks)
+    shards = [event for event in events if isinstance(event, Shard)]
+    if not is_seen or not population or any(shard.epoch or shard.unknown for shard in shards):
+        return False
+    drawn: dict[int, list[int]] = defaultdict(list)
+    for shard in shards:
+        drawn[shard.step].extend(shard.ids)
+    seen = set[int]()
+    for _, ids in sorted(drawn.items()):
+        if len({*ids}) < len(ids) or not seen.isdisjoint(ids):
+            return seen.union(ids).issuperset(population)
+        seen.update(ids)
+    return False
+
+
 def derived(events: Sequence[Event], population: Collection[int] | None) -> list[Event] | None:
     """Return `events` with the epochs that follow from the samples, or None if none follow.
 

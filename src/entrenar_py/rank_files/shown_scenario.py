@@ -91,8 +91,9 @@ def trace_of(
     """Return the trace of a run; `ending` is the status and the reason of its end."""
     status, reason = ending
     batches = scenario.num_samples / scenario.batch_size
-    if not epochs.are_told(ranks):
-        derived = epochs.derived(events, population.of(ranks, events))
+    samples = population.of(ranks, events)
+    if not epochs.are_told(ranks) and not epochs.go_on(ranks, events, samples):
+        derived = epochs.derived(events, samples)
         events = events if derived is None else derived
         traits = replace(traits, epochs="untold" if derived is None else "told")
     numbered = assembly.numbered(
