@@ -1,0 +1,78 @@
+"""Scripts that come by their batches, or count what is in them, in ways of their own.
+
+`make twins` runs all of them, and `tests.command.auto_twins` without their line.
+"""
+
+from __future__ import annotations
+
+from falsification.user_fed_scripts import FOREVER, MASKED, SCALED
+from falsification.user_trainers import Twin
+
+
+def _twin(name: str, text: str, *changes: tuple[str, str], **place: object) -> Twin:
+    name = f"fed: {name}"
+    return Twin(name=name, script="train.py", text=text, changes=changes, **place)  # type: ignore[arg-type]
+
+
+BUGS = (
+    _twin(
+        "gradients are scaled by the tokens of the last micro-batch",
+        SCALED,
+        ("num_tokens += count", "num_tokens = count.float()"),
+        check="weighting",
+        words="by the number of those of the last micro-batch of each rank alone",
+    ),
+    _twin(
+        "the count of tokens goes on from step to step",
+        SCALED,
+        ("                num_tokens = torch.zeros(())\n", ""),
+        ("    dist.all_reduce(num_tokens)\n", "    total = num_tokens.clone()\n"),
+        ("p.grad *= dist.get_world_size() / num_tokens", "p.grad *= dist.get_world_size() / total"),
+        (
+            "                for p in self",
+            "                dist.all_reduce(total)\n                for p in self",
+        ),
+        check="weighting",
+        words="by the number of those of all steps so far",
+    ),
+    _twin(
+        "the sum over masked words is divided by the number of one rank",
+        MASKED,
+        (
+            "scores[hidden], text[hidden])",
+            "scores[hidden], text[hidden], reduction='sum') / 24",
+        ),
+        check="parity",
+        words="alike for all samples",
+    ),
+    _twin(
+        "the mean of masked words is divided by workers once more",
+        MASKED,
+        ("        loss.backward()", "        (loss / world).backward()"),
+        check="parity",
+        words="1/world_size",
+    ),
+    _twin(
+        "an endless sampler seeds each order alike",
+        FOREVER,
+        (
+            "        g = torch.Generator().manual_seed(self.seed)\n        while True:\n",
+            "        while True:\n            g = torch.Generator().manual_seed(self.seed)\n",
+        ),
+        check="randomness",
+        words="in the order of epoch 0",
+    ),
+    _twin(
+        "an endless sampler of an order of its own on each rank",
+        FOREVER,
+        ("seed=21)", "seed=21 + dist.get_rank())"),
+        check="coverage",
+        words="drawn again",
+    ),
+)
+
+VARIANTS = (
+    _twin("gradients are scaled by the tokens of the step", SCALED),
+    _twin("words are masked by each rank's own draws", MASKED),
+    _twin("an endless sampler", FOREVER),
+)
