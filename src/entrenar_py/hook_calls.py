@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
+from itertools import islice
 from types import CodeType
 from typing import Any, ParamSpec, TypeVar
 
@@ -100,8 +101,18 @@ def is_nested(optimizer: torch.optim.Optimizer) -> bool:
     torch calls an optimizer's hooks in both steps, that of a class and that of its base class: an
     optimizer that reduces gradients in `step` and then calls `super().step()` has two.
     """
-    num_steps, frame = 0, inspect.currentframe()
-    while frame is not None and num_steps < 2:
-        num_steps += frame.f_code is STEPPING and frame.f_locals.get("self") is optimizer
+    return len([*islice(_steps_of(optimizer), 2)]) > 1
+
+
+def is_stepping(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether this runs in a step of `optimizer`."""
+    return any(_steps_of(optimizer))
+
+
+def _steps_of(optimizer: torch.optim.Optimizer) -> Iterator[bool]:
+    """Yield True for each step of `optimizer` that this runs in."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is STEPPING and frame.f_locals.get("self") is optimizer:
+            yield True
         frame = frame.f_back
-    return num_steps > 1

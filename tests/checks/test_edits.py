@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from entrenar_py.checks import edits
+from entrenar_py.trace import Update
 from entrenar_py.verdict import Tally
 from tests.checks import traces
 from tests.checks.averaged_traces import Averaged, drawn, trained
@@ -47,6 +48,16 @@ def test_an_error_that_explains_all_edits_is_named(words: str) -> None:
     assert broken is not None
     assert (broken.step, broken.rank, broken.tensor) == (2, 0, "a")
     assert f"before step 2 a, b {words}" in broken.message
+
+
+def test_weights_that_stay_uphill() -> None:
+    """A sharpness-aware step has moved them along a gradient, and not back."""
+    trace = traces.was(trained(Averaged()), starts="one")
+    tally = Tally("F-TI-008")
+    edits.judge(tally, traces.altered(trace, Update, {"step": 2}, climbed=("a",)))
+    assert tally.broken is not None
+    assert (tally.broken.step, tally.broken.rank, tally.broken.tensor) == (2, 0, "a")
+    assert "before step 2 a had been moved along the gradient" in tally.broken.message
 
 
 def test_the_weights_of_rank_0() -> None:

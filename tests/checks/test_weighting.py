@@ -204,3 +204,21 @@ def test_two_networks_may_each_be_clipped_by_its_own_norm() -> None:
         ],
     )
     assert "divided by one number" in one.reason
+
+
+@pytest.mark.parametrize("share", [1.0, 0.3])
+def test_the_gradient_of_before_a_climb_stays_in(share: float) -> None:
+    """Both passes of a sharpness-aware step count in full. A share of the first may be meant."""
+    applied = [micro_batch_traces.summed(0)]
+    for step in (1, 2):
+        first, second = (micro_batch_traces.summed(step, which=slice(n, n + 1)) for n in (0, 1))
+        applied.append({n: np.float32(share) * first[n] + second[n] for n in first})
+    finding = traces.judge(
+        "weighting", [micro_batch_traces.trace_of(applied, mixed=("a", "b"), climbed=())]
+    )
+    if share == 1.0:
+        found = broken(finding)
+        assert (found.step, found.tensor) == (1, "a")
+        assert "holds that of the pass before its weights were moved" in found.message
+    else:
+        assert finding.verdict is Verdict.INCONCLUSIVE

@@ -50,6 +50,7 @@ from falsification import (
     user_styles,
     user_together,
     user_unseeded,
+    user_wrapped,
     user_zero,
 )
 from falsification.user_trainers import TWINS, Twin
@@ -101,6 +102,7 @@ EVERY: tuple[Twin, ...] = (
     *user_styles.BUGS,
     *user_together.BUGS,
     *user_unseeded.BUGS,
+    *user_wrapped.BUGS,
     *user_public.BUGS,
     *user_advised.VARIANTS,
     *user_averages.VARIANTS,
@@ -129,6 +131,7 @@ EVERY: tuple[Twin, ...] = (
     *user_styles.VARIANTS,
     *user_together.VARIANTS,
     *user_unseeded.VARIANTS,
+    *user_wrapped.VARIANTS,
     *user_scalers.ROUNDED,
     *user_large.TWINS,
     *user_zero.tried(),

@@ -18,7 +18,7 @@ import entrenar_py
 from entrenar_py.observing import FOLDER
 from entrenar_py.rank_files import assembly, whole_tensors
 from entrenar_py.rank_files.rank_trace import RankTrace
-from entrenar_py.trace import Event, Shard, Start, Update
+from entrenar_py.trace import Event, Ruled, Shard, Start, Update
 
 TOO_LARGE = 2.0**127
 
@@ -138,6 +138,84 @@ def test_a_second_look_at_the_same_samples(folder: Path, again: bool) -> None:
     shards = [event for event in read(folder)[1] if isinstance(event, Shard)]
     assert [one.ids for one in shards] == ([(5,)] if again else [(5,), (6,)])
     assert shards[-1].gradient == updates(folder)[0].gradient
+
+
+class Climber(torch.optim.Optimizer):
+    """A sharpness-aware optimizer, which has another one step and is not called as a whole."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"reach": 0.1})
+        self.inside = torch.optim.SGD(self.param_groups, lr=0.25)
+        self.param_groups = self.inside.param_groups
+        self.home: list[torch.Tensor] = []
+
+    def moved(self) -> list[torch.Tensor]:
+        """Return the tensors in its groups."""
+        return [p for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def climb(self) -> None:
+        """Move weights along their gradient."""
+        self.home = [p.clone() for p in self.moved()]
+        for p in self.moved():
+            p.add_(p.grad, alpha=0.01)  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def go_home(self) -> None:
+        """Move weights back."""
+        for p, home in zip(self.moved(), self.home, strict=True):
+            p.copy_(home)
+
+
+@pytest.mark.parametrize("clears", [True, False])
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_wrapper_whose_inside_steps(folder: Path, clears: bool, returns: bool) -> None:
+    """The step is that of the optimizer inside, and what a climb leaves undone is told."""
+    model = nn.Linear(1, 1)
+    optimizer = Climber(model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer.inside, 1, 0.5)
+    obs = entrenar_py.observe(model, optimizer)
+    for _ in range(2):
+        backward(model)
+        optimizer.climb()
+        if clears:
+            optimizer.zero_grad()
+        backward(model)
+        if returns:
+            optimizer.go_home()
+        optimizer.inside.step()
+        optimizer.zero_grad()
+        schedule.step()
+    obs.close()
+    made = updates(folder)
+    rules = {one.rule for one in read(folder)[1] if isinstance(one, Ruled)}
+    both = ("bias", "weight")
+    assert [one.climbed for one in made] == [() if returns else both] * 2
+    assert [one.mixed for one in made] == [() if clears else both] * 2
+    assert [(one.learning_rate, one.schedule) for one in made] == [(0.25, 0), (0.125, 1)]
+    assert rules == {"SGD"}
+
+
+def test_a_wrapper_that_steps_as_a_whole(folder: Path) -> None:
+    """It may put weights back within its step, before its inside moves them."""
+    model = nn.Linear(1, 1)
+
+    class Whole(Climber):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.climb()
+            self.zero_grad()
+            closure()
+            self.go_home()
+            self.inside.step()
+
+    optimizer = Whole(model.parameters())
+    obs = entrenar_py.observe(model, optimizer)
+    backward(model)
+    optimizer.step(lambda: backward(model))
+    obs.close()
+    (update,) = updates(folder)
+    assert (update.climbed, update.mixed) == ((), ())
+    assert update.weights["weight"].values() == pytest.approx(model.weight.detach().numpy()[0])
 
 
 def test_what_is_unfrozen_later(folder: Path) -> None:

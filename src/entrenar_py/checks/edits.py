@@ -64,6 +64,8 @@ def judge(tally: Tally, trace: Trace) -> None:
     """Judge what a user's trainer does to its weights between steps."""
     if trace.scenario.workload != "own":
         return
+    if _has_climbed(tally, trace):
+        return
     begun = {start.step for start in trace.of(Start)}  # what is loaded or broadcast there is late
     edits = [edit for edit in _edits(trace) if not _is_rounding(edit)]
     if any(edit.update.step in begun for edit in edits):
@@ -95,6 +97,19 @@ def judge(tally: Tally, trace: Trace) -> None:
             "writes to the weights there (a save, an evaluation), and whether it puts back what it "
             "took out"
         )
+
+
+def _has_climbed(tally: Tally, trace: Trace) -> bool:
+    """Check that weights which were moved along a gradient are put back before the step."""
+    climbed = [update for update in trace.standing.of(Update) if update.climbed]
+    for update in climbed[:1]:
+        message = (
+            f"before step {update.step} {listed(update.climbed, most=2)} had been moved along the "
+            "gradient of the step's first pass, and the optimizer steps from there: weights that a "
+            "sharpness-aware step moves are to be put back first"
+        )
+        tally.check(False, message, tensor=update.climbed[0], **evidence.place(trace, update))
+    return bool(climbed)
 
 
 def _tell_harm(tally: Tally, trace: Trace, edits: Sequence[Edit], harm: str) -> None:

@@ -356,6 +356,12 @@ class _Divisions:
                 else f"the applied gradient of {name} {why.words}"
             )
             self.tally.check(name not in off, message, tensor=name, **place)
+        for name in [name for name in mean if name in update.mixed and not off]:
+            message = (
+                f"the applied gradient of {name} holds that of the pass before its weights were "
+                "moved, too: clear gradients between the two passes of a sharpness-aware step"
+            )
+            self.tally.check(False, message, tensor=name, **place)
         if self.trace.traits.clipping == "other":
             return  # clipping may have changed each step's recorded gradient by another factor
         divided = divisor, divisor / (update.weight or 1.0)

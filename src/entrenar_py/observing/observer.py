@@ -238,6 +238,7 @@ class Observer(Observation):
             hooks.remove()
         for step_hooks in self._step_hooks:
             step_hooks.remove()
+        self._inner_steps.remove()
         if self._zero is not None:
             self._zero.remove()
 
@@ -248,14 +249,14 @@ class Observer(Observation):
         self._step_hooks: list[step_in_work.StepHooks] = []
         self._zero: zero_partitions.Steps | None = None
         for index, optimizer in enumerate(self._subject.optimizers):
-            begins, ends = partial(self._step_begins, index), partial(self._after_step, index)
-            self._step_hooks.append(step_in_work.StepHooks(optimizer, begins, ends))
+            self._step_hooks.append(self._hook_steps(index))
             if self._subject.steps_partitions(optimizer):
                 self._zero = zero_partitions.Steps(
                     self._subject.zero,
                     begins=partial(self._before_partitions, index),
                     ends=partial(self._after_partitions, index),
                 )
+        self._inner_steps = step_in_work.InnerSteps(self._subject.optimizers, self._take_inner)
         self._backward = BackwardHooks(
             self._subject,
             self._faults,
@@ -265,6 +266,16 @@ class Observer(Observation):
             added=self._within_backward,
             summed=self._look_at_sum,
         )
+
+    def _hook_steps(self, index: int) -> step_in_work.StepHooks:
+        begins, ends = partial(self._step_begins, index), partial(self._after_step, index)
+        return step_in_work.StepHooks(self._subject.optimizers[index], begins, ends)
+
+    def _take_inner(self, index: int, inner: torch.optim.Optimizer) -> None:
+        """Observe `inner` in place of optimizer `index`, which has it step for itself."""
+        self._step_hooks[index].remove()
+        self._subject.step_by(index, inner)
+        self._step_hooks[index] = self._hook_steps(index)
 
     def _place(self) -> tuple[int, int]:
         """Return the current step, and this rank's current micro-batch."""
@@ -313,6 +324,8 @@ class Observer(Observation):
         self._entrances.settle()
         micro_batches.samples.settle()
         self._step.before_backward()
+        if micro_batches.done:
+            self._step.look_uphill(self._gradients.left)
         if not micro_batches.done or self._subject.has_gradients():
             return
         if self._gradients.was_reduced and micro_batches.forget_repeated():
@@ -352,7 +365,7 @@ class Observer(Observation):
         return self._subject.record(gradients, exact=False), finite
 
     def _look_at_sum(self) -> None:
-        self._gradients.look(self._subject.gradients().values())
+        self._gradients.look(self._subject.gradients())
 
     def _skip_step(self) -> None:
         """End a step that moves nothing.

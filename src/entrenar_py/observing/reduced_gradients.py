@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -26,7 +26,12 @@ class ReducedGradients:
         self._reduces = True
         self.was_reduced = True
         self._overflowed = False
-        self._kept: list[Tensor] = []
+        self._kept: dict[str, Tensor] = {}
+
+    @property
+    def left(self) -> Mapping[str, Tensor]:
+        """The gradients that the last backward pass left, by name, if it reduced them."""
+        return self._kept
 
     def expect(self, called: nn.Module) -> None:
         """Note, as a forward pass of `called` begins, whether its gradients will be reduced.
@@ -38,20 +43,20 @@ class ReducedGradients:
         if isinstance(called, FullyShardedDataParallel):
             self._reduces &= called._sync_gradients
 
-    def look(self, gradients: Iterable[Tensor | None]) -> None:
+    def look(self, gradients: Mapping[str, Tensor | None]) -> None:
         """Keep the gradients that a backward pass has left, if it reduced them."""
-        left = [gradient for gradient in gradients if gradient is not None]
-        self._kept = left if self._reduces else []
+        left = {name: gradient for name, gradient in gradients.items() if gradient is not None}
+        self._kept = left if self._reduces else {}
         self.was_reduced = bool(self._kept)
-        self._overflowed = not tensors.is_finite(self._kept)
+        self._overflowed = not tensors.is_finite(self._kept.values())
 
     def has_overflowed(self) -> bool:
         """Return whether a reduced gradient is NaN or Inf now, or was when it was kept."""
-        return self._overflowed or not tensors.is_finite(self._kept)
+        return self._overflowed or not tensors.is_finite(self._kept.values())
 
     def forget(self) -> None:
         """Forget the gradients: their step was made."""
-        self._kept, self._overflowed = [], False
+        self._kept, self._overflowed = {}, False
 
 
 def compression(model: nn.Module) -> str:

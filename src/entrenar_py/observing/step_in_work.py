@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from entrenar_py import hook_calls, trace
-from entrenar_py.observing import tensors
+from entrenar_py.observing import dtensors, tensors
 from entrenar_py.observing.extra_state import ExtraState
 from entrenar_py.observing.gradient_sources import GradientSources
 from entrenar_py.observing.subject import Subject
@@ -36,6 +38,11 @@ class StepInWork:
         self._due: list[str] = []
         self._gradient: dict[str, trace.TensorRecord] = {}
         self._unclipped: trace.Tensors = {}
+        # Weights that were moved along an earlier gradient of the step: by name, their digests, and
+        # those that had this gradient still; and those that the optimizer stepped from there.
+        self._uphill: dict[str, str] = {}
+        self._mixed: set[str] = set()
+        self._climbed: set[str] = set()
         # L2 norms before clipping and after it, if the script calls `reduced`.
         self._norm: float | None = None
         self._applied_norm: float | None = None
@@ -74,6 +81,33 @@ class StepInWork:
         """
         return self._at_first_pass != self._digests()
 
+    def look_uphill(self, gradients: Mapping[str, Tensor]) -> None:
+        """Note weights that were moved along `gradients`, which the step's last pass has left.
+
+        Sharpness-aware scripts do that between two passes, and take it back before the step.
+        """
+        if not self._subject.values:
+            return
+        held = self._subject.gradients()
+        for name, weights in self.edited_weights(gradients).items():
+            if name in self._uphill or not self._is_uphill(name, weights, gradients[name]):
+                continue
+            self._uphill[name] = weights.digest
+            gradient = held[name]
+            if gradient is not None and dtensors.local(gradient).any():
+                self._mixed.add(name)
+
+    def _is_uphill(self, name: str, weights: trace.TensorRecord, gradient: Tensor) -> bool:
+        """Return whether no element of a tensor was moved against its gradient, and some along."""
+        along = self._subject.record({name: gradient})
+        values = [one.values() for one in (weights, self._weights[name], *along.values())]
+        known = [value for value in values if value is not None]
+        if len(known) < 3 or len({value.shape for value in known}) > 1:
+            return False
+        now, before, slope = known
+        moved = np.sign(now - before) * np.sign(slope)
+        return bool((moved >= 0).all() and (moved > 0).any())
+
     def _digests(self) -> dict[str, str]:
         held = self._subject.trained if self._subject.values else {}
         return {name: record.digest for name, record in self._subject.record(held).items()}
@@ -96,7 +130,10 @@ class StepInWork:
         gradients = _unscaled(self._subject.applied_gradients(), optimizer)
         known: trace.Tensors = {}
         due = [*names]
-        self._edited |= self.edited_weights(due)
+        edited = self.edited_weights(due)
+        self._edited |= edited
+        if tensors.is_torch_s(optimizer):  # else its step may put weights back before it moves them
+            self._climbed |= {n for n, one in edited.items() if one.digest == self._uphill.get(n)}
         if self._norm is None:
             known = self._subject.record({name: gradients[name] for name in due}, exact=False)
             self._gradient |= known
@@ -127,10 +164,13 @@ class StepInWork:
         weights = {**update.weights, **self._moved}
         update = replace(update, weights=weights, kept=kept, summed=summed, edited=self._edited)
         update = replace(update, extra=self._extra.records(), unclipped=self._unclipped)
+        climbed, mixed = (tuple(sorted(names)) for names in (self._climbed, self._mixed))
+        update = replace(update, climbed=climbed, mixed=mixed)
         self.number += 1
         self.stepped.clear()
         self._gradient, self._norm, self._applied_norm = {}, None, None
         self._unclipped = {}
+        self._uphill, self._mixed, self._climbed = {}, set(), set()
         self._weights, self._edited, self._moved = update.weights, {}, {}
         self._at_first_pass = {}
         return update
@@ -235,6 +275,45 @@ class StepHooks:
         """Remove the hooks."""
         self._before.remove()
         self._after.remove()
+
+
+class InnerSteps:
+    """Hears of an optimizer inside of an observed one that steps its parameters by itself.
+
+    Some wrappers never step as a whole: sharpness-aware ones have two methods in place of `step`,
+    and the second one has the optimizer inside step. `take` is called with the place of the wrapper
+    among `optimizers`, and with that optimizer, before its first step.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        take: Callable[[int, torch.optim.Optimizer], None],
+    ) -> None:
+        self._take = take
+        self._outer = {
+            inner: (index, optimizer)
+            for index, optimizer in enumerate(optimizers)
+            if not tensors.is_torch_s(optimizer)
+            for inner in tensors.inner_optimizers(optimizer)
+            if tensors.stepped_by(inner) == tensors.stepped_by(optimizer)
+        }
+        # One of all optimizers, since that of one can't be set within its own step.
+        hook = hook_calls.outside(self._step_begins)
+        self._hook = register_optimizer_step_pre_hook(hook) if self._outer else None
+
+    def _step_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if optimizer not in self._outer:
+            return
+        index, outer = self._outer[optimizer]
+        if not hook_calls.is_stepping(outer):
+            del self._outer[optimizer]
+            self._take(index, optimizer)
+
+    def remove(self) -> None:
+        """Remove the hook."""
+        if self._hook is not None:
+            self._hook.remove()
 
 
 def _watches(hook: Callable[..., Any]) -> bool:

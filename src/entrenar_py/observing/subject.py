@@ -261,6 +261,11 @@ class Subject:
             if p in stepped[index] or (alone and not any(p in own for own in stepped))
         ]
 
+    def step_by(self, index: int, optimizer: torch.optim.Optimizer) -> None:
+        """Take `optimizer` for the one that steps the parameters of optimizer `index`."""
+        before = self.optimizers
+        self.optimizers = (*before[:index], optimizer, *before[index + 1 :])
+
     def in_step_of(self, optimizer: torch.optim.Optimizer) -> list[str]:
         """Return the names of the parameters in the partitions that `optimizer` steps now."""
         current = {p for group in optimizer.param_groups for p in group["params"]}

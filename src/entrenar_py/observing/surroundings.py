@@ -128,8 +128,11 @@ def are_replicas(model: nn.Module) -> bool:
 
 
 def schedule_of(optimizers: Iterable[torch.optim.Optimizer]) -> LRScheduler | None:
-    """Return the schedule of the optimizers' learning rate; None if there are several or none."""
-    stepped = list(optimizers)
+    """Return the schedule of the optimizers' learning rate; None if there are several or none.
+
+    It may be that of an optimizer inside of one of these.
+    """
+    stepped = [one for opt in optimizers for one in (opt, *tensors.inner_optimizers(opt))]
     found = [s for s in _alive(LRScheduler) if any(s.optimizer is opt for opt in stepped)]
     return found[0] if len(found) == 1 else None
 

@@ -71,6 +71,16 @@ def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optim
     return [*alone, *_listed_optimizers(optimizer)]
 
 
+def is_torch_s(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer's class is one of torch."""
+    return type(optimizer).__module__.partition(".")[0] == "torch"
+
+
+def stepped_by(optimizer: torch.optim.Optimizer) -> set[Tensor]:
+    """Return the tensors in an optimizer's groups."""
+    return {tensor for group in optimizer.param_groups for tensor in group["params"]}
+
+
 def stepping(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """Return the optimizers that make the steps of `optimizer`: it alone, or those that it lists.
 

@@ -116,6 +116,9 @@ class Update(Event):
     average that is moved after the step has the value of the step before.
     `unclipped` is the gradient that the script gave to torch\'s `clip_grad_norm_`. `metric` is the
     best value so far that the worker gave to a schedule which follows it (`ReduceLROnPlateau`).
+    Scripts that move weights along the gradient of a pass, and compute another gradient there
+    (sharpness-aware): `climbed` are the tensors that were still there when the optimizer stepped,
+    `mixed` those whose first gradient was not cleared before the second one.
     """
 
     step: int
@@ -138,6 +141,8 @@ class Update(Event):
     schedule: int | None = None
     extra: Tensors = field(default_factory=lambda: _NONE)
     unclipped: Tensors = field(default_factory=lambda: _NONE)
+    climbed: tuple[str, ...] = ()
+    mixed: tuple[str, ...] = ()
     metric: float | None = None
 
     def rate_of(self, name: str) -> float:

@@ -42,11 +42,10 @@ class Recorder(Observer):
         stepped: Callable[[], object],
     ) -> None:
         self._is_off, self._tell_why, self._partitions_stepped = False, give_up, stepped
-        self.optimizers = tuple(optimizers)
         self._seen = SeenSamples(loader_batches)
         super().__init__(
             model,
-            self.optimizers,
+            tuple(optimizers),
             seen=self._seen,
             facts={"auto": True, "replicas": surroundings.are_replicas(model)},
         )
@@ -55,6 +54,11 @@ class Recorder(Observer):
             for own in self._entrances.of(called):
                 # Hooks that are set now aren't called before this pass.
                 self._entrances.enter(own, called, (), {})
+
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """The optimizers that are observed."""
+        return self._subject.optimizers
 
     def is_off(self) -> bool:
         """Return whether something has gone wrong."""
@@ -73,6 +77,7 @@ class Recorder(Observer):
     _record_gradients = guarded(Observer._record_gradients)
     _look_at_sum = guarded(Observer._look_at_sum)
     _step_begins = guarded(Observer._step_begins)
+    _take_inner = guarded(Observer._take_inner)
     _after_step = guarded(Observer._after_step)
 
     # --- called by the follower -------------------------------------------------------------------
