@@ -23,7 +23,7 @@ from entrenar_py.drivers.tcp import DIED, CoordinatorServer
 from entrenar_py.drivers.uninvited_client import Guest
 from entrenar_py.errors import UsageError
 from entrenar_py.faults import Fault
-from entrenar_py.protocol.effects import Finish
+from entrenar_py.protocol.effects import Effect, Finish
 from entrenar_py.protocol.terms import Run, Timing
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import preloaded
@@ -32,6 +32,7 @@ from entrenar_py.systems.star.scenario_run import ScenarioRun
 
 LOOPBACK = "127.0.0.1"
 ANSWER_S = 3.0
+GATHER_S = 60.0  # until all workers have come
 SECRET_BYTES = 32
 SOCKET_BYTES_MAX = 2**30  # a kernel takes an int, and doubles it
 RESTART_S = 0.2  # until a worker that was killed is started again
@@ -67,6 +68,7 @@ class ProcessTransport:
     """The processes of one run on this machine. `ends` says how the surviving workers ended."""
 
     _server: CoordinatorServer
+    _limit: asyncio.Timeout
 
     def __init__(self, of: ScenarioRun) -> None:
         self._of, self._scenario = of, of.scenario
@@ -74,7 +76,7 @@ class ProcessTransport:
         self._timing = Timing(
             heartbeat_s=options.get("heartbeat_s", 0.5),
             dead_after_s=options.get("dead_after_s", 10.0),
-            gather_s=60.0,
+            gather_s=GATHER_S,
         )
         self._deadline_s = options.get("deadline_s")
         self._socket_bytes = options.get("socket_bytes", sockets.BUFFER_BYTES)
@@ -82,7 +84,7 @@ class ProcessTransport:
         self.secret = secrets.token_bytes(SECRET_BYTES)
         self._address = (LOOPBACK, 0)
         self._visits: list[asyncio.Task[None]] = []
-        self._over_s = 0.0
+        self._over_s, self._has_begun = 0.0, False
         self._hands: dict[int, Hand] = {}
         self.ends: list[Ending] = []
 
@@ -121,17 +123,30 @@ class ProcessTransport:
             secret=self.secret,
             meddle=self._of.meddle,
             kind=self._of.topology.coordinator,
-            notify=self._of.notify,
+            notify=self._notify,
         )
         listening = self._server.listen(*self._address, buffer_bytes=self._socket_bytes)
         self._address = await listening
 
     async def _finish(self) -> Finish:
+        """Wait for the end. The deadline counts from when the first worker has begun.
+
+        How long processes take to load and to come says nothing about the run.
+        """
+        limit_s = None if self._deadline_s is None else GATHER_S + self._deadline_s
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout(limit_s) as self._limit:
                 return await self._server.finish()
         except TimeoutError:
             return Finish("failed", f"not finished after {self._deadline_s:g} s")
+
+    def _notify(self, effect: Effect) -> None:
+        self._of.notify(effect)
+        if self._deadline_s is None or self._has_begun:
+            return
+        self._has_begun = bool(self._of.server.recorder.of(trace.Start))
+        if self._has_begun:
+            self._limit.reschedule(asyncio.get_running_loop().time() + self._deadline_s)
 
     def visit(self, guest: Guest) -> None:
         """Send a stranger to the real socket."""
