@@ -22,7 +22,7 @@ from entrenar_py.verdict import Finding
 from tests import pile
 
 OF_CHECKPOINTS = ("finetuned", "finetuned_by_stages", "distilled")  # systems
-VARIANTS_AT_ONCE = 6  # of the kill matrix, that a process takes
+VARIANTS_AT_ONCE = 6  # of the kill matrix, that a process takes; but all of a kind that takes long
 
 # A timing is a benchmark, never a test: a slow machine must not fail one.
 # The same examples in every run, so that a gate is not a lottery; `make soak` looks further.
@@ -108,17 +108,26 @@ def _about(variant: Variant) -> tuple[str, ...]:
 
 @cache
 def _matrix(folder: Path) -> list[Row]:
-    variants = _tried()
-    parts = {
-        f"matrix-{start}": partial(_rows, variants[start : start + VARIANTS_AT_ONCE])
-        for start in range(0, len(variants), VARIANTS_AT_ONCE)
-    }
+    parts = {name: partial(_rows, variants) for name, variants in _parts(_tried()).items()}
     catalogue = mutants.catalogue()
     return [
         Row(variant=catalogue[name], invariant=invariant, finding=finding)
         for rows in pile.share(folder, parts)
         for name, invariant, finding in rows
     ]
+
+
+def _parts(variants: list[Variant]) -> dict[str, list[Variant]]:
+    """Return the variants that one process takes, the longest parts first.
+
+    The first fine-tuning of a process loads transformers and captures graphs, for many seconds.
+    """
+    tuned = [one for one in variants if one.scenario.system == "finetuned"]
+    others = [one for one in variants if one.scenario.system in OF_CHECKPOINTS and one not in tuned]
+    rest = [one for one in variants if one.scenario.system not in OF_CHECKPOINTS]
+    starts = range(0, len(rest), VARIANTS_AT_ONCE)
+    few = {f"matrix-{start}": rest[start : start + VARIANTS_AT_ONCE] for start in starts}
+    return {"matrix-finetuned": tuned, "matrix-other-checkpoints": others, **few}
 
 
 def _rows(variants: list[Variant]) -> list[tuple[str, str, Finding]]:

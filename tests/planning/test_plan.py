@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,14 @@ from tests.planning.qwen3 import QWEN3_4B, TINY, settings
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 pytest.importorskip("peft")
 pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shapes() -> Iterator[None]:
+    """Keep one shape for equal settings: a rehearsal of its model takes a second."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(plan, "Shape", cache(Shape))
+        yield
 
 
 @pytest.fixture(scope="module")
