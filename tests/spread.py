@@ -36,6 +36,8 @@ NUM_SLOWEST = 100
 TOGETHER = {
     "tests/canonical/test_canonical.py": "canonical",
     "tests/finetune/": "small checkpoint",
+    "tests/pipeline/": "stages and students",
+    "tests/distill/": "stages and students",
     "tests/tuning/": "small checkpoint, without processes",
     "tests/checks/test_local_sgd.py": "local SGD",
     "tests/examples/test_own_trainer.py": "own trainer",
