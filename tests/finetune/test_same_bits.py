@@ -59,7 +59,7 @@ def alone(
     return runs.adapters(folder / "out")
 
 
-@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize("workers", [2, 3, pytest.param(4, marks=pytest.mark.by_hand)])
 def test_any_number_of_workers(
     workers: int,
     options: tuple[str, ...],
