@@ -7,8 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from entrenar_py.service import cli, exit_codes
+from tests.finetune.runs import adapters
 from tests.finetune.strategies import runs
+from tests.pipeline.test_machines import configured
 from tests.service.cluster import Cluster, cluster
+
+# 48 steps: one for each death, and none is killed near the end, which may be over before it is.
+EPOCHS = 8
 
 
 @pytest.fixture
@@ -22,3 +28,12 @@ def machines(tmp_path: Path) -> Iterator[Cluster]:
 def llama(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of four blocks, whose head is not its table of tokens."""
     return runs.llama(small, tmp_path_factory.mktemp("llama") / "model")
+
+
+@pytest.fixture(scope="session")
+def undisturbed(small: Path, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The adapters that one process trains in EPOCHS."""
+    folder = tmp_path_factory.mktemp("alone")
+    configured(folder, small, llama, training={"epochs": EPOCHS})
+    assert cli.main(["finetune", str(folder / "run.yaml")]) == exit_codes.DONE
+    return adapters(folder / "out")

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py.service import cli, exit_codes
+from entrenar_py.service import exit_codes
 from tests.finetune import runs
+from tests.pipeline.conftest import EPOCHS
 from tests.pipeline.test_machines import configured, judged
 from tests.service import doomed
 from tests.service.cluster import Cluster, Process
 from tests.service.doomed import COORDINATOR
 from tests.service.nursery import Strike
 
-EPOCHS = 10  # 60 steps: one for each death
 # What each role sends and gets in a step; ranks 0, 1 and 2 are stages.
 SENT = {
     COORDINATOR: ("Assign", "Weights", "Commit"),
@@ -32,15 +32,6 @@ GOT = {
     1: ("Assign", "Activation", "ActivationGradient", "Weights", "Commit"),
     2: ("Assign", "Activation", "Weights", "Commit"),
 }
-
-
-@pytest.fixture(scope="module")
-def undisturbed(small: Path, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The adapters that one process trains."""
-    folder = tmp_path_factory.mktemp("alone")
-    configured(folder, small, llama, training={"epochs": EPOCHS})
-    assert cli.main(["finetune", str(folder / "run.yaml")]) == exit_codes.DONE
-    return runs.adapters(folder / "out")
 
 
 @pytest.mark.slow

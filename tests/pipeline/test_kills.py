@@ -10,24 +10,13 @@ import signal
 import time
 from pathlib import Path
 
-import pytest
-
-from entrenar_py.service import cli, exit_codes
+from entrenar_py.service import exit_codes
 from tests.finetune import runs
+from tests.pipeline.conftest import EPOCHS
 from tests.pipeline.test_machines import configured
 from tests.service.cluster import Cluster, Process
 
-EPOCHS = 8  # 48 steps: none is killed near the end, which may be over before it is
 UNTIL_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def undisturbed(small: Path, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The adapters that one process trains."""
-    folder = tmp_path_factory.mktemp("alone")
-    configured(folder, small, llama, training={"epochs": EPOCHS})
-    assert cli.main(["finetune", str(folder / "run.yaml")]) == exit_codes.DONE
-    return runs.adapters(folder / "out")
 
 
 class Run:
