@@ -169,6 +169,71 @@ _PROBE = (
     "        self.raw.train()\n"
 )
 
+# An engine that divides what it is given by the micro-batches, as DeepSpeed's and accelerate's do.
+ENGINE = """
+import contextlib
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import entrenar_py
+
+
+class Engine:
+    def __init__(self, module, optimizer, micro_batches):
+        self.module, self.optimizer = DistributedDataParallel(module), optimizer
+        self.micro_batches, self.calls = micro_batches, 0
+
+    @property
+    def at_boundary(self):
+        return (self.calls + 1) % self.micro_batches == 0
+
+    def backward(self, loss):
+        (loss / self.micro_batches).backward()
+
+    def step(self):
+        if self.at_boundary:
+            nn.utils.clip_grad_norm_(self.module.parameters(), 9.0, error_if_nonfinite=True)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.calls += 1
+
+
+def build(inputs, hidden, outputs):
+    return nn.Sequential(nn.Linear(inputs, hidden), nn.SiLU(), nn.Linear(hidden, outputs))
+
+
+dist.init_process_group("gloo")
+torch.manual_seed(21)
+gas, temperature = 4, 2.0
+features, goals = torch.randn(96, 5), torch.randn(96, 3)
+student, teacher = build(5, 12, 3), build(5, 6, 3).requires_grad_(False)
+engine = Engine(student, torch.optim.AdamW(student.parameters(), lr=1e-2), gas)
+obs = entrenar_py.observe(engine.module, engine.optimizer)
+draw = torch.utils.data.DistributedSampler(features, shuffle=True, drop_last=True)
+pairs = torch.utils.data.TensorDataset(torch.arange(96), features, goals)
+loader = torch.utils.data.DataLoader(pairs, batch_size=4, sampler=draw)
+for epoch in range(2):
+    draw.set_epoch(epoch)
+    for number, x, y in loader:
+        obs.samples(number.tolist(), epoch=epoch)
+        with contextlib.nullcontext() if engine.at_boundary else engine.module.no_sync():
+            out = engine.module(x)
+            loss = F.mse_loss(out, y)
+            engine.backward(loss)
+        engine.step()
+obs.close()
+dist.destroy_process_group()
+"""
+_LOSS = "loss = F.mse_loss(out, y)"
+
+
+def _engine(name: str, *changes: tuple[str, str], **fields: object) -> Twin:
+    return Twin(name=f"explained: {name}", script="e.py", text=ENGINE, changes=changes, **fields)  # type: ignore[arg-type]
+
 
 def _trainer(name: str, *changes: tuple[str, str], **fields: object) -> Twin:
     return Twin(name=f"explained: {name}", script="t.py", text=TRAINER, changes=changes, **fields)  # type: ignore[arg-type]
@@ -293,6 +358,23 @@ BUGS = (
         step=1,
         words="gradients not cleared after step 0",
     ),
+    _engine(
+        "the script divides what its engine divides",
+        (_LOSS, f"{_LOSS} / gas"),
+        source="accelerate #1726 (a loss that is divided before accelerator.backward)",
+        check="weighting",
+        step=0,
+        words="4 micro-batches has its loss divided by 4 twice",
+    ),
+    _engine(
+        "three micro-batches that are divided by their number twice",
+        ("gas, temperature = 4, 2.0", "gas, temperature = 3, 2.0"),
+        (_LOSS, f"{_LOSS}.div(gas)"),
+        source="accelerate #1726 (a loss that is divided before accelerator.backward)",
+        check="weighting",
+        step=0,
+        words="3 micro-batches has its loss divided by 3 twice",
+    ),
 )
 
 VARIANTS = (
@@ -331,4 +413,30 @@ VARIANTS = (
             "            nn.utils.clip_grad_norm_(p, 0.1, error_if_nonfinite=True)\n",
         ),
     ),
+    _engine(
+        "half of a squared error, in two micro-batches",
+        ("gas, temperature = 4, 2.0", "gas, temperature = 2, 2.0"),
+        (_LOSS, f"{_LOSS} / 2"),
+    ),
+    _engine(
+        "three heads' mean, in three micro-batches",
+        ("gas, temperature = 4, 2.0", "gas, temperature = 3, 2.0"),
+        (_LOSS, "loss = sum(F.mse_loss(out[:, head], y[:, head]) for head in range(3)) / 3"),
+    ),
+    _engine("a temperature squared, in four micro-batches", (_LOSS, f"{_LOSS} / temperature**2")),
+    _engine(
+        "an integer temperature squared, in four micro-batches",
+        ("temperature = 4, 2.0", "temperature = 4, 2"),
+        (
+            _LOSS,
+            "soft = F.softmax(teacher(x) / temperature, 1)\n"
+            "            hard = F.log_softmax(out / temperature, 1)\n"
+            "            loss = -(soft * hard).mean() / temperature**2",
+        ),
+    ),
+    _engine(
+        "twice a variance, in four micro-batches",
+        (_LOSS, f"variance = 2\n            {_LOSS} / (2 * variance)"),
+    ),
+    _engine("a quarter of an error, in four micro-batches", (_LOSS, f"{_LOSS} / 4")),
 )

@@ -1,14 +1,32 @@
-"""The text of a script: the line that selects rows by random numbers."""
+"""The text of a script: the line that selects rows by random numbers, and what it divides by."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from entrenar_py.observing import call_sites, script_text
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Make a text that of the only module of the script."""
+
+    def write(text: str) -> None:
+        file = tmp_path / "selected.py"
+        file.write_text(text)
+        module = ModuleType("selected")
+        module.__file__ = str(file)
+        own = call_sites.is_own
+        monkeypatch.setattr(call_sites, "is_own", lambda name: name == str(file) and own(name))
+        monkeypatch.setitem(sys.modules, "selected", module)
+        monkeypatch.chdir(tmp_path)
+
+    return write
 
 
 @pytest.mark.parametrize(
@@ -26,16 +44,48 @@ from entrenar_py.observing import call_sites, script_text
         ("ix = torch.randint(n, (8,))\nsampler.set_epoch(1)\n", ""),
     ],
 )
-def test_the_line_that_selects_rows(
-    text: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_line_that_selects_rows(text: str, line: str, written: Callable[[str], None]) -> None:
     """What orders rows at random may go through them once: then no line is said to select."""
-    file = tmp_path / "selected.py"
-    file.write_text(text)
-    module = ModuleType("selected")
-    module.__file__ = str(file)
-    own = call_sites.is_own
-    monkeypatch.setattr(call_sites, "is_own", lambda name: name == str(file) and own(name))
-    monkeypatch.setitem(sys.modules, "selected", module)
-    monkeypatch.chdir(tmp_path)
+    written(text)
     assert script_text.selecting_line() == line
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("loss = criterion(out, y) / 4", 4),
+        ("loss /= 4.0", 4),
+        ("loss = loss.div_(4)", 4),
+        ("loss = kl / T**2", 9),
+        ("loss = error / (2 * variance)", 6),
+        ("loss = error / (2 * 2)", 4),
+    ],
+)
+def test_a_number_that_the_script_divides_by(
+    text: str, number: float, written: Callable[[str], None]
+) -> None:
+    """The number is written, or a part of it is, so that it is no count of micro-batches."""
+    written(text)
+    script_text._divisors.cache_clear()
+    assert script_text.divides_by(number)
+    script_text._divisors.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "loss / accumulation",
+            "loss / len(parts)",
+            "loss / 40",
+            "n // 4",
+            "x / 10000 ** (i / 8)",
+        ),
+        *("loss / (a + 4)", "x / -4", "loss / (5 * n)", "loss / 'a'", "a /"),
+    ],
+)
+def test_numbers_that_may_be_counts(text: str, written: Callable[[str], None]) -> None:
+    written(text)
+    script_text._divisors.cache_clear()
+    assert not any(map(script_text.divides_by, (4, -4, 0, float("inf"))))
+    script_text._divisors.cache_clear()

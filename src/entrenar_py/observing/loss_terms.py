@@ -3,6 +3,10 @@
 A script says nowhere by which number it divides a micro-batch's loss. Autograd's graph does: from
 the number that `backward` is called on, divisions, products and sums lead to the reductions of the
 loss functions. Nodes below these are not looked at.
+
+A loss may be divided by a number of its own (a temperature squared) that happens to be that of the
+micro-batches. Beside an equal divisor it is a factor, not another one. It is a number with a
+fraction, as Python's `float` is one, or the script's text has it.
 """
 
 from __future__ import annotations
@@ -13,7 +17,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+
+from entrenar_py.observing import script_text
 
 _NODES_MAX = 2000  # of one graph, between the loss and its reductions
 _MEAN, _SUM = 1, 2  # torch's numbers of reductions
@@ -68,18 +75,37 @@ def value_of(tensors: Any) -> float | None:
 
 @dataclass(frozen=True)
 class _Path:
-    """The product of the factors from the root to a node, and the divisors among them."""
+    """The product of the factors from the root to a node, and the divisors among them.
+
+    `floats` are the divisors that are a Python `float`.
+    """
 
     share: float = 1.0
     divisors: tuple[float, ...] = ()
+    floats: tuple[float, ...] = ()
     is_scaled: bool = False
 
     def times(self, factor: float) -> _Path:
         return replace(self, share=self.share * factor)
 
-    def over(self, divisor: float) -> _Path:
+    def over(self, divisor: float, *, is_float: bool = False) -> _Path:
         share = self.share / divisor if divisor else math.nan
-        return replace(self, share=share, divisors=(*self.divisors, divisor))
+        floats = (*self.floats, *[divisor] * is_float)
+        return replace(self, share=share, divisors=(*self.divisors, divisor), floats=floats)
+
+    def counted(self) -> tuple[float, ...]:
+        """Return the divisors without one that is beside an equal one, and a number of the loss."""
+        for divisor in {*self.divisors}:
+            if self.divisors.count(divisor) > 1 and self._is_of_loss(divisor):
+                first = self.divisors.index(divisor)
+                return (*self.divisors[:first], *self.divisors[first + 1 :])
+        return self.divisors
+
+    def _is_of_loss(self, divisor: float) -> bool:
+        return divisor in self.floats or script_text.divides_by(divisor)
+
+
+_Term = tuple[float, _Path]  # how many elements, and the path to their sum
 
 
 class _Walk:
@@ -92,12 +118,16 @@ class _Walk:
     def terms(self, root: Tensor) -> Terms:
         """Return the terms of `root`; none if it has more than can be looked at."""
         try:
-            found = tuple(self._of((root.grad_fn, root.output_nr), _Path()))
+            terms = tuple(self._of((root.grad_fn, root.output_nr), _Path()))
         except RuntimeError:  # the graph was freed by an earlier pass
             return ()
-        return found if self._left > 0 else ()
+        if self._left <= 0:
+            return ()
+        if len(terms) > 1:  # a mean of losses is divided by their number
+            return tuple((count, path.share, *path.divisors) for count, path in terms)
+        return tuple((count, path.share, *path.counted()) for count, path in terms)
 
-    def _of(self, edge: tuple[Any, int], path: _Path) -> Iterator[tuple[float, ...]]:
+    def _of(self, edge: tuple[Any, int], path: _Path) -> Iterator[_Term]:
         node, output = edge
         self._left -= 1
         if self._left <= 0 or node is None:
@@ -113,7 +143,7 @@ class _Walk:
             for below, its_path in onward:
                 yield from self._of(below, its_path)
         else:
-            yield 0.0, path.share, *path.divisors
+            yield 0.0, path
 
     def _onward(self, name: str, node: Any, path: _Path) -> list[tuple[Any, _Path]] | None:
         """Return the edges below a node that is linear in what they lead to; else None."""
@@ -130,17 +160,18 @@ class _Walk:
         if name not in ("Mul", "Div") or sum(node is not None for node, _ in edges) != 1:
             return None
         at = next(n for n, (node, _) in enumerate(edges) if node is not None)
-        number = _number(getattr(node, "_saved_self" if at else "_saved_other", None))
+        factor = getattr(node, "_saved_self" if at else "_saved_other", None)
+        number = _number(factor)
         if number is None or (name == "Div" and at):
             return None
         if name == "Div":
-            return [(edges[at], path.over(number))]
+            return [(edges[at], path.over(number, is_float=_is_float(factor)))]
         if number == self._scale and not path.is_scaled:
             self.was_scaled = True
             return [(edges[at], replace(path, is_scaled=True))]
         return [(edges[at], path.times(number))]
 
-    def _of_sum(self, node: Any, path: _Path, *, is_mean: bool) -> Iterator[tuple[float, ...]]:
+    def _of_sum(self, node: Any, path: _Path, *, is_mean: bool) -> Iterator[_Term]:
         child, size = node.next_functions[0][0], float(math.prod(node._saved_self_sym_sizes))
         if is_mean:
             path = path.over(size)
@@ -148,18 +179,18 @@ class _Walk:
             for edge in child.next_functions:
                 yield from self._of(edge, path)
             return
-        yield size if is_mean else _counted(child, size), path.share, *path.divisors
+        yield size if is_mean else _counted(child, size), path
 
 
-def _of_function(node: Any, path: _Path) -> tuple[float, ...]:
+def _of_function(node: Any, path: _Path) -> _Term:
     """Return the term of one of torch's loss functions."""
     if getattr(node, "_saved_weight", None) is not None:  # of classes, or of each element
-        return 0.0, path.share, *path.divisors
+        return 0.0, path
     total = _number(getattr(node, "_saved_total_weight", None))
     count = float(node._saved_self.numel()) if total is None else total
     if node._saved_reduction == _MEAN:
         path = path.over(count)
-    return (count if node._saved_reduction in (_MEAN, _SUM) else 1.0), path.share, *path.divisors
+    return (count if node._saved_reduction in (_MEAN, _SUM) else 1.0), path
 
 
 def _counted(node: Any, size: float) -> float:
@@ -190,6 +221,13 @@ def _is_mask(mask: Tensor) -> bool:
 
 def _kind(node: Any) -> str:
     return "" if node is None else re.sub(r"Backward\d*$", "", node.name())
+
+
+def _is_float(value: Any) -> bool:
+    """Return whether what a graph keeps of a divisor was a Python `float`; an `int` is int64."""
+    return isinstance(value, float) or (
+        isinstance(value, Tensor) and value.dtype == torch.float64 and value.ndim == 0
+    )
 
 
 def _number(value: Any) -> float | None:

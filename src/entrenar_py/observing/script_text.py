@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import functools
+import math
 import os
 import re
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from entrenar_py.observing import call_sites
 
 _TEXT_BYTES_MAX = 2**22
+_FACTOR_MAX = 64  # of a product or power that a script divides by: larger ones are no counts
 # Calls that select rows by random numbers, so that one may come again before all others came ...
 _SELECTS = re.compile(
     r"\b(randint|random_integers|randrange|integers|choices?|multinomial)\s*\(|\bsample\([^()]*,"
@@ -56,6 +61,65 @@ def selecting_line() -> str:
     """
     own, _ = texts()
     return "" if first(_ORDERS, own) else first(_SELECTS, own)
+
+
+def divides_by(number: float) -> bool:
+    """Return whether the script may divide by `number` as by a number of its own.
+
+    It may be in the text as it is (`/ 4`), as a square or another power (`/ T**2`), or as a
+    multiple (`/ (2 * variance)`).
+    """
+    is_count = 0 < number < math.inf
+    return is_count and any(_may_be(divisor, number) for divisor in _divisors())
+
+
+@functools.cache
+def _divisors() -> tuple[ast.expr, ...]:
+    """Return what the script divides by, but for plain names."""
+    own, _ = texts()
+    divisors: list[ast.expr] = []
+    for text in own.values():
+        try:
+            with warnings.catch_warnings():  # Python has told of them already
+                warnings.simplefilter("ignore")
+                nodes = ast.walk(ast.parse(text))
+        except (SyntaxError, ValueError):  # a template, or for another Python
+            continue
+        divisors += filter(None, map(_divisor, nodes))
+    return tuple(one for one in divisors if isinstance(one, ast.BinOp | ast.Constant))
+
+
+def _divisor(node: ast.AST) -> ast.expr | None:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+        return node.right
+    if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
+        return node.value
+    if isinstance(node, ast.Call) and node.args and isinstance(node.func, ast.Attribute):
+        return node.args[-1] if node.func.attr in ("div", "div_", "true_divide") else None
+    return None
+
+
+def _may_be(divisor: ast.expr, number: float) -> bool:
+    known = _value(divisor)
+    if known is not None or not isinstance(divisor, ast.BinOp):
+        return known == number
+    left, right = _value(divisor.left), _value(divisor.right)
+    if isinstance(divisor.op, ast.Pow) and right is not None and right > 1:
+        return math.isclose(round(number ** (1 / right)) ** right, number)
+    factor = right if left is None else left
+    return isinstance(divisor.op, ast.Mult) and bool(factor) and number % (factor or 1) == 0
+
+
+def _value(node: ast.expr) -> float | None:
+    """Return the value of a number, or of a product or power of numbers."""
+    if isinstance(node, ast.Constant):
+        return float(node.value) if isinstance(node.value, int | float) else None
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mult | ast.Pow):
+        return None
+    left, right = _value(node.left), _value(node.right)
+    if left is None or right is None or max(left, right) > _FACTOR_MAX:
+        return None
+    return left * right if isinstance(node.op, ast.Mult) else left**right
 
 
 def _is_near(file: str) -> bool:
