@@ -1,4 +1,4 @@
-"""Sparse and complex tensors, tensors without dimensions, and odd parameter groups."""
+"""Sparse and complex tensors, tensors without dimensions, odd parameter groups, and dropout."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from entrenar_py.observing import dtensors, tensors
 from entrenar_py.rank_files import rank_header
@@ -87,3 +88,18 @@ def test_a_container_steps_by_those_in_its_list() -> None:
     assert tensors.stepping(lookahead) == [lookahead]
     container.add_param_group({"params": [torch.zeros(1)]})
     assert tensors.stepping(container) == [container]
+
+
+@pytest.mark.parametrize(
+    ("layer", "dropout"),
+    [
+        (nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), 0.1),
+        (nn.Sequential(nn.Dropout1d(0.3), nn.AlphaDropout(0.2)), 0.3),
+        (nn.LSTM(2, 2, num_layers=2, dropout=0.2), 0.2),
+        (nn.MultiheadAttention(4, 2, dropout=0.4), 0.4),
+        (nn.Linear(2, 2), 0.0),
+    ],
+)
+def test_dropout_of_layers_and_inside_of_them(layer: nn.Module, dropout: float) -> None:
+    """Recurrent layers and attention have a number, and no layer for it."""
+    assert tensors.facts(layer, ())["dropout"] == dropout

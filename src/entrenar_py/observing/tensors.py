@@ -8,7 +8,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 
 from entrenar_py import trace
@@ -26,6 +27,7 @@ _TORCH_S = {
     for kind in vars(torch.optim).values()
     if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
 } - {torch.optim.Optimizer}
+_WITH_DROPOUT = (nn.RNNBase, nn.MultiheadAttention)  # between layers, or of weights
 _WHOLE_MAX = 2**63
 VALUES_MAX = 2**16  # elements of a model up to which values are kept, not sketches
 
@@ -225,14 +227,20 @@ def rule(optimizer: torch.optim.Optimizer) -> tuple[str, bool]:
 
 def facts(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
     """Return facts of the optimizers, dropout and batch normalisation, as JSON can hold them."""
-    dropouts = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
     return {
         "optimizer": " and ".join(dict.fromkeys(map(_kind, optimizers))),
         "groups": groups(optimizers),
-        "dropout": max(dropouts, default=0.0),
+        "dropout": max(map(_dropout, model.modules()), default=0.0),
         "batch_norm": any(map(_is_alone, model.modules())),
         "short_betas": any(map(_has_short_betas, optimizers)),
     }
+
+
+def _dropout(module: torch.nn.Module) -> float:
+    """Return the probability by which a layer drops what it is given, or has inside of it."""
+    if isinstance(module, _DropoutNd):
+        return module.p
+    return float(module.dropout) if isinstance(module, _WITH_DROPOUT) else 0.0
 
 
 def _has_short_betas(optimizer: torch.optim.Optimizer) -> bool:
