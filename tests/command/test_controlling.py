@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from entrenar_py.checks.needs import CONTROLLED, NUDGED
+from entrenar_py.checks.needs import CONTROLLED, NUDGED, SHORTENED
+from entrenar_py.checks.population import has_ended_epoch
 from entrenar_py.command.asked import Asked
 from entrenar_py.command.controlling import Controlling
+from entrenar_py.command.shortening import Shortening
 from entrenar_py.faults import Fault
 from entrenar_py.trace import Trace
+from tests.checks import traces
 from tests.checks.test_controlled import (
     COUPLED,
     MASKED,
@@ -105,3 +108,12 @@ def test_uneven_batches_of_a_worker_are_merged() -> None:
 def test_no_check_needs_it() -> None:
     """The checks of a run decide whether one is controlled at all."""
     assert plans((TWO, MASKED[0]), (ONE, MASKED[1]), wanted=False) == [{}, {}]
+
+
+def test_short_epochs_are_made_where_samples_are_seen() -> None:
+    """What a script reports, or its loader where it gave that to the line, lacks what is left."""
+    trace = traces.observed(traces.scenario(num_samples=64), sample_ids="seen")
+    assert not has_ended_epoch(trace)
+    assert [*Shortening({SHORTENED}).after(TWO, trace)] == ["2-workers-short-epochs"]
+    told = traces.was(trace, sample_ids="known", losses="backward")
+    assert Shortening({SHORTENED}).after(TWO, told) == {}

@@ -245,7 +245,7 @@ def _absent(traces: Sequence[Trace]) -> str:
         trace.of(Drawn)
         or trace.scenario.dropout
         or any(shard.draws is not None for shard in trace.of(Shard))
-        or (trace.traits.sample_ids == "known" and _orders_of(trace).shuffled)
+        or (trace.traits.sample_ids != "content" and _orders_of(trace).shuffled)
         for trace in traces
     )
     return "" if draws else evidence.started_alone(traces)

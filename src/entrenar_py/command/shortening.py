@@ -32,7 +32,8 @@ class Shortening:
     def after(self, asked: Asked, recorded: Trace) -> dict[str, Asked]:
         """Return by name the run to make after `asked`, if no epoch's end was seen by then.
 
-        A script with a line tells its samples itself, and not those that are left out.
+        A script that reports its samples, or gives its loader to `observe`, doesn't report those
+        that are left out.
         """
         if not self._is_wanted or asked.repeat or asked.stops:
             return {}
@@ -42,7 +43,7 @@ class Shortening:
         if not asked.is_plain or recorded.end.status != "completed" or self._usual is not None:
             return {}
         self._usual = recorded
-        if recorded.traits.losses != "backward" or not in_epochs(Runs(recorded)):
+        if recorded.traits.sample_ids != "seen" or not in_epochs(Runs(recorded)):
             return {}
         if _is_whole(recorded):
             return {}

@@ -168,6 +168,8 @@ def _of_found_samples(ranks: Sequence[RankTrace]) -> dict[str, Any]:
     traits = {}
     if any(rank.header.get("samples") in _CONTENT for rank in ranks):
         traits["sample_ids"] = "content"
+    elif all(rank.header.get("samples") == "index" for rank in ranks):
+        traits["sample_ids"] = "seen"
     if not all(rank.layout is not None or rank.header.get("replicas") for rank in ranks):
         traits["arranged"] = "guessed"
     return traits

@@ -29,7 +29,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "outer": ("nesterov", "momentum", "other"),
     "epochs": ("told", "untold"),
     "population": ("known", "guessed", "varied"),
-    "sample_ids": ("known", "content"),
+    "sample_ids": ("known", "seen", "content"),
     "losses": ("known", "backward"),
     "loss_over": ("", "batch", "micro-batch"),
     "arranged": ("known", "guessed"),
@@ -69,7 +69,8 @@ class Traits:
       number of samples is that of those that were drawn, or a sampler of the user's decides.
       `varied` if epochs draw from several data sets, or from other parts of one.
     - `splits`: a sampler splits one data set between the ranks, so that ids mean the same on all.
-    - `sample_ids`: `content` if they are digests of what the model was given.
+    - `sample_ids`: `content` if they are digests of what the model was given, `seen` if they are
+      those that a loader of the script drew, and the script reports none.
     - `losses`: `backward` if they are what `backward` was called on, of an unknown scale.
     - `loss_over`: the samples of all ranks that a loss is of, however they are divided, as a script
       declares it; "" if it doesn't.
