@@ -111,7 +111,7 @@ def test_no_check_needs_it() -> None:
 
 
 def test_short_epochs_are_made_where_samples_are_seen() -> None:
-    """What a script reports, or its loader where it gave that to the line, lacks what is left."""
+    """A script that reports samples doesn't report those that an epoch leaves out."""
     trace = traces.observed(traces.scenario(num_samples=64), sample_ids="seen")
     assert not has_ended_epoch(trace)
     assert [*Shortening({SHORTENED}).after(TWO, trace)] == ["2-workers-short-epochs"]

@@ -20,6 +20,7 @@ from torch.utils.data import (
 )
 
 from entrenar_py.observing import draws as wording
+from entrenar_py.observing import mirrored_batches
 from entrenar_py.observing.batches import blocks_of
 from entrenar_py.observing.draws import Drawn, Draws
 from entrenar_py.observing.sources import InOrder
@@ -66,6 +67,16 @@ def test_batches_that_are_used_as_they_come(num_workers: int, copied: bool, watc
         for (batch,) in loader:
             drawn = used(draws, [batch], copied=copied)
             assert drawn == (tuple(map(int, batch)), epoch, "")
+
+
+def test_a_shortened_epoch_has_its_samples_with_the_last_batch(watch: Any) -> None:
+    """So that an epoch shows whole in a short run; a batch that is used again has them once."""
+    whole = ([0, 1], [2, 3], [4, 5], [6])
+    loader: Loader = DataLoader(DATA, batch_sampler=whole)
+    short = [*mirrored_batches.shortened(iter(whole), loader, 2)]
+    draws = watch(loader := DataLoader(DATA, batch_sampler=short))
+    drawn = [draws.use(blocks_of(batch)) for batch in loader for _ in range(2)]
+    assert [one.ids for one in drawn] == [(0, 1), (), (2, 3, 4, 5, 6), ()]
 
 
 def test_a_persistent_loader_has_epochs(watch: Any) -> None:

@@ -32,8 +32,7 @@ class Shortening:
     def after(self, asked: Asked, recorded: Trace) -> dict[str, Asked]:
         """Return by name the run to make after `asked`, if no epoch's end was seen by then.
 
-        A script that reports its samples, or gives its loader to `observe`, doesn't report those
-        that are left out.
+        A script that reports its samples doesn't report those that an epoch leaves out.
         """
         if not self._is_wanted or asked.repeat or asked.stops:
             return {}

@@ -31,12 +31,14 @@ class Batch:
 
     `iteration` is the run through the loader that it belongs to. The batch holds no tensor, so that
     memory is freed when the script drops it. `is_gathered` tells that its samples were drawn one by
-    one.
+    one. `rest` are samples that a shortened pass has drawn with its last batch: they come with the
+    first of it that are used.
     """
 
     def __init__(self, iteration: Any, ids: Ids | None, data: Any, why: str) -> None:
         self.iteration, self.ids, self.why = iteration, ids, why
         self.is_gathered = self.is_used = False
+        self.rest: Ids = ()
         self._blocks = blocks_of(data)
         self._thread = threading.get_ident()
         self._rows_used: set[int] = set()
@@ -75,7 +77,8 @@ class Batch:
         rows = self._rows(blocks, len(self.ids))
         fresh = [row for row in rows if row not in self._rows_used]
         self._rows_used.update(fresh)
-        return tuple(self.ids[row] for row in fresh)
+        rest, self.rest = self.rest, ()
+        return (*(self.ids[row] for row in fresh), *rest)
 
     def _rows(self, blocks: list[Block], num_ids: int) -> range:
         whole = range(num_ids)

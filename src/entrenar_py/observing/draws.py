@@ -58,7 +58,9 @@ class Iteration:
         """Note that the loader hands out a batch."""
         index = self._indices.popleft() if self._indices else None
         ids = None if self._why else self._ids(index)
-        self._draws.add(Batch(self, ids, item, self._why or KEYS))
+        batch = Batch(self, ids, item, self._why or KEYS)
+        batch.rest = self._ids(getattr(index, "rest", ())) or ()
+        self._draws.add(batch)
 
     def failed(self) -> None:
         """Note an error of the loader. Which batches of its workers are lost is not known."""

@@ -137,6 +137,7 @@ class Samples:
                 "replacement": source.replacement,
                 "thorough": source.is_thorough,
                 "splits": source.splits,
+                "drawn": self.draws.is_loaded and not self._tells,
             }
         if self._whole is not None:
             found |= {"num_samples": self._whole.size, "thorough": True}

@@ -79,6 +79,7 @@ _KEYS: Mapping[str, tuple[bool, Test, str]] = {
     "unseeded": (False, _is_flag, "true or false"),
     "alone": (False, _is_flag, "true or false"),
     "samples": (False, _is_text, "index, content or unknown"),
+    "drawn": (False, _is_flag, "true or false"),
     "losses": (False, CHOICES["losses"].__contains__, "known or backward"),
     "num_samples": (
         *(False, lambda value: value is None or _whole(0)(value)),
@@ -103,7 +104,7 @@ _KEYS: Mapping[str, tuple[bool, Test, str]] = {
 # The keys that a later line may give, since what the script doesn't declare is met later.
 OF_THE_DATA = (
     *("num_samples", "drop_last", "replacement", "thorough", "varied", "samples", "replicas"),
-    *("losses", "clips", "alone", "selects"),
+    *("losses", "clips", "alone", "selects", "drawn"),
 )
 
 

@@ -123,6 +123,9 @@ def _of_the_data(ranks: Sequence[RankTrace], header: Mapping[str, Any]) -> dict[
         traits["losses"] = "backward"
     if header.get("auto") or any("samples" in rank.header for rank in ranks):
         traits |= _of_found_samples(ranks)
+    seen = (rank.header.get("samples") == "index" or rank.header.get("drawn") for rank in ranks)
+    if ranks and all(seen):
+        traits["sample_ids"] = "seen"
     traits |= {name: True for name in ("drop_last", "replacement", "splits") if header.get(name)}
     if any(rank.drops_last for rank in ranks):
         traits["drop_last"] = True
@@ -168,8 +171,6 @@ def _of_found_samples(ranks: Sequence[RankTrace]) -> dict[str, Any]:
     traits = {}
     if any(rank.header.get("samples") in _CONTENT for rank in ranks):
         traits["sample_ids"] = "content"
-    elif all(rank.header.get("samples") == "index" for rank in ranks):
-        traits["sample_ids"] = "seen"
     if not all(rank.layout is not None or rank.header.get("replicas") for rank in ranks):
         traits["arranged"] = "guessed"
     return traits
