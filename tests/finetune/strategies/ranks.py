@@ -11,16 +11,16 @@ import os
 import signal
 import sys
 import tempfile
-import time
 from functools import cache
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
 
+from entrenar_py.drivers.patience import Patience
 from entrenar_py.drivers.processes import Crew, Hand, Job
 
-DEADLINE_S = 90.0
+PATIENCE_S = 90.0
 PRELOADED = (
     "entrenar_py.finetune.strategies.launch",
     "peft",
@@ -80,10 +80,12 @@ def torchrun(
 
 
 def _gather(hands: list[Hand]) -> None:
-    """Wait until every rank has answered or died."""
-    deadline, waiting = time.monotonic() + DEADLINE_S, list(hands)
-    while waiting and (left_s := deadline - time.monotonic()) > 0:
-        ready = connection.wait([hand.pipe for hand in waiting], left_s)
+    """Wait until every rank has answered or died, or patience with the others has run out."""
+    patience, waiting = Patience(PATIENCE_S), list(hands)
+    while waiting:
+        ready = connection.wait([hand.pipe for hand in waiting], patience.interval_s)
+        if not ready and patience.look():
+            break
         for hand in [one for one in waiting if one.pipe in ready]:
             hand.heard()
             waiting.remove(hand)
