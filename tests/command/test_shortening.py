@@ -19,7 +19,9 @@ TWO = Asked(world_size=2, seed=0)
 
 def run(*, num_samples: int = 20, limited: bool = True) -> Trace:
     """Return a run of three steps of four samples, ended by the harness if `limited`."""
-    trace = traces.was(trace_of([summed(step) for step in range(STEPS)]), losses="backward")
+    trace = traces.was(
+        trace_of([summed(step) for step in range(STEPS)]), losses="backward", sample_ids="seen"
+    )
     scenario = trace.scenario.with_(num_samples=num_samples)
     environment = {"ended": "by entrenar-check"} if limited else {}
     return replace(trace, scenario=scenario, environment=environment)

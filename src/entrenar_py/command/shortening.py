@@ -42,9 +42,8 @@ class Shortening:
         if not asked.is_plain or recorded.end.status != "completed" or self._usual is not None:
             return {}
         self._usual = recorded
-        if recorded.traits.sample_ids != "seen" or not in_epochs(Runs(recorded)):
-            return {}
-        if _is_whole(recorded):
+        are_seen = recorded.traits.sample_ids == "seen"
+        if not are_seen or not in_epochs(Runs(recorded)) or _is_whole(recorded):
             return {}
         count = _STEPS * _num_micro_batches(recorded)
         fault = Fault(kind=SHORTENED_EPOCHS, step=0, value=str(count))
