@@ -52,7 +52,6 @@ def test_losses_that_are_divided_by_their_number_are_known(terms: Sequence[Terms
 @pytest.mark.parametrize(
     "terms",
     [
-        MEAN,
         ((8.0, 1 / 16, 8.0),),  # 0.5 times the loss is no division by two micro-batches
         ((8.0, 1 / 16, 2.0, 8.0), (8.0, 1 / 16, 2.0, 8.0)),  # the mean of two losses
         ((8.0, 1 / 16, 2.0, 8.0), (8.0, 1 / 8, 8.0)),  # one of them is divided
@@ -61,6 +60,26 @@ def test_losses_that_are_divided_by_their_number_are_known(terms: Sequence[Terms
 def test_means_that_are_added_stay_open(terms: Terms) -> None:
     """The sum of the means may be meant."""
     assert COUNTED in reason(run(terms))
+
+
+def of_loaders(trace: Trace, *, apart: bool) -> Trace:
+    """Return a run whose micro-batches are of one loader, or whose second ones are of another."""
+    events = [
+        replace(event, epoch=event.shard % 2 if apart else 0) if isinstance(event, Shard) else event
+        for event in trace.events
+    ]
+    return replace(trace, events=tuple(events))
+
+
+def test_means_of_one_loaders_batches_that_are_added_are_wrong() -> None:
+    """Ranks' means are averaged, so the sum over micro-batches is no design."""
+    found = traces.judge("weighting", [of_loaders(run(MEAN), apart=False)])
+    assert found.verdict is Verdict.FALSIFIED
+    assert "the sum over a rank's 2 micro-batches, 2 times that of the mean loss" in found.reason
+
+
+def test_means_of_several_loaders_are_several_losses() -> None:
+    assert "a rank adds up" not in reason(of_loaders(run(MEAN), apart=True))
 
 
 def four(terms: Terms) -> Trace:

@@ -109,6 +109,25 @@ class _Step:
         twice = (t.count and t.is_mean and t.is_divided_by(number, times=2) for t in terms)
         return all(twice) and bool(self._parts_of(number * self.total))
 
+    def is_sum_of_means(self) -> bool:
+        """Return whether ranks' sums of whole means of unlike samples are averaged."""
+        number, ranks = max(self.sizes), len(self.by_rank)
+        terms = [term for column in self.columns for term in column]
+        wholes = (
+            t.count > 1 and t.is_mean and not t.divisors and _alike(t.whole, 1) for t in terms
+        )
+        is_averaged = self.divisor is not None and _alike(self.divisor, ranks)
+        is_known = len(self.sizes) == len(self.columns) == 1 and number not in {
+            t.count for t in terms
+        }
+        return (
+            ranks > 1
+            and is_known
+            and is_averaged
+            and all(wholes)
+            and step_sums.are_apart(self.shards)
+        )
+
     def parts(self) -> set[str]:
         """Return over what the micro-batches together are one mean: all ranks, each rank, or both.
 
@@ -193,6 +212,10 @@ def require_other_numbers(tally: Tally, runs: Sequence[Trace]) -> None:
         if len(counts) != 1 or max(counts) < 2:
             continue
         if all(_is_known(tally, run, parts) for run, parts in own):
+            continue
+        if all(_are_of_unlike_loaders(parts) for _, parts in own):
+            continue
+        if {_adds_up_means(tally, run, parts) for run, parts in own} == {True}:
             continue
         why = f"a rank adds up {max(counts)} micro-batches in each step of every run, and "
         steps = [step for _, parts in own for step in _steps(parts)]
@@ -365,6 +388,45 @@ def _are_in_proportion(numbers: Sequence[float], others: Sequence[float]) -> boo
         _alike(number / other, numbers[0] / others[0])
         for number, other in zip(numbers, others, strict=True)
     )
+
+
+def _are_of_unlike_loaders(parts: Parts) -> bool:
+    """Return whether each of a rank's micro-batches is of a loader of its own, in every step.
+
+    They are several losses, not shares of one. A loader's epoch has a number that no other's has.
+    """
+    epochs = [
+        [[shard.epoch for shard in held if shard.rank == rank] for rank in by_rank]
+        for by_rank, held in parts
+    ]
+    every = [epoch for step in epochs for of_rank in step for epoch in {*of_rank}]
+    are_unlike = all(len({*of_rank}) == len(of_rank) for step in epochs for of_rank in step)
+    return are_unlike and len(every) > len({*every}) * len(parts[0][0])
+
+
+def _adds_up_means(tally: Tally, trace: Trace, parts: Parts) -> bool:
+    """Return whether means of batches are added up, of which ranks take the mean; say so.
+
+    They are batches of one loader, one after another. Those of several loaders, or the parts of a
+    loss over the same samples, may be meant to be added up.
+    """
+    steps = [*_steps(parts)]
+    if len(steps) < len(parts) or not all(map(_Step.is_sum_of_means, steps)):
+        return False
+    if not any(len({shard.epoch for shard in step.shards}) == 1 for step in steps):
+        return False
+    for step in steps:
+        (number,) = step.sizes
+        tally.check(
+            False,
+            f"the gradient is the mean over ranks, and the sum over a rank's {number} "
+            f"micro-batches, {number} times that of the mean loss: divide each loss by {number}, "
+            "or call obs.loss(loss, 1) if the sum is meant",
+            expected="1",
+            got=f"{number}",
+            **evidence.place(trace, step.update),
+        )
+    return True
 
 
 def _divided_twice(tally: Tally, trace: Trace, parts: Parts) -> None:
