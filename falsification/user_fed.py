@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from falsification.user_fed_scripts import FOREVER, MASKED, SCALED
+from falsification.user_fed_scripts import FOREVER, MASKED, SCALED, SKIPPED
 from falsification.user_trainers import Twin
 
 
@@ -69,10 +69,32 @@ BUGS = (
         check="coverage",
         words="drawn again",
     ),
+    _twin(
+        "each rank skips a batch by its own loss",
+        SKIPPED,
+        ("if anyones(loss.item() > 2.5):", "if loss.item() > 2.5:"),
+        check="replica_identity",
+        words="hold different weights",
+    ),
+    _twin(
+        "ranks draw the same samples with replacement",
+        SKIPPED,
+        ("iter(drawn[self.rank :: self.world])", "iter(drawn[: len(self)])"),
+        check="coverage",
+        words="draw the same samples in every step",
+    ),
+    _twin(
+        "an epoch with replacement is the first one again",
+        SKIPPED,
+        ("manual_seed(self.seed + self.epoch)", "manual_seed(self.seed)"),
+        check="randomness",
+        words="in the order of epoch 0",
+    ),
 )
 
 VARIANTS = (
     _twin("gradients are scaled by the tokens of the step", SCALED),
     _twin("words are masked by each rank's own draws", MASKED),
     _twin("an endless sampler", FOREVER),
+    _twin("batches are skipped by all ranks together", SKIPPED),
 )

@@ -357,6 +357,20 @@ def test_steps_before_a_gap_are_counted() -> None:
     assert found.step == 1
 
 
+def test_replicas_that_draw_the_same_samples_with_replacement() -> None:
+    """Each is to draw its own, and by chance they never draw alike in every step."""
+    subject = six_samples([1, 2], num_samples=20, batch_size=10)
+    alike = [[[1, 5, 9, 2, 7], [1, 5, 9, 2, 7]], [[3, 0, 11, 4, 12], [3, 0, 11, 4, 12]]]
+    apart = [alike[0], [[3, 0, 11, 4, 12], [3, 0, 11, 4, 13]]]
+    runs = [traces.was(sampled(steps, subject), replacement=True) for steps in (alike, apart)]
+    found = broken(traces.judge("coverage", [runs[0]]))
+    assert (found.step, found.rank) == (0, 1)
+    assert "ranks 0 and 1 draw the same samples in every step" in found.message
+    assert traces.judge("coverage", [runs[1]]).verdict is not Verdict.FALSIFIED
+    shared = traces.was(runs[0], shared=True)
+    assert traces.judge("coverage", [shared]).verdict is not Verdict.FALSIFIED
+
+
 def test_samples_drawn_with_replacement() -> None:
     """With declared replacement samples may repeat, but must be of the data set and the same in a
     second run that was told its seed. With another number of workers they may differ.

@@ -9,7 +9,7 @@ import pytest
 
 from entrenar_py.checks import randomness
 from entrenar_py.scenario import OBSERVED, Scenario
-from entrenar_py.trace import End, Shard, Start, Trace, Update
+from entrenar_py.trace import End, Event, Shard, Start, Trace, Update
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
 from tests.checks.traces import altered, broken, scenario
@@ -92,6 +92,23 @@ def test_other_orders_and_no_shuffling(
     for first, second in ((SHUFFLED, OTHER), (ASCENDING, ASCENDING)):
         finding = traces.judge("randomness", [two_epochs(first, second, share)])
         assert finding.verdict is not Verdict.FALSIFIED
+
+
+def test_the_same_order_where_a_batch_is_skipped() -> None:
+    """A step with two passes has other samples than that of the epoch before, and ranks have not.
+
+    The last step has the batch that is skipped, too.
+    """
+    trace = two_epochs(SHUFFLED, SHUFFLED, strided)
+    events: list[Event] = []
+    for event in trace.events:
+        if isinstance(event, Shard) and event.step == 3:
+            events.append(replace(event, step=2, shard=1))
+        else:
+            events.append(event)
+    events.sort(key=lambda event: (getattr(event, "step", 9), getattr(event, "rank", 9)))
+    skipped = traces.judge("randomness", [replace(trace, events=tuple(events))])
+    assert "in the order of epoch 0" in broken(skipped).message
 
 
 def endless(order: Sequence[int], share: Callable[[Sequence[int]], list[list[int]]]) -> Trace:

@@ -145,6 +145,31 @@ def test_a_mean_of_means_in_a_later_step(optimizer: str) -> None:
     assert found.message.endswith("which could mean: a mean of means")
 
 
+def dropping(trace: Trace, step: int) -> Trace:
+    """Return the run with a pass in `step` whose gradient is cleared before the others'."""
+    events: list[Event] = []
+    for event in trace.events:
+        if isinstance(event, Shard) and event.step == step:
+            events.append(replace(event, shard=50 + event.shard, ids=(90 + event.shard,)))
+        if isinstance(event, Update) and event.step == step:
+            kept = tuple(one.shard for one in trace.of(Shard) if one.step == step)
+            event = replace(event, summed=dict.fromkeys(event.gradient, kept))
+        events.append(event)
+    return replace(trace, events=tuple(events))
+
+
+def test_a_batch_that_one_run_alone_leaves_out_ends_the_comparison() -> None:
+    """Its loss was too large in one run only. One that both leave out ends nothing."""
+    model, trace = regression(1), regression(2, uneven_step=9)
+    alone = judged(dropping(trace, 3), model)
+    assert alone.broken is None
+    assert any("drops another number of batches" in note for note in alone.notes)
+    first = judged(dropping(trace, 0), model)
+    assert any("drops another number of batches" in why for why in first.missing)
+    both = judged(dropping(trace, 3), dropping(model, 3))
+    assert not any("drops another number" in note for note in both.notes)
+
+
 def test_a_rate_that_follows_from_the_number_of_workers() -> None:
     """It is an error, unless one worker had to load the batches of two to have as large ones."""
     model, trace = regression(1, rate=0.02), regression(2, rate=0.04)

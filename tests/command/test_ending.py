@@ -13,7 +13,7 @@ from entrenar_py.command.launch import Ended
 from entrenar_py.rank_files import auto_notes
 from entrenar_py.rank_files.rank_file import STACK_SUFFIX
 from entrenar_py.rank_files.rank_trace import RankTrace
-from entrenar_py.trace import Event, Injected, Update
+from entrenar_py.trace import Event, Injected, Shard, Update
 
 NAN = {"kind": "non_finite_gradient", "step": 1, "rank": 1, "value": "nan"}
 LEAVE = {"kind": "leave", "step": 1, "rank": 1}
@@ -189,3 +189,32 @@ def test_a_run_that_was_not_resumed(
     again = [*BOTH, *(replace(one, life=life) for one in BOTH for life in (1, 2))]
     assert not ending.unresumed(again, asked, ended, read)
     assert not ending.unresumed(BOTH, replace(asked, interrupted=False), ended, read)
+
+
+def passes(*made: int) -> list[Event]:
+    """Return the backward passes of ranks 0, 1, ... that made so many."""
+    return [
+        Shard(
+            step=step, epoch=0, rank=number, shard=0, ids=(), loss_sum=0.0, weight=1.0, finite=True
+        )
+        for number, num_passes in enumerate(made)
+        for step in range(num_passes)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("made", "status"),
+    [((3, 3), "completed"), ((3, 2), "failed")],
+    ids=["a batch is skipped", "a batch is lacking"],
+)
+def test_a_rank_that_skips_a_batch_alone(
+    made: tuple[int, int], status: str, tmp_path: Path
+) -> None:
+    """It is a step behind as another rank is ended, with all its passes: the run can be judged."""
+    ranks = [replace(rank(0), is_limited=True), rank(1, ended=False)]
+    output = tmp_path / "output.txt"
+    output.write_text("Connection closed by peer\n")
+    ended = Ended(code=1, seconds=1.0, tail=("last",), output=output, num_left=0)
+    asked = Asked(world_size=2, seed=0)
+    events = [*passes(*made), *steps(3, 2)]
+    assert ending.of(ranks, events, asked, ended, [])[0] == status

@@ -15,6 +15,7 @@ from entrenar_py.checks import (
     plans,
     presuppositions,
     sample_numbers,
+    step_sums,
     untold_epochs,
 )
 from entrenar_py.checks.check import Check
@@ -34,6 +35,7 @@ from entrenar_py.trace import Shard, Start, Trace, Update
 from entrenar_py.verdict import Finding, Tally
 from entrenar_py.wording import named
 
+_TELLING_MIN = 10  # distinct samples: fewer may be the same ones by chance
 LISTED_MAX = 1000  # the most missing sample ids, or steps, that a finding lists
 
 
@@ -72,6 +74,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
             untold_epochs.judge(tally, trace, compared.alone)
         else:
             _disjoint_and_complete(tally, trace, compared.alone)
+            _replaced_apart(tally, trace)
         _all_made(tally, trace)
         _by_members(tally, trace)
     for trace in runs.witnesses.get(SHORTENED, ()):
@@ -161,6 +164,29 @@ def _disjoint_and_complete(tally: Tally, trace: Trace, alone: Trace | None) -> N
             f"{_silent(trace, step, shards)}",
             step=step,
             scenario=scenario,
+        )
+
+
+def _replaced_apart(tally: Tally, trace: Trace) -> None:
+    """Check that replicas which draw with replacement don't draw the same samples in every step."""
+    if not trace.traits.replacement or trace.traits.shared or trace.scenario.workload != "own":
+        return
+    drawn: dict[int, list[tuple[int, int]]] = {}  # by rank: step and sample
+    for shard in trace.of(Shard):
+        drawn.setdefault(shard.rank, []).extend((shard.step, id_) for id_ in shard.ids)
+    first = min(drawn, default=0)
+    for rank in sorted(drawn):
+        are_many = len({id_ for _, id_ in drawn[rank]}) >= _TELLING_MIN
+        if rank == first or not are_many or drawn[rank] != drawn[first]:
+            continue
+        tally.check(
+            False,
+            f"ranks {first} and {rank} draw the same samples in every step, though each is to "
+            "train on samples of its own",
+            step=drawn[rank][0][0],
+            rank=rank,
+            sample_ids=tuple(id_ for _, id_ in drawn[rank][:LISTED_MAX]),
+            scenario=trace.scenario,
         )
 
 
@@ -369,8 +395,9 @@ def _same_batches(tally: Tally, model: Trace, trace: Trace) -> None:
     batches, unknown = evidence.shards(model), missing.unknown_steps(model)
     unknown |= missing.unknown_steps(trace)
     arranged = list if model.draws_by_shard and trace.draws_by_shard else sorted
+    apart = step_sums.dropped_otherwise(model, trace) if tally.observed else None
     for step, shards in sorted(evidence.shards(trace).items()):
-        if step not in batches or step in unknown:
+        if step not in batches or step in unknown or (apart is not None and step >= apart):
             continue
         expected = arranged(i for shard in batches[step] for i in shard.ids)
         got = arranged(i for shard in shards for i in shard.ids)

@@ -117,8 +117,10 @@ def compare(
     valued = {part for part in _PARTS if _has_values(model, part) and _has_values(trace, part)}
     model_rested, rested = skips.without_gradients(model), skips.without_gradients(trace)
     apart = min(model_rested ^ rested, default=None)
+    dropped = step_sums.dropped_otherwise(model, trace) if tally.observed else None
+    ends = [step for step in (apart, dropped) if step is not None]
     num_gradients, later = 0, shares.LaterSteps(model, trace)
-    for step, by_rank in _comparable(comparison, model, apart):
+    for step, by_rank in _comparable(comparison, model, min(ends, default=None)):
         due = valued - {"gradient"} if step in rested else valued
         model_update = evidence.any_rank(expected[step])
         if why := _other_rate(model, model_update, trace, evidence.any_rank(by_rank)):
@@ -137,6 +139,7 @@ def compare(
                 comparison.losses(model_update, update, tolerance)
     gaps.tell(tally)
     comparison.parts(apart, skipped=apart in rested, is_enough=num_gradients > 0)
+    comparison.dropped(dropped, is_enough=num_gradients > 0)
     comparison.tell_sensitivity(is_enough=num_gradients > 0)
     comparison.steps(model)
     return num_gradients
@@ -440,6 +443,18 @@ class _Comparison:
             self.tally.note(why)
         else:
             self.tally.miss(f"{why}, nor before: begin with a smaller scale, or use bfloat16")
+
+    def dropped(self, step: int | None, *, is_enough: bool) -> None:
+        """Report that the comparison ended at `step`, if any, in which one run alone drops a batch.
+
+        The other one trains on it, by a loss of its own.
+        """
+        if step is not None:
+            why = (
+                f"{self.words.before}in step {step} this run drops another number of batches than "
+                f"{self.words.who}, as one does whose loss is too large: not compared from there on"
+            )
+            (self.tally.note if is_enough else self.tally.miss)(why)
 
     def tell_sensitivity(self, *, is_enough: bool) -> None:
         """Report how closely steps were compared, or not at all, since rounding moves them."""

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from entrenar_py.checks import evidence
-from entrenar_py.trace import Shard, Tensors, Update
+from entrenar_py.trace import Shard, Tensors, Trace, Update
 
 Vector = NDArray[np.float64]
 
@@ -114,3 +114,25 @@ def are_apart(shards: Collection[Shard]) -> bool:
 def dropped(by_rank: Mapping[int, Update], shards: Collection[Shard]) -> list[Shard]:
     """Return the shards with a gradient of which nothing was applied: it was cleared before."""
     return [shard for shard in shards if shard.gradient and not summed(by_rank, shard)]
+
+
+def dropped_otherwise(model: Trace, trace: Trace) -> int | None:
+    """Return the first step in which one of two runs drops passes that the other one applies.
+
+    A script may skip a batch by its loss, which is another one on other numbers of workers. One
+    that drops passes in most steps does so for another reason.
+    """
+    due, got = map(_num_dropped, (model, trace))
+    if any(2 * sum(map(bool, run.values())) >= len(run) for run in (due, got)):
+        return None
+    return min((step for step in due.keys() & got.keys() if due[step] != got[step]), default=None)
+
+
+def _num_dropped(trace: Trace) -> dict[int, int]:
+    """Return step -> how many passes the rank with most of them drops."""
+    shards = evidence.shards(trace)
+    ranks = {
+        step: [shard.rank for shard in dropped(by_rank, shards.get(step, ()))]
+        for step, by_rank in evidence.ranks_by_step(trace)
+    }
+    return {step: max(map(lost.count, lost), default=0) for step, lost in ranks.items()}

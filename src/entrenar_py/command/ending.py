@@ -7,6 +7,7 @@ if one rank did and all others made as many steps.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from entrenar_py.command.launch import Ended
 from entrenar_py.rank_files import auto_notes
 from entrenar_py.rank_files.assembly import LastLives
 from entrenar_py.rank_files.rank_trace import RankTrace
-from entrenar_py.trace import Event
+from entrenar_py.trace import Event, Shard
 from entrenar_py.untrusted import escaping
 
 LINE = "obs = entrenar_py.observe(model, optimizer, sampler=loader)"
@@ -62,7 +63,23 @@ def of(
     if world_sizes != {asked.world_size}:
         return "failed", _of_another_size(ranks, world_sizes, asked)
     status, reason = _of_ranks(last, asked, ended, ended_by, how)
+    if status == "failed" and _skip_apart(last, events):
+        return "completed", ""  # it was ended where only some ranks had made all steps
     return ("failed", problems[0]) if problems and status == "completed" else (status, reason)
+
+
+def _skip_apart(last: LastLives, events: Iterable[Event]) -> bool:
+    """Return whether ranks that made fewer steps than those that were ended made all their passes.
+
+    They drop batches that others train on. Ranks that have fewer batches make fewer passes.
+    """
+    limited = {rank for rank, file in last.ranks.items() if file.is_limited}
+    others = last.ranks.keys() - limited
+    passes = Counter(event.rank for event in events if isinstance(event, Shard))
+    if not limited or not others:
+        return False
+    most = max(last.num_steps.get(rank, 0) for rank in limited)
+    return all(last.num_steps.get(rank, 0) < most <= passes[rank] for rank in others)
 
 
 def unresumed(ranks: Sequence[RankTrace], asked: Asked, ended: Ended, read_only: str) -> str:

@@ -35,9 +35,11 @@ def of(
     header: Mapping[str, Any] = ranks[0].header if ranks else {}
     shards = [event for event in events if isinstance(event, Shard)]
     updates = [event for event in events if isinstance(event, Update)]
+    made = {(update.step, update.rank): update for update in updates}
     samples_by_step: Counter[int] = Counter()
     for shard in shards:
-        samples_by_step[shard.step] += len(shard.ids)
+        if not _is_dropped(shard, made.get((shard.step, shard.rank))):
+            samples_by_step[shard.step] += len(shard.ids)
     ids = {id_ for shard in shards for id_ in shard.ids}
     samples = population.of(ranks, events)
     if header.get("samples") in _CONTENT:  # how many there are is unknown: as many as in a step
@@ -68,6 +70,17 @@ def of(
     if selects := _selecting_line(ranks, events):
         traits["selects"] = selects
     return scenario, Traits.from_dict({**_of_the_data(ranks, header), **traits, **outer})
+
+
+def _is_dropped(shard: Shard, update: Update | None) -> bool:
+    """Return whether the gradient of a pass was cleared before the step: a batch is skipped."""
+    return (
+        update is not None
+        and bool(shard.gradient)
+        and not any(
+            shard.shard in update.summed.get(name, (shard.shard,)) for name in shard.gradient
+        )
+    )
 
 
 def _dropout(header: Mapping[str, Any], shards: Sequence[Shard]) -> float:

@@ -1,0 +1,46 @@
+"""The scenario of a run, as its ranks' files show it."""
+
+from __future__ import annotations
+
+import pytest
+
+from entrenar_py.rank_files import shown_scenario
+from entrenar_py.trace import Event, Shard, Update
+from tests.checks.traces import values
+
+
+def passes(*, kept: tuple[int, ...]) -> list[Event]:
+    """Return a step of two passes of four samples, of which those `kept` were applied."""
+    shards = [
+        Shard(
+            step=0,
+            epoch=0,
+            rank=0,
+            shard=number,
+            ids=tuple(range(4 * number, 4 * number + 4)),
+            loss_sum=1.0,
+            weight=4.0,
+            finite=True,
+            gradient={"w": values(1.0)},
+        )
+        for number in range(2)
+    ]
+    update = Update(
+        step=0,
+        rank=0,
+        loss=None,
+        weight=4.0,
+        learning_rate=0.1,
+        finite=True,
+        weights={},
+        gradient={"w": values(1.0)},
+        summed={} if kept == (0, 1) else {"w": kept},
+    )
+    return [*shards, update]
+
+
+@pytest.mark.parametrize(("kept", "size"), [((0, 1), 8), ((1,), 4)], ids=["added", "skipped"])
+def test_a_batch_that_is_skipped_counts_in_no_step(kept: tuple[int, ...], size: int) -> None:
+    """Else a script that leaves a batch out seems to have a batch of two."""
+    scenario, _ = shown_scenario.of([], passes(kept=kept), 1)
+    assert scenario.batch_size == size
