@@ -204,8 +204,8 @@ def passes(*made: int) -> list[Event]:
 
 @pytest.mark.parametrize(
     ("made", "status"),
-    [((3, 3), "completed"), ((3, 2), "failed")],
-    ids=["a batch is skipped", "a batch is lacking"],
+    [((3, 3), "completed"), ((3, 2), "failed"), ((3, 6), "failed")],
+    ids=["a batch is skipped", "a batch is lacking", "more are added up"],
 )
 def test_a_rank_that_skips_a_batch_alone(
     made: tuple[int, int], status: str, tmp_path: Path

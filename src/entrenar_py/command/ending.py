@@ -71,15 +71,20 @@ def of(
 def _skip_apart(last: LastLives, events: Iterable[Event]) -> bool:
     """Return whether ranks that made fewer steps than those that were ended made all their passes.
 
-    They drop batches that others train on. Ranks that have fewer batches make fewer passes.
+    They drop batches that others train on. Ranks that have fewer batches make fewer passes, and
+    those that add up more of them in a step make more.
     """
     limited = {rank for rank, file in last.ranks.items() if file.is_limited}
     others = last.ranks.keys() - limited
     passes = Counter(event.rank for event in events if isinstance(event, Shard))
     if not limited or not others:
         return False
-    most = max(last.num_steps.get(rank, 0) for rank in limited)
-    return all(last.num_steps.get(rank, 0) < most <= passes[rank] for rank in others)
+    steps = max(last.num_steps.get(rank, 0) for rank in limited)
+    most = max(passes[rank] for rank in limited)
+    return all(
+        last.num_steps.get(rank, 0) < steps <= passes[rank] and abs(passes[rank] - most) <= 1
+        for rank in others
+    )
 
 
 def unresumed(ranks: Sequence[RankTrace], asked: Asked, ended: Ended, read_only: str) -> str:
