@@ -40,6 +40,7 @@ TOGETHER = {
     "tests/distill/": "stages and students",
     "tests/tuning/": "small checkpoint, without processes",
     "tests/checks/test_local_sgd.py": "local SGD",
+    "tests/checks/test_wire.py": "wire",
     "tests/examples/test_own_trainer.py": "own trainer",
     "tests/systems/probes/test_memory.py::test_the_estimate_bounds_the_peak": "memory",
     "tests/network/test_namespaces.py": "namespaces",
