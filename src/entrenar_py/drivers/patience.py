@@ -45,6 +45,11 @@ def of_this_process() -> tuple[int, int]:
     return _marks.value, len(sys.modules)
 
 
+def interval_s(seconds: float) -> float:
+    """Return the seconds between two looks of a patience of so many `seconds`."""
+    return min(LOOK_S, seconds / LOOKS_MIN)
+
+
 class Patience:
     """Runs out after `seconds` in which `sign()` stays the same. Call `look` every `interval_s`."""
 
@@ -56,7 +61,7 @@ class Patience:
         cpu_s: Callable[[], float] | None = None,
     ) -> None:
         """By default the time that this process and its descendants computed is `cpu_s`."""
-        self.interval_s = min(LOOK_S, seconds / LOOKS_MIN)
+        self.interval_s = interval_s(seconds)
         self._seconds, self._sign, self._cpu_s = seconds, sign, cpu_s or family_cpu_s
         self._stalled_s = 0.0
         self._seen = sign()

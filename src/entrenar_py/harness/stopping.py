@@ -63,23 +63,27 @@ def _interrupted(seconds: float) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
         yield
         return
-    waiting = Patience(seconds, sign=patience.of_this_process)
+    waiting: Patience | None = None
+    interval_s = patience.interval_s(seconds)
     is_over = False
 
     def look(number: int, frame: FrameType | None) -> None:
+        nonlocal waiting
         # A signal that came just before the timer was stopped is handled after that. It must not
         # start the timer again, as the next signal would end this process.
         if is_over:
             return
         try:
-            if waiting.look() and not _is_loading(frame):
+            if waiting is None:  # most runs are over by now: it looks at all processes
+                waiting = Patience(seconds, sign=patience.of_this_process)
+            elif waiting.look() and not _is_loading(frame):
                 _distrusted.set()
                 raise _stalled(seconds)
         finally:  # last, since a signal in a handler would call it again within itself
-            signal.setitimer(signal.ITIMER_REAL, waiting.interval_s)
+            signal.setitimer(signal.ITIMER_REAL, interval_s)
 
     before = signal.signal(signal.SIGALRM, look)
-    signal.setitimer(signal.ITIMER_REAL, waiting.interval_s)
+    signal.setitimer(signal.ITIMER_REAL, interval_s)
     try:
         yield
     finally:
