@@ -39,6 +39,7 @@ TOGETHER = {
     "tests/pipeline/": "stages and students",
     "tests/distill/": "stages and students",
     "tests/tuning/": "small checkpoint, without processes",
+    "tests/systems/finetuned/": "small checkpoint, without processes",
     "tests/checks/test_local_sgd.py": "local SGD",
     "tests/checks/test_wire.py": "wire",
     "tests/examples/test_own_trainer.py": "own trainer",
