@@ -304,6 +304,31 @@ def test_a_schedule_by_epochs_whose_place_a_resume_loses(is_restored: bool, tmp_
     assert any("longer" in path.stem for path in recorded) is not is_restored
 
 
+def test_an_environment_variable_that_says_to_resume(tmp_path: Path) -> None:
+    """It is set after a stop only, as an option of the script is given."""
+    text = SAVING.replace("cli.parse_args()", NO_OPTIONS).replace("batch_size=2", "batch_size=4")
+    old = "saved = torch.load(path) if os.path.exists(path) else None"
+    assert old in text
+    new = 'start = os.environ.get("START", "scratch")\n'
+    new += 'saved = torch.load(path) if start == "resume" else None'
+    place = tmp_path / "place"
+    place.mkdir()
+    script = place / "train.py"
+    script.write_text(text.replace(old, new))
+    recorded = scripts.record(
+        (*scripts.command(script)[:2], "1", script.name),
+        ("resume",),
+        tmp_path / "runs",
+        source=place,
+        world_sizes=(1,),
+        launch=partial(zygote.launch, cwd=place),
+        auto=True,
+    )
+    found = scripts.findings(recorded, ("resume",))["resume"]
+    assert found.verdict is Verdict.HELD, found.reason
+    assert "START=resume" in "".join(found.notes)
+
+
 def test_what_belongs_to_the_line_is_stripped() -> None:
     """No name of the package is left in an example or a twin, and each is still a script."""
     texts = {path.read_text() for path in scripts.EXAMPLES.glob("*.py")}

@@ -50,7 +50,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         if not _resumed(trace):
             continue
         if option := trace.environment.get("resumed_by"):
-            tally.note(f"the stopped run was told to go on by an option of the script: {option}")
+            tally.note(f"the stopped run was told to go on as the script has it: {option}")
         left = presuppositions.comparable(tally, presuppositions.RESUMED, compared)
         if left is not None:
             _compare(tally, left.model, left.trace)

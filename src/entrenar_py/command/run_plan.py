@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -303,12 +304,16 @@ class Plan:
         return _stops(usual, () if is_told else usual.traits.saved_after)
 
     def _option(self, usual: Trace) -> str:
-        """Return the script's own option to resume by, if nobody says how it does; else ""."""
+        """Return the script's own way to resume, if nobody says how it does; else "".
+
+        That is an option, `--resume PATH`, or an environment variable, `INIT=resume`.
+        """
         option = usual.traits.resume_option
-        name = option.partition(" ")[0]
+        name, variable = option.partition(" ")[0], option.partition("=")[0]
         is_told = self.can_say("workdir") or self.can_say(placeholders.RESUME)
         is_given = any(word.partition("=")[0] == name for word in self.command)
-        is_resume = placeholders.RESUME.removesuffix(":") in name and name.startswith("--")
+        is_given |= variable in os.environ
+        is_resume = placeholders.RESUME.removesuffix(":") in name.lower()
         return "" if is_told or is_given or not is_resume else option
 
     def _cuts_off(self, like: Scenario) -> bool:

@@ -38,6 +38,7 @@ from entrenar_py.untrusted import printing
 
 CHANGING = ("betas", "momentum", "weight_decay")  # constants that schedules change, as rates
 SHORT_S = 15.0  # a run that takes less waits for most of it
+_PATH = "PATH"  # at the end of an option that needs one
 
 Likes = Mapping[Asked, Trace]  # completed runs that others are like, the first run first
 Show = Callable[[str], None]  # is called with the name of each run before it is launched
@@ -259,9 +260,10 @@ def _launched(
             made = _made_before(asked, life, like)
             stop = {STOP: f"{asked.stops[life]} from {made}"} if cut_off else {}
             closed = partial(run_trace.have_closed, folder, asked.world_size, life)
+            words, told = _resuming(asked.option, folder) if life else ([], {})
             ended = launched(
                 placeholders.fill(
-                    [*plan.command, *(_resuming(asked.option, folder) if life else ())],
+                    [*plan.command, *words],
                     values,
                     plan.spelled,
                     resumes_in=(own.path if own else Path.cwd()) if life else None,
@@ -273,6 +275,7 @@ def _launched(
                     **plan.observing(asked.faults),
                     **_rates(asked, folder, like),
                     **stop,
+                    **told,
                 },
                 deadline_s=plan.deadline_s,
                 is_over=closed,
@@ -291,13 +294,19 @@ def _batches(asked: Asked, folder: Path) -> dict[str, str]:
     return {BATCHES: BATCHES_KEPT} if controlling.are_kept(asked) else {}
 
 
-def _resuming(option: str, folder: Path) -> list[str]:
-    """Return the words that tell a script to go on from its newest checkpoint, if that is known."""
-    name, _, is_with_path = option.partition(" ")
-    if not is_with_path:
-        return [name] if name else []
-    newest = checkpoints.newest(folder)
-    return [] if newest is None else [name, str(newest)]
+def _resuming(option: str, folder: Path) -> tuple[list[str], dict[str, str]]:
+    """Return what tells a script to go on from its newest checkpoint: words, and variables.
+
+    There is neither if no checkpoint is known and its path is needed.
+    """
+    needs_path = option.endswith(_PATH)
+    newest = checkpoints.newest(folder) if needs_path else None
+    if not option or (needs_path and newest is None):
+        return [], {}
+    if option.startswith("-"):
+        return ([option.split()[0], str(newest)] if needs_path else [option]), {}
+    name, _, value = option.partition("=")
+    return [], {name: str(newest) if needs_path else value}
 
 
 def _rates(asked: Asked, folder: Path, like: Trace | None) -> dict[str, str]:
