@@ -91,6 +91,33 @@ def test_what_is_not_known_shows(numbers: CommonNumbers) -> None:
     assert not torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_copies_of_a_sample_choose_by_numbers_of_their_own(
+    together: bool, numbers: CommonNumbers
+) -> None:
+    """Each copy chooses as that of another sample does, however many samples a batch has."""
+    shares = torch.eye(6)[:4] + 0.4
+
+    def chosen(num: int) -> Tensor:
+        numbers.begin_batch(num)
+        own = shares[:num]
+        rows = own.repeat_interleave(5, 0) if together else own.repeat(5, 1)
+        first, second = (torch.multinomial(rows, 1) for _ in range(2))
+        both = torch.cat([first, second], 1)
+        return both.view(num, 5, 2) if together else both.view(5, num, 2).transpose(0, 1)
+
+    whole = chosen(4)
+    assert len({tuple(copy.tolist()) for copy in whole[0]}) > 1
+    assert torch.equal(chosen(2), whole[:2])
+
+
+def test_samples_that_are_alike_show_no_copies(numbers: CommonNumbers) -> None:
+    """Then all rows choose what is most likely."""
+    numbers.begin_batch(4)
+    rows = torch.tensor([0.2, 0.5, 0.3]).expand(8, 3)
+    assert torch.multinomial(rows, 1).tolist() == [[1]] * 8
+
+
 def test_numpy_and_python_are_seeded_by_step(numbers: CommonNumbers) -> None:
     """Every rank draws the same for a micro-batch; that they were seeded is told."""
     told: list[int] = []

@@ -101,6 +101,17 @@ def test_marks_say_where_something_was_drawn(recorded: Recorded) -> None:
     assert event.before != event.after
 
 
+def test_a_seed_is_no_draw(recorded: Recorded) -> None:
+    """A script may seed itself after its line: numbers come only with what draws them."""
+    torch.manual_seed(17)
+    recorded.draws.mark("between")
+    assert recorded.events == []
+    torch.manual_seed(18)
+    torch.rand(1)
+    recorded.draws.mark("between")
+    assert [event.where for event in recorded.events] == ["between"]
+
+
 def test_what_the_first_batch_drew_before_anything_was_observed() -> None:
     """Without a line the first forward pass begins the record: its batch's noise was drawn."""
     before, events = generators.global_states(), list[Any]()

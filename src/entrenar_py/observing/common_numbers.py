@@ -34,6 +34,7 @@ from entrenar_py.observing import (
     mirrored_batches,
     planned_faults,
     replayed_batches,
+    row_digests,
 )
 
 # In place: a tensor, and what the distribution has.
@@ -81,6 +82,8 @@ class CommonNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.reseeded: Callable[[], object] = lambda: None
         self._step, self._key, self._count = 0, 0, 0
+        # Of the batch that a loader has handed out last: its samples, and how copies of them lie.
+        self._num_samples, self._order = 0, ""
         self.drawn = 0
         self.own: Collection[Any] = ()  # generators of what reads and collates samples now
 
@@ -89,6 +92,11 @@ class CommonNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._step = self._step if step is None else step
         self._begin(self._step)
         self.reseeded()
+
+    def begin_batch(self, num_samples: int) -> None:
+        """Begin a micro-batch with a batch of so many samples."""
+        self._num_samples, self._order = num_samples, ""
+        self.seed()
 
     def seed_sample(self, index: int) -> None:
         """Begin to read a sample of a data set."""
@@ -182,8 +190,7 @@ class CommonNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _chosen(self, shares: Tensor, number: int, replaces: bool = False) -> Tensor | None:
         """Return what is chosen by shares, one of them for all rows; None if it may be rows."""
         if shares.dim() > 1 and number == 1:
-            self._note("multinomial")
-            return shares.argmax(-1, keepdim=True)
+            return self._chosen_by_row(shares)
         if shares.dim() > 1 or not replaces:
             return None
         self._count += 1
@@ -191,6 +198,38 @@ class CommonNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         generator = torch.Generator().manual_seed(self._key << 20 | self._count)
         choice = torch.multinomial(shares.detach().cpu(), 1, generator=generator)
         return choice.to(shares.device).expand(number).clone()
+
+    def _chosen_by_row(self, shares: Tensor) -> Tensor:
+        """Return what each row chooses: each copy of a sample by another number, if it has any."""
+        copies = self._copies(shares)
+        self._note("multinomial", self._order, 0 if copies is None else int(copies.max()))
+        if copies is None:
+            return shares.argmax(-1, keepdim=True)
+        self._count += 1
+        generator = torch.Generator().manual_seed(self._key << 20 | self._count)
+        places = torch.rand(int(copies.max()) + 1, 1, generator=generator, dtype=torch.float64)
+        sums = shares.detach().double().cumsum(-1)
+        chosen = torch.searchsorted(sums, places[copies].to(sums.device) * sums[:, -1:], right=True)
+        return chosen.clamp_(max=shares.shape[-1] - 1)
+
+    def _copies(self, shares: Tensor) -> Tensor | None:
+        """Return which copy of its sample each row is, None if nothing shows that samples have any.
+
+        All copies of a sample begin alike, and samples don't: so the first choice after a batch
+        shows whether copies follow each other, or samples do.
+        """
+        num_rows, num = len(shares), self._num_samples
+        if shares.dim() != 2 or not num or num_rows <= num or num_rows % num:
+            return None
+        num_copies, rows = num_rows // num, torch.arange(num_rows)
+        if not self._order:
+            of_samples, in_turn = shares.view(num, num_copies, -1), shares.view(num_copies, num, -1)
+            together = torch.allclose(of_samples, of_samples[:, :1].expand_as(of_samples))
+            apart = torch.allclose(in_turn, in_turn[:1].expand_as(in_turn))
+            is_one = together and (num == 1 or not apart)
+            self._order = "together" if is_one else "apart" if apart > together else "unknown"
+        by_order = {"together": rows % num_copies, "apart": rows // num}
+        return by_order.get(self._order)
 
     def _filled(self, tensor: Tensor, fill: str, *given: Any, **named: Any) -> Tensor:
         """Return `tensor`, filled with one vector along its last dimension."""
@@ -265,7 +304,7 @@ def _yielding(inner: Callable[..., Any]) -> Callable[..., Any]:
     def __next__(self: Any) -> Any:  # noqa: N807
         batch = inner(self)
         if CURRENT is not None and get_worker_info() is None:
-            CURRENT.seed()
+            CURRENT.begin_batch(row_digests.num_rows(batch) or 0)
         return batch
 
     return __next__

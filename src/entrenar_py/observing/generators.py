@@ -97,6 +97,12 @@ def global_states() -> dict[str, str]:
     )
 
 
+def is_just_seeded() -> bool:
+    """Return whether nothing was drawn from torch's generator since it was seeded."""
+    fresh = torch.Generator().manual_seed(torch.initial_seed())
+    return torch.equal(fresh.get_state(), torch.get_rng_state())
+
+
 def _digests(states: Mapping[str, bytes]) -> dict[str, str]:
     return {name: blake3(state).hexdigest(_DIGEST_BYTES) for name, state in states.items()}
 

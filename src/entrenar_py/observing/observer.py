@@ -116,6 +116,7 @@ class Observer(Observation):
         trained, drawing = sources.data_set(sampler), sources.generators(sampler)
         held = {"dataset": trained, **getattr(trained, "__dict__", {})}
         generators = Generators(self._subject.model, objects=held, left_out=drawing)
+        self._numbers = common_numbers.begin_if_planned()  # before draws, and fetches, are heard
         self._random = RandomNumbers(generators, rank, self._place, self._recording.write)
         self._micro_batches = MicroBatches(rank, self._facts.samples, self._random)
         self._loaders = LoaderDraws(self._random, trained=trained)
@@ -124,7 +125,6 @@ class Observer(Observation):
         )
         self._late: trace.Update | None = None
         atexit.register(self._write_late)
-        self._numbers = common_numbers.begin_if_planned()
         if self._numbers is not None:
             self._numbers.reseeded = lambda: self._random.mark(None)
         self._keeping = replayed_batches.begin_keeping(rank)

@@ -10,6 +10,9 @@ from entrenar_py.observing import common_numbers, generators
 from entrenar_py.observing.generators import Generators, States
 from entrenar_py.observing.recomputed import Recomputed
 
+_COMMON = "common numbers"
+_NONE_DRAWN = {_COMMON: "0"}  # as a loader hands out a batch
+
 
 class RandomNumbers:
     """Compares the generators' states from mark to mark, and writes what was drawn in between.
@@ -33,7 +36,8 @@ class RandomNumbers:
 
     def since(self, states: States) -> None:
         """Take `states` for those at the last mark, as far as they are known."""
-        self._last = {**self._last, **states}
+        common = {} if common_numbers.CURRENT is None or not states else _NONE_DRAWN
+        self._last = {**self._last, **states, **common}
 
     def begin_backward(self) -> None:
         """Write what the loss drew. From here on, modules that are called are computed again."""
@@ -56,7 +60,7 @@ class RandomNumbers:
     def _states(self) -> States:
         """Return the generators' states, and which common random numbers were drawn, if any are."""
         common, states = common_numbers.CURRENT, self._generators.states()
-        return states if common is None else {**states, "common numbers": str(common.drawn)}
+        return states if common is None else {**states, _COMMON: str(common.drawn)}
 
     def _are_not_set_back(self) -> bool:
         return self._states() == self._last
@@ -72,6 +76,8 @@ class RandomNumbers:
         before, now = self._last, self._states()
         self._last = now
         drawn = generators.moved(before, now)
+        if where == "between" and generators.is_just_seeded():
+            drawn = [name for name in drawn if name != "torch"]  # as a script may after observe()
         if where is not None and drawn:
             step, micro_batch = self._place()
             self._write(
