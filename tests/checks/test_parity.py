@@ -403,3 +403,14 @@ def test_a_trainer_of_ones_own_is_compared_with_its_one_worker_run() -> None:
     assert any("its own run on one worker" in note for note in finding.notes)
     off = altered(mine[0], Update, {"step": 1}, loss=9.0)
     assert traces.judge("parity", [off, mine[1]]).verdict is Verdict.FALSIFIED
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_a_step_on_what_was_made_of_earlier_samples(made: bool) -> None:
+    """It has the samples of the step before. Without that, a step without samples is open."""
+    runs = [
+        altered(run, Shard, {"step": 1}, ids=(), made=made)
+        for run in traces.family("parity", SUBJECT)
+    ]
+    finding = traces.judge("parity", runs)
+    assert finding.verdict is (Verdict.HELD if made else Verdict.INCONCLUSIVE)

@@ -272,6 +272,35 @@ def test_inputs_of_unknown_origin(seen: Seen) -> None:
     assert (seen.given(torch.randn(4, 1)), seen.unknown) == ([], STRANGE)
 
 
+def made(seen: Seen, inputs: torch.Tensor) -> tuple[list[int], str, int]:
+    """Return the samples of a training pass, why they are unknown, and of how many it was made."""
+    seen.samples.given([inputs], trains=True)
+    seen.samples.settle()
+    told = seen.samples.take()
+    return list(told.ids), told.unknown, told.num_made
+
+
+def test_noise_beside_the_samples_of_a_batch(seen: Seen) -> None:
+    """What is given after random numbers were drawn was made of the batch, until the next comes."""
+    batch = seen.yields(3, 1, 0, 2)
+    assert made(seen, batch) == ([3, 1, 0, 2], "", 0)
+    seen.samples.drew()
+    assert made(seen, torch.randn(4, 1)) == ([], "", 0)  # its step has samples
+    seen.samples.end_step()
+    assert made(seen, torch.randn(9, 1)) == ([], "", 4)
+    seen.yields(7, 5, 4, 6)
+    assert made(seen, torch.randn(3, 1)) == ([], CUT, 0)
+
+
+def test_a_batch_given_again_was_not_made(seen: Seen) -> None:
+    """Whatever was drawn since: it may be a batch that is trained on twice by mistake."""
+    batch = seen.yields(3, 1, 0, 2)
+    assert made(seen, batch) == ([3, 1, 0, 2], "", 0)
+    seen.samples.drew()
+    seen.samples.end_step()
+    assert made(seen, batch) == ([], STRANGE, 0)
+
+
 def test_what_is_evaluated_is_not_trained_on(seen: Seen) -> None:
     """A batch that a pass without training used isn't guessed to be the next one's."""
     batch = seen.yields(3, 1, 0, 2)

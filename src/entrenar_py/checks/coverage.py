@@ -33,7 +33,7 @@ from entrenar_py.checks.population import (
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Shard, Start, Trace, Update
 from entrenar_py.verdict import Finding, Tally
-from entrenar_py.wording import named
+from entrenar_py.wording import counted, named
 
 _TELLING_MIN = 10  # distinct samples: fewer may be the same ones by chance
 LISTED_MAX = 1000  # the most missing sample ids, or steps, that a finding lists
@@ -60,6 +60,11 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
             tally.note(
                 "samples are drawn from several data sets, or from other parts of one: whether a "
                 "pass had all of its own was not judged"
+            )
+        if made := {shard.step for shard in trace.of(Shard) if shard.made}:
+            tally.note(
+                f"in {counted(len(made), 'step')} the model was given what the script made or "
+                "sampled, of samples that it had before: they were not counted again"
             )
         compare_selections(tally, trace)
         compared = Compared(runs=runs, model=trace, trace=trace)

@@ -197,7 +197,7 @@ def _is_unnamed(shard: Shard, shards: Sequence[Shard], observed: bool) -> bool:
 
     A micro-batch of a script may have the samples of an earlier one of its rank, and no ids.
     """
-    if shard.ids or not shard.weight > 0:
+    if shard.ids or shard.made or not shard.weight > 0:
         return False
     return not (observed and any(other.ids and other.rank == shard.rank for other in shards))
 

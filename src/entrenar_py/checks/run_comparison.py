@@ -487,11 +487,16 @@ class _Comparison:
 
 
 def _samples(trace: Trace) -> dict[int, Counter[int]]:
-    """Return step -> how often each sample was used in it."""
-    return {
-        step: Counter(i for shard in shards for i in shard.ids)
-        for step, shards in evidence.shards(trace).items()
-    }
+    """Return step -> how often each sample was used in it.
+
+    A step whose inputs were made of earlier samples has those of the step before.
+    """
+    samples: dict[int, Counter[int]] = {}
+    for step, shards in sorted(evidence.shards(trace).items()):
+        ids = Counter(i for shard in shards for i in shard.ids)
+        is_made = not ids and all(shard.made for shard in shards)
+        samples[step] = samples.get(step - 1, ids) if is_made else ids
+    return samples
 
 
 def _tensors(update: Update, part: str) -> Tensors:

@@ -60,6 +60,10 @@ class Batch:
     is_last: bool = False
     _columns: list[list[Row]] | None = None
 
+    def has_all(self, rows: list[Row]) -> bool:
+        """Return whether all `rows` are among those of the tensor with the most different ones."""
+        return any({*column}.issuperset(rows) for column in self._rows()[:1])
+
     def find(self, rows: list[Row]) -> list[int] | None:
         """Return the unused positions whose content is `rows`, in their order; None if not all are.
 
@@ -101,6 +105,7 @@ class Batches:
         self._is_ahead = False
         self._num_events = 0  # batches that were yielded, and passes that ended
         self._used_last: tuple[Batch, int] | None = None  # with the number of events by then
+        self._newest: Batch | None = None
 
     # --- called by the patches --------------------------------------------------------------------
 
@@ -127,7 +132,8 @@ class Batches:
         left, thread = [*range(size)], threading.get_ident()
         iteration.largest = max(iteration.largest, size)
         is_last = bool(iteration.rest) and not iteration.ahead
-        self.pending.append(Batch(iteration, ids, content, size, left, grown, thread, is_last))
+        self._newest = Batch(iteration, ids, content, size, left, grown, thread, is_last)
+        self.pending.append(self._newest)
 
     def failed(self, iterator: Any) -> None:
         """Note that an error is raised in place of the next batch."""
@@ -241,15 +247,24 @@ class Batches:
         self._is_ahead |= len(fit) > 1 or any(batch.thread != here for batch in fit)
         return None if self._is_ahead or not fit else fit[0]
 
+    def newest_yielded(self) -> Batch | None:
+        """Return the batch that the script has got last."""
+        return self._newest
+
+    def in_use(self) -> Batch | None:
+        """Return the batch that was used up last, if the script has got no other one since."""
+        if self._used_last is None:
+            return None
+        batch, num_events = self._used_last
+        return batch if num_events == self._num_events and not batch.left else None
+
     def are_again(self, num_rows: int | None) -> bool:
         """Return whether so many rows are a further view of the batch that was used last.
 
         They are if that was used up and the script has got no other batch since.
         """
-        if self._used_last is None:
-            return False
-        batch, num_events = self._used_last
-        return num_events == self._num_events and not batch.left and batch.size == num_rows
+        batch = self.in_use()
+        return batch is not None and batch.size == num_rows
 
     def _goes_on(self, loader: Any) -> bool:
         """Return whether `loader` draws from the same data as the one that was trained from.

@@ -93,7 +93,8 @@ class MicroBatches:
         self._is_evaluating = False
         self.samples.forward(blocks)
         self._given.append(contents.of(given))
-        self._random.mark("batch")
+        if self._random.mark("batch")[1]:
+            self.samples.drew()
         self._is_in_forward = True
 
     def aside(self, blocks: list[Block], *, trains: bool) -> None:
@@ -121,7 +122,7 @@ class MicroBatches:
         """Note that the backward pass of a micro-batch of `step` is over."""
         self.samples.settle()
         drawn, loss = self.samples.take(), self._begun.value
-        weight = float(len(drawn.ids))
+        weight = float(len(drawn.ids) or drawn.num_made)
         self.done.append(
             trace.Shard(
                 step=step,
@@ -136,6 +137,7 @@ class MicroBatches:
                 contents=contents.of_samples(self._given, len(drawn.ids)),
                 gradient=gradient,
                 unknown=drawn.unknown,
+                made=drawn.num_made > 0,
                 evaluating=self._is_evaluating,
                 evaluated=self._has_evaluated,
                 terms=self._begun.terms,

@@ -12,11 +12,15 @@ from entrenar_py.observing.numbering import declared
 
 
 class Told(NamedTuple):
-    """The samples of a micro-batch, in order; where they are unknown, `unknown` says why."""
+    """The samples of a micro-batch, in order; where they are unknown, `unknown` says why.
+
+    `num_made` of a micro-batch without samples of its own: of how many earlier ones it was made.
+    """
 
     ids: Ids
     epoch: int
     unknown: str = ""
+    num_made: int = 0
 
 
 class Samples:
@@ -68,6 +72,9 @@ class Samples:
 
     def given(self, inputs: Any, *, trains: bool, may_train: bool = False) -> None:
         """Note the inputs of a forward pass of the model: the source tells more of its samples."""
+
+    def drew(self) -> None:
+        """Note that random numbers were drawn between two passes: the next may be given noise."""
 
     def settle(self) -> None:
         """Note that a backward pass begins, or is over, maybe of parts of the model only."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from entrenar_py.observing import row_digests
 from entrenar_py.observing.batches import Ids
 from entrenar_py.observing.loader_batches import Batch, Batches
@@ -36,8 +38,15 @@ class SeenSamples(Samples):
         self._rows: set[Row] = set()  # content that this step was given
         self._is_given = False  # whether a forward pass was seen since the last backward pass
         self._evaluated: Any = None  # the inputs of the last pass, if that may train
+        self._drawn_for: Batch | None = None  # the batch in use when numbers were drawn last
+        self._is_made = False  # whether a pass was given what was made of samples in use
+        self._has_ids = False  # whether a micro-batch of this step has ids
 
     # --- the forward passes -----------------------------------------------------------------------
+
+    def drew(self) -> None:
+        """Note that random numbers were drawn between two passes: the next may be given noise."""
+        self._drawn_for = self._batches.newest_yielded()
 
     def given(self, inputs: Any, *, trains: bool, may_train: bool = False) -> None:
         """Note the inputs of a forward pass of the model.
@@ -55,6 +64,9 @@ class SeenSamples(Samples):
         self._rows.update(rows or ())
         if self._by_content(inputs):
             return
+        if self._are_made(inputs):
+            self._is_made = True
+            return
         if self._batches.are_again(row_digests.num_rows(inputs)):
             if not (self._ids or is_again):
                 self._unknown = STRANGE
@@ -71,6 +83,20 @@ class SeenSamples(Samples):
         else:
             self._ids += map(row_digests.as_id, rows)
             self._kinds.add(CONTENT)
+
+    def _are_made(self, inputs: Any) -> bool:
+        """Return whether `inputs` were made of the batch that was used last: noise, sampled text.
+
+        Not all are its rows, and random numbers were drawn since the script got it. A text that
+        was sampled may have ended at once.
+        """
+        batch = self._batches.in_use()
+        if batch is None or batch is not self._drawn_for:
+            return False
+        tensors = [tensor for tensor in row_digests.tensors_in(inputs) if tensor.numel()]
+        largest = max(tensors, key=torch.Tensor.numel, default=None)
+        rows = None if largest is None else row_digests.rows_of(largest)
+        return rows is not None and not batch.has_all(rows)
 
     def _by_content(self, inputs: Any) -> bool:
         """Look the inputs up in the pending batches, the oldest first.
@@ -153,13 +179,20 @@ class SeenSamples(Samples):
         """Return the samples of the micro-batch, and forget them."""
         reported = super().take()
         ids = () if self._unknown else tuple(self._ids) or self._again
-        told = Told(ids, self._seen_epoch, self._unknown)
+        num_made = 0
+        if self._is_made and not (ids or self._unknown or self._has_ids):
+            batch = self._batches.in_use()
+            num_made = 0 if batch is None else batch.size
+        told = Told(ids, self._seen_epoch, self._unknown, num_made)
+        self._has_ids |= bool(ids)
         self._ids, self._again, self._unknown, self._is_given = [], (), "", False
+        self._is_made = False
         return reported if self._tells else told
 
     def end_step(self) -> None:
         """Note that the optimizer has stepped: the next step may be given the same inputs."""
         self._rows.clear()
+        self._has_ids = False
 
     # --- what is said of them in the record -------------------------------------------------------
 

@@ -62,13 +62,14 @@ class Shard(Event):
     drew. `contents` has a few numbers for each of `ids`, from what the model was given; they are
     equal, up to rounding, if the sample's contents are. `gradient` is the sum over the samples, up
     to a factor common to all shards, if revealed. `finite` is true if loss and gradient hold no NaN
-    or Inf. If the samples are not known, `unknown` says why, and `ids` are empty. `slope` is the
-    derivative of what the backward pass began at, by the mean loss; None if unknown. `evaluating`
-    is true if the model was in evaluation mode, with dropout off, and `evaluated` if a pass without
-    gradient was made in that mode since the rank's micro-batch before. `terms` are the sums and
-    means that the backward pass began at, as the graph shows them: the number of elements (0:
-    unknown), how much each of them counts, and the numbers that it was divided by, one after the
-    other.
+    or Inf. If the samples are not known, `unknown` says why, and `ids` are empty. `made` tells that
+    the script made or sampled what its model was given, of samples that it had before. `slope` is
+    the derivative of what the backward pass began at, by the mean loss; None if unknown.
+    `evaluating` is true if the model was in evaluation mode, with dropout off, and `evaluated` if a
+    pass without gradient was made in that mode since the rank's micro-batch before. `terms` are the
+    sums and means that the backward pass began at, as the graph shows them: the number of elements
+    (0: unknown), how much each of them counts, and the numbers that it was divided by, one after
+    the other.
     """
 
     step: int
@@ -83,6 +84,7 @@ class Shard(Event):
     contents: tuple[tuple[float, ...], ...] = ()
     gradient: Tensors = field(default_factory=lambda: _NONE)
     unknown: str = ""
+    made: bool = False
     slope: float | None = None
     evaluating: bool = False
     evaluated: bool = False
