@@ -8,25 +8,17 @@ READY := $(VENV)/.ready
 # Many processes load the same modules: what they compile is kept for the next.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: verify verify-of-processes verify-in-one-process verify-reference verify-processes verify-wgpu verify-finetune test coverage integrations mutants twins right field soak soak-schedules soak-others soak-real fuzz graphs triton unconstrained bench bench-service lint docs site clean setup vulkan
+.PHONY: verify verify-reference verify-processes verify-wgpu verify-finetune test coverage integrations mutants twins right field soak soak-schedules soak-others soak-real fuzz graphs triton unconstrained bench bench-service lint docs site clean setup vulkan
 
 # The main job: our trainers against both contracts, in one process and with real ones over TCP
 # (without the clauses that probe no trainer: the first run has those); and the wgpu backend against
 # its own contract, on whatever adapter there is. And fine-tuning, without random scenarios and the
 # clause that starts ranks of torchrun. The four run side by side, each report is printed when it is whole, and all are, whatever
 # they say. An older make runs one after the other.
-SIDE_BY_SIDE := --no-print-directory --keep-going $(if $(filter output-sync,$(.FEATURES)),--jobs --output-sync)
-OF_PROCESSES := verify-reference verify-processes
-IN_ONE_PROCESS := verify-wgpu verify-finetune
+SIDE_BY_SIDE := $(if $(filter output-sync,$(.FEATURES)),--jobs --output-sync)
 verify: setup
 	@echo "four runs of entrenar-check: about a minute and a quarter on two cores"
-	@$(MAKE) $(SIDE_BY_SIDE) $(OF_PROCESSES) $(IN_ONE_PROCESS)
-
-# The same in two parts, for CI: runs in one process have no deadlines, so tests may run beside them.
-verify-of-processes: setup
-	@$(MAKE) $(SIDE_BY_SIDE) $(OF_PROCESSES)
-verify-in-one-process: setup
-	@$(MAKE) $(SIDE_BY_SIDE) $(IN_ONE_PROCESS)
+	@$(MAKE) --no-print-directory --keep-going $(SIDE_BY_SIDE) verify-reference verify-processes verify-wgpu verify-finetune
 
 verify-reference:
 	$(BIN)/entrenar-check --contract distributed-training-v1.yaml --contract training-integrity-v1.yaml
