@@ -78,6 +78,17 @@ def test_means_of_one_loaders_batches_that_are_added_are_wrong() -> None:
     assert "the sum over a rank's 2 micro-batches, 2 times that of the mean loss" in found.reason
 
 
+def test_a_step_without_recorded_gradients_leaves_the_others_wrong() -> None:
+    """FSDP2 shards its gradients while the first pass runs, so the first step may have none."""
+    trace = of_loaders(run(MEAN), apart=False)
+    events = [
+        replace(e, gradient={}) if isinstance(e, Shard) and (e.step, e.shard) == (0, 0) else e
+        for e in trace.events
+    ]
+    found = traces.judge("weighting", [replace(trace, events=tuple(events))])
+    assert found.verdict is Verdict.FALSIFIED
+
+
 def test_means_of_several_loaders_are_several_losses() -> None:
     assert "a rank adds up" not in reason(of_loaders(run(MEAN), apart=True))
 

@@ -410,8 +410,9 @@ def _adds_up_means(tally: Tally, trace: Trace, parts: Parts) -> bool:
     They are batches of one loader, one after another. Those of several loaders, or the parts of a
     loss over the same samples, may be meant to be added up.
     """
-    steps = [*_steps(parts)]
-    if len(steps) < len(parts) or not all(map(_Step.is_sum_of_means, steps)):
+    every = [*_steps(parts)]
+    steps = [step for step in every if step.divisor is not None]  # FSDP's first may have none
+    if len(every) < len(parts) or not steps or not all(map(_Step.is_sum_of_means, steps)):
         return False
     if not any(len({shard.epoch for shard in step.shards}) == 1 for step in steps):
         return False
