@@ -107,6 +107,15 @@ BUGS = (
         words="it did not move it",
     ),
     _bug(
+        "owners step by the gradients of their own samples",
+        "owned.py",
+        "classic (ZeRO-1 around a model whose gradients nobody reduces)",
+        ("        dist.all_reduce(p.grad)\n", "        p.grad.mul_(WORLD)\n"),
+        check="weighting",
+        step=0,
+        words="all ranks move 0.bias by the gradient of rank 1's own samples",
+    ),
+    _bug(
         "parameters are shared out by whole shares, and the rest is nobody's",
         "owned.py",
         "DeepSpeed, fairscale: partitions that are rounded down",

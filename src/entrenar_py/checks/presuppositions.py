@@ -21,6 +21,7 @@ from entrenar_py.checks import (
     rank_statistics,
     repeatability,
     sample_numbers,
+    steps_alone,
     tensor_names,
     uneven_steps,
 )
@@ -99,6 +100,7 @@ REDUCED = Presupposition(
     says="the optimizer gets the gradients that it applies, and reduces nothing itself",
     lacking=applied_gradients.unreduced,
     left=applied_gradients.without_gradients,
+    broken=steps_alone.broken,
 )
 THE_MODEL_S = Presupposition(
     name="the model's own weights",
