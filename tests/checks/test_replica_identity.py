@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from entrenar_py.checks import CHECKS
+from entrenar_py.checks.needs import SHORTENED, Runs
 from entrenar_py.scenario import OBSERVED
 from entrenar_py.trace import Event, Membership, Shard, Start, Tensors, Trace, Update
 from entrenar_py.verdict import Verdict
@@ -29,6 +31,20 @@ def updated(step: int, rank: int, weights: Tensors, optimizer: Tensors | None = 
         weights=weights,
         optimizer=optimizer or {},
     )
+
+
+def test_ranks_that_part_at_an_epochs_end_are_found_in_short_epochs() -> None:
+    """One that goes back to its best weights alone does so after an epoch, which may be long."""
+    usual = traces.run(SUBJECT)
+    tensors = traces.one(usual, Update, step=4, rank=0).weights
+    name = next(iter(tensors))
+    parted = {"weights": traces.swapped(tensors, name, BAD)}
+    short = altered(usual, Update, {"step": 4, "rank": 0}, **parted)
+    row, invariant = CHECKS["replica_identity"], traces.clause("replica_identity")
+    finding = row.judge(invariant, Runs(usual, witnesses={SHORTENED: (short,)}))
+    assert (broken(finding).step, broken(finding).tensor) == (4, name)
+    right = row.judge(invariant, Runs(usual, witnesses={SHORTENED: (usual,)}))
+    assert right.verdict is Verdict.HELD
 
 
 @pytest.mark.parametrize("part", ["weights", "optimizer", "buffers"])

@@ -19,7 +19,7 @@ from entrenar_py.checks import (
 )
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.compared import Compared
-from entrenar_py.checks.needs import ALONE, Traces
+from entrenar_py.checks.needs import ALONE, SHORTENED, Traces
 from entrenar_py.checks.state import PARTS, Comparison
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Membership, Start, Tensors, Trace, Update
@@ -38,8 +38,27 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
             weight_averages.compare_ranks(tally, left.trace)
         ties.compare(tally, trace)
         local_buffers.tell(tally, trace)
+    for trace in traces.witnesses.get(SHORTENED, ()):
+        _at_epochs_ends(tally, traces, trace)
     why = "no two workers of one run were recorded"
     return tally.finding(nothing=missing.nothing(tally, why, facts.TWO_WORKERS))
+
+
+def _at_epochs_ends(tally: Tally, runs: Traces, trace: Trace) -> None:
+    """Compare the workers of a run whose epochs are short, with what a script does between them.
+
+    Whatever is open there is open in the longer runs, too.
+    """
+    trial = Tally(tally.invariant, observed=tally.observed)
+    left = presuppositions.comparable(
+        trial, presuppositions.RANKS, Compared(runs=runs, model=trace, trace=trace)
+    )
+    if left is None or trace.end.status != "completed":
+        return
+    comparison = Comparison(trial, left.trace)
+    for step, by_rank in evidence.ranks_by_step(left.trace):
+        comparison.compare_ranks(step, by_rank, PARTS)
+    tally.take(trial)
 
 
 def compare(tally: Tally, trace: Trace) -> None:
@@ -184,7 +203,7 @@ ROWS = (
         judge=judge,
         plan=plans.training,
         explores=True,
-        witnesses=(ALONE,),
+        witnesses=(ALONE, SHORTENED),
         in_step=True,
         takes_turned=True,
         takes_resumed=True,
