@@ -196,6 +196,24 @@ def test_a_wrapper_whose_inside_steps(folder: Path, clears: bool, returns: bool)
     assert rules == {"SGD"}
 
 
+def test_weights_that_are_kept_in_bounds_after_a_step(folder: Path) -> None:
+    """A bound moves a weight before the step's first pass, maybe uphill: that is no climb."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    obs = entrenar_py.observe(model, optimizer)
+    for _ in range(2):
+        for _ in range(2):
+            backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model.weight.add_(1.0)  # the loss grows with it
+    obs.close()
+    made = updates(folder)
+    assert [(one.climbed, one.mixed) for one in made] == [((), ())] * 2
+    assert [[*one.edited] for one in made] == [[], ["weight"]]
+
+
 def test_a_wrapper_that_steps_as_a_whole(folder: Path) -> None:
     """It may put weights back within its step, before its inside moves them."""
     model = nn.Linear(1, 1)

@@ -84,18 +84,25 @@ class StepInWork:
     def look_uphill(self, gradients: Mapping[str, Tensor]) -> None:
         """Note weights that were moved along `gradients`, which the step's last pass has left.
 
-        Sharpness-aware scripts do that between two passes, and take it back before the step.
+        Sharpness-aware scripts do that between two passes, and take it back before the step. What
+        moves weights before the step's first pass (a bound, decay) may move few elements uphill.
         """
         if not self._subject.values:
             return
         held = self._subject.gradients()
-        for name, weights in self.edited_weights(gradients).items():
+        stayed = {n for n, at_first in self._at_first_pass.items() if self._is_last(n, at_first)}
+        edited = self.edited_weights(gradients.keys() & stayed)
+        for name, weights in edited.items():
             if name in self._uphill or not self._is_uphill(name, weights, gradients[name]):
                 continue
             self._uphill[name] = weights.digest
             gradient = held[name]
             if gradient is not None and dtensors.local(gradient).any():
                 self._mixed.add(name)
+
+    def _is_last(self, name: str, digest: str) -> bool:
+        """Return whether a tensor's digest is that of the weights that were recorded last."""
+        return name in self._weights and self._weights[name].digest == digest
 
     def _is_uphill(self, name: str, weights: trace.TensorRecord, gradient: Tensor) -> bool:
         """Return whether no element of a tensor was moved against its gradient, and some along."""
