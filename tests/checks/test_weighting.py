@@ -206,6 +206,23 @@ def test_two_networks_may_each_be_clipped_by_its_own_norm() -> None:
     assert "divided by one number" in one.reason
 
 
+def test_shares_of_one_loss_at_two_weights_are_added_up() -> None:
+    """A penalty of the gradient's norm takes a share of it before a climb, and one behind it."""
+    shares = [((8.0, 0.6 / 8, 8.0),), ((8.0, 0.4 / 8, 8.0),)]
+    finding = traces.judge(
+        "weighting",
+        [
+            micro_batch_traces.trace_of(
+                [*map(micro_batch_traces.summed, range(micro_batch_traces.STEPS))],
+                terms=[shares, shares],
+                mixed=("a", "b"),
+            )
+        ],
+    )
+    assert finding.counterexample is None
+    assert finding.compared > 0
+
+
 @pytest.mark.parametrize("share", [1.0, 0.3])
 def test_the_gradient_of_before_a_climb_stays_in(share: float) -> None:
     """Both passes of a sharpness-aware step count in full. A share of the first may be meant."""

@@ -176,6 +176,17 @@ def are_all(shards: Sequence[Shard], *, means: bool) -> bool:
     )
 
 
+def are_one_mean(shards: Sequence[Shard]) -> bool:
+    """Return whether each rank's losses count as one loss together: as shares of it."""
+    wholes: dict[int, list[list[float]]] = {}
+    for shard in shards:
+        own = [_Term.of(term, len(shard.ids)).whole for term in shard.terms]
+        wholes.setdefault(shard.rank, []).append(own)
+    return bool(wholes) and all(
+        all(own) and _alike(max(map(sum, zip(*own, strict=False))), 1) for own in wholes.values()
+    )
+
+
 def judge(tally: Tally, trace: Trace) -> None:
     """Judge a run whose losses are what `backward` is called on, step by step."""
     if trace.traits.losses != "backward":

@@ -356,7 +356,8 @@ class _Divisions:
                 else f"the applied gradient of {name} {why.words}"
             )
             self.tally.check(name not in off, message, tensor=name, **place)
-        for name in [name for name in mean if name in update.mixed and not off]:
+        is_mixed = not off and not loss_terms.are_one_mean(shards)  # else shares of a penalty
+        for name in [name for name in mean if name in update.mixed and is_mixed]:
             message = (
                 f"the applied gradient of {name} holds that of the pass before its weights were "
                 "moved, too: clear gradients between the two passes of a sharpness-aware step"
