@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -38,7 +38,11 @@ def mean(step: int, _: int = 0) -> Vectors:
 
 def run(gradients: Mapping[int, str], moves: str) -> Trace:
     """Return a run of plain SGD whose ranks hand over `gradients`, and move weights as `moves`."""
-    kinds = {"own": own, "mean": mean, "owner": lambda step, _: of_owners(step)}
+    kinds: dict[str, Callable[[int, int], Vectors]] = {
+        "own": own,
+        "mean": mean,
+        "owner": lambda step, _: of_owners(step),
+    }
     trace = trace_of([summed(step) for step in range(STEPS)])
     weights = {name: np.ones(size) for name, size in SHAPES.items()}
     after: dict[int, Vectors] = {}
