@@ -105,3 +105,29 @@ def renamed(trace: Trace) -> Trace:
 
     events = (changed(e) if isinstance(e, Start | Update) else e for e in trace.events)
     return replace(trace, events=tuple(events))
+
+
+def of_rank(rank: int, trace: Trace) -> Sequence[Start | Update]:
+    """Return what a rank of another number records."""
+    return [replace(e, rank=rank) for e in trace.events if isinstance(e, Start | Update)]
+
+
+@pytest.mark.parametrize(
+    ("means", "is_wrong"),
+    [([0, 0, 0.5], True), ([0, 0, 0], False)],
+)
+def test_an_average_that_one_rank_moves_and_another_uses(
+    means: Sequence[float], is_wrong: bool
+) -> None:
+    """Its own keeps the first weights, and spoils what all validate. One that rests is unused."""
+    moving = of_rank(0, run([1, 2, 3], [0, 0.5, 0.7], name="average/a"))
+    resting = of_rank(1, run([1, 1, 1], means, name="average/a"))
+    renamed = [
+        replace(e, extra={n.replace("teacher", "average"): r for n, r in e.extra.items()})
+        for e in (*moving, *resting)
+    ]
+    broken = judged(averaged_traces.trace_of(renamed, 2)).broken
+    assert (broken is not None) is is_wrong
+    if broken is not None:
+        assert (broken.step, broken.rank) == (1, 1)
+        assert "rank 0 moves the parameters of average, and rank 1 doesn't" in broken.message

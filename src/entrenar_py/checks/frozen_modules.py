@@ -8,7 +8,7 @@ was seen, as a target network is.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from entrenar_py.checks import evidence
 from entrenar_py.trace import Start, Trace, Update
@@ -23,8 +23,8 @@ _EVAL = "it is in training mode, call eval() on it, also after train() on a modu
 def compare(tally: Tally, trace: Trace) -> None:
     """Check that statistics stay where the parameters of their module do."""
     names = {name for start in trace.of(Start) for name in start.weights}
-    for rank, lives in _lives(trace).items():
-        moved = _moved(lives)
+    of_ranks = {rank: _moved(lives) for rank, lives in _lives(trace).items()}
+    for rank, moved in of_ranks.items():
         _drawn_masks(tally, trace, rank, moved)
         for label in dict.fromkeys(name.partition("/")[0] for name in moved):
             parts = {name.partition("/")[2]: name for name in moved if name.startswith(f"{label}/")}
@@ -33,9 +33,18 @@ def compare(tally: Tally, trace: Trace) -> None:
             if not statistics or any(moved[name] for name in parameters.values()):
                 continue
             told = f"running statistics of {label} moved, and none of its parameters did: {_EVAL}"
+            other = _training_rank(of_ranks, parameters.values())
             for name in statistics:
                 event = moved[name]
-                if event is not None and parameters.keys() <= names:
+                if event is not None and other is not None:
+                    words = (
+                        f"rank {other} moves the parameters of {label}, and rank {rank} doesn't, "
+                        "though running statistics of its own move: it uses weights that were "
+                        "never updated; update them on each rank that uses them"
+                    )
+                    place = evidence.place(trace, event)
+                    tally.check(False, words, tensor=name, **{**place, "rank": rank})
+                elif event is not None and parameters.keys() <= names:
                     tally.miss(f"in step {event.step} {told}; or run until the script renews it")
                 elif event is not None:
                     place = evidence.place(trace, event)
@@ -56,6 +65,14 @@ def _drawn_masks(tally: Tally, trace: Trace, rank: int, moved: Mapping[str, Even
             continue
         told = f"dropout of {label} draws masks, and nothing of it trains: {_EVAL}"
         tally.check(False, told, tensor=label, **{**evidence.place(trace, event), "rank": rank})
+
+
+def _training_rank(
+    of_ranks: Mapping[int, Mapping[str, Event | None]], names: Collection[str]
+) -> int | None:
+    """Return the first rank on which all tensors `names` move, None if there is none."""
+    moving = (rank for rank, moved in of_ranks.items() if all(map(moved.get, names)))
+    return next(moving, None) if names else None
 
 
 def _is_statistic(name: str) -> bool:
