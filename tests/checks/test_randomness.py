@@ -127,6 +127,13 @@ def endless(order: Sequence[int], share: Callable[[Sequence[int]], list[list[int
     return traces.was(ended, population="guessed")
 
 
+def test_an_order_that_nothing_draws_stays() -> None:
+    """A sampler of the script's may go by length: without any random order it has one for ever."""
+    for trace in (two_epochs(SHUFFLED, SHUFFLED, strided), endless(SHUFFLED * 2, strided)):
+        finding = traces.judge("randomness", [traces.was(trace, ordered=True)])
+        assert finding.verdict is not Verdict.FALSIFIED
+
+
 @pytest.mark.parametrize("share", [shared, strided])
 def test_a_sampler_without_an_end_begins_each_order_anew(
     share: Callable[[Sequence[int]], list[list[int]]],

@@ -51,6 +51,27 @@ def test_the_line_that_selects_rows(text: str, line: str, written: Callable[[str
 
 
 @pytest.mark.parametrize(
+    ("text", "is_random"),
+    [
+        ("order = sorted(range(n), key=lengths.__getitem__)[rank::world]\n", False),
+        ('"""Nobody shuffles."""\nx = torch.randn(96, 4)\nclass ByLength(Sampler):\n', False),
+        ("loader = DataLoader(rows, sampler=own, shuffle=False)\n", False),
+        ("loader = DataLoader(rows, shuffle=True)\n", True),
+        ("order = torch.randperm(n, generator=generator)\n", True),
+        ("random.Random(seed).shuffle(order)\n", True),
+        ("order = torch.rand(n).argsort()\n", True),
+        ("class Own(DistributedSampler):\n", True),
+    ],
+)
+def test_whether_anything_may_be_shuffled(
+    text: str, is_random: bool, written: Callable[[str], None]
+) -> None:
+    """A script that draws no order has the one that its own sampler states."""
+    written(text)
+    assert script_text.shuffles() is is_random
+
+
+@pytest.mark.parametrize(
     ("text", "number"),
     [
         ("loss = criterion(out, y) / 4", 4),

@@ -153,9 +153,16 @@ def _orders_of(trace: Trace) -> _Orders:
     return _Orders(orders, shuffled, first_step, of_ranks)
 
 
+def _drawn_orders(trace: Trace) -> list[_Orders]:
+    """Return the orders of a run's epochs; none if its script draws no order, and may have one."""
+    if trace.traits.ordered:
+        return []
+    return [*_passes(trace)] if is_endless(trace) else [_orders_of(trace)]
+
+
 def _orders_differ(tally: Tally, trace: Trace) -> None:
     """Check that two epochs of a shuffled data set have different orders."""
-    every = [*_passes(trace)] if is_endless(trace) else [_orders_of(trace)]
+    every = _drawn_orders(trace)
     for seen, (before, after, common) in ((one, pair) for one in every for pair in one.pairs()):
         tally.check(
             not seen.are_alike(before, after, common),
@@ -191,7 +198,7 @@ def _passes(trace: Trace) -> Iterator[_Orders]:
 def lacks_second_epoch(runs: Traces) -> bool:
     """Return whether samples are shuffled, and no run of a user's trainer shows two epochs."""
     large = [t for t in in_epochs(runs) if t.scenario.num_samples >= ORDER_LENGTH_MIN]
-    seen = [one for t in large for one in (_passes(t) if is_endless(t) else [_orders_of(t)])]
+    seen = [one for trace in large for one in _drawn_orders(trace)]
     return any(one.shuffled for one in seen) and not any(one.pairs() for one in seen)
 
 
@@ -261,7 +268,7 @@ def _absent(traces: Sequence[Trace]) -> str:
         trace.of(Drawn)
         or trace.scenario.dropout
         or any(shard.draws is not None for shard in trace.of(Shard))
-        or (trace.traits.sample_ids != "content" and _orders_of(trace).shuffled)
+        or (trace.traits.sample_ids != "content" and any(o.shuffled for o in _drawn_orders(trace)))
         for trace in traces
     )
     return "" if draws else evidence.started_alone(traces)

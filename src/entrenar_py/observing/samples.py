@@ -143,6 +143,7 @@ class Samples:
                 "drop_last": source.drop_last,
                 "replacement": source.replacement,
                 "thorough": source.is_thorough,
+                "ordered": source.is_ordered,
                 "splits": source.splits,
                 "drawn": self.draws.is_loaded and not self._tells,
             }

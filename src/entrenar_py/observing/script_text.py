@@ -22,6 +22,11 @@ _SELECTS = re.compile(
 )
 # ... and what goes through rows in a random order, each once.
 _ORDERS = re.compile(r"\b(randperm|shuffle|permutation|permuted|\w*Sampler|set_epoch)\b")
+# What may bring rows into a random order, in any way.
+_SHUFFLES = re.compile(
+    r"(randperm|permutation|permuted|shuffl\w*\s*(?:\(|=(?!\s*False))|set_epoch|choices?\s*\("
+    r"|multinomial|RandomSampler|DistributedSampler|\bsample\s*\(|\brand\s*\(|random\s*\(\s*\))"
+)
 
 
 def texts() -> tuple[dict[str, str], dict[str, str]]:
@@ -61,6 +66,12 @@ def selecting_line() -> str:
     """
     own, _ = texts()
     return "" if first(_ORDERS, own) else first(_SELECTS, own)
+
+
+def shuffles() -> bool:
+    """Return whether any line of the script may bring rows into a random order."""
+    own, _ = texts()
+    return not own or bool(first(_SHUFFLES, own))
 
 
 def divides_by(number: float) -> bool:

@@ -211,6 +211,7 @@ class SeenSamples(Samples):
             "drop_last": source.drop_last or self._batches.drops_last,
             "replacement": source.replacement,
             "thorough": source.is_thorough,
+            "ordered": source.is_ordered,
             "varied": self._batches.varies,
             **facts,
         }

@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from entrenar_py.errors import UsageError
+from entrenar_py.observing import call_sites, script_text
 from entrenar_py.observing.batches import Ids
 from entrenar_py.observing.numbering import Numbering
 
@@ -58,6 +59,7 @@ class Source:
     - `numbering`: the numbers of the samples of its data set.
     - `selected`: the samples that are drawn in an epoch by all ranks, None for all.
     - `is_thorough`: all of them are drawn in an epoch; False if a sampler of the script's decides.
+    - `is_ordered`: a sampler of the script's decides the order, and no line draws it at random.
     - `splits`: a sampler gives each rank its part of the data set.
     - `drop_last`: an incomplete last batch is dropped. `replacement`: samples are drawn again.
     - `is_accelerate_s`: it is a loader that accelerate has prepared.
@@ -86,6 +88,7 @@ class Source:
         self.numbering = Numbering(_data_of(parts))
         samplers = [part for part in parts if not isinstance(part, DataLoader)]
         self.is_thorough = all(map(_is_thorough, samplers))
+        self.is_ordered = _are_ordered(samplers)
         self.selected = self.numbering.selected()
         for part in samplers:
             if isinstance(part, SubsetRandomSampler):
@@ -196,6 +199,20 @@ def _replaces(part: Any) -> bool:
         return False
     # Beside an order, a random number may be its seed.
     return bool(_REPLACES.search(text)) and not _ORDERS.search(text)
+
+
+def _are_ordered(samplers: list[Any]) -> bool:
+    """Return whether samplers of the script's decide the order, and its text has no random one."""
+    deciding = [one for one in samplers if not _is_thorough(one)]
+    return bool(deciding) and all(map(_is_written, deciding)) and not script_text.shuffles()
+
+
+def _is_written(sampler: Any) -> bool:
+    """Return whether the script has a sampler's class in its own text."""
+    try:
+        return call_sites.is_own(inspect.getfile(type(sampler)))
+    except (OSError, TypeError):  # a class may have no text
+        return False
 
 
 def _is_dispatcher(loader: Any) -> bool:

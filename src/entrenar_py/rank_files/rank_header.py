@@ -94,6 +94,7 @@ _KEYS: Mapping[str, tuple[bool, Test, str]] = {
     "loss_over": (False, CHOICES["loss_over"].__contains__, "batch, micro-batch, or nothing"),
     "splits": (False, _is_flag, "true or false"),
     "thorough": (False, _is_flag, "true or false"),
+    "ordered": (False, _is_flag, "true or false"),
     "varied": (False, _is_flag, "true or false"),
     "optimizer": (False, _is_text, "the name of a class"),
     "groups": (False, _are_groups, "a list of mappings from names to numbers"),
@@ -104,7 +105,7 @@ _KEYS: Mapping[str, tuple[bool, Test, str]] = {
 # The keys that a later line may give, since what the script doesn't declare is met later.
 OF_THE_DATA = (
     *("num_samples", "drop_last", "replacement", "thorough", "varied", "samples", "replicas"),
-    *("losses", "clips", "alone", "selects", "drawn"),
+    *("losses", "clips", "alone", "selects", "drawn", "ordered"),
 )
 
 

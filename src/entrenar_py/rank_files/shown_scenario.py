@@ -139,7 +139,8 @@ def _of_the_data(ranks: Sequence[RankTrace], header: Mapping[str, Any]) -> dict[
     seen = (rank.header.get("samples") == "index" or rank.header.get("drawn") for rank in ranks)
     if ranks and all(seen):
         traits["sample_ids"] = "seen"
-    traits |= {name: True for name in ("drop_last", "replacement", "splits") if header.get(name)}
+    told = ("drop_last", "replacement", "splits", "ordered")
+    traits |= {name: True for name in told if header.get(name)}
     if any(rank.drops_last for rank in ranks):
         traits["drop_last"] = True
     if any(rank.replaces for rank in ranks):

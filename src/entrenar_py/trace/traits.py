@@ -68,6 +68,7 @@ class Traits:
     - `population`: `guessed` if it is not known which samples an epoch should have: the scenario's
       number of samples is that of those that were drawn, or a sampler of the user's decides.
       `varied` if epochs draw from several data sets, or from other parts of one.
+    - `ordered`: a sampler of the script's has an order, and no line of the script draws any.
     - `splits`: a sampler splits one data set between the ranks, so that ids mean the same on all.
     - `sample_ids`: `content` if they are digests of what the model was given, `seen` if they are
       those that a loader of the script drew, and the script reports none.
@@ -121,6 +122,7 @@ class Traits:
     unseeded: bool = False
     epochs: str = "told"
     population: str = "known"
+    ordered: bool = False
     splits: bool = False
     sample_ids: str = "known"
     losses: str = "known"
