@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -24,6 +25,17 @@ def scheduled(*, factor: float = 1.0, **changes: object) -> Trace:
     )
     subject = ran.scenario.with_(workload="own", system="command")
     return traces.was(replace(ran, scenario=subject, events=events), schedule="other")
+
+
+def scored(trace: Trace, best: Mapping[int, float]) -> Trace:
+    """Return a run whose schedule follows a metric that is so good at best, by step."""
+    return replace(
+        trace,
+        events=tuple(
+            replace(event, metric=best.get(event.step)) if isinstance(event, Update) else event
+            for event in trace.events
+        ),
+    )
 
 
 def compared(**witnesses: Trace) -> Tally:
@@ -55,6 +67,29 @@ def test_a_longer_schedule_of_smaller_batches_is_no_reason() -> None:
     again, alone = scheduled(repeat=1), scheduled(factor=2.0, world_size=1, batch_size=4)
     tally = compared(again=again, alone=alone)
     assert (tally.compared, tally.missing) == (len({u.step for u in again.of(Update)}), [])
+
+
+def test_other_metrics_are_a_reason_for_other_rates() -> None:
+    """One worker may rightly have other weights, whose score reaches its plateau elsewhere."""
+    best = {0: 0.9, 1: 0.5, 2: 0.4}
+    tally = Tally("F-TI-008", observed=True)
+    alone = scored(scheduled(factor=2.0, world_size=1), {**best, 2: 0.45})
+    again = scored(scheduled(repeat=1), best)
+    beside = {REPEATED: (again,), ALONE: (alone,)}
+    own_schedule.compare(tally, Runs(scored(scheduled(), best), witnesses=beside))
+    num_steps = len({update.step for update in again.of(Update)})
+    assert (tally.compared, tally.missing) == (num_steps + 2, [])
+
+
+def test_one_metric_is_no_reason_for_other_rates() -> None:
+    """Nor are other metrics of a run on the same number of workers."""
+    best = {0: 0.9, 1: 0.5, 2: 0.4}
+    for changes, others in (({"world_size": 1}, best), ({"repeat": 1}, {**best, 2: 0.45})):
+        tally = Tally("F-TI-008", observed=True)
+        other = scored(scheduled(factor=2.0, **changes), others)
+        beside: dict[Need, tuple[Trace, ...]] = {ALONE: (other,)}
+        own_schedule.compare(tally, Runs(scored(scheduled(), best), witnesses=beside))
+        assert len(tally.missing) == 1
 
 
 def test_a_difference_is_told_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +16,11 @@ from entrenar_py.command import runs
 from entrenar_py.command.asked import Asked
 from entrenar_py.command.launch import Ended
 from entrenar_py.command.run_plan import Plan
+from entrenar_py.faults import Fault
+from entrenar_py.observing import RATES
 from entrenar_py.rank_files.layout import Layout
+from entrenar_py.trace import Update
+from tests.checks import traces
 
 FIRST = Asked(world_size=2, seed=0)
 SECOND, THIRD = (replace(FIRST, repeat=number) for number in (1, 2))
@@ -119,3 +124,17 @@ def test_four_workers_are_tried_where_data_are_split_along_two_axes(
     folder = Path("runs")
     plan = Plan(**{"command": ("t", "{world_size}"), "needs": (), "folder": folder, **changes})
     assert [*plan.wider(None if axes is None else Layout(axes=axes))] == names
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("kind", ["mirrored_ranks", "repeated_share"])
+def test_runs_with_one_share_step_with_the_rates_of_several_workers(
+    tmp_path: Path, world_size: int, kind: str
+) -> None:
+    """A schedule that follows a score would part there, as these runs have other weights."""
+    several = traces.run(traces.scenario(world_size=2))
+    fault = Fault(kind=kind, step=0, value="2")
+    file = runs._rates(Asked(world_size=world_size, seed=0, faults=(fault,)), tmp_path, several)
+    steps = {str(update.step) for update in several.of(Update)}
+    assert set(json.loads(Path(file[RATES]).read_text("utf-8"))) == steps
+    assert runs._rates(Asked(world_size=world_size, seed=0), tmp_path, several) == {}

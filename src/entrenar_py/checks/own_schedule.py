@@ -2,6 +2,7 @@
 
 Its closed form is unknown here. Its values are compared with those of the same steps in the same
 run made again, and on one worker. A schedule that follows a metric must get the same on all ranks.
+Runs on other numbers of workers whose metrics differ are compared up to there.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from entrenar_py.checks import divided_inside, evidence, run_names
 from entrenar_py.checks.compared import Compared
 from entrenar_py.checks.needs import ALONE, REPEATED, Traces
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Trace
+from entrenar_py.trace import Trace, Update
 from entrenar_py.verdict import Tally
 
 RATE_BOUND = 1e-6  # relative: the product of a few float64 numbers
@@ -71,11 +72,14 @@ def compare_metrics(tally: Tally, trace: Trace) -> None:
 def _compare(tally: Tally, base: Trace, other: Trace, divided: float) -> None:
     """Compare the rates of two runs; those of `base` are `divided` by what its gradients aren't."""
     expected = evidence.updates(other)
+    is_same = other.scenario.world_size == base.scenario.world_size
     for step, by_rank in evidence.ranks_by_step(base):
         if step not in expected:
             continue
-        due = evidence.any_rank(expected[step]).learning_rate
-        got = evidence.any_rank(by_rank).learning_rate
+        model, made = evidence.any_rank(expected[step]), evidence.any_rank(by_rank)
+        if not is_same and _follow_others(model, made):
+            return
+        due, got = model.learning_rate, made.learning_rate
         if not math.isclose(due, got * divided, rel_tol=RATE_BOUND):
             rates = _told((base.scenario, got), (other.scenario, due))
             tally.miss(
@@ -84,6 +88,13 @@ def _compare(tally: Tally, base: Trace, other: Trace, divided: float) -> None:
             )
             return
         tally.compared += 1
+
+
+def _follow_others(model: Update, made: Update) -> bool:
+    """Return whether two steps' schedules follow metrics that differ, as their weights may."""
+    if model.metric is None or made.metric is None:
+        return False
+    return not math.isclose(model.metric, made.metric, rel_tol=METRIC_BOUND)
 
 
 def _told(*rates: tuple[Scenario, float]) -> str:

@@ -28,7 +28,7 @@ from entrenar_py.command.nudging import Nudging
 from entrenar_py.command.run_plan import Plan
 from entrenar_py.command.shortening import Shortening
 from entrenar_py.errors import UsageError
-from entrenar_py.faults import JOINED, steps_of
+from entrenar_py.faults import JOINED, MIRRORED, REPEATED, steps_of
 from entrenar_py.harness import interrupts
 from entrenar_py.observing import BATCHES, BATCHES_KEPT, FAULTS, RATES, STOP
 from entrenar_py.rank_files import auto_notes, checkpoints
@@ -310,8 +310,13 @@ def _resuming(option: str, folder: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def _rates(asked: Asked, folder: Path, like: Trace | None) -> dict[str, str]:
-    """Have a run with the batches of several workers step with the learning rates of those."""
-    several = {int(fault.value or 1) for fault in asked.faults if fault.kind in JOINED}
+    """Have a run with the batches of several workers step with the learning rates of those.
+
+    So do ranks with one share, and the worker they are compared with: a schedule may follow a score
+    of the weights, which are others here.
+    """
+    kinds = (*JOINED, MIRRORED, REPEATED)
+    several = {int(fault.value or 1) for fault in asked.faults if fault.kind in kinds}
     if like is None or like.scenario.world_size not in several:
         return {}
     by_step = {update.step: update for update in reversed(like.of(Update))}
