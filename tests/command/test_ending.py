@@ -25,7 +25,7 @@ def rank(number: int, *, ended: bool = True, problem: str = "", world_size: int 
     return RankTrace(life=0, header=header, events=(), ended=ended, problem=problem)
 
 
-def steps(*made: int) -> list[Event]:
+def steps(*made: int) -> list[Update]:
     """Return the updates of ranks 0, 1, ... that made these numbers of steps."""
     return [
         Update(
@@ -191,7 +191,7 @@ def test_a_run_that_was_not_resumed(
     assert not ending.unresumed(BOTH, replace(asked, interrupted=False), ended, read)
 
 
-def passes(*made: int) -> list[Event]:
+def passes(*made: int) -> list[Shard]:
     """Return the backward passes of ranks 0, 1, ... that made so many."""
     return [
         Shard(
@@ -218,3 +218,41 @@ def test_a_rank_that_skips_a_batch_alone(
     asked = Asked(world_size=2, seed=0)
     events = [*passes(*made), *steps(3, 2)]
     assert ending.of(ranks, events, asked, ended, [])[0] == status
+
+
+def joined(problem: str) -> tuple[list[RankTrace], list[Shard | Update]]:
+    """Return ranks and events of a run whose rank 1 has two batches, and waits for rank 0's."""
+    ranks = [replace(rank(0), is_limited=True), rank(1, problem=problem)]
+    return ranks, [*passes(4, 2), *steps(4, 2)]
+
+
+@pytest.mark.parametrize(
+    ("problem", "status"),
+    [("RuntimeError: Connection closed by peer", "completed"), ("ValueError: no", "failed")],
+    ids=["it waits", "it fails"],
+)
+def test_a_rank_that_waits_for_those_with_more_batches(
+    problem: str, status: str, tmp_path: Path
+) -> None:
+    """Where these are ended (`Join`), it loses its peers, which is no error of the script."""
+    output = tmp_path / "output.txt"
+    output.write_text(f"{problem}\n")
+    ended = Ended(code=1, seconds=1.0, tail=("last",), output=output, num_left=0)
+    ranks, events = joined(problem)
+    assert ending.of(ranks, events, Asked(world_size=2, seed=0), ended, [])[0] == status
+
+
+def test_steps_that_all_ranks_made_are_those_before_one_has_no_batch() -> None:
+    """Later numbers may mean other steps: of four steps and two, two are left."""
+    ranks, events = joined("Connection closed by peer")
+    assert ending.by_all(ranks, events) == [*passes(2, 2), *steps(2, 2)]
+
+
+def test_ranks_that_are_in_unlike_epochs_make_other_steps() -> None:
+    """Rank 1 begins its second epoch in step 1, where rank 0 is in its first."""
+    ranks, events = joined("Connection closed by peer")
+    second = [
+        replace(event, epoch=1) if isinstance(event, Shard) and event.rank and event.step else event
+        for event in events
+    ]
+    assert ending.by_all(ranks, second) == [*passes(1, 1), *steps(1, 1)]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from entrenar_py.observing import surroundings
 
@@ -19,3 +23,16 @@ def test_frozen_tensors_that_no_module_has_are_left_out() -> None:
     both = surroundings.model_of(model, [optimizer])
     assert both is not None
     assert [name for name, _ in both.named_parameters()] == ["0.weight", "0.bias", "1.group0.2"]
+
+
+def test_a_wrapped_model_is_joined_within_torchs_context(tmp_path: Path) -> None:
+    """In `model.join()`, ranks may have fewer batches than others."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        own = nn.Linear(2, 2)
+        model = DistributedDataParallel(own)
+        assert not surroundings.are_joined(own)
+        with model.join():
+            assert surroundings.are_joined(own)
+    finally:
+        dist.destroy_process_group()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from entrenar_py.rank_files import shown_scenario
+from entrenar_py.rank_files.rank_trace import RankTrace
 from entrenar_py.trace import Event, Shard, Update
 from tests.checks.traces import values
 
@@ -44,3 +45,22 @@ def test_a_batch_that_is_skipped_counts_in_no_step(kept: tuple[int, ...], size: 
     """Else a script that leaves a batch out seems to have a batch of two."""
     scenario, _ = shown_scenario.of([], passes(kept=kept), 1)
     assert scenario.batch_size == size
+
+
+@pytest.mark.parametrize(
+    ("header", "meaning"),
+    [
+        ({}, ""),
+        ({"joined": True}, "micro-batch"),
+        ({"joined": True, "loss_over": "batch"}, "batch"),
+    ],
+    ids=["plain", "joined", "declared"],
+)
+def test_batches_count_as_they_are_where_ranks_join(
+    header: dict[str, object], meaning: str
+) -> None:
+    """torch's `Join` takes the mean over ranks; a line may mean something else."""
+    whole = {"rank": 0, "world_size": 1, **header}
+    ranks = [RankTrace(life=0, header=whole, events=(), ended=True, problem="")]
+    _, traits = shown_scenario.of(ranks, passes(kept=(0, 1)), 1)
+    assert traits.loss_over == meaning

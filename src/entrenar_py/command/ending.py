@@ -7,7 +7,7 @@ if one rank did and all others made as many steps.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -63,7 +63,7 @@ def of(
     if world_sizes != {asked.world_size}:
         return "failed", _of_another_size(ranks, world_sizes, asked)
     status, reason = _of_ranks(last, asked, ended, ended_by, how)
-    if status == "failed" and _skip_apart(last, events):
+    if status == "failed" and (_skip_apart(last, events) or _is_uneven(last, events)):
         return "completed", ""  # it was ended where only some ranks had made all steps
     return ("failed", problems[0]) if problems and status == "completed" else (status, reason)
 
@@ -85,6 +85,39 @@ def _skip_apart(last: LastLives, events: Iterable[Event]) -> bool:
         last.num_steps.get(rank, 0) < steps <= passes[rank] and abs(passes[rank] - most) <= 1
         for rank in others
     )
+
+
+def _is_uneven(last: LastLives, events: Iterable[Event]) -> bool:
+    """Return whether ranks that have fewer batches failed only as those with more were ended.
+
+    They wait for these at the end of an epoch (torch's `Join`), and have made all their own steps.
+    """
+    limited = {rank for rank, file in last.ranks.items() if file.is_limited}
+    passes = Counter(event.rank for event in events if isinstance(event, Shard))
+    others = last.ranks.keys() - limited
+    return bool(limited and others) and all(
+        script_errors.is_of_peers(last.ranks[rank].problem)
+        and 0 < last.num_steps.get(rank, 0) < min(last.num_steps.get(one, 0) for one in limited)
+        and 0 < passes[rank] < min(passes[one] for one in limited)
+        for rank in others
+    )
+
+
+def by_all(ranks: Sequence[RankTrace], events: Sequence[Event]) -> Sequence[Event]:
+    """Return the events of the steps that all ranks made in one epoch, if their numbers are uneven.
+
+    Later steps may have one number and be other steps.
+    """
+    if not _is_uneven(LastLives(ranks, events), events):
+        return events
+    epochs: dict[int, dict[int, int]] = defaultdict(dict)  # step -> rank -> epoch
+    for event in events:
+        if isinstance(event, Shard):
+            epochs[event.step][event.rank] = event.epoch
+    size = len({rank.rank for rank in ranks})
+    apart = (s for s, of in epochs.items() if len(of) < size or len({*of.values()}) > 1)
+    end = min(apart, default=0)
+    return [event for event in events if (getattr(event, "step", None) or 0) < end]
 
 
 def unresumed(ranks: Sequence[RankTrace], asked: Asked, ended: Ended, read_only: str) -> str:

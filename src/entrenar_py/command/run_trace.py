@@ -50,12 +50,13 @@ def of(
     if arrangement is not None and not any(rank.pieces for rank in ranks):
         ranks = arrangement.of(ranks)
     events = assembly.ordered(ranks)
-    scenario, traits = _scenario(ranks, events, asked, like, unclipped=unclipped)
+    common = ending.by_all(ranks, events)
+    scenario, traits = _scenario(ranks, common, asked, like, unclipped=unclipped)
     saved = checkpoints.read(folder)
     is_cut = any(rank.is_limited for rank in ranks)
     traits = replace(traits, seeded=seeded, starts=starts, **saved.traits(is_cut=is_cut))
     how = ending.of(ranks, events, asked, ended, problems)
-    recorded = shown_scenario.trace_of(ranks, events, scenario, traits, how)
+    recorded = shown_scenario.trace_of(ranks, common, scenario, traits, how)
     if ended.num_left:
         left = f"{ended.num_left} process{'' if ended.num_left == 1 else 'es'}"
         killed = {**recorded.environment, "killed": f"{left} that it left running"}

@@ -62,6 +62,7 @@ class ScriptFacts:
         self._ear: Ear | None = None
         self._exchanges = Exchanges()
         self._selects = ""  # the line of the script that may select rows at random
+        self._is_joined = False
 
     def listen(
         self,
@@ -92,6 +93,7 @@ class ScriptFacts:
         if self._scheduler is None:
             self._scheduler = surroundings.schedule_of(subject.optimizers)
         self._selects = script_text.selecting_line()
+        self._is_joined = surroundings.are_joined(subject.model)
         checkpoints.watch(dict.fromkeys(subject.trained.values()), made)  # some share a flat one
 
     def schedule_place(self) -> int | None:
@@ -132,6 +134,8 @@ class ScriptFacts:
             facts["replicas"] = self._replicas
         if self._selects:
             facts["selects"] = self._selects
+        if self._is_joined:
+            facts["joined"] = True
         if micro_batches.has_backward_losses:
             facts["losses"] = "backward"
         if facts != self._written:

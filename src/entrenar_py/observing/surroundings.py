@@ -127,6 +127,18 @@ def are_replicas(model: nn.Module) -> bool:
     )
 
 
+def are_joined(model: nn.Module) -> bool:
+    """Return whether `model` trains within torch's `Join`, where ranks may have fewer batches.
+
+    Then each rank's batch counts as it is, a last, short one like any other.
+    """
+    parts = set(model.modules())
+    return any(
+        wrapper.module in parts and wrapper._join_config.enable
+        for wrapper in _alive(DistributedDataParallel)
+    )
+
+
 def schedule_of(optimizers: Iterable[torch.optim.Optimizer]) -> LRScheduler | None:
     """Return the schedule of the optimizers' learning rate; None if there are several or none.
 

@@ -96,6 +96,7 @@ _KEYS: Mapping[str, tuple[bool, Test, str]] = {
     "thorough": (False, _is_flag, "true or false"),
     "ordered": (False, _is_flag, "true or false"),
     "varied": (False, _is_flag, "true or false"),
+    "joined": (False, _is_flag, "true or false"),
     "optimizer": (False, _is_text, "the name of a class"),
     "groups": (False, _are_groups, "a list of mappings from names to numbers"),
     "dropout": (False, _is_probability, "a number from 0 to 1"),
@@ -105,7 +106,7 @@ _KEYS: Mapping[str, tuple[bool, Test, str]] = {
 # The keys that a later line may give, since what the script doesn't declare is met later.
 OF_THE_DATA = (
     *("num_samples", "drop_last", "replacement", "thorough", "varied", "samples", "replicas"),
-    *("losses", "clips", "alone", "selects", "drawn", "ordered"),
+    *("losses", "clips", "alone", "selects", "drawn", "ordered", "joined"),
 )
 
 

@@ -153,7 +153,8 @@ def _of_the_data(ranks: Sequence[RankTrace], header: Mapping[str, Any]) -> dict[
     sent = next((rank.compression for rank in ranks if rank.compression), "")
     if compressed := header.get("reduction") or sent:
         traits["compressed"] = compressed
-    traits["loss_over"] = header.get("loss_over", "")
+    joined = "micro-batch" if header.get("joined") else ""  # as torch's `Join` has batches count
+    traits["loss_over"] = header.get("loss_over", "") or joined
     if header.get("clip_norm") is not None:
         traits |= {"clip_norm": float(header["clip_norm"]), "clip_source": "line"}
     elif header.get("clips") is not None and traits.get("arranged") != "guessed":

@@ -74,7 +74,7 @@ class Traits:
       those that a loader of the script drew, and the script reports none.
     - `losses`: `backward` if they are what `backward` was called on, of an unknown scale.
     - `loss_over`: the samples of all ranks that a loss is of, however they are divided, as a script
-      declares it; "" if it doesn't.
+      declares it, or torch's `Join` has it count; "" if neither does.
     - `arranged`: `guessed` if nothing shows that each rank draws samples of its own.
 
     Of a script's checkpoints, "" where nobody looked:
