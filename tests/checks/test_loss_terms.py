@@ -310,3 +310,15 @@ def test_gradients_that_are_divided_by_a_number_of_no_count_are_left_alone() -> 
     """Nobody knows what a script counts there."""
     finding = traces.judge("weighting", [divided_afterwards([5, 17, 40], TOKENS)])
     assert finding.verdict is not Verdict.FALSIFIED
+
+
+def zeroed(terms: Terms) -> Trace:
+    """Return a run with these terms, and a last micro-batch of step 1 that is multiplied by 0."""
+    dummy: Terms = ((terms[0][0], 0.0, *terms[0][2:]),)
+    return traces.altered(run(terms), Shard, {"step": 1, "shard": 3}, terms=dummy)
+
+
+def test_a_sum_that_is_multiplied_by_zero_leaves_the_others_known() -> None:
+    """It is a batch that keeps a rank in step. Whether a mean counts it is another question."""
+    assert "a rank adds up" not in reason(zeroed(((8.0, 1.0),)))
+    assert "a rank adds up" in reason(zeroed(HALF))

@@ -205,3 +205,12 @@ def test_sketches_of_pieces_are_added() -> None:
     assert count.digest != "same"
     other, *_ = in_pieces(100, 99)
     assert other.sketch is None
+
+
+@pytest.mark.parametrize(("samples", "ids"), [("content", ()), ("index", (1, 2))])
+def test_rows_whose_loss_is_multiplied_by_zero(samples: str, ids: tuple[int, ...]) -> None:
+    """They are no samples, unless a loader drew them: a script may leave a batch out by that."""
+    header = {"rank": 0, "world_size": 1, "samples": samples}
+    dummy = replace(SHARD, terms=((5.0, 0.0),))
+    ranks = [replace(alone(dummy), header=header)]
+    assert [event.ids for event in assembly.ordered(ranks) if isinstance(event, Shard)] == [ids]

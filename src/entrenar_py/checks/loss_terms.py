@@ -543,8 +543,13 @@ def _networks(trace: Trace) -> dict[str, Parts]:
 
 
 def _steps(parts: Parts) -> Iterator[_Step]:
-    """Yield the steps in which the terms of each micro-batch are known."""
-    for by_rank, held in parts:
+    """Yield the steps in which the terms of each micro-batch are known.
+
+    A loss that was multiplied by zero keeps a rank in step that has no batch. It adds nothing to a
+    sum; whether a mean counts it is unknown.
+    """
+    for by_rank, of_step in parts:
+        held = _counted(of_step)
         terms = [[_Term.of(one, len(shard.ids)) for one in shard.terms] for shard in held]
         known = all(own and all(t.share and math.isfinite(t.share) for t in own) for own in terms)
         if not held or not known or len({*map(len, terms)}) != 1:
@@ -556,6 +561,12 @@ def _steps(parts: Parts) -> Iterator[_Step]:
         update = evidence.any_rank(by_rank)
         divisor = _applied_divisor(by_rank, held, update)
         yield _Step(update, of_rank, [shard for shard, _ in ordered], divisor)
+
+
+def _counted(shards: Sequence[Shard]) -> Sequence[Shard]:
+    """Return the micro-batches of sums that were not multiplied by zero; all, if any is a mean."""
+    counted = [shard for shard in shards if any(share for _, share, *_ in shard.terms)]
+    return counted if are_all(counted, means=False) else shards
 
 
 def _applied_divisor(

@@ -143,6 +143,12 @@ def _comparable(rank: RankTrace, local: Set[str] | None) -> Iterator[Event]:
     }
     known = {name for event in updates for name in event.buffers}
     for event in rank.events:
+        if (
+            isinstance(event, Shard)
+            and rank.header.get("samples") == "content"
+            and _is_dummy(event)
+        ):
+            event = replace(event, ids=(), contents=(), weight=0.0)
         if not isinstance(event, Start | Update | Synchronised):
             yield event
             continue
@@ -157,6 +163,11 @@ def _comparable(rank: RankTrace, local: Set[str] | None) -> Iterator[Event]:
             shared = {name: b for name, b in event.buffers.items() if name not in own}
             event = replace(event, buffers=shared)
         yield event
+
+
+def _is_dummy(shard: Shard) -> bool:
+    """Return whether a loss was multiplied by zero: its batch only keeps a rank in step."""
+    return bool(shard.terms) and not any(share for _, share, *_ in shard.terms)
 
 
 def places(ranks: Sequence[RankTrace]) -> dict[int, int]:
