@@ -166,12 +166,63 @@ for epoch in range(2):
 dist.destroy_process_group()
 """
 )
+# Long epochs of a loop in the style of timm: an average with statistics of all ranks, and the best
+# weights of both.
+WATCHED = (
+    _HEAD.replace("batch_size=8 // world", "batch_size=4 // world").replace("24, 6", "48, 6")
+    + """
+net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Linear(8, 1))
+ddp = DDP(net)
+optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+obs = entrenar_py.observe(ddp, optimizer, sampler=loader)
+average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+made = 0
+
+
+@torch.no_grad()
+def validate(module):
+    module.eval()
+    score = F.mse_loss(module(x), data.tensors[1]).item()
+    module.train()
+    return score
+
+
+def distribute_statistics(module):
+    for buffer in module.buffers():
+        if buffer.is_floating_point():
+            dist.all_reduce(buffer)
+            buffer /= world
+
+
+lowest, best = float("inf"), None
+for epoch in range(4):
+    sampler.set_epoch(epoch)
+    for inputs, targets in loader:
+        loss = F.mse_loss(ddp(inputs), targets)
+        obs.loss(loss, len(inputs))
+        apply(net, optimizer, loss)
+        average.update_parameters(net)
+        made += 1
+        if made % 4 == 0:
+            distribute_statistics(average)
+    scores = validate(net), validate(average)
+    if rank == 0 and scores[1] < lowest:
+        lowest, best = scores[1], copy.deepcopy(average.module.state_dict())
+        print("best", epoch, scores)
+dist.destroy_process_group()
+"""
+)
 _RESUMED = ("{steps}", "{workdir}")
 _AFTER = "        F.mse_loss(self.net(x), data.tensors[1])\n"
 
 
 def _twin(name: str, text: str, *changes: tuple[str, str], **place: object) -> Twin:
-    script = {TRAINER: "averaged.py", BEST: "best.py", TEACHER: "teacher.py"}[text]
+    script = {
+        TRAINER: "averaged.py",
+        BEST: "best.py",
+        TEACHER: "teacher.py",
+        WATCHED: "watched.py",
+    }[text]
     arguments = _RESUMED if text == TRAINER else ()
     return Twin(name=name, script=script, text=text, changes=changes, arguments=arguments, **place)  # type: ignore[arg-type]
 
@@ -246,6 +297,28 @@ BUGS = (
         step=0,
         words="moved, and none of its parameters did: it is in training mode",
     ),
+    _twin(
+        "rank 0 goes on from the average at the end of a long epoch",
+        WATCHED,
+        (
+            '        print("best", epoch, scores)\n',
+            "        net.load_state_dict(best)\n",
+        ),
+        source="classic (weights swapped in on rank 0, and not back)",
+        check="replica_identity",
+    ),
+    _twin(
+        "an average that only rank 0 moves is averaged in with all statistics",
+        WATCHED,
+        (
+            "        average.update_parameters(net)\n",
+            "        if rank == 0:\n            average.update_parameters(net)\n",
+        ),
+        source="classic (timm's distribute_bn with an average of rank 0)",
+        check="liveness",
+        rank=1,
+        words="rank 0 moves the parameters of average, and rank 1 doesn't",
+    ),
 )
 
 VARIANTS = (
@@ -260,6 +333,16 @@ VARIANTS = (
         ),
     ),
     _twin("the best weights are looked at, and the current ones put back", BEST),
+    _twin("an average and its statistics are validated after long epochs", WATCHED),
+    _twin(
+        "an average that only rank 0 moves, with the statistics of its own",
+        WATCHED,
+        (
+            "        average.update_parameters(net)\n",
+            "        if rank == 0:\n            average.update_parameters(net)\n",
+        ),
+        ("            distribute_statistics(average)\n", "            dist.barrier()\n"),
+    ),
     _twin(
         "slow weights take a part of each third step (lookahead)",
         BEST,
