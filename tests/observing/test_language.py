@@ -256,6 +256,7 @@ def test_documents_are_known_by_the_argument_that_shows_them(shown: dict[str, Te
     "given",
     [
         {"position_ids": torch.arange(8)[None]},
+        {"position_ids": torch.arange(8)[None] % 3},
         {"token_type_ids": torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])},
         {"labels": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])},
         {"mask": torch.ones(8, 8).tril().bool()[None]},
@@ -263,7 +264,7 @@ def test_documents_are_known_by_the_argument_that_shows_them(shown: dict[str, Te
     ],
 )
 def test_other_arguments_show_no_documents(given: dict[str, Tensor]) -> None:
-    """One document a row, types of tokens, and labels."""
+    """One document a row, places in bars of music, types of tokens, and labels."""
     (tokens,) = of(trace.Tokens, recorded(Summed(), given=given, ids=IDS[:1]))
     assert tokens.documents == 0
 

@@ -267,7 +267,20 @@ def _begins(name: str, given: Tensor, ids: Tensor) -> Tensor | None:
     if not are_positions or "pos" not in name:
         return None
     begins[:, 1:] = again
-    return begins
+    return None if _are_periodic(again) else begins
+
+
+def _are_periodic(again: Tensor) -> bool:
+    """Return whether positions begin `again` after one number of tokens, in all rows alike.
+
+    They are places in a period (a bar of music, a day), since documents have unlike lengths. One
+    row with two documents may be of equal ones by chance.
+    """
+    places = (again[0].nonzero().flatten() + 1).tolist()
+    is_cut = bool(places) and again.shape[1] + 1 - places[-1] <= places[0]
+    are_many = len(again) * len(places) > 1
+    are_equal = places == [places[0] * (n + 1) for n in range(len(places))]
+    return is_cut and are_many and are_equal and bool((again == again[0]).all())
 
 
 def _of_lengths(ends: Tensor, num_tokens: int) -> Tensor | None:
