@@ -5,7 +5,8 @@ autograd's graph shows them). Over a step the elements have to count as those of
 those of one sum. A mean is also shown by a division by the number of micro-batches: another factor
 may be the weight of one of several losses.
 
-A script that divides by nothing may mean the sum of its micro-batches' means. So that stays open.
+A script that divides by nothing may mean the sum of its micro-batches' means. So that stays open,
+unless they are batches of one loader and ranks take the mean: a sum and a mean are not both meant.
 A script may divide by the number of micro-batches where its engine does, too: it divides twice.
 """
 
