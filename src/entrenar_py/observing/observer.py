@@ -32,6 +32,7 @@ from entrenar_py.observing import (
 )
 from entrenar_py.observing.auto import seeding
 from entrenar_py.observing.backward_hooks import BackwardHooks
+from entrenar_py.observing.carried import Carried
 from entrenar_py.observing.clips import Clips
 from entrenar_py.observing.generators import Generators
 from entrenar_py.observing.loader_draws import LoaderDraws
@@ -118,6 +119,7 @@ class Observer(Observation):
         generators = Generators(self._subject.model, objects=held, left_out=drawing)
         self._numbers = common_numbers.begin_if_planned()  # before draws, and fetches, are heard
         self._random = RandomNumbers(generators, rank, self._place, self._recording.write)
+        self._carried = Carried()
         self._micro_batches = MicroBatches(rank, self._facts.samples, self._random)
         self._loaders = LoaderDraws(self._random, trained=trained)
         self._language = language.of(
@@ -309,8 +311,10 @@ class Observer(Observation):
     def _after_forward(self, model: torch.nn.Module, inputs: Any, output: Any) -> None:
         if (local := self._subject.buffers.after_forward()) is not None:
             self._recording.leave_out(local)
-        self._micro_batches.after_forward(inputs, is_training=model.training)
+        fresh = self._carried.fresh(inputs)
+        self._micro_batches.after_forward(fresh, is_training=model.training)
         if model.training:
+            self._carried.note(inputs, output)
             self._backward.expect(output)
         if self._keeping is not None and model.training and torch.is_grad_enabled():
             self._keeping.passed(inputs)
