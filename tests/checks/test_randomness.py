@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from entrenar_py.checks import randomness
+from entrenar_py.faults import MERGED, Fault
 from entrenar_py.scenario import OBSERVED, Scenario
 from entrenar_py.trace import End, Event, Shard, Start, Trace, Update
 from entrenar_py.verdict import Verdict
@@ -132,6 +133,14 @@ def test_an_order_that_nothing_draws_stays() -> None:
     for trace in (two_epochs(SHUFFLED, SHUFFLED, strided), endless(SHUFFLED * 2, strided)):
         finding = traces.judge("randomness", [traces.was(trace, ordered=True)])
         assert finding.verdict is not Verdict.FALSIFIED
+
+
+def test_an_endless_pass_of_merged_batches_shows_no_epochs() -> None:
+    """The script counts batches, which the harness merges: it tells its sampler too late."""
+    trace = endless(SHUFFLED * 2, strided)
+    fault = Fault(kind=MERGED, step=0, value="2")
+    merged = replace(trace, scenario=trace.scenario.with_(faults=(fault,)))
+    assert traces.judge("randomness", [merged]).verdict is not Verdict.FALSIFIED
 
 
 @pytest.mark.parametrize("share", [shared, strided])

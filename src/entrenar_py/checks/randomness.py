@@ -22,6 +22,7 @@ from entrenar_py.checks.compared import Compared
 from entrenar_py.checks.needs import ALONE, SHORTENED, Traces
 from entrenar_py.checks.population import in_epochs, is_endless
 from entrenar_py.contract import Invariant
+from entrenar_py.faults import OF_LOADERS
 from entrenar_py.trace import Drawn, Shard, Start, Trace
 from entrenar_py.verdict import MEANING, Finding, Tally
 
@@ -154,10 +155,15 @@ def _orders_of(trace: Trace) -> _Orders:
 
 
 def _drawn_orders(trace: Trace) -> list[_Orders]:
-    """Return the orders of a run's epochs; none if its script draws no order, and may have one."""
-    if trace.traits.ordered:
-        return []
-    return [*_passes(trace)] if is_endless(trace) else [_orders_of(trace)]
+    """Return the orders of a run's epochs; none if its script draws no order, and may have one.
+
+    A script that goes on in an endless pass may count batches to know when an epoch is over. Where
+    the harness has loaders end or merge them, it counts too many, and nothing shows its epochs.
+    """
+    if not is_endless(trace):
+        return [] if trace.traits.ordered else [_orders_of(trace)]
+    counts_others = any(fault.kind in OF_LOADERS for fault in trace.scenario.faults)
+    return [] if trace.traits.ordered or counts_others else [*_passes(trace)]
 
 
 def _orders_differ(tally: Tally, trace: Trace) -> None:
