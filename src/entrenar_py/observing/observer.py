@@ -129,7 +129,7 @@ class Observer(Observation):
         atexit.register(self._write_late)
         if self._numbers is not None:
             self._numbers.reseeded = lambda: self._random.mark(None)
-        self._keeping = replayed_batches.begin_keeping(rank)
+        self._batches = replayed_batches.begin(rank)
         self._faults = PlannedFaults(self._subject, self._place, self._recording.write)
         self._rates = PlannedRates(self._subject)
         self._stop = PlannedStop(rank, world_size, begins=self._step.number)
@@ -285,6 +285,8 @@ class Observer(Observation):
 
     def _before_forward(self, model: torch.nn.Module, called: Any, inputs: Any) -> None:
         self._subject.buffers.before_forward()
+        if self._batches is not None and model.training and torch.is_grad_enabled():
+            self._batches.passes(inputs)
         blocks = batches.blocks_of(inputs)
         if not (model.training and torch.is_grad_enabled()):
             self._micro_batches.aside(blocks, trains=torch.is_grad_enabled())
@@ -316,8 +318,8 @@ class Observer(Observation):
         if model.training:
             self._carried.note(inputs, output)
             self._backward.expect(output)
-        if self._keeping is not None and model.training and torch.is_grad_enabled():
-            self._keeping.passed(inputs)
+        if self._batches is not None and model.training and torch.is_grad_enabled():
+            self._batches.passed(inputs)
 
     def _before_backward(self) -> None:
         """Handle gradients dropped without a step: forget them, or record a skipped step."""

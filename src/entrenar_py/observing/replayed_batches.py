@@ -7,8 +7,9 @@ run on one worker they are put in the place of what the script has drawn: the ro
 rank after the other. What has no rows is alike on all ranks.
 
 The tensors are changed in place, since a script may look at them once more (to count hits, say).
-Where something else depends on a script's own rows, it fails, or trains otherwise: then nothing is
-decided (`checks.copies.not_given`).
+What else a loss is computed from is put in its place too (`replayed_operands`). Where something
+else depends on a script's own rows, it fails, or trains otherwise: then nothing is decided
+(`checks.copies.not_given`).
 """
 
 from __future__ import annotations
@@ -25,13 +26,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from entrenar_py.observing import BATCHES, BATCHES_KEPT, FOLDER, call_sites, torch_calls
+from entrenar_py.observing import (
+    BATCHES,
+    BATCHES_KEPT,
+    FOLDER,
+    call_sites,
+    replayed_operands,
+    torch_calls,
+)
 from entrenar_py.observing.torch_calls import Function, Patch
 from entrenar_py.untrusted import json_text
 
 _BYTES_MAX = 2**24  # of one rank
 _DEPTH_MAX = 4
-_PASS, _BESIDE, _TARGET = _KINDS = "pass", "beside", "target"
+_PASS, _BESIDE, _TARGET, _OPERANDS = _KINDS = "pass", "beside", "target", "operands"
 _LOSSES = (
     *("cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"),
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "poisson_nll_loss"),
@@ -45,13 +53,33 @@ class Keeping:
     """Writes what this rank's model and losses are given to a file, up to a size."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self._path, self._left = folder / _file(rank), _BYTES_MAX
+        self._path = folder / _file(rank)
+        self._left = {True: _BYTES_MAX, False: _BYTES_MAX}  # of operands, and of the others
+        self._lacks_inputs = False
+
+    def passes(self, inputs: Any) -> None:
+        """Keep the inputs of a training pass that begins, unless it began before the record."""
+        replayed_operands.begin(self.operands)
+        self._lacks_inputs = not any(inputs)
+        if not self._lacks_inputs:
+            self._keep_all(inputs)
 
     def passed(self, inputs: Any) -> None:
-        """Keep the inputs of a training pass, and what is at hand beside them."""
+        """Keep the inputs of a training pass that is over, if they aren't kept."""
+        if self._lacks_inputs:
+            self._lacks_inputs = False
+            self._keep_all(inputs)
+
+    def _keep_all(self, inputs: Any) -> None:
+        """Keep inputs, and what is at hand beside them."""
         tensors = _numbered(inputs)
         self.keep(_PASS, tensors)
         self.keep(_BESIDE, _beside(tensors))
+
+    def operands(self, own: Named) -> Named:
+        """Keep the operands of an operation, and return them."""
+        self.keep(_OPERANDS, own)
+        return own
 
     def keep(self, what: str, tensors: Named) -> None:
         """Add the tensors of one call; nothing more is kept once there were too many.
@@ -59,8 +87,9 @@ class Keeping:
         A script goes on where the file can't be written: then it has too few, and isn't given.
         """
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        self._left -= size + 1
-        if self._left < 0:
+        is_operand = what == _OPERANDS
+        self._left[is_operand] -= size + 1
+        if self._left[is_operand] < 0:
             return
         shown = [
             [name, str(tensor.dtype).removeprefix("torch."), [*tensor.shape]]
@@ -83,11 +112,27 @@ class Giving:
         self._in_turn = in_turn
         self._ranks = [_read(folder / _file(rank)) for rank in range(num_ranks)]
         self._places = dict.fromkeys(_KINDS, 0)
+        self.called: Any = ()  # inputs of the outermost module that is being called
         self.depth = 0  # of calls of modules
+
+    def operands(self, own: Named) -> Named:
+        """Return the operands of the next operation of all ranks, as long as they had the same."""
+        place = self._places[_OPERANDS]
+        calls = [rank[_OPERANDS][place] for rank in self._ranks if place < len(rank[_OPERANDS])]
+        self._places[_OPERANDS] += 1
+        theirs = replayed_operands.joined(own, calls) if len(calls) == len(self._ranks) else None
+        if theirs is None:
+            self._ranks = [{**rank, _OPERANDS: []} for rank in self._ranks]
+        return own if theirs is None else theirs
+
+    def passed(self, inputs: Any) -> None:
+        """Do nothing: inputs are changed as a pass begins."""
 
     def passes(self, inputs: Any) -> None:
         """Change the inputs of a training pass, and what is at hand beside them."""
-        tensors = _numbered(inputs)
+        if not self._in_turn:
+            replayed_operands.begin(self.operands)
+        tensors = _numbered(inputs if any(inputs) else self.called)
         beside = _beside(tensors)
         self.keep(_PASS, tensors)
         self.keep(_BESIDE, beside)
@@ -123,16 +168,20 @@ def begin_giving(num_ranks: int, *, in_turn: bool) -> None:
         return
     giving = Giving(Path(folder), num_ranks, in_turn=in_turn)
     _CURRENT.append(giving)
+    torch.distributions.Distribution.set_default_validate_args(False)  # it counts the rows
     torch_calls.apply(_losses(), giving)
     module: Any = nn.Module
     module._call_impl = _giving(module._call_impl, giving)
 
 
-def begin_keeping(rank: int) -> Keeping | None:
-    """Keep the batches of this rank from here on, if that is wanted; return what does so."""
+def begin(rank: int) -> Keeping | Giving | None:
+    """Keep the batches of this rank from here on, if that is wanted.
+
+    Return what hears of each training pass: what keeps them, or what gives those of others.
+    """
     folder = os.environ.get(FOLDER)
     if os.environ.get(BATCHES) != BATCHES_KEPT or not folder:
-        return None
+        return _CURRENT[0] if _CURRENT else None
     keeping = Keeping(Path(folder), rank)
     if not _CURRENT:
         torch_calls.apply(_losses(), keeping)
@@ -146,8 +195,8 @@ _CURRENT: list[Keeping | Giving] = []
 def _giving(original: Function, giving: Giving) -> Function:
     @wraps(original)
     def call(self: nn.Module, *args: Any, **named: Any) -> Any:
-        if not giving.depth and self.training and torch.is_grad_enabled() and _is_trained(self):
-            giving.passes((args, named))
+        if not giving.depth:
+            giving.called = args, named
         giving.depth += 1
         try:
             return original(self, *args, **named)
@@ -155,10 +204,6 @@ def _giving(original: Function, giving: Giving) -> Function:
             giving.depth -= 1
 
     return call
-
-
-def _is_trained(module: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def _scored(original: Function, kept: Keeping | Giving) -> Function:
