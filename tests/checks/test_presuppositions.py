@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from entrenar_py.checks import CHECKS, copies, knob_pairs, tensor_names
+from entrenar_py.checks import CHECKS, copies, evidence, knob_pairs, tensor_names
 from entrenar_py.checks.compared import Compared
 from entrenar_py.checks.needs import ALONE, CONTROLLED, NUDGED, REPEATED, SHORTENED, Runs
 from entrenar_py.faults import Fault
@@ -372,3 +372,30 @@ def test_witnesses_are_found_among_stored_runs() -> None:
     del stored["again"], stored["alone"], stored["common"], stored["short"]
     assert not any(roles.of((), "turned", stored).witnesses.values())
     assert roles.of((), 0, {0: SUBJECT, 1: SUBJECT.with_(repeat=1)}).witnesses == {}
+
+
+@pytest.mark.parametrize(
+    ("times", "verdict"),
+    [(2.0, Verdict.FALSIFIED), (1.0, Verdict.HELD), (0.5, Verdict.HELD), (1.3, Verdict.HELD)],
+)
+def test_sums_over_workers_that_clipping_hides(times: float, verdict: Verdict) -> None:
+    """Gradients that are longer than the norm are clipped alike, and were sums before."""
+
+    def unclipped(run: Trace, times: float) -> Trace:
+        events = (
+            replace(
+                event,
+                unclipped={
+                    name: traces.values(*(times * values))
+                    for name, values in (evidence.vectors(event.gradient) or {}).items()
+                },
+            )
+            if isinstance(event, Update)
+            else event
+            for event in run.events
+        )
+        return replace(run, events=tuple(events))
+
+    finding = parity(unclipped(own(2), times), unclipped(own(1), 1.0))
+    assert finding.verdict is verdict
+    assert ("before it is clipped, it is 2 times" in finding.reason) == (times == 2)

@@ -58,18 +58,25 @@ def difference(model: Trace, trace: Trace, step: int, bound: float) -> Explanati
     expected, made = evidence.updates(model).get(step), evidence.updates(trace).get(step)
     if not expected or not made:
         return None
-    due, got = (evidence.any_rank(ranks).gradient for ranks in (expected, made))
-    gaps = closeness.distances(due, got)
-    if not gaps or due.keys() != got.keys() or gaps.keys() != due.keys():
-        return None
-    is_off = any(gap.distance > bound * gap.size for gap in gaps.values())
-    if not is_off or sum(gap.expected.size for gap in gaps.values()) < _ELEMENTS_MIN:
+    updates = [evidence.any_rank(ranks) for ranks in (expected, made)]
+    due, got = (update.gradient for update in updates)
+    gaps = _gaps(due, got)
+    if not any(gap.distance > bound * gap.size for gap in gaps.values()):
+        before = _gaps(*(update.unclipped for update in updates))
+        return _by_factor(before, trace, bound) if gaps and before else None
+    if sum(gap.expected.size for gap in gaps.values()) < _ELEMENTS_MIN:
         return None
     if (factor := _by_factor(gaps, trace, bound)) is not None:
         return factor
     if _is_given(model) and _is_one_factor(due, got, bound):
         return None  # one worker may divide by a number of its own samples, which was not replaced
     return _by_shares(due, got, trace, step, bound)
+
+
+def _gaps(due: Tensors, got: Tensors) -> dict[str, closeness.Gap]:
+    """Return how far all tensors of two gradients are apart, nothing if that isn't known."""
+    gaps = closeness.distances(due, got) or {}
+    return gaps if due.keys() == got.keys() == gaps.keys() else {}
 
 
 def _is_given(model: Trace) -> bool:

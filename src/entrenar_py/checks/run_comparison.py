@@ -43,6 +43,9 @@ PUBLISHED_FROM_STEP = 100
 GRADIENT_BOUND = 1e-4
 # The same for a loss: n u, since its terms have one sign and don't cancel. Largest seen: 2.3e-7.
 LOSS_BOUND = 2e-5
+# Two numbers of workers differ by more.
+FACTOR_BOUND = 1e-3
+
 # A share of the largest loss (or gradient) in the first steps. A later one below it is only
 # rounding: the data are learned. Weights are off by some u |w|. A gradient is about proportional to
 # their distance from the minimum, so it is off by some u times the largest: 16 u.
@@ -398,9 +401,30 @@ class _Comparison:
                 place["cancelled"] = self.cancelled(update)
             if closeness.compare_close(self.tally, mine, theirs, bound, what, floor, **place):
                 done.add(part)
+            if "explain" in place:
+                self.before_clipping(model, update, what)
             if "explain" in place and bound > GRADIENT_BOUND:
                 self.sums(model, update, what)
         return done
+
+    def before_clipping(self, model: Update, update: Update, message: str) -> None:
+        """Check that gradients weren't a number of workers times as large when they were clipped.
+
+        Where all of them are longer than the norm, sums over workers and means are clipped alike.
+        """
+        due, got = map(evidence.vectors, (model.unclipped, update.unclipped))
+        if not due or not got or due.keys() != got.keys():
+            return
+        names = sorted(due)
+        vectors = (step_sums.joined(due, names), step_sums.joined(got, names))
+        if vectors[0].shape != vectors[1].shape:
+            return
+        times, workers = factors.ratio(*vectors, FACTOR_BOUND), self.trace.scenario.world_size
+        if times is None or workers == 1 or self.trace.traits.shared:
+            return
+        if math.isclose(times, workers, rel_tol=FACTOR_BOUND):
+            words = f"{message}: before it is clipped, it is {times:.6g} times as large"
+            self.tally.check(False, words, **evidence.place(self.trace, update))
 
     def cancelled(self, update: Update) -> dict[str, float]:
         """Return how many times terms are as large as their sum, of tensors that lose most of them.
