@@ -74,10 +74,10 @@ def kept(label: str) -> set[str]:
     [
         (lambda model: Copies(model.parameters()), "shadow"),
         (lambda model: Copies(model.parameters(), is_list=False), "shadow"),
-        (copy.deepcopy, "Sequential"),
-        (Buffered, "Buffered"),
+        (copy.deepcopy, "average"),
+        (Buffered, "average"),
         (Holder, "slow"),
-        (torch.optim.swa_utils.AveragedModel, "AveragedModel"),
+        (torch.optim.swa_utils.AveragedModel, "average"),
     ],
 )
 def test_copies_are_found(make: Any, label: str) -> None:
@@ -118,7 +118,7 @@ def test_a_frozen_module_with_running_statistics() -> None:
     teacher = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4)).requires_grad_(False)
     found = ExtraState(subject, {}).records()
     names = ("0.weight", "0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var")
-    assert found.keys() == {f"Sequential/{name}" for name in names}
+    assert found.keys() == {f"teacher/{name}" for name in names}
     assert {record.data for record in found.values()} == {None}
     teacher.requires_grad_(True)
     assert ExtraState(subject, {}).records() == {}
@@ -130,9 +130,9 @@ def test_masks_of_a_frozen_module_are_counted() -> None:
     teacher = nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5)).requires_grad_(False)
     state, digests = ExtraState(subject, {}), []
     for is_training in (True, False, True):
-        digests.append(state.records()["masks of Sequential/num_masks"].digest)
+        digests.append(state.records()["masks of teacher/num_masks"].digest)
         teacher.train(is_training)(torch.ones(2))
-    digests.append(state.records()["masks of Sequential/num_masks"].digest)
+    digests.append(state.records()["masks of teacher/num_masks"].digest)
     assert digests[1] == digests[2]
     assert len({*digests}) == 3
     assert not teacher[1]._forward_hooks
