@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,7 @@ def test_a_declared_average_of_other_shapes(average: Any) -> None:
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_a_copy_in_a_variable_has_its_name_whoever_asks_for_variables(is_kept: bool) -> None:
     """A debugger, or we, may have made a dictionary of a function's variables before a look."""
+    gc.collect()  # what earlier tests observed
     model = trained()
     slow_weights = copy.deepcopy(model)
     variables = locals() if is_kept else {}
