@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -179,7 +178,6 @@ def test_a_declared_average_of_other_shapes(average: Any) -> None:
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_a_copy_in_a_variable_has_its_name_whoever_asks_for_variables(is_kept: bool) -> None:
     """A debugger, or we, may have made a dictionary of a function's variables before a look."""
-    gc.collect()  # what earlier tests observed
     model = trained()
     slow_weights = copy.deepcopy(model)
     variables = locals() if is_kept else {}
@@ -187,4 +185,4 @@ def test_a_copy_in_a_variable_has_its_name_whoever_asks_for_variables(is_kept: b
     assert not is_kept or variables["slow_weights"] is slow_weights
     assert "slow_weights" in locals()
     second = ExtraState(subject_of(model), {}).records()
-    assert is_kept or {*first} == {*second} == kept("slow_weights")
+    assert kept("slow_weights") <= first.keys() & second.keys()
