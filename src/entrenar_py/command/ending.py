@@ -91,7 +91,10 @@ def _is_uneven(last: LastLives, events: Iterable[Event]) -> bool:
     """Return whether ranks that have fewer batches failed only as those with more were ended.
 
     They wait for these at the end of an epoch (torch's `Join`), and have made all their own steps.
+    Where samples are known by their rows alone, nothing shows in which epoch a step is.
     """
+    if any(file.header.get("samples", "index") != "index" for file in last.ranks.values()):
+        return False
     limited = {rank for rank, file in last.ranks.items() if file.is_limited}
     passes = Counter(event.rank for event in events if isinstance(event, Shard))
     others = last.ranks.keys() - limited
