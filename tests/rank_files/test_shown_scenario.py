@@ -10,11 +10,11 @@ from entrenar_py.trace import Event, Shard, Update
 from tests.checks.traces import values
 
 
-def passes(*, kept: tuple[int, ...]) -> list[Event]:
+def passes(*, kept: tuple[int, ...], step: int = 0) -> list[Event]:
     """Return a step of two passes of four samples, of which those `kept` were applied."""
     shards = [
         Shard(
-            step=0,
+            step=step,
             epoch=0,
             rank=0,
             shard=number,
@@ -27,7 +27,7 @@ def passes(*, kept: tuple[int, ...]) -> list[Event]:
         for number in range(2)
     ]
     update = Update(
-        step=0,
+        step=step,
         rank=0,
         loss=None,
         weight=4.0,
@@ -43,8 +43,15 @@ def passes(*, kept: tuple[int, ...]) -> list[Event]:
 @pytest.mark.parametrize(("kept", "size"), [((0, 1), 8), ((1,), 4)], ids=["added", "skipped"])
 def test_a_batch_that_is_skipped_counts_in_no_step(kept: tuple[int, ...], size: int) -> None:
     """Else a script that leaves a batch out seems to have a batch of two."""
-    scenario, _ = shown_scenario.of([], passes(kept=kept), 1)
+    (first, _, update) = passes(kept=(0, 1), step=1)
+    scenario, _ = shown_scenario.of([], [*passes(kept=kept), first, update], 1)
     assert scenario.batch_size == size
+
+
+def test_passes_that_each_step_drops_are_a_part_of_it() -> None:
+    """The inner loop of a meta-learner has samples of its own."""
+    events = [*passes(kept=(1,)), *passes(kept=(1,), step=1)]
+    assert shown_scenario.of([], events, 1)[0].batch_size == 8
 
 
 @pytest.mark.parametrize(

@@ -36,10 +36,13 @@ def of(
     shards = [event for event in events if isinstance(event, Shard)]
     updates = [event for event in events if isinstance(event, Update)]
     made = {(update.step, update.rank): update for update in updates}
+    dropped = [s for s in shards if _is_dropped(s, made.get((s.step, s.rank)))]
+    # Where each step has such passes, they are a part of it: an inner loop, no skipped batch.
+    skipped = [] if {s.step for s in dropped} == {s.step for s in shards} else dropped
     samples_by_step: Counter[int] = Counter()
-    for shard in shards:
-        if not _is_dropped(shard, made.get((shard.step, shard.rank))):
-            samples_by_step[shard.step] += len(shard.ids)
+    for sign, counted in ((1, shards), (-1, skipped)):
+        for shard in counted:
+            samples_by_step[shard.step] += sign * len(shard.ids)
     ids = {id_ for shard in shards for id_ in shard.ids}
     samples = population.of(ranks, events)
     if header.get("samples") in _CONTENT:  # how many there are is unknown: as many as in a step
