@@ -40,6 +40,7 @@ def reason(trace: Trace) -> str:
         [((8.0, 0.25 / 16, 2.0, 8.0),)],  # a weight of its own
         [((5.0, 1 / 8, 8.0),), ((3.0, 1 / 8, 8.0),)],  # tokens of the step, of each rank
         [((5.0, 1 / 16, 16.0),), ((3.0, 1 / 16, 16.0),)],  # and of all ranks
+        [((5.0, 1 / 10, 20.0),), ((3.0, 1 / 10, 20.0),)],  # labels of both, before their shift
         [((8.0, 1.0),)],  # a sum
         [((0.0, 0.5, 2.0),)],  # over nobody knows what
     ],

@@ -136,7 +136,17 @@ class _Step:
         """
         if self._is_weight():
             return set()
-        return self._parts_of(self.total)
+        return self._parts_of(self.total) or self._parts_of(self._total_of_labels())
+
+    def _total_of_labels(self) -> float:
+        """Return how much all means count as shares of the labels before they are shifted.
+
+        Each row has one label more then, which is no target (`Trainer` divides by this number).
+        """
+        if len(self.columns) > 1 or not self.num_elements or not self.is_even():
+            return math.nan
+        rows = sum(len(shard.ids) for shard in self.shards)
+        return self.total * (self.num_elements + rows) / self.num_elements
 
     def _parts_of(self, total: float) -> set[str]:
         known = {"all": 1, "each": len(self.by_rank), "applied": self.divisor or math.nan}
