@@ -90,6 +90,11 @@ def test_a_step_without_recorded_gradients_leaves_the_others_wrong() -> None:
     assert found.verdict is Verdict.FALSIFIED
 
 
+def test_means_without_a_loader_may_be_those_of_several_tasks() -> None:
+    of_content = traces.was(of_loaders(run(MEAN), apart=False), sample_ids="content")
+    assert COUNTED in reason(of_content)
+
+
 def test_means_of_several_loaders_are_several_losses() -> None:
     assert "a rank adds up" not in reason(of_loaders(run(MEAN), apart=True))
 

@@ -427,11 +427,14 @@ def _are_of_unlike_loaders(parts: Parts) -> bool:
 
 
 def _adds_up_means(tally: Tally, trace: Trace, parts: Parts) -> bool:
-    """Return whether means of batches are added up, of which ranks take the mean; say so.
+    """Report means of one loader's batches that are added up, while ranks take the mean.
 
-    They are batches of one loader, one after another. Those of several loaders, or the parts of a
-    loss over the same samples, may be meant to be added up.
+    Return whether there are any. Batches of several loaders, or the parts of a loss over the same
+    samples, may be meant to be added up. Without a loader nothing shows whether there are several
+    sources, such as tasks.
     """
+    if trace.traits.sample_ids == "content":
+        return False
     every = [*_steps(parts)]
     steps = [step for step in every if step.divisor is not None]  # FSDP's first may have none
     if len(every) < len(parts) or not steps or not all(map(_Step.is_sum_of_means, steps)):
