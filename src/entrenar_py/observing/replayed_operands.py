@@ -1,4 +1,4 @@
-"""What a script's gradients follow from besides its parameters: the operands without a gradient.
+"""The operands without a gradient that a script's gradients follow from, beside its parameters.
 
 A loss may have rows that the model was never given: advantages and old probabilities of a rollout,
 targets that another network has computed, noise that a sample is made with. A script takes them
@@ -90,8 +90,8 @@ def _is_operand(leaf: Any) -> bool:
 
 def _rows(graded: Sequence[Tensor]) -> int:
     """Return the rows of the first operand with a gradient that is no parameter, 0 without one."""
-    made = (one for one in graded if not isinstance(one, nn.Parameter) and one.dim())
-    return next((len(one) for one in made), 0)
+    computed = (t for t in graded if not isinstance(t, nn.Parameter) and t.dim())
+    return next((len(tensor) for tensor in computed), 0)
 
 
 def joined(own: Named, ranks: Sequence[Named]) -> Named | None:

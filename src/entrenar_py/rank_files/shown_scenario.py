@@ -35,8 +35,8 @@ def of(
     header: Mapping[str, Any] = ranks[0].header if ranks else {}
     shards = [event for event in events if isinstance(event, Shard)]
     updates = [event for event in events if isinstance(event, Update)]
-    made = {(update.step, update.rank): update for update in updates}
-    dropped = [s for s in shards if _is_dropped(s, made.get((s.step, s.rank)))]
+    by_place = {(update.step, update.rank): update for update in updates}
+    dropped = [s for s in shards if _is_dropped(s, by_place.get((s.step, s.rank)))]
     # Where each step has such passes, they are a part of it: an inner loop, no skipped batch.
     skipped = [] if {s.step for s in dropped} == {s.step for s in shards} else dropped
     samples_by_step: Counter[int] = Counter()
@@ -142,8 +142,8 @@ def _of_the_data(ranks: Sequence[RankTrace], header: Mapping[str, Any]) -> dict[
     seen = (rank.header.get("samples") == "index" or rank.header.get("drawn") for rank in ranks)
     if ranks and all(seen):
         traits["sample_ids"] = "seen"
-    told = ("drop_last", "replacement", "splits", "ordered")
-    traits |= {name: True for name in told if header.get(name)}
+    flags = ("drop_last", "replacement", "splits", "ordered")
+    traits |= {name: True for name in flags if header.get(name)}
     if any(rank.drops_last for rank in ranks):
         traits["drop_last"] = True
     if any(rank.replaces for rank in ranks):
