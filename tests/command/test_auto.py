@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from entrenar_py.checks import CHECKS
-from entrenar_py.command import run_plan
+from entrenar_py.command import run_plan, runs
 from entrenar_py.errors import UsageError
 from entrenar_py.observing.auto import Settings
 from entrenar_py.verdict import Verdict
@@ -240,6 +240,23 @@ def test_what_comes_at_the_end_of_an_epoch_is_seen(tmp_path: Path) -> None:
     assert {run.trace.scenario.num_steps for run in recorded.values()} == {24}
 
 
+def alone(text: str, folder: Path) -> dict[Path, runs.Run]:
+    """Return the runs of a script, by path, on one worker in a folder of its own, for F-TI-003."""
+    place = folder / "place"
+    place.mkdir()
+    script = place / "train.py"
+    script.write_text(text)
+    return scripts.record(
+        (*scripts.command(script)[:2], "1", script.name),
+        ("resume",),
+        folder / "runs",
+        source=place,
+        world_sizes=(1,),
+        launch=partial(zygote.launch, cwd=place),
+        auto=True,
+    )
+
+
 @pytest.mark.parametrize(
     ("line", "broken"),
     [
@@ -249,19 +266,7 @@ def test_what_comes_at_the_end_of_an_epoch_is_seen(tmp_path: Path) -> None:
 )
 def test_a_first_checkpoint_after_the_tried_steps(line: str, broken: str, tmp_path: Path) -> None:
     """A run goes on until an epoch's end, where the script saves, and is stopped and resumed."""
-    place = tmp_path / "place"
-    place.mkdir()
-    script = place / "train.py"
-    script.write_text(SAVING.replace(line, "").replace("cli.parse_args()", NO_OPTIONS))
-    recorded = scripts.record(
-        (*scripts.command(script)[:2], "1", script.name),
-        ("resume",),
-        tmp_path / "runs",
-        source=place,
-        world_sizes=(1,),
-        launch=partial(zygote.launch, cwd=place),
-        auto=True,
-    )
+    recorded = alone(SAVING.replace(line, "").replace("cli.parse_args()", NO_OPTIONS), tmp_path)
     assert [path.stem for path in recorded if "longer" in path.stem] == [
         "1-worker-longer",
         "1-worker-longer-interrupted",
@@ -285,19 +290,7 @@ def test_a_schedule_by_epochs_whose_place_a_resume_loses(is_restored: bool, tmp_
     }.items():
         assert old in text
         text = text.replace(old, new)
-    place = tmp_path / "place"
-    place.mkdir()
-    script = place / "train.py"
-    script.write_text(text)
-    recorded = scripts.record(
-        (*scripts.command(script)[:2], "1", script.name),
-        ("resume",),
-        tmp_path / "runs",
-        source=place,
-        world_sizes=(1,),
-        launch=partial(zygote.launch, cwd=place),
-        auto=True,
-    )
+    recorded = alone(text, tmp_path)
     found = scripts.findings(recorded, ("resume",))["resume"]
     assert found.verdict is (Verdict.HELD if is_restored else Verdict.FALSIFIED), found.reason
     assert is_restored or "another learning rate, 0.05 and not 0.025" in found.reason
@@ -311,19 +304,7 @@ def test_an_environment_variable_that_says_to_resume(tmp_path: Path) -> None:
     assert old in text
     new = 'start = os.environ.get("START", "scratch")\n'
     new += 'saved = torch.load(path) if start == "resume" else None'
-    place = tmp_path / "place"
-    place.mkdir()
-    script = place / "train.py"
-    script.write_text(text.replace(old, new))
-    recorded = scripts.record(
-        (*scripts.command(script)[:2], "1", script.name),
-        ("resume",),
-        tmp_path / "runs",
-        source=place,
-        world_sizes=(1,),
-        launch=partial(zygote.launch, cwd=place),
-        auto=True,
-    )
+    recorded = alone(text.replace(old, new), tmp_path)
     found = scripts.findings(recorded, ("resume",))["resume"]
     assert found.verdict is Verdict.HELD, found.reason
     assert "START=resume" in "".join(found.notes)
