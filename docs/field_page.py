@@ -23,7 +23,8 @@ not copied into this project: a recipe in `tests/field/recipes/` names repositor
 lines to add, the data and the command.
 
 No contract is named, as in a plain call, so a break of F-DP-003 is advice: torch steps with a NaN
-by default. Rows of a language model name `language-model-v1.yaml`.
+by default. So is one of F-TI-007 by rounding on GPUs. Rows of a language model name
+`language-model-v1.yaml`.
 
 Each verdict that is not "held" is explained as one of these:
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from entrenar_py.checks import CHECKS
 from entrenar_py.checks.needs import COUNTS
 from entrenar_py.faults import Fault
 from entrenar_py.harness import companions
@@ -211,3 +212,22 @@ def test_the_run_that_is_missing_is_named() -> None:
     finding = traces.judge("worker_count", [one, fewer])
     assert "record another with world_size=1" in finding.reason
     assert finding.reason.endswith("differs in seed (9, needed 4)")
+
+
+def test_rounding_on_a_gpu_is_named_and_only_advice() -> None:
+    """Kernels that add in any order are named; a larger difference, or one on CPUs, is not that."""
+    gpu = {"accelerator": "a GPU"}
+    on_gpu = [replace(one, environment={**one.environment, **gpu}) for one in pair()]
+    messages = {}
+    for name, (first, second), step in [
+        ("rounding", on_gpu, math.nextafter),
+        ("larger", on_gpu, lambda value, _: value * 1.5),
+        ("on CPUs", pair(), math.nextafter),
+    ]:
+        loss = traces.one(second, Update, step=2).loss or 0.0
+        changed = altered(second, Update, {"step": 2}, loss=step(loss, 9.0))
+        found = broken(traces.judge("determinism", [first, changed]))
+        messages[name] = found.message
+        assert bool(CHECKS["determinism"].advice(found)) == (name == "rounding")
+    assert "kernels may add in any order" in messages.pop("rounding")
+    assert set(messages.values()) == {"two runs of one scenario differ (loss)"}

@@ -38,7 +38,7 @@ def broken(name: str, scenario: dict[str, Any]) -> Entry:
 
 def accepted(name: str, scenario: dict[str, Any], **options: Any) -> str:
     told = argparse.Namespace(**{"typed": (), "used": (), "only": (), **options})
-    entry = commanded._advised(broken(name, scenario), commanded._advice(told, TASKS))
+    entry = commanded._advised(broken(name, scenario), commanded._unnamed(told, TASKS))
     assert entry.advice is entry.is_accepted
     return entry.accepted
 

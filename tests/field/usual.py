@@ -13,6 +13,14 @@ STEPS_AT_NAN = Expected(
     "and neither torch's optimizers nor `clip_grad_norm_` stop at it by default.",
     reproduction="nan_in_one_gradient.py",
 )
+ROUNDING_ON_GPUS = Expected(
+    clause="F-TI-007",
+    verdict="advice",
+    kind=Kind.DEFAULT,
+    words="kernels may add in any order",
+    because="Some of torch's kernels on GPUs add in any order unless deterministic algorithms are "
+    "asked for. Two runs agree within rounding.",
+)
 SAVES_LATER = Expected(
     clause="F-TI-003",
     verdict="inconclusive",

@@ -9,10 +9,14 @@ from entrenar_py.checks.needs import Need, Traces
 from entrenar_py.contract import EQUALITY_KINDS, CheckTerms, Invariant
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Trace
-from entrenar_py.verdict import Finding
+from entrenar_py.verdict import Counterexample, Finding
 
 
 def _nothing_absent(_: Sequence[Trace]) -> str:
+    return ""
+
+
+def _is_more(_: Counterexample) -> str:
     return ""
 
 
@@ -32,8 +36,8 @@ class Check(CheckTerms):
     it also judges a user's command, as checks that explore do. `not_of_commands`: why it judges
     none, if it is no probe either. `absent` returns what the runs of a user's own trainer were seen
     not to have, so that the clause does not apply to them; "" if they may have it. It is asked
-    where the judgement is inconclusive. `advice`: why a break in a disturbed run is only advice to
-    a user who named no contract, "" if it is more.
+    where the judgement is inconclusive. `advice` returns why a break is only advice to a user who
+    named no contract; "" if it is more.
     """
 
     judge: Callable[[Invariant, Traces], Finding]
@@ -50,5 +54,5 @@ class Check(CheckTerms):
     takes_resumed: bool = False
     takes_commands: bool = False
     not_of_commands: str = ""
-    advice: str = ""
+    advice: Callable[[Counterexample], str] = _is_more
     absent: Callable[[Sequence[Trace]], str] = _nothing_absent

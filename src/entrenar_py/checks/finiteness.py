@@ -27,7 +27,7 @@ from entrenar_py.checks.needs import POISONED, REPEATED, Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import OBSERVED
 from entrenar_py.trace import Halt, Injected, Saved, Shard, Start, Trace, Update
-from entrenar_py.verdict import Finding, Tally, micro_batch
+from entrenar_py.verdict import Counterexample, Finding, Tally, micro_batch
 
 # Most scripts go on at a NaN, so the finding says what to add.
 _REMEDY = (
@@ -328,6 +328,11 @@ def _planted_tensors(trace: Trace, culprit: Shard | Injected) -> list[str]:
     return [name for one in named for name in ([one] if one else first)]
 
 
+def _advice(broken: Counterexample) -> str:
+    """Return why a step with a planted value is only advice; "" for a value of the run's own."""
+    return _ADVICE if (broken.scenario or {}).get("faults") else ""
+
+
 ROWS = (
     Check(
         name="finiteness",
@@ -339,6 +344,6 @@ ROWS = (
         explores=True,
         needs=(POISONED,),
         in_step=True,
-        advice=_ADVICE,
+        advice=_advice,
     ),
 )

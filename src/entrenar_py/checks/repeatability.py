@@ -13,7 +13,7 @@ from entrenar_py.checks import divergence, evidence, missing, resumed_data, run_
 from entrenar_py.checks.compared import Compared, run_name
 from entrenar_py.checks.sensitivity import UNKNOWN
 from entrenar_py.trace import Shard, Start, Tensors, Trace, Update
-from entrenar_py.verdict import Tally
+from entrenar_py.verdict import Counterexample, Tally
 
 # Two draws of the same weights are about 1.4 apart, relative to their norm. Weights that were
 # drawn alike and changed since (decayed, rounded) are far closer.
@@ -31,6 +31,23 @@ def apart(compared: Compared) -> str:
     first, second = compared.plain_runs
     if why := unseeded(first, second):
         return f"two plain runs of the command differ: {why}: {_SEED}"
+    broken = _beyond_rounding(compared, first, second)
+    if broken is None:
+        return ""
+    return (
+        f"two plain runs of the command differ ({broken.place()}: {broken.message}), "
+        f"so two others can't be compared: {_SEED}"
+    )
+
+
+def agree(compared: Compared) -> bool:
+    """Return whether the two runs draw alike, and agree within rounding."""
+    first, second = compared.model, compared.trace
+    return not unseeded(first, second) and _beyond_rounding(compared, first, second) is None
+
+
+def _beyond_rounding(compared: Compared, first: Trace, second: Trace) -> Counterexample | None:
+    """Return where two runs differ by more than rounding; None if they don't."""
     finite = divergence.before(Compared(runs=compared.runs, model=first, trace=second))
     first, second = finite.model, finite.trace
     trial = Tally("")
@@ -40,12 +57,7 @@ def apart(compared: Compared) -> str:
     for rank in sorted({update.rank for update in second.of(Update)}):
         runs = _of_rank(first, rank), _of_rank(second, rank)
         run_comparison.compare(trial, *runs, None, _PLAIN, sensitivity=sensitivity)
-    if trial.broken is None:
-        return ""
-    return (
-        f"two plain runs of the command differ ({trial.broken.place()}: {trial.broken.message}), "
-        f"so two others can't be compared: {_SEED}"
-    )
+    return trial.broken
 
 
 def _of_rank(trace: Trace, rank: int) -> Trace:

@@ -13,6 +13,7 @@ from entrenar_py.checks import (
     missing,
     plans,
     presuppositions,
+    repeatability,
     rounds,
 )
 from entrenar_py.checks.check import Check
@@ -21,7 +22,17 @@ from entrenar_py.checks.needs import COUNTS, REPEATED, Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Attempt, Shard, Trace, Update
-from entrenar_py.verdict import Finding, Tally
+from entrenar_py.verdict import Counterexample, Finding, Tally
+
+_ROUNDED = "two runs agree within rounding, and not in their bits,"
+_ANY_ORDER = (
+    "whose kernels may add in any order: torch.use_deterministic_algorithms(True) has torch take "
+    "others, or names the one that has none"
+)
+_ADVICE = (
+    "advice, since no contract was named: torch's kernels on GPUs need not give the same bits "
+    "twice; --contract training-integrity-v1.yaml demands it"
+)
 
 
 def judge_worker_count(invariant: Invariant, runs: Traces) -> Finding:
@@ -53,10 +64,13 @@ def judge_determinism(invariant: Invariant, runs: Traces) -> Finding:
         compared = Compared(runs=runs, model=runs.base, trace=trace)
         left = presuppositions.comparable(tally, presuppositions.REPEATED, compared)
         if left is not None:
+            before = tally.broken
             _compare_shards(tally, left.model, left.trace)
             message = "two runs of one scenario differ"
             compare_steps(tally, left.model, left.trace, message)
             local_buffers.compare(tally, left.model, left.trace, f"{message} (buffers)")
+            if tally.broken is not None and tally.broken is not before:
+                tally.broken = _by_rounding(left, tally.broken)
     return tally.finding(
         nothing=missing.told(
             tally,
@@ -65,6 +79,20 @@ def judge_determinism(invariant: Invariant, runs: Traces) -> Finding:
             script="the command was not run twice in the same way, or the second run failed",
         )
     )
+
+
+def _by_rounding(compared: Compared, broken: Counterexample) -> Counterexample:
+    """Return where two runs differ, and if it is but by rounding on a GPU, whose doing that is."""
+    device = compared.trace.environment.get("accelerator")
+    if not device or not repeatability.agree(compared):
+        return broken
+    message = f"{_ROUNDED} on {device}: {_ANY_ORDER}"
+    return replace(broken, message=message)
+
+
+def _advice(broken: Counterexample) -> str:
+    """Return why two runs that agree within rounding are only advice; "" if they don't."""
+    return _ADVICE if broken.message.startswith(_ROUNDED) else ""
 
 
 def _compare_shards(tally: Tally, model: Trace, trace: Trace) -> None:
@@ -222,5 +250,6 @@ ROWS = (
         plan=plans.training,
         explores=True,
         needs=(REPEATED,),
+        advice=_advice,
     ),
 )

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from entrenar_py.checks.check import Check
 from entrenar_py.checks.needs import PROBED
 from entrenar_py.cli.reporting import Work
 from entrenar_py.command import (
@@ -102,8 +103,9 @@ def work(options: argparse.Namespace, standing: Standing, shared: Shared) -> Wor
         folder = options.command_folder
         options.parents.prepare(words, {**usual, **os.environ, **plan.observing()}, folder)
     foreseen += more
-    advice = _advice(options, tasks)
-    if any(one.check is not None and one.check.name == FINITENESS for one in tasks) and not advice:
+    unnamed = _unnamed(options, tasks)
+    checks = [one.check for one in tasks if one.invariant.id not in unnamed]
+    if any(check is not None and check.name == FINITENESS for check in checks):
         foreseen += _expected(options)
     runs_by_file: dict[Path, runs.Run] = {}
     declared = {one.invariant.id: one.reason for one in standing.not_applying}
@@ -116,7 +118,7 @@ def work(options: argparse.Namespace, standing: Standing, shared: Shared) -> Wor
         if any(one.check is not None for one in tasks):  # else no run would be judged
             recorded = runs.record(make_plan(folder=kept.path), partial(show, "runs", 0, 0))
         known = verdicts.as_known(tasks, recorded, runs_by_file, on_judged=judged)
-        yield from (_advised(kept.see(entry), advice) for entry in known)
+        yield from (_advised(kept.see(entry), unnamed) for entry in known)
         yield from map(kept.see, declarations.refuted(left_out, runs_by_file, declared))
         doubts.update(declarations.doubts(left_out, options.command, shared.folders))
 
@@ -169,24 +171,22 @@ def stored_work(
     )
 
 
-def _advice(options: argparse.Namespace, tasks: Iterable[Task]) -> dict[str, str]:
-    """Return by id why a break is only advice, for clauses that neither contract nor id named."""
+def _unnamed(options: argparse.Namespace, tasks: Iterable[Task]) -> dict[str, Check]:
+    """Return by id the checks of clauses that neither contract nor id named."""
     if not names_no_contract(options):
         return {}
     return {
-        one.invariant.id: one.check.advice
+        one.invariant.id: one.check
         for one in tasks
-        if one.check is not None and one.check.advice and one.invariant.id not in options.only
+        if one.check is not None and one.invariant.id not in options.only
     }
 
 
-def _advised(entry: Entry, advice: Mapping[str, str]) -> Entry:
-    """Return `entry`, as advice if only a run that was disturbed has broken its clause."""
-    broken = entry.finding.counterexample
-    why = advice.get(entry.invariant.id, "")
-    if not why or broken is None or not (broken.scenario or {}).get("faults"):
-        return entry
-    return replace(entry, accepted=why, advice=True)
+def _advised(entry: Entry, unnamed: Mapping[str, Check]) -> Entry:
+    """Return `entry`, as advice if its clause was not named, and such a break is no more."""
+    broken, check = entry.finding.counterexample, unnamed.get(entry.invariant.id)
+    why = check.advice(broken) if broken is not None and check is not None else ""
+    return replace(entry, accepted=why, advice=True) if why else entry
 
 
 def _expected(options: argparse.Namespace) -> list[str]:

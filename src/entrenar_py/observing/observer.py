@@ -107,7 +107,11 @@ class Observer(Observation):
             {
                 "rank": rank,
                 "world_size": world_size,
-                "versions": {"torch": str(torch.__version__), **hook_calls.notes()},
+                "versions": {
+                    "torch": str(torch.__version__),
+                    **_accelerator(self._subject.model),
+                    **hook_calls.notes(),
+                },
                 **({"unseeded": True} if seeding.is_unseeded() else {}),
                 **(facts or {}),
                 **said.facts(),
@@ -517,3 +521,9 @@ class Observer(Observation):
         self._facts.begin(self._subject, lambda: self._step.number)
         start = self._step.start(self._facts.progress())
         self._recording.write([start, *self._first_look.events(start.step)])
+
+
+def _accelerator(model: torch.nn.Module) -> dict[str, str]:
+    """Return the name of the GPU that parameters of `model` lie on, if one does."""
+    place = next((p.device for p in model.parameters() if p.is_cuda), None)
+    return {} if place is None else {"accelerator": torch.cuda.get_device_name(place)}

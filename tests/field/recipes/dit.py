@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.field.recipe import Edit, Recipe, Trial
 from tests.field.recipes.images import pictures
-from tests.field.usual import STEPS_AT_NAN
+from tests.field.usual import ROUNDING_ON_GPUS, STEPS_AT_NAN
 
 
 def _instead(line: str, instead: str, file: str = "train.py") -> Edit:
@@ -71,7 +71,7 @@ RECIPES = (
                 name="auto on 2 GPUs",
                 command=_COMMAND,
                 options=("--steps", "4"),
-                expected=_EXPECTED,
+                expected=(*_EXPECTED, ROUNDING_ON_GPUS),
                 gpus=2,
             ),
         ),
