@@ -390,7 +390,20 @@ BUGS = (
         verdict="inconclusive",
     ),
 )
-VARIANTS = tuple(
-    Twin(name=f"controlled: right, {script}", script=script, text=text, changes=())
-    for script, text in _SCRIPTS.items()
+VARIANTS = (
+    *(
+        Twin(name=f"controlled: right, {script}", script=script, text=text, changes=())
+        for script, text in _SCRIPTS.items()
+    ),
+    Twin(
+        name="controlled: right, with statistics of each rank, all samples' losses are added up",
+        script="normed.py",
+        text=NORMED,
+        changes=(
+            ("            obs.loss(loss, len(inputs))\n", ""),
+            ("loss.backward()", "(loss * len(inputs)).backward()"),
+            ("(flat / world, ", "(flat, "),
+            ("lr=0.1", "lr=0.01"),
+        ),
+    ),
 )

@@ -7,7 +7,8 @@ all ranks have the same share, and so does one worker.
 
 A loss that couples samples may be meant to couple those of a rank, or of all ranks. By the first
 meaning ranks that have one share train as one worker does on this share, by the second one as on so
-many copies of it. If they do neither, and the two agree with each other, no meaning explains that.
+many copies of it. If they do neither, and an equation explains that, or the two agree with each
+other, no meaning does. A loss that is a sum over samples has the second meaning, too.
 """
 
 from __future__ import annotations
@@ -117,12 +118,12 @@ def mirrored(compared: Compared) -> Compared | None:
     if once is None or not _have_one_share(once.trace):
         return None
     once = replace(once, model=_for_each(once.model, compared.trace.scenario.world_size))
-    if not _agree(once) and once.explanation is None:
+    if not _agree(once):
         if again is None:
             return None
-        if _agree(again) or again.explanation is not None:
-            return again if _is_decided(compared, again) else None
-        if not _agree(replace(once, trace=again.model)):
+        if _agree(again) or (once.explanation is None and again.explanation is not None):
+            once = again
+        elif once.explanation is None and not _agree(replace(once, trace=again.model)):
             return None
     return once if _is_decided(compared, once) else None
 
