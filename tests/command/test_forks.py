@@ -311,6 +311,12 @@ def test_scripts_whose_ranks_are_not_forked(name: str, text: str, why: str, fold
         ("wrap({Block})", False),
         ("wrap({*blocks})", True),
         ("for y in set(x): pass", True),
+        (
+            "def f():\n    ids = {id(p) for p in x}\n    return [p for p in x if id(p) in ids]",
+            False,
+        ),
+        ("def f():\n    ids = {id(p) for p in x}\n    return [p for p in ids if p in ids]", True),
+        ("ids = {id(p) for p in x}\ny = 1 in ids", True),
         ("names = frozenset(x)", True),
         ("{y for y in x}", True),
         ("x.set(1)", False),

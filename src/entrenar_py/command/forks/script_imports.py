@@ -152,6 +152,24 @@ def _without_order(tree: ast.Module) -> Iterator[ast.AST]:
             yield from node.args
         elif isinstance(node, ast.Set) and _is_single(node.elts):
             yield node  # such as the class of the layers to shard
+        elif isinstance(node, ast.FunctionDef):
+            yield from _looked_up_in(node)
+
+
+def _looked_up_in(function: ast.FunctionDef) -> Iterator[ast.AST]:
+    """Yield what is assigned to names of a function that are but looked up in."""
+    harmless, loads = set[int](), list[ast.Name]()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Compare):
+            harmless.update(map(id, node.comparators))
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            loads.append(node)
+    others = {name.id for name in loads if id(name) not in harmless}
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and all(
+            isinstance(target, ast.Name) and target.id not in others for target in node.targets
+        ):
+            yield node.value
 
 
 def _is_single(elements: Sequence[ast.expr]) -> bool:
