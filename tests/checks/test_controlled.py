@@ -10,7 +10,7 @@ import pytest
 from entrenar_py.checks import CHECKS, tensor_names
 from entrenar_py.checks.needs import ALONE, CONTROLLED, Runs
 from entrenar_py.faults import Fault
-from entrenar_py.trace import Drawn, Event, Shard, Trace, Update
+from entrenar_py.trace import Drawn, Event, Shard, Tensors, Trace, Update
 from entrenar_py.verdict import Finding, Verdict
 from tests.checks import traces
 from tests.checks.test_batches_apart import coupled
@@ -120,6 +120,40 @@ def test_draws_that_could_not_be_made_alike() -> None:
     unlike = judged(*MASKED, numbered(by_rank(off(own(2), by=0.3))), numbered(by_rank(own(1))))
     assert unlike.verdict is Verdict.INCONCLUSIVE
     assert "draws random numbers in the model's forward pass" in unlike.reason
+
+
+def test_a_control_that_leaves_no_gradient_compares_nothing() -> None:
+    """Advantages over answers that are alike are zero, in any trainer; the next control is tried.
+
+    What is left may also be their rounding.
+    """
+    for times in (0.0, 1e-9):
+        nothing = [numbered(shrunk(own(size), times)) for size in (2, 1)]
+        assert judged(*MASKED, *nothing).verdict is Verdict.INCONCLUSIVE
+        ordered = [planned(own(size), "common_order") for size in (2, 1)]
+        held = judged(*MASKED, *nothing, *ordered)
+        assert held.verdict is Verdict.HELD
+        assert "compared with one order of samples for any number of workers" in held.notes
+    mirrored_ones = [mirrored(own(1)), alone(own(1)), repeated(own(1))]
+    empty = judged(*COUPLED, *map(traces.without_gradients, mirrored_ones))
+    assert empty.verdict is Verdict.INCONCLUSIVE, empty
+
+
+def shrunk(trace: Trace, times: float) -> Trace:
+    """Return a run whose gradients are so many times as large."""
+    events = (
+        replace(event, gradient=_times(event.gradient, times))
+        if isinstance(event, Shard | Update)
+        else event
+        for event in trace.events
+    )
+    return replace(trace, events=tuple(events))
+
+
+def _times(tensors: Tensors, times: float) -> Tensors:
+    for name in tensors:
+        tensors = changed(tensors, name, times=times)
+    return tensors
 
 
 def test_plain_runs_that_can_be_compared_are() -> None:

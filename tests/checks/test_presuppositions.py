@@ -102,6 +102,49 @@ def test_two_plain_runs_that_differ_make_no_comparison_count() -> None:
     assert "torch.manual_seed" in finding.reason
 
 
+def test_gradients_that_are_all_zero_are_never_held() -> None:
+    """They are alike in any trainer. One tensor without a gradient is normal."""
+    runs = own(2), own(1)
+    many, alone = map(traces.without_gradients, runs)
+    beside = Runs(many, {ALONE: (alone,)}, witnesses={REPEATED: (many, many)})
+    for check in ("parity", "weighting"):
+        finding = CHECKS[check].judge(traces.clause(check), beside)
+        assert finding.verdict is Verdict.INCONCLUSIVE, finding
+        assert "all gradients of the first steps are zero" in finding.reason
+    assert parity(runs[0], alone).verdict is Verdict.FALSIFIED
+    first = min(tensor_names.known(alone))
+    assert parity(*(_without_one(run, first) for run in runs)).verdict is Verdict.HELD
+
+
+def _without_one(trace: Trace, name: str) -> Trace:
+    events = (
+        replace(event, gradient=changed(event.gradient, name, times=0.0))
+        if isinstance(event, Shard | Update)
+        else event
+        for event in trace.events
+    )
+    return replace(trace, events=tuple(events))
+
+
+def test_weights_that_never_move_are_never_held() -> None:
+    """Ranks, and a resumed run, have the same ones then without any synchronisation.
+
+    A rate that begins at zero is right: a later step moves.
+    """
+    subject = scenario(stops=(2, 4))
+    for check, runs in (
+        ("replica_identity", [own(2)]),
+        ("resume", traces.family("resume", subject)),
+    ):
+        still = traces.judge(check, [*map(traces.without_motion, runs)])
+        assert still.verdict is Verdict.INCONCLUSIVE, still
+        assert "no weight moves in 6 steps" in still.reason
+        begun = traces.judge(check, [traces.without_motion(run, until=3) for run in runs])
+        assert begun.verdict is Verdict.HELD, begun
+    parted = of_ranks(traces.without_motion(own(2)), "weights", min(tensor_names.known(own(2))))
+    assert traces.broken(traces.judge("replica_identity", [parted])).step == 0
+
+
 def test_weights_that_were_drawn_apart_are_not_compared() -> None:
     """Initial weights that depend on the number of workers make the runs incomparable.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -18,7 +19,19 @@ from entrenar_py.faults import Fault
 from entrenar_py.harness import companions, roles
 from entrenar_py.harness.runner import combine
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import E, End, Event, TensorRecord, Tensors, Trace, Traits, record_tensor
+from entrenar_py.trace import (
+    E,
+    End,
+    Event,
+    Shard,
+    Start,
+    TensorRecord,
+    Tensors,
+    Trace,
+    Traits,
+    Update,
+    record_tensor,
+)
 from entrenar_py.verdict import Counterexample, Finding, Verdict
 
 FAILED = End(status="failed", reason="RuntimeError: out of luck")
@@ -106,6 +119,33 @@ def altered(trace: Trace, kind: type[Event], at: dict[str, Any], **changes: Any)
         replace(event, **changes) if _matches(event, kind, at) else event for event in trace.events
     ]
     assert events != list(trace.events), f"no {kind.kind} at {at}, or nothing changed"
+    return replace(trace, events=tuple(events))
+
+
+def without_gradients(trace: Trace) -> Trace:
+    """Return `trace` with gradients of zero in all micro-batches and steps."""
+    events = (
+        replace(event, gradient={n: _zero(tensor) for n, tensor in event.gradient.items()})
+        if isinstance(event, Shard | Update)
+        else event
+        for event in trace.events
+    )
+    return replace(trace, events=tuple(events))
+
+
+def _zero(tensor: TensorRecord) -> TensorRecord:
+    return values(*[0.0] * (tensor.size or 0))
+
+
+def without_motion(trace: Trace, *, until: float = math.inf) -> Trace:
+    """Return `trace` in which no rank moves its weights before step `until`."""
+    first = {start.rank: start.weights for start in reversed(trace.of(Start)) if start.step == 0}
+    events = (
+        replace(event, weights=first[event.rank])
+        if isinstance(event, Start | Update) and event.step < until
+        else event
+        for event in trace.events
+    )
     return replace(trace, events=tuple(events))
 
 

@@ -106,7 +106,7 @@ def alike(compared: Compared, kind: str) -> Compared | None:
     controlled = _controlled(compared, kind, kind)
     if controlled is None or is_ordered_otherwise(controlled) or not _are_comparable(controlled):
         return None
-    return controlled
+    return controlled if _tells(compared, controlled) else None
 
 
 def mirrored(compared: Compared) -> Compared | None:
@@ -156,6 +156,16 @@ def _are_comparable(compared: Compared) -> bool:
     updates = (*compared.model.of(Update), *compared.trace.of(Update))
     is_finite = all(update.finite for update in updates)
     return is_finite and presuppositions.are_comparable(WITH_ONE_WORKER, compared)
+
+
+def _tells(plain: Compared, controlled: Compared) -> bool:
+    """Return whether more than rounding is left of the gradients where numbers are alike.
+
+    What tells samples apart by chance (the mean of several answers) may leave none.
+    """
+    expected = evidence.updates(plain.model)
+    floor = run_comparison.Bounds.of(expected, plain.model, plain.trace).gradient_floor
+    return run_comparison.tells(controlled.model, controlled.trace, floor=floor)
 
 
 def _controlled(compared: Compared, alone: str, several: str) -> Compared | None:

@@ -16,7 +16,7 @@ from entrenar_py.checks.facts import Fact
 from entrenar_py.checks.needs import Need, Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import OBSERVED
-from entrenar_py.trace import Event, Gap, Saved, Shard, Start, Trace, Update
+from entrenar_py.trace import Event, Gap, Saved, Shard, Start, Tensors, Trace, Update
 from entrenar_py.verdict import Tally
 
 
@@ -212,6 +212,31 @@ def require_updates(tally: Tally, *traces: Trace) -> bool:
                 ask(tally, "no step was recorded", facts.UPDATES)
             return False
     return True
+
+
+def require_moves(tally: Tally, trace: Trace) -> None:
+    """Count as missing that no step of a run moves a weight: then states are equal in any trainer.
+
+    A rate that begins at zero, or steps that are skipped, are no reason, if a later step moves.
+    """
+    last: dict[int, Tensors] = {}
+    for event in trace.events:
+        if isinstance(event, Start | Update):
+            before, last[event.rank] = last.get(event.rank), event.weights
+            is_known = bool(before and event.weights)
+            if isinstance(event, Update) and (not is_known or _differ(before, event.weights)):
+                return
+    if num_steps := len(evidence.updates(trace)):
+        tally.miss(
+            f"no weight moves in {wording.counted(num_steps, 'step')}, as none does in a trainer "
+            "that loses its gradients: nothing was compared that could differ; is the learning "
+            "rate 0, does the optimizer have other tensors, or is the loss cut off from them?"
+        )
+
+
+def _differ(before: Tensors | None, after: Tensors) -> bool:
+    known = before or {}
+    return any(name in known and known[name].digest != after[name].digest for name in after)
 
 
 def bare_fields(tally: Tally, model: Trace, trace: Trace) -> dict[str, Any]:

@@ -56,6 +56,7 @@ def _compare(tally: Tally, runs: Traces, within_steps: int) -> bool:
         compared = Compared(runs=runs, model=calm, trace=trace)
         if presuppositions.comparable(tally, presuppositions.KILLED, compared) is None:
             continue
+        missing.require_moves(tally, calm)
         _continues(tally, calm, trace, left)
         if trace.scenario.dropout and not trace.draws_by_shard:  # masks depend on the ranks present
             _tell_masks(tally, is_followed=undropped)

@@ -34,6 +34,7 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
         left = presuppositions.comparable(tally, presuppositions.RANKS, compared)
         if left is not None:
             compare(tally, left.trace)
+            missing.require_moves(tally, left.trace)
             _trained_together(tally, left.trace)
             weight_averages.compare_ranks(tally, left.trace)
         ties.compare(tally, trace)

@@ -53,6 +53,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
             tally.note(f"the stopped run was told to go on as the script has it: {option}")
         left = presuppositions.comparable(tally, presuppositions.RESUMED, compared)
         if left is not None:
+            missing.require_moves(tally, left.model)
             _compare(tally, left.model, left.trace)
     return tally.finding(
         nothing=missing.told(

@@ -69,6 +69,10 @@ COARSE_LOSS_UNITS = 4
 # same rounding is so much more of the sum.
 CANCELLED_MIN = 8
 
+_NOTHING = (
+    "all gradients of the first steps are zero in both runs, as in any trainer: nothing was "
+    "compared that could differ; is the loss cut off from the weights, or the same for all samples?"
+)
 # The parts of an update that are compared if values were recorded, with the words of a finding.
 _PARTS = {
     "gradient": "averaged gradient is not",
@@ -140,6 +144,9 @@ def compare(
                 continue
             if step >= PUBLISHED_FROM_STEP and tolerance is not None:
                 comparison.losses(model_update, update, tolerance)
+    if num_gradients and not tells(model, trace):
+        tally.miss(f"{words.before}{_NOTHING}")
+        num_gradients = 0
     gaps.tell(tally)
     comparison.parts(apart, skipped=apart in rested, is_enough=num_gradients > 0)
     comparison.dropped(dropped, is_enough=num_gradients > 0)
@@ -244,6 +251,20 @@ def steps_combined(model: Trace, trace: Trace) -> set[int]:
         if combinations.shares(goal, shards[step], bound) is not None:
             alike.add(step)
     return alike
+
+
+def tells(*runs: Trace, floor: float = 0.0) -> bool:
+    """Return whether some gradient of the first steps, of one of `runs`, is longer than `floor`.
+
+    Gradients that are all zero are alike in any trainer. One whose length is unknown may tell.
+    """
+    norms = (
+        closeness.norm_l2(update.gradient)
+        for run in runs
+        for update in run.of(Update)
+        if update.step < ROUNDING_STEPS and update.gradient
+    )
+    return any(norm is None or not norm <= floor for norm in norms)
 
 
 def rounded_away(trace: Trace) -> str:

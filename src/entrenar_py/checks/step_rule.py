@@ -66,6 +66,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         _undeclared(tally, trace)
         step_notes.tell(tally, trace)
         edits.judge(tally, trace)
+        missing.require_moves(tally, trace)
         if masters.follow(tally, runs, trace):
             continue
         compared = Compared(runs=runs, model=trace, trace=trace)
