@@ -25,8 +25,12 @@ _ORDERS = re.compile(r"\b(randperm|shuffle|permutation|permuted|\w*Sampler|set_e
 # What may bring rows into a random order, in any way.
 _SHUFFLES = re.compile(
     r"(randperm|permutation|permuted|shuffl\w*\s*(?:\(|=(?!\s*False))|set_epoch|choices?\s*\("
-    r"|multinomial|RandomSampler|DistributedSampler|\bsample\s*\(|\brand\s*\(|random\s*\(\s*\))"
+    r"|multinomial|RandomSampler|DistributedSampler(?!\([^()]*shuffle=False)|\bsample\s*\("
+    r"|\brand\s*\(|random\s*\(\s*\))"
 )
+
+# What a line imports it does not call: the statement, over several lines in brackets.
+_IMPORT = re.compile(r"^[ \t]*(?:from\s+\S+\s+)?import\b(?:\s*\([^)]*\)|(?:\\\n|[^\n;])*)", re.M)
 
 
 def texts() -> tuple[dict[str, str], dict[str, str]]:
@@ -47,10 +51,12 @@ def first(
 ) -> str:
     """Return the first line that fits, as `train.py:12`; "" if there is none.
 
-    Calls of functions `without` don't count, but for those of a base class.
+    Calls of functions `without` don't count, but for those of a base class. Nor do names that are
+    only imported.
     """
     for file, text in texts.items():
-        for number, line in enumerate(text.splitlines(), start=1):
+        called = _IMPORT.sub(lambda match: "\n" * match[0].count("\n"), text)
+        for number, line in enumerate(called.splitlines(), start=1):
             match = pattern.search(line.partition("#")[0])
             if match is None or line.lstrip().startswith("def "):
                 continue
