@@ -423,6 +423,25 @@ VARIANTS = (
         ("gas, temperature = 4, 2.0", "gas, temperature = 3, 2.0"),
         (_LOSS, "loss = sum(F.mse_loss(out[:, head], y[:, head]) for head in range(3)) / 3"),
     ),
+    _engine(
+        "a mean over as many heads, in four micro-batches",
+        ("gas, temperature = 4, 2.0", "gas, heads = 4, 4"),
+        (_LOSS, f"{_LOSS} / heads"),
+    ),
+    _engine(
+        "a criterion's number of tasks, in four micro-batches",
+        (
+            "class Engine:\n",
+            "class Criterion(nn.Module):\n"
+            "    def __init__(self, tasks):\n"
+            "        super().__init__()\n"
+            "        self.tasks = tasks\n\n"
+            "    def forward(self, out, y):\n"
+            "        return F.mse_loss(out, y) / self.tasks\n\n\n"
+            "class Engine:\n",
+        ),
+        (_LOSS, "loss = Criterion(4)(out, y)"),
+    ),
     _engine("a temperature squared, in four micro-batches", (_LOSS, f"{_LOSS} / temperature**2")),
     _engine(
         "an integer temperature squared, in four micro-batches",

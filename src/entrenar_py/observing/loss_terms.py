@@ -6,7 +6,7 @@ loss functions. Nodes below these are not looked at.
 
 A loss may be divided by a number of its own (a temperature squared) that happens to be that of the
 micro-batches. Beside an equal divisor it is a factor, not another one. It is a number with a
-fraction, as Python's `float` is one, or the script's text has it.
+fraction, as Python's `float` is one, or the script's text has it, maybe by a name of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from entrenar_py.observing import script_text
+from entrenar_py.observing import named_divisors, script_text
 
 _NODES_MAX = 2000  # of one graph, between the loss and its reductions
 _MEAN, _SUM = 1, 2  # torch's numbers of reductions
@@ -102,7 +102,8 @@ class _Path:
         return self.divisors
 
     def _is_of_loss(self, divisor: float) -> bool:
-        return divisor in self.floats or script_text.divides_by(divisor)
+        is_own = divisor in self.floats or script_text.divides_by(divisor)
+        return is_own or named_divisors.may_be(divisor)
 
 
 _Term = tuple[float, _Path]  # how many elements, and the path to their sum

@@ -1,0 +1,186 @@
+"""Numbers of its own by which a script divides a loss, by name: `loss / heads`, `kl / self.tasks`.
+
+Such a number may happen to be that of the micro-batches. The text says which names count those: a
+remainder by it decides when to step, a loop over it calls `backward`, or it is called so.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import re
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from entrenar_py.observing import call_sites, script_text
+
+_COUNTING = re.compile(r"accum|micro|(?:^|_)gas(?:$|_)|update_freq|iter_size", re.IGNORECASE)
+# What a loss is called, or a call that makes one number of many.
+_LOSS = re.compile(
+    r"loss|nll|kl|ce\b|entropy|err|cost|obj|mse|criteri|penalty|elbo|energy|\.(?:sum|mean)\(", re.I
+)
+_Scope = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class _Divisor:
+    """A dotted `name` that a script divides by in a `file`, in a `function` ("" for none).
+
+    `owner` is the class of `self` there. A name that `is_local` is that function's own. What is
+    divided `is_loss` if it is called like one, or is a sum or mean.
+    """
+
+    file: str
+    name: str
+    function: str
+    owner: str
+    is_local: bool
+    is_loss: bool
+
+    def may_be(self, number: float) -> bool:
+        """Return whether it has this value, or nothing that runs now knows a loss's divisor."""
+        values = [*self._values()]
+        if values:
+            return any(_is_equal(value, number) for value in values)
+        return bool(self.function) and self.is_loss
+
+    def _values(self) -> Iterator[Any]:
+        root, *path = self.name.split(".")
+        for holder in self._variables(root):
+            value = holder.get(root)
+            for name in path:
+                value = inspect.getattr_static(value, name, None)
+            if value is not None:
+                yield value
+
+    def _variables(self, root: str) -> Iterator[dict[str, Any]]:
+        """Yield the variables of functions that run now, and those of the divisor's file."""
+        for frame in call_sites.own_frames():
+            if frame.f_code.co_filename != self.file:
+                continue
+            variables = call_sites.local_variables(frame)
+            is_same = frame.f_code.co_name == self.function
+            is_owner = type(variables.get("self")).__name__ == self.owner
+            if (is_same or not self.is_local) if root != "self" else is_owner:
+                yield variables
+        if not self.is_local:
+            modules = [*sys.modules.values()]
+            yield from (vars(m) for m in modules if getattr(m, "__file__", None) == self.file)
+
+
+def may_be(number: float) -> bool:
+    """Return whether the script may divide by a `number` that counts no micro-batches."""
+    return any(divisor.may_be(number) for divisor in _divisors())
+
+
+@functools.cache
+def _divisors() -> tuple[_Divisor, ...]:
+    own, _ = script_text.texts()
+    trees = {}
+    for file, text in own.items():
+        try:
+            with warnings.catch_warnings():  # Python has told of them already
+                warnings.simplefilter("ignore")
+                trees[file] = ast.parse(text)
+        except (SyntaxError, ValueError):  # a template, or for another Python
+            continue
+    counting = {name for tree in trees.values() for name in _counting(tree)}
+    return tuple(
+        divisor
+        for file, tree in trees.items()
+        for divisor in _of(file, tree, ())
+        if _last(divisor.name) not in counting and not _COUNTING.search(_last(divisor.name))
+    )
+
+
+def _of(file: str, node: ast.AST, scopes: Sequence[_Scope]) -> Iterator[_Divisor]:
+    """Yield what is divided by below a node, but for running counts and shares of a constant."""
+    for child in ast.iter_child_nodes(node):
+        name, divided = _division(child)
+        if name and not isinstance(divided, ast.Constant) and not _runs(name, scopes):
+            inside = scopes[-1] if scopes and not isinstance(scopes[-1], ast.ClassDef) else None
+            yield _Divisor(
+                file=file,
+                name=name,
+                function="" if inside is None else inside.name,
+                owner=next((s.name for s in scopes[::-1] if isinstance(s, ast.ClassDef)), ""),
+                is_local=inside is not None and name.partition(".")[0] in _locals(inside),
+                is_loss=bool(_LOSS.search(ast.unparse(divided))),
+            )
+        yield from _of(file, child, (*scopes, child) if isinstance(child, _Scope) else scopes)
+
+
+def _locals(function: ast.AST) -> set[str]:
+    """Return the names that a function is given or assigns."""
+    given = {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
+    names = (node for node in ast.walk(function) if isinstance(node, ast.Name))
+    return given | {node.id for node in names if isinstance(node.ctx, ast.Store)}
+
+
+def _division(node: ast.AST) -> tuple[str, ast.AST]:
+    """Return the dotted name that a node divides by, "" if it is none, and what is divided."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+        return _dotted(node.right), node.left
+    if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
+        return _dotted(node.value), node.target
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        is_division = node.args and node.func.attr in ("div", "div_", "true_divide")
+        return (_dotted(node.args[-1]), node) if is_division else ("", node)
+    return "", node
+
+
+def _runs(name: str, scopes: Sequence[_Scope]) -> bool:
+    """Return whether a function or class increases a name: it counts what was seen until then."""
+    return any(
+        isinstance(node, ast.AugAssign) and _dotted(node.target) == name
+        for scope in scopes
+        for node in ast.walk(scope)
+    )
+
+
+def _counting(tree: ast.AST) -> Iterator[str]:
+    """Yield the names that count micro-batches, as a text uses them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
+            yield _last(_dotted(node.right))
+        if isinstance(node, ast.For) and _calls(node.body, "backward"):
+            yield from _names(node.iter)
+        if isinstance(node, ast.If | ast.While) and _calls(node.body, "step"):
+            yield from _names(node.test)
+        if isinstance(node, ast.keyword) and _COUNTING.search(node.arg or ""):
+            yield _last(_dotted(node.value))
+
+
+def _calls(body: Sequence[ast.stmt], method: str) -> bool:
+    return any(
+        isinstance(node, ast.Call) and getattr(node.func, "attr", "") == method
+        for statement in body
+        for node in ast.walk(statement)
+    )
+
+
+def _names(node: ast.expr) -> Iterator[str]:
+    return (_last(_dotted(inner)) for inner in ast.walk(node) if isinstance(inner, ast.expr))
+
+
+def _dotted(node: ast.expr) -> str:
+    """Return `a.b.c`, or "" if an expression is no such name."""
+    if isinstance(node, ast.Name):
+        return node.id
+    outer = _dotted(node.value) if isinstance(node, ast.Attribute) else ""
+    return f"{outer}.{node.attr}" if outer and isinstance(node, ast.Attribute) else ""
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _is_equal(value: Any, number: float) -> bool:
+    is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and not value.ndim)
+    return is_number and float(value) == number

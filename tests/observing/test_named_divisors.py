@@ -1,0 +1,87 @@
+"""Names that a script divides its loss by: counts of its own, and those of micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from entrenar_py.observing import named_divisors
+
+Written = Callable[[str], ModuleType]
+
+
+@pytest.fixture(autouse=True)
+def _afresh() -> Iterator[None]:
+    named_divisors._divisors.cache_clear()
+    yield
+    named_divisors._divisors.cache_clear()
+
+
+def may_be_4(module: ModuleType) -> bool:
+    """Run the module, whose function `tried` is called with what is tested, from its last line."""
+    answers: list[bool] = []
+    module.__dict__["tried"] = lambda: answers.append(named_divisors.may_be(4))
+    file = str(module.__file__)
+    exec(compile(Path(file).read_text(), file, "exec"), module.__dict__)
+    return answers[0]
+
+
+OWNED = """\
+class Trainer:
+    def __init__(self, tasks):
+        self.tasks = tasks
+    def loss_of(self, loss):
+        return loss / self.tasks
+    def train(self):
+        tried()
+Trainer({tasks}).train()
+"""
+REMOTE = """\
+def criterion({given}):
+    return {divided} / n
+def train(n):
+    tried()
+train(3)
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "heads = 4\ndef train(loss):\n    loss / heads\n    tried()\ntrain(1.0)\n",
+        "def train(loss, n_tasks):\n    loss /= n_tasks\n    tried()\ntrain(1.0, 4)\n",
+        "class Args:\n    k = 4\nargs = Args()\nloss = 1.0 * 1\nloss / args.k\ntried()\n",
+        OWNED.format(tasks=4),
+        REMOTE.format(given="loss, n", divided="loss"),
+        REMOTE.format(given="x, n", divided="x.square().sum()"),
+    ],
+)
+def test_a_count_of_the_script_s_own(text: str, written: Written) -> None:
+    """It has the value where the loss begins its pass, or is that of a function which has ended."""
+    assert may_be_4(written(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "gas = 4\nloss = 1.0 * 1\nloss / gas\ntried()\n",
+        "k = 4\nfor i in range(8):\n    if (i + 1) % k == 0: pass\nx = 1.0 * 1\nx / k\ntried()\n",
+        "k = 4\ndef f(x):\n    for _ in range(k):\n        (x / k).backward()\ntried()\n",
+        "k = 4\ndef f(x, o):\n    x / k\n    if o.n == k:\n        o.step()\ntried()\n",
+        "k = 4\ndef f(A, x):\n    A(gradient_accumulation_steps=k)\n    x / k\ntried()\n",
+        "heads = 3\nloss = 1.0 * 1\nloss / heads\ntried()\n",
+        OWNED.format(tasks=2),
+        REMOTE.format(given="x, n", divided="x"),
+        "def mean(losses):\n    n = 0\n    n += 4\n    return losses / n\ntried()\n",
+        "class Meter:\n    def add(self, x):\n        self.n += x\n"
+        "    def mean(self):\n        return self.loss / self.n\ntried()\n",
+        "def f(size):\n    return 100.0 / size\ntried()\n",
+        "tried()\n",
+    ],
+)
+def test_counts_of_micro_batches_and_other_numbers(text: str, written: Written) -> None:
+    """Their use tells, or their value; and what was seen until then is no factor of a loss."""
+    assert not may_be_4(written(text))
