@@ -18,7 +18,7 @@ MASK = torch.ones(2, 2, dtype=torch.bool)
 @pytest.fixture(autouse=True)
 def unheard_operands(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operations would be heard for the life of this process."""
-    monkeypatch.setattr(replayed_operands, "begin", lambda _: None)
+    monkeypatch.setattr(replayed_operands, "begin", lambda *_: None)
 
 
 def kept(folder: Path, *given: tuple[Tensor, ...]) -> None:
@@ -99,3 +99,13 @@ def test_a_pass_that_began_before_the_record_is_kept_as_it_ends(tmp_path: Path) 
     giving.called = (x,), {}
     giving.passes(((), {}))
     assert x.tolist() == [*ROWS[0].tolist(), *ROWS[1].tolist()]
+
+
+def test_an_input_by_which_a_penalty_takes_a_gradient(tmp_path: Path) -> None:
+    """It is replaced as others are, and still requires its gradient."""
+    kept(tmp_path, *((rows.float().requires_grad_(True),) for rows in ROWS))
+    x = torch.zeros(3, 2, requires_grad=True)
+    Giving(tmp_path, 2, in_turn=False).passes(((x,), {}))
+    assert x.tolist() == [*ROWS[0].tolist(), *ROWS[1].tolist()]
+    (slope,) = torch.autograd.grad(x.square().sum(), x)
+    assert torch.equal(slope, 2 * x)

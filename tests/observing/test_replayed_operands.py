@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -87,3 +89,21 @@ def test_changes_in_place_and_passes_without_gradients_are_not_heard() -> None:
         out += net(torch.ones(1, 2))
         out.sum().backward()  # type: ignore[no-untyped-call]
     assert heard == ["linear 0"]
+
+
+def test_what_no_gradient_follows_from_goes_on_with_more_rows() -> None:
+    """It has one rank's rows, and meets those of all; other sizes fail as they would."""
+
+    def change(own: dict[str, Tensor]) -> Named:
+        return own
+
+    own, given = torch.arange(3.0), torch.zeros(6)
+    with replayed_operands.Operands(change, 2):
+        with torch.no_grad():
+            assert (own - given).tolist() == [0, 1, 2, 0, 1, 2]
+        labels = torch.ones(3, dtype=torch.int64)
+        assert nn.functional.cross_entropy(torch.zeros(6, 2), labels) == math.log(2)
+        with pytest.raises(RuntimeError, match="must match"):
+            own + torch.zeros(5)
+    with replayed_operands.Operands(change), pytest.raises(RuntimeError, match="must match"):
+        own + given

@@ -131,7 +131,7 @@ class Giving:
     def passes(self, inputs: Any) -> None:
         """Change the inputs of a training pass, and what is at hand beside them."""
         if not self._in_turn:
-            replayed_operands.begin(self.operands)
+            replayed_operands.begin(self.operands, len(self._ranks))
         tensors = _numbered(inputs if any(inputs) else self.called)
         beside = _beside(tensors)
         self.keep(_PASS, tensors)
@@ -231,9 +231,12 @@ def _losses() -> Iterator[Patch]:
 
 
 def _tensors(values: Any, depth: int = _DEPTH_MAX) -> Iterator[Tensor]:
-    """Yield the tensors in what a model is given that follow from no parameter, and have bytes."""
+    """Yield the tensors in what a model is given that follow from no parameter, and have bytes.
+
+    A penalty may take a gradient by them.
+    """
     if isinstance(values, Tensor):
-        if type(values) is Tensor and not values.requires_grad and _has_bytes(values):
+        if type(values) is Tensor and values.grad_fn is None and _has_bytes(values):
             yield values
     elif depth and isinstance(values, Mapping):
         for value in values.values():

@@ -7,8 +7,10 @@ that has one operand with a gradient, and one without. A mode of torch hears the
 several workers it keeps the operands without a gradient, and on one worker it puts those of all
 ranks in their place.
 
-What can't be joined is left as it is. Then the two runs differ, or the script fails, and nothing is
-decided.
+What no gradient follows from is the script's own: a divergence by which it sets its rate, say. If
+such a tensor meets those of all ranks, and has the rows of one, it is repeated, so that the script
+goes on. What can't be joined is left as it is. Then the two runs differ, or the script fails, and
+nothing is decided.
 """
 
 from __future__ import annotations
@@ -34,22 +36,26 @@ Changing = Callable[[dict[str, Tensor]], Named]
 _BEGUN: list[TorchFunctionMode] = []
 
 
-def begin(change: Changing) -> None:
+def begin(change: Changing, num_ranks: int = 1) -> None:
     """Have `change` return what takes the place of the operands, from the next operation on.
 
     Where a loader draws the samples, they can be told apart, and it can be told which to draw.
     """
     if not _BEGUN and Samples.site is None:
-        _BEGUN.append(Operands(change))
+        _BEGUN.append(Operands(change, num_ranks))
         _BEGUN[0].__enter__()  # type: ignore[no-untyped-call]
 
 
 class Operands(TorchFunctionMode):
-    """Has `change` return what takes the place of the operands of each operation."""
+    """Has `change` return what takes the place of the operands of each operation.
 
-    def __init__(self, change: Changing) -> None:
+    An operation that fails on the rows of `num_ranks` ranks and those of one is done again on as
+    many of these.
+    """
+
+    def __init__(self, change: Changing, num_ranks: int = 1) -> None:
         super().__init__()
-        self._change = change
+        self._change, self._num_ranks = change, num_ranks
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -59,8 +65,10 @@ class Operands(TorchFunctionMode):
             return func(*args, **named)
         name = getattr(func, "__name__", "")
         is_again = torch._C._current_graph_task_id() != -1  # in a backward pass
-        if not torch.is_grad_enabled() or is_again or _is_in_place(name) or "out" in named:
+        if is_again or _is_in_place(name) or "out" in named:
             return func(*args, **named)
+        if not torch.is_grad_enabled():
+            return self._done(func, args, named)
         leaves, form = tree_flatten((args, named))
         graded = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         places = [place for place, leaf in enumerate(leaves) if _is_operand(leaf)]
@@ -72,7 +80,34 @@ class Operands(TorchFunctionMode):
             for place in places:
                 leaves[place] = changed[f"{name} {place}"]
             args, named = tree_unflatten(leaves, form)
+        return self._done(func, args, named)
+
+    def _done(self, func: Any, args: Any, named: Mapping[str, Any]) -> Any:
+        try:
+            return func(*args, **named)
+        except (RuntimeError, ValueError):
+            leaves, form = tree_flatten((args, named))
+            repeated = _repeated(leaves, self._num_ranks)
+            if repeated is None:
+                raise
+            args, named = tree_unflatten(repeated, form)
         return func(*args, **named)
+
+
+def _repeated(leaves: Sequence[Any], num_ranks: int) -> list[Any] | None:
+    """Return an operation's arguments with the rows of one rank repeated for all ranks.
+
+    Return None if its tensors don't have the rows of one, and of all.
+    """
+    lengths = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()} - {1}
+    if num_ranks == 1 or not lengths or lengths != {min(lengths), num_ranks * min(lengths)}:
+        return None
+
+    def repeated(leaf: Any) -> Any:
+        is_one = isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == min(lengths)
+        return torch.cat([leaf] * num_ranks) if is_one else leaf
+
+    return [repeated(leaf) for leaf in leaves]
 
 
 def _is_in_place(name: str) -> bool:
