@@ -23,7 +23,7 @@ from entrenar_py.observing import FAULTS, FOLDER, Observation, process_rank
 from entrenar_py.observing.sources import InOrder
 from entrenar_py.rank_files import rank_trace
 from entrenar_py.rank_files.rank_trace import RankTrace
-from entrenar_py.trace import Shard, Start, Update
+from entrenar_py.trace import Injected, Shard, Start, Update
 
 
 def test_inert() -> None:
@@ -275,6 +275,28 @@ def test_a_planted_value_strikes_what_is_used(
     obs.close()
     shards = [event for event in recorded(folder).events if isinstance(event, Shard)]
     assert [one.finite for one in shards] == [True, False]
+
+
+def test_a_planted_value_strikes_in_its_step_if_optimizers_take_turns(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that one of them makes alone is over when the pass of the next one begins."""
+    monkeypatch.setenv(FAULTS, '[{"kind": "non_finite_gradient", "step": 1, "value": "nan"}]')
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    first, second = (torch.optim.SGD(part.parameters(), lr=0.01) for part in model)
+    obs = entrenar_py.observe(model, [first, second])
+    model.forward = model[0].forward  # type: ignore[method-assign]
+    for step in range(3):
+        obs.samples([step])
+        model(torch.ones(1, 1)).sum().backward()
+        first.step()
+        model.zero_grad()
+    second.step()
+    obs.close()
+    events = recorded(folder).events
+    shards = [event for event in events if isinstance(event, Shard)]
+    assert [(one.step, one.finite) for one in shards] == [(0, True), (1, False), (2, False)]
+    assert [event.step for event in events if isinstance(event, Injected)] == [1]
 
 
 def test_evaluation_mode(folder: Path) -> None:

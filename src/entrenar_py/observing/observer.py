@@ -283,8 +283,13 @@ class Observer(Observation):
         self._subject.step_by(index, inner)
         self._step_hooks[index] = self._hook_steps(index)
 
-    def _place(self) -> tuple[int, int]:
-        """Return the current step, and this rank's current micro-batch."""
+    def _place(self, reached: Collection[str] = ()) -> tuple[int, int]:
+        """Return the current step, and this rank's current micro-batch.
+
+        If a pass has `reached` tensors whose optimizers have stepped, the next step has begun.
+        """
+        if self._step.is_over(reached):
+            return self._step.number + 1, 0
         return self._step.number, self._micro_batches.index
 
     def _before_forward(self, model: torch.nn.Module, called: Any, inputs: Any) -> None:

@@ -8,7 +8,7 @@ import os
 import signal
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,13 +35,14 @@ def planned() -> list[Fault]:
 class PlannedFaults:
     """The faults that the harness planned for this process; each strikes once.
 
-    `place` returns the step and the micro-batch that this rank is in.
+    `place` returns the step and the micro-batch that this rank is in, or that a backward pass is in
+    which has reached some tensors.
     """
 
     def __init__(
         self,
         subject: Subject,
-        place: Callable[[], tuple[int, int]],
+        place: Callable[..., tuple[int, int]],
         write: Callable[[Sequence[trace.Event]], None],
     ) -> None:
         self._subject, self._place, self._write = subject, place, write
@@ -97,20 +98,20 @@ class PlannedFaults:
             if fault.kind in LASTING and fault not in self._struck:
                 self._record(fault)
 
-    def _strikes(self, fault: Fault) -> bool:
+    def _strikes(self, fault: Fault, reached: Collection[str] = ()) -> bool:
         """Return whether `fault` strikes now: once, in its step and shard. Record it if it does.
 
         A fault's shard is a micro-batch of this rank.
         """
-        step, shard = self._place()
+        step, shard = self._place(reached)
         if fault.step != step or fault.shard not in (None, shard) or fault in self._struck:
             return False
-        self._record(fault)
+        self._record(fault, reached)
         return True
 
-    def _record(self, fault: Fault) -> None:
+    def _record(self, fault: Fault, reached: Collection[str] = ()) -> None:
         self._struck.add(fault)
-        (step, shard), fields, rank = self._place(), fault.to_dict(), self._subject.rank
+        (step, shard), fields, rank = self._place(reached), fault.to_dict(), self._subject.rank
         self._write([trace.Injected(fault=fields, step=step, rank=rank, shard=shard)])
 
     def _spoil_gradient(self, fault: Fault) -> list[Any]:
@@ -122,7 +123,7 @@ class PlannedFaults:
             if name != (fault.tensor or self._to_strike(fault, name)):
                 return None
             place = _element(subject, name, fault, gradient)
-            if place is None or not self._strikes(fault):
+            if place is None or not self._strikes(fault, (name,)):
                 return None
             spoiled = dtensors.copied(gradient)
             if spoiled.is_sparse:
@@ -142,7 +143,7 @@ class PlannedFaults:
 
         Until the fault's step comes, count how many passes reach each tensor.
         """
-        if self._place()[0] != fault.step:
+        if self._place((reached,))[0] != fault.step:
             self._passes[reached] += 1
         first = self._subject.first_held()
         is_used = self._passes[first] == max(self._passes.values(), default=0)
