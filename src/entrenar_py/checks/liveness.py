@@ -324,10 +324,12 @@ def _is_taken_away(name: str, rest: Sequence[Update], local: Mapping[int, Any]) 
 def _cancels(trace: Trace, rank: int, name: str) -> bool:
     """Return whether gradients of a layer's bias are zero since they cancel out over its rows.
 
-    That of its weight shows that gradients come through its outputs, whose sum the bias's is.
+    That of its weight shows that gradients come through its outputs, whose sum the bias's is. Other
+    passes may train another model.
     """
     weight = f"{name.removesuffix('bias')}weight"
-    passes = [shard.gradient for shard in trace.of(Shard) if shard.rank == rank and shard.gradient]
+    gradients = [shard.gradient for shard in trace.of(Shard) if shard.rank == rank]
+    passes = [gave for gave in gradients if name in gave or weight in gave]
     if not (name.endswith("bias") and passes) or len(trace.shapes.get(weight, ())) < 2:
         return False
     return all(name in gave and weight in gave and bool(gave[weight].square()) for gave in passes)
