@@ -34,6 +34,7 @@ def model_of(
     That is `called`, if it has all their parameters. Else it is a list of the outermost modules
     that have some of them, `called` among these, and of the parameters that no module has, except
     frozen ones, which a checkpoint may have replaced in the module.
+    A container of models that several optimizers step is no model: nothing calls it as a whole.
     If no module has any of them the optimizers hold copies, and `instead`, which the script calls,
     is the model that is never stepped.
     """
@@ -43,7 +44,8 @@ def model_of(
         dtensors.reshard(module)
     lacking = parameters.difference(*map(zero_partitions.parameters_of, own))
     if lacking:
-        own += _outermost(lacking)
+        others = _outermost(lacking)
+        own += others if len(optimizers) < 2 else _called_alone(others, lacking)
         lacking = lacking.difference(*(module.parameters() for module in own))
         if not own and instead is not None:
             return tensors.unwrapped(instead)
@@ -53,6 +55,17 @@ def model_of(
     if len(own) < 2:
         return own[0] if own else None
     return nn.ModuleList(own)
+
+
+def _called_alone(modules: Iterable[nn.Module], wanted: set[Any]) -> list[nn.Module]:
+    """Return modules with the parts that have `wanted` parameters in place of mere containers."""
+    alone: list[nn.Module] = []
+    for module in modules:
+        parts = [part for part in module.children() if not wanted.isdisjoint(part.parameters())]
+        is_container = type(module).forward is nn.Module.forward
+        has_own = any(True for _ in module.parameters(recurse=False))
+        alone += _called_alone(parts, wanted) if is_container and not has_own else [module]
+    return alone
 
 
 def have_modules(parameters: Collection[Tensor]) -> bool:

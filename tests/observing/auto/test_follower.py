@@ -106,6 +106,23 @@ def test_an_optimizer_of_copies_is_the_outer_one(
     assert recorded(follower, tmp_path).outer == {"rule": "nesterov", "lr": 0.7, "momentum": 0.9}
 
 
+@pytest.mark.parametrize("is_copy", [False, True])
+def test_a_model_that_waits_for_its_turn(
+    is_copy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is frozen while another one trains; a frozen copy of that is an outer optimizer's."""
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    follower, first = Follower(Settings()), torch.nn.Linear(3, 2)
+    second = copy.deepcopy(first) if is_copy else torch.nn.Linear(3, 2)
+    optimizers = [torch.optim.SGD(model.parameters()) for model in (first, second)]
+    for optimizer in optimizers:
+        follower.built(optimizer)
+    second.requires_grad_(False)
+    follower.forward(first, (torch.ones(4, 3),))
+    assert follower._recorder is not None
+    assert follower._recorder.optimizers == tuple(optimizers[: 1 if is_copy else 2])
+
+
 def test_the_first_batch_of_a_model_whose_copies_are_stepped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,19 @@ def _gets_gradients(optimizer: torch.optim.Optimizer) -> bool:
     return any(p.requires_grad for group in optimizer.param_groups for p in group["params"])
 
 
+def _takes_turns(optimizer: torch.optim.Optimizer, others: Iterable[torch.optim.Optimizer]) -> bool:
+    """Return whether an optimizer has a model's tensors, which may be frozen while another trains.
+
+    Copies of what another one steps are no such model.
+    """
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    return all(isinstance(p, nn.Parameter) for p in own) and not any(
+        _are_copies(own, [p for group in other.param_groups for p in group["params"]])
+        for other in others
+        if other is not optimizer
+    )
+
+
 def _steps_a_copy(
     optimizer: torch.optim.Optimizer, called: nn.Module, others: Iterable[torch.optim.Optimizer]
 ) -> bool:
@@ -58,11 +71,17 @@ def _steps_a_copy(
     if not trained.isdisjoint(own):
         return False
     return any(
-        not trained.isdisjoint(peers)
-        and len(peers) == len(own)
+        not trained.isdisjoint(peers) and _are_copies(own, peers)
+        for peers in ([p for g in other.param_groups for p in g["params"]] for other in others)
+    )
+
+
+def _are_copies(own: list[Any], peers: list[Any]) -> bool:
+    """Return whether tensors have the numbers of others."""
+    return (
+        len(peers) == len(own)
         and all(a.device == b.device for a, b in zip(own, peers, strict=True))
         and all(torch.equal(a, b) for a, b in zip(own, peers, strict=True))  # of shapes, too
-        for peers in ([p for g in other.param_groups for p in g["params"]] for other in others)
     )
 
 
@@ -139,12 +158,13 @@ class Follower:
 
         Of two with the same parameters the later one is meant: a script has built it again. But if
         one is an attribute of the other, it is inside of that, whichever was built first. One whose
-        tensors no backward pass reaches (DiLoCo's outer optimizer) is left out.
+        tensors no backward pass reaches (DiLoCo's outer optimizer) is left out, unless they are a
+        model that waits for its turn.
         """
         alive = [opt for ref in self._optimizers if (opt := ref()) is not None]
         inside = _inside(alive)
         alive = [opt for opt in alive if not any(opt is inner for inner in inside)]
-        alive = [opt for opt in alive if _gets_gradients(opt)] or alive
+        alive = [opt for opt in alive if _gets_gradients(opt) or _takes_turns(opt, alive)] or alive
         held = [{p for g in opt.param_groups for p in g["params"]} for opt in alive]
         return [
             opt
