@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import lr_scheduler
 
 from entrenar_py.observing import surroundings
 
@@ -36,3 +37,23 @@ def test_a_wrapped_model_is_joined_within_torchs_context(tmp_path: Path) -> None
             assert surroundings.are_joined(own)
     finally:
         dist.destroy_process_group()
+
+
+def test_a_container_of_models_is_none_of_them() -> None:
+    """Nothing calls it as a whole if its models take turns; one that is called stays whole."""
+    critic, maker = (nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(2))
+    both = nn.ModuleDict({"critic": critic, "maker": maker})
+    optimizers = [torch.optim.SGD(one.parameters()) for one in (critic, maker)]
+    found = surroundings.model_of(critic, optimizers)
+    assert found is not None
+    assert [*found.children()] == [critic, maker]
+    del both
+
+
+def test_schedules_that_another_one_has_are_parts_of_it() -> None:
+    """A warm-up and the decay after it are one schedule; two of their own are unknown."""
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    parts: list[lr_scheduler.LRScheduler] = [lr_scheduler.ConstantLR(optimizer) for _ in range(2)]
+    assert surroundings.schedule_of([optimizer]) is None
+    whole = lr_scheduler.SequentialLR(optimizer, parts, milestones=[1])
+    assert surroundings.schedule_of([optimizer]) is whole

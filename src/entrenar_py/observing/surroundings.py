@@ -155,11 +155,21 @@ def are_joined(model: nn.Module) -> bool:
 def schedule_of(optimizers: Iterable[torch.optim.Optimizer]) -> LRScheduler | None:
     """Return the schedule of the optimizers' learning rate; None if there are several or none.
 
-    It may be that of an optimizer inside of one of these.
+    It may be that of an optimizer inside of one of these. Schedules that another one has called in
+    turn (a warm-up, then a decay) are parts of it.
     """
     stepped = [one for opt in optimizers for one in (opt, *tensors.inner_optimizers(opt))]
-    found = [s for s in _alive(LRScheduler) if any(s.optimizer is opt for opt in stepped)]
-    return found[0] if len(found) == 1 else None
+    alive = [s for s in _alive(LRScheduler) if any(s.optimizer is opt for opt in stepped)]
+    parts = {id(part) for schedule in alive for part in _parts_of(schedule)}
+    outer = [schedule for schedule in alive if id(schedule) not in parts]
+    return outer[0] if len(outer) == 1 else None
+
+
+def _parts_of(schedule: LRScheduler) -> list[LRScheduler]:
+    """Return the schedules that a schedule has as attributes, or in lists of its own."""
+    held = vars(schedule).values()
+    each = [part for value in held for part in (value if isinstance(value, list) else [value])]
+    return [part for part in each if isinstance(part, LRScheduler)]
 
 
 def _alive(kind: type[_Object]) -> list[_Object]:
