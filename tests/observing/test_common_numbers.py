@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import fetch
 
+from entrenar_py.faults import MERGED, MIRRORED, Fault
 from entrenar_py.observing import common_numbers, mirrored_batches
 from entrenar_py.observing.common_numbers import CommonNumbers
 
@@ -42,6 +43,14 @@ DRAWS: dict[str, Callable[[int], Tensor]] = {
         torch.arange(1.0, 9), 3 * rows, replacement=True
     ).view(rows, 3),
     "one of a row": lambda rows: torch.multinomial(torch.rand(rows, 5), 1),
+    "shares of a row": lambda rows: torch._sample_dirichlet(torch.arange(1.0, 6).repeat(rows, 1)),
+    "waiting times": lambda rows: torch._standard_gamma(torch.full((rows, 5), 0.4)),
+    "one time a row": lambda rows: torch._standard_gamma(torch.full((rows,), 0.4)).unsqueeze(1),
+    "counts": lambda rows: torch.poisson(torch.arange(1.0, 6).repeat(rows, 1)),
+    "successes": lambda rows: torch.binomial(
+        torch.full((rows, 5), 9.0), torch.tensor(0.3).expand(rows, 5)
+    ),
+    "a share for all": lambda rows: torch.distributions.Beta(0.2, 0.2).sample().expand(rows, 1),
     "dropout": lambda rows: nn.functional.dropout(torch.ones(rows, 5), 0.5),
 }
 
@@ -217,6 +226,21 @@ def shared(drawn: list[Any], **share: int) -> list[Any]:
     """Return what is fetched of ten samples in place of the batches that were drawn."""
     loader: DataLoader[int] = DataLoader(range(10))  # type: ignore[arg-type]
     return [*mirrored_batches.shares(iter(drawn), loader, mirrored_batches.Share(**share))]
+
+
+def test_a_share_is_one_of_merged_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch of a worker may have an odd number of samples, of which there is no half."""
+    order: list[Any] = []
+    monkeypatch.setattr(mirrored_batches, "_CHANGED", set())
+    monkeypatch.setattr(mirrored_batches, "_change", lambda drawn: order.append(drawn))
+    monkeypatch.setattr(mirrored_batches, "_change_length", lambda _: None)
+    kinds = (MIRRORED, MERGED)
+    mirrored_batches.begin([Fault(kind=kind, step=0, value="2") for kind in kinds])
+    loader: DataLoader[int] = DataLoader(range(10), 3)  # type: ignore[arg-type]
+    fetched = iter([[3, 1, 0], [5, 2, 4]])
+    for drawn in order:
+        fetched = drawn(fetched, loader)
+    assert [*fetched] == [[0, 1, 2]]
 
 
 def test_units_are_kept_however_they_are_dropped(numbers: CommonNumbers) -> None:

@@ -44,6 +44,11 @@ _FILLS = (
 )
 _OF_LIKE = {"rand_like": "uniform_", "randn_like": "normal_", "randint_like": "random_"}
 _OF_SIZE = {"rand": "uniform_", "randn": "normal_", "randint": "random_"}
+# By parameters, with a generator as the last argument: whether a number follows from all of a row.
+_OF_PARAMETERS = {
+    "_sample_dirichlet": True,
+    **dict.fromkeys(("_standard_gamma", "poisson", "binomial"), False),
+}
 _LOOKS = ("dtype", "layout", "device", "pin_memory")
 
 CURRENT: CommonNumbers | None = None  # of this process
@@ -176,6 +181,9 @@ class CommonNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return (first >= 0.5).to(first.dtype)
         if name == "multinomial":
             return self._chosen(first, *args[1:3])
+        if name in _OF_PARAMETERS:
+            parameters = [arg for arg in args if isinstance(arg, Tensor)]
+            return self._of_parameters(name, parameters, is_whole=_OF_PARAMETERS[name])
         if name in ("native_dropout", "_fused_dropout") and args[-1] is not False:
             share = 1 - args[1] if name == "native_dropout" else args[1]
             mask = torch.ones_like(first, dtype=torch.bool)
@@ -230,6 +238,22 @@ class CommonNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._order = "together" if is_one else "apart" if apart > together else "unknown"
         by_order = {"together": rows % num_copies, "apart": rows // num}
         return by_order.get(self._order)
+
+    def _of_parameters(self, name: str, parameters: list[Tensor], *, is_whole: bool) -> Tensor:
+        """Return what is drawn by parameters: each row of them by the same numbers."""
+        self._count += 1
+        self._note(name, parameters[0].shape[-1:])
+        draw, shape = getattr(torch, name), parameters[0].shape
+        length = shape[-1] if is_whole or len(shape) > 1 else 1
+
+        def drawn(*row: Tensor) -> Tensor:
+            generator = torch.Generator().manual_seed(self._key << 20 | self._count)
+            result: Tensor = draw(*row, generator=generator)
+            return result
+
+        rows = [parameter.detach().cpu().reshape(-1, length) for parameter in parameters]
+        result = torch.stack([drawn(*row) for row in zip(*rows, strict=True)])
+        return result.reshape(shape).to(parameters[0].device)
 
     def _filled(self, tensor: Tensor, fill: str, *given: Any, **named: Any) -> Tensor:
         """Return `tensor`, filled with one vector along its last dimension."""

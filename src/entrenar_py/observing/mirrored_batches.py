@@ -51,9 +51,12 @@ def begin_if_planned() -> None:
 
 
 def begin(planned: Iterable[Fault]) -> None:
-    """Have this process's loaders fetch other samples, if one of the `planned` faults is so."""
+    """Have this process's loaders fetch other samples, if one of the `planned` faults is so.
+
+    A share is one of merged batches: the batch of a worker may have an odd number of samples.
+    """
     rank, world_size = process_rank.place()
-    for fault in planned:
+    for fault in sorted(planned, key=lambda fault: fault.kind != MERGED):
         if fault in _CHANGED:
             continue
         _CHANGED.add(fault)
