@@ -11,7 +11,7 @@ import pytest
 from entrenar_py.checks import CHECKS, copies, evidence, knob_pairs, tensor_names
 from entrenar_py.checks.compared import Compared
 from entrenar_py.checks.needs import ALONE, CONTROLLED, NUDGED, REPEATED, SHORTENED, Runs
-from entrenar_py.faults import Fault
+from entrenar_py.faults import MERGED, MIRRORED, Fault
 from entrenar_py.harness import roles
 from entrenar_py.trace import Injected, Noticed, Shard, Start, Tensors, Trace, Update
 from entrenar_py.verdict import Finding, Verdict
@@ -389,6 +389,22 @@ def test_rows_that_ranks_draw_alike_may_be_parts_of_a_sum(
     events = [replace(e, terms=(term,)) if isinstance(e, Shard) else e for e in many.events]
     many = traces.was(replace(many, events=tuple(events)), shared=True, losses="backward")
     compared = Compared(runs=Runs(many), model=alone, trace=many)
+    assert bool(copies.summed_parts(compared)) is is_open
+
+
+@pytest.mark.parametrize(("kinds", "is_open"), [((MERGED,), True), ((MIRRORED, MERGED), False)])
+def test_a_sum_over_one_share_is_the_same_on_one_worker(
+    kinds: tuple[str, ...], is_open: bool
+) -> None:
+    """The mean of workers' sums may be a sum over a worker's batch, unless one worker has that."""
+    alone, many = own(1), own(2)
+    faults = tuple(Fault(kind=kind, step=0, value="2") for kind in kinds)
+    alone = replace(alone, scenario=replace(alone.scenario, faults=faults))
+    for update in many.of(Update):
+        halved = {n: changed(update.gradient, n, times=0.5)[n] for n in update.gradient}
+        where = {"step": update.step, "rank": update.rank}
+        many = altered(many, Update, where, gradient=halved)
+    compared = Compared(runs=Runs(many), model=alone, trace=traces.was(many, losses="backward"))
     assert bool(copies.summed_parts(compared)) is is_open
 
 

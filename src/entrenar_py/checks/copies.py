@@ -13,7 +13,7 @@ from typing import Any
 
 from entrenar_py.checks import evidence, factors, loss_terms, step_sums, tensor_names
 from entrenar_py.checks.compared import Compared, run_name
-from entrenar_py.faults import JOINED, OF_RECORDS
+from entrenar_py.faults import JOINED, MIRRORED, OF_RECORDS
 from entrenar_py.trace import Event, Shard, Start, Synchronised, Tensors, Trace, Update
 from entrenar_py.wording import listed
 
@@ -181,7 +181,7 @@ def summed_parts(compared: Compared) -> str:
     Where a batch is cut along its rows, as torch's layers can be told, each rank's rows are taken
     for other ones. If all ranks draw the same, a sum over the rows has each of them once per rank.
     And if a script has the size of a worker's batch, the mean of the workers' sums is the sum over
-    as many samples as one worker has.
+    as many samples as one worker has. Where that one has the share of a rank, it is the sum itself.
     """
     trace, num_workers = compared.trace, compared.trace.scenario.world_size
     factor = _factor_of_all(compared)
@@ -196,7 +196,8 @@ def summed_parts(compared: Compared) -> str:
             "batch; seed each rank's draws differently in the first case, or take the mean over "
             "the rows"
         )
-    is_merged = any(fault.kind in JOINED for fault in compared.model.scenario.faults)
+    kinds = {fault.kind for fault in compared.model.scenario.faults}
+    is_merged = not kinds.isdisjoint(JOINED) and MIRRORED not in kinds
     runs = (compared.model, trace)
     is_mean = loss_terms.are_all(shards, means=True) or all(
         map(loss_terms.are_means_of_steps, runs)
