@@ -16,7 +16,7 @@ from entrenar_py.command import runs
 from entrenar_py.command.asked import Asked
 from entrenar_py.command.launch import Ended
 from entrenar_py.command.run_plan import Plan
-from entrenar_py.faults import Fault
+from entrenar_py.faults import COMMON, REPLAYED, Fault
 from entrenar_py.observing import RATES
 from entrenar_py.rank_files.layout import Layout
 from entrenar_py.trace import Update
@@ -61,6 +61,27 @@ def test_a_run_is_beside_the_next_one_but_the_first(tmp_path: Path) -> None:
         ahead.launched("second", SECOND, {"third": THIRD}, {})
         ahead.launched("third", THIRD, {}, {})
     assert sorted(names) == ["first", "second", "third"]
+
+
+def test_a_run_waits_for_the_batches_that_it_is_given(tmp_path: Path) -> None:
+    """It reads them as it begins, so it isn't begun beside the run that keeps them."""
+    names = list[str]()
+
+    def launch(command: Any, *, folder: Path, **settings: object) -> Ended:
+        names.append(folder.name)
+        return ended(folder)
+
+    common = Fault(kind=COMMON, step=0)
+    keeping = replace(FIRST, faults=(common,))
+    alone = Asked(world_size=1, seed=0)
+    given = replace(alone, faults=(common, Fault(kind=REPLAYED, step=0, value="2")))
+    later = {"1-worker-common": given}
+    with runs._Ahead(plan(tmp_path, launch, "--standalone")) as ahead:
+        ahead.launched("2-workers", FIRST, {}, {})
+        ahead.launched("2-workers-common", keeping, later, {})
+        assert names == ["2-workers", "2-workers-common"]
+        ahead.launched("1-worker-common", given, {}, {})
+    assert names[-1] == "1-worker-common"
 
 
 @pytest.mark.parametrize(

@@ -207,13 +207,16 @@ class _Ahead:
     ) -> Ended:
         """Return how the run `name` ended; begin the next of those that are `planned` after it.
 
-        One that is stopped where the run that it is like saved a checkpoint waits for that run.
+        One that is stopped where the run that it is like saved a checkpoint waits for that run, and
+        so does one that is given the batches of this one.
         """
         running = self._begun.pop(asked, None) or self._begin(name, asked, likes)
         if self._may:
             others = ((n, a) for n, a in planned.items() if a not in self._plan.made)
             for after, other in islice(others, 1):
-                if other not in self._begun and not (other.stops and other.unstopped not in likes):
+                waits = other.stops and other.unstopped not in likes
+                waits = waits or controlling.source_of(other) == name
+                if other not in self._begun and not waits:
                     self._begun[other] = self._begin(after, other, likes)
         ended = running.result()
         if self._may is None:
