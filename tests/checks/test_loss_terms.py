@@ -138,25 +138,25 @@ def test_without_terms_the_number_is_unknown() -> None:
     assert UNKNOWN in reason(run(((8.0, float("nan")),)))
 
 
-def other_size(trace: Trace, kept: int) -> Trace:
-    """Return the run with 1 or 3 micro-batches of each rank in step 1."""
+def other_size(trace: Trace, kept: int, step: int = 1) -> Trace:
+    """Return the run with 1 or 3 micro-batches of each rank in a step."""
     events: list[Event] = []
     for event in trace.events:
-        if isinstance(event, Shard) and event.step == 1:
+        if isinstance(event, Shard) and event.step == step:
             if event.shard % 2 == 0 or kept > 1:
                 events.append(event)
             if event.shard % 2 and kept > 2:
                 events.append(replace(event, shard=event.shard + 4, epoch=1))
         else:
             events.append(event)
-    of_step = [one for one in events if isinstance(one, Shard) and one.step == 1]
+    of_step = [one for one in events if isinstance(one, Shard) and one.step == step]
     total = {
         name: np.sum([one.gradient[name].values() for one in of_step], axis=0) / 2  # type: ignore[arg-type]
         for name in SHAPES
     }
     trace = replace(trace, events=tuple(events))
     for rank in (0, 1):
-        where = {"step": 1, "rank": rank}
+        where = {"step": step, "rank": rank}
         trace = traces.altered(trace, Update, where, gradient=records(total))
     return trace
 
@@ -260,6 +260,23 @@ def test_sums_divided_by_the_tokens_of_the_step_are_known_under_smoothed_labels(
     own = other_size(of_tokens(short, {s: [sum(c)] * 4 for s, c in short.items()}), 1)
     assert "steps have" not in reason(own)
     assert "steps have 2 or 4 micro-batches" in reason(right)  # divided by tokens that are left out
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_window_that_is_applied_in_two_steps(together: bool) -> None:
+    """Each divides by the tokens of both: an engine stepped before the window was whole.
+
+    Accelerate does where a loader ends, as soon as its last batch was fetched.
+    """
+    counts = {0: TOKENS[0], 1: (8, 0, 4, 0), 2: (5, 0, 7, 0)}
+    own = {step: sum(of_step) for step, of_step in counts.items()}
+    divisors = {0: own[0], 1: own[1] + own[2], 2: own[1] + own[2]} if together else own
+    trace = of_tokens(counts, {step: [number] * 4 for step, number in divisors.items()})
+    trace = other_size(other_size(trace, 1), 1, step=2)
+    finding = traces.judge("weighting", [trace])
+    assert (finding.verdict is Verdict.FALSIFIED) is together
+    if together:
+        assert "steps 1, 2 each divide their losses by the 24 elements of both" in finding.reason
 
 
 def test_each_rank_that_divides_by_its_own_tokens_is_wrong() -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from entrenar_py.checks import evidence, facts, gradient_sums, missing, step_sums
 from entrenar_py.trace import Shard, Trace, Update
 from entrenar_py.verdict import Tally
-from entrenar_py.wording import listed
+from entrenar_py.wording import listed, named
 
 Parts = list[tuple[Mapping[int, Update], list[Shard]]]  # of each step: updates, micro-batches
 _NO_HALF = 3  # micro-batches; by 2 a loss may be divided for itself (half of a squared error)
@@ -208,6 +208,7 @@ def judge(tally: Tally, trace: Trace) -> None:
             _rows(tally, trace, step)
         _own_elements(tally, trace, steps)
         _short_steps(tally, trace, steps)
+        _cut_windows(tally, trace, steps)
         _divided_afterwards(tally, trace, steps)
         counts = {len(held) for _, held in parts}
         if len(counts) > 1 and not _is_known(tally, trace, parts):
@@ -530,6 +531,42 @@ def _short_steps(tally: Tally, trace: Trace, steps: Sequence[_Step]) -> None:
             got=f"{number / usual:.6g}",
             **evidence.place(trace, step.update),
         )
+
+
+def _cut_windows(tally: Tally, trace: Trace, steps: Sequence[_Step]) -> None:
+    """Check that a mean over the elements of several micro-batches is applied in one step.
+
+    If an engine steps early, each of several steps has some of them, divided by the elements of
+    all: together they count as much as full steps do.
+    """
+    known = all(len(step.sizes) == 1 and step.num_elements and step.is_even() for step in steps)
+    usual = max((max(step.sizes) for step in steps), default=0)
+    full = [step.wholes() for step in steps if max(step.sizes) == usual] if known else []
+    window: list[_Step] = []
+    for step in steps if full and len({*map(len, full)}) == 1 else ():
+        window = [*window, step] if max(step.sizes) < usual else []
+        if sum(max(part.sizes) for part in window) < usual:
+            continue
+        parts = [part.wholes() for part in window]
+        shares = [[column[0].share for column in part.columns] for part in window]
+        is_one = all(
+            len(of_step) == len(full[0]) and all(map(_alike, of_step, shares[0]))
+            for of_step in shares
+        )
+        if is_one and all(map(_alike, map(sum, zip(*parts, strict=True)), full[0])):
+            numbers = [part.update.step for part in window]
+            total = sum(part.num_elements for part in window)
+            tally.check(
+                False,
+                f"{named('step', numbers)} each divide their losses by the {total:g} elements of "
+                f"{'both' if len(window) == 2 else 'all of them'}, and other steps by their own: "
+                "the optimizer steps before all micro-batches have come (accelerate does where a "
+                "loader ends, once its last batch was fetched)",
+                expected=f"{window[0].num_elements:g}",
+                got=f"{total:g}",
+                **evidence.place(trace, window[0].update),
+            )
+        window = []
 
 
 def _divided(step: _Step, number: int) -> float | None:
