@@ -247,3 +247,22 @@ def script(run: Trace) -> Trace:
     """Return a run as one of a script."""
     own = run.scenario.with_(system="command", workload="own")
     return replace(run, scenario=own, promises=())
+
+
+def test_weights_that_are_loaded_for_a_test_at_the_end_are_no_resume() -> None:
+    """It is seen: a run that is started again beside them begins anew. One that reads them may."""
+    straight = traces.observed(saves="weights", saved_after=(2,), loads="late")
+    stopped = replace(straight, scenario=straight.scenario.with_(stops=(3,)))
+    again = (*straight.events[:-1], *straight.of(Start), straight.events[-1])
+    anew = replace(stopped, events=again)
+    absent = CHECKS["resume"].absent
+    assert "only once it has trained" in absent([straight, anew])
+    for other in (
+        traces.was(anew, read_back="train.py:3"),
+        traces.was(anew, loads=""),
+        traces.was(anew, saved_after=()),
+        traces.altered(anew, Start, {"rank": 1}, resumed=True),
+        stopped,
+    ):
+        assert absent([straight, other]) == "", other.traits
+    assert absent([straight]) == ""

@@ -114,8 +114,16 @@ def _no_straight_run(tally: Tally, trace: Trace, runs: Traces) -> str:
 def _absent(traces: Sequence[Trace]) -> str:
     """Return why the script has nothing to resume from, as far as all of its runs show."""
     saves = {trace.traits.saves for trace in traces}
+    stopped = [trace for trace in traces if trace.scenario.stops]
+    if stopped and {trace.traits.loads for trace in traces} == {"late"}:
+        if not all(map(stopped_run.began_anew, stopped)):
+            return ""
+        return (
+            "the script loads its weights only once it has trained, and it began anew where it "
+            "was started again beside its checkpoint: no run goes on from one"
+        )
     unreached = next((trace.traits.unreached for trace in traces if trace.traits.unreached), "")
-    if any(trace.scenario.stops for trace in traces) or "" in saves:
+    if stopped or "" in saves:
         return ""
     if saves == {"nothing"} and not unreached:
         steps = counted(max(trace.scenario.num_steps for trace in traces), "step")

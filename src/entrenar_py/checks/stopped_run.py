@@ -41,6 +41,21 @@ def is_telling(trace: Trace) -> bool:
     return resumed or bool(trace.traits.read_back) or has_read
 
 
+def began_anew(trace: Trace) -> bool:
+    """Return whether each rank of a stopped run began again as at first, beside a checkpoint."""
+    starts: dict[int, list[Start]] = {}
+    for start in trace.of(Start):
+        starts.setdefault(start.rank, []).append(start)
+    return (
+        bool(trace.traits.saved_after)
+        and not is_telling(trace)
+        and all(
+            len(lives) > 1 and all(_same(lives[0].weights, one.weights) for one in lives)
+            for lives in starts.values()
+        )
+    )
+
+
 def _differences(straight: Trace, trace: Trace) -> Iterator[str]:
     """Yield how the run differs from the `straight` one before its first stop."""
     updates = evidence.updates(straight)

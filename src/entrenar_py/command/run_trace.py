@@ -36,6 +36,7 @@ def of(
     unclipped: bool,
     seeded: bool,
     starts: str,
+    says_how: bool,
     arrangement: Arrangement | None = None,
 ) -> trace.Trace:
     """Return the trace of the run whose ranks' files are in `folder`.
@@ -44,7 +45,8 @@ def of(
 
     A run may end too early to show its number of steps or its data. These are then taken from
     `like`, a run without faults or stops. `unclipped`: the command was told to clip nothing.
-    `seeded`: it was told its seed. `starts` is that trait.
+    `seeded`: it was told its seed. `starts` is that trait. `says_how`: the command has a way to
+    resume, so that the script is meant to.
     """
     ranks, problems = assembly.load(folder)
     if arrangement is not None and not any(rank.pieces for rank in ranks):
@@ -53,6 +55,8 @@ def of(
     common = ending.by_all(ranks, events)
     scenario, traits = _scenario(ranks, common, asked, like, unclipped=unclipped)
     saved = checkpoints.read(folder)
+    if says_how:
+        saved = replace(saved, loads_late=False)
     is_cut = any(rank.is_limited for rank in ranks)
     traits = replace(traits, seeded=seeded, starts=starts, **saved.traits(is_cut=is_cut))
     how = ending.of(ranks, events, asked, ended, problems)

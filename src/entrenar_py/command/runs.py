@@ -350,6 +350,7 @@ def _trace(plan: Plan, asked: Asked, folder: Path, ended: Ended, like: Trace | N
         like,
         unclipped=plan.can_say("clip") and UNCLIPPED not in plan.spelled.get("clip", {}),
         seeded=plan.can_say("seed"),
+        says_how=plan.can_say(placeholders.RESUME) or plan.can_say("workdir"),
         arrangement=plan.arrangements.get(asked.world_size),
         starts="" if plan.can_say("world_size") or plan.most > 1 else "one",
     )

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from entrenar_py import hook_calls
-from entrenar_py.observing import FOLDER, call_sites, script_text
+from entrenar_py.observing import FOLDER, call_sites, script_order, script_text
 from entrenar_py.rank_files import checkpoints
 
 _VALUES_MAX = 2**16  # looked at in what is saved
@@ -107,6 +107,7 @@ def watch(weights: Iterable[Tensor], made: Callable[[], int]) -> None:
         unreached=script_text.first(_SAVES, own, _own_functions(own)),
         library=script_text.first(_SAVES, libraries),
         loads=bool(script_text.first(_LOADS, own)),
+        loads_late=script_order.come_later(_LOADS, own),
         option=_option(own),
         restarts=os.environ.get(_MAX_RESTARTS) != "0",
     )

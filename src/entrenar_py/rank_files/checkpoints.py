@@ -34,9 +34,10 @@ class Saved:
     of so many steps before (`behind`). `left` tells
     whether a file was left that can hold them. `unreached` is the first line of the script that
     would save something, and `library` that of the library that trains, each "" if there is none.
-    `loads` tells whether a line of the script may load it, `option` is its option that sounds like
-    that, as `--resume PATH`. `read_back` is the first line that has loaded a file with weights of a
-    step, before it trained. `read_only` is the line of a process that has done so and didn't train.
+    `loads` tells whether a line of the script may load it, `loads_late` that all such lines run
+    only once it has trained. `option` is its option that sounds like that, as `--resume PATH`.
+    `read_back` is the first line that has loaded a file with weights of a step, before it trained.
+    `read_only` is the line of a process that has done so and didn't train.
     `restarts` tells whether the launcher may start workers again.
     """
 
@@ -47,6 +48,7 @@ class Saved:
     unreached: str = ""
     library: str = ""
     loads: bool = True
+    loads_late: bool = False
     option: str = ""
     read_back: str = ""
     read_only: str = ""
@@ -65,7 +67,7 @@ class Saved:
             "saved_after": self.after,
             "saved_behind": self.behind,
             "unreached": "" if saves else self.unreached or (self.library if is_cut else ""),
-            "loads": "" if self.loads else "nothing",
+            "loads": ("late" if self.loads_late else "") if self.loads else "nothing",
             "resume_option": self.option,
             "read_back": self.read_back,
             "restarts": "" if self.restarts else "nothing",
@@ -95,6 +97,7 @@ def read(folder: Path) -> Saved:
         unreached=_said("unreached", begun),
         library=_said("library", begun),
         loads=any(note.get("loads") for note in begun),
+        loads_late=all(note.get("loads_late") for note in begun),
         option=_said("option", begun),
         read_back=_read(by_process, trains=True),
         read_only=_read(by_process, trains=False),

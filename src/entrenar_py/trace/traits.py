@@ -34,7 +34,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "loss_over": ("", "batch", "micro-batch"),
     "arranged": ("known", "guessed"),
     "saves": ("", "nothing", "weights"),
-    "loads": ("", "nothing"),
+    "loads": ("", "nothing", "late"),
     "restarts": ("", "nothing"),
     "starts": ("", "one"),
 }
@@ -83,10 +83,10 @@ class Traits:
       the numbers of steps that were made by then, `saved_behind` is how many steps before that the
       weights may have been handed to a thread that saves them, and `unreached` is the line that
       would have saved some if the run had come there.
-    - `loads`: `nothing` if no line of the script loads what it may have saved. `resume_option` is
-      the first of its options that has such a name, as `--resume PATH`, or a setting
-      (`--start=resume`, or an environment variable, `START=resume`). `read_back` is the line that
-      has loaded such a file before training.
+    - `loads`: `nothing` if no line of the script loads what it may have saved, `late` if all that
+      do run only once it has trained. `resume_option` is the first of its options that has such a
+      name, as `--resume PATH`, or a setting (`--start=resume`, or an environment variable,
+      `START=resume`). `read_back` is the line that has loaded such a file before training.
     - `restarts`: `nothing` if the launcher starts no worker again.
     - `starts`: `one` if the command starts one worker and can't be told to start more.
 

@@ -1,0 +1,107 @@
+"""Lines of a script that run only after what it is doing now."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from entrenar_py.observing import script_order
+
+LOADS = re.compile(r"\btorch\.load\b|resume")
+
+AT_THE_END = """
+def train(step):
+    for epoch in range(1):
+        step()
+    net = torch.load(path)
+"""
+IN_A_FUNCTION = """
+def test():
+    return restored(path)
+def restored(path):
+    return torch.load(path)
+def train(step):
+    step()
+    test()
+"""
+OF_AN_OBJECT = """
+class Trainer:
+    def test(self):
+        net = torch.load(self.path)
+    def fit(self, step):
+        while True:
+            step()
+            break
+def train(step):
+    trainer = Trainer()
+    trainer.fit(step)
+    print("test")
+    if trainer.best:
+        trainer.test()
+Trainer.best, Trainer.path = False, ""
+"""
+IN_ANOTHER_BRANCH = """
+def train(step, only_tests=False):
+    if not only_tests:
+        step()
+    else:
+        net = torch.load(path)
+"""
+LATER = {
+    "at the end": AT_THE_END,
+    "in a function": IN_A_FUNCTION.replace("    test()", "    if path: test()"),
+    "of an object": OF_AN_OBJECT,
+    "in another branch": IN_ANOTHER_BRANCH,
+}
+EARLIER = {
+    "before": "def train(step):\n    if path: torch.load(path)\n    step()\n",
+    "in the loop": AT_THE_END.replace("    net =", "        if path: net ="),
+    "an option": f"def args(add):\n    add('--resume')\n{AT_THE_END}",
+    "in a function that is called before, too": IN_A_FUNCTION.replace(
+        "    step()\n    test()", "    if path: restored(path)\n    step()\n    if path: test()"
+    ),
+    "in a function that nobody calls": IN_A_FUNCTION.replace("    test()", ""),
+    "in a function that is called by its name": IN_A_FUNCTION.replace(
+        "    test()", "    if path: globals()['test']()"
+    ),
+    "in a method that is got by its name": OF_AN_OBJECT.replace(
+        "        trainer.test()", "        getattr(trainer, 'test')()"
+    ),
+    "by another name": "from x import test as check\n" + LATER["in a function"],
+    "a callback": "class Best:\n    def __call__(self):\n        torch.load(path)\n" + AT_THE_END,
+    "to try once more": (
+        "def train(step):\n    try:\n        step()\n    except OSError:\n        torch.load(0)\n"
+    ),
+    "as an argument": (
+        "def train(step):\n    both(\n        step(),\n        path and torch.load(path),\n    )\n"
+        "def both(*given): ...\n"
+    ),
+    "no such line": "def train(step):\n    step()\n",
+}
+
+
+def is_later(text: str, folder: Path) -> bool:
+    """Return what is said of a script in the midst of its function `train`."""
+    file, seen = str(folder / "own.py"), list[bool]()
+    scope: dict[str, Any] = {"path": "", "torch": type("torch", (), {"load": str})}
+    body = re.sub(r"^from .*", "", text)  # its lines keep their numbers
+    exec(compile(body, file, "exec"), scope)
+    train: Callable[..., Any] = scope["train"]
+    train(lambda: seen.append(script_order.come_later(LOADS, {file: text})))
+    return seen[0]
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_a_line_that_runs_once_training_is_over(name: str, tmp_path: Path) -> None:
+    """After the loop, in functions that are called there alone, or in place of it."""
+    assert is_later(LATER[name], tmp_path)
+
+
+@pytest.mark.parametrize("name", EARLIER)
+def test_a_line_that_may_run_before(name: str, tmp_path: Path) -> None:
+    """Whatever could be a resume, in code that runs or not, is one."""
+    assert not is_later(EARLIER[name], tmp_path)
