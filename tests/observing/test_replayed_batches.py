@@ -7,8 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from entrenar_py.observing import replayed_operands
+from entrenar_py.observing import (
+    BATCHES,
+    BATCHES_KEPT,
+    FOLDER,
+    replayed_batches,
+    replayed_operands,
+)
 from entrenar_py.observing.replayed_batches import Giving, Keeping
 
 ROWS = [torch.arange(6).view(3, 2) + 10 * rank for rank in range(2)]
@@ -65,6 +72,25 @@ def test_what_can_t_be_given(
     kept(tmp_path, *given)
     with pytest.raises(LookupError):
         Giving(tmp_path, 2, in_turn=False).passes((own, {}))
+
+
+def test_a_target_is_kept_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mode that hears operands has torch call a loss again; a script may have got it before."""
+    for name in replayed_batches._LOSSES:  # which are replaced in this process
+        monkeypatch.setattr(functional, name, getattr(functional, name))
+    monkeypatch.setattr(replayed_batches, "_LOSSES_HEARD", replayed_batches._Losses())
+    monkeypatch.setattr(replayed_batches, "_CURRENT", [])
+    monkeypatch.setenv(BATCHES, BATCHES_KEPT)
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    before = functional.cross_entropy
+    keeping = replayed_batches.begin(0)
+    assert keeping is not None
+    scores, targets = torch.zeros(2, 3, requires_grad=True), torch.tensor([0, 2])
+    with replayed_operands.Operands(keeping.operands):
+        before(scores, targets)
+        functional.cross_entropy(scores, targets)
+    functional.cross_entropy(scores, targets)
+    assert len(replayed_batches._read(tmp_path / "00000.batches")["target"]) == 3
 
 
 def test_too_much_is_not_kept(tmp_path: Path) -> None:

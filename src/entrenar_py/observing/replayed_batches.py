@@ -171,7 +171,7 @@ def begin_giving(num_ranks: int, *, in_turn: bool) -> None:
     giving = Giving(Path(folder), num_ranks, in_turn=in_turn)
     _CURRENT.append(giving)
     torch.distributions.Distribution.set_default_validate_args(False)  # it counts the rows
-    torch_calls.apply(_losses(), giving)
+    listen()
     module: Any = nn.Module
     module._call_impl = _giving(module._call_impl, giving)
 
@@ -185,12 +185,33 @@ def begin(rank: int) -> Keeping | Giving | None:
     if os.environ.get(BATCHES) != BATCHES_KEPT or not folder:
         return _CURRENT[0] if _CURRENT else None
     keeping = Keeping(Path(folder), rank)
-    if not _CURRENT:
-        torch_calls.apply(_losses(), keeping)
+    listen()
     _CURRENT[:] = [keeping]
     return keeping
 
 
+def listen() -> None:
+    """Hear the targets of losses from here on, if batches are kept, or given.
+
+    A script gets a loss function before it calls its model (`cross_entropy(model(x), y)`), so it
+    is replaced before the first pass begins.
+    """
+    if os.environ.get(BATCHES) and not _LOSSES_HEARD.are_heard:
+        _LOSSES_HEARD.are_heard = True
+        torch_calls.apply(_losses(), _LOSSES_HEARD)
+
+
+class _Losses:
+    """The losses of this process; `depth` counts those that are being computed.
+
+    torch calls a loss function once more if a mode hears it.
+    """
+
+    depth = 0
+    are_heard = False
+
+
+_LOSSES_HEARD = _Losses()
 _CURRENT: list[Keeping | Giving] = []
 
 
@@ -208,13 +229,19 @@ def _giving(original: Function, giving: Giving) -> Function:
     return call
 
 
-def _scored(original: Function, kept: Keeping | Giving) -> Function:
+def _scored(original: Function, losses: _Losses) -> Function:
     @wraps(original)
     def loss(input: Tensor, target: Any, *args: Any, **named: Any) -> Any:  # noqa: A002
         is_again = torch._C._current_graph_task_id() != -1  # of a checkpoint, in a backward pass
-        if torch.is_grad_enabled() and input.requires_grad and not is_again:
-            kept.keep(_TARGET, _numbered(target))
-        return original(input, target, *args, **named)
+        is_inside = losses.depth > 0
+        if torch.is_grad_enabled() and input.requires_grad and not (is_again or is_inside):
+            for current in _CURRENT:
+                current.keep(_TARGET, _numbered(target))
+        losses.depth += 1
+        try:
+            return original(input, target, *args, **named)
+        finally:
+            losses.depth -= 1
 
     return loss
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from entrenar_py.observing import FAULTS, FOLDER, call_sites
+from entrenar_py.observing import BATCHES, FAULTS, FOLDER, call_sites
 from entrenar_py.observing.auto import Settings
 from entrenar_py.observing.auto.ending import Ending
 from entrenar_py.observing.auto.guard import guarded
@@ -327,7 +327,14 @@ class Follower:
         self.batches.iterated(loader, iterator)
 
     def _control(self) -> None:
-        """Draw common random numbers from here on, if that is planned: the model is built."""
+        """Draw common random numbers, or keep batches, from here on, if that is planned.
+
+        The model is built by now.
+        """
+        if os.environ.get(BATCHES):
+            from entrenar_py.observing import replayed_batches
+
+            replayed_batches.listen()
         if os.environ.get(FAULTS, "[]") != "[]":
             from entrenar_py.observing import common_numbers
 
