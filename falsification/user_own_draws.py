@@ -273,6 +273,49 @@ obs.close()
 dist.destroy_process_group()
 """
 
+# Progressions to be continued. A step's rows follow from its number: nothing is kept to go on from.
+CONTINUED = """\
+import contextlib
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import entrenar_py
+
+
+@contextlib.contextmanager
+def group():
+    dist.init_process_group("gloo")
+    yield dist.get_rank()
+    dist.destroy_process_group()
+
+
+def progressions(step, rank, count=5):
+    rng = np.random.default_rng((91, step, rank))
+    first, stride = rng.integers(20, size=(count, 1)), rng.integers(1, 4, size=(count, 1))
+    row = torch.from_numpy((first + stride * np.arange(9)) % 20)
+    return row[:, :8], row[:, 8]
+
+
+with group() as rank:
+    torch.manual_seed(17)
+    guess = nn.Sequential(
+        nn.Embedding(20, 6), nn.Flatten(), nn.Linear(48, 24), nn.Mish(), nn.Linear(24, 20)
+    )
+    both = nn.parallel.DistributedDataParallel(guess)
+    optimizer = torch.optim.NAdam(both.parameters(), lr=2e-3)
+    watched = entrenar_py.observe(both, optimizer)
+    for step in range(10):
+        row, following = progressions(step, rank)
+        error = nn.functional.cross_entropy(both(row), following)
+        error.backward()
+        nn.utils.clip_grad_norm_(both.parameters(), 5.0, error_if_nonfinite=True)
+        optimizer.step()
+        optimizer.zero_grad()
+    watched.close()
+"""
+
 _DIVIDED = "        p.grad /= world\n"
 
 
@@ -336,6 +379,14 @@ BUGS = (
         check="parity",
         words="twice as large",
     ),
+    _by_rank(
+        "continued.py",
+        CONTINUED,
+        "a generator of each step that doesn't heed the rank",
+        ("(91, step, rank)", "(91, step)"),
+        check="coverage",
+        words="the same rows in every step",
+    ),
     _windows(
         "gradients are added and not divided",
         (_DIVIDED, ""),
@@ -366,6 +417,7 @@ VARIANTS = (
     _by_rank("played.py", PLAYED, "several times through what was played"),
     _by_rank("acted.py", ACTED, "an actor-critic, and what it has kept of its play"),
     _by_rank("forged.py", FORGED, "a forger and an expert, and noise by rank"),
+    _by_rank("continued.py", CONTINUED, "a generator of each step makes its rows"),
     _windows("windows of a text, by a rank's seed"),
     _windows("under dropout", ("nn.Dropout(0.0)", "nn.Dropout(0.3)")),
     _windows("one micro-batch", ("PASSES = 4 // world", "PASSES = 1")),

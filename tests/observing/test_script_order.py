@@ -105,3 +105,77 @@ def test_a_line_that_runs_once_training_is_over(name: str, tmp_path: Path) -> No
 def test_a_line_that_may_run_before(name: str, tmp_path: Path) -> None:
     """Whatever could be a resume, in code that runs or not, is one."""
     assert not is_later(EARLIER[name], tmp_path)
+
+
+DRAWS = re.compile(r"\brandint\(")
+IN_THE_LOOP = """
+def rows(step):
+    return randint(step)
+def train(now):
+    for epoch in range(1):
+        batch = rows(0)
+        now()
+"""
+OF_A_GENERATOR = """
+def rows():
+    while True:
+        yield randint(0)
+def train(now):
+    for batch in rows():
+        now()
+        break
+"""
+OF_MICRO_BATCHES = """
+class Data:
+    def batch(self):
+        return randint(0)
+def train(now):
+    data, loss, optimizer = Data(), Loss(), Loss()
+    for epoch in range(1):
+        batch = data.batch()
+        for part in range(1):
+            now()
+            loss.backward()
+        optimizer.step()
+class Loss:
+    backward = step = lambda self: None
+"""
+AGAIN = {
+    "in the loop": IN_THE_LOOP,
+    "of a generator": OF_A_GENERATOR,
+    "of micro-batches": OF_MICRO_BATCHES,
+}
+ONCE = {
+    "before the loop": "def train(now):\n    randint(0)\n    for epoch in range(1): now()\n",
+    "once in an epoch": (
+        "def train(now):\n    for epoch in range(1):\n        batch = randint(0)\n"
+        "        for part in range(1):\n            now()\n"
+    ),
+    "now and then": IN_THE_LOOP.replace("batch =", "if epoch: batch ="),
+    "in some calls": IN_THE_LOOP.replace("    return", "    if step: return"),
+    "before a generator's loop": OF_A_GENERATOR.replace("yield randint(0)", "yield 0").replace(
+        "    while", "    randint(0)\n    while"
+    ),
+    "without a loop": "def train(now):\n    randint(0)\n    now()\n",
+}
+
+
+def comes_again(text: str, folder: Path) -> bool:
+    """Return what is said of the lines that draw, in the midst of a script's function `train`."""
+    file, seen = str(folder / "own.py"), list[bool]()
+    scope: dict[str, Any] = {"randint": int}
+    exec(compile(text, file, "exec"), scope)
+    scope["train"](lambda: seen.append(script_order.come_again(DRAWS, {file: text})))
+    return seen[0]
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_a_line_that_draws_in_each_step(name: str, tmp_path: Path) -> None:
+    """By itself or in what is called there, under no condition."""
+    assert comes_again(AGAIN[name], tmp_path)
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_a_line_that_may_draw_less_often(name: str, tmp_path: Path) -> None:
+    """Rows that are drawn once in an epoch, or now and then, may be given twice by mistake."""
+    assert not comes_again(ONCE[name], tmp_path)

@@ -11,7 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from entrenar_py import trace
-from entrenar_py.observing import call_sites, checkpoints, script_text, surroundings
+from entrenar_py.observing import (
+    call_sites,
+    checkpoints,
+    script_order,
+    script_text,
+    surroundings,
+)
 from entrenar_py.observing.call_sites import CallSites
 from entrenar_py.observing.loader_batches import Batches, Pass
 from entrenar_py.observing.loader_iterators import LoaderHooks
@@ -62,6 +68,7 @@ class ScriptFacts:
         self._ear: Ear | None = None
         self._exchanges = Exchanges()
         self._selects = ""  # the line of the script that may select rows at random
+        self._selects_in_steps = False
         self._is_joined = False
 
     def listen(
@@ -93,6 +100,8 @@ class ScriptFacts:
         if self._scheduler is None:
             self._scheduler = surroundings.schedule_of(subject.optimizers)
         self._selects = script_text.selecting_line()
+        own, _ = script_text.texts()
+        self._selects_in_steps = script_order.come_again(script_text.SELECTS, own)
         self._is_joined = surroundings.are_joined(subject.model)
         checkpoints.watch(dict.fromkeys(subject.trained.values()), made)  # some share a flat one
 
@@ -134,6 +143,7 @@ class ScriptFacts:
             facts["replicas"] = self._replicas
         if self._selects:
             facts["selects"] = self._selects
+            facts["selects_in_steps"] = self._selects_in_steps
         if self._is_joined:
             facts["joined"] = True
         if micro_batches.has_backward_losses:

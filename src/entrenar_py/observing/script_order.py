@@ -1,10 +1,13 @@
-"""Which lines of a script run only after what it is doing now.
+"""Which lines of a script run only after what it is doing now, and which run again in each step.
 
 A script may load a checkpoint though it resumes from none: it tests its best weights once it has
 trained. Such a line comes after the statement that trains, in a function that is running, outside
 of the loops around that statement. Or it is in a function that is used in such lines alone. What
 can't be told so (a callback, a function that is known by a text, or that nobody calls) may run
 earlier.
+
+A line runs in each step if it is in the loop that steps, under no condition, or in a function that
+is called there so. A generator is as good, if the line is in a loop of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 import ast
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,26 +23,29 @@ from entrenar_py.observing import call_sites
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
+_Loop = ast.For | ast.While
 _MODULE = "<module>"
+Line = tuple[str, int]  # a file and a number
 
 
 def come_later(pattern: re.Pattern[str], texts: Mapping[str, str]) -> bool:
     """Return whether lines of a script fit, and all of them run only after what runs now."""
-    by_file = {_absolute(file): text for file, text in texts.items()}
-    try:
-        with warnings.catch_warnings():  # Python has told of them already
-            warnings.simplefilter("ignore")
-            trees = {file: ast.parse(text) for file, text in by_file.items()}
-    except (SyntaxError, ValueError):  # a template, or for another Python
-        return False
-    order = _Order(trees, _running())
-    lines = [
-        (file, number)
-        for file, text in by_file.items()
-        for number, line in enumerate(text.splitlines(), start=1)
-        if pattern.search(line.partition("#")[0]) and not line.lstrip().startswith("def ")
-    ]
-    return bool(lines) and all(order.is_later(*line) for line in lines)
+    order, lines = _Order.of(texts), [*_fitting(pattern, texts)]
+    return order is not None and bool(lines) and all(order.is_later(*line) for line in lines)
+
+
+def come_again(pattern: re.Pattern[str], texts: Mapping[str, str]) -> bool:
+    """Return whether a line of a script fits that runs in each turn of the loop that runs now."""
+    order = _Order.of(texts)
+    return order is not None and any(map(order.is_repeated, _fitting(pattern, texts)))
+
+
+def _fitting(pattern: re.Pattern[str], texts: Mapping[str, str]) -> Iterator[Line]:
+    """Yield the lines that fit, without those that define a function."""
+    for file, text in texts.items():
+        for number, line in enumerate(text.splitlines(), start=1):
+            if pattern.search(line.partition("#")[0]) and not line.lstrip().startswith("def "):
+                yield _absolute(file), number
 
 
 def _running() -> dict[tuple[str, str, int], int]:
@@ -64,6 +70,17 @@ class _Order:
     running: Mapping[tuple[str, str, int], int]
     _known: set[str] = field(default_factory=set)  # names of functions that were looked at
 
+    @classmethod
+    def of(cls, texts: Mapping[str, str]) -> _Order | None:
+        """Return the order of the lines that run now; None if a text can't be read."""
+        try:
+            with warnings.catch_warnings():  # Python has told of them already
+                warnings.simplefilter("ignore")
+                trees = {_absolute(file): ast.parse(text) for file, text in texts.items()}
+        except (SyntaxError, ValueError):  # a template, or for another Python
+            return None
+        return cls(trees, _running())
+
     def is_later(self, file: str, line: int) -> bool:
         """Return whether a line runs only after what runs now."""
         scope = _scope(self.trees[file], line)
@@ -80,15 +97,54 @@ class _Order:
         self._known.add(name)
         if name.startswith("__") or any(_is_hidden(name, node) for _, node in self._nodes()):
             return False
+        uses = [*self._uses(function)]
+        return bool(uses) and all(self.is_later(*use) for use in uses)
+
+    def is_repeated(self, line: Line) -> bool:
+        """Return whether a line runs in each turn of the loop that steps, as far as it shows."""
+        file, number = line
+        scope = _scope(self.trees[file], number)
+        loops = [loop for at, of, loop in self._loops() if (at, of) == (file, scope)]
+        if any(loop.body[0].lineno <= number for loop in loops if _has(loop, number)):
+            return not _is_conditional(scope, number, within=loops)
+        if isinstance(scope, ast.Module) or scope.name in self._known:
+            return False
+        self._known.add(scope.name)
+        yields = any(isinstance(node, ast.Yield | ast.YieldFrom) for node in ast.walk(scope))
+        own = [node for node in ast.walk(scope) if isinstance(node, _LOOPS) and _has(node, number)]
+        if (yields and not own) or _is_conditional(scope, number, within=own[-1:]):
+            return False
+        heads = {(at, loop.lineno) for at, _, loop in self._loops() if yields}
+        return any(use in heads or self.is_repeated(use) for use in self._uses(scope))
+
+    def _loops(self) -> list[tuple[str, ast.AST, _Loop]]:
+        """Return the innermost loop around what runs now, with its file and function.
+
+        If that goes through the micro-batches of a step, it is the next one.
+        """
+        for (file, name, first), now in self.running.items():
+            tree = self.trees.get(file)
+            scope = None if tree is None else _scope(tree, now)
+            if scope is None or _named(scope) != (name, first):
+                continue
+            around = [n for n in ast.walk(scope) if isinstance(n, _Loop) and _has(n, now)]
+            loops = sorted(around, key=lambda loop: -loop.lineno)
+            calls = {_called(node) for loop in loops[:1] for node in ast.walk(loop)}
+            if len(loops) > 1 and "backward" in calls and "step" not in calls:
+                loops = loops[1:]
+            if loops:
+                return [(file, scope, loops[0])]
+        return []
+
+    def _uses(self, function: _Function) -> Iterator[Line]:
+        """Yield the lines outside of a function that have its name."""
+        name = function.name
         inside = range(function.lineno, (function.end_lineno or 0) + 1)
-        uses = [
-            (file, node.lineno)
-            for file, node in self._nodes()
-            if (isinstance(node, ast.Name) and node.id == name)
-            or (isinstance(node, ast.Attribute) and node.attr == name)
-        ]
-        others = [use for use in uses if use[1] not in inside]
-        return bool(others) and all(self.is_later(*use) for use in others)
+        for file, node in self._nodes():
+            is_name = isinstance(node, ast.Name) and node.id == name
+            is_attribute = isinstance(node, ast.Attribute) and node.attr == name
+            if (is_name or is_attribute) and node.lineno not in inside:  # type: ignore[attr-defined]
+                yield file, node.lineno  # type: ignore[attr-defined]
 
     def _nodes(self) -> Iterator[tuple[str, ast.AST]]:
         for file, tree in self.trees.items():
@@ -142,6 +198,16 @@ def _comes_after(scope: ast.AST, line: int, now: int) -> bool:
         and _has(node, line)
         and (_has(node, now) or isinstance(node, ast.ExceptHandler))
         for node in nodes
+    )
+
+
+def _is_conditional(scope: ast.AST, line: int, *, within: Sequence[ast.AST]) -> bool:
+    """Return whether a line depends on a condition in its function, or in the loops around it."""
+    outer = within or [scope]
+    return any(
+        isinstance(node, ast.If | ast.ExceptHandler) and _has(node, line) and node not in outer
+        for one in outer
+        for node in ast.walk(one)
     )
 
 

@@ -17,7 +17,7 @@ from entrenar_py.observing import call_sites
 _TEXT_BYTES_MAX = 2**22
 _FACTOR_MAX = 64  # of a product or power that a script divides by: larger ones are no counts
 # Calls that select rows by random numbers, so that one may come again before all others came ...
-_SELECTS = re.compile(
+SELECTS = re.compile(
     r"\b(randint|random_integers|randrange|integers|choices?|multinomial)\s*\(|\bsample\([^()]*,"
 )
 # ... and what goes through rows in a random order, each once.
@@ -71,7 +71,7 @@ def selecting_line() -> str:
     Return "" if there is none, or if the script orders anything at random: it may be its rows.
     """
     own, _ = texts()
-    return "" if first(_ORDERS, own) else first(_SELECTS, own)
+    return "" if first(_ORDERS, own) else first(SELECTS, own)
 
 
 def shuffles() -> bool:

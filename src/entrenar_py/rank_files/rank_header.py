@@ -88,6 +88,7 @@ _KEYS: Mapping[str, tuple[bool, Test, str]] = {
     "drop_last": (False, _is_flag, "true or false"),
     "replacement": (False, _is_flag, "true or false"),
     "selects": (False, _is_text, "a line, as train.py:12"),
+    "selects_in_steps": (False, _is_flag, "true or false"),
     "clip_norm": (False, _is_norm, "a number above 0, or null where none was declared"),
     "clips": (False, _is_norm, "a number above 0, or null where no calls show one norm"),
     "reduction": (False, _is_text, "the name of a number format"),
@@ -106,7 +107,7 @@ _KEYS: Mapping[str, tuple[bool, Test, str]] = {
 # The keys that a later line may give, since what the script doesn't declare is met later.
 OF_THE_DATA = (
     *("num_samples", "drop_last", "replacement", "thorough", "varied", "samples", "replicas"),
-    *("losses", "clips", "alone", "selects", "drawn", "ordered", "joined"),
+    *("losses", "clips", "alone", "selects", "selects_in_steps", "drawn", "ordered", "joined"),
 )
 
 

@@ -171,11 +171,14 @@ def _selecting_line(ranks: Sequence[RankTrace], events: Sequence[Event]) -> str:
     """Return the line that selects rows by random numbers, if each rank draws some in each step.
 
     They are drawn outside of the passes of the model, where masks are drawn. What is drawn before
-    the first pass is not always recorded.
+    the first pass is not always recorded, nor what a generator draws that lives for a step: then
+    the line is in the loop that steps.
     """
     lines = [str(rank.header.get("selects", "")) for rank in ranks]
     if not lines or not all(lines):
         return ""
+    if all(rank.header.get("selects_in_steps") for rank in ranks):
+        return lines[0]
     draws = (event for event in events if isinstance(event, Drawn) and event.where in _SELECTING)
     drawn = {(event.step, event.rank) for event in draws}
     shards = [event for event in events if isinstance(event, Shard) and event.ids]
