@@ -65,9 +65,26 @@ def test_no_more_steps_where_they_show_nothing(usual: Trace) -> None:
     assert planned(usual, failed(usual)) == {}
 
 
-def test_short_epochs_that_show_their_ends_are_enough() -> None:
+def ended(trace: Trace) -> Trace:
+    """Return the run with a second epoch, which begins with the last step."""
     events: list[Event] = []
-    for event in run().events:
+    for event in trace.events:
         is_second = isinstance(event, Shard) and event.step > 1
         events.append(replace(event, epoch=1) if is_second else event)  # type: ignore[call-arg]
-    assert planned(run(), replace(run(), events=tuple(events))) == {}
+    return replace(trace, events=tuple(events))
+
+
+def test_short_epochs_that_show_their_ends_are_enough() -> None:
+    assert planned(run(), ended(run())) == {}
+
+
+def test_a_script_that_heeds_the_number_of_an_epoch_is_brought_to_later_ones() -> None:
+    """An average that is put in after the third; what short epochs don't show, no more steps do."""
+    usual = ended(run())
+    usual = replace(usual, scenario=usual.scenario.with_(num_steps=8))
+    assert planned(usual, None) == {}
+    by_epoch = traces.was(usual, by_epoch="train.py:8")
+    assert [*planned(by_epoch, None)] == ["2-workers-short-epochs"]
+    assert planned(by_epoch, failed(by_epoch)) == {}
+    several = by_epoch.scenario.with_(num_steps=3)
+    assert planned(replace(by_epoch, scenario=several), None) == {}

@@ -160,12 +160,14 @@ ONCE = {
 }
 
 
-def comes_again(text: str, folder: Path) -> bool:
+def comes_again(
+    text: str, folder: Path, look: Callable[..., bool] = script_order.come_again
+) -> bool:
     """Return what is said of the lines that draw, in the midst of a script's function `train`."""
     file, seen = str(folder / "own.py"), list[bool]()
     scope: dict[str, Any] = {"randint": int}
     exec(compile(text, file, "exec"), scope)
-    scope["train"](lambda: seen.append(script_order.come_again(DRAWS, {file: text})))
+    scope["train"](lambda: seen.append(look(DRAWS, {file: text})))
     return seen[0]
 
 
@@ -179,3 +181,42 @@ def test_a_line_that_draws_in_each_step(name: str, tmp_path: Path) -> None:
 def test_a_line_that_may_draw_less_often(name: str, tmp_path: Path) -> None:
     """Rows that are drawn once in an epoch, or now and then, may be given twice by mistake."""
     assert not comes_again(ONCE[name], tmp_path)
+
+
+MICRO_BATCHES = """
+def rows(part):
+    return randint(0)
+def train(now):
+    loss, optimizer, ddp = Part(), Part(), Part()
+    for epoch in range(1):
+        for micro in range(1):
+            ddp.syncs = micro == 3
+            now()
+            batch = rows("train")
+            loss.backward()
+        optimizer.step()
+class Part:
+    backward = step = lambda self: None
+"""
+WITHOUT = "            ddp.syncs = micro == 3\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_one"),
+    [
+        ("", "", True),
+        (WITHOUT, "            syncs = None if micro < 3 else ddp.no_sync\n", True),
+        ('rows("train")', "rows(micro)", False),
+        ("in range(1):\n            ddp", 'in ["train", "books"]:\n            ddp', False),
+        (WITHOUT, "            part = 1 if micro < 3 else 2\n", False),
+        ("            now()", "            if micro == 0: part = 2\n            now()", False),
+        ('            batch = rows("train")\n', "", False),
+        ("        optimizer.step()", "            optimizer.step()", False),
+    ],
+)
+def test_micro_batches_that_are_drawn_alike(
+    before: str, after: str, is_one: bool, tmp_path: Path
+) -> None:
+    """By a line that nothing of the loop changes; else they may be those of several tasks."""
+    text = MICRO_BATCHES.replace(before, after, 1)
+    assert comes_again(text, tmp_path, script_order.are_alike) is is_one

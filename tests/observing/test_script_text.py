@@ -98,3 +98,24 @@ def test_numbers_that_may_be_counts(text: str, written: Callable[[str], None]) -
     script_text._divisors.cache_clear()
     assert not any(map(script_text.divides_by, (4, -4, 0, float("inf"))))
     script_text._divisors.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("if epoch >= args.swa_start:", "selected.py:1"),
+        ("scale = 1.0 if self.epoch < warmup else 0.1", "selected.py:1"),
+        ("if start <= current_epoch:", "selected.py:1"),
+        ("if epoch % save_every == 0:", "selected.py:1"),
+        ("if dist.get_rank() == 0:\n    print(epoch)", ""),
+        ("while epoch < num_epochs:", ""),
+        ("for epoch in range(first_epoch, 9):", ""),
+        ("epoch = 0", ""),
+    ],
+)
+def test_a_line_that_heeds_the_number_of_an_epoch(
+    text: str, line: str, written: Callable[[str], None]
+) -> None:
+    """It may do something else in later epochs; a loop through all of them does not."""
+    written(text)
+    assert script_text.line_by_epoch() == line

@@ -1,5 +1,6 @@
 """Decide whether to run a command again to see whole epochs: with short ones, or for more steps.
 
+Short ones also show what a script does from some epoch on, if a line of it compares their numbers.
 A script may fail with epochs of two steps, or its sampler never ends. Then one more run goes on
 until the second epoch shows how it begins.
 """
@@ -19,7 +20,7 @@ from entrenar_py.faults import LONGER, Fault, are_shortened
 from entrenar_py.faults import SHORTENED as SHORTENED_EPOCHS
 from entrenar_py.trace import Shard, Trace
 
-_STEPS = 2  # of an epoch; whether it is shuffled shows in the second
+_STEPS = 2  # of an epoch; whether it is shuffled shows in the second. One, if that is known.
 
 
 class Shortening:
@@ -30,7 +31,7 @@ class Shortening:
         self._usual: Trace | None = None  # the first run
 
     def after(self, asked: Asked, recorded: Trace) -> dict[str, Asked]:
-        """Return by name the run to make after `asked`, if no epoch's end was seen by then.
+        """Return by name the run to make after `asked`, if too few epochs' ends were seen by then.
 
         A script that reports its samples doesn't report those that an epoch leaves out.
         """
@@ -38,14 +39,17 @@ class Shortening:
             return {}
         if are_shortened(asked.faults):
             self._is_wanted = False
-            return {} if _is_whole(recorded) else self._longer(asked)
+            is_enough = _is_whole(recorded) or _is_whole(self._usual)
+            return {} if is_enough else self._longer(asked)
         if not asked.is_plain or recorded.end.status != "completed" or self._usual is not None:
             return {}
         self._usual = recorded
         are_seen = recorded.traits.sample_ids == "seen"
-        if not are_seen or not in_epochs(Runs(recorded)) or _is_whole(recorded):
+        steps = 1 if _is_whole(recorded) else _STEPS
+        is_enough = _is_whole(recorded) and not _has_later_epochs(recorded)
+        if not are_seen or not in_epochs(Runs(recorded)) or is_enough:
             return {}
-        count = _STEPS * _num_micro_batches(recorded)
+        count = steps * _num_micro_batches(recorded)
         fault = Fault(kind=SHORTENED_EPOCHS, step=0, value=str(count))
         return {f"{_workers(asked)}-short-epochs": replace(asked, faults=(fault,))}
 
@@ -61,8 +65,16 @@ class Shortening:
         return {f"{_workers(short)}-two-epochs": replace(short, faults=(fault,))}
 
 
-def _is_whole(recorded: Trace) -> bool:
+def _has_later_epochs(recorded: Trace) -> bool:
+    """Return whether a script may do something in epochs to which short ones bring it alone."""
+    epochs = {shard.epoch for shard in recorded.of(Shard)}
+    return bool(recorded.traits.by_epoch) and 2 * len(epochs) <= recorded.scenario.num_steps
+
+
+def _is_whole(recorded: Trace | None) -> bool:
     """Return whether a run shows the end of an epoch, and how the next one begins."""
+    if recorded is None:
+        return False
     is_shown = has_ended_epoch(recorded) and not randomness.lacks_second_epoch(Runs(recorded))
     return recorded.end.status == "completed" and is_shown
 

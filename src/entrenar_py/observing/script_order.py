@@ -40,6 +40,32 @@ def come_again(pattern: re.Pattern[str], texts: Mapping[str, str]) -> bool:
     return order is not None and any(map(order.is_repeated, _fitting(pattern, texts)))
 
 
+def are_alike(pattern: re.Pattern[str], texts: Mapping[str, str]) -> bool:
+    """Return whether a line that fits draws each micro-batch of a step, in the same way.
+
+    The loop through the micro-batches counts them, and nothing but what is synchronised depends on
+    the count.
+    """
+    order = _Order.of(texts)
+    loop = None if order is None else order.micro_batches()
+    if order is None or loop is None or not _counts(loop):
+        return False
+    return any(map(order.is_repeated, _fitting(pattern, texts)))
+
+
+def _counts(loop: _Loop) -> bool:
+    """Return whether a loop goes through numbers that are compared at most, to synchronise."""
+    if isinstance(loop, ast.While) or not isinstance(loop.target, ast.Name):
+        return False
+    number = loop.target.id
+    nodes = [node for part in loop.body for node in ast.walk(part)]
+    compared = {id(n) for c in nodes if isinstance(c, ast.Compare) for n in ast.walk(c)}
+    tests = [n for n in nodes if isinstance(n, ast.If | ast.IfExp) and "no_sync" not in ast.dump(n)]
+    decides = {id(node) for one in tests for node in ast.walk(one.test)}
+    uses = {id(node) for node in nodes if isinstance(node, ast.Name) and node.id == number}
+    return _called(loop.iter) in ("range", "trange") and uses <= compared - decides
+
+
 def _fitting(pattern: re.Pattern[str], texts: Mapping[str, str]) -> Iterator[Line]:
     """Yield the lines that fit, without those that define a function."""
     for file, text in texts.items():
@@ -69,6 +95,7 @@ class _Order:
     trees: Mapping[str, ast.Module]
     running: Mapping[tuple[str, str, int], int]
     _known: set[str] = field(default_factory=set)  # names of functions that were looked at
+    _is_of_micro_batches: bool = False  # whether the loop in question is that within a step
 
     @classmethod
     def of(cls, texts: Mapping[str, str]) -> _Order | None:
@@ -117,23 +144,32 @@ class _Order:
         heads = {(at, loop.lineno) for at, _, loop in self._loops() if yields}
         return any(use in heads or self.is_repeated(use) for use in self._uses(scope))
 
+    def micro_batches(self) -> _Loop | None:
+        """Return the loop through the micro-batches of a step; it is the one that is meant then."""
+        around = self._around()
+        is_inner = bool(around) and _is_within_a_step(around[0][2])
+        self._is_of_micro_batches = is_inner
+        return around[0][2] if is_inner else None
+
     def _loops(self) -> list[tuple[str, ast.AST, _Loop]]:
         """Return the innermost loop around what runs now, with its file and function.
 
         If that goes through the micro-batches of a step, it is the next one.
         """
+        around = self._around()
+        is_inner = not self._is_of_micro_batches and len(around) > 1
+        return around[1:2] if is_inner and _is_within_a_step(around[0][2]) else around[:1]
+
+    def _around(self) -> list[tuple[str, ast.AST, _Loop]]:
+        """Return the loops of one function around what runs now, innermost first."""
         for (file, name, first), now in self.running.items():
             tree = self.trees.get(file)
             scope = None if tree is None else _scope(tree, now)
             if scope is None or _named(scope) != (name, first):
                 continue
             around = [n for n in ast.walk(scope) if isinstance(n, _Loop) and _has(n, now)]
-            loops = sorted(around, key=lambda loop: -loop.lineno)
-            calls = {_called(node) for loop in loops[:1] for node in ast.walk(loop)}
-            if len(loops) > 1 and "backward" in calls and "step" not in calls:
-                loops = loops[1:]
-            if loops:
-                return [(file, scope, loops[0])]
+            if around:
+                return [(file, scope, n) for n in sorted(around, key=lambda n: -n.lineno)]
         return []
 
     def _uses(self, function: _Function) -> Iterator[Line]:
@@ -149,6 +185,12 @@ class _Order:
     def _nodes(self) -> Iterator[tuple[str, ast.AST]]:
         for file, tree in self.trees.items():
             yield from ((file, node) for node in ast.walk(tree))
+
+
+def _is_within_a_step(loop: _Loop) -> bool:
+    """Return whether a loop has backward passes, and no step."""
+    calls = {_called(node) for node in ast.walk(loop)}
+    return "backward" in calls and "step" not in calls
 
 
 def _is_hidden(name: str, node: ast.AST) -> bool:

@@ -23,6 +23,10 @@ SELECTS = re.compile(
 # ... and what goes through rows in a random order, each once.
 _ORDERS = re.compile(r"\b(randperm|shuffle|permutation|permuted|\w*Sampler|set_epoch)\b")
 # What may bring rows into a random order, in any way.
+_BY_EPOCH = re.compile(  # what begins, or is done, at some epochs; no loop through all of them
+    r"^(?!\s*while\b).*?(\b\w*epoch\w*\s*(?:[<>]=?|[=!]=|%)\s*[\w.]"
+    r"|[\w.)\]]\s*(?:[<>]=?|[=!]=)\s*\w*epoch\w*\b)"
+)
 _SHUFFLES = re.compile(
     r"(randperm|permutation|permuted|shuffl\w*\s*(?:\(|=(?!\s*False))|set_epoch|choices?\s*\("
     r"|multinomial|RandomSampler|DistributedSampler(?!\([^()]*shuffle=False)|\bsample\s*\("
@@ -72,6 +76,12 @@ def selecting_line() -> str:
     """
     own, _ = texts()
     return "" if first(_ORDERS, own) else first(SELECTS, own)
+
+
+def line_by_epoch() -> str:
+    """Return the first line of the script that compares the number of an epoch, "" if none does."""
+    own, _ = texts()
+    return first(_BY_EPOCH, own)
 
 
 def shuffles() -> bool:

@@ -150,6 +150,7 @@ def _of_the_data(ranks: Sequence[RankTrace], header: Mapping[str, Any]) -> dict[
         traits["replacement"] = True
     if any(rank.layout is not None for rank in ranks):
         traits["shared"] = True  # ranks that draw the same samples share a shard
+    traits["by_epoch"] = str(header.get("by_epoch", ""))
     if any(rank.header.get("unseeded") for rank in ranks):
         traits["unseeded"] = True
     traits["alone"] = len(ranks) > 1 and all(rank.header.get("alone") for rank in ranks)
