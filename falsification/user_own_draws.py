@@ -400,6 +400,12 @@ BUGS = (
         words="half",
     ),
     _windows(
+        "means of a rank's micro-batches are added",
+        ("net(x, y)[1] / PASSES", "net(x, y)[1]"),
+        check="weighting",
+        words="2 times that of the mean loss",
+    ),
+    _windows(
         "one tensor is not reduced",
         ("for p in net.parameters():\n", "for p in [*net.parameters()][1:]:\n"),
         check="replica_identity",

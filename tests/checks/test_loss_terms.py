@@ -95,6 +95,16 @@ def test_means_without_a_loader_may_be_those_of_several_tasks() -> None:
     assert COUNTED in reason(of_content)
 
 
+def test_means_of_rows_that_one_line_selects_are_wrong() -> None:
+    """They are of one source, as those of a loader are."""
+    selected = traces.was(
+        of_loaders(run(MEAN), apart=False), sample_ids="content", selects="t.py:3", one_source=True
+    )
+    finding = traces.judge("weighting", [selected])
+    assert finding.verdict is Verdict.FALSIFIED
+    assert "the sum over a rank's 2 micro-batches" in finding.reason
+
+
 def test_means_of_several_loaders_are_several_losses() -> None:
     assert "a rank adds up" not in reason(of_loaders(run(MEAN), apart=True))
 

@@ -196,6 +196,7 @@ def train(now):
             loss.backward()
         optimizer.step()
 class Part:
+    turn = 0
     backward = step = lambda self: None
 """
 WITHOUT = "            ddp.syncs = micro == 3\n"
@@ -212,6 +213,11 @@ WITHOUT = "            ddp.syncs = micro == 3\n"
         ("            now()", "            if micro == 0: part = 2\n            now()", False),
         ('            batch = rows("train")\n', "", False),
         ("        optimizer.step()", "            optimizer.step()", False),
+        ("loss.backward()", "loss.backward(), loss.backward()", False),
+        ("    return", "    Part.turn += 1\n    return", False),
+        ('rows("train")', "rows(next(iter('ab')))", False),
+        ("            now()", "            epoch += 1\n            now()", True),
+        ('rows("train")', "rows(epoch)\n            epoch += 1", False),
     ],
 )
 def test_micro_batches_that_are_drawn_alike(

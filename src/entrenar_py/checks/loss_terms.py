@@ -431,10 +431,10 @@ def _adds_up_means(tally: Tally, trace: Trace, parts: Parts) -> bool:
     """Report means of one loader's batches that are added up, while ranks take the mean.
 
     Return whether there are any. Batches of several loaders, or the parts of a loss over the same
-    samples, may be meant to be added up. Without a loader nothing shows whether there are several
-    sources, such as tasks.
+    samples, may be meant to be added up. Without a loader there may be several sources, such as
+    tasks, unless one line selects the rows of all micro-batches.
     """
-    if trace.traits.sample_ids == "content":
+    if trace.traits.sample_ids == "content" and not trace.traits.one_source:
         return False
     every = [*_steps(parts)]
     steps = [step for step in every if step.divisor is not None]  # FSDP's first may have none

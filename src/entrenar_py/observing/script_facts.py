@@ -69,6 +69,7 @@ class ScriptFacts:
         self._exchanges = Exchanges()
         self._selects = ""  # the line of the script that may select rows at random
         self._selects_in_steps = False
+        self._is_one_source = False  # of all micro-batches that it selects
         self._by_epoch = ""  # the line of the script that does something at some epochs
         self._is_joined = False
 
@@ -103,6 +104,7 @@ class ScriptFacts:
         self._selects = script_text.selecting_line()
         own, _ = script_text.texts()
         self._selects_in_steps = script_order.come_again(script_text.SELECTS, own)
+        self._is_one_source = script_order.are_alike(script_text.SELECTS, own)
         self._by_epoch = script_text.line_by_epoch()
         self._is_joined = surroundings.are_joined(subject.model)
         checkpoints.watch(dict.fromkeys(subject.trained.values()), made)  # some share a flat one
@@ -146,6 +148,7 @@ class ScriptFacts:
         if self._selects:
             facts["selects"] = self._selects
             facts["selects_in_steps"] = self._selects_in_steps
+            facts["one_source"] = self._is_one_source
         if self._by_epoch:
             facts["by_epoch"] = self._by_epoch
         if self._is_joined:

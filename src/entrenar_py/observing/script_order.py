@@ -54,16 +54,37 @@ def are_alike(pattern: re.Pattern[str], texts: Mapping[str, str]) -> bool:
 
 
 def _counts(loop: _Loop) -> bool:
-    """Return whether a loop goes through numbers that are compared at most, to synchronise."""
+    """Return whether a loop of one backward pass goes through numbers that decide nothing else.
+
+    They are compared at most, to synchronise.
+    """
     if isinstance(loop, ast.While) or not isinstance(loop.target, ast.Name):
         return False
     number = loop.target.id
     nodes = [node for part in loop.body for node in ast.walk(part)]
+    if [_called(node) for node in nodes].count("backward") != 1:
+        return False
     compared = {id(n) for c in nodes if isinstance(c, ast.Compare) for n in ast.walk(c)}
     tests = [n for n in nodes if isinstance(n, ast.If | ast.IfExp) and "no_sync" not in ast.dump(n)]
     decides = {id(node) for one in tests for node in ast.walk(one.test)}
     uses = {id(node) for node in nodes if isinstance(node, ast.Name) and node.id == number}
     return _called(loop.iter) in ("range", "trange") and uses <= compared - decides
+
+
+def _counted(scope: ast.AST) -> set[str]:
+    """Return the names that are counted up or down, as they are written."""
+    return {ast.unparse(node.target) for node in _all(scope) if isinstance(node, ast.AugAssign)}
+
+
+def _counts_by(loop: _Loop, line: int) -> bool:
+    """Return whether a line of a loop follows from what the loop counts, or takes what is next."""
+    own = [node for node in _all(loop) if getattr(node, "lineno", 0) == line]
+    names = {ast.unparse(node) for node in own if isinstance(node, ast.Name | ast.Attribute)}
+    return "next" in map(_called, own) or bool(names & _counted(loop))
+
+
+def _all(scope: ast.AST) -> list[ast.AST]:
+    return [*ast.walk(scope)]
 
 
 def _fitting(pattern: re.Pattern[str], texts: Mapping[str, str]) -> Iterator[Line]:
@@ -133,10 +154,13 @@ class _Order:
         scope = _scope(self.trees[file], number)
         loops = [loop for at, of, loop in self._loops() if (at, of) == (file, scope)]
         if any(loop.body[0].lineno <= number for loop in loops if _has(loop, number)):
-            return not _is_conditional(scope, number, within=loops)
+            is_apart = self._is_of_micro_batches and any(_counts_by(one, number) for one in loops)
+            return not is_apart and not _is_conditional(scope, number, within=loops)
         if isinstance(scope, ast.Module) or scope.name in self._known:
             return False
         self._known.add(scope.name)
+        if self._is_of_micro_batches and (_counted(scope) or "next" in map(_called, _all(scope))):
+            return False  # it may take turns
         yields = any(isinstance(node, ast.Yield | ast.YieldFrom) for node in ast.walk(scope))
         own = [node for node in ast.walk(scope) if isinstance(node, _LOOPS) and _has(node, number)]
         if (yields and not own) or _is_conditional(scope, number, within=own[-1:]):

@@ -89,6 +89,7 @@ _KEYS: Mapping[str, tuple[bool, Test, str]] = {
     "replacement": (False, _is_flag, "true or false"),
     "selects": (False, _is_text, "a line, as train.py:12"),
     "selects_in_steps": (False, _is_flag, "true or false"),
+    "one_source": (False, _is_flag, "true or false"),
     "by_epoch": (False, _is_text, "a line, as train.py:12"),
     "clip_norm": (False, _is_norm, "a number above 0, or null where none was declared"),
     "clips": (False, _is_norm, "a number above 0, or null where no calls show one norm"),
@@ -108,17 +109,8 @@ _KEYS: Mapping[str, tuple[bool, Test, str]] = {
 # The keys that a later line may give, since what the script doesn't declare is met later.
 OF_THE_DATA = (
     *("num_samples", "drop_last", "replacement", "thorough", "varied", "samples", "replicas"),
-    *(
-        "losses",
-        "clips",
-        "alone",
-        "selects",
-        "selects_in_steps",
-        "by_epoch",
-        "drawn",
-        "ordered",
-        "joined",
-    ),
+    *("losses", "clips", "alone", "selects", "selects_in_steps", "one_source", "by_epoch"),
+    *("drawn", "ordered", "joined"),
 )
 
 

@@ -72,6 +72,7 @@ def of(
         traits["population"] = "varied" if population.vary(ranks) else "guessed"
     if selects := _selecting_line(ranks, events):
         traits["selects"] = selects
+        traits["one_source"] = all(rank.header.get("one_source") for rank in ranks)
     return scenario, Traits.from_dict({**_of_the_data(ranks, header), **traits, **outer})
 
 

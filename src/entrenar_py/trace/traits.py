@@ -62,6 +62,7 @@ class Traits:
     - `drop_last`: the last batch of an epoch is left out if it would be short.
     - `replacement`: a sample may be drawn again within an epoch.
     - `selects`: the line of a script that selects rows by random numbers, for each step anew.
+      `one_source`: by the same line for each micro-batch of a step, under no condition.
     - `by_epoch`: the line of a script that compares the number of an epoch: it may do something
       else in later ones.
     - `seeded`: the run was given the seed that its scenario states. `unseeded`: the script seeds
@@ -120,6 +121,7 @@ class Traits:
     drop_last: bool = False
     replacement: bool = False
     selects: str = ""
+    one_source: bool = False
     by_epoch: str = ""
     seeded: bool = False
     unseeded: bool = False
