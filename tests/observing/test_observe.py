@@ -444,3 +444,29 @@ def test_a_file_that_was_cut_off(folder: Path) -> None:
         path.write_bytes(broken)
         with pytest.raises(TraceError, match=path.name):
             rank_trace.load(path)
+
+
+def test_a_planted_value_spares_what_is_thrown_away(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A generator's pass goes through a discriminator, and trains nothing there."""
+    monkeypatch.setenv(FAULTS, '[{"kind": "non_finite_gradient", "step": 2, "value": "nan"}]')
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    generator, judge = (torch.optim.SGD(part.parameters(), lr=0.01) for part in model)
+    obs = entrenar_py.observe(model, [judge, generator])
+    for step in range(3):
+        judge.zero_grad()
+        obs.samples([step])
+        model[1](torch.ones(1, 1)).sum().backward()
+        judge.step()
+        generator.zero_grad()
+        model(torch.ones(1, 1)).sum().backward()
+        generator.step()
+    obs.close()
+    events = recorded(folder).events
+    shards = [event for event in events if isinstance(event, Shard)]
+    assert [(one.step, one.finite) for one in shards][:5] == [
+        *((step, True) for step in (0, 0, 1, 1)),
+        (2, False),
+    ]
+    assert [event.step for event in events if isinstance(event, Injected)] == [2]

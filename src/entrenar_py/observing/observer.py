@@ -359,6 +359,8 @@ class Observer(Observation):
             ahead = self._micro_batches.take_losses_ahead()
             self._end_step()
             self._micro_batches.give_losses(ahead)
+        elif self._step.has_stepped_any(names):
+            self._faults.note_probe()
         number = self._micro_batches.index
         self._step.sources.after_backward(self._step.number, number, names)
         self._micro_batches.after_backward(self._step.number, given, finite=finite)

@@ -37,6 +37,10 @@ class PlannedFaults:
 
     `place` returns the step and the micro-batch that this rank is in, or that a backward pass is in
     which has reached some tensors.
+
+    A pass that comes after a tensor's step is one of the next step, unless other optimizers are yet
+    to step: a generator's pass goes through the discriminator, and trains nothing there. Once such
+    a pass was seen, a value is planted before the tensor's step alone, in a later step if need be.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class PlannedFaults:
         self._faults = planned()
         self._struck: set[Fault] = set()
         self._passes: Counter[str] = Counter()  # that gave each tensor a gradient
+        self._saw_probe = False
 
     def hooks(self) -> list[Any]:
         """Set the hooks that plant the values of this rank's faults; return the hooks."""
@@ -98,13 +103,20 @@ class PlannedFaults:
             if fault.kind in LASTING and fault not in self._struck:
                 self._record(fault)
 
+    def note_probe(self) -> None:
+        """Note that a pass went through tensors that had made the step which it belongs to."""
+        self._saw_probe = True
+
     def _strikes(self, fault: Fault, reached: Collection[str] = ()) -> bool:
         """Return whether `fault` strikes now: once, in its step and shard. Record it if it does.
 
         A fault's shard is a micro-batch of this rank.
         """
         step, shard = self._place(reached)
-        if fault.step != step or fault.shard not in (None, shard) or fault in self._struck:
+        is_due = fault.step == step
+        if reached and self._saw_probe:
+            is_due = fault.step <= step == self._place()[0]
+        if not is_due or fault.shard not in (None, shard) or fault in self._struck:
             return False
         self._record(fault, reached)
         return True

@@ -124,12 +124,19 @@ class StepInWork:
 
         It is if all optimizers of these parameters had stepped when it began.
         """
-        stepped = {
+        return bool(names) and self._stepped_names().issuperset(names)
+
+    def has_stepped_any(self, names: Collection[str]) -> bool:
+        """Return whether an optimizer of one of the parameters `names` had stepped before."""
+        return not self._stepped_names().isdisjoint(names)
+
+    def _stepped_names(self) -> set[str]:
+        """Return the parameters whose optimizers had stepped when the latest pass began."""
+        return {
             name
             for index in self._stepped_before & self.stepped
             for name in self._subject.stepped_by(index, alone=False)
         }
-        return bool(names) and stepped.issuperset(names)
 
     def apply(self, optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
         """Note the gradients that `optimizer` is about to apply to the parameters `names`."""
