@@ -18,8 +18,9 @@ ROUNDING_ON_GPUS = Expected(
     verdict="advice",
     kind=Kind.DEFAULT,
     words="kernels may add in any order",
-    because="Some of torch's kernels on GPUs add in any order unless deterministic algorithms are "
-    "asked for. Two runs agree within rounding.",
+    because="The kernel for the gradient of a convolution adds in any order, unless deterministic "
+    "algorithms are asked for. Two runs agree within rounding.",
+    reproduction="gpu_kernels_in_any_order.py",
 )
 SAVES_LATER = Expected(
     clause="F-TI-003",
