@@ -115,7 +115,7 @@ class PlannedFaults:
         step, shard = self._place(reached)
         is_due = fault.step == step
         if reached and self._saw_probe:
-            is_due = fault.step <= step == self._place()[0]
+            is_due = (fault.step or 0) <= step == self._place()[0]
         if not is_due or fault.shard not in (None, shard) or fault in self._struck:
             return False
         self._record(fault, reached)
