@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from entrenar_py.observing.sketch_records import Sketches
 from entrenar_py.observing.sketches import sample_places, sketch
@@ -55,6 +58,29 @@ def test_it_depends_on_places() -> None:
     swapped = numbers.clone()
     swapped[[3, 40]] = numbers[[40, 3]]
     assert not np.allclose(sketch(numbers).projected, sketch(swapped).projected)
+
+
+class Heard(TorchFunctionMode):
+    """The names of the operations that a mode of the script hears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_mode_hears_what_a_sketch_computes() -> None:
+    """A mode costs more than the operations themselves, which are hundreds for each tensor."""
+    named = {"w": random_tensor(300, 70)}
+    with Heard() as heard:
+        records = Sketches().records(named, {}, exact=True)
+    assert {*heard.names} <= {"__get__"}
+    assert records == Sketches().records(named, {}, exact=True)
 
 
 @pytest.mark.parametrize("size", [0, 1, 5, SAMPLES, 17, 1000, 2**31 + 5])

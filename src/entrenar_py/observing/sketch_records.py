@@ -78,5 +78,8 @@ def _has_triton() -> bool:
 def _record(tensor: Tensor, piece: Piece | None, *, exact: bool) -> TensorRecord:
     if tensor.dtype not in DTYPES:
         return TensorRecord(digest.digest(tensor))
-    made = sketch(tensor, piece)
-    return record_sketch(made, DTYPES[tensor.dtype], digest.digest(tensor) if exact else None)
+    # Hundreds of small operations. A mode that heard each would take a third of a step, and one of
+    # the script's may put new tensors on another device.
+    with torch._C.DisableTorchFunction():
+        bits = digest.digest(tensor) if exact else None
+        return record_sketch(sketch(tensor, piece), DTYPES[tensor.dtype], bits)
