@@ -222,6 +222,42 @@ _WARMED_UP = (
     ("dist.init_process", "def rate(step):\n    return min(step, 6) / 6\n\n\ndist.init_process"),
 )
 
+# The widespread Lookahead: it has an optimizer inside, and never calls super().__init__. Its slow
+# weights are made after the first step.
+_AHEAD = (
+    (
+        "dist.init_process",
+        """class Lookahead(torch.optim.Optimizer):
+    def __init__(self, optimizer, every=3, alpha=0.5):
+        self.optimizer, self.every, self.alpha = optimizer, every, alpha
+        self.param_groups, self.defaults = optimizer.param_groups, optimizer.defaults
+        self.state, self.slow = optimizer.state, {}
+        for group in self.param_groups:
+            group["counter"] = 0
+
+    def zero_grad(self, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure=None):
+        loss = self.optimizer.step(closure)
+        for group in self.param_groups:
+            for fast in group["params"] if group["counter"] == 0 else ():
+                slow = self.slow.setdefault(fast, fast.data.clone())
+                slow += (fast.data - slow) * self.alpha
+                fast.data.copy_(slow)
+            group["counter"] = (group["counter"] + 1) % self.every
+        return loss
+
+
+dist.init_process""",
+    ),
+    (
+        "opt = torch.optim.SGD(net.parameters(), lr=0.1)\n",
+        "opt = Lookahead(torch.optim.Adam(net.parameters(), lr=0.01))\n",
+    ),
+)
+_ON_RANK_0 = ('if group["counter"] == 0 else', 'if group["counter"] == dist.get_rank() == 0 else')
+
 
 def _right(name: str, script: str, text: str, *changes: tuple[str, str]) -> Twin:
     return Twin(name=f"reviewed: {name}", script=script, text=text, changes=changes)
@@ -233,10 +269,20 @@ VARIANTS = (
     _right("the shortest texts first, without end", "lengths.py", BY_LENGTH, *_ENDLESS),
     _right("positions that begin anew in every bar", "bars.py", BARS),
     _right("one iterator for all epochs", "iterator.py", ONE_ITERATOR),
+    _right("a lookahead around an optimizer", "iterator.py", ONE_ITERATOR, *_AHEAD),
     _right("a rate that begins at zero", "iterator.py", ONE_ITERATOR, *_WARMED_UP),
 )
 
 BUGS = (
+    Twin(
+        name="reviewed: rank 0 alone looks ahead",
+        script="iterator.py",
+        text=ONE_ITERATOR,
+        source="classic (if is_main_process)",
+        changes=(*_AHEAD, _ON_RANK_0),
+        check="replica_identity",
+        step=4,
+    ),
     Twin(
         name="reviewed: a rate of whole numbers stays at zero",
         script="iterator.py",

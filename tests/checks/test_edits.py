@@ -87,6 +87,12 @@ def ahead(rank: Averaged) -> Any:
     return rank.slow  # type: ignore[attr-defined]
 
 
+def ahead_of_a_step(rank: Averaged) -> Any:
+    """The same with slow weights that are those after the first step, as is widespread."""
+    rank.slow = getattr(rank, "slow", rank.history[1])  # type: ignore[attr-defined]
+    return ahead(rank)
+
+
 def rolled_back(rank: Averaged) -> Any:
     rank.made = 1
     return rank.history[1]
@@ -98,6 +104,7 @@ BENIGN = {
     "pruned": each(lambda v: np.where(np.abs(v) < 0.05, 0, v)),
     "rescaled": each(lambda v: 0.5 * v),
     "lookahead": ahead,
+    "lookahead from the first step": ahead_of_a_step,
 }
 
 

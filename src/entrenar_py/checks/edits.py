@@ -30,8 +30,8 @@ class Edit:
     """The weights `before` that `rank` had after its last step, and those that came `after` it.
 
     `update` is the step that was made with `after`, and `peers` are the weights that other ranks
-    had before. `last` are the weights after the edit before this one, or else those at the start.
-    `averages` are the labels of the averages that the rank keeps.
+    had before. `last` are the weights after the edit before this one; if there is none, those at
+    the start and after each step. `averages` are the labels of the averages that the rank keeps.
     """
 
     trace: Trace
@@ -39,7 +39,7 @@ class Edit:
     before: Tensors
     after: Tensors
     peers: Mapping[int, Tensors]
-    last: Tensors
+    last: Sequence[Tensors]
     averages: Sequence[str] = ()
 
     def values(self) -> Iterator[tuple[str, Values, Values]]:
@@ -124,10 +124,12 @@ def _edits(trace: Trace) -> list[Edit]:
     edits: list[Edit] = []
     starts = {(start.step, start.rank): start.weights for start in trace.standing.of(Start)}
     held: dict[int, Tensors] = {}
-    last: dict[int, Tensors] = {}
+    last: dict[int, list[Tensors]] = {}
+    edited = set[int]()
     for step, by_rank in evidence.ranks_by_step(trace):
         begun = {rank: starts[at, rank] for at, rank in starts if at == step}
-        held, last = {**held, **begun}, {**last, **begun}
+        held = {**held, **begun}
+        last |= {rank: [weights] for rank, weights in begun.items()}
         for rank, update in sorted(by_rank.items()):
             before = held.get(rank, {})
             after = {
@@ -139,8 +141,11 @@ def _edits(trace: Trace) -> list[Edit]:
             }
             if after:
                 peers = {other: weights for other, weights in held.items() if other != rank}
-                edits.append(Edit(trace, update, before, after, peers, last.get(rank, {})))
-                last[rank] = {**before, **after}
+                edits.append(Edit(trace, update, before, after, peers, last.get(rank, [])))
+                last[rank] = [{**before, **after}]
+                edited.add(rank)
+            if rank not in edited:
+                last[rank] = [*last.get(rank, []), update.weights]
         held = {rank: update.weights for rank, update in by_rank.items()}
     return edits
 
@@ -208,13 +213,18 @@ def _is_rescaled(was: Values, now: Values) -> bool:
 
 
 def _looks_ahead(edit: Edit) -> str:
-    """Explain an edit that goes back a part of the way to the weights after the last one."""
-    base = {name: edit.last[name] for name in edit.after if name in edit.last}
+    """Explain an edit that goes back a part of the way to the weights after the last one.
+
+    Before the first one, slow weights are those at the start, or after the step that made them.
+    """
     way = {name: edit.before[name] for name in edit.after}
-    part = weight_averages.share(base, edit.after, [way])
-    if not part or part >= 1:
-        return ""
-    return f"it is {part:.3g} of the way from what it was after the last such change (lookahead)"
+    for weights in edit.last:
+        base = {name: weights[name] for name in edit.after if name in weights}
+        part = weight_averages.share(base, edit.after, [way])
+        if part and part < 1:
+            since = "after the last such change, or after an earlier step"
+            return f"it is {part:.3g} of the way from what it was {since} (lookahead)"
+    return ""
 
 
 def _averaged(edit: Edit) -> str:
