@@ -25,6 +25,7 @@ from entrenar_py.checks import (
     masters,
     missing,
     own_schedule,
+    parameter_order,
     plans,
     presuppositions,
     skips,
@@ -36,7 +37,7 @@ from entrenar_py.checks import (
 )
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.compared import Compared
-from entrenar_py.checks.needs import ALONE, REPEATED, SHORTENED, Traces, turned
+from entrenar_py.checks.needs import ALONE, REORDERED, REPEATED, SHORTENED, Traces, turned
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Ruled, Tensors, Trace, Update
@@ -55,6 +56,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
     knobs.compare(tally, runs)
     if tally.observed:
         own_schedule.compare(tally, runs)
+        parameter_order.compare(tally, runs)
         for trace in (*runs, *runs.witnesses.get(SHORTENED, ())):
             own_schedule.compare_metrics(tally, trace)
     for trace in runs:
@@ -154,6 +156,11 @@ def _follow(tally: Tally, trace: Trace) -> None:
     gaps.tell(tally)
     if rested and rested >= {update.step for update in trace.of(Update)}:
         tally.miss(f"nothing was recomputed: the run {skips.told(rested)}, and made no other step")
+
+
+def is_recomputed(trace: Trace) -> bool:
+    """Return whether an optimizer of the user's steps by the rule of torch's that it is made of."""
+    return torch_rules.are_known(trace) and _is_as_derived(trace)
 
 
 def _is_as_derived(trace: Trace) -> bool:
@@ -381,7 +388,7 @@ ROWS = (
         plan=plans.step_rules,
         explores=True,
         needs=(turned("clip"),),
-        witnesses=(REPEATED, ALONE, SHORTENED),
+        witnesses=(REPEATED, ALONE, SHORTENED, REORDERED),
         tolerance_kinds=("relative",),
         takes_tolerance=True,
         takes_turned=True,

@@ -52,7 +52,8 @@ class Controlling:
 
     def after(self, asked: Asked, recorded: Trace) -> dict[str, Asked]:
         """Return by name the runs that are needed after the completed run `asked`."""
-        if not self._is_wanted or asked.repeat or not asked.is_witness or asked.is_nudged:
+        is_other = any(fault.kind not in _ENDS for fault in asked.faults)
+        if not self._is_wanted or asked.repeat or not asked.is_witness or is_other:
             return {}
         if asked.is_plain:
             self._plain[asked.world_size] = recorded

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, MutableMapping, Seque
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from entrenar_py.checks import rates
+from entrenar_py.checks import parameter_order, rates, step_rule
 from entrenar_py.checks.knobs import KNOBS
 from entrenar_py.checks.needs import (
     ALONE,
@@ -16,6 +16,7 @@ from entrenar_py.checks.needs import (
     KILLED,
     POISONED,
     PROBED,
+    REORDERED,
     REPEATED,
     RESUMED,
     SAVED,
@@ -26,6 +27,7 @@ from entrenar_py.command.asked import Asked, Turn
 from entrenar_py.command.launch import Ended, launch
 from entrenar_py.errors import UsageError, did_you_mean
 from entrenar_py.faults import LONGER, Fault, steps_of
+from entrenar_py.faults import REORDERED as REORDERED_GROUPS
 from entrenar_py.observing import TOKENS
 from entrenar_py.observing.auto import Settings
 from entrenar_py.rank_files.arranged import Arrangement
@@ -276,6 +278,12 @@ class Plan:
             others[f"{name}-nan"] = replace(asked, faults=(nan,))
         if KILLED in self.needs and self.most > 1 and restarts:
             others[f"{name}-killed"] = replace(asked, faults=(leave,))
+        is_own = parameter_order.is_wanted(usual) and not step_rule.is_recomputed(usual)
+        if REORDERED in self.needs and is_own:
+            reordered = Fault(kind=REORDERED_GROUPS, step=0)
+            few = min(one.world_size for one in self.plain().values())
+            one = Asked(world_size=few, seed=self.seed, faults=(reordered,))
+            others[f"{_name(few)}-reordered"] = one
         interrupted = self._cuts_off(like) or not self.can_say("workdir")
         if {RESUMED, SAVED}.intersection(self.needs) and stops:
             # With several micro-batches a step, if possible: only then does a place in the data

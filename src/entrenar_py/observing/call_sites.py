@@ -70,6 +70,12 @@ def is_own(file: str) -> bool:
     return not (file.startswith((_OWN, "<")) or _is_library(file))
 
 
+def is_own_class(kind: type) -> bool:
+    """Return whether a class is the script's: not ours, Python's or installed."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return file is not None and is_own(file)
+
+
 def is_ours(file: str) -> bool:
     """Return whether a file of code is this package's."""
     return file.startswith(_OWN)

@@ -13,7 +13,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 
 from entrenar_py import trace
-from entrenar_py.observing import dtensors
+from entrenar_py.observing import call_sites, dtensors
 from entrenar_py.trace.traits import CONSTANTS
 from entrenar_py.watch import digest
 
@@ -217,12 +217,15 @@ def constants(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any
 def rule(optimizer: torch.optim.Optimizer) -> tuple[str, bool]:
     """Return the class of torch.optim that an optimizer is of, and whether it is derived from it.
 
-    The name is "" for any other. `ZeroRedundancyOptimizer` steps by the one inside of it.
+    The name is "" for any other. That counts as derived if it is the script's, and no library's.
+    `ZeroRedundancyOptimizer` steps by the one inside of it.
     """
     inner = getattr(optimizer, "optim", None)
     stepping = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
     classes = [kind.__name__ for kind in type(stepping).__mro__ if kind in _TORCH_S]
-    return next(iter(classes), ""), type(stepping) not in _TORCH_S
+    if not classes:
+        return "", call_sites.is_own_class(type(stepping))
+    return classes[0], type(stepping) not in _TORCH_S
 
 
 def facts(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:

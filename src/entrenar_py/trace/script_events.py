@@ -46,7 +46,8 @@ class Ruled(Event):
     """From `step` on an optimizer of worker `rank` steps the tensors `names` by this rule.
 
     `rule` is the name of a class of torch.optim, and `constants` are those of a parameter group. If
-    the optimizer is of another class, which is `derived` from that one, it may step otherwise.
+    the optimizer is of another class, which is `derived` from that one, it may step otherwise. If
+    it is of none, `rule` is "", and `derived` says that the class is the script's own.
     """
 
     step: int
