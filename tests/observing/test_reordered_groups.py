@@ -15,37 +15,43 @@ TENSORS = [torch.nn.Parameter(torch.zeros(size)) for size in (1, 2, 3, 4, 5)]
 USUAL, OTHER = [1, 2, 3, 4, 5], [3, 4, 1, 2, 5]
 
 
-class Own(torch.optim.Optimizer):
-    """Keeps a list beside its groups, as optimizers by hand do."""
-
-    def __init__(self, params: Any, lr: float = 0.1, **more: Any) -> None:
-        params = list(params)
-        super().__init__(params, {"lr": lr})
-        self.more = more
-        self.moments = [[torch.zeros_like(p) for p in g["params"]] for g in self.param_groups]
-
-    def step(self, closure: Any = None) -> Any:
-        """Move nothing."""
+Kind = Callable[..., Any]
 
 
-class Outer(Own):
-    """Steps by another one of the script's."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        self.inner = Own(self.param_groups[0]["params"])
-
-
-@pytest.fixture(autouse=True)
-def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Plan the fault, and leave torch as it was."""
+@pytest.fixture
+def kinds(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Kind, Kind]]:
+    """Plan the fault, define two classes, and leave torch as it was."""
     monkeypatch.setenv(FAULTS, json.dumps([{"kind": "reordered_groups", "step": 0}]))
-    before = {kind: kind.__init__ for kind in (Own, Outer)}
     reordered_groups.begin_if_planned()
-    yield
-    del torch.optim.Optimizer.__new__
-    for kind, init in before.items():
-        kind.__init__ = init  # type: ignore[method-assign]
+
+    class Own(torch.optim.Optimizer):
+        """Keeps a list beside its groups, as optimizers by hand do."""
+
+        def __init__(self, params: Any, lr: float = 0.1, **more: Any) -> None:
+            params = list(params)
+            super().__init__(params, {"lr": lr})
+            self.more = more
+            self.moments = [[torch.zeros_like(p) for p in g["params"]] for g in self.param_groups]
+
+        def step(self, closure: Any = None) -> Any:
+            """Move nothing."""
+
+    class Outer(Own):
+        """Steps by another one of the script's, and draws by a generator of its own if told."""
+
+        def __init__(self, params: Any, *, draws: bool = False) -> None:
+            super().__init__(params)
+            self.inner = Own(self.param_groups[0]["params"])
+            self.generator = torch.Generator() if draws else None
+
+    yield Own, Outer
+    del torch.optim.Optimizer.__init_subclass__
+
+
+@pytest.fixture
+def own(kinds: tuple[Kind, Kind]) -> Kind:
+    """Return the class of an optimizer of the script's."""
+    return kinds[0]
 
 
 def places(optimizer: torch.optim.Optimizer) -> list[list[int]]:
@@ -56,30 +62,30 @@ def places(optimizer: torch.optim.Optimizer) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("build", "due"),
     [
-        (lambda: Own(iter(TENSORS)), [OTHER]),
-        (lambda: Own(params=TENSORS, betas=(0.9,) * 5), [OTHER]),
-        (lambda: Own([(str(p.numel()), p) for p in TENSORS]), [OTHER]),
+        (lambda own, _: own(iter(TENSORS)), [OTHER]),
+        (lambda own, _: own(params=TENSORS, betas=(0.9,) * 5), [OTHER]),
+        (lambda own, _: own([(str(p.numel()), p) for p in TENSORS]), [OTHER]),
         (
-            lambda: Own([{"params": TENSORS[:4]}, {"params": TENSORS[4], "lr": 0.2}]),
+            lambda own, _: own([{"params": TENSORS[:4]}, {"params": TENSORS[4], "lr": 0.2}]),
             [OTHER[:4], [5]],
         ),
-        (lambda: Own(TENSORS[:3]), [USUAL[:3]]),
-        (lambda: Outer(TENSORS), [OTHER]),
-        (lambda: Outer(TENSORS).inner, [OTHER]),
+        (lambda own, _: own(TENSORS[:3]), [USUAL[:3]]),
+        (lambda _, outer: outer(TENSORS), [OTHER]),
+        (lambda _, outer: outer(TENSORS).inner, [OTHER]),
     ],
     ids=["iterator", "by name", "named", "groups", "one pair", "outer", "inner"],
 )
 def test_each_group_is_reordered(
-    build: Callable[[], torch.optim.Optimizer], due: list[list[int]]
+    kinds: tuple[Kind, Kind], build: Kind, due: list[list[int]]
 ) -> None:
     """However they are given; an inner optimizer has the order of the outer one."""
-    assert places(build()) == due
+    assert places(build(*kinds)) == due
 
 
-def test_what_it_keeps_by_place_fits() -> None:
+def test_what_it_keeps_by_place_fits(own: Kind) -> None:
     """The class sees the other order from the beginning."""
-    own = Own(TENSORS)
-    assert [m.numel() for m in own.moments[0]] == places(own)[0]
+    optimizer = own(TENSORS)
+    assert [m.numel() for m in optimizer.moments[0]] == places(optimizer)[0]
     assert [p.numel() for p in TENSORS] == USUAL
 
 
@@ -88,26 +94,20 @@ def test_what_it_keeps_by_place_fits() -> None:
     [{"names": [*"abcde"]}, {"rates": torch.ones(5)}, {"owners": dict.fromkeys("abcde")}],
     ids=["list", "tensor", "dictionary"],
 )
-def test_what_comes_with_the_parameters_keeps_their_order(more: dict[str, Any]) -> None:
+def test_what_comes_with_the_parameters_keeps_their_order(own: Kind, more: dict[str, Any]) -> None:
     """A list of names that is given beside them would not fit."""
-    assert places(Own(TENSORS, **more)) == [USUAL]
-    assert places(Own([{"params": TENSORS[:], **more}])) == [USUAL]
+    assert places(own(TENSORS, **more)) == [USUAL]
+    assert places(own([{"params": TENSORS[:], **more}])) == [USUAL]
 
 
-def test_a_generator_of_its_own_keeps_their_order() -> None:
+def test_a_generator_of_its_own_keeps_their_order(kinds: tuple[Kind, Kind]) -> None:
     """It draws for one after the other."""
-
-    class Noisy(Own):
-        def __init__(self, params: Any) -> None:
-            super().__init__(params)
-            self.generator = torch.Generator()
-
-    assert places(Noisy(TENSORS)) == [USUAL]
+    assert places(kinds[1](TENSORS, draws=True)) == [USUAL]
 
 
-def test_a_state_that_is_loaded_brings_their_order_back() -> None:
+def test_a_state_that_is_loaded_brings_their_order_back(own: Kind) -> None:
     """It names tensors by their places. One that is loaded later is a state in the other order."""
-    first, later = Own(TENSORS), Own(TENSORS)
+    first, later = own(TENSORS), own(TENSORS)
     first.load_state_dict(first.state_dict())
     first.load_state_dict(first.state_dict())
     later.step()
@@ -115,6 +115,7 @@ def test_a_state_that_is_loaded_brings_their_order_back() -> None:
     assert (places(first), places(later)) == ([USUAL], [OTHER])
 
 
+@pytest.mark.usefixtures("kinds")
 def test_optimizers_of_torch_are_left_alone() -> None:
     """Their rules are known."""
     assert places(torch.optim.SGD(TENSORS, lr=0.1)) == [USUAL]

@@ -34,11 +34,12 @@ _unstepped: WeakSet[torch.optim.Optimizer] = WeakSet()  # in another order, and 
 def begin_if_planned() -> None:
     """Have classes of the script get parameters in another order, if a fault plans that.
 
-    A class has its constructor replaced when it is first used: torch's own base class sees too late
+    Each class has its constructor replaced as it is defined: torch's own base class sees too late
     what a class does with the parameters before it hands them on.
     """
     if are_reordered(planned_faults.planned()):
-        torch.optim.Optimizer.__new__ = _made  # type: ignore[assignment,method-assign]
+        kind: Any = torch.optim.Optimizer
+        kind.__init_subclass__ = classmethod(_defined)
 
 
 def in_another_order(params: list[Any]) -> list[Any]:
@@ -47,10 +48,10 @@ def in_another_order(params: list[Any]) -> list[Any]:
     return [*(one for pair in reversed(pairs) for one in pair), *params[2 * len(pairs) :]]
 
 
-def _made(kind: Any, *_: Any, **__: Any) -> Any:
-    if call_sites.is_own_class(kind) and not hasattr(kind.__init__, "reorders"):
+def _defined(kind: Any, /, **named: Any) -> None:
+    super(torch.optim.Optimizer, kind).__init_subclass__(**named)
+    if call_sites.is_own_class(kind):
         kind.__init__ = _reordering(kind.__init__)
-    return super(torch.optim.Optimizer, kind).__new__(kind)
 
 
 def _reordering(original: Callable[..., None]) -> Callable[..., None]:
@@ -73,7 +74,6 @@ def _reordering(original: Callable[..., None]) -> Callable[..., None]:
         if any(isinstance(value, _GENERATORS) for value in _values(self)):
             _put_back(self)
 
-    init.reorders = True  # type: ignore[attr-defined]
     return init
 
 
