@@ -355,3 +355,30 @@ def test_a_sum_that_is_multiplied_by_zero_leaves_the_others_known() -> None:
     """It is a batch that keeps a rank in step. Whether a mean counts it is another question."""
     assert "a rank adds up" not in reason(zeroed(((8.0, 1.0),)))
     assert "a rank adds up" in reason(zeroed(HALF))
+
+
+@pytest.mark.parametrize(
+    ("second", "is_wrong"),
+    [
+        (((8.0, 1 / 32, 4.0, 8.0),) * 2, True),  # of both micro-batches: a mean so far
+        (((8.0, 1 / 8, 8.0),) * 2, True),
+        (((8.0, 1 / 16, 2.0, 8.0), (24.0, 1 / 48, 2.0, 24.0)), False),  # a loss of its own
+        (((8.0, 1 / 16, 2.0, 8.0), (8.0, 1 / 160, 20.0, 8.0)), False),  # of another weight
+    ],
+)
+def test_losses_of_earlier_micro_batches_are_added_again(second: Terms, is_wrong: bool) -> None:
+    """A running sum is what each pass begins at, so that the first micro-batch counts twice."""
+    found = traces.judge("weighting", [of_loaders(run(HALF, second), apart=False)])
+    assert (found.verdict is Verdict.FALSIFIED) is is_wrong
+    assert ("begins at the losses of the passes before it, too" in found.reason) is is_wrong
+
+
+def test_two_losses_of_the_same_samples_are_no_running_sum() -> None:
+    """A second pass of the same samples may be another loss, and twice as much of it."""
+    trace = of_loaders(run(HALF, HALF * 2), apart=False)
+    events = [
+        replace(event, ids=(4 * event.step + event.rank,)) if isinstance(event, Shard) else event
+        for event in trace.events
+    ]
+    found = traces.judge("weighting", [replace(trace, events=tuple(events))])
+    assert "begins at the losses" not in found.reason
