@@ -31,7 +31,8 @@ from entrenar_py.scenario import CHOICES, Scenario
 from entrenar_py.service import config_keys, exit_codes
 from entrenar_py.systems import SYSTEMS
 from entrenar_py.verdict import Counterexample
-from falsification import user_integrations, user_knobs, user_trainers
+from falsification import classes, user_integrations, user_knobs, user_trainers
+from tests.command import twins
 
 DOCS = Path(__file__).parent
 FORMAT = DOCS / "contract-format.md"
@@ -42,6 +43,7 @@ PROTOCOL = DOCS / "protocol.md"
 SERVICE = DOCS / "entrenar.md"
 CONFIGURATION = DOCS / "configuration.md"
 YOUR_TRAINER = DOCS / "your-trainer.md"
+AUTO = DOCS / "auto.md"
 
 # The meaning of each field of a scenario; its type and default are read from the record.
 MEANINGS = {
@@ -119,6 +121,7 @@ PAYLOADS = {
 def pages(rows: Sequence[Row]) -> dict[str, str]:
     """Return file name -> text of every page that is generated or has generated tables."""
     return {
+        "auto.md": auto(AUTO.read_text(encoding="utf-8")),
         "cli.md": cli_reference.reference(),
         "configuration.md": configuration(CONFIGURATION.read_text(encoding="utf-8")),
         "contract-rules.md": contract_rules(CONTRACT_RULES.read_text(encoding="utf-8")),
@@ -240,6 +243,12 @@ def your_trainer(page: str) -> str:
     rows = [(says, "; ".join(comparisons)) for says, comparisons in made.items()]
     table = _table(("presupposed", "by comparisons of"), rows)
     return _filled(page, {"presuppositions": table})
+
+
+def auto(page: str) -> str:
+    """Return `page` with the current numbers of scripts by class."""
+    head = ("by", "class", "broken scripts", "right scripts")
+    return _filled(page, {"classes": _table(head, [*classes.counts(twins.EVERY)])})
 
 
 def configuration(page: str) -> str:

@@ -87,6 +87,26 @@ BUGS = (
         check="coverage",
     ),
     _twin(
+        "hybrid.py",
+        "four ranks draw as two, by odd and even ones",
+        _TWO_SHARDS,
+        (
+            "DistributedSampler(data, seed=4)",
+            "DistributedSampler(data, size, dist.get_rank() % 2, seed=4)",
+        ),
+        check="coverage",
+    ),
+    _twin(
+        "hybrid.py",
+        "four ranks draw by an order of each replica",
+        _TWO_SHARDS,
+        (
+            "DistributedSampler(data, seed=4)",
+            'DistributedSampler(data, seed=4 + mesh["replicate"].get_local_rank())',
+        ),
+        check="coverage",
+    ),
+    _twin(
         "decoder.py",
         "q, k and v are cut as one block",
         ("self.qkv_weight = shard(qkv.weight, blocks=3)", "self.qkv_weight = shard(qkv.weight)"),

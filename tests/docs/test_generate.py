@@ -13,6 +13,8 @@ from entrenar_py.kill_matrix import Row
 from entrenar_py.protocol import messages, phases
 from entrenar_py.scenario import Scenario
 from entrenar_py.service import config_keys
+from falsification import classes
+from tests.command import twins
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -26,6 +28,7 @@ def test_make_docs_changes_nothing(
     generate.main()
     written = sorted(path.name for path in tmp_path.iterdir())
     assert written == [
+        "auto.md",
         "cli.md",
         "coming-from.md",
         "configuration.md",
@@ -59,6 +62,15 @@ def test_tables_stand_between_their_marks() -> None:
     edited = page.replace("| `seed` | whole", "| `seed` | hole")
     assert edited != page
     assert generate.contract_format(edited) == page
+
+
+def test_each_class_of_bugs_has_five_broken_scripts() -> None:
+    """The table of classes is current, and each has right scripts beside the broken ones."""
+    page = generate.AUTO.read_text("utf-8")
+    assert generate.auto(page) == page, "say `make docs`"
+    for _, title, broken, right in classes.counts(twins.EVERY):
+        assert int(broken) >= 5, title
+        assert int(right) >= 2, title
 
 
 def test_what_comparisons_presuppose_is_told() -> None:
