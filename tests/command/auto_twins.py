@@ -13,6 +13,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from entrenar_py.checks import run_names
+from entrenar_py.scenario import Scenario
 from entrenar_py.verdict import Finding, Verdict
 from falsification.user_trainers import Twin
 from tests.command import scripts, side_by_side, twins
@@ -34,6 +36,17 @@ DECLARED = (
     "workers that live on",
 )
 ADVICE = "finiteness"  # unless a contract is named
+# Knobs that the harness turns itself: ends of their runs' names -> words of what they find.
+KNOBS = {
+    "common": "with random numbers that are alike for all samples",
+    "ordered": "with one order of samples",
+    "mirrored": "with the same samples on all ranks",
+    "merged": "-merged-of-",
+    "replayed": "-replayed-of-",
+    "short-epochs": "with epochs of two steps",
+    "longer": "with more steps",
+    "reordered": "in another order",
+}
 KINDS = ("found", "open", "undeclared", "left alone", "exit 0", "exit 4")
 # Bugs that a line leaves open, since it says that samples are drawn with replacement, or comes
 # after the checkpoint was read.
@@ -82,12 +95,26 @@ def told(twin: Twin, found: dict[str, Finding]) -> str:
     return "open" if finding.verdict is Verdict.INCONCLUSIVE else "found"
 
 
-def tried(twin: Twin) -> tuple[str, list[str]]:
-    """Return how a script is judged, in a word, and the lines that say so."""
+def knobs(kind: str, finding: Finding | None, runs: Path) -> list[tuple[str, str]]:
+    """Return the knobs that were turned for a right script, or by which a bug was found."""
+    if kind in ("exit 0", "exit 4"):
+        names = [file.stem for file in runs.glob("*.jsonl")]
+        return [(knob, "right") for knob in KNOBS if any(f"-{knob}" in name for name in names)]
+    if kind != "found" or finding is None or finding.counterexample is None:
+        return []
+    scenario = finding.counterexample.scenario
+    run = "" if scenario is None else run_names.of(Scenario.from_dict(scenario))
+    text = finding.reason + run
+    return [(knob, "found") for knob, words in KNOBS.items() if words in text]
+
+
+def tried(twin: Twin) -> tuple[str, list[str], list[tuple[str, str]]]:
+    """Return how a script is judged, in a word, the lines that say so, and the knobs it took."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         found = twins.findings(twin, Path(folder), witnesses=True, auto=True)
-    how = told(twin, found)
+        how = told(twin, found)
+        turned = knobs(how, found.get(twin.check), Path(folder) / "runs")
     kind = how if how in KINDS else "WRONG"
     lines = [f"{kind:10} {time.monotonic() - started:5.1f} s  {twin.script}: {twin.name}"]
     if kind == "WRONG":
@@ -96,7 +123,7 @@ def tried(twin: Twin) -> tuple[str, list[str]]:
         lines.append(f"           {found[twin.check].reason[:200]}")
     elif kind == "exit 4":
         lines += [f"           {line[:200]}" for line in undecided(found)]
-    return kind, lines
+    return kind, lines, turned
 
 
 def main() -> int:
@@ -104,10 +131,15 @@ def main() -> int:
     words, jobs = twins.words_and_jobs()
     chosen = [one for one in (*right(), *twins.EVERY) if all(word in one.name for word in words)]
     counts: Counter[str] = Counter()
-    for kind, lines in side_by_side.results(tried, chosen, jobs):
+    by_knob: Counter[tuple[str, str]] = Counter()
+    for kind, lines, turned in side_by_side.results(tried, chosen, jobs):
         counts[kind] += 1
+        by_knob.update(turned)
         print(*lines, sep="\n", flush=True)
     print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
+    for knob in KNOBS:
+        by, on = by_knob[knob, "found"], by_knob[knob, "right"]
+        print(f"{knob}: {by} bugs found by it, turned for {on} right scripts")
     return int("WRONG" in counts)
 
 
