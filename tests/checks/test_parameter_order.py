@@ -71,6 +71,11 @@ def by_place(_: int, gradients: Mapping[str, Any], __: Mapping[str, Any]) -> Vec
     return {name: 0.1 * 0.5**place * g for place, (name, g) in enumerate(gradients.items())}
 
 
+def warmed_up(step: int, gradients: Mapping[str, Any], weights: Mapping[str, Any]) -> Vectors:
+    """Move by nothing in the first step, and then by what was left over."""
+    return {n: g * (step > 0) for n, g in left_over(step, gradients, weights).items()}
+
+
 def in_turn(step: int, gradients: Mapping[str, Any], _: Mapping[str, Any]) -> Vectors:
     """Move one tensor in each step."""
     return {n: 0.1 * g * (place == step) for place, (n, g) in enumerate(gradients.items())}
@@ -150,6 +155,14 @@ def test_what_a_place_may_be_meant_for_is_noted(rule: Rule, words: str) -> None:
     tally = both(rule)
     assert (tally.compared, tally.broken, tally.missing) == (0, None, [])
     assert words in tally.notes[0]
+
+
+def test_a_step_that_moves_nothing_counts_for_nothing() -> None:
+    """A rate may begin at zero; the error shows in the next step."""
+    tally = both(warmed_up)
+    assert tally.broken is not None
+    assert tally.broken.step == 1
+    assert tally.compared == 4
 
 
 def test_runs_in_one_order_say_nothing() -> None:

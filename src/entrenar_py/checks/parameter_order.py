@@ -40,6 +40,14 @@ class _Step:
     usual: Update
     turned: Update
 
+    def moved(self) -> tuple[set[str], set[str]]:
+        """Return the names of the tensors that move in each run."""
+        usual, turned = (
+            {n for n, r in update.weights.items() if r.digest != self.before[n].digest}
+            for update in (self.usual, self.turned)
+        )
+        return usual, turned
+
     def moves(self, name: str) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
         """Return how a tensor moves in both runs; None if that is not known."""
         places = self.before, self.usual.weights, self.turned.weights
@@ -82,8 +90,12 @@ def compare(tally: Tally, runs: Traces) -> None:
         return
     num_steps = 0
     for step in _steps(usual, turned):
-        if why := _why_apart(step):
-            tally.note(f"{_BEFORE}step {step.usual.step} was not compared: {why}")
+        moved, others = step.moved()
+        if moved != others:
+            tally.note(
+                f"{_BEFORE}step {step.usual.step} was not compared: other tensors move, so they "
+                "may have their turns by place"
+            )
             break
         if not _compare(tally, usual, step, *groups):
             break
@@ -122,7 +134,9 @@ def _steps(usual: Trace, turned: Trace) -> Iterator[_Step]:
             update.gradient, other.gradient
         )
         rates = [(one.learning_rate, {**one.rates}) for one in (update, other)]
-        if not (are_alike and rates[0] == rates[1] and update.finite and other.finite):
+        are_known = update.weights.keys() | other.weights.keys() <= before.keys()
+        is_finite = update.finite and other.finite
+        if not (are_alike and are_known and rates[0] == rates[1] and is_finite):
             return
         yield _Step(before, update, other)
 
@@ -142,21 +156,13 @@ def _have_same_bits(left: Tensors, right: Tensors) -> bool:
     return {n: r.digest for n, r in left.items()} == {n: r.digest for n, r in right.items()}
 
 
-def _why_apart(step: _Step) -> str:
-    """Return why a step's movements say nothing of the order; "" if they do."""
-    moved = [
-        {name for name, r in update.weights.items() if r.digest != step.before[name].digest}
-        for update in (step.usual, step.turned)
-        if update.weights.keys() <= step.before.keys()
-    ]
-    if not moved or moved[0] != moved[-1]:
-        return "other tensors move, so they may have their turns by place"
-    return ""
-
-
 def _compare(tally: Tally, trace: Trace, step: _Step, usual: Groups, turned: Groups) -> bool:
-    """Compare the movements of one step. Return whether they are known, and the same."""
-    moves = {name: both for name in step.usual.gradient if (both := step.moves(name)) is not None}
+    """Compare the movements of one step. Return whether they are known, and the same.
+
+    What doesn't move, at a rate of zero, say, counts for nothing.
+    """
+    names = step.moved()[0] & step.usual.gradient.keys()
+    moves = {name: both for name in sorted(names) if (both := step.moves(name)) is not None}
     wrong = {
         name: both
         for name, both in moves.items()
@@ -184,7 +190,7 @@ def _compare(tally: Tally, trace: Trace, step: _Step, usual: Groups, turned: Gro
             got=f"one of {np.linalg.norm(got):.6g}, {np.linalg.norm(got - due):.2g} apart",
             **evidence.place(trace, step.usual),
         )
-    return bool(moves) and not wrong
+    return len(moves) == len(names) and not wrong
 
 
 def _factors(step: _Step, moves: Mapping[str, tuple[NDArray[np.float64], ...]]) -> Factors:
