@@ -392,6 +392,28 @@ def test_rows_that_ranks_draw_alike_may_be_parts_of_a_sum(
     assert bool(copies.summed_parts(compared)) is is_open
 
 
+@pytest.mark.parametrize(
+    ("since", "is_wrong", "verdict"),
+    [
+        (2, False, Verdict.HELD),
+        (2, True, Verdict.FALSIFIED),
+        (0, False, Verdict.INCONCLUSIVE),
+    ],
+)
+def test_gradients_are_compared_until_a_hook_compresses_them(
+    since: int, is_wrong: bool, verdict: Verdict
+) -> None:
+    """A low-rank hook adds the first ones as they are, and approximates later ones."""
+    alone, many = own(1), own(2)
+    for update in many.of(Update):
+        if update.step >= 2 or is_wrong:
+            rough = changed(update.gradient, max(update.gradient), times=0.5)
+            where = {"step": update.step, "rank": update.rank}
+            many = altered(many, Update, where, gradient=rough)
+    sent = {"compressed": "powerSGD_hook", "compressed_from": since}
+    assert parity(traces.was(many, **sent), traces.was(alone, **sent)).verdict is verdict
+
+
 @pytest.mark.parametrize(("kinds", "is_open"), [((MERGED,), True), ((MIRRORED, MERGED), False)])
 def test_a_sum_over_one_share_is_the_same_on_one_worker(
     kinds: tuple[str, ...], is_open: bool

@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powerSGD
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from entrenar_py.errors import UsageError
@@ -171,6 +173,19 @@ def test_gradients_that_are_computed_in_16_bits() -> None:
     model = _wrapped(nn.Linear(2, 2), mixed_precision=policy)
     assert reduced_gradients.compression(model) == "bfloat16"
     assert reduced_gradients.compression(_wrapped(nn.Linear(2, 2))) == ""
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_a_hook_that_compresses_after_some_steps() -> None:
+    """The gradients of the first ones are added as they are. The script's own hook may call it."""
+    state = powerSGD.PowerSGDState(None, start_powerSGD_iter=2)
+    model = DistributedDataParallel(nn.Linear(2, 2), init_sync=False)
+    model.register_comm_hook(state, lambda state, bucket: powerSGD.powerSGD_hook(state, bucket))
+    formats = []
+    for _ in range(3):
+        formats.append(reduced_gradients.compression(model))
+        state.iter += 1
+    assert formats == ["", "", "PowerSGD"]
 
 
 def test_a_hook_sees_a_parameters_own_part() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from entrenar_py.rank_files import shown_scenario
+from entrenar_py.rank_files import rank_trace, shown_scenario
+from entrenar_py.rank_files.rank_file import RankFile
 from entrenar_py.rank_files.rank_trace import RankTrace
 from entrenar_py.trace import Event, Shard, Update
 from tests.checks.traces import values
@@ -71,3 +74,14 @@ def test_batches_count_as_they_are_where_ranks_join(
     ranks = [RankTrace(life=0, header=whole, events=(), ended=True, problem="")]
     _, traits = shown_scenario.of(ranks, passes(kept=(0, 1)), 1)
     assert traits.loss_over == meaning
+
+
+def test_compression_begins_with_the_first_rank_that_compresses(tmp_path: Path) -> None:
+    """Until then gradients are sent as they are."""
+    for rank, step in enumerate((3, 2)):
+        file = RankFile(tmp_path, {"rank": rank, "world_size": 2})
+        file.note("compressed", to="powerSGD_hook", step=step)
+        file.close("")
+    ranks = [rank_trace.load(path) for path in sorted(tmp_path.glob("*.rank.jsonl"))]
+    _, traits = shown_scenario.of(ranks, passes(kept=(0, 1)), 2)
+    assert (traits.compressed, traits.compressed_from) == ("powerSGD_hook", 2)

@@ -27,6 +27,7 @@ from entrenar_py.checks import (
 )
 from entrenar_py.checks.compared import Compared, Presupposition, run_name
 from entrenar_py.checks.explanations import Explanation
+from entrenar_py.trace import Trace
 from entrenar_py.verdict import Tally
 
 SAME_NAMES = Presupposition(
@@ -241,6 +242,7 @@ def comparable(tally: Tally, comparison: str, compared: Compared) -> Compared | 
         )
     if comparison in (WITH_ONE_WORKER, WITH_A_KNOB, SUMS):
         compared = divided_inside.undone(tally, compared)
+        compared = _uncompressed(tally, compared)
     for presupposition in COMPARISONS[comparison]:
         why = presupposition.lacking(compared)
         if not why:
@@ -258,6 +260,29 @@ def comparable(tally: Tally, comparison: str, compared: Compared) -> Compared | 
             return None
         compared = left
     return compared
+
+
+def _uncompressed(tally: Tally, compared: Compared) -> Compared:
+    """Return the comparison before the step from which on a hook compresses gradients, if any.
+
+    If it always does, or never, that is all.
+    """
+    traits = compared.trace.traits
+    step = traits.compressed_from
+    if not step:
+        return compared
+    tally.note(
+        f"gradients are compressed by {traits.compressed} from step {step} on: steps before that "
+        "were compared"
+    )
+
+    def before(run: Trace) -> Trace:
+        whole = replace(run.traits, compressed="", compressed_from=0)
+        return replace(divergence.until(run, step), traits=whole)
+
+    trace = before(compared.trace)
+    model = trace if compared.is_one_run else before(compared.model)
+    return replace(compared, model=model, trace=trace)
 
 
 def are_comparable(comparison: str, compared: Compared) -> bool:

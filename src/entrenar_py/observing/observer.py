@@ -315,7 +315,7 @@ class Observer(Observation):
         self._write_late()
         self._stop.perhaps_end(*self._place())
         self._gradients.expect(called)
-        self._recording.compressed(reduced_gradients.compression(called))
+        self._recording.compressed(reduced_gradients.compression(called), self._step.number)
         self._micro_batches.before_forward(inputs, blocks)
         self._language.forward(model, inputs, self._micro_batches.index)
 

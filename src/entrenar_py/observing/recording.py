@@ -52,11 +52,11 @@ class Recording:
             self._file.note("layout", **news)
         self._file.append(events)
 
-    def compressed(self, compression: str) -> None:
-        """Write the format in which gradients are sent, if it has changed."""
+    def compressed(self, compression: str, step: int) -> None:
+        """Write the format in which gradients are sent from `step` on, if it has changed."""
         if compression != self._compression:
             self._compression = compression
-            self._file.note("compressed", to=compression)
+            self._file.note("compressed", to=compression, step=step)
 
     def synchronised(self, rule: Mapping[str, Any]) -> None:
         """Write the rule by which ranks that train independently are brought together, once."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
@@ -64,10 +65,13 @@ def compression(model: nn.Module) -> str:
 
     That is `float16`, `bfloat16`, the name of another communication hook of torch's, or "" without
     rounding. DistributedDataParallel's hook says so, or the policy of a sharded module, which may
-    compute in 16 bits and add in 32.
+    compute in 16 bits and add in 32. PowerSGD adds the gradients of the first steps as they are; a
+    hook of the script's own may call it.
     """
     wrapper = _wrapper(model)
-    for hook, _ in getattr(wrapper, "_comm_hooks", ()):
+    for hook, state in getattr(wrapper, "_comm_hooks", ()):
+        if isinstance(state, PowerSGDState):
+            return "PowerSGD" if state.iter >= state.start_powerSGD_iter else ""
         name = str(getattr(hook, "__name__", ""))
         if getattr(hook, "__module__", "").startswith(_HOOKS) and name not in _EXACT:
             return {"fp16": "float16", "bf16": "bfloat16"}.get(name.partition("_")[0], name)

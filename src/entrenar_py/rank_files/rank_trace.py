@@ -42,7 +42,8 @@ class RankTrace:
     - `pieces`: by name, the place of each tensor of which the rank holds a part.
     - `local`: buffers that depend on the rank's own samples, None if unknown.
     - `changed`: the optimizer's constants, except learning rates, have changed since the header.
-    - `compression`: the format in which gradients were sent, "" if uncompressed.
+    - `compression`: the format in which gradients were sent, "" if uncompressed; `compressed_from`
+      is the first step in which they were.
     - `outer`: the rule by which ranks that step alone are brought together: `rule`, and for known
       ones `lr` and `momentum`; `inner_steps`, the steps of a round, if declared.
     - `drops_last`: the script has skipped a last, short batch of its loader.
@@ -62,6 +63,7 @@ class RankTrace:
     changed: bool = False
     copies: bool = False
     compression: str = ""
+    compressed_from: int = 0
     outer: Mapping[str, Any] = field(default_factory=dict)
     drops_last: bool = False
     replaces: bool = False
@@ -167,6 +169,13 @@ def _outer(rank: RankTrace, record: Mapping[str, Any]) -> RankTrace:
     return replace(rank, outer=rule)
 
 
+def _compressed(rank: RankTrace, record: Mapping[str, Any]) -> RankTrace:
+    step = record.get("step", 0)
+    if type(step) is not int or step < 0:
+        raise TraceError(f"compressed, step={step!r:.40}: use a whole number >= 0")
+    return replace(rank, compression=str(record.get("to", "")), compressed_from=step)
+
+
 def _data(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the facts of a data set that became known after the header was written."""
     return {name: record[name] for name in rank_header.OF_THE_DATA if name in record}
@@ -188,7 +197,7 @@ _NOTES: Mapping[str, Callable[[RankTrace, Mapping[str, Any]], RankTrace]] = {
         replaces=rank.replaces or record.get("replacement") is True,
         epochs=bool(record["epochs"]) if "epochs" in record else rank.epochs,
     ),
-    "compressed": lambda rank, record: replace(rank, compression=str(record.get("to", ""))),
+    "compressed": _compressed,
     "limit": lambda rank, _: replace(rank, is_limited=True),
     "data": lambda rank, record: replace(
         rank, header=rank_header.require({**rank.header, **_data(record)}, "data")

@@ -158,6 +158,8 @@ def _of_the_data(ranks: Sequence[RankTrace], header: Mapping[str, Any]) -> dict[
     sent = next((rank.compression for rank in ranks if rank.compression), "")
     if compressed := header.get("reduction") or sent:
         traits["compressed"] = compressed
+    if sent and not header.get("reduction"):
+        traits["compressed_from"] = min(r.compressed_from for r in ranks if r.compression)
     joined = "micro-batch" if header.get("joined") else ""  # as torch's `Join` has batches count
     traits["loss_over"] = header.get("loss_over", "") or joined
     if header.get("clip_norm") is not None:

@@ -51,7 +51,7 @@ class Traits:
     - `shared`: ranks that draw the same samples compute one shard together.
     - `alone`: no rank was seen to communicate with another while it trained.
     - `compressed`: the number format or hook that compresses gradients in transit; `float32` if a
-      script declares that nothing does.
+      script declares that nothing does. It does from step `compressed_from` on.
 
     In the model and the data:
 
@@ -116,6 +116,7 @@ class Traits:
     shared: bool = False
     alone: bool = False
     compressed: str = ""
+    compressed_from: int = 0
     masks: str = "rank"
     batch_norm: bool = False
     drop_last: bool = False
