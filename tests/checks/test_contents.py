@@ -164,6 +164,7 @@ def test_rows_that_come_again_on_one_worker_too() -> None:
 
 
 PASS = ((0, 1, 2, 3), (4, 5, 6, 7))  # the rows of a pass through the data, by step
+AGAIN = ((0, 21, 22, 23), (24, 25, 26, 27))  # of another pass, with other contents
 
 
 def in_passes(size: int, batches: Sequence[tuple[int, ...]], **traits: Any) -> Trace:
@@ -200,6 +201,25 @@ def test_rows_that_one_worker_is_given_in_passes(
     assert words in finding.reason
     without = CHECKS["coverage"].judge(traces.clause("coverage"), Runs(trace))
     assert without.verdict is not Verdict.FALSIFIED, without.reason
+
+
+@pytest.mark.parametrize(
+    ("batches", "verdict"),
+    [
+        ((*PASS[::-1], *AGAIN), "held"),
+        ((*PASS[::-1], AGAIN[1], AGAIN[0]), "held"),
+        (((4, 5, 6, 7), (0, 1, 2, 9), *AGAIN), "inconclusive"),  # another row in the first pass
+        ((*PASS[::-1], (0, 1, 1, 3), AGAIN[1]), "inconclusive"),  # and in the second one
+    ],
+)
+def test_rows_that_come_as_often_in_a_pass_in_another_order(
+    batches: tuple[tuple[int, ...], ...], verdict: str
+) -> None:
+    """Rows may be drawn anew in each pass (neighbours of a node), and one of them come twice."""
+    alone, trace = in_passes(1, (*PASS, *AGAIN)), in_passes(2, batches)
+    runs = Runs(trace, {ALONE: (alone,)}, witnesses={ALONE: (alone,)})
+    finding = CHECKS["coverage"].judge(traces.clause("coverage"), runs)
+    assert finding.verdict.value == verdict, finding.reason
 
 
 @pytest.mark.parametrize(("is_same", "verdict"), [(True, "falsified"), (False, "inconclusive")])

@@ -44,7 +44,7 @@ def judge(tally: Tally, trace: Trace, alone: Trace | None) -> None:
     if passes:
         row_passes.judge(tally, trace, rows, passes)
     elif not trace.traits.selects and (not alike or is_guessed):
-        _rows_again(tally, rows, {} if alone is None else evidence.shards(alone))
+        _rows_again(tally, rows, trace, alone)
     if not is_compared:
         return
     if not alike:
@@ -94,14 +94,15 @@ def _apart_in_groups(tally: Tally, trace: Trace, alone: Trace | None) -> None:
 
 
 def _rows_again(
-    tally: Tally, owned: Mapping[int, Sequence[Shard]], whole: Mapping[int, Sequence[Shard]]
+    tally: Tally, owned: Mapping[int, Sequence[Shard]], trace: Trace, alone: Trace | None
 ) -> None:
     """Count as missing whether rows that come again before all rows came are given twice.
 
     They come in an order of the script's own, such as an epoch that grows, if the run on one worker
-    is given the same rows in each step: `whole` are its shards. Micro-batches that come twice in
-    turn are no such order: each worker of a loader may hand out all data.
+    is given the same rows in each step, or pass by pass. Micro-batches that come twice in turn are
+    no such order: each worker of a loader may hand out all data.
     """
+    whole = {} if alone is None else evidence.shards(alone)
     every = {id_ for shards in owned.values() for shard in shards for id_ in shard.ids}
     seen: set[int] = set()
     for step, shards in sorted(owned.items()):
@@ -114,6 +115,7 @@ def _rows_again(
                 return
             what = f"rows come again in step {step} before all others came"
             is_same = all(_together(whole.get(at, ())) == _together(owned[at]) for at in owned)
+            is_same |= alone is not None and row_passes.make_the_same(alone, trace)
             if is_same and not _are_doubled(whole):
                 tally.note(f"{what}, in the run on one worker, too, which may have the same bug")
             else:
@@ -175,10 +177,11 @@ def compare(tally: Tally, model: Trace, trace: Trace) -> None:
                 f"the model is given other rows with {many} workers than with {few}, and they have "
                 "the same gradients in the first steps: they are the same samples"
             )
-        elif not is_same and row_passes.make_the_same(model, trace):
+        elif not is_same and not unknown and row_passes.make_the_same(model, trace):
+            tally.compared += 1
             tally.note(
                 f"the model is given other rows in a step with {many} workers than with {few}: "
-                "each run is given all of them once in a pass, and steps were not compared"
+                "in a pass each is given as often in both runs, and steps were not compared"
             )
             return
         elif not is_same:

@@ -7,6 +7,7 @@ given each of these rows once in a pass, too.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from entrenar_py.checks import evidence
@@ -35,8 +36,24 @@ def of(rows: Rows, alone: Trace | None) -> Passes:
 
 
 def make_the_same(one: Trace, other: Trace) -> bool:
-    """Return whether two runs are given the same rows, each once in every pass."""
-    return bool(_made(one) and _made(other)) and _rows(one) == _rows(other)
+    """Return whether two runs are given the same rows pass by pass, each in an order of its own.
+
+    A pass ends where both were given the same rows so far, each as often as in the other run. None
+    of the passes may lack such an end; the last one may be cut short.
+    """
+    sums = [_sums(trace) for trace in (one, other)]
+    ends = sorted(n for n in sums[0].keys() & sums[1].keys() if sums[0][n] == sums[1][n])
+    return bool(ends) and min(map(max, sums)) - ends[-1] < ends[0]
+
+
+def _sums(trace: Trace) -> dict[int, Counter[int]]:
+    """Return how often each row was given by the end of each step, by the number of all rows."""
+    given, sums = Counter[int](), dict[int, Counter[int]]()
+    for _, shards in sorted(evidence.shards(trace).items()):
+        for shard in shards:
+            given.update(shard.ids)
+        sums[given.total()] = Counter(given)
+    return sums
 
 
 def are_whole(rows: Rows) -> bool:
