@@ -48,14 +48,16 @@ def compare(tally: Tally, trace: Trace) -> None:
         tally.miss(unseen)
         return
     rested = skips.without_gradients(trace)
-    if why := run_comparison.rounded_away(trace):
+    since = trace.traits.compressed_from or math.inf  # steps before that are known
+    why = run_comparison.rounded_away(trace)
+    if why and math.isinf(since):
         tally.miss(why)
     for step, by_rank in evidence.ranks_by_step(trace):
         if step in rested:
             continue
         for update in by_rank.values():
             judged.length(update, by_rank)
-        if not why:
+        if not why or step < since:
             judged.direction(by_rank)
     judged.lengths()
 
