@@ -208,6 +208,22 @@ def test_a_norm_that_was_only_seen(words: str) -> None:
         assert words in tally.broken.message
 
 
+@pytest.mark.parametrize("since", [0, 2])
+def test_directions_are_known_until_gradients_are_compressed(since: int) -> None:
+    """PowerSGD adds the first gradients as they are; other hooks compress all of them."""
+
+    def sent(recorded: Trace) -> Tally:
+        facts = {"compressed": "PowerSGD", "compressed_from": since}
+        return judged(replace(recorded, traits=replace(recorded.traits, **facts)))
+
+    right = sent(run(lambda ranks: clipped(mean(ranks))))
+    assert right.broken is None
+    assert bool(right.missing) is (since == 0)
+    wrong = sent(run(early(lambda own: clipped(added(own))))).broken
+    assert wrong is not None
+    assert "each rank clipped its own" in wrong.message
+
+
 def test_nothing_to_clip() -> None:
     """A note says that clipping was not exercised."""
     assert "nothing was clipped" in judged(run(lambda ranks: times(mean(ranks), 0.01))).notes[0]
