@@ -142,6 +142,7 @@ class Loss:
 """
 AGAIN = {
     "in the loop": IN_THE_LOOP,
+    "beside a condition": IN_THE_LOOP.replace("    return", "    if step: randint(1)\n    return"),
     "of a generator": OF_A_GENERATOR,
     "of micro-batches": OF_MICRO_BATCHES,
 }

@@ -102,9 +102,10 @@ class ScriptFacts:
         if self._scheduler is None:
             self._scheduler = surroundings.schedule_of(subject.optimizers)
         self._selects = script_text.selecting_line()
-        own, _ = script_text.texts()
-        self._selects_in_steps = script_order.come_again(script_text.SELECTS, own)
-        self._is_one_source = script_order.are_alike(script_text.SELECTS, own)
+        if self._selects:
+            own, _ = script_text.texts()
+            self._selects_in_steps = script_order.come_again(script_text.SELECTS, own)
+            self._is_one_source = script_order.are_alike(script_text.SELECTS, own)
         self._by_epoch = script_text.line_by_epoch()
         self._is_joined = surroundings.are_joined(subject.model)
         checkpoints.watch(dict.fromkeys(subject.trained.values()), made)  # some share a flat one

@@ -25,6 +25,7 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _Loop = ast.For | ast.While
 _MODULE = "<module>"
+_CHARS_MAX = 2**20  # which are read in a second
 Line = tuple[str, int]  # a file and a number
 
 
@@ -120,7 +121,9 @@ class _Order:
 
     @classmethod
     def of(cls, texts: Mapping[str, str]) -> _Order | None:
-        """Return the order of the lines that run now; None if a text can't be read."""
+        """Return the order of the lines that run now; None if a text can't be read, or is long."""
+        if sum(map(len, texts.values())) > _CHARS_MAX:
+            return None
         try:
             with warnings.catch_warnings():  # Python has told of them already
                 warnings.simplefilter("ignore")
@@ -148,17 +151,19 @@ class _Order:
         uses = [*self._uses(function)]
         return bool(uses) and all(self.is_later(*use) for use in uses)
 
-    def is_repeated(self, line: Line) -> bool:
-        """Return whether a line runs in each turn of the loop that steps, as far as it shows."""
+    def is_repeated(self, line: Line, inside: frozenset[str] = frozenset()) -> bool:
+        """Return whether a line runs in each turn of the loop that steps, as far as it shows.
+
+        It calls functions in turn, the last one of which has the line in question: those `inside`.
+        """
         file, number = line
         scope = _scope(self.trees[file], number)
         loops = [loop for at, of, loop in self._loops() if (at, of) == (file, scope)]
         if any(loop.body[0].lineno <= number for loop in loops if _has(loop, number)):
             is_apart = self._is_of_micro_batches and any(_counts_by(one, number) for one in loops)
             return not is_apart and not _is_conditional(scope, number, within=loops)
-        if isinstance(scope, ast.Module) or scope.name in self._known:
+        if isinstance(scope, ast.Module) or scope.name in inside:
             return False
-        self._known.add(scope.name)
         if self._is_of_micro_batches and (_counted(scope) or "next" in map(_called, _all(scope))):
             return False  # it may take turns
         yields = any(isinstance(node, ast.Yield | ast.YieldFrom) for node in ast.walk(scope))
@@ -166,7 +171,8 @@ class _Order:
         if (yields and not own) or _is_conditional(scope, number, within=own[-1:]):
             return False
         heads = {(at, loop.lineno) for at, _, loop in self._loops() if yields}
-        return any(use in heads or self.is_repeated(use) for use in self._uses(scope))
+        inside |= {scope.name}
+        return any(use in heads or self.is_repeated(use, inside) for use in self._uses(scope))
 
     def micro_batches(self) -> _Loop | None:
         """Return the loop through the micro-batches of a step; it is the one that is meant then."""
