@@ -173,7 +173,35 @@ experiment.test()
 dist.destroy_process_group()
 """
 
+_BY_COUNT = (" == 0 or self.loader.ended", " == 0")
+_LEARNED = "            engine.learn(loss_of, batch)\n"
+_AVERAGED = (
+    _BY_COUNT,
+    ("WINDOW, EPOCHS = 2, 2", "WINDOW, EPOCHS = 2, 6"),
+    (
+        "engine = Engine(net, loader)\n",
+        "mean = torch.optim.swa_utils.AveragedModel(net)\nengine = Engine(net, loader)\n",
+    ),
+)
+_TO_MEAN = f"{_LEARNED}    if epoch > 1:\n        mean.update_parameters(net)\n"
+
 BUGS = (
+    Twin(
+        name="ends: rank 0 goes on from the mean of the last epochs' weights",
+        script="tagger.py",
+        text=TAGGER,
+        source="classic (an average that is swapped in, and not swapped back)",
+        changes=(
+            *_AVERAGED,
+            (
+                _LEARNED,
+                f"{_TO_MEAN}        if dist.get_rank() == 0:\n"
+                "            net.load_state_dict(mean.module.state_dict())\n",
+            ),
+        ),
+        check="replica_identity",
+        words="outside of the optimizer",
+    ),
     Twin(
         name="ends: an engine steps with each batch of a window once the loader has ended",
         script="tagger.py",
@@ -211,7 +239,13 @@ VARIANTS = (
         name="ends: an engine that counts batches alone steps once in a window",
         script="tagger.py",
         text=TAGGER,
-        changes=((" == 0 or self.loader.ended", " == 0"),),
+        changes=(_BY_COUNT,),
+    ),
+    Twin(
+        name="ends: a mean of the last epochs' weights, from the third one on",
+        script="tagger.py",
+        text=TAGGER,
+        changes=(*_AVERAGED, (_LEARNED, _TO_MEAN)),
     ),
     Twin(
         name="ends: the best weights are loaded for a test alone",
