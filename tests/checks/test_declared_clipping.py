@@ -213,7 +213,7 @@ def test_directions_are_known_until_gradients_are_compressed(since: int) -> None
     """PowerSGD adds the first gradients as they are; other hooks compress all of them."""
 
     def sent(recorded: Trace) -> Tally:
-        facts = {"compressed": "PowerSGD", "compressed_from": since}
+        facts: dict[str, Any] = {"compressed": "PowerSGD", "compressed_from": since}
         return judged(replace(recorded, traits=replace(recorded.traits, **facts)))
 
     right = sent(run(lambda ranks: clipped(mean(ranks))))
