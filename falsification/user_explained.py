@@ -367,6 +367,15 @@ BUGS = (
         words="4 micro-batches has its loss divided by 4 twice",
     ),
     _engine(
+        "two micro-batches that are divided by their number twice",
+        ("gas, temperature = 4, 2.0", "gas, temperature = 2, 2.0"),
+        (_LOSS, f"{_LOSS} / gas"),
+        source="accelerate #1726 (a loss that is divided before accelerator.backward)",
+        check="weighting",
+        step=0,
+        words="2 micro-batches has its loss divided by 2 twice",
+    ),
+    _engine(
         "three micro-batches that are divided by their number twice",
         ("gas, temperature = 4, 2.0", "gas, temperature = 3, 2.0"),
         (_LOSS, f"{_LOSS}.div(gas)"),
@@ -417,6 +426,11 @@ VARIANTS = (
         "half of a squared error, in two micro-batches",
         ("gas, temperature = 4, 2.0", "gas, temperature = 2, 2.0"),
         (_LOSS, f"{_LOSS} / 2"),
+    ),
+    _engine(
+        "a mean over two heads, in two micro-batches",
+        ("gas, temperature = 4, 2.0", "gas, heads = 2, 2"),
+        (_LOSS, f"{_LOSS} / heads"),
     ),
     _engine(
         "three heads' mean, in three micro-batches",

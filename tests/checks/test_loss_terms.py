@@ -127,6 +127,12 @@ def test_a_loss_that_is_divided_by_the_micro_batches_twice() -> None:
     assert "4 micro-batches has its loss divided by 4 twice" in broken.message
 
 
+def test_two_micro_batches_that_are_divided_by_two_twice() -> None:
+    """On two ranks they count as one mean does that is added up, but ranks were averaged."""
+    broken = traces.broken(traces.judge("weighting", [run(((8.0, 1 / 32, 2.0, 2.0, 8.0),))]))
+    assert "2 micro-batches has its loss divided by 2 twice" in broken.message
+
+
 @pytest.mark.parametrize(
     "trace",
     [
@@ -134,7 +140,7 @@ def test_a_loss_that_is_divided_by_the_micro_batches_twice() -> None:
         four(((4.0, 1 / 16, 4.0, 4.0),)),  # a mean over four elements
         four(((16.0, 1 / 64, 4.0, 4.0, 4.0),)),  # over four rows of four elements
         four(((8.0, 1 / 64, 4.0, 2.0, 8.0),)),  # half of a squared error
-        run(((8.0, 1 / 32, 2.0, 2.0, 8.0),)),  # half of one, or divided twice
+        run(((8.0, 1 / 16, 2.0, 8.0),)),
     ],
     ids=["once", "elements", "rows", "half", "two"],
 )

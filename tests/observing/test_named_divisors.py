@@ -21,9 +21,13 @@ def _afresh() -> Iterator[None]:
 
 
 def may_be_4(module: ModuleType) -> bool:
-    """Run the module, whose function `tried` is called with what is tested, from its last line."""
+    return answered(module, lambda: named_divisors.may_be(4))
+
+
+def answered(module: ModuleType, question: Callable[[], bool]) -> bool:
+    """Run the module, and return what is answered where it calls `tried`."""
     answers: list[bool] = []
-    module.__dict__["tried"] = lambda: answers.append(named_divisors.may_be(4))
+    module.__dict__["tried"] = lambda: answers.append(question())
     file = str(module.__file__)
     exec(compile(Path(file).read_text(), file, "exec"), module.__dict__)
     return answers[0]
@@ -85,3 +89,39 @@ def test_a_count_of_the_script_s_own(text: str, written: Written) -> None:
 def test_counts_of_micro_batches_and_other_numbers(text: str, written: Written) -> None:
     """Their use tells, or their value; and what was seen until then is no factor of a loss."""
     assert not may_be_4(written(text))
+
+
+TWICE = "def a(o, loss):\n    o.backward(loss / gas)\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "are_two"),
+    [
+        (TWICE + "def b(self, loss):\n    (loss / self.accumulation).backward()\ntried()\n", True),
+        (TWICE + "tried()\n", False),
+        (TWICE + "def b(loss, heads):\n    return loss / heads\ntried()\n", False),
+        (TWICE + "def b(n):\n    return len(n) / gas\ntried()\n", False),
+    ],
+)
+def test_two_places_that_divide_by_micro_batches(
+    text: str, *, are_two: bool, written: Written
+) -> None:
+    """A half of a loss may be its own, unless the text has its number of micro-batches twice."""
+    assert answered(written(text), named_divisors.are_two_counts) is are_two
+
+
+class Engine:
+    """What a library calls backward by."""
+
+    gradient_accumulation_steps = 2
+
+    def backward(self) -> bool:
+        return bool(self.gradient_accumulation_steps) and named_divisors.are_two_counts()
+
+
+@pytest.mark.parametrize(("text", "are_two"), [(TWICE, True), ("loss = 1.0\n", False)])
+def test_a_library_divides_what_the_script_has_divided(
+    text: str, *, are_two: bool, written: Written
+) -> None:
+    """It calls backward in a function that knows the number of micro-batches."""
+    assert answered(written(text + "tried()\n"), Engine().backward) is are_two

@@ -23,7 +23,7 @@ from entrenar_py.verdict import Tally
 from entrenar_py.wording import listed, named
 
 Parts = list[tuple[Mapping[int, Update], list[Shard]]]  # of each step: updates, micro-batches
-_NO_HALF = 3  # micro-batches; by 2 a loss may be divided for itself (half of a squared error)
+_PAIR = 2  # micro-batches; a 2 is recorded twice only if the script's text has it as their number
 _STEPS_MIN = 3  # in which two numbers are hardly in proportion by chance
 _BOUND = 1e-3  # numbers are Python's, or a float32's; counts that differ do so by more
 
@@ -105,7 +105,11 @@ class _Step:
     def is_divided_twice(self) -> bool:
         """Return whether each loss is divided by the number of micro-batches once too often."""
         (number, *others), (terms, *further) = self.sizes, self.columns
-        if others or further or number < _NO_HALF or self.parts():
+        ranks = len(self.by_rank)
+        is_averaged = self.divisor is not None and _alike(self.divisor, ranks)
+        # Halves of halves count as a mean over two ranks does that are added up.
+        is_known = self.parts() and not (number == ranks == _PAIR and is_averaged)
+        if others or further or number < _PAIR or is_known:
             return False
         twice = (t.count and t.is_mean and t.is_divided_by(number, times=2) for t in terms)
         return all(twice) and bool(self._parts_of(number * self.total))

@@ -24,6 +24,7 @@ from entrenar_py.observing import named_divisors, script_text
 
 _NODES_MAX = 2000  # of one graph, between the loss and its reductions
 _MEAN, _SUM = 1, 2  # torch's numbers of reductions
+_HALF = 2.0  # any loss may be divided by, as half of a squared error is
 # Nodes that hand on a number as it is.
 _SAME = frozenset(
     {"ToCopy", "Clone", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Alias"}
@@ -103,7 +104,9 @@ class _Path:
 
     def _is_of_loss(self, divisor: float) -> bool:
         is_own = divisor in self.floats or script_text.divides_by(divisor)
-        return is_own or named_divisors.may_be(divisor)
+        if is_own or named_divisors.may_be(divisor):
+            return True
+        return divisor == _HALF and not named_divisors.are_two_counts()
 
 
 _Term = tuple[float, _Path]  # how many elements, and the path to their sum

@@ -14,7 +14,8 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -76,11 +77,39 @@ class _Divisor:
 
 def may_be(number: float) -> bool:
     """Return whether the script may divide by a `number` that counts no micro-batches."""
-    return any(divisor.may_be(number) for divisor in _divisors())
+    return any(divisor.may_be(number) for divisor in _divisors().own)
+
+
+def are_two_counts() -> bool:
+    """Return whether a loss is divided by the micro-batches at two places, as the text has it.
+
+    One of them is the script's. The other one is, too, or a library's that calls `backward` now.
+    """
+    places = len(_divisors().counts)
+    return places > 1 or (places == 1 and _is_in_engine())
+
+
+def _is_in_engine() -> bool:
+    """Return whether a library's function that runs now knows the number of micro-batches."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not call_sites.is_own(frame.f_code.co_filename):
+        if not call_sites.is_ours(frame.f_code.co_filename) and any(
+            map(_COUNTING.search, frame.f_code.co_names)
+        ):
+            return True
+        frame = frame.f_back
+    return False
+
+
+class _Divisors(NamedTuple):
+    """The divisors that count no micro-batches, and those of losses that do."""
+
+    own: tuple[_Divisor, ...]
+    counts: tuple[_Divisor, ...]
 
 
 @functools.cache
-def _divisors() -> tuple[_Divisor, ...]:
+def _divisors() -> _Divisors:
     own, _ = script_text.texts()
     trees = {}
     for file, text in own.items():
@@ -91,12 +120,15 @@ def _divisors() -> tuple[_Divisor, ...]:
         except (SyntaxError, ValueError):  # a template, or for another Python
             continue
     counting = {name for tree in trees.values() for name in _counting(tree)}
-    return tuple(
-        divisor
-        for file, tree in trees.items()
-        for divisor in _of(file, tree, ())
-        if _last(divisor.name) not in counting and not _COUNTING.search(_last(divisor.name))
-    )
+    kept: list[_Divisor] = []
+    counts: list[_Divisor] = []
+    for divisor in (one for file, tree in trees.items() for one in _of(file, tree, ())):
+        name = _last(divisor.name)
+        if name not in counting and not _COUNTING.search(name):
+            kept.append(divisor)
+        elif divisor.is_loss:
+            counts.append(divisor)
+    return _Divisors(tuple(kept), tuple(counts))
 
 
 def _of(file: str, node: ast.AST, scopes: Sequence[_Scope]) -> Iterator[_Divisor]:
