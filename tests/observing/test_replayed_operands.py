@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from entrenar_py.observing import replayed_operands
+from entrenar_py.observing import replayed_batches, replayed_operands
 from entrenar_py.observing.replayed_batches import Giving, Keeping
 from entrenar_py.observing.replayed_operands import ROWS, Named, joined
 
@@ -107,3 +107,17 @@ def test_what_no_gradient_follows_from_goes_on_with_more_rows() -> None:
             own + torch.zeros(5)
     with replayed_operands.Operands(change), pytest.raises(RuntimeError, match="must match"):
         own + given
+
+
+def test_a_loss_is_heard_once_with_the_operations_and_without(tmp_path: Path) -> None:
+    """A script may have looked it up before operations are heard, as its first pass begins."""
+    keeping = Keeping(tmp_path, 0)
+    heard = replayed_batches._scored(nn.functional.mse_loss, keeping)
+    score, target = nn.Linear(2, 1)(torch.ones(3, 2)), torch.zeros(3, 1)
+    heard(score, target)
+    with replayed_operands.Operands(lambda own: own):
+        heard(score, target)
+        with torch.overrides._pop_mode_temporarily():
+            heard(score, target)
+    (path,) = tmp_path.iterdir()
+    assert path.read_bytes().count(b'["target"') == 2

@@ -202,12 +202,8 @@ def listen() -> None:
 
 
 class _Losses:
-    """The losses of this process; `depth` counts those that are being computed.
+    """Whether the loss functions of this process are replaced."""
 
-    torch calls a loss function once more if a mode hears it.
-    """
-
-    depth = 0
     are_heard = False
 
 
@@ -229,19 +225,17 @@ def _giving(original: Function, giving: Giving) -> Function:
     return call
 
 
-def _scored(original: Function, losses: _Losses) -> Function:
+def _scored(original: Function, _: _Losses) -> Function:
     @wraps(original)
     def loss(input: Tensor, target: Any, *args: Any, **named: Any) -> Any:  # noqa: A002
         is_again = torch._C._current_graph_task_id() != -1  # of a checkpoint, in a backward pass
-        is_inside = losses.depth > 0
-        if torch.is_grad_enabled() and input.requires_grad and not (is_again or is_inside):
+        # A mode of torch calls the function once more. A script that was about to call it as the
+        # record began has the function as it was, and is heard only then.
+        is_again |= torch._C._len_torch_function_stack() > 0
+        if torch.is_grad_enabled() and input.requires_grad and not is_again:
             for current in _CURRENT:
                 current.keep(_TARGET, _numbered(target))
-        losses.depth += 1
-        try:
-            return original(input, target, *args, **named)
-        finally:
-            losses.depth -= 1
+        return original(input, target, *args, **named)
 
     return loss
 
