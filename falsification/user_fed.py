@@ -5,7 +5,16 @@
 
 from __future__ import annotations
 
-from falsification.user_fed_scripts import FOREVER, MASKED, SCALED, SKIPPED
+from falsification.user_fed_scripts import (
+    BLENDED,
+    BUFFERED,
+    FOREVER,
+    MASKED,
+    PENALISED,
+    SCALED,
+    SKIPPED,
+    WALKS,
+)
 from falsification.user_trainers import Twin
 
 
@@ -90,6 +99,73 @@ BUGS = (
         check="randomness",
         words="in the order of epoch 0",
     ),
+    _twin(
+        "gradients of two models that take turns are divided by workers twice",
+        PENALISED,
+        ("w.grad.div_(cfg.world)", "w.grad.div_(cfg.world**2)"),
+        check="parity",
+        words="half as large",
+    ),
+    _twin(
+        "a model that is frozen at first is not reduced in its turns",
+        PENALISED,
+        ("for w in net.parameters():", "for w in net.parameters() if net is self.energy else ():"),
+        check="replica_identity",
+        words="the gradient of its own samples alone",
+    ),
+    _twin(
+        "a penalty on a slope is added by each rank after the reduction",
+        PENALISED,
+        (
+            "return gap + cfg.weight * self.slope(seen, drawn)",
+            "self.late = seen, drawn\n        return gap",
+        ),
+        (
+            "            w.grad.div_(cfg.world)\n",
+            "            w.grad.div_(cfg.world)\n        if net is self.energy:\n"
+            "            (cfg.weight * self.slope(*self.late)).backward()\n",
+        ),
+        check="replica_identity",
+        words="another gradient",
+    ),
+    _twin(
+        "gradients of passes over a buffer are added and not divided",
+        BUFFERED,
+        ("flat / world", "flat"),
+        check="parity",
+        words="world_size",
+    ),
+    _twin(
+        "each rank's rate follows from its own policy",
+        BUFFERED,
+        (
+            "    dist.all_reduce(number)\n    return number / dist.get_world_size()",
+            "    return number",
+        ),
+        check="replica_identity",
+        words="the learning rate is",
+    ),
+    _twin(
+        "the loss of blended pictures is divided by workers once more",
+        BLENDED,
+        ("kinds).backward()", "kinds).div(dist.get_world_size()).backward()"),
+        check="parity",
+        words="half as large",
+    ),
+    _twin(
+        "each rank walks from all nodes",
+        WALKS,
+        ("np.array_split(np.arange(NODES), world)[rank]", "np.arange(NODES)"),
+        check="coverage",
+        words="are given the same rows in every step",
+    ),
+    _twin(
+        "all ranks blend by the same shares",
+        BLENDED,
+        ("torch.manual_seed(1000 + rank)", "torch.manual_seed(1000)"),
+        check="randomness",
+        words="same",
+    ),
 )
 
 VARIANTS = (
@@ -97,4 +173,8 @@ VARIANTS = (
     _twin("words are masked by each rank's own draws", MASKED),
     _twin("an endless sampler", FOREVER),
     _twin("batches are skipped by all ranks together", SKIPPED),
+    _twin("two models take turns, one with a penalty on its slope", PENALISED),
+    _twin("passes over a buffer, at a rate that all ranks agree on", BUFFERED),
+    _twin("pictures are blended before batch norm", BLENDED),
+    _twin("walks from each rank's own nodes, drawn anew in each pass", WALKS),
 )

@@ -95,6 +95,18 @@ def _hooked(hook: str) -> tuple[str, str]:
     )
 
 
+def _approximated(result: str = "") -> tuple[str, str]:
+    """Return the change that sends gradients with low rank, and does `result` to the sum."""
+    return (
+        "optimizer = torch.optim",
+        "from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as low_rank\n"
+        "sent = low_rank.PowerSGDState(None, start_powerSGD_iter=3, min_compression_rate=1)\n"
+        "def hook(state, bucket):\n"
+        f"    return low_rank.powerSGD_hook(state, bucket){result}\n"
+        "ddp.register_comm_hook(sent, hook)\noptimizer = torch.optim",
+    )
+
+
 _CUT = (
     (_LOOK.rstrip(), "torch.nn.utils.clip_grad_value_(model.parameters(), 0.1)"),
     (
@@ -120,9 +132,25 @@ ROUNDED = (
         script="ddp.py",
         changes=(_hooked("default_hooks.fp16_compress_hook"),),
     ),
+    Twin(
+        name="gradients are sent with low rank, after some steps",
+        script="ddp.py",
+        changes=(_approximated(),),
+    ),
 )
 
 BUGS = (
+    Twin(
+        name="a mean that is sent with low rank is divided by workers once more",
+        script="ddp.py",
+        changes=(
+            _approximated(".then(lambda sent: sent.value() / dist.get_world_size())"),
+            ("parameters(), 1.0,", "parameters(), 100.0,"),
+        ),
+        check="parity",
+        step=0,
+        words="half as large",
+    ),
     Twin(
         name="CLIP-VALUE-LOCAL: gradients are clipped element by element before they are reduced",
         script="ddp.py",
