@@ -109,10 +109,12 @@ def test_what_no_gradient_follows_from_goes_on_with_more_rows() -> None:
         own + given
 
 
-def test_a_loss_is_heard_once_with_the_operations_and_without(tmp_path: Path) -> None:
+def test_a_loss_is_heard_once_with_the_operations_and_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A script may have looked it up before operations are heard, as its first pass begins."""
-    keeping = Keeping(tmp_path, 0)
-    heard = replayed_batches._scored(nn.functional.mse_loss, keeping)
+    monkeypatch.setattr(replayed_batches, "_CURRENT", [Keeping(tmp_path, 0)])
+    heard = replayed_batches._scored(nn.functional.mse_loss, replayed_batches._LOSSES_HEARD)
     score, target = nn.Linear(2, 1)(torch.ones(3, 2)), torch.zeros(3, 1)
     heard(score, target)
     with replayed_operands.Operands(lambda own: own):
