@@ -219,13 +219,14 @@ def test_rounding_on_a_gpu_is_named_and_only_advice() -> None:
     gpu = {"accelerator": "a GPU"}
     on_gpu = [replace(one, environment={**one.environment, **gpu}) for one in pair()]
     messages = {}
-    for name, (first, second), step in [
-        ("rounding", on_gpu, math.nextafter),
-        ("larger", on_gpu, lambda value, _: value * 1.5),
-        ("on CPUs", pair(), math.nextafter),
+    for name, (first, second), step, changes in [
+        ("rounding", on_gpu, 2, math.nextafter),
+        ("larger", on_gpu, 2, lambda value, _: value * 1.5),
+        ("larger, later", on_gpu, 4, lambda value, _: value * 1.5),
+        ("on CPUs", pair(), 2, math.nextafter),
     ]:
-        loss = traces.one(second, Update, step=2).loss or 0.0
-        changed = altered(second, Update, {"step": 2}, loss=step(loss, 9.0))
+        loss = traces.one(second, Update, step=step).loss or 0.0
+        changed = altered(second, Update, {"step": step}, loss=changes(loss, 9.0))
         found = broken(traces.judge("determinism", [first, changed]))
         messages[name] = found.message
         assert bool(CHECKS["determinism"].advice(found)) == (name == "rounding")

@@ -15,6 +15,7 @@ from entrenar_py.checks import (
     presuppositions,
     repeatability,
     rounds,
+    run_comparison,
 )
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.compared import Compared
@@ -82,9 +83,13 @@ def judge_determinism(invariant: Invariant, runs: Traces) -> Finding:
 
 
 def _by_rounding(compared: Compared, broken: Counterexample) -> Counterexample:
-    """Return where two runs differ, and if it is but by rounding on a GPU, whose doing that is."""
+    """Return where two runs differ. If they do by rounding on a GPU, blame its kernels.
+
+    Only the first steps can be compared within rounding.
+    """
     device = compared.trace.environment.get("accelerator")
-    if not device or not repeatability.agree(compared):
+    is_early = broken.step is not None and broken.step < run_comparison.ROUNDING_STEPS
+    if not device or not is_early or not repeatability.agree(compared):
         return broken
     message = f"{_ROUNDED} on {device}: {_ANY_ORDER}"
     return replace(broken, message=message)
