@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 
-from entrenar_py.observing import script_text
+from entrenar_py.observing import named_divisors, script_text
 from entrenar_py.observing.loss_terms import Begun, Losses
 
 LABELS = torch.tensor([-100, 1, 2, 3, 4, 0])
@@ -72,10 +72,11 @@ def test_a_number_of_the_loss_beside_that_of_micro_batches(monkeypatch: pytest.M
     A mean of losses may be divided by their number, and a single divisor may be any.
     """
     monkeypatch.setattr(script_text, "divides_by", lambda number: number == 3)
+    monkeypatch.setattr(named_divisors, "may_be", lambda number: number == 5)
     loss = outputs().mean()
-    divided = (loss / 2.0**2 / 4, loss / 4 / 4, loss / 3 / 3, loss / 3)
+    divided = (loss / 2.0**2 / 4, loss / 4 / 4, loss / 3 / 3, loss / 3, loss / 5 / 5)
     counted = [begun(one).terms[0][2:] for one in divided]
-    assert counted == [(4.0, 30.0), (4.0, 4.0, 30.0), (3.0, 30.0), (3.0, 30.0)]
+    assert counted == [(4.0, 30.0), (4.0, 4.0, 30.0), (3.0, 30.0), (3.0, 30.0), (5.0, 30.0)]
     assert [len(term) for term in begun((loss + outputs().mean()) / 2.0 / 2).terms] == [5, 5]
 
 
