@@ -280,7 +280,7 @@ BUGS = (
         ("loss.detach()", "loss"),
         ("        loss.backward()\n", "        running.backward(retain_graph=True)\n"),
         check="weighting",
-        words="begins at the losses of the passes before it, too",
+        verdict="inconclusive",
     ),
     _taught("its statistics move", (_EVAL, "")),
     _taught("it draws masks", _DROPPED, (_EVAL, "")),

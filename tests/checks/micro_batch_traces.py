@@ -22,7 +22,7 @@ LOCAL = [
         ]
         for _ in range(RANKS)
     ]
-    for _ in range(STEPS)
+    for _ in range(STEPS + 1)
 ]
 Vectors = Mapping[str, np.ndarray[Any, Any]]
 

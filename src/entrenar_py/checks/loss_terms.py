@@ -227,7 +227,6 @@ def require_other_numbers(tally: Tally, runs: Sequence[Trace]) -> None:
     for run, networks in known:
         for parts in networks.values():
             _divided_twice(tally, run, parts)
-            _added_again(tally, run, parts)
     for name in dict.fromkeys(name for _, networks in known for name in networks):
         own = [(run, networks[name]) for run, networks in known if name in networks]
         counts = {
@@ -248,35 +247,6 @@ def require_other_numbers(tally: Tally, runs: Sequence[Trace]) -> None:
         why = f"a rank adds up {max(counts)} micro-batches in each step of every run, and "
         steps = [step for _, parts in own for step in _steps(parts)]
         missing.ask(tally, why + _open(steps), facts.LOSS_AND_WEIGHT)
-
-
-def _added_again(tally: Tally, trace: Trace, parts: Parts) -> None:
-    """Check that a pass doesn't begin at the losses of the micro-batches before it, too.
-
-    A running sum has a term more with each micro-batch, and all of its terms are alike. An
-    auxiliary loss has terms of its own, or comes with each micro-batch.
-    """
-    last: list[Shard] = []  # of each rank's step
-    for _, held in parts:
-        for rank in sorted({shard.rank for shard in held}):
-            own = sorted((s for s in held if s.rank == rank), key=lambda shard: shard.shard)
-            lengths = [len(shard.terms) for shard in own]
-            are_alike = all(len({*shard.terms}) == 1 for shard in own)
-            is_one_loss = len({shard.terms[0][0] for shard in own if shard.terms}) == 1
-            if len(own) < 2:
-                continue  # a short step, at the end of an epoch
-            is_running = are_alike and is_one_loss and lengths == [*range(1, len(own) + 1)]
-            if not (is_running and own[0].terms[0][0] and step_sums.are_apart(held)):
-                return
-            last.append(own[-1])
-    if last:
-        tally.check(
-            False,
-            f"each backward pass begins at the losses of the passes before it, too: that of the "
-            f"step's last micro-batch at {len(last[0].terms)}, so that earlier micro-batches count "
-            "again; call backward on each micro-batch's own loss",
-            **evidence.place(trace, last[0]),
-        )
 
 
 def _open(steps: Sequence[_Step]) -> str:
@@ -575,9 +545,12 @@ def _cut_windows(tally: Tally, trace: Trace, steps: Sequence[_Step]) -> None:
     """
     known = all(len(step.sizes) == 1 and step.num_elements and step.is_even() for step in steps)
     usual = max((max(step.sizes) for step in steps), default=0)
-    full = [step.wholes() for step in steps if max(step.sizes) == usual] if known else []
-    window: list[_Step] = []
-    for step in steps if full and len({*map(len, full)}) == 1 else ():
+    whole = [step for step in steps if max(step.sizes) == usual]
+    # Else a constant by which all steps divide looks like the elements of a window.
+    if not (known and _are_of_step(whole)):
+        return
+    full, window = [step.wholes() for step in whole], list[_Step]()
+    for step in steps:
         window = [*window, step] if max(step.sizes) < usual else []
         if sum(max(part.sizes) for part in window) < usual:
             continue

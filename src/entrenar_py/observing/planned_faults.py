@@ -26,6 +26,9 @@ from entrenar_py.observing import (
 )
 from entrenar_py.observing.subject import Subject
 
+# Steps of one optimizer alone, a critic's, that may come before the first pass through it.
+_WAITS = 3
+
 
 def planned() -> list[Fault]:
     """Return the faults that the harness planned for this process."""
@@ -39,8 +42,9 @@ class PlannedFaults:
     which has reached some tensors.
 
     A pass that comes after a tensor's step is one of the next step, unless other optimizers are yet
-    to step: a generator's pass goes through the discriminator, and trains nothing there. Once such
-    a pass was seen, a value is planted before the tensor's step alone, in a later step if need be.
+    to step: a generator's pass goes through the discriminator, and trains nothing there. So a value
+    is planted before the tensor's step, in a later step if need be. If no such pass was seen, and
+    the step of one optimizer alone follows another, it is planted all the same, some steps later.
     """
 
     def __init__(
@@ -113,13 +117,22 @@ class PlannedFaults:
         A fault's shard is a micro-batch of this rank.
         """
         step, shard = self._place(reached)
-        is_due = fault.step == step
-        if reached and self._saw_probe:
-            is_due = (fault.step or 0) <= step == self._place()[0]
-        if not is_due or fault.shard not in (None, shard) or fault in self._struck:
+        if (
+            not self._is_due(fault, step, reached)
+            or fault.shard not in (None, shard)
+            or fault in self._struck
+        ):
             return False
         self._record(fault, reached)
         return True
+
+    def _is_due(self, fault: Fault, step: int, reached: Collection[str]) -> bool:
+        if not reached:
+            return fault.step == step
+        is_ahead = step != self._place()[0]
+        if is_ahead and self._saw_probe:
+            return False
+        return step >= (fault.step or 0) + (_WAITS if is_ahead else 0)
 
     def _record(self, fault: Fault, reached: Collection[str] = ()) -> None:
         self._struck.add(fault)
