@@ -215,9 +215,9 @@ def require_updates(tally: Tally, *traces: Trace) -> bool:
 
 
 def require_moves(tally: Tally, trace: Trace) -> None:
-    """Count as missing that no step of a run moves a weight: then states are equal in any trainer.
+    """Ask for a run that moves a weight, if no step of `trace` does: any states are equal then.
 
-    A rate that begins at zero, or steps that are skipped, are no reason, if a later step moves.
+    A rate that begins at zero, or skipped steps, don't matter if a later step moves a weight.
     """
     last: dict[int, Tensors] = {}
     for event in trace.events:

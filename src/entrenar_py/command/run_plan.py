@@ -281,9 +281,9 @@ class Plan:
         is_own = parameter_order.is_wanted(usual) and not step_rule.is_recomputed(usual)
         if REORDERED in self.needs and is_own:
             reordered = Fault(kind=REORDERED_GROUPS, step=0)
-            few = min(one.world_size for one in self.plain().values())
-            one = Asked(world_size=few, seed=self.seed, faults=(reordered,))
-            others[f"{_name(few)}-reordered"] = one
+            few = min(plain.world_size for plain in self.plain().values())
+            run = Asked(world_size=few, seed=self.seed, faults=(reordered,))
+            others[f"{_name(few)}-reordered"] = run
         interrupted = self._cuts_off(like) or not self.can_say("workdir")
         if {RESUMED, SAVED}.intersection(self.needs) and stops:
             # With several micro-batches a step, if possible: only then does a place in the data

@@ -38,13 +38,13 @@ def planned() -> list[Fault]:
 class PlannedFaults:
     """The faults that the harness planned for this process; each strikes once.
 
-    `place` returns the step and the micro-batch that this rank is in, or that a backward pass is in
-    which has reached some tensors.
+    `place` returns the step and the micro-batch of this rank. It is called with the tensors that a
+    backward pass has reached, if one is running.
 
     A pass that comes after a tensor's step is one of the next step, unless other optimizers are yet
     to step: a generator's pass goes through the discriminator, and trains nothing there. So a value
-    is planted before the tensor's step, in a later step if need be. If no such pass was seen, and
-    the step of one optimizer alone follows another, it is planted all the same, some steps later.
+    is planted in a pass before the tensor's step, and waits for one if need be. If one optimizer
+    makes all steps, and no pass through stepped tensors was seen, the wait ends after some steps.
     """
 
     def __init__(

@@ -191,7 +191,7 @@ def begin(rank: int) -> Keeping | Giving | None:
 
 
 def listen() -> None:
-    """Hear the targets of losses from here on, if batches are kept, or given.
+    """Replace torch's loss functions, if batches are kept or replayed, to record their targets.
 
     A script gets a loss function before it calls its model (`cross_entropy(model(x), y)`), so it
     is replaced before the first pass begins.

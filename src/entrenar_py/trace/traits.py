@@ -50,8 +50,8 @@ class Traits:
     - `updates`: whether every worker steps with its own optimizer, or a server steps for all.
     - `shared`: ranks that draw the same samples compute one shard together.
     - `alone`: no rank was seen to communicate with another while it trained.
-    - `compressed`: the number format or hook that compresses gradients in transit; `float32` if a
-      script declares that nothing does. It does from step `compressed_from` on.
+    - `compressed`: the number format or hook that compresses gradients in transit, from step
+      `compressed_from` on; `float32` if a script declares that nothing does.
 
     In the model and the data:
 

@@ -157,7 +157,7 @@ def _without_order(tree: ast.Module) -> Iterator[ast.AST]:
 
 
 def _looked_up_in(function: ast.FunctionDef) -> Iterator[ast.AST]:
-    """Yield what is assigned to names of a function that are but looked up in."""
+    """Yield the values of local names that stand only to the right of `in` and its like."""
     harmless, loads = set[int](), list[ast.Name]()
     for node in ast.walk(function):
         if isinstance(node, ast.Compare):
