@@ -249,6 +249,13 @@ def script(run: Trace) -> Trace:
     return replace(run, scenario=own, promises=())
 
 
+def loaded_late(anew: Trace) -> Trace:
+    """Return a run whose second life has loaded its weights between a first pass and its steps."""
+    end, update = anew.events[-1], anew.of(Update)[0]
+    name, record = next(iter(anew.of(Update)[-1].weights.items()))
+    return replace(anew, events=(*anew.events[:-1], replace(update, edited={name: record}), end))
+
+
 def test_weights_that_are_loaded_for_a_test_at_the_end_are_no_resume() -> None:
     """It is seen: a run that is started again beside them begins anew. One that reads them may."""
     straight = traces.observed(saves="weights", saved_after=(2,), loads="late")
@@ -262,6 +269,7 @@ def test_weights_that_are_loaded_for_a_test_at_the_end_are_no_resume() -> None:
         traces.was(anew, loads=""),
         traces.was(anew, saved_after=()),
         traces.altered(anew, Start, {"rank": 1}, resumed=True),
+        loaded_late(anew),
         stopped,
     ):
         assert absent([straight, other]) == "", other.traits

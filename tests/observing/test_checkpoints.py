@@ -102,9 +102,28 @@ def test_a_checkpoint_that_is_read_before_training(
     assert notes.read(folder).read_back.startswith("test_checkpoints.py:")
     (path,) = folder.glob(notes.NOTES)
     checkpoints.watch(MODEL.parameters(), lambda: 0)
+    checkpoints.first_step()
     said = path.read_text()
     torch.load(folder / "a.pt")
     assert path.read_text() == said
+    assert not checkpoints.was_read()
+
+
+def test_a_checkpoint_that_is_read_after_a_pass_to_warm_up(folder: Path) -> None:
+    """Training begins with the first step, so the script goes on from what it has read until then.
+
+    Which lines run later is told then, too.
+    """
+    torch.save(STATE, folder / "a.pt")
+    assert not notes.read(folder).read_back
+    torch.load(folder / "a.pt")
+    assert notes.read(folder).read_back.startswith("test_checkpoints.py:")
+    assert (checkpoints.was_read(), checkpoints.was_read()) == (True, False)
+    (path,) = folder.glob(notes.NOTES)
+    assert "loads_late" not in path.read_text()
+    checkpoints.first_step()
+    checkpoints.first_step()
+    assert path.read_text().count("loads_late") == 1
 
 
 @pytest.mark.parametrize(

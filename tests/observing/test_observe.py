@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import entrenar_py
 from entrenar_py.errors import TraceError
-from entrenar_py.observing import FAULTS, FOLDER, Observation, process_rank
+from entrenar_py.observing import FAULTS, FOLDER, Observation, checkpoints, process_rank
 from entrenar_py.observing.sources import InOrder
 from entrenar_py.rank_files import rank_trace
 from entrenar_py.rank_files.rank_trace import RankTrace
@@ -80,6 +80,32 @@ def observed(folder: Path, model: nn.Module, num_steps: int = 2) -> RankTrace:
     train(model, optimizer, entrenar_py.observe(model, optimizer), num_steps)
     (path,) = sorted(folder.glob("*.rank.jsonl"))[-1:]
     return rank_trace.load(path)
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_checkpoint_that_is_loaded_after_a_pass_to_warm_up(
+    folder: Path, *, is_read: bool
+) -> None:
+    """Training begins with what it gave, and the pass before it belongs to no step."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    obs = entrenar_py.observe(model, optimizer)
+    model(torch.ones(3, 1)).sum().backward()
+    optimizer.zero_grad()
+    (folder / "last.pt").touch()
+    if is_read:
+        checkpoints.loaded(folder / "last.pt")
+    nn.init.constant_(model.weight, 4.0)
+    train(model, optimizer, obs, num_steps=1)
+    (path,) = folder.glob("*.rank.jsonl")
+    record = rank_trace.load(path)
+    (start,) = of(Start, record)
+    known = start.weights["weight"].values()  # type: ignore[attr-defined]
+    assert known is not None
+    assert (known.item() == 4.0) is is_read
+    (update,) = of(Update, record)
+    assert bool(update.edited) is not is_read  # type: ignore[attr-defined]
+    assert len(of(Shard, record)) == (2 if is_read else 3)
 
 
 @pytest.mark.parametrize(("declared", "clips"), [(None, 0.5), (2.0, None)])

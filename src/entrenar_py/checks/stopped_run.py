@@ -43,17 +43,30 @@ def is_telling(trace: Trace) -> bool:
 
 def began_anew(trace: Trace) -> bool:
     """Return whether each rank of a stopped run began again as at first, beside a checkpoint."""
-    starts: dict[int, list[Start]] = {}
-    for start in trace.of(Start):
-        starts.setdefault(start.rank, []).append(start)
     return (
         bool(trace.traits.saved_after)
         and not is_telling(trace)
         and all(
-            len(lives) > 1 and all(_same(lives[0].weights, one.weights) for one in lives)
-            for lives in starts.values()
+            len(lives) > 1 and all(_same(lives[0], weights) for weights in lives)
+            for lives in _first_weights(trace).values()
         )
     )
+
+
+def _first_weights(trace: Trace) -> dict[int, list[Tensors]]:
+    """Return by rank, for each of its lives, the weights from which it made its first step.
+
+    A pass may have come before, and the weights been changed since.
+    """
+    lives: dict[int, list[Tensors]] = {}
+    begun: dict[int, int] = {}  # by rank, the step with which its life begins
+    for event in trace.events:
+        if isinstance(event, Start):
+            lives.setdefault(event.rank, []).append(event.weights)
+            begun[event.rank] = event.step
+        elif isinstance(event, Update) and begun.get(event.rank) == event.step:
+            lives[event.rank][-1] = {**lives[event.rank][-1], **event.edited}
+    return lives
 
 
 def _differences(straight: Trace, trace: Trace) -> Iterator[str]:

@@ -63,9 +63,11 @@ class _Watch:
     def __init__(
         self, folder: Path, weights: Sequence[Tensor], num_bytes: int, made: Callable[[], int]
     ) -> None:
-        self._folder, self._made = folder, made
+        self.folder, self._made = folder, made
         self._num_bytes, self._least = num_bytes, max(1, num_bytes // checkpoints.LEAST_SHARE)
         self._places = {*map(_place, weights)} - {0}
+        self.has_stepped = False
+        self.has_read = False  # a file, since its state was recorded last
 
     def written(self, values: Any, file: object) -> None:
         parts = [*_parts(values)]
@@ -81,7 +83,7 @@ class _Watch:
             # Beside the weights it holds the optimizer's state, say.
             if num_bytes > self._num_bytes and self._places and shown >= self._places:
                 known["is_whole"] = True
-        checkpoints.write(self._folder, after=self._made(), behind=behind, **known)
+        checkpoints.write(self.folder, after=self._made(), behind=behind, **known)
 
 
 _CURRENT: list[_Watch] = []
@@ -107,10 +109,29 @@ def watch(weights: Iterable[Tensor], made: Callable[[], int]) -> None:
         unreached=script_text.first(_SAVES, own, _own_functions(own)),
         library=script_text.first(_SAVES, libraries),
         loads=bool(script_text.first(_LOADS, own)),
-        loads_late=script_order.come_later(_LOADS, own),
         option=_option(own),
         restarts=os.environ.get(_MAX_RESTARTS) != "0",
     )
+
+
+def first_step() -> None:
+    """Note that training begins with its first step, and whether the script loads only later.
+
+    A pass may come before it to warm up, and the checkpoint may be loaded in between.
+    """
+    for one in _CURRENT:
+        if not one.has_stepped:
+            one.has_stepped = True
+            own, _ = script_text.texts()
+            checkpoints.write(one.folder, loads_late=script_order.come_later(_LOADS, own))
+
+
+def was_read() -> bool:
+    """Return whether a file was read since the last call, or the first pass, before any step."""
+    has_read = any(one.has_read for one in _CURRENT)
+    for one in _CURRENT:
+        one.has_read = False
+    return has_read
 
 
 @hook_calls.outside
@@ -125,8 +146,11 @@ def loaded(file: Any) -> None:
     """Note that the script has loaded `file`, a path or an open file, before it trains."""
     folder, site = os.environ.get(FOLDER), call_sites.here()
     path = file if isinstance(file, str | os.PathLike) else getattr(file, "name", None)
-    if folder and site and not _CURRENT and (at := _changed_at(path)):
+    trains = any(one.has_stepped for one in _CURRENT)
+    if folder and site and not trains and (at := _changed_at(path)):
         checkpoints.write(Path(folder), loaded=at, line=f"{Path(site[0]).name}:{site[1]}")
+        for one in _CURRENT:
+            one.has_read = True
 
 
 def _changed_at(file: object) -> int | None:

@@ -16,6 +16,7 @@ from entrenar_py.observing import (
     Observation,
     arguments,
     batches,
+    checkpoints,
     common_numbers,
     declarations,
     dtensors,
@@ -522,12 +523,21 @@ class Observer(Observation):
         if self._subject.look_up():
             self._backward.set()
         if self._started:
+            if checkpoints.was_read() and self._step.edited_weights(self._subject.trained):
+                self._start_again()
             return
         self._started = True
         process_rank.keep_groups()
         self._facts.begin(self._subject, lambda: self._step.number)
         start = self._step.start(self._facts.progress())
         self._recording.write([start, *self._first_look.events(start.step)])
+
+    def _start_again(self) -> None:
+        """Record the state that a checkpoint has given after a pass that trained nothing."""
+        self._recording.write([self._step.start(self._facts.progress())])
+        if not self._subject.has_gradients():
+            self._micro_batches.clear()
+            self._step.sources.forget_passes()
 
 
 def _accelerator(model: torch.nn.Module) -> dict[str, str]:

@@ -135,6 +135,7 @@ class ScriptFacts:
         if self._has_begun:
             return []
         self._has_begun = True
+        checkpoints.first_step()
         selected = self.samples.selected()
         selection = [] if selected is None else [trace.Selection(rank=self._rank, ids=selected)]
         sites = {"step": call_sites.here(), "samples": call_sites.Samples.site}

@@ -88,6 +88,7 @@ def read(folder: Path) -> Saved:
     begun = [note for note in notes if "weights" in note]
     if not begun:
         return Saved()
+    stepped = [note for note in notes if "loads_late" in note]
     least = min(int(note["weights"]) for note in begun) // LEAST_SHARE
     return Saved(
         is_known=True,
@@ -97,7 +98,7 @@ def read(folder: Path) -> Saved:
         unreached=_said("unreached", begun),
         library=_said("library", begun),
         loads=any(note.get("loads") for note in begun),
-        loads_late=all(note.get("loads_late") for note in begun),
+        loads_late=bool(stepped) and all(note["loads_late"] for note in stepped),
         option=_said("option", begun),
         read_back=_read(by_process, trains=True),
         read_only=_read(by_process, trains=False),

@@ -112,7 +112,9 @@ def _read(path: Path, file: BinaryIO, life: int) -> RankTrace:
                 continue
             note = _NOTES.get(str(record.get("kind")))
             if note is None:
-                events.append(_event(record, len(events)))
+                event = _event(record, len(events))
+                events[:] = _without_earlier(event, events)
+                events.append(event)
             else:
                 rank = note(rank, record)
         except UsageError as error:
@@ -120,6 +122,17 @@ def _read(path: Path, file: BinaryIO, life: int) -> RankTrace:
     if rank is None:
         raise TraceError(f"{path}: no header: the process died before it wrote one; run it again")
     return replace(rank, events=tuple(events))
+
+
+def _without_earlier(event: trace.Event, events: list[trace.Event]) -> list[trace.Event]:
+    """Return `events` without a start, if `event` is one, too, and no step was made since.
+
+    Between the two the script has loaded what it begins with.
+    """
+    is_again = isinstance(event, trace.Start)
+    if not is_again or any(isinstance(one, trace.Update) for one in events):
+        return events
+    return [one for one in events if not isinstance(one, trace.Start)]
 
 
 def _event(record: Mapping[str, Any], num_before: int) -> trace.Event:
