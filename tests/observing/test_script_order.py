@@ -219,6 +219,7 @@ WITHOUT = "            ddp.syncs = micro == 3\n"
         ('rows("train")', "rows(next(iter('ab')))", False),
         ("            now()", "            epoch += 1\n            now()", True),
         ('rows("train")', "rows(epoch)\n            epoch += 1", False),
+        ('rows("train")', 'rows({"labels": 0}.pop("labels"))', True),
     ],
 )
 def test_micro_batches_that_are_drawn_alike(
@@ -227,3 +228,51 @@ def test_micro_batches_that_are_drawn_alike(
     """By a line that nothing of the loop changes; else they may be those of several tasks."""
     text = MICRO_BATCHES.replace(before, after, 1)
     assert comes_again(text, tmp_path, script_order.are_alike) is is_one
+
+
+TASKS = """
+import itertools
+from collections import deque
+class Part(list):
+    backward = step = lambda self: None
+    __getitem__ = lambda self, at: at
+def taken():
+    return next(tasks)
+tasks = itertools.cycle("ab")
+queue = deque("ab")
+sizes = {"a": 8, "b": 8}
+def train(now):
+    loss, optimizer, data = Part(), Part(), Part()
+    for step in range(1):
+        for _ in range(1):
+            now()
+            task = 0
+            rows = randint(8)
+            batch = [data[row] for row in [rows]]
+            loss.backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [
+        {"task = 0": "task = next(tasks)"},
+        {"task = 0": "queue.rotate()"},
+        {"task = 0": "task = queue.popleft()"},
+        {"task = 0": "task = __import__('random').choice('ab')"},
+        {"task = 0": "task = taken()"},
+        {"task = 0": "task = min(sizes)", "randint(8)": "randint(sizes[task])"},
+        {"task = 0": "task = Part()", "[data[row]": "[task[row]"},
+        {"task = 0": "task = Part()", "batch = [data[row] for row in [rows]]": "x = task[rows]"},
+    ],
+)
+def test_micro_batches_that_are_drawn_from_tasks_in_turn(
+    edits: dict[str, str], tmp_path: Path
+) -> None:
+    """What is drawn from changes within the loop, so the losses may be those of several tasks."""
+    assert comes_again(TASKS, tmp_path, script_order.are_alike)
+    text = TASKS
+    for before, after in edits.items():
+        text = text.replace(before, after, 1)
+    assert not comes_again(text, tmp_path, script_order.are_alike)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import ast
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +27,7 @@ _Loop = ast.For | ast.While
 _MODULE = "<module>"
 _CHARS_MAX = 2**20  # which are read in a second
 Line = tuple[str, int]  # a file and a number
+_Within = tuple[str, ast.AST, _Loop]  # the file and the function that have a loop
 
 
 def come_later(pattern: re.Pattern[str], texts: Mapping[str, str]) -> bool:
@@ -38,20 +39,23 @@ def come_later(pattern: re.Pattern[str], texts: Mapping[str, str]) -> bool:
 def come_again(pattern: re.Pattern[str], texts: Mapping[str, str]) -> bool:
     """Return whether a line of a script fits that runs in each turn of the loop that runs now."""
     order = _Order.of(texts)
-    return order is not None and any(map(order.is_repeated, _fitting(pattern, texts)))
+    within = None if order is None else order.loop_of_steps()
+    return order is not None and any(
+        order.is_repeated(line, within) for line in _fitting(pattern, texts)
+    )
 
 
 def are_alike(pattern: re.Pattern[str], texts: Mapping[str, str]) -> bool:
     """Return whether a line that fits draws each micro-batch of a step, in the same way.
 
     The loop through the micro-batches counts them, and nothing but what is synchronised depends on
-    the count.
+    the count. Nor does the loop take its data in turn, as from several tasks.
     """
     order = _Order.of(texts)
-    loop = None if order is None else order.micro_batches()
-    if order is None or loop is None or not _counts(loop):
+    within = None if order is None else order.loop_of_micro_batches()
+    if order is None or within is None or not _counts(within[2]) or order.takes_turns(within[2]):
         return False
-    return any(map(order.is_repeated, _fitting(pattern, texts)))
+    return any(order.is_repeated(line, within, is_alike=True) for line in _fitting(pattern, texts))
 
 
 def _counts(loop: _Loop) -> bool:
@@ -78,10 +82,50 @@ def _counted(scope: ast.AST) -> set[str]:
 
 
 def _counts_by(loop: _Loop, line: int) -> bool:
-    """Return whether a line of a loop follows from what the loop counts, or takes what is next."""
+    """Return whether a line of a loop follows from what the loop counts or assigns elsewhere.
+
+    So may be what is selected by the line's result: `rows = randint(...)`, `task[rows]`.
+    """
     own = [node for node in _all(loop) if getattr(node, "lineno", 0) == line]
-    names = {ast.unparse(node) for node in own if isinstance(node, ast.Name | ast.Attribute)}
-    return "next" in map(_called, own) or bool(names & _counted(loop))
+    drawn = _names(own, ast.Store)
+    # In `[data[at] for at in rows]` it is selected by `at`.
+    turns = [node for node in _all(loop) if isinstance(node, ast.comprehension)]
+    places = drawn | {n for t in turns if _uses(t.iter, drawn) for n in _names([t.target])}
+    others = [node for node in _all(loop) if getattr(node, "lineno", line) != line]
+    changed = _names(others, ast.Store) - drawn | _counted(loop)
+    selecting = [
+        node.value
+        for node in _all(loop)
+        if isinstance(node, ast.Subscript) and _uses(node.slice, places)
+    ]
+    return any(_uses(node, changed) for node in (*own, *selecting))
+
+
+def _uses(node: ast.AST, names: set[str]) -> bool:
+    return bool(_names(_all(node), ast.Load) & names)
+
+
+def _names(nodes: Iterable[ast.AST], context: type[ast.expr_context] | None = None) -> set[str]:
+    """Return the names and dotted names among nodes that are read, or assigned."""
+    names = [node for node in nodes if isinstance(node, ast.Name | ast.Attribute)]
+    return {ast.unparse(n) for n in names if context is None or isinstance(n.ctx, context)}
+
+
+def _turns(call: ast.AST) -> bool:
+    """Return whether a call takes what is next, or one of several at random.
+
+    An entry that is taken by its name (`batch.pop("labels")`) is neither.
+    """
+    name = _called(call)
+    if not name or not isinstance(call, ast.Call):
+        return False
+    by_name = any(isinstance(a, ast.Constant) and isinstance(a.value, str) for a in call.args)
+    is_one = len(call.args) == 1 and not call.keywords
+    return (
+        name in ("next", "__next__", "rotate", "popleft", "popitem", "send")
+        or (name == "pop" and not by_name)
+        or (name == "choice" and is_one)
+    )
 
 
 def _all(scope: ast.AST) -> list[ast.AST]:
@@ -117,7 +161,6 @@ class _Order:
     trees: Mapping[str, ast.Module]
     running: Mapping[tuple[str, str, int], int]
     _known: set[str] = field(default_factory=set)  # names of functions that were looked at
-    _is_of_micro_batches: bool = False  # whether the loop in question is that within a step
 
     @classmethod
     def of(cls, texts: Mapping[str, str]) -> _Order | None:
@@ -151,46 +194,68 @@ class _Order:
         uses = [*self._uses(function)]
         return bool(uses) and all(self.is_later(*use) for use in uses)
 
-    def is_repeated(self, line: Line, inside: frozenset[str] = frozenset()) -> bool:
-        """Return whether a line runs in each turn of the loop that steps, as far as it shows.
+    def is_repeated(
+        self,
+        line: Line,
+        within: _Within | None,
+        *,
+        is_alike: bool = False,
+        inside: frozenset[str] = frozenset(),
+    ) -> bool:
+        """Return whether a line runs in each turn of a loop, as far as it shows.
 
         It calls functions in turn, the last one of which has the line in question: those `inside`.
+        If it `is_alike`, nothing that it depends on changes from turn to turn.
         """
         file, number = line
         scope = _scope(self.trees[file], number)
-        loops = [loop for at, of, loop in self._loops() if (at, of) == (file, scope)]
+        loops = [within[2]] if within is not None and within[:2] == (file, scope) else []
         if any(loop.body[0].lineno <= number for loop in loops if _has(loop, number)):
-            is_apart = self._is_of_micro_batches and any(_counts_by(one, number) for one in loops)
+            is_apart = is_alike and any(_counts_by(loop, number) for loop in loops)
             return not is_apart and not _is_conditional(scope, number, within=loops)
         if isinstance(scope, ast.Module) or scope.name in inside:
             return False
-        if self._is_of_micro_batches and (_counted(scope) or "next" in map(_called, _all(scope))):
-            return False  # it may take turns
+        if is_alike and (_counted(scope) or any(map(_turns, _all(scope)))):
+            return False
         yields = any(isinstance(node, ast.Yield | ast.YieldFrom) for node in ast.walk(scope))
         own = [node for node in ast.walk(scope) if isinstance(node, _LOOPS) and _has(node, number)]
         if (yields and not own) or _is_conditional(scope, number, within=own[-1:]):
             return False
-        heads = {(at, loop.lineno) for at, _, loop in self._loops() if yields}
+        head = (within[0], within[2].lineno) if within is not None and yields else None
         inside |= {scope.name}
-        return any(use in heads or self.is_repeated(use, inside) for use in self._uses(scope))
+        return any(
+            use == head or self.is_repeated(use, within, is_alike=is_alike, inside=inside)
+            for use in self._uses(scope)
+        )
 
-    def micro_batches(self) -> _Loop | None:
-        """Return the loop through the micro-batches of a step; it is the one that is meant then."""
+    def takes_turns(self, loop: _Loop) -> bool:
+        """Return whether a loop, or a function that is called in it, takes its data in turn."""
+        functions = [node for _, node in self._nodes() if isinstance(node, _Function)]
+        known: set[str] = set()
+        left = [node for part in loop.body for node in ast.walk(part)]
+        while left:
+            if any(map(_turns, left)):
+                return True
+            names = {*map(_called, left)} - known
+            known |= names
+            left = [n for one in functions if one.name in names for n in ast.walk(one)]
+        return False
+
+    def loop_of_micro_batches(self) -> _Within | None:
+        """Return the loop through the micro-batches of a step that runs now."""
         around = self._around()
-        is_inner = bool(around) and _is_within_a_step(around[0][2])
-        self._is_of_micro_batches = is_inner
-        return around[0][2] if is_inner else None
+        return around[0] if around and _is_within_a_step(around[0][2]) else None
 
-    def _loops(self) -> list[tuple[str, ast.AST, _Loop]]:
-        """Return the innermost loop around what runs now, with its file and function.
+    def loop_of_steps(self) -> _Within | None:
+        """Return the innermost loop around what runs now.
 
         If that goes through the micro-batches of a step, it is the next one.
         """
         around = self._around()
-        is_inner = not self._is_of_micro_batches and len(around) > 1
-        return around[1:2] if is_inner and _is_within_a_step(around[0][2]) else around[:1]
+        is_inner = len(around) > 1 and _is_within_a_step(around[0][2])
+        return next(iter(around[is_inner:]), None)
 
-    def _around(self) -> list[tuple[str, ast.AST, _Loop]]:
+    def _around(self) -> list[_Within]:
         """Return the loops of one function around what runs now, innermost first."""
         for (file, name, first), now in self.running.items():
             tree = self.trees.get(file)
