@@ -119,3 +119,10 @@ def test_a_line_that_heeds_the_number_of_an_epoch(
     """It may do something else in later epochs; a loop through all of them does not."""
     written(text)
     assert script_text.line_by_epoch() == line
+
+
+@pytest.mark.parametrize(("text", "is_read"), [("x = 1\n", True), ("{{ x }", False), ("\0", False)])
+def test_a_text_is_parsed_once(text: str, *, is_read: bool) -> None:
+    """A template is no Python."""
+    tree = script_text.parsed(text)
+    assert (tree is not None, script_text.parsed(text) is tree) == (is_read, True)

@@ -11,7 +11,6 @@ import functools
 import inspect
 import re
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -111,14 +110,8 @@ class _Divisors(NamedTuple):
 @functools.cache
 def _divisors() -> _Divisors:
     own, _ = script_text.texts()
-    trees = {}
-    for file, text in own.items():
-        try:
-            with warnings.catch_warnings():  # Python has told of them already
-                warnings.simplefilter("ignore")
-                trees[file] = ast.parse(text)
-        except (SyntaxError, ValueError):  # a template, or for another Python
-            continue
+    known = {file: script_text.parsed(text) for file, text in own.items()}
+    trees = {file: tree for file, tree in known.items() if tree is not None}
     counting = {name for tree in trees.values() for name in _counting(tree)}
     kept: list[_Divisor] = []
     counts: list[_Divisor] = []

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import ast
 import re
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from entrenar_py.observing import call_sites
+from entrenar_py.observing import call_sites, script_text
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
@@ -167,13 +166,9 @@ class _Order:
         """Return the order of the lines that run now; None if a text can't be read, or is long."""
         if sum(map(len, texts.values())) > _CHARS_MAX:
             return None
-        try:
-            with warnings.catch_warnings():  # Python has told of them already
-                warnings.simplefilter("ignore")
-                trees = {_absolute(file): ast.parse(text) for file, text in texts.items()}
-        except (SyntaxError, ValueError):  # a template, or for another Python
-            return None
-        return cls(trees, _running())
+        known = {_absolute(file): script_text.parsed(text) for file, text in texts.items()}
+        trees = {file: tree for file, tree in known.items() if tree is not None}
+        return cls(trees, _running()) if len(trees) == len(known) else None
 
     def is_later(self, file: str, line: int) -> bool:
         """Return whether a line runs only after what runs now."""

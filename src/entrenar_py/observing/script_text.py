@@ -22,11 +22,11 @@ SELECTS = re.compile(
 )
 # ... and what goes through rows in a random order, each once.
 _ORDERS = re.compile(r"\b(randperm|shuffle|permutation|permuted|\w*Sampler|set_epoch)\b")
-# What may bring rows into a random order, in any way.
 _BY_EPOCH = re.compile(  # what begins, or is done, at some epochs; no loop through all of them
     r"^(?!\s*while\b).*?(\b\w*epoch\w*\s*(?:[<>]=?|[=!]=|%)\s*[\w.]"
     r"|[\w.)\]]\s*(?:[<>]=?|[=!]=)\s*\w*epoch\w*\b)"
 )
+# What may bring rows into a random order, in any way.
 _SHUFFLES = re.compile(
     r"(randperm|permutation|permuted|shuffl\w*\s*(?:\(|=(?!\s*False))|set_epoch|choices?\s*\("
     r"|multinomial|RandomSampler|DistributedSampler(?!\([^()]*shuffle=False)|\bsample\s*\("
@@ -48,6 +48,17 @@ def texts() -> tuple[dict[str, str], dict[str, str]]:
     files = filter(call_sites.is_own, {*filter(None, loaded), *calling})
     own = {file for file in files if file in calling or _is_near(file)}
     return _read(own), _read(calling - own)
+
+
+@functools.cache
+def parsed(text: str) -> ast.Module | None:
+    """Return a text as Python reads it; None for a template, or what is for another Python."""
+    try:
+        with warnings.catch_warnings():  # Python has told of them already
+            warnings.simplefilter("ignore")
+            return ast.parse(text)
+    except (SyntaxError, ValueError):
+        return None
 
 
 def first(
@@ -105,14 +116,8 @@ def _divisors() -> tuple[ast.expr, ...]:
     """Return what the script divides by, but for plain names."""
     own, _ = texts()
     divisors: list[ast.expr] = []
-    for text in own.values():
-        try:
-            with warnings.catch_warnings():  # Python has told of them already
-                warnings.simplefilter("ignore")
-                nodes = ast.walk(ast.parse(text))
-        except (SyntaxError, ValueError):  # a template, or for another Python
-            continue
-        divisors += filter(None, map(_divisor, nodes))
+    for tree in filter(None, map(parsed, own.values())):
+        divisors += filter(None, map(_divisor, ast.walk(tree)))
     return tuple(one for one in divisors if isinstance(one, ast.BinOp | ast.Constant))
 
 
