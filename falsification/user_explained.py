@@ -367,6 +367,23 @@ BUGS = (
         words="4 micro-batches has its loss divided by 4 twice",
     ),
     _engine(
+        "the script divides what its engine divides, and evaluates a mean of losses",
+        (_LOSS, f"{_LOSS} / gas"),
+        (
+            "class Engine:\n",
+            "def evaluate(losses):\n"
+            "    n = len(losses)\n"
+            "    total_loss = sum(losses)\n"
+            "    return total_loss / n\n\n\n"
+            "class Engine:\n",
+        ),
+        ("        engine.step()\n", "        engine.step()\n    evaluate([loss.item()] * 2)\n"),
+        source="accelerate #1726 (a loss that is divided before accelerator.backward)",
+        check="weighting",
+        step=0,
+        words="4 micro-batches has its loss divided by 4 twice",
+    ),
+    _engine(
         "two micro-batches that are divided by their number twice",
         ("gas, temperature = 4, 2.0", "gas, temperature = 2, 2.0"),
         (_LOSS, f"{_LOSS} / gas"),
@@ -452,9 +469,10 @@ VARIANTS = (
             "        self.tasks = tasks\n\n"
             "    def forward(self, out, y):\n"
             "        return F.mse_loss(out, y) / self.tasks\n\n\n"
+            "criterion = Criterion(4)\n\n\n"
             "class Engine:\n",
         ),
-        (_LOSS, "loss = Criterion(4)(out, y)"),
+        (_LOSS, "loss = criterion(out, y)"),
     ),
     _engine("a temperature squared, in four micro-batches", (_LOSS, f"{_LOSS} / temperature**2")),
     _engine(

@@ -80,6 +80,16 @@ def test_a_number_of_the_loss_beside_that_of_micro_batches(monkeypatch: pytest.M
     assert [len(term) for term in begun((loss + outputs().mean()) / 2.0 / 2).terms] == [5, 5]
 
 
+def test_a_number_that_may_be_one_of_the_loss_leaves_it_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two equal divisors count once if one is the loss's own, and twice if none is."""
+    monkeypatch.setattr(script_text, "divides_by", lambda number: False)
+    monkeypatch.setattr(named_divisors, "may_be", lambda number: None if number == 3 else False)
+    loss = outputs().mean()
+    assert [len(begun(one).terms) for one in (loss / 3 / 3, loss / 3)] == [0, 1]
+
+
 def test_weights_of_classes_leave_the_number_of_elements_unknown() -> None:
     """A mean over weighted classes is divided by no number of samples."""
     loss = F.cross_entropy(outputs(), LABELS, weight=torch.arange(1.0, 6.0)) / 2

@@ -15,18 +15,21 @@ Written = Callable[[str], ModuleType]
 
 @pytest.fixture(autouse=True)
 def _afresh() -> Iterator[None]:
-    named_divisors._divisors.cache_clear()
+    caches = (named_divisors._divisors, named_divisors._apart, named_divisors._attributes)
+    for cache in caches:
+        cache.cache_clear()
     yield
-    named_divisors._divisors.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
 
 
-def may_be_4(module: ModuleType) -> bool:
+def may_be_4(module: ModuleType) -> bool | None:
     return answered(module, lambda: named_divisors.may_be(4))
 
 
-def answered(module: ModuleType, question: Callable[[], bool]) -> bool:
+def answered(module: ModuleType, question: Callable[[], bool | None]) -> bool | None:
     """Run the module, and return what is answered where it calls `tried`."""
-    answers: list[bool] = []
+    answers: list[bool | None] = []
     module.__dict__["tried"] = lambda: answers.append(question())
     file = str(module.__file__)
     exec(compile(Path(file).read_text(), file, "exec"), module.__dict__)
@@ -59,13 +62,72 @@ train(3)
         "def train(loss, n_tasks):\n    loss /= n_tasks\n    tried()\ntrain(1.0, 4)\n",
         "class Args:\n    k = 4\nargs = Args()\nloss = 1.0 * 1\nloss / args.k\ntried()\n",
         OWNED.format(tasks=4),
-        REMOTE.format(given="loss, n", divided="loss"),
-        REMOTE.format(given="x, n", divided="x.square().sum()"),
     ],
 )
 def test_a_count_of_the_script_s_own(text: str, written: Written) -> None:
-    """It has the value where the loss begins its pass, or is that of a function which has ended."""
+    """It has the value where the loss begins its pass."""
     assert may_be_4(written(text))
+
+
+CRITERION = """\
+class Criterion:
+    def __init__(self, tasks):
+        self.tasks = tasks
+    def forward(self, loss):
+        return loss / self.tasks
+criterion = Criterion({tasks})
+tried()
+"""
+
+
+@pytest.mark.parametrize("tasks", [3, 4])
+def test_a_number_of_an_object_that_does_not_run_now(tasks: int, written: Written) -> None:
+    """A criterion keeps it, though its pass has ended."""
+    assert may_be_4(written(CRITERION.format(tasks=tasks))) is (tasks == 4)
+
+
+EVALUATE = """\
+def evaluate(losses):
+    n = len(losses)
+    total_loss = sum(losses)
+    return total_loss / n
+def criterion(x):
+    return x
+class Optimizer:
+    step = lambda self: None
+def train(optimizer):
+    for epoch in range(1):
+        for batch in range(1):
+            loss = criterion(1.0)
+            tried()
+            optimizer.step()
+        evaluate([1, 2])
+train(Optimizer())
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        REMOTE.format(given="loss, n", divided="loss"),
+        REMOTE.format(given="x, n", divided="x.square().sum()"),
+        EVALUATE.replace("    return x\n", "    return evaluate([x])\n"),
+        EVALUATE.replace("criterion(1.0)", "(lambda: evaluate([1.0]))()"),
+        EVALUATE + "best = evaluate\n",
+        EVALUATE + "globals()['evaluate']\n",
+        EVALUATE.replace("def evaluate", "@staticmethod\ndef evaluate"),
+        EVALUATE.replace("            optimizer.step()\n", ""),
+    ],
+)
+def test_a_number_that_nothing_knows_any_more(text: str, written: Written) -> None:
+    """It is that of a function which has ended, and which may be called in a step."""
+    assert may_be_4(written(text)) is None
+
+
+@pytest.mark.parametrize("after", ["", "evaluate([1])\n"])
+def test_a_function_that_no_step_calls_divides_no_loss(after: str, written: Written) -> None:
+    """An average over what was evaluated has no part in the loss, whatever its number was."""
+    assert may_be_4(written(EVALUATE + after)) is False
 
 
 @pytest.mark.parametrize(
@@ -88,7 +150,7 @@ def test_a_count_of_the_script_s_own(text: str, written: Written) -> None:
 )
 def test_counts_of_micro_batches_and_other_numbers(text: str, written: Written) -> None:
     """Their use tells, or their value; and what was seen until then is no factor of a loss."""
-    assert not may_be_4(written(text))
+    assert may_be_4(written(text)) is False
 
 
 TWICE = "def a(o, loss):\n    o.backward(loss / gas)\n"

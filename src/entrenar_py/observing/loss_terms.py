@@ -94,19 +94,25 @@ class _Path:
         floats = (*self.floats, *[divisor] * is_float)
         return replace(self, share=share, divisors=(*self.divisors, divisor), floats=floats)
 
-    def counted(self) -> tuple[float, ...]:
-        """Return the divisors without one that is beside an equal one, and a number of the loss."""
-        for divisor in {*self.divisors}:
-            if self.divisors.count(divisor) > 1 and self._is_of_loss(divisor):
+    def counted(self) -> tuple[float, ...] | None:
+        """Return the divisors without one that is beside an equal one, and a number of the loss.
+
+        Return None if nobody knows whether it is that.
+        """
+        for divisor in {one for one in self.divisors if self.divisors.count(one) > 1}:
+            is_of_loss = self._is_of_loss(divisor)
+            if is_of_loss is None:
+                return None
+            if is_of_loss:
                 first = self.divisors.index(divisor)
                 return (*self.divisors[:first], *self.divisors[first + 1 :])
         return self.divisors
 
-    def _is_of_loss(self, divisor: float) -> bool:
-        is_own = divisor in self.floats or script_text.divides_by(divisor)
-        if is_own or named_divisors.may_be(divisor):
+    def _is_of_loss(self, divisor: float) -> bool | None:
+        if divisor in self.floats or script_text.divides_by(divisor):
             return True
-        return divisor == _HALF and not named_divisors.are_two_counts()
+        is_half = divisor == _HALF and not named_divisors.are_two_counts()
+        return True if is_half else named_divisors.may_be(divisor)
 
 
 _Term = tuple[float, _Path]  # how many elements, and the path to their sum
@@ -129,7 +135,8 @@ class _Walk:
             return ()
         if len(terms) > 1:  # a mean of losses is divided by their number
             return tuple((count, path.share, *path.divisors) for count, path in terms)
-        return tuple((count, path.share, *path.counted()) for count, path in terms)
+        known = [(count, path.share, path.counted()) for count, path in terms]
+        return tuple((count, share, *own) for count, share, own in known if own is not None)
 
     def _of(self, edge: tuple[Any, int], path: _Path) -> Iterator[_Term]:
         node, output = edge

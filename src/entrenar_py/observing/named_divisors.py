@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from entrenar_py.observing import call_sites, script_text
+from entrenar_py.observing import call_sites, script_order, script_text
 
 _COUNTING = re.compile(r"accum|micro|(?:^|_)gas(?:$|_)|update_freq|iter_size", re.IGNORECASE)
 # What a loss is called, or a call that makes one number of many.
@@ -43,12 +44,17 @@ class _Divisor:
     is_local: bool
     is_loss: bool
 
-    def may_be(self, number: float) -> bool:
-        """Return whether it has this value, or nothing that runs now knows a loss's divisor."""
-        values = [*self._values()]
+    def may_be(self, number: float, apart: Collection[str]) -> bool | None:
+        """Return whether it has this value; None if nothing that runs now knows a loss's divisor.
+
+        Functions that are `apart` from what runs now have no part in the loss.
+        """
+        if self.function in apart:
+            return False
+        values = [*self._values()] or _attributes(self.owner, self.name)
         if values:
             return any(_is_equal(value, number) for value in values)
-        return bool(self.function) and self.is_loss
+        return None if self.function and self.is_loss else False
 
     def _values(self) -> Iterator[Any]:
         root, *path = self.name.split(".")
@@ -74,9 +80,36 @@ class _Divisor:
             yield from (vars(m) for m in modules if getattr(m, "__file__", None) == self.file)
 
 
-def may_be(number: float) -> bool:
-    """Return whether the script may divide by a `number` that counts no micro-batches."""
-    return any(divisor.may_be(number) for divisor in _divisors().own)
+def may_be(number: float) -> bool | None:
+    """Return whether the script divides by a `number` that counts no micro-batches.
+
+    Return None if it may: the value of what it divides a loss by is unknown.
+    """
+    own = _divisors().own
+    running = ((f.f_code.co_filename, f.f_lineno) for f in call_sites.own_frames())
+    apart = _apart(tuple(running)) if own else ()
+    answers = {divisor.may_be(number, apart) for divisor in own}
+    return True if True in answers else None if None in answers else False
+
+
+@functools.cache
+def _attributes(owner: str, name: str) -> tuple[Any, ...]:
+    """Return what `self.name` is of all objects of a script's class `owner`, looked up once."""
+    root, _, attribute = name.partition(".")
+    if root != "self" or not owner or "." in attribute:
+        return ()
+    objects = [one for one in gc.get_objects() if type(one).__name__ == owner]
+    own = [
+        o.__dict__ for o in objects if call_sites.is_own_class(type(o)) and hasattr(o, "__dict__")
+    ]
+    return tuple(held[attribute] for held in own if attribute in held)
+
+
+@functools.cache
+def _apart(_: tuple[tuple[str, int], ...]) -> frozenset[str]:
+    """Return the functions that have no part in a step, once for the lines that run now."""
+    own, _libraries = script_text.texts()
+    return script_order.apart(own)
 
 
 def are_two_counts() -> bool:

@@ -57,6 +57,16 @@ def are_alike(pattern: re.Pattern[str], texts: Mapping[str, str]) -> bool:
     return any(order.is_repeated(line, within, is_alike=True) for line in _fitting(pattern, texts))
 
 
+def apart(texts: Mapping[str, str]) -> frozenset[str]:
+    """Return the names of functions that are called, but not in a step like the one that runs now.
+
+    They are not running, and the loop that steps calls none of them, nor does what is called there.
+    A function that has another name, too, may be called by that.
+    """
+    order = _Order.of(texts)
+    return frozenset() if order is None else order.apart()
+
+
 def _counts(loop: _Loop) -> bool:
     """Return whether a loop of one backward pass goes through numbers that decide nothing else.
 
@@ -236,6 +246,37 @@ class _Order:
             left = [n for one in functions if one.name in names for n in ast.walk(one)]
         return False
 
+    def apart(self) -> frozenset[str]:
+        """Return the names of functions that are called, and not where training steps."""
+        left, known = self._within_step(), set[str]()
+        every = [node for _, node in self._nodes() if isinstance(node, _Function)]
+        left += [one for one in every if not self._is_only_called(one)]
+        while left:
+            known |= {one.name for one in left if isinstance(one, _Function)}
+            names = {name.rpartition(".")[2] for one in left for name in _names(_all(one))} - known
+            left = [one for one in every if one.name in names]
+        return frozenset(one.name for one in every) - known
+
+    def _within_step(self) -> list[ast.AST]:
+        """Return the functions that run now, from the innermost one to the loop that steps."""
+        within: list[ast.AST] = []
+        for _, scope, now in self._scopes():
+            loops = [n for n in ast.walk(scope) if isinstance(n, _Loop) and _has(n, now)]
+            stepping = [n for n in loops if "step" in map(_called, _all(n))]
+            within.append(max(stepping, key=lambda n: n.lineno, default=scope))
+            if stepping:
+                break
+        return within
+
+    def _is_only_called(self, function: _Function) -> bool:
+        """Return whether a function is called by its name, and is used in no other way."""
+        name = function.name
+        is_special = name.startswith("__") or name == "forward" or bool(function.decorator_list)
+        if is_special or any(_is_hidden(name, node) for _, node in self._nodes()):
+            return False
+        calls = sum(_called(node) == name for _, node in self._nodes())
+        return calls > 0 and calls == len([*self._uses(function, inside=True)])
+
     def loop_of_micro_batches(self) -> _Within | None:
         """Return the loop through the micro-batches of a step that runs now."""
         around = self._around()
@@ -252,24 +293,28 @@ class _Order:
 
     def _around(self) -> list[_Within]:
         """Return the loops of one function around what runs now, innermost first."""
-        for (file, name, first), now in self.running.items():
-            tree = self.trees.get(file)
-            scope = None if tree is None else _scope(tree, now)
-            if scope is None or _named(scope) != (name, first):
-                continue
+        for file, scope, now in self._scopes():
             around = [n for n in ast.walk(scope) if isinstance(n, _Loop) and _has(n, now)]
             if around:
                 return [(file, scope, n) for n in sorted(around, key=lambda n: -n.lineno)]
         return []
 
-    def _uses(self, function: _Function) -> Iterator[Line]:
-        """Yield the lines outside of a function that have its name."""
+    def _scopes(self) -> Iterator[tuple[str, ast.Module | _Function, int]]:
+        """Yield the functions that run now, innermost first, each with its file and its line."""
+        for (file, name, first), now in self.running.items():
+            tree = self.trees.get(file)
+            scope = None if tree is None else _scope(tree, now)
+            if scope is not None and _named(scope) == (name, first):
+                yield file, scope, now
+
+    def _uses(self, function: _Function, *, inside: bool = False) -> Iterator[Line]:
+        """Yield the lines that have a function's name; those `inside` of it only if wanted."""
         name = function.name
-        inside = range(function.lineno, (function.end_lineno or 0) + 1)
+        own = range(function.lineno, 0 if inside else (function.end_lineno or 0) + 1)
         for file, node in self._nodes():
             is_name = isinstance(node, ast.Name) and node.id == name
             is_attribute = isinstance(node, ast.Attribute) and node.attr == name
-            if (is_name or is_attribute) and node.lineno not in inside:  # type: ignore[attr-defined]
+            if (is_name or is_attribute) and node.lineno not in own:  # type: ignore[attr-defined]
                 yield file, node.lineno  # type: ignore[attr-defined]
 
     def _nodes(self) -> Iterator[tuple[str, ast.AST]]:
