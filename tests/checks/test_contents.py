@@ -222,6 +222,34 @@ def test_rows_that_come_as_often_in_a_pass_in_another_order(
     assert finding.verdict.value == verdict, finding.reason
 
 
+@pytest.mark.parametrize(
+    ("alone", "tail", "verdict"),
+    [
+        ((20, 21, 22, 23), (20, 22, 21, 23), "held"),
+        ((0, 1, 2, 3), (4, 0, 5, 6), "held"),  # of the same rows in another order
+        ((20, 21, 22, 23), (20, 21, 20, 21), "inconclusive"),
+        ((20, 21, 22, 23), (31, 31, 31, 31), "inconclusive"),
+        ((0, 1, 2, 3), (4, 0, 5, 0), "falsified"),
+    ],
+)
+def test_a_pass_that_is_cut_short(
+    alone: tuple[int, ...], tail: tuple[int, ...], verdict: str
+) -> None:
+    """Its rows are those of a pass, and none comes more often than there."""
+    one, two = in_passes(1, (*PASS, alone)), in_passes(2, (*PASS[::-1], tail))
+    one, two = (
+        replace(
+            trace,
+            events=tuple(e for e in trace.events if getattr(e, "step", 0) < 3),
+            scenario=trace.scenario.with_(num_steps=3),
+        )
+        for trace in (one, two)
+    )
+    runs = Runs(two, {ALONE: (one,)}, witnesses={ALONE: (one,)})
+    finding = CHECKS["coverage"].judge(traces.clause("coverage"), runs)
+    assert finding.verdict.value == verdict, finding.reason
+
+
 @pytest.mark.parametrize(("is_same", "verdict"), [(True, "falsified"), (False, "inconclusive")])
 def test_ranks_that_do_the_same_share_no_work(is_same: bool, verdict: str) -> None:
     """Ranks with the same rows, losses and gradients do all of the work, each for itself."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from entrenar_py.checks import evidence
 from entrenar_py.rank_files import epochs
@@ -39,11 +40,22 @@ def make_the_same(one: Trace, other: Trace) -> bool:
     """Return whether two runs are given the same rows pass by pass, each in an order of its own.
 
     A pass ends where both were given the same rows so far, each as often as in the other run. None
-    of the passes may lack such an end; the last one may be cut short.
+    of the passes may lack such an end. The last one may be cut short: then its rows have to be some
+    of a pass, or of those that the other run was given until then.
     """
     sums = [_sums(trace) for trace in (one, other)]
     ends = sorted(n for n in sums[0].keys() & sums[1].keys() if sums[0][n] == sums[1][n])
-    return bool(ends) and min(map(max, sums)) - ends[-1] < ends[0]
+    if not ends or min(map(max, sums)) - ends[-1] >= ends[0]:
+        return False
+    whole = [Counter[int](), *(sums[0][end] for end in ends)]
+    passes = [after - before for before, after in pairwise(whole)]
+    left, right = (each[max(each)] - whole[-1] for each in sums)
+    return _is_part(left, [*passes, right]) and _is_part(right, [*passes, left])
+
+
+def _is_part(rows: Counter[int], passes: Sequence[Counter[int]]) -> bool:
+    """Return whether rows are some of one pass, none of them more often than there."""
+    return any(rows <= one for one in passes)
 
 
 def _sums(trace: Trace) -> dict[int, Counter[int]]:
