@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from entrenar_py.checks import declared_clipping, reduction_format
-from entrenar_py.trace import Shard, Tensors, Trace, Traits, Update, record_tensor
+from entrenar_py.trace import Shard, Start, Tensors, Trace, Traits, Update, record_tensor
 from entrenar_py.verdict import Tally, Verdict
 from tests.checks import traces
 
@@ -222,6 +222,27 @@ def test_directions_are_known_until_gradients_are_compressed(since: int) -> None
     wrong = sent(run(early(lambda own: clipped(added(own))))).broken
     assert wrong is not None
     assert "each rank clipped its own" in wrong.message
+
+
+@pytest.mark.parametrize("rests", [False, True])
+def test_no_direction_is_known_if_steps_rest_until_gradients_are_compressed(*, rests: bool) -> None:
+    """A step applies nothing if the loss scale is too large, and later ones are compressed."""
+    recorded_run = run(lambda ranks: clipped(mean(ranks)))
+    facts: dict[str, Any] = {"compressed": "PowerSGD", "compressed_from": 1}
+    first, second = (recorded({name: np.full(1, at) for name in SIZES}) for at in (0.0, 1.0))
+    begun = [Start(step=0, rank=rank, trainable=tuple(SIZES), weights=first) for rank in (0, 1)]
+    events = [
+        replace(event, weights=second)
+        if isinstance(event, Update) and event.step
+        else replace(event, weights=first, gradient={} if rests else event.gradient)
+        if isinstance(event, Update)
+        else event
+        for event in recorded_run.events
+    ]
+    traits = replace(recorded_run.traits, **facts)
+    tally = judged(replace(recorded_run, events=(*begun, *events), traits=traits))
+    assert tally.broken is None
+    assert any("PowerSGD" in why for why in tally.missing) is rests
 
 
 def test_nothing_to_clip() -> None:

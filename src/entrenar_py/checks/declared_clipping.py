@@ -50,15 +50,19 @@ def compare(tally: Tally, trace: Trace) -> None:
     rested = skips.without_gradients(trace)
     since = trace.traits.compressed_from or math.inf  # steps before that are known
     why = run_comparison.rounded_away(trace)
-    if why and math.isinf(since):
-        tally.miss(why)
+    is_known = False  # of any step, that what is applied has the right direction, or hasn't
     for step, by_rank in evidence.ranks_by_step(trace):
         if step in rested:
             continue
         for update in by_rank.values():
             judged.length(update, by_rank)
         if not why or step < since:
+            before = tally.compared
             judged.direction(by_rank)
+            norms = [update.grad_norm for update in by_rank.values()]
+            is_known |= tally.compared > before or None not in norms
+    if why and (math.isinf(since) or not is_known):
+        tally.miss(why)
     judged.lengths()
 
 
