@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from tests.checks.micro_batch_traces import Vectors, records
 
 SUBJECT = traces.scenario(system="command", workload="own", world_size=1, num_steps=3)
 REORDERED_SUBJECT = SUBJECT.with_(faults=(Fault(kind="reordered_groups", step=0),))
-SIZES = {"a": 5, "b": 3, "c": 4, "d": 2}
+SIZES = {"a": 50, "b": 30, "c": 50, "d": 30}
 DRAW = np.random.default_rng(8)
 FIRST = {name: DRAW.normal(size=size).astype(np.float32) for name, size in SIZES.items()}
 GRADIENTS = [{name: DRAW.normal(size=size) for name, size in SIZES.items()} for _ in range(3)]
@@ -52,7 +52,7 @@ def left_over(_: int, gradients: Mapping[str, Any], weights: Mapping[str, Any]) 
     """Decay what comes before the first small tensor."""
     decays, moves = True, {}
     for name, g in gradients.items():
-        decays = decays and g.size > 3
+        decays = decays and g.size > 30
         moves[name] = 0.1 * g + (0.01 * weights[name] if decays else 0)
     return moves
 
@@ -71,26 +71,77 @@ def by_place(_: int, gradients: Mapping[str, Any], __: Mapping[str, Any]) -> Vec
     return {name: 0.1 * 0.5**place * g for place, (name, g) in enumerate(gradients.items())}
 
 
-def warmed_up(step: int, gradients: Mapping[str, Any], weights: Mapping[str, Any]) -> Vectors:
-    """Move by nothing in the first step, and then by what was left over."""
-    return {n: g * (step > 0) for n, g in left_over(step, gradients, weights).items()}
-
-
 def in_turn(step: int, gradients: Mapping[str, Any], _: Mapping[str, Any]) -> Vectors:
     """Move one tensor in each step."""
     return {n: 0.1 * g * (place == step) for place, (n, g) in enumerate(gradients.items())}
 
 
-def made(order: str, rule: Rule, **changes: Any) -> Trace:
-    """Return a run whose group has the tensors in this order."""
+def undecayed_end(_: int, gradients: Mapping[str, Any], weights: Mapping[str, Any]) -> Vectors:
+    """Decay all but the last layer, by its index."""
+    return {
+        name: 0.1 * g + (0.01 * weights[name] if place < 2 else 0)
+        for place, (name, g) in enumerate(gradients.items())
+    }
+
+
+def signs_at_ends(_: int, gradients: Mapping[str, Any], __: Mapping[str, Any]) -> Vectors:
+    """Move the first layer by signs, and the others otherwise, by their index."""
+    return {
+        name: 0.1 * (np.sign(g) if place < 2 else g)
+        for place, (name, g) in enumerate(gradients.items())
+    }
+
+
+def in_blocks(_: int, gradients: Mapping[str, Any], __: Mapping[str, Any]) -> Vectors:
+    """Move by 8 bits of each element, in blocks of the group's flat buffer."""
+    flat = np.concatenate([*gradients.values()])
+    blocks = flat.reshape(-1, 32)
+    scales = np.abs(blocks).max(axis=1, keepdims=True) / 127
+    flat = (np.round(blocks / scales) * scales).ravel()
+    ends = np.cumsum([g.size for g in gradients.values()])[:-1]
+    return {name: 0.1 * one for name, one in zip(gradients, np.split(flat, ends), strict=True)}
+
+
+def signs_of_momenta_after_the_first() -> Rule:
+    """Return a rule that moves the first layer by signs of gradients, and others by momenta's."""
+    by_momenta = momentum(lambda _, name, __: name, np.sign)
+
+    def rule(step: int, gradients: Mapping[str, Any], weights: Mapping[str, Any]) -> Vectors:
+        first = dict([*signs(step, gradients, weights).items()][:2])
+        return {**by_momenta(step, gradients, weights), **first}
+
+    return rule
+
+
+def momentum(key: Callable[[int, str, int], Hashable], shape: Callable[[Any], Any]) -> Rule:
+    """Return a rule that keeps momenta by a key of a place, a name and a size, as Lion or SGD."""
+    buffers: dict[Hashable, Any] = {}
+
+    def rule(step: int, gradients: Mapping[str, Any], _: Mapping[str, Any]) -> Vectors:
+        if step == 0:
+            buffers.clear()
+        moves = {}
+        for place, (name, g) in enumerate(gradients.items()):
+            which = key(place, name, g.size)
+            before = buffers.get(which, np.zeros_like(g))
+            moves[name] = 0.1 * shape(5 * before + g)
+            buffers[which] = BETAS[0] * before + (1 - BETAS[0]) * g
+        return moves
+
+    return rule
+
+
+def made(order: str, rule: Rule, frozen: str = "", **changes: Any) -> Trace:
+    """Return a run whose group has the tensors in this order, some of them frozen in step 0."""
     weights = {name: value.copy() for name, value in FIRST.items()}
     events: list[Event] = [
         Start(step=0, rank=0, weights=records(weights), trainable=(*order,)),
         Ruled(step=0, rank=0, rule="", names=(*order,), constants={"betas": BETAS}, derived=True),
     ]
     for step, gradient in enumerate(GRADIENTS):
-        moves = rule(step, {name: gradient[name] for name in order}, weights)
-        weights = {n: (w - moves[n]).astype(np.float32) for n, w in weights.items()}
+        given = {name: gradient[name] for name in order if step or name not in frozen}
+        moves = rule(step, given, weights)
+        weights = {n: (w - moves.get(n, 0)).astype(np.float32) for n, w in weights.items()}
         update = Update(
             step=step,
             rank=0,
@@ -99,7 +150,7 @@ def made(order: str, rule: Rule, **changes: Any) -> Trace:
             learning_rate=0.1,
             finite=True,
             weights=records(weights),
-            gradient=records(gradient),
+            gradient=records(given),
         )
         events.append(replace(update, **(changes if step == 1 else {})))
     subject = SUBJECT if order == "abcd" else REORDERED_SUBJECT
@@ -114,9 +165,9 @@ def compared(usual: Trace, turned: Trace) -> Tally:
     return tally
 
 
-def both(rule: Rule) -> Tally:
+def both(rule: Rule, frozen: str = "") -> Tally:
     """Return the tally of a rule in both orders."""
-    return compared(made("abcd", rule), made("cdab", rule))
+    return compared(made("abcd", rule, frozen), made("cdab", rule, frozen))
 
 
 def test_a_step_that_is_the_same_in_both_orders_counts() -> None:
@@ -135,34 +186,66 @@ def test_a_sum_over_parameters_may_be_rounded_otherwise() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "words"),
-    [(so_far, "another movement"), (left_over, "another movement"), (counted, "is counted once")],
+    ("rule", "frozen", "step", "words"),
+    [
+        (counted, "", 0, "is counted once"),
+        (momentum(lambda _, __, size: size, np.sign), "", 0, "tensors of one size share"),
+        (momentum(lambda _, __, size: size, np.positive), "", 0, "of one size"),
+        (momentum(lambda place, _, __: place, np.sign), "ab", 1, "places slip"),
+        (momentum(lambda place, _, __: place, np.positive), "ab", 1, "places slip"),
+    ],
+    ids=["counted", "shared, signs", "shared", "slips, signs", "slips"],
 )
-def test_a_step_that_depends_on_the_order_is_wrong(rule: Rule, words: str) -> None:
-    """It is found in the first step that begins alike, with its cause where an equation fits."""
-    broken = both(rule).broken
+def test_a_mistake_that_explains_the_difference_is_named(
+    rule: Rule, frozen: str, step: int, words: str
+) -> None:
+    """It is found in the first step that shows it, by an equation of gradients so far."""
+    broken = both(rule, frozen).broken
     assert broken is not None
-    assert (broken.step, broken.rank) == (0, 0)
+    assert (broken.step, broken.rank) == (step, 0)
     assert words in broken.message
     assert "must not depend on the order of the parameters" in broken.message
 
 
+@pytest.mark.parametrize("shape", [np.sign, np.positive])
+def test_momenta_of_each_tensor_are_the_same(shape: Callable[[Any], Any]) -> None:
+    """Even if some of them are frozen at first."""
+    tally = both(momentum(lambda _, name, __: name, shape), "ab")
+    assert (tally.compared, tally.broken) == (10, None)
+    assert "3 steps the same" in tally.notes[0]
+
+
 @pytest.mark.parametrize(
-    ("rule", "words"), [(by_place, "place alone"), (in_turn, "turns by place")]
+    "rule",
+    [
+        so_far,
+        left_over,
+        by_place,
+        undecayed_end,
+        signs_at_ends,
+        in_blocks,
+        signs_of_momenta_after_the_first(),
+    ],
 )
-def test_what_a_place_may_be_meant_for_is_noted(rule: Rule, words: str) -> None:
-    """Rates that fall from layer to layer, and layers that have their turns."""
+def test_what_a_place_may_be_meant_for_is_noted(rule: Rule) -> None:
+    """A design may depend on places; nothing is compared then, and nothing is wrong."""
     tally = both(rule)
+    assert (tally.broken, tally.missing) == (None, [])
+    assert any("No equation shows a mistake" in note for note in tally.notes)
+
+
+def test_tensors_that_move_in_turn_are_noted() -> None:
+    """Layers may have their turns by place."""
+    tally = both(in_turn)
     assert (tally.compared, tally.broken, tally.missing) == (0, None, [])
-    assert words in tally.notes[0]
+    assert "turns by place" in tally.notes[0]
 
 
 def test_a_step_that_moves_nothing_counts_for_nothing() -> None:
-    """A rate may begin at zero; the error shows in the next step."""
-    tally = both(warmed_up)
-    assert tally.broken is not None
-    assert tally.broken.step == 1
-    assert tally.compared == 4
+    """A rate may begin at zero; what comes then is compared."""
+    tally = both(lambda *step: {n: move * (step[0] > 1) for n, move in signs(*step).items()})
+    assert (tally.compared, tally.broken) == (4, None)
+    assert tally.notes == ["with the parameters of each group in another order: 1 step the same"]
 
 
 def test_runs_in_one_order_say_nothing() -> None:
@@ -177,7 +260,7 @@ def test_runs_in_one_order_say_nothing() -> None:
         {"gradient": records(GRADIENTS[0])},
         {"learning_rate": 0.2},
         {"finite": False},
-        {"edited": records({"a": np.ones(5)})},
+        {"edited": records({"a": np.ones(50)})},
     ],
     ids=["gradients", "rates", "not finite", "weights"],
 )
@@ -187,12 +270,13 @@ def test_steps_that_begin_otherwise_are_not_compared(changes: dict[str, Any]) ->
     assert (tally.compared, tally.broken) == (4, None)
 
 
-def test_a_step_that_draws_is_not_compared() -> None:
-    """Noise goes to the tensors in their order."""
-    usual = made("abcd", so_far)
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_step_that_draws_is_not_compared(which: int) -> None:
+    """Noise goes to the tensors in their order. The other run sees generators of a step as well."""
+    runs = [made("abcd", counted), made("cdab", counted)]
     drawn = Drawn(step=0, rank=0, where="step", generator="torch", before="1", after="2")
-    noisy = replace(usual, events=(drawn, *usual.events))
-    tally = compared(noisy, made("cdab", so_far))
+    runs[which] = replace(runs[which], events=(drawn, *runs[which].events))
+    tally = compared(*runs)
     assert (tally.compared, tally.broken) == (0, None)
 
 

@@ -3,7 +3,8 @@
 Nobody knows the rule of an optimizer of the script's own. But whatever it is, a step follows from
 the gradients, and not from the order in which a loop comes to the parameters. It does where state
 is kept by place and slips, where one buffer serves several tensors, or where the step is counted
-for each. One worker steps so, too, so that no other pair of runs shows it.
+for each. One worker steps so, too, so that no other pair of runs shows it. Other differences may be
+meant (rates, decay or turns by place), and are noted.
 
 Only steps that begin with the same bits are compared: weights and gradients. A sum over parameters
 (a norm to clip by) is rounded otherwise in another order, and the steps after that begin otherwise.
@@ -18,8 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from entrenar_py.checks import closeness, evidence, factors, precision
+from entrenar_py.checks import closeness, evidence, factors, order_causes, precision
 from entrenar_py.checks.needs import REORDERED, Traces
+from entrenar_py.checks.order_causes import Groups
 from entrenar_py.trace import Drawn, Ruled, Start, Tensors, Trace, Update
 from entrenar_py.verdict import Tally
 from entrenar_py.wording import counted
@@ -28,7 +30,6 @@ _ALIKE = 5e-3  # of a movement: how far two may be apart. Some are computed in 1
 _ROUNDINGS = 4  # of a weight, in which its movement ends
 _BEFORE = "with the parameters of each group in another order: "
 
-Groups = Sequence[tuple[str, ...]]  # the names of each group's tensors
 Factors = Mapping[str, float]  # of tensors' movements
 
 
@@ -39,6 +40,7 @@ class _Step:
     before: Tensors
     usual: Update
     turned: Update
+    gradients: Sequence[Tensors]  # of the steps so far, with this one
 
     def moved(self) -> tuple[set[str], set[str]]:
         """Return the names of the tensors that move in each run."""
@@ -97,9 +99,9 @@ def compare(tally: Tally, runs: Traces) -> None:
                 "may have their turns by place"
             )
             break
-        if not _compare(tally, usual, step, *groups):
+        if not _compare(tally, usual, step, groups):
             break
-        num_steps += 1
+        num_steps += bool(moved)
     if num_steps:
         tally.note(f"{_BEFORE}{counted(num_steps, 'step')} the same")
 
@@ -123,7 +125,13 @@ def _steps(usual: Trace, turned: Trace) -> Iterator[_Step]:
 
     What draws random numbers as it steps draws others for a tensor in another order.
     """
-    drawn = {(event.step, event.rank) for event in usual.of(Drawn) if event.where == "step"}
+    drawn = {
+        (event.step, event.rank)
+        for run in (usual, turned)
+        for event in run.of(Drawn)
+        if event.where == "step"
+    }
+    gradients: dict[int, list[Tensors]] = {}
     others = {(step.step, step.rank): (before, step) for before, step in _updates(turned)}
     for before, update in _updates(usual):
         place = update.step, update.rank
@@ -138,7 +146,9 @@ def _steps(usual: Trace, turned: Trace) -> Iterator[_Step]:
         is_finite = update.finite and other.finite
         if not (are_alike and are_known and rates[0] == rates[1] and is_finite):
             return
-        yield _Step(before, update, other)
+        so_far = gradients.setdefault(update.rank, [])
+        so_far.append(update.gradient)
+        yield _Step(before, update, other, so_far)
 
 
 def _updates(trace: Trace) -> Iterator[tuple[Tensors, Update]]:
@@ -156,7 +166,7 @@ def _have_same_bits(left: Tensors, right: Tensors) -> bool:
     return {n: r.digest for n, r in left.items()} == {n: r.digest for n, r in right.items()}
 
 
-def _compare(tally: Tally, trace: Trace, step: _Step, usual: Groups, turned: Groups) -> bool:
+def _compare(tally: Tally, trace: Trace, step: _Step, orders: Sequence[Groups]) -> bool:
     """Compare the movements of one step. Return whether they are known, and the same.
 
     What doesn't move, at a rate of zero, say, counts for nothing.
@@ -164,26 +174,23 @@ def _compare(tally: Tally, trace: Trace, step: _Step, usual: Groups, turned: Gro
     names = step.moved()[0] & step.usual.gradient.keys()
     moves = {name: both for name in sorted(names) if (both := step.moves(name)) is not None}
     wrong = {
-        name: both
-        for name, both in moves.items()
-        if np.linalg.norm(both[1] - both[0]) > step.allowed(name, both[0])
+        name
+        for name, (due, got) in moves.items()
+        if np.linalg.norm(got - due) > step.allowed(name, due)
     }
-    words = "another movement"
-    if wrong and (factors_of := _factors(step, moves)):
-        if _are_counted(trace, step, factors_of, usual, turned):
-            words = "the step is counted once for each parameter, and not once for all"
-        elif _are_by_place(factors_of, usual, turned):
-            tally.note(
-                f"{_BEFORE}each tensor moves by a multiple that follows from its place alone, "
-                "which may be meant"
-            )
-            return False
+    cause = _cause(trace, step, moves, orders) if wrong else ""
+    if wrong and not cause:
+        tally.note(
+            f"{_BEFORE}in step {step.usual.step}, {', '.join(sorted(wrong))} move otherwise. No "
+            "equation shows a mistake, so that may be meant"
+        )
+        return False
     for name, (due, got) in moves.items():
         factor = factors.of(due, got, None, _ALIKE) if name in wrong else ""
         tally.check(
             name not in wrong,
             f"{_BEFORE}{name} moves otherwise, from the same weights and gradients"
-            f"{factor and f' ({factor})'}: {words}; a step must not depend on the order of the "
+            f"{factor and f' ({factor})'}: {cause}; a step must not depend on the order of the "
             "parameters",
             tensor=name,
             expected=f"a movement of norm {np.linalg.norm(due):.6g}",
@@ -193,7 +200,15 @@ def _compare(tally: Tally, trace: Trace, step: _Step, usual: Groups, turned: Gro
     return len(moves) == len(names) and not wrong
 
 
-def _factors(step: _Step, moves: Mapping[str, tuple[NDArray[np.float64], ...]]) -> Factors:
+def _cause(trace: Trace, step: _Step, moves: order_causes.Moves, orders: Sequence[Groups]) -> str:
+    """Return which mistake explains all that moves otherwise; "" if none is known to."""
+    constants = next((event.constants for event in trace.of(Ruled) if event.constants), {})
+    if factors_of := _factors(step, moves):
+        return order_causes.of_factors(factors_of, step.usual.step, orders, constants)
+    return order_causes.of_momenta(moves, step.gradients, orders, constants)
+
+
+def _factors(step: _Step, moves: order_causes.Moves) -> Factors:
     """Return by which number each movement is multiplied in the other order; none if one is not."""
     found = {}
     for name, (due, got) in moves.items():
@@ -204,42 +219,3 @@ def _factors(step: _Step, moves: Mapping[str, tuple[NDArray[np.float64], ...]]) 
         if np.linalg.norm(got - factor * due) > step.allowed(name, got):
             return {}
     return found
-
-
-def _are_by_place(factors_of: Factors, usual: Groups, turned: Groups) -> bool:
-    """Return whether factors follow from places alone: tensors that swap theirs undo each other."""
-    return all(
-        math.isclose(factors_of[name] * factors_of[other], 1.0, rel_tol=4 * _ALIKE)
-        for names in zip(usual, turned, strict=True)
-        for name, other in zip(*names, strict=True)
-        if name in factors_of and other in factors_of
-    )
-
-
-def _are_counted(
-    trace: Trace, step: _Step, factors_of: Factors, usual: Groups, turned: Groups
-) -> bool:
-    """Return whether the factors are those of Adam's corrections, if each tensor counts a step."""
-    betas = next((e.constants.get("betas") for e in trace.of(Ruled) if e.constants), None)
-    if not (isinstance(betas, list | tuple) and len(betas) == 2):
-        return False
-    counts = [
-        {name: count for count, name in enumerate(_flat(groups), 1 + step.usual.step * size)}
-        for groups in (usual, turned)
-        for size in (len(_flat(groups)),)
-    ]
-
-    def correction(count: int) -> float:
-        return math.sqrt(1.0 - float(betas[1]) ** count) / (1.0 - float(betas[0]) ** count)
-
-    return all(
-        math.isclose(
-            factor, correction(counts[1][name]) / correction(counts[0][name]), rel_tol=4 * _ALIKE
-        )
-        for name, factor in factors_of.items()
-        if name in counts[0]
-    )
-
-
-def _flat(groups: Groups) -> list[str]:
-    return [name for names in groups for name in names]
