@@ -2,7 +2,9 @@
 ones that look like them.
 
 One worker steps so, too, and nobody knows the rule. `make twins` tests that a run whose groups have
-their parameters in another order finds each, and that the right ones are left alone.
+their parameters in another order finds each that an equation explains, and that the right ones are
+left alone. A flag, or a ratio, that stays for the next tensor looks as a design by places does: so
+these are open.
 """
 
 from __future__ import annotations
@@ -95,8 +97,8 @@ class Lion(torch.optim.Optimizer):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.trunk = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
-        self.head = nn.Linear(6, 6)
+        self.trunk = nn.ModuleList([nn.Linear(32, 32) for _ in range(3)])
+        self.head = nn.Linear(32, 32)
 
     def forward(self, x):
         for layer in self.trunk:
@@ -109,7 +111,7 @@ class FineTuner:
         dist.init_process_group("gloo")
         torch.manual_seed(1)
         self.world = dist.get_world_size()
-        self.data = TensorDataset(torch.randn(48, 6))
+        self.data = TensorDataset(torch.randn(48, 32))
         self.net = Net()
         self.model = DDP(self.net, find_unused_parameters=True)
         self.optimizer = Lion(self.net.parameters())
@@ -233,6 +235,78 @@ VARIANTS = (
         ),
     ),
     _of(
+        "noise of a generator that each step seeds",
+        ADAM,
+        (
+            "        self.t += 1\n",
+            "        self.t += 1\n        g = torch.Generator().manual_seed(1000 + self.t)\n",
+        ),
+        (
+            "                p.addcdiv_(",
+            "                p.add_(torch.randn(p.shape, generator=g), alpha=1e-3)\n"
+            "                p.addcdiv_(",
+        ),
+    ),
+    _of(
+        "momentum in random subspaces",
+        ADAM,
+        (
+            "        self.t = 0\n",
+            "        self.t = 0\n"
+            "        for p in self.param_groups[0]['params']:\n"
+            "            self.state[p]['P'] = torch.randn(4, len(p)) / 2\n",
+        ),
+        (
+            "                if not state:\n"
+            '                    state["m"], state["v"] = torch.zeros_like(p), '
+            "torch.zeros_like(p)\n",
+            "                P = state['P']\n"
+            "                if 'm' not in state:\n"
+            "                    state['m'] = torch.zeros_like(P @ p)\n"
+            "                    state['v'] = state['m'].clone()\n"
+            "                grad = P @ p.grad\n",
+        ),
+        ("lerp_(p.grad, 1 - b1)", "lerp_(grad, 1 - b1)"),
+        ("lerp_(p.grad.square(), 1 - b2)", "lerp_(grad.square(), 1 - b2)"),
+        (
+            'p.addcdiv_(m, v.sqrt() + group["eps"], value=-group["lr"])',
+            'p.sub_(group["lr"] * P.T @ (m / (v.sqrt() + group["eps"])))',
+        ),
+    ),
+    _of(
+        "one ratio of norms for a layer, and a layer without a bias",
+        ADAM,
+        ("nn.Linear(5, 9)", "nn.Linear(5, 9, bias=False)"),
+        (
+            '            for p in group["params"]:\n',
+            "            layers, ratios = [], {}\n"
+            '            for p in group["params"]:\n'
+            "                if p.ndim > 1:\n"
+            "                    layers.append([])\n"
+            "                layers[-1].append(p)\n"
+            "            for layer in layers:\n"
+            "                w = torch.cat([p.flatten() for p in layer]).norm()\n"
+            "                g = torch.cat([p.grad.flatten() for p in layer]).norm()\n"
+            "                ratios.update(dict.fromkeys(layer, float(w / g)))\n"
+            '            for p in group["params"]:\n',
+        ),
+        ('value=-group["lr"]', 'value=-group["lr"] * min(ratios[p], 2.0)'),
+    ),
+    _of(
+        "no decay of the last layer, by its index",
+        LION,
+        (
+            _MOMENTA,
+            _MOMENTA.replace("for p, momentum in zip(", "for i, (p, momentum) in enumerate(zip(")
+            .replace(":\n", ") :\n")
+            .replace(") :", "):"),
+        ),
+        (
+            "                p.mul_(1 - group",
+            "                if i < 6:\n                    p.mul_(1 - 9 * group",
+        ),
+    ),
+    _of(
         "a rate that falls from place to place",
         ADAM,
         (
@@ -299,7 +373,8 @@ BUGS = (
             '                decay = group["weight_decay"] if p.ndim > 1 else 0.0\n',
             "                if p.ndim < 2:\n                    decay = 0.0\n",
         ),
-        words=_ORDER,
+        check="step_rule",
+        verdict="held",
     ),
     _of(
         "a matrix's ratio stays for the biases after it",
@@ -309,6 +384,7 @@ BUGS = (
             '            b1, b2 = group["betas"]\n',
             '            ratio, (b1, b2) = 1.0, group["betas"]\n',
         ),
-        words=_ORDER,
+        check="step_rule",
+        verdict="held",
     ),
 )

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from entrenar_py.observing import FAULTS, reordered_groups
 
-TENSORS = [torch.nn.Parameter(torch.zeros(size)) for size in (1, 2, 3, 4, 5)]
-USUAL, OTHER = [1, 2, 3, 4, 5], [3, 4, 1, 2, 5]
+LAYERS = [torch.nn.Linear(1, 2, bias=False), torch.nn.Linear(1, 3), torch.nn.Linear(1, 4)]
+TENSORS = [p for layer in LAYERS for p in layer.parameters()]  # weight, weight, bias, weight, bias
+MATRICES = [torch.nn.Parameter(torch.zeros(size, 1)) for size in (1, 2, 3)]  # of no module
+USUAL, OTHER = [2, 3, 3, 4, 4], [4, 4, 3, 3, 2]
 
 
 Kind = Callable[..., Any]
@@ -32,9 +36,13 @@ def kinds(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Kind, Kind]]:
             super().__init__(params, {"lr": lr})
             self.more = more
             self.moments = [[torch.zeros_like(p) for p in g["params"]] for g in self.param_groups]
+            if "projects" in more:
+                self.shares = [more["projects"]() for _ in self.param_groups[0]["params"]]
 
         def step(self, closure: Any = None) -> Any:
-            """Move nothing."""
+            """Draw noise, if there is any."""
+            if "noise" in self.more:
+                self.more["noise"]()
 
     class Outer(Own):
         """Steps by another one of the script's, and draws by a generator of its own if told."""
@@ -46,6 +54,7 @@ def kinds(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Kind, Kind]]:
 
     yield Own, Outer
     del torch.optim.Optimizer.__init_subclass__
+    reordered_groups._draws = None
 
 
 @pytest.fixture
@@ -56,7 +65,7 @@ def own(kinds: tuple[Kind, Kind]) -> Kind:
 
 def places(optimizer: torch.optim.Optimizer) -> list[list[int]]:
     """Return the size of each tensor, group by group."""
-    return [[p.numel() for p in group["params"]] for group in optimizer.param_groups]
+    return [[len(p) for p in group["params"]] for group in optimizer.param_groups]
 
 
 @pytest.mark.parametrize(
@@ -64,29 +73,30 @@ def places(optimizer: torch.optim.Optimizer) -> list[list[int]]:
     [
         (lambda own, _: own(iter(TENSORS)), [OTHER]),
         (lambda own, _: own(params=TENSORS, betas=(0.9,) * 5), [OTHER]),
-        (lambda own, _: own([(str(p.numel()), p) for p in TENSORS]), [OTHER]),
+        (lambda own, _: own([(str(place), p) for place, p in enumerate(TENSORS)]), [OTHER]),
         (
-            lambda own, _: own([{"params": TENSORS[:4]}, {"params": TENSORS[4], "lr": 0.2}]),
-            [OTHER[:4], [5]],
+            lambda own, _: own([{"params": TENSORS[:3]}, {"params": TENSORS[3], "lr": 0.2}]),
+            [OTHER[2:], [4]],
         ),
-        (lambda own, _: own(TENSORS[:3]), [USUAL[:3]]),
+        (lambda own, _: own(TENSORS[1:3]), [[3, 3]]),
+        (lambda own, _: own([*MATRICES, LAYERS[2].bias]), [[3, 4, 2, 1]]),
         (lambda _, outer: outer(TENSORS), [OTHER]),
         (lambda _, outer: outer(TENSORS).inner, [OTHER]),
     ],
-    ids=["iterator", "by name", "named", "groups", "one pair", "outer", "inner"],
+    ids=["iterator", "by name", "named", "groups", "one module", "no modules", "outer", "inner"],
 )
 def test_each_group_is_reordered(
     kinds: tuple[Kind, Kind], build: Kind, due: list[list[int]]
 ) -> None:
-    """However they are given; an inner optimizer has the order of the outer one."""
+    """Module by module, as they are given; an inner optimizer has the order of the outer one."""
     assert places(build(*kinds)) == due
 
 
 def test_what_it_keeps_by_place_fits(own: Kind) -> None:
     """The class sees the other order from the beginning."""
     optimizer = own(TENSORS)
-    assert [m.numel() for m in optimizer.moments[0]] == places(optimizer)[0]
-    assert [p.numel() for p in TENSORS] == USUAL
+    assert [len(m) for m in optimizer.moments[0]] == places(optimizer)[0]
+    assert [len(p) for p in TENSORS] == USUAL
 
 
 @pytest.mark.parametrize(
@@ -103,6 +113,33 @@ def test_what_comes_with_the_parameters_keeps_their_order(own: Kind, more: dict[
 def test_a_generator_of_its_own_keeps_their_order(kinds: tuple[Kind, Kind]) -> None:
     """It draws for one after the other."""
     assert places(kinds[1](TENSORS, draws=True)) == [USUAL]
+
+
+@pytest.mark.parametrize(
+    "projects",
+    [
+        lambda: torch.randn(3),
+        lambda: torch.randn(3, generator=torch.Generator().manual_seed(1)),
+        lambda: np.random.normal(),
+        random.random,
+    ],
+    ids=["torch", "a generator", "numpy", "python"],
+)
+def test_what_a_constructor_draws_brings_their_order_back(
+    own: Kind, projects: Callable[[], Any]
+) -> None:
+    """Each tensor has its own random numbers from then on."""
+    assert places(own(TENSORS, projects=projects)) == [USUAL]
+
+
+def test_what_a_step_draws_is_counted(own: Kind) -> None:
+    """By a generator that is made in the step, which no state of another one shows."""
+    before = reordered_groups.states()
+    own(TENSORS).step()
+    assert reordered_groups.states() == before
+    own(TENSORS, noise=lambda: torch.rand(2, generator=torch.Generator().manual_seed(3))).step()
+    torch.rand(2)
+    assert before != {"an optimizer": "1"} == reordered_groups.states()
 
 
 def test_a_state_that_is_loaded_brings_their_order_back(own: Kind) -> None:
