@@ -326,6 +326,16 @@ VARIANTS = (
             "            for p, momentum in zip(group['params'][mine], momenta[mine]):\n",
         ),
     ),
+    _of(
+        "one tensor moves in each step",
+        LION,
+        (
+            _MOMENTA,
+            "            self.turn = getattr(self, 'turn', -1) + 1\n"
+            "            mine = [self.turn % len(momenta)]\n"
+            "            for p, momentum in [(group['params'][i], momenta[i]) for i in mine]:\n",
+        ),
+    ),
 )
 
 BUGS = (

@@ -81,6 +81,43 @@ def test_a_weight_that_is_in_no_group(names: tuple[str, ...], is_told: bool) -> 
     assert ("no optimizer has it in a group" in message) == is_told
 
 
+def of_own(**weights: Sequence[float]) -> Trace:
+    """Return a run whose weights a class of the script's own steps. All have gradients."""
+    by_step = [
+        dict(zip(weights, map(values, some), strict=True))
+        for some in zip(*weights.values(), strict=True)
+    ]
+    trace = moving([1] * len(by_step))
+    names = (*weights,)
+    rule = Ruled(step=0, rank=0, rule="", names=names, constants={}, derived=True)
+    start = replace(trace.of(Start)[0], weights=by_step[0], trainable=names, frozen=())
+    gradient = dict.fromkeys(names, values(0.5))
+    return traces.hand_written(
+        rule,
+        start,
+        *(
+            replace(update, weights=after, gradient=gradient)
+            for update, after in zip(trace.of(Update), by_step[1:], strict=True)
+        ),
+    )
+
+
+def test_tensors_that_an_own_rule_steps_in_turn() -> None:
+    """One that moves later is alive. One whose turn did not come is open, and not dead."""
+    late = of_own(u=[1, 2, 2, 2, 2], v=[1, 1, 2, 3, 3], w=[1, 1, 1, 1, 2])
+    assert traces.judge("liveness", [late]).verdict is Verdict.HELD
+    never = of_own(u=[1, 2, 2, 2, 2], v=[1, 1, 2, 3, 4], w=[1, 1, 1, 1, 1])
+    found = traces.judge("liveness", [never])
+    assert found.verdict is Verdict.INCONCLUSIVE
+    assert "its turn did not come; run longer" in found.reason
+
+
+def test_a_tensor_that_an_own_rule_forgets() -> None:
+    """The others have no turns: they move in every step that moves any."""
+    forgetful = of_own(u=[1, 2, 2, 3, 4], v=[1, 2, 2, 3, 3], w=[1] * 5)
+    assert broken(traces.judge("liveness", [forgetful])).tensor == "w"
+
+
 def test_a_rate_of_its_own() -> None:
     """A tensor whose parameter group has rate zero need not change; others must."""
     trace = moving([1, 1, 1, 1, 1], gradients=[0.5] * 4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import chain, takewhile
+from itertools import chain, pairwise, takewhile
 from typing import Any
 
 import numpy as np
@@ -185,6 +185,8 @@ def _moving(
     if not due:
         why = "named no trainable tensor"
         gaps.add(why, facts.TRAINABLE, rank=start.rank, step=start.step - 1)
+    own = _of_own_classes(trace, start.rank)
+    are_in_turn = _are_in_turn(own, start, updates)
     for name in due:
         live = [update for update in updates if update.rate_of(name) > 0]
         if len(live) < STEPS_TO_MOVE:
@@ -204,6 +206,9 @@ def _moving(
             )
             _dead(tally, trace, name, rest, f"{name} {why}")
             continue
+        if late and name in own and (moved or are_in_turn):
+            _wait(tally, name, moved=moved)
+            continue
         local = _local(trace, start.rank, name) if late else {}
         if late and not _may_rest(tally, trace, start, name, rest, local, moved=moved):
             message = f"trainable tensor {name} did not move in {STEPS_TO_MOVE} steps"
@@ -222,6 +227,37 @@ def _moving(
             _dead(tally, trace, name, rest, message)
         elif moved:
             tally.compared += 1
+
+
+def _of_own_classes(trace: Trace, rank: int) -> Set[str]:
+    """Return the tensors of a rank that optimizers of the script's own classes step."""
+    rules = [event for event in trace.of(Ruled) if event.rank == rank and event.derived]
+    return {name for rule in rules for name in rule.names}
+
+
+def _are_in_turn(names: Set[str], start: Start, updates: Sequence[Update]) -> bool:
+    """Return whether each tensor that moves rests in another step, though it has a gradient."""
+    moved, rested = set[str](), set[str]()
+    every = [start.weights, *(update.weights for update in updates)]
+    for update, (before, after) in zip(updates, pairwise(every), strict=True):
+        known = names & before.keys() & after.keys()
+        moving = {name for name in known if after[name].digest != before[name].digest}
+        if moving:
+            moved |= moving
+            records = {n: update.gradient[n] for n in known - moving if n in update.gradient}
+            rested |= {name for name, record in records.items() if record.square()}
+    return bool(moved) and moved <= rested
+
+
+def _wait(tally: Tally, name: str, *, moved: bool) -> None:
+    """Count a tensor that moves later, by a rule of the script's own, or whose turn is to come."""
+    if moved:
+        tally.compared += 1
+    else:
+        tally.miss(
+            f"{name} never moved: its optimizer, of the script's own, steps tensors in turn, and "
+            "its turn did not come; run longer"
+        )
 
 
 def _is_in_no_group(trace: Trace, rank: int, name: str) -> bool:
