@@ -191,6 +191,28 @@ def test_a_run_that_was_not_resumed(
     assert not ending.unresumed(BOTH, replace(asked, interrupted=False), ended, read)
 
 
+@pytest.mark.parametrize(
+    ("lives", "printed", "status"),
+    [
+        (2, "OSError: port", "failed"),
+        (3, "OSError: port", "completed"),  # as the process group was taken down
+        (2, LOADING, "completed"),  # `unresumed` says so
+    ],
+)
+def test_a_last_launch_that_recorded_nothing(
+    lives: int, printed: str, status: str, tmp_path: Path
+) -> None:
+    """What ranks have recorded is of the launches before it, and is not the whole run."""
+    output = tmp_path / "output.txt"
+    output.write_text(printed)
+    ended = Ended(code=1, seconds=9, output=output, tail=(printed,), num_left=0)
+    ranks = [replace(one, life=life) for life in range(lives) for one in BOTH]
+    asked = Asked(world_size=2, seed=0, stops=(1, 2))
+    got, why = ending.of(ranks, steps(2, 2), asked, ended, [])
+    assert got == status
+    assert ("after the stop before step 2: exit code 1" in why) is (status == "failed")
+
+
 def passes(*made: int) -> list[Shard]:
     """Return the backward passes of ranks 0, 1, ... that made so many."""
     return [

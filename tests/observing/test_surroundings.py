@@ -26,15 +26,22 @@ def test_frozen_tensors_that_no_module_has_are_left_out() -> None:
     assert [name for name, _ in both.named_parameters()] == ["0.weight", "0.bias", "1.group0.2"]
 
 
+def joined_outside_and_within() -> tuple[bool, bool]:
+    """Return whether a wrapped model is joined outside of torch's context, and within."""
+    own = nn.Linear(2, 2)
+    model = DistributedDataParallel(own)
+    outside = surroundings.are_joined(own)
+    with model.join():
+        return outside, surroundings.are_joined(own)
+
+
 def test_a_wrapped_model_is_joined_within_torchs_context(tmp_path: Path) -> None:
     """In `model.join()`, ranks may have fewer batches than others."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        own = nn.Linear(2, 2)
-        model = DistributedDataParallel(own)
-        assert not surroundings.are_joined(own)
-        with model.join():
-            assert surroundings.are_joined(own)
+        # The wrapper must go before the group. If it is the last to hold it, it waits for the
+        # group's threads with Python's lock held, and these may wait for the lock.
+        assert joined_outside_and_within() == (False, True)
     finally:
         dist.destroy_process_group()
 

@@ -173,6 +173,10 @@ def _of_ranks(
         return "failed", NOT_RESTARTED
     if "leave" in last.struck:
         return "failed", f"after the restart of workers: {how}"
+    num_lives = 1 + max(rank.life for rank in last.ranks.values())
+    if ended.code and num_lives <= len(asked.stops) and not script_errors.of_loading(ended.output):
+        # What was recorded is of an earlier launch.
+        return "failed", f"after the stop before step {asked.stops[num_lives - 1]}: {how}"
     if last.all_made_the_same(asked.world_size) and not last.problem:
         return "completed", ""
     limited = sorted(rank for rank, file in last.ranks.items() if file.is_limited)
