@@ -189,7 +189,6 @@ BUGS = (
             "    net.backbone.requires_grad_(epoch > 0)\n    for pixels, wanted in loader:",
         ),
         check="replica_identity",
-        step=4,
         tensor="backbone.0.weight",
         words="the gradient of its own samples alone",
     ),

@@ -58,17 +58,17 @@ _OTHER_SAMPLES = Expected(
     clause="F-DP-002",
     verdict="inconclusive",
     kind=Kind.PROPERTY,
-    words="no step has the samples on 1 worker that it has on 2",
+    words="the model is given other rows in step 0 with 1 workers than",
     because="Each rank packs rows of documents of its own, so other rows come out with another "
     "number of ranks.",
 )
-_MUON = Expected(
-    clause="F-TI-008",
+_REDUCED_INSIDE = Expected(
+    clause="F-DP-005",
     verdict="inconclusive",
-    kind=Kind.LIMIT,
-    words="the optimizer's rule is not one that is known here",
-    because="The rules that are recomputed are those of torch's SGD, Adam and AdamW. This one is "
-    "Muon for matrices, in an optimizer of its own.",
+    kind=Kind.PROPERTY,
+    words="it reduces them itself",
+    because="The optimizer is given each rank's own gradient, and its step takes the mean over "
+    "ranks. What it takes the mean of is not seen, and the rule of its step (Muon) is its own.",
 )
 _RESUMED = Expected(
     clause="F-TI-003",
@@ -84,21 +84,14 @@ _ON_CPUS = (
     replace(_APART, clause="F-TI-002"),
     replace(_APART, clause="F-DP-005", words="averaged gradient is not the single device's"),
     replace(_APART, clause="F-TI-001", words="averaged gradient is not the single device's"),
-    replace(_OTHER_SAMPLES, words="the model is given other rows in step 0 with 1 workers than"),
+    _OTHER_SAMPLES,
     STEPS_AT_NAN,
     _RESUMED,
 )
 _ON_GPUS = (
     _OTHER_SAMPLES,
-    replace(_OTHER_SAMPLES, clause="F-DP-005", words="other samples"),
-    replace(
-        _OTHER_SAMPLES,
-        clause="F-TI-001",
-        words="own samples alone",
-        because="The optimizer is given each rank's own gradient: its step takes the mean over "
-        "ranks, if there is a process group. The rows of one rank aren't those of two, besides.",
-    ),
-    _MUON,
+    _REDUCED_INSIDE,
+    replace(_REDUCED_INSIDE, clause="F-TI-001"),
     STEPS_AT_NAN,
     _RESUMED,
 )
