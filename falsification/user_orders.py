@@ -338,7 +338,31 @@ VARIANTS = (
     ),
 )
 
+_BODY = ADAM[ADAM.index("                state = self.state[p]") : ADAM.index("\n\ndist.init")]
+_SHARED = """\
+                m = self.kept.setdefault(p.numel(), torch.zeros(p.numel()))
+                m.lerp_(p.grad.flatten(), 1 - b1)
+                p.sub_(m.view_as(p), alpha=group["lr"])
+"""
 BUGS = (
+    _of(
+        "a group counts its step as each tensor comes",
+        ADAM,
+        (
+            "                m, v = state",
+            "                group['t'] = group.get('t', 0) + 1\n                m, v = state",
+        ),
+        ("(1 - b1**self.t)", "(1 - b1 ** group['t'])"),
+        ("(1 - b2**self.t)", "(1 - b2 ** group['t'])"),
+        words=_ORDER,
+    ),
+    _of(
+        "a momentum is kept once for each size",
+        ADAM,
+        ("        self.t = 0\n", "        self.t, self.kept = 0, {}\n"),
+        (_BODY, _SHARED),
+        words=_ORDER,
+    ),
     _of(
         "the step is counted for each tensor",
         ADAM,
