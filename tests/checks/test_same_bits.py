@@ -232,3 +232,19 @@ def test_rounding_on_a_gpu_is_named_and_only_advice() -> None:
         assert bool(CHECKS["determinism"].advice(found)) == (name == "rounding")
     assert "kernels may add in any order" in messages.pop("rounding")
     assert set(messages.values()) == {"two runs of one scenario differ (loss)"}
+
+
+@pytest.mark.parametrize("kind", ["a step less", "other draws", "a buffer"])
+def test_what_no_kernel_does_is_no_advice_on_a_gpu(kind: str) -> None:
+    """Steps, random numbers and buffers of two runs don't differ by an order of additions."""
+    first, second = (replace(one, environment={"accelerator": "a GPU"}) for one in pair())
+    if kind == "a step less":
+        second = without(second, Update, step=2)
+    elif kind == "other draws":
+        second = altered(second, Shard, {"step": 2, "shard": 3}, draws="other")
+    else:
+        buffers = traces.one(second, Update, step=2).buffers
+        changed = traces.swapped(buffers, next(iter(buffers)), BAD)
+        second = altered(second, Update, {"step": 2}, buffers=changed)
+    found = broken(traces.judge("determinism", [first, second]))
+    assert not CHECKS["determinism"].advice(found)
