@@ -210,12 +210,12 @@ def _cause(trace: Trace, step: _Step, moves: order_causes.Moves, orders: Sequenc
 
 def _factors(step: _Step, moves: order_causes.Moves) -> Factors:
     """Return by which number each movement is multiplied in the other order; none if one is not."""
-    found = {}
+    multiples = {}
     for name, (due, got) in moves.items():
         square = float(due @ due)
         if not square:
             continue
-        found[name] = factor = float(got @ due) / square
+        multiples[name] = factor = float(got @ due) / square
         if np.linalg.norm(got - factor * due) > step.allowed(name, got):
             return {}
-    return found
+    return multiples

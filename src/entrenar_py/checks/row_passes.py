@@ -60,11 +60,11 @@ def _is_part(rows: Counter[int], passes: Sequence[Counter[int]]) -> bool:
 
 def _sums(trace: Trace) -> dict[int, Counter[int]]:
     """Return how often each row was given by the end of each step, by the number of all rows."""
-    given, sums = Counter[int](), dict[int, Counter[int]]()
+    so_far, sums = Counter[int](), dict[int, Counter[int]]()
     for _, shards in sorted(evidence.shards(trace).items()):
         for shard in shards:
-            given.update(shard.ids)
-        sums[given.total()] = Counter(given)
+            so_far.update(shard.ids)
+        sums[so_far.total()] = Counter(so_far)
     return sums
 
 

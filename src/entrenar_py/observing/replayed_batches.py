@@ -202,7 +202,7 @@ def listen() -> None:
 
 
 class _Losses:
-    """Whether the loss functions of this process are replaced."""
+    """The state of this process's loss functions: replaced or not."""
 
     are_heard = False
 

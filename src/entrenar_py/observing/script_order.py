@@ -1,4 +1,4 @@
-"""Which lines of a script run only after what it is doing now, and which run again in each step.
+"""Tell lines of a script that run only after what it is doing now, or again in each step.
 
 A script may load a checkpoint though it resumes from none: it tests its best weights once it has
 trained. Such a line comes after the statement that trains, in a function that is running, outside
