@@ -48,7 +48,7 @@ coverage: setup
 # their examples are left alone, and the broken twins of these are found. Not part of `make test`.
 integrations: setup
 	@$(BIN)/python -m pip -qq --disable-pip-version-check install --constraint constraints.txt --editable '.[integrations]'
-	$(BIN)/python -m pytest tests/command/test_integrations.py tests/backends/wgpu/test_qwen3.py
+	$(BIN)/python -m pytest tests/check/command/test_integrations.py tests/compute/wgpu/test_qwen3.py
 
 # Every planted bug, and what kills it.
 mutants: setup
@@ -58,13 +58,13 @@ mutants: setup
 # hour on two cores, some minutes on sixteen (JOBS is how many scripts are tried at a time).
 JOBS ?= 1
 twins: setup
-	$(BIN)/python -m tests.command.twins --jobs $(JOBS)
-	$(BIN)/python -m tests.command.auto_twins --jobs $(JOBS)
+	$(BIN)/python -m tests.check.command.twins --jobs $(JOBS)
+	$(BIN)/python -m tests.check.command.auto_twins --jobs $(JOBS)
 
 # Hundreds of runs of right scripts, with several seeds and 1 to 4 workers: no alarm. Real processes.
 RUNS ?= 500
 right: setup
-	$(BIN)/python -m tests.command.right $(RUNS) --jobs $(JOBS)
+	$(BIN)/python -m tests.check.command.right $(RUNS) --jobs $(JOBS)
 
 # Training scripts of others as they are published, by --auto and by the line: each verdict is one that
 # docs/field.md explains, and each defect is seen without the harness. WORDS are parts of recipes'
@@ -89,9 +89,9 @@ soak-schedules: setup
 soak-others: setup
 	$(BIN)/entrenar-check --contract reduction-v1.yaml
 	$(BIN)/python -m tests.systems.soak_hour
-	$(BIN)/python -m tests.harness.test_no_false_alarm 1000
+	$(BIN)/python -m tests.check.harness.test_no_false_alarm 1000
 	$(BIN)/python -m pytest -q --hypothesis-profile=soak tests/contract tests/protocol tests/trace \
-		tests/observing/test_changes_nothing.py
+		tests/check/observing/test_changes_nothing.py
 
 # Real processes over TCP, killed, frozen, cut off and damaged at random, run after run. Then ten
 # thousand strangers at a coordinator's door in the middle of a run, and as many over TLS.
@@ -100,7 +100,7 @@ STRANGERS ?= 10000
 soak-real: setup
 	$(BIN)/python -m tests.systems.soak_real $(SOAK_S)
 	$(BIN)/python -m tests.systems.soak_strangers $(STRANGERS)
-	$(BIN)/python -m tests.service.soak_end
+	$(BIN)/python -m tests.train.service.soak_end
 
 # Every kind of bad file at every door; then bytes made up by a fuzzer that watches which lines they
 # reach: at every way in, FUZZ_S each.
@@ -114,8 +114,8 @@ fuzz: setup
 # And whole steps of the workloads, beside torch's.
 GRAPHS ?= 500
 graphs: setup
-	$(BIN)/python -m tests.backends.wgpu.whole_steps
-	$(BIN)/python -m tests.backends.wgpu.random_graphs $(GRAPHS) wgpu
+	$(BIN)/python -m tests.compute.wgpu.whole_steps
+	$(BIN)/python -m tests.compute.wgpu.random_graphs $(GRAPHS) wgpu
 
 # Torch's usual Linux build brings Triton, whose LLVM is another one than Mesa's; .venv may have a
 # build without. So its wheel alone is put beside .venv: a process with both must not crash.

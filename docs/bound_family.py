@@ -18,10 +18,11 @@ from typing import Any
 
 from blake3 import blake3
 
-from entrenar_py import cli, shipped
-from entrenar_py.contract import binding_file
-from entrenar_py.contract.binding_file import Entry
-from entrenar_py.contract.problems import Problems
+from entrenar_py.check import cli
+from entrenar_py.check.contract import binding_file
+from entrenar_py.check.contract.binding_file import Entry
+from entrenar_py.shared import shipped
+from entrenar_py.shared.config.problems import Problems
 
 KEPT = Path(__file__).parent / "bound-family.json"
 PAGE = Path(__file__).parent / "bindings.md"

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from entrenar_py import trace
-from entrenar_py.faults import Fault
-from entrenar_py.scenario import Scenario
+from entrenar_py.shared import trace
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.star.processes import ProcessTransport
 from entrenar_py.systems.star.scenario_run import ScenarioRun
-from tests.service.cluster import LONG, Cluster, cluster, weights
+from tests.train.service.cluster import LONG, Cluster, cluster, weights
 
 Training: TypeAlias = dict[str, Any]
 

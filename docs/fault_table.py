@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from docs import ending_tables
-from entrenar_py import faults, systems, trace
-from entrenar_py.faults import Fault
-from entrenar_py.scenario import Scenario
+from entrenar_py import systems
+from entrenar_py.shared import faults, trace
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.scenario import Scenario
 
 # Three processes, momentum, five steps; a silence of a second is death.
 STAR = Scenario(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from entrenar_py.finetune import settings_text
+from entrenar_py.train.finetune import settings_text
 
 NAME = "finetune-schema-v1.json"
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"

@@ -10,29 +10,30 @@ from pathlib import Path
 from typing import Any
 
 from docs import cli_reference, finetune_schema, kill_matrix_page, original_wire
-from entrenar_py import kill_matrix, mutants, scenario
-from entrenar_py.checks import CHECKS, Check
-from entrenar_py.checks.presuppositions import COMPARISONS
-from entrenar_py.contract import Invariant
-from entrenar_py.contract.validation import RULES
-from entrenar_py.drivers import door
-from entrenar_py.errors import UsageError
-from entrenar_py.faults import KINDS, LIE_PLACES, LIES, NEEDED, OPTIONAL, STRANGERS
-from entrenar_py.finetune import foreign_keys
-from entrenar_py.kill_matrix import Row
-from entrenar_py.project import keys as project_keys
-from entrenar_py.protocol import attendance, frames, messages, package, phases
-from entrenar_py.protocol.mesh_worker import MeshWorker
-from entrenar_py.protocol.messages import MESSAGES, Accept, Message
-from entrenar_py.protocol.pipeline_worker import PipelineWorker
-from entrenar_py.protocol.ring_worker import RingWorker
-from entrenar_py.protocol.terms import Timing
-from entrenar_py.scenario import CHOICES, Scenario
-from entrenar_py.service import config_keys, exit_codes
+from entrenar_py.check import kill_matrix
+from entrenar_py.check.causes.presuppositions import COMPARISONS
+from entrenar_py.check.clauses import CHECKS, Check
+from entrenar_py.check.contract import Invariant
+from entrenar_py.check.contract.validation import RULES
+from entrenar_py.check.kill_matrix import Row
+from entrenar_py.check.project import keys as project_keys
+from entrenar_py.shared import mutants, scenario
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.faults import KINDS, LIE_PLACES, LIES, NEEDED, OPTIONAL, STRANGERS
+from entrenar_py.shared.scenario import CHOICES, Scenario
+from entrenar_py.shared.verdict import Counterexample
 from entrenar_py.systems import SYSTEMS
-from entrenar_py.verdict import Counterexample
+from entrenar_py.train.finetune import foreign_keys
+from entrenar_py.train.service import config_keys, exit_codes
+from entrenar_py.train.wire import attendance, frames, messages, package, phases
+from entrenar_py.train.wire.mesh_worker import MeshWorker
+from entrenar_py.train.wire.messages import MESSAGES, Accept, Message
+from entrenar_py.train.wire.pipeline_worker import PipelineWorker
+from entrenar_py.train.wire.ring_worker import RingWorker
+from entrenar_py.train.wire.terms import Timing
+from entrenar_py.train.wire_io import door
 from falsification import classes, user_integrations, user_knobs, user_trainers
-from tests.command import twins
+from tests.check.command import twins
 
 DOCS = Path(__file__).parent
 FORMAT = DOCS / "contract-format.md"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from entrenar_py.drivers import door
-from entrenar_py.protocol.upstream import wire_frames
-from entrenar_py.protocol.upstream.averaging_worker import IGNORED_MAX, MAY_SEND
-from entrenar_py.protocol.upstream.wire_messages import WIRE_MESSAGES
-from entrenar_py.protocol.upstream.wire_terms import BLOCKS_MAX, Patience
-from entrenar_py.service.averaging_keys import KEYS, TIMING
+from entrenar_py.train.service.averaging_keys import KEYS, TIMING
+from entrenar_py.train.upstream import wire_frames
+from entrenar_py.train.upstream.averaging_worker import IGNORED_MAX, MAY_SEND
+from entrenar_py.train.upstream.wire_messages import WIRE_MESSAGES
+from entrenar_py.train.upstream.wire_terms import BLOCKS_MAX, Patience
+from entrenar_py.train.wire_io import door
 
 Rows = list[tuple[str, ...]]
 

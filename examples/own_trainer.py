@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from entrenar_py import trace
-from entrenar_py.scenario import Scenario
+from entrenar_py.trace import Scenario
 
 
 def scenario_of(num_ranks: int) -> Scenario:

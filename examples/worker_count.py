@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from entrenar_py import systems, trace
-from entrenar_py.errors import SystemFailure, UsageError
-from entrenar_py.scenario import Scenario
+from entrenar_py.shared.errors import SystemFailure, UsageError
+from entrenar_py.trace import Scenario
 
 WORKLOADS = ("linear", "mlp", "decoder")
 WORKERS = (1, 2, 3, 4, 8)

@@ -6,7 +6,7 @@ were shipped in well-known projects.
 
 from __future__ import annotations
 
-from entrenar_py.mutants import Variant
+from entrenar_py.shared.mutants import Variant
 
 from . import (
     accumulation,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from entrenar_py import trace
-from entrenar_py.mutants import Variant
+from entrenar_py.shared import trace
+from entrenar_py.shared.mutants import Variant
 from entrenar_py.systems.single import textbook as trainer
 from entrenar_py.systems.single.textbook_replica import Replica, Setup
-from entrenar_py.training import sharding
+from entrenar_py.train.arithmetic import sharding
 
 from .subjects import TEXTBOOK, textbook
 

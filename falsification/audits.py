@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from entrenar_py.faults import Fault
-from entrenar_py.mutants import Variant
-from entrenar_py.protocol import audits
-from entrenar_py.protocol import effects as do
-from entrenar_py.protocol.audits import Audit, Verdict
-from entrenar_py.protocol.coordinator import Coordinator
-from entrenar_py.protocol.effects import Effect, Peer
-from entrenar_py.protocol.member import Member as Seen
-from entrenar_py.scenario import Scenario
-from entrenar_py.systems.star.audited import Copy
-from entrenar_py.training.blocks import Sums
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.mutants import Variant
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.train.arithmetic.blocks import Sums
+from entrenar_py.train.coordinator.audited import Copy
+from entrenar_py.train.wire import audits
+from entrenar_py.train.wire import effects as do
+from entrenar_py.train.wire.audits import Audit, Verdict
+from entrenar_py.train.wire.coordinator import Coordinator
+from entrenar_py.train.wire.effects import Effect, Peer
+from entrenar_py.train.wire.member import Member as Seen
 
 from .subjects import COORDINATOR, TRAINING, star
 
-AUDITS = "entrenar_py.protocol.audits"
-AUDITED = "entrenar_py.systems.star.audited"
-COPIES = "entrenar_py.systems.star.audited"
+AUDITS = "entrenar_py.train.wire.audits"
+AUDITED = "entrenar_py.train.coordinator.audited"
+COPIES = "entrenar_py.train.coordinator.audited"
 _verdict, _conclude = audits.verdict, Coordinator._conclude
 _replace, _deliver = Coordinator._replace, Sums.deliver
 

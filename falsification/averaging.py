@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from entrenar_py.drivers.averaging_end import AveragingEnd
-from entrenar_py.mutants import Variant
-from entrenar_py.protocol.effects import Effect, Peer
-from entrenar_py.protocol.upstream import wire_frames
-from entrenar_py.protocol.upstream.averager import Averager
-from entrenar_py.protocol.upstream.averaging_worker import AveragingWorker
-from entrenar_py.protocol.upstream.wire_frames import Decoder
-from entrenar_py.protocol.upstream.wire_messages import Part, Upload, part_of
-from entrenar_py.scenario import Scenario
-from entrenar_py.training.reduction import Vector
-from entrenar_py.training.weighted_average import weighted_mean
+from entrenar_py.shared.mutants import Variant
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.train.arithmetic.reduction import Vector
+from entrenar_py.train.arithmetic.weighted_average import weighted_mean
+from entrenar_py.train.upstream import wire_frames
+from entrenar_py.train.upstream.averager import Averager
+from entrenar_py.train.upstream.averaging_worker import AveragingWorker
+from entrenar_py.train.upstream.wire_frames import Decoder
+from entrenar_py.train.upstream.wire_messages import Part, Upload, part_of
+from entrenar_py.train.wire.effects import Effect, Peer
+from entrenar_py.train.wire_io.averaging_end import AveragingEnd
 
-MACHINE = "entrenar_py.protocol.upstream"
-END = "entrenar_py.drivers.averaging_end"
+MACHINE = "entrenar_py.train.upstream"
+END = "entrenar_py.train.wire_io.averaging_end"
 _average = AveragingEnd._average
 _drop = Averager._drop
 _end_length, _is_due = Decoder._end_length, AveragingWorker.is_due

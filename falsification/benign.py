@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from entrenar_py import trace
-from entrenar_py.faults import Fault
-from entrenar_py.mutants import Variant
-from entrenar_py.systems.single import reference as coordinator
+from entrenar_py.shared import trace
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.mutants import Variant
 from entrenar_py.systems.single import textbook as trainer
 from entrenar_py.systems.single import textbook_replica
 from entrenar_py.systems.single.textbook_replica import Replica, Setup
-from entrenar_py.training import dropout, engine, reduction, sharding, workload
-from entrenar_py.training.tensors import Array, DropFunction, LinearFunction
+from entrenar_py.train import reference as coordinator
+from entrenar_py.train.arithmetic import dropout, engine, reduction, sharding, workload
+from entrenar_py.train.arithmetic.tensors import Array, DropFunction, LinearFunction
 
 from .subjects import REFERENCE, REPLICA, TEXTBOOK, TRAINING, reference, textbook
 

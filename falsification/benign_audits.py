@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from entrenar_py.faults import Fault
-from entrenar_py.mutants import Variant
-from entrenar_py.protocol.audits import Audit
-from entrenar_py.scenario import Scenario
-from entrenar_py.systems.star import audited
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.mutants import Variant
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.train.coordinator import audited
+from entrenar_py.train.wire.audits import Audit
 
 from .audits import AUDITED, AUDITS
 from .subjects import star

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from entrenar_py.mutants import Variant
-from entrenar_py.protocol.effects import Effect
-from entrenar_py.protocol.upstream.averager import Averager
+from entrenar_py.shared.mutants import Variant
+from entrenar_py.train.upstream.averager import Averager
+from entrenar_py.train.wire.effects import Effect
 
 from .averaging import AVERAGING, MACHINE
 

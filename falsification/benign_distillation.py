@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 
-from entrenar_py.distill import loss, student
-from entrenar_py.distill.loss import Mix, Taught
-from entrenar_py.distill.teacher import Kept
-from entrenar_py.faults import Fault
-from entrenar_py.mutants import Variant
-from entrenar_py.tuning.samples import Samples
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.mutants import Variant
+from entrenar_py.train.distill import loss, student
+from entrenar_py.train.distill.loss import Mix, Taught
+from entrenar_py.train.distill.teacher import Kept
+from entrenar_py.train.model.samples import Samples
 
 from .distillation import DISTILL, LOSS, distilled, soft
 

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor, nn
 
-from entrenar_py.faults import Fault
-from entrenar_py.mutants import Variant
-from entrenar_py.training import sharding
-from entrenar_py.tuning import model, objectives
-from entrenar_py.tuning import workload as tuned
-from entrenar_py.tuning.samples import Samples
-from entrenar_py.tuning.settings import Settings
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.mutants import Variant
+from entrenar_py.train.arithmetic import sharding
+from entrenar_py.train.model import model, objectives
+from entrenar_py.train.model import workload as tuned
+from entrenar_py.train.model.samples import Samples
+from entrenar_py.train.model.settings import Settings
 
 from .finetuning import ROWS, TUNING, finetuned
 from .subjects import TRAINING

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from entrenar_py.mutants import Variant
+from entrenar_py.shared.mutants import Variant
 from entrenar_py.systems.torch import local_sgd
 from entrenar_py.systems.torch.local_sgd import Worker
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from entrenar_py.faults import Fault
-from entrenar_py.mutants import Variant
-from entrenar_py.protocol.effects import Effect
-from entrenar_py.protocol.mesh_worker import MeshWorker
-from entrenar_py.protocol.messages import TreeNode
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.mutants import Variant
+from entrenar_py.train.wire.effects import Effect
+from entrenar_py.train.wire.mesh_worker import MeshWorker
+from entrenar_py.train.wire.messages import TreeNode
 
 from .subjects import MESH_WORKER, mesh
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch.distributed as dist
 from torch import nn
 
-from entrenar_py.mutants import Variant
+from entrenar_py.shared.mutants import Variant
 
 from .parallelism import CLIP_NORM, TENSOR, parallel, pipeline
 

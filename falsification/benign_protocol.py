@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 
-from entrenar_py.faults import Fault
-from entrenar_py.mutants import Variant
-from entrenar_py.protocol.coordinator import Coordinator
-from entrenar_py.protocol.effects import Effect, Keep, Peer
-from entrenar_py.protocol.member import Member as Seen
-from entrenar_py.protocol.messages import TreeNode
-from entrenar_py.protocol.phases import Stage
-from entrenar_py.protocol.worker import Worker
-from entrenar_py.training import reduction, sharding
-from entrenar_py.training.blocks import Sums
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.mutants import Variant
+from entrenar_py.train.arithmetic import reduction, sharding
+from entrenar_py.train.arithmetic.blocks import Sums
+from entrenar_py.train.wire.coordinator import Coordinator
+from entrenar_py.train.wire.effects import Effect, Keep, Peer
+from entrenar_py.train.wire.member import Member as Seen
+from entrenar_py.train.wire.messages import TreeNode
+from entrenar_py.train.wire.phases import Stage
+from entrenar_py.train.wire.worker import Worker
 
 from .subjects import COORDINATOR, TRAINING, WORKER, star
 

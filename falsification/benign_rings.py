@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from entrenar_py.mutants import Variant
-from entrenar_py.protocol.effects import Effect, Peer, Send
-from entrenar_py.protocol.member import Member as Seen
-from entrenar_py.protocol.mesh_coordinator import MeshCoordinator
-from entrenar_py.protocol.messages import Group, TreeNode
-from entrenar_py.protocol.ring_worker import RingWorker
+from entrenar_py.shared.mutants import Variant
+from entrenar_py.train.wire.effects import Effect, Peer, Send
+from entrenar_py.train.wire.member import Member as Seen
+from entrenar_py.train.wire.mesh_coordinator import MeshCoordinator
+from entrenar_py.train.wire.messages import Group, TreeNode
+from entrenar_py.train.wire.ring_worker import RingWorker
 
 from .subjects import MESH_COORDINATOR, RING_WORKER, vectors
 

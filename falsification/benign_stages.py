@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from entrenar_py.faults import Fault
-from entrenar_py.mutants import Variant
-from entrenar_py.pipeline import member
-from entrenar_py.protocol.frames import Buffer
-from entrenar_py.protocol.messages import Message
-from entrenar_py.protocol.pipeline import Places
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.mutants import Variant
+from entrenar_py.train.stages import member
+from entrenar_py.train.wire.frames import Buffer
+from entrenar_py.train.wire.messages import Message
+from entrenar_py.train.wire.pipeline import Places
 
 from .stages import COPIES, MEMBER, staged
 
-PROTOCOL = "entrenar_py.protocol.pipeline"
+PROTOCOL = "entrenar_py.train.wire.pipeline"
 
 _receive = member.StageMember.receive
 _BITS = ("F-LP-001", "F-LP-002")

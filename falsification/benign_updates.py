@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from entrenar_py.faults import Fault
-from entrenar_py.mutants import Variant
-from entrenar_py.systems.star.server import Server
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.mutants import Variant
+from entrenar_py.train.coordinator.server import Server
 
 from .subjects import SERVER, star
 

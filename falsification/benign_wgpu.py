@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from entrenar_py.backends.wgpu import lower, plan, tiles
-from entrenar_py.backends.wgpu.plan import Plan
-from entrenar_py.backends.wgpu.values import Step
-from entrenar_py.mutants import Variant
-from entrenar_py.scenario import Scenario
+from entrenar_py.compute.wgpu import lower, plan, tiles
+from entrenar_py.compute.wgpu.plan import Plan
+from entrenar_py.compute.wgpu.values import Step
+from entrenar_py.shared.mutants import Variant
+from entrenar_py.shared.scenario import Scenario
 
 from .wgpu_subjects import MLP, PACKAGE, SPLIT, operations
 

@@ -7,19 +7,19 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from entrenar_py.faults import Fault
-from entrenar_py.mutants import Variant
-from entrenar_py.protocol.coordinator import Coordinator
-from entrenar_py.protocol.effects import Effect, Hold, Peer
-from entrenar_py.protocol.frames import Buffer, new_room
-from entrenar_py.protocol.member import Member as Seen
-from entrenar_py.protocol.messages import Average, Message, TreeNode, Welcome
-from entrenar_py.protocol.phases import Stage
-from entrenar_py.protocol.worker import Worker
-from entrenar_py.systems.star.member import Member
-from entrenar_py.systems.star.server import Server
-from entrenar_py.training import reduction
-from entrenar_py.training.blocks import Sums
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.mutants import Variant
+from entrenar_py.train.arithmetic import reduction
+from entrenar_py.train.arithmetic.blocks import Sums
+from entrenar_py.train.coordinator.member import Member
+from entrenar_py.train.coordinator.server import Server
+from entrenar_py.train.wire.coordinator import Coordinator
+from entrenar_py.train.wire.effects import Effect, Hold, Peer
+from entrenar_py.train.wire.frames import Buffer, new_room
+from entrenar_py.train.wire.member import Member as Seen
+from entrenar_py.train.wire.messages import Average, Message, TreeNode, Welcome
+from entrenar_py.train.wire.phases import Stage
+from entrenar_py.train.wire.worker import Worker
 
 from .protocol import any_number
 from .subjects import COORDINATOR, FRAMES, MEMBER, SERVER, TRAINING, WORKER, star, visit

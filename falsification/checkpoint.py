@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from entrenar_py.mutants import Variant
-from entrenar_py.systems import replicas
-from entrenar_py.systems.single import reference as trainer
+from entrenar_py.shared.mutants import Variant
 from entrenar_py.systems.single import textbook_replica
 from entrenar_py.systems.single.textbook_replica import Replica, Setup
-from entrenar_py.training import checkpoint, sharding
-from entrenar_py.training.tensors import Array
+from entrenar_py.train import reference as trainer
+from entrenar_py.train.arithmetic import checkpoint, sharding
+from entrenar_py.train.arithmetic.tensors import Array
+from entrenar_py.train.coordinator import replicas
 
 from .subjects import REFERENCE, REPLICA, REPLICAS, TEXTBOOK, TRAINING, reference, textbook, visit
 

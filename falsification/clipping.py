@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from entrenar_py.mutants import Variant
+from entrenar_py.shared.mutants import Variant
 from entrenar_py.systems.single import textbook as trainer
 from entrenar_py.systems.single.textbook_replica import Replica, Setup
-from entrenar_py.training import optimizer
-from entrenar_py.training.tensors import Array
+from entrenar_py.train.arithmetic import optimizer
+from entrenar_py.train.arithmetic.tensors import Array
 
 from .subjects import TEXTBOOK, TRAINING, reference, textbook
 

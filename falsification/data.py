@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from entrenar_py.mutants import Variant
-from entrenar_py.scenario import Scenario
-from entrenar_py.systems.single import reference as coordinator
-from entrenar_py.training import sharding
+from entrenar_py.shared.mutants import Variant
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.train import reference as coordinator
+from entrenar_py.train.arithmetic import sharding
 
 from .subjects import REFERENCE, TEXTBOOK, TRAINING, reference, textbook, visit
 

@@ -15,20 +15,20 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 
-from entrenar_py import backends
-from entrenar_py.backends import Backend, Pair
-from entrenar_py.backends.steps import DropFunction, Model, Stepper
-from entrenar_py.errors import BackendUnavailable
-from entrenar_py.mutants import Variant
-from entrenar_py.scenario import Scenario
+from entrenar_py import compute as backends
+from entrenar_py.compute import Backend, Pair
+from entrenar_py.compute.steps import DropFunction, Model, Stepper
+from entrenar_py.shared.errors import BackendUnavailable
+from entrenar_py.shared.mutants import Variant
+from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.probes import memory
-from entrenar_py.training import reduction
-from entrenar_py.training.tensors import Array, TensorSpec
+from entrenar_py.train.arithmetic import reduction
+from entrenar_py.train.arithmetic.tensors import Array, TensorSpec
 
 from .subjects import TRAINING
 
 _fold, _open_backend = reduction.fold, backends.open_backend
-OPEN = "entrenar_py.backends.open_backend"
+OPEN = "entrenar_py.compute.open_backend"
 TILE = 16
 
 Product = Callable[[Tensor, Tensor], Tensor]

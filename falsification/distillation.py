@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from entrenar_py.distill import loss, teacher
-from entrenar_py.distill.loss import Mix, Taught
-from entrenar_py.distill.teacher import Kept
-from entrenar_py.mutants import Variant
-from entrenar_py.scenario import Scenario
+from entrenar_py.shared.mutants import Variant
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.train.distill import loss, teacher
+from entrenar_py.train.distill.loss import Mix, Taught
+from entrenar_py.train.distill.teacher import Kept
 
-DISTILL = "entrenar_py.distill"
+DISTILL = "entrenar_py.train.distill"
 LOSS = f"{DISTILL}.loss"
 
 _divergence, _of_teacher = loss.divergence, loss.of_teacher

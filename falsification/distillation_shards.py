@@ -11,16 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from entrenar_py.distill import producing, reading, teacher
-from entrenar_py.distill.manifest import path_of
-from entrenar_py.distill.shards import Rows
-from entrenar_py.distill.teacher import Kept
-from entrenar_py.errors import SystemFailure
-from entrenar_py.faults import Fault
-from entrenar_py.mutants import Variant
-from entrenar_py.tuning import encoding, packing
-from entrenar_py.tuning.encoding import Sample
-from entrenar_py.tuning.objectives import NextTokens
+from entrenar_py.shared.errors import SystemFailure
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.mutants import Variant
+from entrenar_py.train.distill import producing, reading, teacher
+from entrenar_py.train.distill.manifest import path_of
+from entrenar_py.train.distill.shards import Rows
+from entrenar_py.train.distill.teacher import Kept
+from entrenar_py.train.model import encoding, packing
+from entrenar_py.train.model.encoding import Sample
+from entrenar_py.train.model.objectives import NextTokens
 
 from .distillation import DISTILL, LOSS, distilled, renormalised
 from .finetuning import forget_moments, masks_by_rank
@@ -140,7 +140,7 @@ VARIANTS = (
         name="kd-packed-together",
         summary="packed samples of a student see each other",
         source="found in our own trainer",
-        plants={"entrenar_py.tuning.objectives.NextTokens.hidden_of": packed_as_one},
+        plants={"entrenar_py.train.model.objectives.NextTokens.hidden_of": packed_as_one},
         scenario=distilled("gradients", num_steps=1, options={"packing": True}),
         invariants=("F-KD-008",),
         place={"step": 0, "tensor": "loss"},
@@ -149,7 +149,7 @@ VARIANTS = (
         name="kd-prompt-counted",
         summary="prompts have rows, and are learned",
         source="classic",
-        plants={"entrenar_py.tuning.encoding.Encoder.encode": all_targets},
+        plants={"entrenar_py.train.model.encoding.Encoder.encode": all_targets},
         scenario=distilled("samples", options={"task": "instruct"}),
         invariants=("F-KD-009",),
         place={"step": 0},

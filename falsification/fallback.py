@@ -8,15 +8,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from entrenar_py import backends
-from entrenar_py.backends import Backend, chain, cpu
-from entrenar_py.errors import BackendUnavailable
-from entrenar_py.faults import Fault
-from entrenar_py.mutants import Variant
-from entrenar_py.scenario import Scenario
+from entrenar_py import compute as backends
+from entrenar_py.compute import Backend, chain, cpu
+from entrenar_py.shared.errors import BackendUnavailable
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.mutants import Variant
+from entrenar_py.shared.scenario import Scenario
 
 _first_finite = chain.first_finite
-_CHAIN = "entrenar_py.backends.chain"
+_CHAIN = "entrenar_py.compute.chain"
 
 Compute = Callable[[Backend], Tensor]
 Openers = Mapping[str, Callable[[], Backend]]

@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor, nn
 
-from entrenar_py.faults import Fault
-from entrenar_py.mutants import Variant
-from entrenar_py.scenario import Scenario
-from entrenar_py.systems import replicas
-from entrenar_py.systems.star.server import Server
-from entrenar_py.training import optimizer, reduction, sharding
-from entrenar_py.training.tensors import Array, Batch
-from entrenar_py.tuning import (
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.mutants import Variant
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.train.arithmetic import optimizer, reduction, sharding
+from entrenar_py.train.arithmetic.tensors import Array, Batch
+from entrenar_py.train.coordinator import replicas
+from entrenar_py.train.coordinator.server import Server
+from entrenar_py.train.model import (
     adapters,
     chat_template,
     model,
@@ -28,18 +28,18 @@ from entrenar_py.tuning import (
     samples,
     saving,
 )
-from entrenar_py.tuning import workload as tuned
-from entrenar_py.tuning.conversations import Conversation
-from entrenar_py.tuning.samples import Samples
-from entrenar_py.tuning.settings import Settings
-from entrenar_py.tuning.token_ranges import Range, TokenRanges
+from entrenar_py.train.model import workload as tuned
+from entrenar_py.train.model.conversations import Conversation
+from entrenar_py.train.model.samples import Samples
+from entrenar_py.train.model.settings import Settings
+from entrenar_py.train.model.token_ranges import Range, TokenRanges
 
 from .subjects import REPLICAS, SERVER, TRAINING
 
-TUNING = "entrenar_py.tuning"
+TUNING = "entrenar_py.train.model"
 WORKLOAD = f"{TUNING}.workload.Finetuning"
 ROWS = f"{TUNING}.workload.Rows.batch"
-STRATEGIES = "entrenar_py.finetune.strategies"
+STRATEGIES = "entrenar_py.train.finetune.strategies"
 ADAPTERS = f"{TUNING}.adapters.adapted"
 FIRST = "model.layers.0.self_attn.q_proj"  # the first layer with an adapter
 FIRST_A = f"base_model.model.{FIRST}.lora_A.default.weight"

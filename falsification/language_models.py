@@ -10,8 +10,8 @@ import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from entrenar_py.mutants import Variant
-from entrenar_py.scenario import Scenario
+from entrenar_py.shared.mutants import Variant
+from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.probes import language_model
 from entrenar_py.systems.probes.language_model import BEGIN, IGNORED, Batch, Decoder
 

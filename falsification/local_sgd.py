@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from entrenar_py.faults import Fault
-from entrenar_py.mutants import Variant
-from entrenar_py.outer import Outer
-from entrenar_py.scenario import Scenario
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.mutants import Variant
+from entrenar_py.shared.outer import Outer
+from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.torch import local_sgd
 from entrenar_py.systems.torch.finite_guard import FiniteGuard, NotFinite
 from entrenar_py.systems.torch.local_sgd import Worker
-from entrenar_py.training import sharding
+from entrenar_py.train.arithmetic import sharding
 
 from .subjects import textbook
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from entrenar_py import trace
-from entrenar_py.mutants import Variant
-from entrenar_py.systems import replicas
+from entrenar_py.shared import trace
+from entrenar_py.shared.mutants import Variant
 from entrenar_py.systems.single.textbook_replica import Setup
-from entrenar_py.training import decoder, reduction, sharding
+from entrenar_py.train.arithmetic import decoder, reduction, sharding
+from entrenar_py.train.coordinator import replicas
 
 from .subjects import REPLICAS, TEXTBOOK, TRAINING, reference, textbook
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from entrenar_py.mutants import Variant
-from entrenar_py.scenario import Scenario
-from entrenar_py.training.tensors import Array
+from entrenar_py.shared.mutants import Variant
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.train.arithmetic.tensors import Array
 
 from .devices import OPEN, Change, standing_in
 

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
 from weakref import WeakKeyDictionary
 
-from entrenar_py import trace
-from entrenar_py.faults import Fault
-from entrenar_py.mutants import Variant
-from entrenar_py.systems import replicas
-from entrenar_py.systems.single import reference as trainer
-from entrenar_py.training import reduction, sharding
-from entrenar_py.training.tensors import Array
+from entrenar_py.shared import trace
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.mutants import Variant
+from entrenar_py.train import reference as trainer
+from entrenar_py.train.arithmetic import reduction, sharding
+from entrenar_py.train.arithmetic.tensors import Array
+from entrenar_py.train.coordinator import replicas
 
 from .subjects import REFERENCE, TRAINING, reference, visit
 

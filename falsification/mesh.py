@@ -11,14 +11,18 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from entrenar_py.faults import Fault
-from entrenar_py.mutants import Variant
-from entrenar_py.protocol.effects import Effect, Peer, Reduce, Send
-from entrenar_py.protocol.frames import Buffer
-from entrenar_py.protocol.member import Member as Seen
-from entrenar_py.protocol.mesh_coordinator import MeshCoordinator
-from entrenar_py.protocol.mesh_worker import MeshWorker
-from entrenar_py.protocol.messages import (
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.mutants import Variant
+from entrenar_py.train.arithmetic import reduction
+from entrenar_py.train.arithmetic.blocks import Sums
+from entrenar_py.train.coordinator.exchanges import TreeExchange
+from entrenar_py.train.coordinator.member import Member
+from entrenar_py.train.wire.effects import Effect, Peer, Reduce, Send
+from entrenar_py.train.wire.frames import Buffer
+from entrenar_py.train.wire.member import Member as Seen
+from entrenar_py.train.wire.mesh_coordinator import MeshCoordinator
+from entrenar_py.train.wire.mesh_worker import MeshWorker
+from entrenar_py.train.wire.messages import (
     Average,
     Commit,
     Group,
@@ -28,11 +32,7 @@ from entrenar_py.protocol.messages import (
     TreeNode,
     Unreachable,
 )
-from entrenar_py.protocol.phases import PeerPhase, Stage, WorkerPhase
-from entrenar_py.systems.star.exchanges import TreeExchange
-from entrenar_py.systems.star.member import Member
-from entrenar_py.training import reduction
-from entrenar_py.training.blocks import Sums
+from entrenar_py.train.wire.phases import PeerPhase, Stage, WorkerPhase
 
 from .blocks import SUMS, added_again, all_that_came
 from .protocol import any_step

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from entrenar_py import trace
-from entrenar_py.faults import Fault
-from entrenar_py.mutants import Variant
-from entrenar_py.systems import replicas
+from entrenar_py.shared import trace
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.mutants import Variant
 from entrenar_py.systems.single import textbook as trainer
 from entrenar_py.systems.single.textbook_replica import Replica, Setup
-from entrenar_py.training import engine, layout, reduction, sharding
-from entrenar_py.training.tensors import Array
+from entrenar_py.train.arithmetic import engine, layout, reduction, sharding
+from entrenar_py.train.arithmetic.tensors import Array
+from entrenar_py.train.coordinator import replicas
 
 from .subjects import REPLICAS, TEXTBOOK, TRAINING, reference, textbook
 

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from entrenar_py.mutants import Variant
+from entrenar_py.shared.mutants import Variant
 from entrenar_py.systems.single import textbook_replica
 from entrenar_py.systems.single.textbook_replica import Replica, Setup
-from entrenar_py.training import optimizer, workload
-from entrenar_py.training.tensors import Array, DropFunction, LinearFunction
+from entrenar_py.train.arithmetic import optimizer, workload
+from entrenar_py.train.arithmetic.tensors import Array, DropFunction, LinearFunction
 
 from .subjects import REPLICA, TEXTBOOK, TRAINING, reference, textbook
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from entrenar_py.mutants import Variant
-from entrenar_py.scenario import Scenario
+from entrenar_py.shared.mutants import Variant
+from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.torch import pipeline_parallel, tensor_parallel, workload_layers
-from entrenar_py.training import sharding
+from entrenar_py.train.arithmetic import sharding
 
 TENSOR = "entrenar_py.systems.torch.tensor_parallel"
 PIPELINE = "entrenar_py.systems.torch.pipeline_parallel"

@@ -13,24 +13,24 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
-from entrenar_py.faults import Fault
-from entrenar_py.mutants import Variant
-from entrenar_py.protocol import frames
-from entrenar_py.protocol.coordinator import Coordinator
-from entrenar_py.protocol.effects import Apply, Effect, Keep, Peer, Send
-from entrenar_py.protocol.frames import Buffer
-from entrenar_py.protocol.member import Member as Seen
-from entrenar_py.protocol.messages import (
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.mutants import Variant
+from entrenar_py.train.arithmetic import checkpoint, state
+from entrenar_py.train.coordinator.member import Member
+from entrenar_py.train.coordinator.server import Server
+from entrenar_py.train.wire import frames
+from entrenar_py.train.wire.coordinator import Coordinator
+from entrenar_py.train.wire.effects import Apply, Effect, Keep, Peer, Send
+from entrenar_py.train.wire.frames import Buffer
+from entrenar_py.train.wire.member import Member as Seen
+from entrenar_py.train.wire.messages import (
     Applied,
     Halt,
     Message,
     NonFinite,
     Welcome,
 )
-from entrenar_py.protocol.worker import Worker
-from entrenar_py.systems.star.member import Member
-from entrenar_py.systems.star.server import Server
-from entrenar_py.training import checkpoint, state
+from entrenar_py.train.wire.worker import Worker
 
 from .subjects import COORDINATOR, FRAMES, MEMBER, SERVER, TRAINING, WORKER, star
 

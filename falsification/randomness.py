@@ -5,18 +5,18 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from entrenar_py.mutants import Variant
-from entrenar_py.scenario import Scenario
+from entrenar_py.shared.mutants import Variant
+from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.single import textbook as trainer
 from entrenar_py.systems.single import textbook_replica
 from entrenar_py.systems.single.textbook_replica import Replica, Setup
-from entrenar_py.training import dropout, sharding
+from entrenar_py.train.arithmetic import dropout, sharding
 
 from .subjects import REPLICA, TEXTBOOK, TRAINING, reference, textbook
 
 _rng, _build_replica = Scenario.rng, textbook_replica.build_replica
 _masks, _drop = trainer.masks, dropout.Dropout.__call__
-_RNG = "entrenar_py.scenario.Scenario.rng"
+_RNG = "entrenar_py.shared.scenario.Scenario.rng"
 
 # One generator for the whole process, as in a trainer without seeds.
 _process = np.random.default_rng(0)

@@ -7,19 +7,19 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
-from entrenar_py.drivers.link import Link
-from entrenar_py.faults import Fault
-from entrenar_py.mutants import Variant
-from entrenar_py.protocol.effects import Effect, Peer, Send
-from entrenar_py.protocol.frames import Buffer
-from entrenar_py.protocol.member import Member as Seen
-from entrenar_py.protocol.mesh_coordinator import MeshCoordinator
-from entrenar_py.protocol.mesh_worker import Exchanged, MeshWorker
-from entrenar_py.protocol.messages import Average, Group, Hello, Message, Partial, TreeNode
-from entrenar_py.protocol.ring_worker import RingWorker
-from entrenar_py.systems.star.exchanges import RingExchange
-from entrenar_py.systems.star.member import Member
-from entrenar_py.training import blocks, reduction
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.mutants import Variant
+from entrenar_py.train.arithmetic import blocks, reduction
+from entrenar_py.train.coordinator.exchanges import RingExchange
+from entrenar_py.train.coordinator.member import Member
+from entrenar_py.train.wire.effects import Effect, Peer, Send
+from entrenar_py.train.wire.frames import Buffer
+from entrenar_py.train.wire.member import Member as Seen
+from entrenar_py.train.wire.mesh_coordinator import MeshCoordinator
+from entrenar_py.train.wire.mesh_worker import Exchanged, MeshWorker
+from entrenar_py.train.wire.messages import Average, Group, Hello, Message, Partial, TreeNode
+from entrenar_py.train.wire.ring_worker import RingWorker
+from entrenar_py.train.wire_io.link import Link
 
 from .subjects import (
     MEMBER,
@@ -281,7 +281,7 @@ VARIANTS = (
         name="ring-writes-before-it-reads",
         summary="a worker reads nothing before all that it has to say is written",
         source="classic (blocking send around a ring)",
-        plants={"entrenar_py.drivers.link.Link._read": all_written_first},
+        plants={"entrenar_py.train.wire_io.link.Link._read": all_written_first},
         scenario=vectors(
             system="ring",
             width=3 * 2**17,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from entrenar_py.mutants import Variant
-from entrenar_py.scenario import Scenario
+from entrenar_py.shared.mutants import Variant
+from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.single import textbook_replica
 from entrenar_py.systems.single.textbook_replica import Replica, Setup
-from entrenar_py.training import schedule
+from entrenar_py.train.arithmetic import schedule
 
 from .subjects import REPLICA, TEXTBOOK, TRAINING, reference, textbook
 

@@ -12,16 +12,19 @@ from functools import cache
 
 import numpy as np
 
-from entrenar_py import checks, contract, faults, shipped, systems, trace
-from entrenar_py.checks import evidence
-from entrenar_py.checks.needs import ALONE, CALM, KILLED, TWIN, Runs
-from entrenar_py.contract import Invariant
-from entrenar_py.errors import UsageError
-from entrenar_py.faults import Fault
-from entrenar_py.harness import companions
-from entrenar_py.scenario import CHOICES, Scenario
-from entrenar_py.trace import Halt, Start, Trace, Update
-from entrenar_py.verdict import Verdict
+from entrenar_py import systems
+from entrenar_py.check import clauses as checks
+from entrenar_py.check import contract
+from entrenar_py.check.contract import Invariant
+from entrenar_py.check.evidence import evidence
+from entrenar_py.check.evidence.needs import ALONE, CALM, KILLED, TWIN, Runs
+from entrenar_py.check.harness import companions
+from entrenar_py.shared import faults, shipped, trace
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.scenario import CHOICES, Scenario
+from entrenar_py.shared.trace import Halt, Start, Trace, Update
+from entrenar_py.shared.verdict import Verdict
 
 STAR, MESH, RING = "parameter_server_simulated", "mesh_simulated", "ring_simulated"
 SYSTEMS = (STAR, MESH, RING)

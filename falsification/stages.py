@@ -9,21 +9,21 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from entrenar_py.faults import Fault
-from entrenar_py.mutants import Variant
-from entrenar_py.pipeline import member, stage_model, stage_step
-from entrenar_py.protocol.frames import Buffer
-from entrenar_py.protocol.messages import Message
-from entrenar_py.scenario import Scenario
-from entrenar_py.systems import replicas
-from entrenar_py.systems.star.server import Server
-from entrenar_py.training import optimizer, reduction, sharding
-from entrenar_py.tuning import blocks, masks
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.mutants import Variant
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.train.arithmetic import optimizer, reduction, sharding
+from entrenar_py.train.coordinator import replicas
+from entrenar_py.train.coordinator.server import Server
+from entrenar_py.train.model import blocks, masks
+from entrenar_py.train.stages import member, stage_model, stage_step
+from entrenar_py.train.wire.frames import Buffer
+from entrenar_py.train.wire.messages import Message
 
 from .finetuning import WORKLOAD, clip_halves, unshifted
 from .subjects import SERVER, TRAINING
 
-PIPELINE = "entrenar_py.pipeline"
+PIPELINE = "entrenar_py.train.stages"
 MEMBER = f"{PIPELINE}.member.StageMember"
 PASSES = f"{PIPELINE}.stage_step.TorchStage"
 RATE = 0.01  # before any schedule
@@ -201,7 +201,7 @@ VARIANTS = (
         name="lp-recomputed-otherwise",
         summary="a block that is computed again drops other elements",
         source="torch.utils.checkpoint, preserve_rng_state=False",
-        plants={"entrenar_py.tuning.masks.Masks.again": other_masks},
+        plants={"entrenar_py.train.model.masks.Masks.again": other_masks},
         scenario=staged(options={"recompute": "blocks"}),
         invariants=("F-LP-001",),
         place={"step": 0},

@@ -8,24 +8,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from entrenar_py.scenario import Scenario
-from entrenar_py.training import sharding
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.train.arithmetic import sharding
 
-REFERENCE = "entrenar_py.systems.single.reference"
-REPLICAS = "entrenar_py.systems.replicas"
-COORDINATOR = "entrenar_py.protocol.coordinator"
-WORKER = "entrenar_py.protocol.worker"
-MESH_COORDINATOR = "entrenar_py.protocol.mesh_coordinator.MeshCoordinator"
-MESH_WORKER = "entrenar_py.protocol.mesh_worker.MeshWorker"
-RING_WORKER = "entrenar_py.protocol.ring_worker.RingWorker"
-RING_EXCHANGE = "entrenar_py.systems.star.exchanges.RingExchange"
-TREE_EXCHANGE = "entrenar_py.systems.star.exchanges.TreeExchange"
-FRAMES = "entrenar_py.protocol.frames"
-SERVER = "entrenar_py.systems.star.server"
-MEMBER = "entrenar_py.systems.star.member"
+REFERENCE = "entrenar_py.train.reference"
+REPLICAS = "entrenar_py.train.coordinator.replicas"
+COORDINATOR = "entrenar_py.train.wire.coordinator"
+WORKER = "entrenar_py.train.wire.worker"
+MESH_COORDINATOR = "entrenar_py.train.wire.mesh_coordinator.MeshCoordinator"
+MESH_WORKER = "entrenar_py.train.wire.mesh_worker.MeshWorker"
+RING_WORKER = "entrenar_py.train.wire.ring_worker.RingWorker"
+RING_EXCHANGE = "entrenar_py.train.coordinator.exchanges.RingExchange"
+TREE_EXCHANGE = "entrenar_py.train.coordinator.exchanges.TreeExchange"
+FRAMES = "entrenar_py.train.wire.frames"
+SERVER = "entrenar_py.train.coordinator.server"
+MEMBER = "entrenar_py.train.coordinator.member"
 TEXTBOOK = "entrenar_py.systems.single.textbook"
 REPLICA = "entrenar_py.systems.single.textbook_replica"
-TRAINING = "entrenar_py.training"
+TRAINING = "entrenar_py.train.arithmetic"
 DDP = "entrenar_py.systems.torch.ddp"
 FSDP = "entrenar_py.systems.torch.fsdp"
 TORCH_MODULE = "entrenar_py.systems.torch.workload_module"

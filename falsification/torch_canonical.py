@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from entrenar_py.canonical import gradients
-from entrenar_py.canonical.gradients import Counter, Gradients
-from entrenar_py.mutants import Variant
+from entrenar_py.shared.mutants import Variant
+from entrenar_py.train.canonical import gradients
+from entrenar_py.train.canonical.gradients import Counter, Gradients
 
 from .subjects import textbook
 
@@ -37,7 +37,7 @@ VARIANTS = (
         name="canonical-rank-order",
         summary="the ranks' gradients are added in rank order, not along the tree",
         source="classic (a ring, or a loop over ranks)",
-        plants={"entrenar_py.canonical.exchange.add_tree": in_rank_order},
+        plants={"entrenar_py.train.canonical.exchange.add_tree": in_rank_order},
         scenario=_FOUR,
         invariants=("F-TI-006",),
         place={"step": 0, "rank": 0, "tensor": "hidden1.weight"},
@@ -46,7 +46,7 @@ VARIANTS = (
         name="canonical-local-order",
         summary="a rank adds up its micro-batches one after the other",
         source="classic (torch's accumulation in .grad)",
-        plants={"entrenar_py.canonical.gradients.Counter.push": one_after_the_other},
+        plants={"entrenar_py.train.canonical.gradients.Counter.push": one_after_the_other},
         scenario=_FOUR,
         invariants=("F-TI-006",),
         place={"step": 0, "rank": 0, "tensor": "hidden1.weight"},

@@ -12,13 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
 import entrenar_py
-from entrenar_py.faults import Fault
-from entrenar_py.mutants import Variant
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.mutants import Variant
 from entrenar_py.systems.torch import ddp as trainer
 from entrenar_py.systems.torch import finite_guard, workload_module
 from entrenar_py.systems.torch.finite_guard import FiniteGuard, NotFinite
 from entrenar_py.systems.torch.ranks import Rank
-from entrenar_py.training import sharding
+from entrenar_py.train.arithmetic import sharding
 
 from .subjects import DDP, ddp, visit
 

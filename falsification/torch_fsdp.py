@@ -11,12 +11,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_
 
-from entrenar_py.mutants import Variant
-from entrenar_py.scenario import Scenario
+from entrenar_py.shared.mutants import Variant
+from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.torch import batches, workload_module
 from entrenar_py.systems.torch import fsdp as trainer
 from entrenar_py.systems.torch.ranks import Rank
-from entrenar_py.training import sharding
+from entrenar_py.train.arithmetic import sharding
 
 from .subjects import FSDP, TORCH_MODULE, fsdp
 

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from entrenar_py.faults import Fault
-from entrenar_py.mutants import Variant
-from entrenar_py.protocol.coordinator import Coordinator
-from entrenar_py.protocol.effects import Effect, Prepare
-from entrenar_py.protocol.messages import Weights
-from entrenar_py.systems import updates
-from entrenar_py.systems.star.server import Server
-from entrenar_py.training import engine, optimizer
-from entrenar_py.training.tensors import Array
+from entrenar_py.shared import updates
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.mutants import Variant
+from entrenar_py.train.arithmetic import engine, optimizer
+from entrenar_py.train.arithmetic.tensors import Array
+from entrenar_py.train.coordinator.server import Server
+from entrenar_py.train.wire.coordinator import Coordinator
+from entrenar_py.train.wire.effects import Effect, Prepare
+from entrenar_py.train.wire.messages import Weights
 
 from .blocks import held_already, remembers_its_blocks, room_apart
 from .subjects import COORDINATOR, MEMBER, SERVER, TRAINING, WORKER, star

@@ -1,6 +1,6 @@
 """Scripts that come by their batches, or count what is in them, in ways of their own.
 
-`make twins` runs all of them, and `tests.command.auto_twins` without their line.
+`make twins` runs all of them, and `tests.check.command.auto_twins` without their line.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Real bugs in otherwise correct scripts: scripts of `examples/user_trainers` with changed lines.
 
 They are no mutants of the catalogue, because the text of a script is changed, not a function at a
-dotted path. `tests/command/test_user_trainers.py` tests that the named check finds each one at its
-place.
+dotted path. `tests/check/command/test_user_trainers.py` tests that the named check finds each one
+at its place.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """DeepSpeed's engine with its partitions (ZeRO 1 to 3): right loops, and broken ones.
 
 `make field` tries DeepSpeed, too. These are tried where it is installed: by `make twins`, and by
-the tests of `tests/command/test_integrations.py`.
+the tests of `tests/check/command/test_integrations.py`.
 """
 
 from __future__ import annotations

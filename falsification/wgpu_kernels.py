@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from entrenar_py.backends.wgpu import (
+from entrenar_py.compute.wgpu import (
     codegen,
     codings,
     index,
@@ -20,7 +20,7 @@ from entrenar_py.backends.wgpu import (
     tiles,
     values,
 )
-from entrenar_py.backends.wgpu.program import Program
+from entrenar_py.compute.wgpu.program import Program
 
 from .wgpu_subjects import MLP, mutant, operations
 

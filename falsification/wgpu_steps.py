@@ -11,10 +11,10 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from entrenar_py.backends.steps import Array, DropFunction
-from entrenar_py.backends.wgpu import lower, product, program, tiles
-from entrenar_py.backends.wgpu.program import Dispatch, Program
-from entrenar_py.backends.wgpu.resident import Resident, ResidentStep
+from entrenar_py.compute.steps import Array, DropFunction
+from entrenar_py.compute.wgpu import lower, product, program, tiles
+from entrenar_py.compute.wgpu.program import Dispatch, Program
+from entrenar_py.compute.wgpu.resident import Resident, ResidentStep
 
 from .wgpu_subjects import DECODER, LINEAR, MLP, PACKAGE, REFUSALS, SPLIT, TRAINING, mutant, steps
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from entrenar_py.backends.wgpu import tiles
-from entrenar_py.mutants import Variant
-from entrenar_py.scenario import Scenario
+from entrenar_py.compute.wgpu import tiles
+from entrenar_py.shared.mutants import Variant
+from entrenar_py.shared.scenario import Scenario
 
-PACKAGE = "entrenar_py.backends.wgpu"
+PACKAGE = "entrenar_py.compute.wgpu"
 # A product whose threads share the sum along k.
 SPLIT = tiles.Tiling(m=32, n=32, k=16, thread_m=4, thread_n=4, split=4)
 

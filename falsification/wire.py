@@ -9,16 +9,16 @@ from weakref import WeakSet
 
 import numpy as np
 
-from entrenar_py.faults import Fault
-from entrenar_py.mutants import Variant
-from entrenar_py.protocol import frames, handshake, terms
-from entrenar_py.protocol.effects import Left
-from entrenar_py.protocol.messages import Challenge, Hello, Message, Refuse
-from entrenar_py.protocol.terms import Admission, Terms
-from entrenar_py.scenario import Scenario
-from entrenar_py.systems.star.server import Server
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.mutants import Variant
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.train.coordinator.server import Server
+from entrenar_py.train.wire import frames, handshake, terms
+from entrenar_py.train.wire.effects import Left
+from entrenar_py.train.wire.messages import Challenge, Hello, Message, Refuse
+from entrenar_py.train.wire.terms import Admission, Terms
 
-PROTOCOL = "entrenar_py.protocol"
+PROTOCOL = "entrenar_py.train.wire"
 _encode, _due_first = frames.Encoder.encode, frames.Decoder._due_first
 _admit = terms.admit
 _left, _apply_average = Server.left, Server.apply_average
@@ -163,8 +163,8 @@ VARIANTS = (
         summary="after a worker's death the server makes the step again, though it was made",
         source="classic (a second optimizer step after one that already stepped)",
         plants={
-            "entrenar_py.systems.star.server.Server.left": bereaved,
-            "entrenar_py.systems.star.server.Server.apply_average": stepped_twice,
+            "entrenar_py.train.coordinator.server.Server.left": bereaved,
+            "entrenar_py.train.coordinator.server.Server.apply_average": stepped_twice,
         },
         scenario=_STAR,
         invariants=("F-WP-005",),

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from entrenar_py import cli
-from entrenar_py.training import sharding
+from entrenar_py.check import cli
+from entrenar_py.train.arithmetic import sharding
 
 SCENARIO = (
     "{workload: linear, world_size: 2, num_shards: 3, num_samples: 9, batch_size: 4, num_steps: 4}"
@@ -66,7 +66,7 @@ def repeat_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def launch(arguments: Sequence[object], **options: Any) -> subprocess.Popen[str]:
     """Start `entrenar-check ARGUMENTS` in a process of its own, with its output in pipes."""
-    command = [sys.executable, "-m", "entrenar_py.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "entrenar_py.check.cli", *map(str, arguments)]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
     )

@@ -13,12 +13,15 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from entrenar_py import backends, kill_matrix, mutants, systems
-from entrenar_py.contract import Invariant
-from entrenar_py.errors import BackendUnavailable
-from entrenar_py.kill_matrix import Row
-from entrenar_py.mutants import Variant
-from entrenar_py.verdict import Finding
+from entrenar_py import compute as backends
+from entrenar_py import systems
+from entrenar_py.check import kill_matrix
+from entrenar_py.check.contract import Invariant
+from entrenar_py.check.kill_matrix import Row
+from entrenar_py.shared import mutants
+from entrenar_py.shared.errors import BackendUnavailable
+from entrenar_py.shared.mutants import Variant
+from entrenar_py.shared.verdict import Finding
 from tests import pile
 
 OF_CHECKPOINTS = ("finetuned", "finetuned_by_stages", "distilled")  # systems

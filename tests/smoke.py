@@ -30,9 +30,9 @@ def reuse_bytecode() -> None:
 
 def main(folder: Path, backend: str) -> None:
     """Judge a small contract, train as a service, and verify the ledger."""
-    from entrenar_py.service import cli as service
-    from entrenar_py.service import coordinator, worker  # noqa: F401  (torch, before the fork)
-    from tests.service.cluster import Cluster
+    from entrenar_py.train import cli as service
+    from entrenar_py.train.service import coordinator, worker  # noqa: F401  (torch, before the fork)
+    from tests.train.service.cluster import Cluster
 
     run = Cluster(folder)
     training = {"workload": "mlp", "world_size": 1, "seed": 0, "num_steps": 3}
@@ -46,7 +46,7 @@ def main(folder: Path, backend: str) -> None:
     require("worker", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     require("ledger verify", service.main(["ledger", "verify", str(folder / "ledger.jsonl")]))
 
-    from entrenar_py import cli
+    from entrenar_py.check import cli
     from tests.command_line import contract_file
 
     small = ["--contract", contract_file(folder), "--examples", "2", "--quiet"]

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
-from entrenar_py import process
+from entrenar_py.shared import process
 
 gc.disable()  # until all tests are collected
 _compiling = ExitStack()
@@ -34,29 +34,29 @@ NUM_SLOWEST = 100
 # Tests that share what takes seconds to make, a fixture or a process that has torch loaded and
 # forks others: by the beginning of their node id.
 TOGETHER = {
-    "tests/canonical/test_canonical.py": "canonical",
+    "tests/train/canonical/test_canonical.py": "canonical",
     "tests/finetune/": "small checkpoint",
     "tests/pipeline/": "stages and students",
     "tests/distill/": "stages and students",
     "tests/tuning/": "small checkpoint, without processes",
     "tests/systems/finetuned/": "small checkpoint, without processes",
-    "tests/checks/test_local_sgd.py": "local SGD",
-    "tests/checks/test_wire.py": "wire",
+    "tests/check/clauses/test_local_sgd.py": "local SGD",
+    "tests/check/clauses/test_wire.py": "wire",
     "tests/examples/test_own_trainer.py": "own trainer",
     "tests/systems/probes/test_memory.py::test_the_estimate_bounds_the_peak": "memory",
     "tests/network/test_namespaces.py": "namespaces",
-    "tests/observing/test_dtensors.py": "zygote",
-    "tests/command/test_user_trainers.py": "zygote",
+    "tests/check/observing/test_dtensors.py": "zygote",
+    "tests/check/command/test_user_trainers.py": "zygote",
     "tests/docs/test_tutorial.py": "zygote",
     "tests/examples/test_canonical_all_reduce.py": "zygote",
-    "tests/planning/test_plan.py": "plans",
-    "tests/pytest_plugin/test_plugin.py": "plugin",
-    "tests/service/test_coordinator.py": "service",
-    "tests/service/test_file_locks.py": "service",
-    "tests/service/test_mesh.py": "service",
-    "tests/service/test_service.py": "service",
+    "tests/train/plan/test_plan.py": "plans",
+    "tests/check/pytest_plugin/test_plugin.py": "plugin",
+    "tests/train/service/test_coordinator.py": "service",
+    "tests/train/service/test_file_locks.py": "service",
+    "tests/train/service/test_mesh.py": "service",
+    "tests/train/service/test_service.py": "service",
     "tests/test_wheel.py": "wheel",
-    "tests/watch/test_watched_ranks.py": "watched ranks",
+    "tests/check/watch/test_watched_ranks.py": "watched ranks",
 }
 
 

@@ -11,9 +11,9 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import entrenar_py
-from entrenar_py.checks import CHECKS
+from entrenar_py.check.clauses import CHECKS
+from entrenar_py.shared.trace import traits
 from entrenar_py.systems import SYSTEMS
-from entrenar_py.trace import traits
 
 SOURCE = Path(entrenar_py.__file__).parent
 LINES_MAX = 700

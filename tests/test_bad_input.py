@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from entrenar_py import systems
-from entrenar_py.harness import counterexamples
+from entrenar_py.check.harness import counterexamples
 from tests.command_line import check, contract_file, repeat_a_sample
 
 CONTRACT_SECONDS_MAX, CONTRACT_KIB_MAX = 5.0, 500 * 1024
@@ -169,7 +169,7 @@ def huge(folder: Path) -> Path:
 @pytest.mark.parametrize("make", [bomb, huge])
 def test_contracts_that_would_eat_the_machine(make: Callable[[Path], Path], tmp_path: Path) -> None:
     """Such contracts are refused with exit 2 within 5 s of processor time and 500 MB."""
-    command = [sys.executable, "-m", "entrenar_py.cli", "--contract", str(make(tmp_path))]
+    command = [sys.executable, "-m", "entrenar_py.check.cli", "--contract", str(make(tmp_path))]
     done = subprocess.run(
         [sys.executable, "-c", METER, *command], capture_output=True, text=True, check=False
     )

@@ -24,7 +24,7 @@ SAFE_WITH = {
 }
 CALLS = {"eval", "exec", "compile", "__import__"}
 # A forked rank compiles and executes the user's script, as Python does.
-RUNS_SCRIPTS = "command/forks/interpreter.py"
+RUNS_SCRIPTS = "check/command/forks/interpreter.py"
 YAML = {"load", "load_all", "unsafe_load", "unsafe_load_all", "full_load", "full_load_all"}
 # Connection.recv unpickles, recv_bytes does not. A socket's gives bytes; its type is named there.
 PIPES = {"recv"}

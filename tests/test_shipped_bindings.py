@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from entrenar_py import checks, contract, kill_matrix, scenario, shipped
-from entrenar_py.contract import Contract, Invariant, Vocabulary
-from entrenar_py.harness import plan, runner
-from entrenar_py.verdict import Verdict
+from entrenar_py.check import clauses as checks
+from entrenar_py.check import contract, kill_matrix
+from entrenar_py.check.contract import Contract, Invariant, Vocabulary
+from entrenar_py.check.harness import plan, runner
+from entrenar_py.shared import scenario, shipped
+from entrenar_py.shared.verdict import Verdict
 
 OURS = Vocabulary(checks=checks.terms(), mutants=kill_matrix.planted_bugs)
 FILES = shipped.all_bindings()

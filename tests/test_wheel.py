@@ -39,7 +39,7 @@ def test_the_wheel_carries_contracts_and_mutants(site: Path) -> None:
 def test_a_shipped_contract_runs_from_any_folder(site: Path, tmp_path: Path) -> None:
     """The installed command finds the contract by name, far from the checkout."""
     command = [
-        *(sys.executable, "-m", "entrenar_py.cli"),
+        *(sys.executable, "-m", "entrenar_py.check.cli"),
         *("--contract", "distributed-training-v1.yaml", "--only", "F-DP-002", "--examples", "1"),
     ]
     environment = {**os.environ, "PYTHONPATH": str(site)}
@@ -53,7 +53,7 @@ def test_a_shipped_contract_runs_from_any_folder(site: Path, tmp_path: Path) -> 
 def test_the_mutants_load_from_the_wheel(site: Path, tmp_path: Path) -> None:
     """The catalogue of mutants is found inside the installed package."""
     code = (
-        "import entrenar_py.mutants as m; c = m.catalogue(); "
+        "import entrenar_py.shared.mutants as m; c = m.catalogue(); "
         "assert str(m.__file__).startswith(__import__('sys').argv[1]); print(len(c))"
     )
     environment = {**os.environ, "PYTHONPATH": str(site)}

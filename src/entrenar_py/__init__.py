@@ -1,8 +1,8 @@
 """entrenar-py: falsify distributed trainers before people trust them."""
 
-from entrenar_py.canonical import canonical_all_reduce, require_deterministic
-from entrenar_py.errors import WatchFinding
-from entrenar_py.observing import Observation, observe
+from entrenar_py.check.observing import Observation, observe
+from entrenar_py.shared.errors import WatchFinding
+from entrenar_py.train.canonical import canonical_all_reduce, require_deterministic
 
 __all__ = [
     "Observation",

@@ -26,12 +26,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from entrenar_py import backends
-from entrenar_py.finetune import settings_file
-from entrenar_py.training import dropout
-from entrenar_py.training.engine import Engine
-from entrenar_py.tuning import prepared
-from entrenar_py.tuning.workload import Finetuning
+from entrenar_py import compute as backends
+from entrenar_py.train.arithmetic import dropout
+from entrenar_py.train.arithmetic.engine import Engine
+from entrenar_py.train.finetune import settings_file
+from entrenar_py.train.model import prepared
+from entrenar_py.train.model.workload import Finetuning
 from examples.finetune import make_small
 
 ROUNDS, ROWS = 3, 4  # rows of a shard

@@ -27,12 +27,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from entrenar_py.distill import schema, shards, teacher
-from entrenar_py.distill.producing import Stage
-from entrenar_py.distill.schema import Facts
-from entrenar_py.distill.shards import File, Rows, ShardWriter
-from entrenar_py.finetune import settings_file
-from entrenar_py.tuning import prepared as preparing
+from entrenar_py.train.distill import schema, shards, teacher
+from entrenar_py.train.distill.producing import Stage
+from entrenar_py.train.distill.schema import Facts
+from entrenar_py.train.distill.shards import File, Rows, ShardWriter
+from entrenar_py.train.finetune import settings_file
+from entrenar_py.train.model import prepared as preparing
 from tests.benchmarks import gpu_finetune
 
 PIECE = 4_000  # rows made at a time
@@ -233,7 +233,7 @@ def of_student(given: argparse.Namespace) -> dict[str, Any]:
             "logits": str(folder / "shards"),
             "top_k": given.top_k,
         }
-        command = [sys.executable, "-m", "entrenar_py.service.cli"]
+        command = [sys.executable, "-m", "entrenar_py.train.cli"]
         path = configured(folder, given, distill=section)
         _run([*command, "distill", "logits", str(path), "--backend", given.backend])
         found: dict[str, list[float]] = {"with": [], "without": []}

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-ENTRENAR = (sys.executable, "-m", "entrenar_py.service.cli")
+ENTRENAR = (sys.executable, "-m", "entrenar_py.train.cli")
 EPOCHS_OF_TEACHER = 6
 
 

@@ -25,8 +25,8 @@ PATIENT = "--sleeping"  # the first argument of a worker's process
 
 def worker(pass_ms: float, arguments: list[str]) -> int:
     """Be a worker whose passes take `pass_ms`."""
-    from entrenar_py.pipeline.member import StageMember
-    from entrenar_py.service import cli
+    from entrenar_py.train import cli
+    from entrenar_py.train.stages.member import StageMember
 
     plain = StageMember._run
 

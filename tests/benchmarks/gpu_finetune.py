@@ -137,10 +137,10 @@ def peer(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
 
 def stepper(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     """Compute the gradient of a shard, as a worker does, without the rest of a step."""
-    from entrenar_py import backends
-    from entrenar_py.training import dropout, engine
-    from entrenar_py.tuning import prepared
-    from entrenar_py.tuning.settings import Data, Settings
+    from entrenar_py import compute as backends
+    from entrenar_py.train.arithmetic import dropout, engine
+    from entrenar_py.train.model import prepared
+    from entrenar_py.train.model.settings import Data, Settings
 
     settings = Settings(
         model=folder,
@@ -199,7 +199,7 @@ def ours(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
         },
     }
     (folder / "run.yaml").write_text(json.dumps(config), encoding="utf-8")
-    command = [sys.executable, "-m", "entrenar_py.service.cli", "finetune"]
+    command = [sys.executable, "-m", "entrenar_py.train.cli", "finetune"]
     began = time.time()
     subprocess.run(
         [*command, str(folder / "run.yaml"), "--backend", "cuda"], check=True, stdout=sys.stderr

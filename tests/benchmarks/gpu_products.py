@@ -30,11 +30,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from entrenar_py.backends import adapters, rounding
-from entrenar_py.backends.wgpu.device import LIMITS, limits_of
-from entrenar_py.backends.wgpu.product import Kernel, product_kernel
-from entrenar_py.backends.wgpu.tiles import Layout, Product, Tiling, choose
-from entrenar_py.errors import BackendUnavailable
+from entrenar_py.compute import adapters, rounding
+from entrenar_py.compute.wgpu.device import LIMITS, limits_of
+from entrenar_py.compute.wgpu.product import Kernel, product_kernel
+from entrenar_py.compute.wgpu.tiles import Layout, Product, Tiling, choose
+from entrenar_py.shared.errors import BackendUnavailable
 
 wgpu = adapters.library()
 

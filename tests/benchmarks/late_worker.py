@@ -22,17 +22,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from entrenar_py.drivers import file_fetch
-from entrenar_py.drivers.tcp import CoordinatorServer, WorkerClient
-from entrenar_py.finetune.package import File
-from entrenar_py.finetune.received_files import ReceivedFiles
-from entrenar_py.protocol import effects as do
-from entrenar_py.protocol.messages import Piece
-from entrenar_py.protocol.package import PIECE_BYTES, Package
-from entrenar_py.protocol.terms import Timing
-from entrenar_py.protocol.worker import Worker
-from tests.drivers.fakes import LOOPBACK, SECRET, TERMS, FakeMember, FakeServer, run_of
-from tests.drivers.test_file_fetch import source
+from entrenar_py.train.finetune.package import File
+from entrenar_py.train.finetune.received_files import ReceivedFiles
+from entrenar_py.train.wire import effects as do
+from entrenar_py.train.wire.messages import Piece
+from entrenar_py.train.wire.package import PIECE_BYTES, Package
+from entrenar_py.train.wire.terms import Timing
+from entrenar_py.train.wire.worker import Worker
+from entrenar_py.train.wire_io import file_fetch
+from entrenar_py.train.wire_io.tcp import CoordinatorServer, WorkerClient
+from tests.train.wire_io.fakes import LOOPBACK, SECRET, TERMS, FakeMember, FakeServer, run_of
+from tests.train.wire_io.test_file_fetch import source
 
 FILE_BYTES = 2**31
 BLOCK_BYTES = 2**24

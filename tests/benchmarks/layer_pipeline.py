@@ -30,12 +30,12 @@ from typing import Any
 
 import torch
 
-from entrenar_py.protocol import pipeline
+from entrenar_py.train.wire import pipeline
 from tests.benchmarks import gpu_finetune
-from tests.drivers.fakes import free_port
+from tests.train.wire_io.fakes import free_port
 
 UNCOUNTED = 4  # steps before the clock starts
-ENTRENAR = (sys.executable, "-m", "entrenar_py.service.cli")
+ENTRENAR = (sys.executable, "-m", "entrenar_py.train.cli")
 
 
 def checkpoint(folder: Path, given: argparse.Namespace) -> None:

@@ -11,15 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from entrenar_py.drivers.processes import Job
-from entrenar_py.drivers.tcp import CoordinatorServer, WorkerClient
-from entrenar_py.drivers.tcp_mesh import MeshClient
-from entrenar_py.protocol.coordinator import Coordinator
-from entrenar_py.protocol.effects import Conclude, Finish, Joined, Left, Stop
-from entrenar_py.protocol.frames import Buffer, new_room
-from entrenar_py.protocol.mesh_coordinator import MeshCoordinator
-from entrenar_py.protocol.mesh_worker import MeshWorker
-from entrenar_py.protocol.messages import (
+from entrenar_py.train.arithmetic import blocks, reduction
+from entrenar_py.train.arithmetic.blocks import Blocks, Sums
+from entrenar_py.train.wire.coordinator import Coordinator
+from entrenar_py.train.wire.effects import Conclude, Finish, Joined, Left, Stop
+from entrenar_py.train.wire.frames import Buffer, new_room
+from entrenar_py.train.wire.mesh_coordinator import MeshCoordinator
+from entrenar_py.train.wire.mesh_worker import MeshWorker
+from entrenar_py.train.wire.messages import (
     Applied,
     Average,
     Computed,
@@ -31,11 +30,12 @@ from entrenar_py.protocol.messages import (
     Weights,
     Welcome,
 )
-from entrenar_py.protocol.ring_worker import RingWorker
-from entrenar_py.protocol.terms import Run, Terms, Timing
-from entrenar_py.protocol.worker import Worker
-from entrenar_py.training import blocks, reduction
-from entrenar_py.training.blocks import Blocks, Sums
+from entrenar_py.train.wire.ring_worker import RingWorker
+from entrenar_py.train.wire.terms import Run, Terms, Timing
+from entrenar_py.train.wire.worker import Worker
+from entrenar_py.train.wire_io.processes import Job
+from entrenar_py.train.wire_io.tcp import CoordinatorServer, WorkerClient
+from entrenar_py.train.wire_io.tcp_mesh import MeshClient
 
 TERMS = Terms(run="lean", manifest="m", data="d")
 TIMING = Timing(heartbeat_s=2.0, dead_after_s=60.0, gather_s=60.0)

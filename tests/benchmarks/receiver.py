@@ -12,10 +12,10 @@ import ssl
 import sys
 from pathlib import Path
 
-from entrenar_py.drivers import sockets, tls
-from entrenar_py.drivers.link import Link
-from entrenar_py.protocol.frames import FROM_COORDINATOR, Decoder, Encoder
-from entrenar_py.protocol.messages import Message, Staged
+from entrenar_py.train.wire.frames import FROM_COORDINATOR, Decoder, Encoder
+from entrenar_py.train.wire.messages import Message, Staged
+from entrenar_py.train.wire_io import sockets, tls
+from entrenar_py.train.wire_io.link import Link
 
 KEY = bytes(range(32))
 

@@ -22,8 +22,8 @@ from typing import Any
 
 from tests.benchmarks.conftest import timed
 from tests.benchmarks.test_exchange import reducing
-from tests.drivers.certificates import Authority
-from tests.service.cluster import Cluster, Process, cluster, metrics, weights
+from tests.train.service.cluster import Cluster, Process, cluster, metrics, weights
+from tests.train.wire_io.certificates import Authority
 
 # Widths of `mlp`, whose gradient has so many bytes.
 SIZES = {"1.1 MB": 490, "23.6 MB": 2389, "64 MB": 3968}

@@ -31,10 +31,10 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-from entrenar_py.protocol import pipeline
+from entrenar_py.train.wire import pipeline
 from tests.benchmarks import gpu_finetune, layer_pipeline
 from tests.benchmarks.layer_pipeline import ENTRENAR, UNCOUNTED
-from tests.drivers.fakes import free_port
+from tests.train.wire_io.fakes import free_port
 
 EVERY_S = 0.05  # between two looks at a process
 SMI = ("nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits")

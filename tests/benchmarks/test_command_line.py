@@ -15,7 +15,7 @@ def test_help(beside: Callable[..., list[float]], say: Callable[[str], None]) ->
 
     seconds = beside(
         "entrenar-check --help / python -c pass",
-        ours=lambda: python("-m", "entrenar_py.cli", "--help"),
+        ours=lambda: python("-m", "entrenar_py.check.cli", "--help"),
         peer=lambda: python("-c", "pass"),
         rounds=15,
     )

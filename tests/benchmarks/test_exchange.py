@@ -15,10 +15,10 @@ from threading import Thread
 
 import pytest
 
-from entrenar_py.drivers.processes import Crew
-from entrenar_py.training import blocks
+from entrenar_py.train.arithmetic import blocks
+from entrenar_py.train.wire_io.processes import Crew
 from tests.benchmarks import gloo, lean
-from tests.drivers.fakes import free_port
+from tests.train.wire_io.fakes import free_port
 
 ROUNDS = 15
 SIZES = {"5.5 MB": 1_375_000, "64 MB": 16_000_000}  # float32 elements

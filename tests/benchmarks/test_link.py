@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 import tests
-from entrenar_py.drivers import sockets, tls
-from entrenar_py.drivers.link import Link
-from entrenar_py.protocol.frames import FROM_COORDINATOR, Decoder, Encoder
-from entrenar_py.protocol.messages import TreeNode
+from entrenar_py.train.wire.frames import FROM_COORDINATOR, Decoder, Encoder
+from entrenar_py.train.wire.messages import TreeNode
+from entrenar_py.train.wire_io import sockets, tls
+from entrenar_py.train.wire_io.link import Link
 from tests.benchmarks.receiver import KEY
-from tests.drivers.certificates import Authority
+from tests.train.wire_io.certificates import Authority
 
 NUM_BYTES = 64_000_000
 CONTENT = os.urandom(NUM_BYTES)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from entrenar_py.training import reduction
+from entrenar_py.train.arithmetic import reduction
 
 NUM_SHARDS = 8
 SHARD_BYTES = 64 * 2**20

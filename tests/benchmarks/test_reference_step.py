@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 
-from entrenar_py import trace
-from entrenar_py.scenario import Scenario
-from entrenar_py.systems.single import reference
+from entrenar_py.shared import trace
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.train import reference
 
 NUM_STEPS = 50
 ROUNDS = 40

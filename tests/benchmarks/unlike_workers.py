@@ -25,11 +25,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from entrenar_py import trace
-from entrenar_py.protocol.pace import NEEDED
-from entrenar_py.service.cli import main as entrenar
-from entrenar_py.systems.replicas import Replicas
-from tests.service.cluster import Cluster, cluster, metrics, weights
+from entrenar_py.shared import trace
+from entrenar_py.train.cli import main as entrenar
+from entrenar_py.train.coordinator.replicas import Replicas
+from entrenar_py.train.wire.pace import NEEDED
+from tests.train.service.cluster import Cluster, cluster, metrics, weights
 
 FAST_MS, SLOW_MS = 40.0, 120.0  # for a shard
 GOAL = 1.15

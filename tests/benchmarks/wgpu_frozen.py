@@ -25,14 +25,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from entrenar_py import backends
-from entrenar_py.backends.wgpu import open_wgpu
-from entrenar_py.errors import UsageError
-from entrenar_py.training import dropout
-from entrenar_py.training.engine import Engine
-from entrenar_py.tuning import prepared
-from entrenar_py.tuning.settings import Data, Settings
-from entrenar_py.tuning.workload import Finetuning
+from entrenar_py import compute as backends
+from entrenar_py.compute.wgpu import open_wgpu
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.train.arithmetic import dropout
+from entrenar_py.train.arithmetic.engine import Engine
+from entrenar_py.train.model import prepared
+from entrenar_py.train.model.settings import Data, Settings
+from entrenar_py.train.model.workload import Finetuning
 from tests.benchmarks import gpu_finetune
 
 KINDS = {

@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from entrenar_py.backends.wgpu import WgpuBackend
-from entrenar_py.backends.wgpu.device import open_device
-from entrenar_py.backends.wgpu.program import Program
-from entrenar_py.training import dropout
-from entrenar_py.training.engine import Engine
+from entrenar_py.compute.wgpu import WgpuBackend
+from entrenar_py.compute.wgpu.device import open_device
+from entrenar_py.compute.wgpu.program import Program
+from entrenar_py.train.arithmetic import dropout
+from entrenar_py.train.arithmetic.engine import Engine
 from tests.benchmarks import gpu_finetune, wgpu_frozen
 
 RUNS = 5

@@ -26,16 +26,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from entrenar_py.backends import open_backend
-from entrenar_py.backends.wgpu import open_wgpu
-from entrenar_py.pipeline import cut as cutting
-from entrenar_py.pipeline import stage_loading
-from entrenar_py.pipeline.member import StageBackend
-from entrenar_py.pipeline.stage_workload import Received, StageWorkload
-from entrenar_py.training.dropout import Dropout
-from entrenar_py.training.engine import Engine
-from entrenar_py.tuning import model, prepared
-from entrenar_py.tuning.settings import Data, Settings, StagePlan
+from entrenar_py.compute import open_backend
+from entrenar_py.compute.wgpu import open_wgpu
+from entrenar_py.train.arithmetic.dropout import Dropout
+from entrenar_py.train.arithmetic.engine import Engine
+from entrenar_py.train.model import model, prepared
+from entrenar_py.train.model.settings import Data, Settings, StagePlan
+from entrenar_py.train.stages import cut as cutting
+from entrenar_py.train.stages import stage_loading
+from entrenar_py.train.stages.member import StageBackend
+from entrenar_py.train.stages.stage_workload import Received, StageWorkload
 from tests.benchmarks import gpu_finetune
 
 RUNS = 5

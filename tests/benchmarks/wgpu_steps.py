@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 
-from entrenar_py.backends.wgpu.device import Device, open_device
-from entrenar_py.backends.wgpu.emitter import Buffer
-from entrenar_py.backends.wgpu.program import Program, compile_step
-from entrenar_py.training import decoder
+from entrenar_py.compute.wgpu.device import Device, open_device
+from entrenar_py.compute.wgpu.emitter import Buffer
+from entrenar_py.compute.wgpu.program import Program, compile_step
+from entrenar_py.train.arithmetic import decoder
 
 VOCABULARY, HEAD, RANK = 8192, 64, 16
 RUNS = 5

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from entrenar_py import shipped
+from entrenar_py.shared import shipped
 
 DOCS = Path(__file__).parents[2] / "docs"
 

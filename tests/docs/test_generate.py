@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 
 from docs import generate, kill_matrix_page
-from entrenar_py import kill_matrix, mutants
-from entrenar_py.checks import CHECKS
-from entrenar_py.kill_matrix import Row
-from entrenar_py.protocol import messages, phases
-from entrenar_py.scenario import Scenario
-from entrenar_py.service import config_keys
+from entrenar_py.check import kill_matrix
+from entrenar_py.check.clauses import CHECKS
+from entrenar_py.check.kill_matrix import Row
+from entrenar_py.shared import mutants
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.train.service import config_keys
+from entrenar_py.train.wire import messages, phases
 from falsification import classes
-from tests.command import twins
+from tests.check.command import twins
 
 DOCS = Path(__file__).parents[2] / "docs"
 

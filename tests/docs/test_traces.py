@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from entrenar_py import trace as trace_file
-from entrenar_py.checks import CHECKS, Check
-from entrenar_py.harness import companions
-from entrenar_py.scenario import Scenario
-from entrenar_py.trace import EVENTS, Event, TensorRecord, Tensors, Trace
-from entrenar_py.verdict import Finding, Verdict
-from tests.checks import traces
+from entrenar_py.check.clauses import CHECKS, Check
+from entrenar_py.check.harness import companions
+from entrenar_py.shared import trace as trace_file
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import EVENTS, Event, TensorRecord, Tensors, Trace
+from entrenar_py.shared.verdict import Finding, Verdict
+from tests.check.clauses import traces
 
 PAGE = Path(__file__).parents[2] / "docs" / "traces.md"
 BY_ID: Mapping[str, Check] = {check.id: check for check in CHECKS.values()}

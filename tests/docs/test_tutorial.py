@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from entrenar_py.command import runs
-from tests.command import zygote
+from entrenar_py.check.command import runs
+from tests.check.command import zygote
 from tests.command_line import check
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +23,7 @@ PAGE, FIRST_LOOK = (
     (ROOT / f"docs/{name}.md").read_text("utf-8") for name in ("tutorial", "first-look")
 )
 BLOCK = re.compile(r"^```(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-FORKED = ROOT / "tests/command/forked.py"
+FORKED = ROOT / "tests/check/command/forked.py"
 # What differs between machines: decimals and counts, but not steps, ranks and ids.
 VARIES = re.compile(r"(?<![\w=-])(?<!rank )(?<!step )(?<!exit code )-?\d[\d.,+]*")
 ABORTED = "terminate called without an active exception"

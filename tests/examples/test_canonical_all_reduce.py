@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.command import zygote
+from tests.check.command import zygote
 
 SCRIPT = Path(__file__).parents[2] / "examples/canonical_all_reduce.py"
 

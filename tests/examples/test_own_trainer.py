@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from entrenar_py import trace
+from entrenar_py.shared import trace
 from tests.command_line import check, report, verdicts
 
 CONTRACT = ("--contract", "distributed-training-v1.yaml")

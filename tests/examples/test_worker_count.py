@@ -9,9 +9,9 @@ from types import ModuleType
 import pytest
 
 from entrenar_py import systems
-from entrenar_py.errors import SystemFailure
-from entrenar_py.scenario import Scenario
-from entrenar_py.trace import End, Trace
+from entrenar_py.shared.errors import SystemFailure
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import End, Trace
 
 
 @pytest.fixture(scope="module")

@@ -19,10 +19,11 @@ from functools import cache
 
 import pytest
 
-from entrenar_py import faults, mutants, systems
-from entrenar_py.faults import Fault
-from entrenar_py.scenario import Scenario
-from entrenar_py.trace import End, Event, Halt, Injected, Membership, Shard, Trace, Update
+from entrenar_py import systems
+from entrenar_py.shared import faults, mutants
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import End, Event, Halt, Injected, Membership, Shard, Trace, Update
 from falsification import schedules
 from falsification.schedules import Attempt
 from tests.systems.between import Between

@@ -52,7 +52,7 @@ def judged(
         str(reports / "{contract}"),
     ]
     options += [*trial.options, *(("--only", clauses) if clauses else ())]
-    words = (sys.executable, "-m", "entrenar_py.cli", *options)
+    words = (sys.executable, "-m", "entrenar_py.check.cli", *options)
     begun = time.monotonic()
     with Path(reports, "output.txt").open("w", encoding="utf-8") as output:
         ended = subprocess.run(

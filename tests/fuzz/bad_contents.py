@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from entrenar_py import trace
-from entrenar_py.harness import counterexamples
-from entrenar_py.scenario import Scenario
-from entrenar_py.systems.star.server import Server
-from entrenar_py.training import checkpoint
-from entrenar_py.verdict import Finding, Verdict
+from entrenar_py.check.harness import counterexamples
+from entrenar_py.shared import trace
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.verdict import Finding, Verdict
+from entrenar_py.train.arithmetic import checkpoint
+from entrenar_py.train.coordinator.server import Server
 from tests.command_line import contract_file
-from tests.drivers.certificates import Authority
+from tests.train.wire_io.certificates import Authority
 
 TRAINING: Mapping[str, Any] = {
     "workload": "linear",
@@ -330,7 +330,7 @@ def _chained(**header: Any) -> bytes:
         "promises": [],
         **header,
     }
-    from entrenar_py.trace import ledger
+    from entrenar_py.shared.trace import ledger
 
     lines, chain = [], ""
     end = {"kind": "end", "status": "completed", "reason": ""}

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from entrenar_py import cli
-from entrenar_py.doctor import Examination
-from entrenar_py.service import cli as service
+from entrenar_py.check import cli
+from entrenar_py.check.doctor import Examination
+from entrenar_py.train import cli as service
 from tests.fuzz import bad_contents
 
 SECONDS_MAX, HEAVY_S, BYTES_MAX = 20, 18, 2**31
@@ -244,9 +244,9 @@ def main() -> int:
     options = parser.parse_args()
     import torch
 
-    from entrenar_py.cli import session  # noqa: F401
-    from entrenar_py.doctor import visit
-    from entrenar_py.service import coordinator, ledger_verification, worker  # noqa: F401
+    from entrenar_py.check.cli import session  # noqa: F401
+    from entrenar_py.check.doctor import visit
+    from entrenar_py.train.service import coordinator, ledger_verification, worker  # noqa: F401
 
     torch.set_num_threads(1)
     visit.examine = visit_nothing  # takes seconds, and devices

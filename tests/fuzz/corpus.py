@@ -13,10 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from entrenar_py import systems, trace
-from entrenar_py.protocol import handshake, headers, messages
-from entrenar_py.protocol.frames import PREFIX_BYTES
-from entrenar_py.protocol.messages import (
+from entrenar_py import systems
+from entrenar_py.shared import trace
+from entrenar_py.train.arithmetic import checkpoint
+from entrenar_py.train.coordinator.server import Server
+from entrenar_py.train.wire import handshake, headers, messages
+from entrenar_py.train.wire.frames import PREFIX_BYTES
+from entrenar_py.train.wire.messages import (
     Applied,
     Assign,
     Average,
@@ -35,13 +38,11 @@ from entrenar_py.protocol.messages import (
     Weights,
     Welcome,
 )
-from entrenar_py.systems.star.server import Server
-from entrenar_py.training import checkpoint
 from tests.fuzz import bad_contents
 from tests.fuzz.door import CHALLENGE, SCENARIO, SECRET, hello_of
 from tests.fuzz.targets import script
-from tests.protocol.samples import GOLDEN
-from tests.protocol.upstream import original
+from tests.train.upstream import original
+from tests.train.wire.samples import GOLDEN
 
 TOP = Path(__file__).parents[2]
 # Shards 2 and 3 belong to worker 1, and form one tree node.

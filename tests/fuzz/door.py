@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from entrenar_py.drivers.endpoints import CoordinatorEnd, WorkerEnd
-from entrenar_py.drivers.simulated_connections import feed
-from entrenar_py.protocol import effects as do
-from entrenar_py.protocol import handshake
-from entrenar_py.protocol.coordinator import Coordinator
-from entrenar_py.protocol.effects import Peer
-from entrenar_py.protocol.frames import Buffer
-from entrenar_py.protocol.messages import VERSION, Challenge, Hello, Message
-from entrenar_py.protocol.terms import Timing
-from entrenar_py.protocol.worker import Worker
-from entrenar_py.scenario import Scenario
-from entrenar_py.systems.star.member import Member
-from entrenar_py.systems.star.server import Server
-from tests.drivers.fakes import AtOnce
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.train.coordinator.member import Member
+from entrenar_py.train.coordinator.server import Server
+from entrenar_py.train.wire import effects as do
+from entrenar_py.train.wire import handshake
+from entrenar_py.train.wire.coordinator import Coordinator
+from entrenar_py.train.wire.effects import Peer
+from entrenar_py.train.wire.frames import Buffer
+from entrenar_py.train.wire.messages import VERSION, Challenge, Hello, Message
+from entrenar_py.train.wire.terms import Timing
+from entrenar_py.train.wire.worker import Worker
+from entrenar_py.train.wire_io.endpoints import CoordinatorEnd, WorkerEnd
+from entrenar_py.train.wire_io.simulated_connections import feed
+from tests.train.wire_io.fakes import AtOnce
 
 SCENARIO = Scenario(
     system="parameter_server_simulated",

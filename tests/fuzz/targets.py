@@ -16,30 +16,36 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from entrenar_py import contract, scenario, trace
-from entrenar_py.checks import CHECKS
-from entrenar_py.contract import Invariant, Vocabulary, validation
-from entrenar_py.contract.problems import Position
-from entrenar_py.drivers.simulated_connections import feed
-from entrenar_py.errors import CheckpointError, ContractError, ProtocolError, TraceError, UsageError
-from entrenar_py.harness import counterexamples, plan, stored
-from entrenar_py.harness.plan import Task
-from entrenar_py.project import reading
-from entrenar_py.protocol import effects as do
-from entrenar_py.protocol import frames, headers
-from entrenar_py.protocol.frames import FIELDS, HEADER_BYTES_MAX, NO_KEY, Decoder, Encoder
-from entrenar_py.protocol.messages import VERSION, Hello, Message
-from entrenar_py.protocol.upstream.wire_frames import Decoder as WireDecoder
-from entrenar_py.protocol.upstream.wire_frames import encode
-from entrenar_py.protocol.upstream.wire_messages import (
+from entrenar_py.check import contract
+from entrenar_py.check.clauses import CHECKS
+from entrenar_py.check.contract import Invariant, Vocabulary, validation
+from entrenar_py.check.harness import counterexamples, plan, stored
+from entrenar_py.check.harness.plan import Task
+from entrenar_py.check.project import reading
+from entrenar_py.shared import scenario, trace
+from entrenar_py.shared.config.problems import Position
+from entrenar_py.shared.errors import (
+    CheckpointError,
+    ContractError,
+    ProtocolError,
+    TraceError,
+    UsageError,
+)
+from entrenar_py.train.arithmetic import checkpoint
+from entrenar_py.train.coordinator.server import Server
+from entrenar_py.train.service import config
+from entrenar_py.train.upstream.wire_frames import Decoder as WireDecoder
+from entrenar_py.train.upstream.wire_frames import encode
+from entrenar_py.train.upstream.wire_messages import (
     WIRE_MESSAGES,
     ShardAssignment,
     WireMessage,
 )
-from entrenar_py.service import config
-from entrenar_py.systems.star.server import Server
-from entrenar_py.training import checkpoint
-from tests.drivers.averaging import Office
+from entrenar_py.train.wire import effects as do
+from entrenar_py.train.wire import frames, headers
+from entrenar_py.train.wire.frames import FIELDS, HEADER_BYTES_MAX, NO_KEY, Decoder, Encoder
+from entrenar_py.train.wire.messages import VERSION, Hello, Message
+from entrenar_py.train.wire_io.simulated_connections import feed
 from tests.fuzz.bad_contents import TRAINING
 from tests.fuzz.door import (
     CHALLENGE,
@@ -55,7 +61,8 @@ from tests.fuzz.door import (
     session_key,
     worker_end,
 )
-from tests.protocol.upstream import original
+from tests.train.upstream import original
+from tests.train.wire_io.averaging import Office
 
 KEY = bytes(range(32))
 PAYLOAD_BYTES_MAX = 2**12

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from entrenar_py.protocol import frames
-from entrenar_py.protocol.frames import Encoder
-from entrenar_py.protocol.messages import Message
+from entrenar_py.train.wire import frames
+from entrenar_py.train.wire.frames import Encoder
+from entrenar_py.train.wire.messages import Message
 from tests.fuzz import corpus
 from tests.fuzz.corpus import Said
 from tests.fuzz.door import Door, hello_of, session_key

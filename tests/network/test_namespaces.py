@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from entrenar_py.protocol import effects as do
-from entrenar_py.trace import Trace
-from tests.drivers.fakes import TIMING, client_of
+from entrenar_py.shared.trace import Trace
+from entrenar_py.train.wire import effects as do
 from tests.network import hosts, trainings
 from tests.network.hosts import Network, enter
 from tests.network.trainings import RANK, Staff, Watched
 from tests.systems import stars
 from tests.systems.stars import REAL, subject
+from tests.train.wire_io.fakes import TIMING, client_of
 
 HOME = "coordinator"
 PORT = 7070  # at which nobody listens

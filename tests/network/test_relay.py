@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import tests
-from entrenar_py.trace import Trace
+from entrenar_py.shared.trace import Trace
 from tests.network import trainings
 from tests.network.relay import Manner
 from tests.network.trainings import RANK, Awaiting, Staff

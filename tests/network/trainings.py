@@ -12,17 +12,17 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from entrenar_py.drivers.message_faults import Meddling
-from entrenar_py.drivers.processes import Crew, Hand
-from entrenar_py.protocol.effects import Effect, Left
-from entrenar_py.protocol.messages import Message
-from entrenar_py.protocol.terms import Run
-from entrenar_py.scenario import Scenario
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import Trace
 from entrenar_py.systems import preloaded
 from entrenar_py.systems.star import processes, worker_process
 from entrenar_py.systems.star.processes import ProcessTransport
 from entrenar_py.systems.star.scenario_run import ScenarioRun
-from entrenar_py.trace import Trace
+from entrenar_py.train.wire.effects import Effect, Left
+from entrenar_py.train.wire.messages import Message
+from entrenar_py.train.wire.terms import Run
+from entrenar_py.train.wire_io.message_faults import Meddling
+from entrenar_py.train.wire_io.processes import Crew, Hand
 from tests.network.hosts import Host, enter
 from tests.systems import stars
 

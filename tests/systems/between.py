@@ -7,13 +7,13 @@ from dataclasses import replace
 import torch
 
 from entrenar_py import systems
-from entrenar_py.drivers.message_faults import Meddling
-from entrenar_py.protocol.effects import Effect, Gather
-from entrenar_py.protocol.messages import Average, Message, TreeNode, Weights
-from entrenar_py.scenario import Scenario
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import Trace
 from entrenar_py.systems.star.scenario_run import ScenarioRun
 from entrenar_py.systems.star.simulated import SimulatedTransport
-from entrenar_py.trace import Trace
+from entrenar_py.train.wire.effects import Effect, Gather
+from entrenar_py.train.wire.messages import Average, Message, TreeNode, Weights
+from entrenar_py.train.wire_io.message_faults import Meddling
 
 
 class Between(ScenarioRun):

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from entrenar_py.protocol.effects import Joined
-from entrenar_py.protocol.messages import (
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.train.arithmetic import sharding
+from entrenar_py.train.coordinator.member import Member
+from entrenar_py.train.coordinator.server import Server
+from entrenar_py.train.wire.effects import Joined
+from entrenar_py.train.wire.messages import (
     Applied,
     Average,
     Computed,
@@ -15,10 +19,6 @@ from entrenar_py.protocol.messages import (
     TreeNode,
     Welcome,
 )
-from entrenar_py.scenario import Scenario
-from entrenar_py.systems.star.member import Member
-from entrenar_py.systems.star.server import Server
-from entrenar_py.training import sharding
 
 PROOF = "0" * 64
 

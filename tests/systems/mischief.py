@@ -14,11 +14,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
-from entrenar_py.drivers.uninvited_client import Guest
-from entrenar_py.faults import Fault
-from entrenar_py.protocol.terms import Terms
+from entrenar_py.shared.faults import Fault
 from entrenar_py.systems.star import strangers
-from tests.drivers.misdeeds import RESETS, speeches
+from entrenar_py.train.wire.terms import Terms
+from entrenar_py.train.wire_io.uninvited_client import Guest
+from tests.train.wire_io.misdeeds import RESETS, speeches
 
 AT_A_TIME = 300  # more than the connections that are accepted at once
 PACE_S = 0.05

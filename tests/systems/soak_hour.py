@@ -17,15 +17,16 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from entrenar_py import faults, systems
-from entrenar_py.drivers import simulated
-from entrenar_py.drivers.simulated import Simulation
-from entrenar_py.faults import Fault
-from entrenar_py.protocol.effects import Effect, Gather
-from entrenar_py.scenario import Scenario
+from entrenar_py import systems
+from entrenar_py.shared import faults
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import Admission, Event, Injected, Membership, Shard, Update
 from entrenar_py.systems.star.scenario_run import ScenarioRun
 from entrenar_py.systems.star.simulated import SimulatedTransport
-from entrenar_py.trace import Admission, Event, Injected, Membership, Shard, Update
+from entrenar_py.train.wire.effects import Effect, Gather
+from entrenar_py.train.wire_io import simulated
+from entrenar_py.train.wire_io.simulated import Simulation
 from falsification import schedules
 from tests.falsification.test_schedules import table
 from tests.systems.stars import SIMULATED

@@ -15,10 +15,10 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from entrenar_py import systems
-from entrenar_py.faults import Fault
-from entrenar_py.scenario import Scenario
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import Injected, Membership, Trace
 from entrenar_py.systems.star import processes
-from entrenar_py.trace import Injected, Membership, Trace
 from falsification import schedules
 from tests.falsification.test_schedules import table
 from tests.systems.holdings import Holdings, holdings, resident_bytes

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from entrenar_py.drivers import tls
-from tests.drivers.certificates import Authority
-from tests.service.cluster import cluster, metrics, weights
+from entrenar_py.train.wire_io import tls
 from tests.systems.mischief import Mischief, Recorder
+from tests.train.service.cluster import cluster, metrics, weights
+from tests.train.wire_io.certificates import Authority
 
 NUMBER = 10_000
 NUM_WARM = 300  # strangers before the first measurement of the coordinator

@@ -6,11 +6,11 @@ from functools import cache
 from typing import Any
 
 from entrenar_py import systems
-from entrenar_py.faults import LIE_PLACES, PLACES, Fault
-from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Admission, Injected, Membership, Tensors, Trace, Update
-from entrenar_py.verdict import Verdict
-from tests.checks import traces
+from entrenar_py.shared.faults import LIE_PLACES, PLACES, Fault
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import Admission, Injected, Membership, Tensors, Trace, Update
+from entrenar_py.shared.verdict import Verdict
+from tests.check.clauses import traces
 
 REAL, SIMULATED = "parameter_server", "parameter_server_simulated"
 MESH, MESH_SIMULATED = "mesh", "mesh_simulated"

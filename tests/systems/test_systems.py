@@ -10,11 +10,12 @@ from typing import NoReturn
 import pytest
 import torch
 
-from entrenar_py import systems, trace
-from entrenar_py.errors import SystemFailure, UsageError
-from entrenar_py.faults import KINDS, NEEDED, OF_WITNESSES, OPTIONAL, Fault
-from entrenar_py.scenario import Scenario
-from entrenar_py.systems.single import reference
+from entrenar_py import systems
+from entrenar_py.shared import trace
+from entrenar_py.shared.errors import SystemFailure, UsageError
+from entrenar_py.shared.faults import KINDS, NEEDED, OF_WITNESSES, OPTIONAL, Fault
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.train import reference
 
 GONE = Fault(kind="absent", backend="wgpu")
 USUAL = Scenario(system="reference", workload="linear", world_size=1, seed=0, num_steps=1)

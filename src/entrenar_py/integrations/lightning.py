@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from entrenar_py.observing import Observation, observe
+from entrenar_py.check.observing import Observation, observe
 
 
 class ObserveCallback(Callback):

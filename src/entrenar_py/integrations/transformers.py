@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from entrenar_py.observing import Observation, observe
-from entrenar_py.observing.sources import InOrder
+from entrenar_py.check.observing import Observation, observe
+from entrenar_py.check.observing.sources import InOrder
 
 
 class ObserveCallback(TrainerCallback):

@@ -11,15 +11,14 @@ from dataclasses import replace
 from importlib import import_module
 from types import ModuleType
 
-from entrenar_py import faults, mutants, trace
-from entrenar_py.backends import BACKENDS
-from entrenar_py.errors import UsageError
-from entrenar_py.faults import PIPELINE_PLACES, RING_PLACES, Fault
-from entrenar_py.scenario import DEFAULTS, Scenario
-from entrenar_py.systems import membership, updates
-from entrenar_py.systems.system import System
+from entrenar_py.compute import BACKENDS
+from entrenar_py.shared import faults, membership, mutants, trace, updates
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.faults import PIPELINE_PLACES, RING_PLACES, Fault
+from entrenar_py.shared.scenario import DEFAULTS, Scenario
+from entrenar_py.shared.system import System
+from entrenar_py.shared.trace import Traits
 from entrenar_py.systems.tuned_options import BY_RANKS, DISTILLED, OWN, STAGED, TUNED
-from entrenar_py.trace import Traits
 
 _TERMS = "terms"  # an option of the workload `vectors`
 _REAL_OPTIONS = (
@@ -307,7 +306,7 @@ def require_possible(scenario: Scenario, *, is_run: bool = True) -> None:
     if not system.is_probe:
         membership.require_possible(scenario)
     if system.trains and is_run:
-        from entrenar_py.systems import models  # brings torch
+        from entrenar_py.train.coordinator import models  # brings torch
 
         workload = models.model_of(scenario)
         for fault in scenario.faults:

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import sys
 
-from entrenar_py import mutants
+from entrenar_py.shared import mutants
 
 STAR = (
     "encodings.idna",  # loaded when a host name is first used
-    "entrenar_py.backends.cpu",
+    "entrenar_py.compute.cpu",
     "entrenar_py.systems.star.worker_process",
-    "entrenar_py.training.decoder",
+    "entrenar_py.train.arithmetic.decoder",
     "numpy.random",
 )
 MODULES = (
-    "entrenar_py.observing.observer",
+    "entrenar_py.check.observing.observer",
     "entrenar_py.systems.torch.ranks",
     *STAR,
     "torch._dynamo.aot_compile",  # loaded by the first optimizer of a process

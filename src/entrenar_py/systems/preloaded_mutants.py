@@ -1,5 +1,5 @@
 """Loads the catalogue of mutants on import, for the parent of processes that plant them."""
 
-from entrenar_py import mutants
+from entrenar_py.shared import mutants
 
 mutants.catalogue()

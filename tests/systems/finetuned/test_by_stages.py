@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from entrenar_py import systems, trace
-from entrenar_py.checks import tuned_stages
-from entrenar_py.faults import Fault
-from entrenar_py.harness import companions
-from entrenar_py.pipeline.member import StageMember
-from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Trace
-from entrenar_py.verdict import Tally
+from entrenar_py import systems
+from entrenar_py.check.clauses import tuned_stages
+from entrenar_py.check.harness import companions
+from entrenar_py.shared import trace
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import Trace
+from entrenar_py.shared.verdict import Tally
+from entrenar_py.train.stages.member import StageMember
 from tests.conftest import has_peft
 
 pytestmark = pytest.mark.skipif(not has_peft(), reason="the extra `finetune` is not installed")

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from entrenar_py import systems
-from entrenar_py.checks import teacher_rows
-from entrenar_py.errors import UsageError
+from entrenar_py.check.clauses import teacher_rows
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.trace import Shard, Sharded, Softened, TeacherRow, TurnedAway
 from entrenar_py.systems.probes import soft_targets
-from entrenar_py.trace import Shard, Sharded, Softened, TeacherRow, TurnedAway
 from falsification.distillation import distilled, soft
 
 pytest.importorskip("peft")

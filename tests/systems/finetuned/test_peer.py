@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from entrenar_py import systems, trace
-from entrenar_py.checks import run_comparison
-from entrenar_py.scenario import Scenario
-from entrenar_py.verdict import Verdict
+from entrenar_py import systems
+from entrenar_py.check.causes import run_comparison
+from entrenar_py.shared import trace
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.verdict import Verdict
 from tests.systems.finetuned.test_trained import finding, subject
 
 

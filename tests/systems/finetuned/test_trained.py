@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from entrenar_py import extras, systems, trace
-from entrenar_py.errors import UsageError
-from entrenar_py.harness.runner import Runner
-from entrenar_py.scenario import Scenario
+from entrenar_py import systems
+from entrenar_py.check.harness.runner import Runner
+from entrenar_py.shared import extras, trace
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.verdict import Finding, Verdict
 from entrenar_py.systems import SYSTEMS
 from entrenar_py.systems.finetuned.asked import Asked
-from entrenar_py.verdict import Finding, Verdict
 from tests.conftest import shipped_invariants
 
 
@@ -36,7 +37,7 @@ def subject(**changes: Any) -> Scenario:
 
 
 def finding(clause: str, scenario: Scenario) -> Finding:
-    from entrenar_py import checks
+    from entrenar_py.check import clauses as checks
 
     invariant = shipped_invariants()[clause]
     check = checks.bind(invariant)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from entrenar_py import systems
-from entrenar_py.drivers import averaging_end
-from entrenar_py.protocol.upstream import wire_frames
-from entrenar_py.scenario import Scenario
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import Heard
 from entrenar_py.systems.probes.averaging import DIFFERENT, SCHEDULES
-from entrenar_py.trace import Heard
+from entrenar_py.train.upstream import wire_frames
+from entrenar_py.train.wire_io import averaging_end
 
 SCENARIO = Scenario(
     system="averaging",

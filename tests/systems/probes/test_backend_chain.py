@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from entrenar_py import backends, systems
-from entrenar_py.backends import Backend, chain
-from entrenar_py.backends.cpu import open_cpu
-from entrenar_py.backends.wgpu import open_wgpu
-from entrenar_py.errors import BackendUnavailable, UsageError
-from entrenar_py.faults import OF_ADAPTERS, Fault
-from entrenar_py.scenario import Scenario
+from entrenar_py import compute as backends
+from entrenar_py import systems
+from entrenar_py.compute import Backend, chain
+from entrenar_py.compute.cpu import open_cpu
+from entrenar_py.compute.wgpu import open_wgpu
+from entrenar_py.shared.errors import BackendUnavailable, UsageError
+from entrenar_py.shared.faults import OF_ADAPTERS, Fault
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import Attempt, Halt, Injected, Product
 from entrenar_py.systems.probes import backend_chain
-from entrenar_py.trace import Attempt, Halt, Injected, Product
 
 KINDS = ("absent", "init_error", "out_of_memory", "non_finite_output")
 

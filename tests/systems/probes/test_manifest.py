@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from entrenar_py import backends, systems
-from entrenar_py.backends import Backend
-from entrenar_py.backends.cpu import CpuBackend, open_cpu
-from entrenar_py.errors import BackendUnavailable
-from entrenar_py.scenario import Scenario
+from entrenar_py import compute as backends
+from entrenar_py import systems
+from entrenar_py.compute import Backend
+from entrenar_py.compute.cpu import CpuBackend, open_cpu
+from entrenar_py.shared.errors import BackendUnavailable
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import Attempt, Manifest
 from entrenar_py.systems.probes import manifest
-from entrenar_py.trace import Attempt, Manifest
-from entrenar_py.training import workload
+from entrenar_py.train.arithmetic import workload
 
 
 class Exhausted(CpuBackend):

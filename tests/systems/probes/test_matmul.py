@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from entrenar_py import backends
-from entrenar_py.backends import Backend
-from entrenar_py.backends.cpu import open_cpu
-from entrenar_py.backends.wgpu import open_wgpu
-from entrenar_py.errors import BackendUnavailable
-from entrenar_py.scenario import Scenario
+from entrenar_py import compute as backends
+from entrenar_py.compute import Backend
+from entrenar_py.compute.cpu import open_cpu
+from entrenar_py.compute.wgpu import open_wgpu
+from entrenar_py.shared.errors import BackendUnavailable
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import Product
 from entrenar_py.systems.probes import products
-from entrenar_py.trace import Product
 
 
 def scenario(**changes: Any) -> Scenario:

@@ -20,18 +20,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entrenar_py import systems
-from entrenar_py.backends.cpu import open_cpu
-from entrenar_py.errors import BackendUnavailable, SystemFailure
-from entrenar_py.faults import Fault
-from entrenar_py.harness import interrupts
-from entrenar_py.scenario import Scenario
-from entrenar_py.systems import models
+from entrenar_py.check.harness import interrupts
+from entrenar_py.compute.cpu import open_cpu
+from entrenar_py.shared.errors import BackendUnavailable, SystemFailure
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import Attempt, Memory
+from entrenar_py.shared.verdict import Verdict
 from entrenar_py.systems.probes import memory
-from entrenar_py.trace import Attempt, Memory
-from entrenar_py.training import dropout, engine, reduction
-from entrenar_py.training.tensors import TensorSpec
-from entrenar_py.verdict import Verdict
-from tests.checks import traces
+from entrenar_py.train.arithmetic import dropout, engine, reduction
+from entrenar_py.train.arithmetic.tensors import TensorSpec
+from entrenar_py.train.coordinator import models
+from tests.check.clauses import traces
 
 USUAL = Scenario(
     system="memory",

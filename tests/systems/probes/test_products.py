@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from entrenar_py.backends.cpu import open_cpu
-from entrenar_py.errors import UsageError
-from entrenar_py.scenario import Scenario
+from entrenar_py.compute.cpu import open_cpu
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.probes import products
 from entrenar_py.systems.probes.products import LAYOUTS, Request, measure, operands, request
 

@@ -9,18 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from entrenar_py import backends, systems
-from entrenar_py.backends import wgpu
-from entrenar_py.backends.wgpu.bounds.intervals import Bounded
-from entrenar_py.backends.wgpu.program import compile_step
-from entrenar_py.checks import CHECKS
-from entrenar_py.errors import BackendUnavailable, UsageError
-from entrenar_py.scenario import Scenario
+from entrenar_py import compute as backends
+from entrenar_py import systems
+from entrenar_py.check.clauses import CHECKS
+from entrenar_py.compute import wgpu
+from entrenar_py.compute.wgpu.bounds.intervals import Bounded
+from entrenar_py.compute.wgpu.program import compile_step
+from entrenar_py.shared.errors import BackendUnavailable, UsageError
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import Declined, Explained, Poisoned, Stepped
+from entrenar_py.shared.verdict import Verdict
 from entrenar_py.systems.probes import device_meter, operation_cases, wgpu_operations, wgpu_steps
 from entrenar_py.systems.probes.operation_cases import CASES
-from entrenar_py.trace import Declined, Explained, Poisoned, Stepped
-from entrenar_py.verdict import Verdict
-from tests.checks import traces
+from tests.check.clauses import traces
 
 PROBES = ("wgpu_steps", "wgpu_operations", "wgpu_refusals")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from entrenar_py import systems
-from entrenar_py.protocol import frames, messages
-from entrenar_py.protocol.frames import CHUNK_BYTES
-from entrenar_py.protocol.upstream.wire_messages import WIRE_MESSAGES
-from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Admission, Carried, Refused
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import Admission, Carried, Refused
+from entrenar_py.train.upstream.wire_messages import WIRE_MESSAGES
+from entrenar_py.train.wire import frames, messages
+from entrenar_py.train.wire.frames import CHUNK_BYTES
 
 SCENARIO = Scenario(system="wire", workload="linear", world_size=1, seed=5)
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from entrenar_py import systems
-from entrenar_py.faults import Fault
-from entrenar_py.scenario import Scenario
-from entrenar_py.trace import (
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import (
     Halt,
     Injected,
     Membership,

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from entrenar_py import systems
-from entrenar_py.faults import Fault
-from entrenar_py.scenario import Scenario
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import Halt, Injected, Membership, Shard, Start, Trace, Update
 from entrenar_py.systems.single import textbook_faults
-from entrenar_py.trace import Halt, Injected, Membership, Shard, Start, Trace, Update
-from entrenar_py.training import sharding
+from entrenar_py.train.arithmetic import sharding
 
 USUAL = Scenario(
     system="textbook",

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from entrenar_py import systems
-from entrenar_py.faults import Fault
-from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Attempt, Shard, Trace, Update
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import Attempt, Shard, Trace, Update
 
 WORLD_SIZES = (1, 2, 3, 4, 5, 8)
 Bits = list[tuple[Any, ...]]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import signal
 import sys
 
-from entrenar_py.faults import Fault
-from entrenar_py.protocol.effects import Apply, Effect
-from entrenar_py.scenario import Scenario
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.star.processes import ProcessTransport
 from entrenar_py.systems.star.scenario_run import ScenarioRun
+from entrenar_py.train.wire.effects import Apply, Effect
 
 FREEZE = Fault(kind="freeze", step=2, rank=1, at="Average", seconds=600.0)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from entrenar_py import systems
-from entrenar_py.errors import UsageError
-from entrenar_py.faults import Fault
-from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Audit, Halt, Membership, Shard, Trace
-from entrenar_py.verdict import Verdict
-from tests.checks import traces
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import Audit, Halt, Membership, Shard, Trace
+from entrenar_py.shared.verdict import Verdict
+from tests.check.clauses import traces
 from tests.systems import stars
 from tests.systems.stars import REAL, SIMULATED, subject
 

@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py.drivers.processes import Crew
-from entrenar_py.faults import Fault
+from entrenar_py.shared.faults import Fault
 from entrenar_py.systems import preloaded
 from entrenar_py.systems.star import processes, worker_process
-from tests.drivers.fakes import (
+from entrenar_py.train.wire_io.processes import Crew
+from tests.systems import stars
+from tests.systems.holdings import holdings
+from tests.systems.stars import REAL, subject
+from tests.train.wire_io.fakes import (
     COMPLETED,
     LOOPBACK,
     FakeServer,
@@ -26,9 +29,6 @@ from tests.drivers.fakes import (
     take_part,
     until,
 )
-from tests.systems import stars
-from tests.systems.holdings import holdings
-from tests.systems.stars import REAL, subject
 
 NUM_RUNS = 20
 FAULTS = (

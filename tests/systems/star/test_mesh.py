@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from entrenar_py import faults, trace
-from entrenar_py.faults import Fault
-from entrenar_py.trace import Halt, Membership, Update
+from entrenar_py.shared import faults, trace
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.trace import Halt, Membership, Update
 from tests.systems import stars
 from tests.systems.stars import MESH, subject
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from entrenar_py import faults
-from entrenar_py.faults import PLACES, Fault
-from entrenar_py.protocol.frames import Buffer
-from entrenar_py.protocol.messages import Message, State
-from entrenar_py.systems.star.member import Member
-from entrenar_py.trace import Halt, Injected, Membership, Shard, Update
+from entrenar_py.shared import faults
+from entrenar_py.shared.faults import PLACES, Fault
+from entrenar_py.shared.trace import Halt, Injected, Membership, Shard, Update
+from entrenar_py.train.coordinator.member import Member
+from entrenar_py.train.wire.frames import Buffer
+from entrenar_py.train.wire.messages import Message, State
 from tests.systems import stars
 from tests.systems.stars import MESH_SIMULATED, STEP, subject
 

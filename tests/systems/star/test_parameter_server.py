@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
-from entrenar_py import faults
-from entrenar_py.drivers.processes import Crew, Hand
-from entrenar_py.faults import Fault
-from entrenar_py.protocol.attendance import CONVICTIONS_MAX
-from entrenar_py.protocol.terms import Run
+from entrenar_py.shared import faults
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.trace import Halt, Membership, Shard, Traffic, Update
 from entrenar_py.systems import preloaded
 from entrenar_py.systems.star import processes, worker_process
 from entrenar_py.systems.star.processes import ProcessTransport
 from entrenar_py.systems.star.scenario_run import ScenarioRun
-from entrenar_py.trace import Halt, Membership, Shard, Traffic, Update
+from entrenar_py.train.wire.attendance import CONVICTIONS_MAX
+from entrenar_py.train.wire.terms import Run
+from entrenar_py.train.wire_io.processes import Crew, Hand
 from tests.systems import stars
 from tests.systems.stars import REAL, subject
 

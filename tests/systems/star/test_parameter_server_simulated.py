@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from entrenar_py import faults
-from entrenar_py.faults import PLACES, Fault
-from entrenar_py.trace import Admission, Halt, Injected, Shard, Update
+from entrenar_py.shared import faults
+from entrenar_py.shared.faults import PLACES, Fault
+from entrenar_py.shared.trace import Admission, Halt, Injected, Shard, Update
 from tests.systems import stars
 from tests.systems.between import Between
 from tests.systems.stars import SIMULATED, subject

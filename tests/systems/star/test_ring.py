@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from entrenar_py import faults, systems
-from entrenar_py.errors import UsageError
-from entrenar_py.faults import LIE_PLACES, RING_PLACES, STRANGERS, Fault
-from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Injected, Tensors, Trace
-from tests.checks import traces
+from entrenar_py import systems
+from entrenar_py.shared import faults
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.faults import LIE_PLACES, RING_PLACES, STRANGERS, Fault
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import Injected, Tensors, Trace
+from tests.check.clauses import traces
 from tests.systems import stars
 
 REAL, SIMULATED = "ring", "ring_simulated"

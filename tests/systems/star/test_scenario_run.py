@@ -6,14 +6,16 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from entrenar_py import backends, systems, trace
-from entrenar_py.backends import chain
-from entrenar_py.drivers.uninvited_client import Guest
-from entrenar_py.faults import Fault
-from entrenar_py.protocol.effects import Finish, Gather
-from entrenar_py.protocol.terms import Run
-from entrenar_py.scenario import Scenario
+from entrenar_py import compute as backends
+from entrenar_py import systems
+from entrenar_py.compute import chain
+from entrenar_py.shared import trace
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.star.scenario_run import ScenarioRun
+from entrenar_py.train.wire.effects import Finish, Gather
+from entrenar_py.train.wire.terms import Run
+from entrenar_py.train.wire_io.uninvited_client import Guest
 from tests.systems import stars
 
 

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from entrenar_py.drivers.message_faults import Fate, Meddling
-from entrenar_py.drivers.processes import Job
-from entrenar_py.faults import Fault
-from entrenar_py.protocol.messages import Commit, Heartbeat, Staged
-from entrenar_py.protocol.terms import Timing
+from entrenar_py.shared.faults import Fault
 from entrenar_py.systems.star import worker_process
-from entrenar_py.systems.star.server import Server
 from entrenar_py.systems.star.worker_process import Doomed
-from tests.drivers.fakes import free_port
+from entrenar_py.train.coordinator.server import Server
+from entrenar_py.train.wire.messages import Commit, Heartbeat, Staged
+from entrenar_py.train.wire.terms import Timing
+from entrenar_py.train.wire_io.message_faults import Fate, Meddling
+from entrenar_py.train.wire_io.processes import Job
 from tests.systems import stars
+from tests.train.wire_io.fakes import free_port
 
 SCENARIO = stars.subject("parameter_server")
 

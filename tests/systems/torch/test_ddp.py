@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from entrenar_py import systems, trace
-from entrenar_py.faults import Fault
-from entrenar_py.scenario import Scenario
+from entrenar_py import systems
+from entrenar_py.shared import trace
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.scenario import Scenario
 
 
 def _run(**changes: Any) -> trace.Trace:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from entrenar_py.faults import Fault
-from entrenar_py.scenario import Scenario
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.torch import fault_timing
 
 SCENARIO = Scenario(

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from entrenar_py import systems, trace
-from entrenar_py.checks import local_sgd
-from entrenar_py.faults import Fault
+from entrenar_py import systems
+from entrenar_py.check.clauses import local_sgd
+from entrenar_py.shared import trace
+from entrenar_py.shared.faults import Fault
 
 NAN = Fault(kind="non_finite_gradient", rank=1, step=2, value="nan")
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from entrenar_py import trace
-from entrenar_py.checks.needs import ORACLE
-from entrenar_py.errors import UsageError
-from entrenar_py.harness import companions
-from entrenar_py.scenario import Scenario
+from entrenar_py.check.evidence.needs import ORACLE
+from entrenar_py.check.harness import companions
+from entrenar_py.shared import trace
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.verdict import Verdict
 from entrenar_py.systems.torch import pipeline_parallel
-from entrenar_py.verdict import Verdict
-from tests.checks import traces
+from tests.check.clauses import traces
 
 
 def scenario(**changes: Any) -> Scenario:

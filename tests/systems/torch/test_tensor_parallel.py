@@ -7,15 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from entrenar_py import systems, trace
-from entrenar_py.checks.needs import ORACLE
-from entrenar_py.errors import UsageError
-from entrenar_py.faults import Fault
-from entrenar_py.harness import companions
-from entrenar_py.scenario import Scenario
+from entrenar_py import systems
+from entrenar_py.check.evidence.needs import ORACLE
+from entrenar_py.check.harness import companions
+from entrenar_py.shared import trace
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.verdict import Verdict
 from entrenar_py.systems.torch import tensor_parallel
-from entrenar_py.verdict import Verdict
-from tests.checks import traces
+from tests.check.clauses import traces
 
 
 def scenario(**changes: Any) -> Scenario:

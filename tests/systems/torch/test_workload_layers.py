@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 
-from entrenar_py.scenario import Scenario
-from entrenar_py.systems import models
+from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.torch import workload_layers
+from entrenar_py.train.coordinator import models
 
 NAMES = ("linear", "mlp", "decoder", "decoder_full")
 

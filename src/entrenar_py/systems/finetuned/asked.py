@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from entrenar_py.errors import UsageError
-from entrenar_py.scenario import Scenario
-from entrenar_py.tuning.settings import CLASS_WEIGHTS, METHODS, RECOMPUTED, STRATEGIES, TASKS
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.train.model.settings import CLASS_WEIGHTS, METHODS, RECOMPUTED, STRATEGIES, TASKS
 
 FAMILIES = ("qwen3", "llama", "gpt2")
 # What a run records beside its training: samples and what the loss depended on; what it wrote, as

@@ -21,19 +21,19 @@ from typing import Any, NoReturn
 
 import torch
 
-from entrenar_py import mutants, trace
-from entrenar_py.drivers.patience import Patience
-from entrenar_py.drivers.processes import Crew, Hand, Job
-from entrenar_py.errors import UsageError
-from entrenar_py.scenario import Scenario
+from entrenar_py.shared import mutants, trace
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.patience import Patience
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import Trace
 from entrenar_py.systems.finetuned import outputs, small
 from entrenar_py.systems.finetuned.asked import Asked
 from entrenar_py.systems.finetuned.small import Made
 from entrenar_py.systems.finetuned.textbook import Textbook
-from entrenar_py.systems.recorder import Recorder
-from entrenar_py.trace import Trace
+from entrenar_py.train.coordinator.recorder import Recorder
+from entrenar_py.train.wire_io.processes import Crew, Hand, Job
 
-MODULE = "entrenar_py.finetune.__main__"  # what torchrun runs; a name, as users give it
+MODULE = "entrenar_py.train.finetune.rank_command"  # what torchrun runs; a name, as users give it
 PATIENCE_S = 120.0
 _PRELOADED = (
     "peft",

@@ -10,30 +10,30 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from entrenar_py import backends, trace, wording
-from entrenar_py.errors import UsageError
-from entrenar_py.pipeline import coordinated, stage_loading
-from entrenar_py.pipeline import cut as cutting
-from entrenar_py.pipeline.cut import Cut
-from entrenar_py.pipeline.member import StageMember
-from entrenar_py.pipeline.server import PipelineServer
-from entrenar_py.pipeline.stage_hands import StageHands
-from entrenar_py.pipeline.stage_workload import hidden_bytes_max, width_of
-from entrenar_py.protocol.pipeline_worker import PipelineWorker
-from entrenar_py.protocol.terms import Run
-from entrenar_py.scenario import Scenario
-from entrenar_py.systems import updates
+from entrenar_py import compute as backends
+from entrenar_py.shared import trace, updates, wording
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import Trace
 from entrenar_py.systems.finetuned import frozen, small
 from entrenar_py.systems.finetuned.asked import Asked
 from entrenar_py.systems.finetuned.small import Made
 from entrenar_py.systems.finetuned.textbook import Textbook
 from entrenar_py.systems.star.scenario_run import ScenarioRun
 from entrenar_py.systems.star.simulated import SimulatedTransport
-from entrenar_py.trace import Trace
-from entrenar_py.training import sharding
-from entrenar_py.tuning import prepared as preparing
-from entrenar_py.tuning.prepared import Prepared
-from entrenar_py.tuning.settings import LAYER_PIPELINE, StagePlan
+from entrenar_py.train.arithmetic import sharding
+from entrenar_py.train.model import prepared as preparing
+from entrenar_py.train.model.prepared import Prepared
+from entrenar_py.train.model.settings import LAYER_PIPELINE, StagePlan
+from entrenar_py.train.stages import coordinated, stage_loading
+from entrenar_py.train.stages import cut as cutting
+from entrenar_py.train.stages.cut import Cut
+from entrenar_py.train.stages.member import StageMember
+from entrenar_py.train.stages.server import PipelineServer
+from entrenar_py.train.stages.stage_hands import StageHands
+from entrenar_py.train.stages.stage_workload import hidden_bytes_max, width_of
+from entrenar_py.train.wire.pipeline_worker import PipelineWorker
+from entrenar_py.train.wire.terms import Run
 
 _FACTS = ("gradients",)
 

@@ -19,16 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from entrenar_py import trace
-from entrenar_py.distill import manifest, shards, student
-from entrenar_py.distill.claims import Claims
-from entrenar_py.distill.manifest import Entry
-from entrenar_py.distill.producing import Progress, Stage
-from entrenar_py.distill.schema import Facts
-from entrenar_py.distill.shards import File, Rows, ShardWriter
-from entrenar_py.distill.student import Student
-from entrenar_py.errors import EntrenarError
-from entrenar_py.scenario import Scenario
+from entrenar_py.shared import trace
+from entrenar_py.shared.errors import EntrenarError
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import Trace
 from entrenar_py.systems.finetuned import samples_seen, small
 from entrenar_py.systems.finetuned.asked import Asked
 from entrenar_py.systems.finetuned.samples_seen import Watched
@@ -36,11 +30,17 @@ from entrenar_py.systems.finetuned.small import Made
 from entrenar_py.systems.finetuned.textbook import Textbook
 from entrenar_py.systems.star.scenario_run import ScenarioRun
 from entrenar_py.systems.star.simulated import SimulatedTransport
-from entrenar_py.trace import Trace
-from entrenar_py.tuning import model_class
-from entrenar_py.tuning import prepared as preparing
-from entrenar_py.tuning.prepared import Prepared
-from entrenar_py.tuning.settings import Distillation
+from entrenar_py.train.distill import manifest, shards, student
+from entrenar_py.train.distill.claims import Claims
+from entrenar_py.train.distill.manifest import Entry
+from entrenar_py.train.distill.producing import Progress, Stage
+from entrenar_py.train.distill.schema import Facts
+from entrenar_py.train.distill.shards import File, Rows, ShardWriter
+from entrenar_py.train.distill.student import Student
+from entrenar_py.train.model import model_class
+from entrenar_py.train.model import prepared as preparing
+from entrenar_py.train.model.prepared import Prepared
+from entrenar_py.train.model.settings import Distillation
 
 SAMPLES = 5  # of a shard
 ALL = "all"  # as top_k: the whole vocabulary

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from entrenar_py import trace
+from entrenar_py.shared import trace
 from entrenar_py.systems.finetuned.weights import weights_of
 
 

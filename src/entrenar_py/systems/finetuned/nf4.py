@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from entrenar_py import trace
+from entrenar_py.shared import trace
+from entrenar_py.shared.trace import Tensors
 from entrenar_py.systems.finetuned.frozen import name_in_checkpoint
 from entrenar_py.systems.finetuned.small import Made
 from entrenar_py.systems.finetuned.weights import weights_of
-from entrenar_py.trace import Tensors
-from entrenar_py.training.tensors import Array
+from entrenar_py.train.arithmetic.tensors import Array
 
 _WITHIN_BLOCKS = re.compile(r"\.layers\.\d+\..*_proj\.weight$")  # of qwen3 and llama
 _HEADS = ("lm_head.weight",)

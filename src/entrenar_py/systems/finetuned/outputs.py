@@ -10,16 +10,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from entrenar_py import trace
+from entrenar_py.shared import trace
 from entrenar_py.systems.finetuned import nf4
 from entrenar_py.systems.finetuned.asked import Asked
 from entrenar_py.systems.finetuned.frozen import name_in_checkpoint
 from entrenar_py.systems.finetuned.small import LABELS, Made
 from entrenar_py.systems.finetuned.textbook import Textbook
 from entrenar_py.systems.finetuned.weights import weights_of
-from entrenar_py.training.tensors import Array
-from entrenar_py.tuning import model, saving
-from entrenar_py.tuning.prepared import Prepared
+from entrenar_py.train.arithmetic.tensors import Array
+from entrenar_py.train.model import model, saving
+from entrenar_py.train.model.prepared import Prepared
 
 _NUM_ROWS = 3  # whose logits are compared
 

@@ -18,15 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from entrenar_py import extras, trace
-from entrenar_py.errors import UsageError
-from entrenar_py.scenario import Scenario
+from entrenar_py.shared import extras, trace
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import Tensors, Trace
 from entrenar_py.systems.finetuned import samples_seen, small
 from entrenar_py.systems.finetuned.asked import Asked
 from entrenar_py.systems.finetuned.small import LABELS, Made
-from entrenar_py.systems.recorder import Recorder
-from entrenar_py.trace import Tensors, Trace
-from entrenar_py.training import optimizer, schedule, sharding
+from entrenar_py.train.arithmetic import optimizer, schedule, sharding
+from entrenar_py.train.coordinator.recorder import Recorder
 
 IGNORED = -100
 

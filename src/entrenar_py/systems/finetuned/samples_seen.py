@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from entrenar_py import trace
+from entrenar_py.shared import trace
 from entrenar_py.systems.finetuned import small
 from entrenar_py.systems.finetuned.small import Made
-from entrenar_py.training.tensors import Array, DropFunction, Tensors
-from entrenar_py.tuning import packing
-from entrenar_py.tuning.prepared import Prepared
-from entrenar_py.tuning.samples import Samples
-from entrenar_py.tuning.workload import Finetuning
+from entrenar_py.train.arithmetic.tensors import Array, DropFunction, Tensors
+from entrenar_py.train.model import packing
+from entrenar_py.train.model.prepared import Prepared
+from entrenar_py.train.model.samples import Samples
+from entrenar_py.train.model.workload import Finetuning
 
 
 class _Part(NamedTuple):

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from entrenar_py import extras
-from entrenar_py.errors import UsageError
-from entrenar_py.scenario import Scenario
+from entrenar_py.shared import extras
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.finetuned.asked import Asked
-from entrenar_py.tuning.settings import Classes, Data, Lora, Settings
+from entrenar_py.train.model.settings import Classes, Data, Lora, Settings
 
 LABELS = ("safe", "unsafe")
 SHARE_UNSAFE = 0.25

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.fx import GraphModule
 
-from entrenar_py import trace
-from entrenar_py.backends.wgpu import capture
-from entrenar_py.backends.wgpu.bounds import sensitivity
-from entrenar_py.errors import UsageError
+from entrenar_py.compute.wgpu import capture
+from entrenar_py.compute.wgpu.bounds import sensitivity
+from entrenar_py.shared import trace
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.trace import TensorRecord, Trace
 from entrenar_py.systems.finetuned import nf4, samples_seen
 from entrenar_py.systems.finetuned.asked import Asked
 from entrenar_py.systems.finetuned.small import LABELS, Made
-from entrenar_py.trace import TensorRecord, Trace
 
 _BEFORE, _DEFAULT = "base_model.model.", ".default.weight"
 _HEAD = "score.modules_to_save.default.weight"

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from entrenar_py import trace
-from entrenar_py.protocol.terms import Run
-from entrenar_py.scenario import Scenario
+from entrenar_py.shared import trace
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import Trace
 from entrenar_py.systems.finetuned import frozen, nf4, outputs, samples_seen, small
 from entrenar_py.systems.finetuned.asked import Asked
 from entrenar_py.systems.finetuned.samples_seen import Watched
@@ -17,9 +17,9 @@ from entrenar_py.systems.finetuned.small import Made
 from entrenar_py.systems.finetuned.textbook import Textbook
 from entrenar_py.systems.star.scenario_run import ScenarioRun
 from entrenar_py.systems.star.simulated import SimulatedTransport
-from entrenar_py.trace import Trace
-from entrenar_py.tuning import prepared as preparing
-from entrenar_py.tuning.prepared import Prepared
+from entrenar_py.train.model import prepared as preparing
+from entrenar_py.train.model.prepared import Prepared
+from entrenar_py.train.wire.terms import Run
 
 
 def run(scenario: Scenario) -> Trace:

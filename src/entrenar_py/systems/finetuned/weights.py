@@ -6,7 +6,7 @@ from pathlib import Path
 
 from safetensors.numpy import load_file
 
-from entrenar_py.training.tensors import Array
+from entrenar_py.train.arithmetic.tensors import Array
 
 
 def weights_of(folder: Path) -> dict[str, Array]:

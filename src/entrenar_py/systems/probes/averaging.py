@@ -12,17 +12,17 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from entrenar_py import trace
-from entrenar_py.drivers.averaging_end import AveragingEnd
-from entrenar_py.protocol.effects import Peer
-from entrenar_py.protocol.frames import Buffer
-from entrenar_py.protocol.upstream import wire_messages as say
-from entrenar_py.protocol.upstream.averager import Averager
-from entrenar_py.protocol.upstream.wire_frames import Decoder, encode
-from entrenar_py.protocol.upstream.wire_messages import WHOLE, Part, WireMessage
-from entrenar_py.protocol.upstream.wire_terms import AveragingRun, Patience
-from entrenar_py.scenario import Scenario
-from entrenar_py.systems.recorder import Recorder
+from entrenar_py.shared import trace
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.train.coordinator.recorder import Recorder
+from entrenar_py.train.upstream import wire_messages as say
+from entrenar_py.train.upstream.averager import Averager
+from entrenar_py.train.upstream.wire_frames import Decoder, encode
+from entrenar_py.train.upstream.wire_messages import WHOLE, Part, WireMessage
+from entrenar_py.train.upstream.wire_terms import AveragingRun, Patience
+from entrenar_py.train.wire.effects import Peer
+from entrenar_py.train.wire.frames import Buffer
+from entrenar_py.train.wire_io.averaging_end import AveragingEnd
 
 Vector = NDArray[np.float32]
 Outcome = TypeVar("Outcome")

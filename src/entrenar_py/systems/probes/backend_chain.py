@@ -8,13 +8,14 @@ from dataclasses import asdict, replace
 import torch
 from torch import Tensor
 
-from entrenar_py import backends, trace
-from entrenar_py.backends import Backend, chain, cpu
-from entrenar_py.errors import BackendUnavailable, UsageError
-from entrenar_py.faults import OF_ADAPTERS, Fault
-from entrenar_py.scenario import Scenario
+from entrenar_py import compute as backends
+from entrenar_py.compute import Backend, chain, cpu
+from entrenar_py.shared import trace
+from entrenar_py.shared.errors import BackendUnavailable, UsageError
+from entrenar_py.shared.faults import OF_ADAPTERS, Fault
+from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.probes import doomed_device, products
-from entrenar_py.systems.recorder import Recorder
+from entrenar_py.train.coordinator.recorder import Recorder
 
 SHAPE = {"m": 33, "k": 65, "n": 17}  # ragged in every direction
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 from weakref import finalize
 
-from entrenar_py import backends
-from entrenar_py.backends import Backend
+from entrenar_py import compute as backends
+from entrenar_py.compute import Backend
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ def _of_adapter(name: str, before: Work, work: Work) -> Measured:
 
     WebGPU can't report an adapter's memory, and wgpu-native's report counts objects, not bytes.
     """
-    from entrenar_py.backends import wgpu
-    from entrenar_py.backends.wgpu.device import open_device
+    from entrenar_py.compute import wgpu
+    from entrenar_py.compute.wgpu.device import open_device
 
     device = open_device(int(name.partition(":")[2] or 0))
     counted = Counted(device.handle)

@@ -17,11 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from entrenar_py import backends
-from entrenar_py.backends import adapters
-from entrenar_py.backends.wgpu import WgpuBackend
-from entrenar_py.errors import UsageError
-from entrenar_py.scenario import Scenario
+from entrenar_py import compute as backends
+from entrenar_py.compute import adapters
+from entrenar_py.compute.wgpu import WgpuBackend
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.scenario import Scenario
 
 P = ParamSpec("P")
 R = TypeVar("R")

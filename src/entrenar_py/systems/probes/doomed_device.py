@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from entrenar_py.backends import Backend
+from entrenar_py.compute import Backend
 
 Struck = Callable[[], None]
 
 
 def has_adapter(backend: Backend) -> bool:
     """Return whether `backend` computes on a WebGPU adapter, whatever its name."""
-    from entrenar_py.backends.wgpu import WgpuBackend
+    from entrenar_py.compute.wgpu import WgpuBackend
 
     return isinstance(backend, WgpuBackend)
 
@@ -27,8 +27,8 @@ def open_doomed(kind: str, on_strike: Struck) -> Backend:
 
     `on_strike` is called when the fault strikes. Raises BackendUnavailable if there is no adapter.
     """
-    from entrenar_py.backends import wgpu
-    from entrenar_py.backends.wgpu.device import open_device
+    from entrenar_py.compute import wgpu
+    from entrenar_py.compute.wgpu.device import open_device
 
     logging.getLogger("wgpu").addFilter(_is_news)
     device = open_device(0)

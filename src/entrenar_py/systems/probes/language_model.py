@@ -17,15 +17,15 @@ import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from entrenar_py import trace
-from entrenar_py.errors import UsageError
-from entrenar_py.observing import token_losses
-from entrenar_py.observing.generators import Generators
-from entrenar_py.observing.language import Looking
-from entrenar_py.observing.random_numbers import RandomNumbers
-from entrenar_py.observing.subject import Subject
-from entrenar_py.scenario import Scenario
-from entrenar_py.systems.recorder import Recorder
+from entrenar_py.check.observing import token_losses
+from entrenar_py.check.observing.generators import Generators
+from entrenar_py.check.observing.language import Looking
+from entrenar_py.check.observing.random_numbers import RandomNumbers
+from entrenar_py.check.observing.subject import Subject
+from entrenar_py.shared import trace
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.train.coordinator.recorder import Recorder
 
 PAD, BEGIN, END, VOCABULARY, WIDTH, HEADS, LENGTH = 0, 1, 2, 23, 16, 2, 12
 NUM_ROWS, IGNORED, EVALUATED_AFTER = 3, -100, 0

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from entrenar_py import backends, trace
-from entrenar_py.backends import Backend
-from entrenar_py.errors import BackendUnavailable
-from entrenar_py.scenario import Scenario
-from entrenar_py.systems import models
-from entrenar_py.systems.recorder import Recorder
-from entrenar_py.training import dropout, engine
-from entrenar_py.training.tensors import Workload
+from entrenar_py import compute as backends
+from entrenar_py.compute import Backend
+from entrenar_py.shared import trace
+from entrenar_py.shared.errors import BackendUnavailable
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.train.arithmetic import dropout, engine
+from entrenar_py.train.arithmetic.tensors import Workload
+from entrenar_py.train.coordinator import models
+from entrenar_py.train.coordinator.recorder import Recorder
 
 DECLARED = "model"  # the `backend` of the Manifest that the workload declares
 

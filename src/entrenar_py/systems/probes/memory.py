@@ -23,16 +23,17 @@ from typing import Any
 
 import torch
 
-from entrenar_py import backends, mutants, trace
-from entrenar_py.backends import Backend
-from entrenar_py.drivers.patience import Patience
-from entrenar_py.errors import BackendUnavailable, SystemFailure, UsageError
-from entrenar_py.scenario import Scenario
-from entrenar_py.systems import models
+from entrenar_py import compute as backends
+from entrenar_py.compute import Backend
+from entrenar_py.shared import mutants, trace
+from entrenar_py.shared.errors import BackendUnavailable, SystemFailure, UsageError
+from entrenar_py.shared.patience import Patience
+from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.probes import device_memory
-from entrenar_py.systems.recorder import Recorder
-from entrenar_py.training import dropout, engine, optimizer, reduction, sharding
-from entrenar_py.training.tensors import TensorSpec
+from entrenar_py.train.arithmetic import dropout, engine, optimizer, reduction, sharding
+from entrenar_py.train.arithmetic.tensors import TensorSpec
+from entrenar_py.train.coordinator import models
+from entrenar_py.train.coordinator.recorder import Recorder
 
 PATIENCE_S = 120.0
 FLOAT_BYTES = 4

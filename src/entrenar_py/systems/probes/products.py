@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from entrenar_py import backends, trace
-from entrenar_py.backends import Backend, Pair, rounding
-from entrenar_py.errors import BackendUnavailable, UsageError
-from entrenar_py.scenario import Scenario
-from entrenar_py.systems.recorder import Recorder
+from entrenar_py import compute as backends
+from entrenar_py.compute import Backend, Pair, rounding
+from entrenar_py.shared import trace
+from entrenar_py.shared.errors import BackendUnavailable, UsageError
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.train.coordinator.recorder import Recorder
 
 # layout -> whether a is a transposed view, whether b is one
 LAYOUTS: dict[str, tuple[bool, bool]] = {

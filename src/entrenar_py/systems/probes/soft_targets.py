@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from entrenar_py import trace
-from entrenar_py.distill import loss, teacher
-from entrenar_py.distill.loss import Taught
-from entrenar_py.errors import UsageError
-from entrenar_py.scenario import Scenario
-from entrenar_py.systems.recorder import Recorder
+from entrenar_py.shared import trace
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.train.coordinator.recorder import Recorder
+from entrenar_py.train.distill import loss, teacher
+from entrenar_py.train.distill.loss import Taught
 
 ROWS = 200  # of an event
 _TARGETS = 7  # every so many rows' target is the teacher's first token

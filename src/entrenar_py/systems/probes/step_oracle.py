@@ -11,10 +11,10 @@ import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 from torch.fx import GraphModule
 
-from entrenar_py.backends.wgpu.bounds import sensitivity
-from entrenar_py.backends.wgpu.bounds.sensitivity import Deviation
-from entrenar_py.training import dropout
-from entrenar_py.training.tensors import Array, DropFunction, Workload
+from entrenar_py.compute.wgpu.bounds import sensitivity
+from entrenar_py.compute.wgpu.bounds.sensitivity import Deviation
+from entrenar_py.train.arithmetic import dropout
+from entrenar_py.train.arithmetic.tensors import Array, DropFunction, Workload
 
 
 class Oracle:

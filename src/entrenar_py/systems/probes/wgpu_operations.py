@@ -8,15 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from entrenar_py import trace
-from entrenar_py.backends.wgpu import bounds, capture, program
-from entrenar_py.backends.wgpu.bounds.intervals import Bounded
-from entrenar_py.backends.wgpu.device import Device
-from entrenar_py.errors import BackendUnavailable, UsageError
-from entrenar_py.scenario import Scenario
+from entrenar_py.compute.wgpu import bounds, capture, program
+from entrenar_py.compute.wgpu.bounds.intervals import Bounded
+from entrenar_py.compute.wgpu.device import Device
+from entrenar_py.shared import trace
+from entrenar_py.shared.errors import BackendUnavailable, UsageError
+from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.probes import device_meter, operation_cases
 from entrenar_py.systems.probes.operation_cases import CASES, Case
-from entrenar_py.systems.recorder import Recorder
+from entrenar_py.train.coordinator.recorder import Recorder
 
 # The allowed relative difference of two float64 evaluations that add in different orders.
 FLOAT64_SLACK = 1e-12

@@ -12,14 +12,14 @@ from types import CodeType
 import torch
 from torch import Tensor
 
-from entrenar_py import trace
-from entrenar_py.backends.wgpu import program
-from entrenar_py.backends.wgpu.device import Device
-from entrenar_py.backends.wgpu.uploads import Array
-from entrenar_py.errors import BackendUnavailable, EntrenarError
-from entrenar_py.scenario import Scenario
+from entrenar_py.compute.wgpu import program
+from entrenar_py.compute.wgpu.device import Device
+from entrenar_py.compute.wgpu.uploads import Array
+from entrenar_py.shared import trace
+from entrenar_py.shared.errors import BackendUnavailable, EntrenarError
+from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.probes import device_meter
-from entrenar_py.systems.recorder import Recorder
+from entrenar_py.train.coordinator.recorder import Recorder
 
 
 @dataclass(frozen=True)

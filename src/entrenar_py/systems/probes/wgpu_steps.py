@@ -9,18 +9,18 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from entrenar_py import trace
-from entrenar_py.backends.wgpu import WgpuBackend
-from entrenar_py.backends.wgpu.resident import ResidentStep
-from entrenar_py.errors import BackendUnavailable, UsageError
-from entrenar_py.scenario import Scenario
-from entrenar_py.systems import models
+from entrenar_py.compute.wgpu import WgpuBackend
+from entrenar_py.compute.wgpu.resident import ResidentStep
+from entrenar_py.shared import trace
+from entrenar_py.shared.errors import BackendUnavailable, UsageError
+from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.probes import device_meter, step_oracle
 from entrenar_py.systems.probes.device_meter import Meter, open_adapter
-from entrenar_py.systems.recorder import Recorder
-from entrenar_py.training import dropout
-from entrenar_py.training.engine import Engine
-from entrenar_py.training.tensors import Array, DropFunction
+from entrenar_py.train.arithmetic import dropout
+from entrenar_py.train.arithmetic.engine import Engine
+from entrenar_py.train.arithmetic.tensors import Array, DropFunction
+from entrenar_py.train.coordinator import models
+from entrenar_py.train.coordinator.recorder import Recorder
 
 SCALE = 2.0**-3  # not 1, so that a scale that is left out or applied twice is seen
 ELEMENT_BYTES = 4

@@ -11,17 +11,17 @@ from typing import Any, Protocol, TypeVar
 
 from blake3 import blake3
 
-from entrenar_py import trace
-from entrenar_py.protocol import effects, frames, handshake, headers, messages
-from entrenar_py.protocol.coordinator import Coordinator
-from entrenar_py.protocol.frames import CHUNK_BYTES, Buffer, Decoder, Encoder, Received
-from entrenar_py.protocol.messages import Challenge, Heartbeat, Hello, Message, TreeNode
-from entrenar_py.protocol.terms import Run, Terms, Timing
-from entrenar_py.protocol.upstream.wire_frames import Received as OriginallyReceived
-from entrenar_py.protocol.upstream.wire_messages import WireMessage
-from entrenar_py.scenario import Scenario
+from entrenar_py.shared import trace
+from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.probes import original_frames
-from entrenar_py.systems.recorder import Recorder
+from entrenar_py.train.coordinator.recorder import Recorder
+from entrenar_py.train.upstream.wire_frames import Received as OriginallyReceived
+from entrenar_py.train.upstream.wire_messages import WireMessage
+from entrenar_py.train.wire import effects, frames, handshake, headers, messages
+from entrenar_py.train.wire.coordinator import Coordinator
+from entrenar_py.train.wire.frames import CHUNK_BYTES, Buffer, Decoder, Encoder, Received
+from entrenar_py.train.wire.messages import Challenge, Heartbeat, Hello, Message, TreeNode
+from entrenar_py.train.wire.terms import Run, Terms, Timing
 
 Got = TypeVar("Got", covariant=True)
 KEY = bytes(range(32))

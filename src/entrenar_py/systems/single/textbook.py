@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from entrenar_py import trace
-from entrenar_py.scenario import Scenario
-from entrenar_py.systems import membership, models
-from entrenar_py.systems.devices import Devices
-from entrenar_py.systems.recorder import Recorder
+from entrenar_py.shared import membership, trace
+from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.single import textbook_faults, textbook_replica
 from entrenar_py.systems.single.textbook_replica import Replica, Setup
-from entrenar_py.training import dropout, engine, sharding
+from entrenar_py.train.arithmetic import dropout, engine, sharding
+from entrenar_py.train.coordinator import models
+from entrenar_py.train.coordinator.devices import Devices
+from entrenar_py.train.coordinator.recorder import Recorder
 
 
 def run(scenario: Scenario) -> trace.Trace:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from entrenar_py import trace
-from entrenar_py.faults import Fault
-from entrenar_py.scenario import Scenario
-from entrenar_py.systems import models
+from entrenar_py.shared import trace
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.single import textbook_replica
 from entrenar_py.systems.single.textbook_replica import Replica, Setup
-from entrenar_py.training import sharding
+from entrenar_py.train.arithmetic import sharding
+from entrenar_py.train.coordinator import models
 
 
 def leave(setup: Setup, replicas: list[Replica], step: int) -> list[Replica]:

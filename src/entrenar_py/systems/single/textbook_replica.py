@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from entrenar_py import trace
-from entrenar_py.scenario import Scenario
-from entrenar_py.systems.devices import Devices
-from entrenar_py.systems.recorder import Recorder
-from entrenar_py.training import checkpoint, schedule, sharding
-from entrenar_py.training.tensors import Workload
+from entrenar_py.shared import trace
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.train.arithmetic import checkpoint, schedule, sharding
+from entrenar_py.train.arithmetic.tensors import Workload
+from entrenar_py.train.coordinator.devices import Devices
+from entrenar_py.train.coordinator.recorder import Recorder
 
 
 @dataclass

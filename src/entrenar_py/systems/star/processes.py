@@ -16,19 +16,19 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 
-from entrenar_py import faults, trace
-from entrenar_py.drivers import sockets, uninvited_client
-from entrenar_py.drivers.processes import Crew, Hand
-from entrenar_py.drivers.tcp import DIED, CoordinatorServer
-from entrenar_py.drivers.uninvited_client import Guest
-from entrenar_py.errors import UsageError
-from entrenar_py.faults import Fault
-from entrenar_py.protocol.effects import Effect, Finish
-from entrenar_py.protocol.terms import Run, Timing
-from entrenar_py.scenario import Scenario
+from entrenar_py.shared import faults, trace
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems import preloaded
 from entrenar_py.systems.star import worker_process
 from entrenar_py.systems.star.scenario_run import ScenarioRun
+from entrenar_py.train.wire.effects import Effect, Finish
+from entrenar_py.train.wire.terms import Run, Timing
+from entrenar_py.train.wire_io import sockets, uninvited_client
+from entrenar_py.train.wire_io.processes import Crew, Hand
+from entrenar_py.train.wire_io.tcp import DIED, CoordinatorServer
+from entrenar_py.train.wire_io.uninvited_client import Guest
 
 LOOPBACK = "127.0.0.1"
 ANSWER_S = 3.0

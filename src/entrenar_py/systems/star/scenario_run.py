@@ -13,25 +13,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from entrenar_py import faults, trace
-from entrenar_py.drivers.endpoints import CoordinatorEnd, WorkerEnd
-from entrenar_py.drivers.hands import MemberHands
-from entrenar_py.drivers.message_faults import Fate, Meddling
-from entrenar_py.drivers.uninvited_client import Guest
-from entrenar_py.faults import Fault
-from entrenar_py.protocol.attendance import CONVICTIONS_MAX
-from entrenar_py.protocol.effects import Conclude, Effect, Finish, Gather, Left
-from entrenar_py.protocol.messages import Assign, Message
-from entrenar_py.protocol.terms import Run
-from entrenar_py.protocol.worker import Worker
-from entrenar_py.scenario import Scenario
-from entrenar_py.systems import membership
-from entrenar_py.systems.star import reduction_measures, strangers, topology
-from entrenar_py.systems.star.member import Member
-from entrenar_py.systems.star.server import Server
-from entrenar_py.systems.system import AUTO
-from entrenar_py.training.tensors import Workload
-from entrenar_py.training.vectors import GivenVectors
+from entrenar_py.shared import faults, membership, trace
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.system import AUTO
+from entrenar_py.systems.star import strangers
+from entrenar_py.train.arithmetic.tensors import Workload
+from entrenar_py.train.arithmetic.vectors import GivenVectors
+from entrenar_py.train.coordinator import reduction_measures, topology
+from entrenar_py.train.coordinator.member import Member
+from entrenar_py.train.coordinator.server import Server
+from entrenar_py.train.wire.attendance import CONVICTIONS_MAX
+from entrenar_py.train.wire.effects import Conclude, Effect, Finish, Gather, Left
+from entrenar_py.train.wire.messages import Assign, Message
+from entrenar_py.train.wire.terms import Run
+from entrenar_py.train.wire.worker import Worker
+from entrenar_py.train.wire_io.endpoints import CoordinatorEnd, WorkerEnd
+from entrenar_py.train.wire_io.hands import MemberHands
+from entrenar_py.train.wire_io.message_faults import Fate, Meddling
+from entrenar_py.train.wire_io.uninvited_client import Guest
 
 
 class Transport(Protocol):

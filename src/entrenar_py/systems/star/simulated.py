@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from functools import partial
 
-from entrenar_py import trace
-from entrenar_py.drivers.simulated import Simulation
-from entrenar_py.drivers.uninvited_client import Guest
-from entrenar_py.errors import UsageError
-from entrenar_py.faults import Fault
-from entrenar_py.protocol.effects import Finish
-from entrenar_py.protocol.terms import Run, Timing
-from entrenar_py.scenario import Scenario
-from entrenar_py.systems.star.lies import Liar
+from entrenar_py.shared import trace
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.star.scenario_run import ScenarioRun
+from entrenar_py.train.coordinator.lies import Liar
+from entrenar_py.train.wire.effects import Finish
+from entrenar_py.train.wire.terms import Run, Timing
+from entrenar_py.train.wire_io.simulated import Simulation
+from entrenar_py.train.wire_io.uninvited_client import Guest
 
 # A longer run counts as hung. Most runs that go wrong end by themselves within minutes.
 VIRTUAL_S_MAX = 1_000.0

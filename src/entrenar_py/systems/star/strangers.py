@@ -6,12 +6,12 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from entrenar_py.drivers.uninvited_client import Guest
-from entrenar_py.faults import Fault
-from entrenar_py.protocol import handshake
-from entrenar_py.protocol.frames import CHUNK_BYTES, FIELDS, MAGIC, TO_COORDINATOR, Encoder
-from entrenar_py.protocol.messages import VERSION, Challenge, Hello
-from entrenar_py.protocol.terms import Terms
+from entrenar_py.shared.faults import Fault
+from entrenar_py.train.wire import handshake
+from entrenar_py.train.wire.frames import CHUNK_BYTES, FIELDS, MAGIC, TO_COORDINATOR, Encoder
+from entrenar_py.train.wire.messages import VERSION, Challenge, Hello
+from entrenar_py.train.wire.terms import Terms
+from entrenar_py.train.wire_io.uninvited_client import Guest
 
 GARBAGE_BYTES = 1_000
 CLAIMED_BYTES = 2**62

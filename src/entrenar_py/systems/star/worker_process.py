@@ -19,19 +19,19 @@ from typing import Any
 
 import torch
 
-from entrenar_py import mutants, trace
-from entrenar_py.drivers.message_faults import Fate, Meddling
-from entrenar_py.drivers.processes import Job
-from entrenar_py.drivers.tcp import WorkerClient
-from entrenar_py.faults import Fault
-from entrenar_py.protocol.effects import Finish
-from entrenar_py.protocol.messages import Message
-from entrenar_py.protocol.terms import Terms, Timing
-from entrenar_py.scenario import Scenario
-from entrenar_py.systems.star import reduction_measures, topology
-from entrenar_py.systems.star.lies import Liar
-from entrenar_py.systems.star.member import Member
-from entrenar_py.training.vectors import GivenVectors
+from entrenar_py.shared import mutants, trace
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.train.arithmetic.vectors import GivenVectors
+from entrenar_py.train.coordinator import reduction_measures, topology
+from entrenar_py.train.coordinator.lies import Liar
+from entrenar_py.train.coordinator.member import Member
+from entrenar_py.train.wire.effects import Finish
+from entrenar_py.train.wire.messages import Message
+from entrenar_py.train.wire.terms import Terms, Timing
+from entrenar_py.train.wire_io.message_faults import Fate, Meddling
+from entrenar_py.train.wire_io.processes import Job
+from entrenar_py.train.wire_io.tcp import WorkerClient
 
 
 def main(pipe: Connection) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from entrenar_py.scenario import Scenario
+from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.torch.ranks import Rank
 from entrenar_py.systems.torch.workload_module import Model
-from entrenar_py.training import sharding
+from entrenar_py.train.arithmetic import sharding
 
 
 def global_batch(scenario: Scenario, position: sharding.Position) -> sharding.Ids:

@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import entrenar_py
-from entrenar_py import trace
-from entrenar_py.scenario import Scenario
+from entrenar_py.shared import trace
+from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.torch import ranks, workload_module
 from entrenar_py.systems.torch.batches import (
     global_batch,
@@ -27,7 +27,7 @@ from entrenar_py.systems.torch.batches import (
 )
 from entrenar_py.systems.torch.finite_guard import FiniteGuard, NotFinite
 from entrenar_py.systems.torch.ranks import Rank, write
-from entrenar_py.training import sharding
+from entrenar_py.train.arithmetic import sharding
 
 
 def run(scenario: Scenario) -> trace.Trace:

@@ -12,14 +12,14 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import entrenar_py
-from entrenar_py import trace
-from entrenar_py.canonical.reducer import Reducer
-from entrenar_py.scenario import Scenario
+from entrenar_py.shared import trace
+from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.torch import ddp, ranks, workload_module
 from entrenar_py.systems.torch.batches import global_batch, update_buffers
 from entrenar_py.systems.torch.finite_guard import FiniteGuard, NotFinite
 from entrenar_py.systems.torch.ranks import Rank
-from entrenar_py.training import sharding
+from entrenar_py.train.arithmetic import sharding
+from entrenar_py.train.canonical.reducer import Reducer
 
 
 def run(scenario: Scenario) -> trace.Trace:

@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from entrenar_py.training import decoder
+from entrenar_py.train.arithmetic import decoder
 
 LENGTH = decoder.POSITIONS + 1  # even, so that ranks can share a sequence; the end is padding
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from entrenar_py.faults import Fault
-from entrenar_py.scenario import Scenario
-from entrenar_py.training import sharding
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.train.arithmetic import sharding
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 import entrenar_py
-from entrenar_py import trace
-from entrenar_py.errors import UsageError
-from entrenar_py.scenario import Scenario
+from entrenar_py.shared import trace
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.torch import ranks, workload_module
 from entrenar_py.systems.torch.batches import (
     global_batch,
@@ -33,7 +33,7 @@ from entrenar_py.systems.torch.batches import (
 )
 from entrenar_py.systems.torch.finite_guard import FiniteGuard, NotFinite
 from entrenar_py.systems.torch.ranks import Rank, write
-from entrenar_py.training import sharding
+from entrenar_py.train.arithmetic import sharding
 
 # Option `precision` -> dtype of forward and backward. Parameters, reduced gradients and the
 # optimizer's state are always float32.

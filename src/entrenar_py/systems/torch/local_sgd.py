@@ -19,14 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 import entrenar_py
-from entrenar_py import trace
-from entrenar_py.outer import Outer
-from entrenar_py.scenario import Scenario
+from entrenar_py.shared import trace
+from entrenar_py.shared.outer import Outer
+from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.torch import ddp, ranks, workload_module
 from entrenar_py.systems.torch.batches import global_batch
 from entrenar_py.systems.torch.finite_guard import FiniteGuard, NotFinite
 from entrenar_py.systems.torch.ranks import Rank
-from entrenar_py.training import sharding
+from entrenar_py.train.arithmetic import sharding
 
 
 def run(scenario: Scenario) -> trace.Trace:

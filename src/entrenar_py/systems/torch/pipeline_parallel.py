@@ -26,15 +26,15 @@ from torch.distributed.pipelining import (
 )
 
 import entrenar_py
-from entrenar_py import trace
-from entrenar_py.errors import UsageError
-from entrenar_py.scenario import Scenario
-from entrenar_py.systems import models
+from entrenar_py.shared import trace
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.torch import ranks, whole_checkpoint, workload_layers, workload_module
 from entrenar_py.systems.torch.batches import global_batch
 from entrenar_py.systems.torch.finite_guard import FiniteGuard, NotFinite
 from entrenar_py.systems.torch.ranks import Rank
-from entrenar_py.training import sharding
+from entrenar_py.train.arithmetic import sharding
+from entrenar_py.train.coordinator import models
 
 # name -> torch's schedule, and its number of stages per rank.
 SCHEDULES = {

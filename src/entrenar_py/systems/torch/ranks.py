@@ -27,18 +27,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from entrenar_py import mutants, systems, trace
-from entrenar_py.drivers.patience import Patience
-from entrenar_py.drivers.processes import Crew, Hand, Job
-from entrenar_py.errors import BackendUnavailable, SystemFailure
-from entrenar_py.faults import Fault
-from entrenar_py.observing import FAULTS, FOLDER
-from entrenar_py.rank_files import assembly
-from entrenar_py.scenario import Scenario
-from entrenar_py.systems import environment, membership, preloaded
+from entrenar_py import systems
+from entrenar_py.check.observing import FAULTS, FOLDER
+from entrenar_py.check.rank_files import assembly
+from entrenar_py.shared import environment, membership, mutants, trace
+from entrenar_py.shared.errors import BackendUnavailable, SystemFailure
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.patience import Patience
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.systems import preloaded
 from entrenar_py.systems.torch import fault_timing
 from entrenar_py.systems.torch.fault_timing import Arrangement
 from entrenar_py.systems.torch.finite_guard import NotFinite
+from entrenar_py.train.wire_io.processes import Crew, Hand, Job
 
 PATIENCE_S = 120.0
 _SILENT = "silent"  # the status of a rank that did not answer

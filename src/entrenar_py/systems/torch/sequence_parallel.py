@@ -18,8 +18,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from entrenar_py import trace
-from entrenar_py.scenario import Scenario
+from entrenar_py.shared import trace
+from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.torch import ranks, tensor_parallel, workload_layers
 from entrenar_py.systems.torch.ranks import Rank
 

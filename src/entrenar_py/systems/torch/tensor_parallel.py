@@ -25,14 +25,14 @@ from torch.distributed.tensor.parallel import (
 )
 
 import entrenar_py
-from entrenar_py import trace
-from entrenar_py.errors import UsageError
-from entrenar_py.scenario import Scenario
+from entrenar_py.shared import trace
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.torch import ranks, whole_checkpoint, workload_layers, workload_module
 from entrenar_py.systems.torch.batches import global_batch
 from entrenar_py.systems.torch.finite_guard import FiniteGuard, NotFinite
 from entrenar_py.systems.torch.ranks import Rank
-from entrenar_py.training import decoder, sharding
+from entrenar_py.train.arithmetic import decoder, sharding
 
 Parallelize = Callable[[workload_layers.Layers, DeviceMesh], None]
 

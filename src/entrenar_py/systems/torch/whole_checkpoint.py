@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from entrenar_py.systems.torch.ranks import Rank, write
-from entrenar_py.training import sharding
+from entrenar_py.train.arithmetic import sharding
 
 
 def save(

@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor, nn
 
-from entrenar_py.errors import UsageError
-from entrenar_py.scenario import Scenario
-from entrenar_py.systems import models
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.torch import decoder_module
 from entrenar_py.systems.torch.decoder_module import Decoder
-from entrenar_py.training import decoder, engine, sharding
-from entrenar_py.training.workload import DigitClassifier, LinearRegression
+from entrenar_py.train.arithmetic import decoder, engine, sharding
+from entrenar_py.train.arithmetic.workload import DigitClassifier, LinearRegression
+from entrenar_py.train.coordinator import models
 
 __all__ = ["Classifier", "Data", "Decoder", "Layers", "Regression", "build", "num_units"]
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from entrenar_py.scenario import Scenario
-from entrenar_py.systems import models
-from entrenar_py.training import engine, schedule
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.train.arithmetic import engine, schedule
+from entrenar_py.train.coordinator import models
 
 MOMENTUM = 0.9
 

@@ -1,0 +1,1 @@
+"""What explains a difference: comparisons of runs, what they presuppose, and explanations."""

@@ -1,0 +1,258 @@
+"""Explain a gradient that is not the whole one, clipped to the declared norm. Judges nothing.
+
+Each explanation is an error that people make, recomputed from the recorded gradients. One that fits
+names the error. Where none fits, the difference may have other causes than clipping.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from entrenar_py.check.causes.explanations import Explanation
+from entrenar_py.check.evidence import evidence, gradient_sums, step_sums
+from entrenar_py.check.evidence.gradient_sums import Vectors
+from entrenar_py.shared.trace import Shard, Update
+from entrenar_py.shared.wording import listed
+
+_ALIKE = 1e-3  # factors of tensors that were scaled together, relative
+_PIECES_MAX = 8  # that are told apart by their factors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clipped:
+    """The gradient `applied` in a step, with the norm `limit` to which it was to be clipped.
+
+    `by_rank` has the gradients of each rank's micro-batches, in their order, and `whole` their sum;
+    both are empty if they are unknown. `given` is what torch was given to clip. `sizes` has the
+    squared norm of each applied tensor, of which `applied` has projections if the model is `large`.
+    `bound` is the relative rounding error.
+    """
+
+    applied: Vectors
+    sizes: Mapping[str, float]
+    large: bool
+    limit: float
+    bound: float
+    whole: Vectors
+    by_rank: Mapping[int, Sequence[Vectors]]
+    given: Vectors
+
+    def is_limit(self, norm: float) -> bool:
+        """Return whether `norm` is the declared one, within rounding."""
+        return math.isclose(norm, self.limit, rel_tol=2 * self.bound + 1e-6 / self.limit)
+
+    def norm(self, names: Iterable[str]) -> float:
+        """Return the L2 norm of some applied tensors together."""
+        return math.sqrt(math.fsum(self.sizes[name] for name in names))
+
+
+def of_step(
+    by_rank: Mapping[int, Update],
+    update: Update,
+    shards: Sequence[Shard],
+    *,
+    limit: float,
+    bound: float,
+) -> Clipped:
+    """Return what is known of the gradient of a step before clipping."""
+    applied = evidence.vectors(update.gradient) or {}
+    whole = step_sums.total(by_rank, shards) or {}
+    # Gradients that nothing was added to are zeros, if they were not set to None.
+    idle = {n: v for n, v in applied.items() if n not in whole and not v.any()}
+    whole = {**whole, **idle} if whole else {}
+    if not whole or gradient_sums.shapes(whole) != gradient_sums.shapes(applied):
+        whole, shards = {}, []
+    lost = step_sums.dropped(by_rank, shards)
+    parts: dict[int, list[Vectors]] = {}
+    for shard in shards:
+        batch = evidence.vectors(step_sums.summed(by_rank, shard))
+        if batch and not any(shard is one for one in lost):
+            parts.setdefault(shard.rank, []).append(batch)
+    return Clipped(
+        applied=applied,
+        sizes={name: record.square() or 0.0 for name, record in update.gradient.items()},
+        large=any(record.sketch is not None for record in update.gradient.values()),
+        limit=limit,
+        bound=bound,
+        whole=whole,
+        by_rank=parts,
+        given=evidence.vectors(update.unclipped) or {},
+    )
+
+
+def in_pieces(clipped: Clipped) -> Explanation | None:
+    """Find elements of one tensor that were scaled by different numbers, each to the limit.
+
+    Ranks that hold pieces clip each by its own norm, unless these are added up over all ranks.
+    """
+    given, applied = clipped.given, clipped.applied
+    if clipped.large or gradient_sums.shapes(given) != gradient_sums.shapes(applied):
+        return None
+    before, after = _flat(given), _flat(applied)
+    telling = before != 0
+    if not telling.any():
+        return None  # it was cleared when it was clipped
+    factors = np.divide(after, before, out=np.zeros_like(after), where=telling)
+    groups = _alike(factors[telling])
+    cut = [factor for factor in groups if factor < 1 - _ALIKE]
+    if len(groups) < 2 or not cut:
+        return None
+    for factor in cut:
+        scaled = after[telling & np.isclose(factors, factor, rtol=_ALIKE)]
+        if not clipped.is_limit(float(np.linalg.norm(scaled))):
+            return None
+    owners = np.repeat([*given], [value.size for value in given.values()])
+    spread = [np.isclose(factors, factor, rtol=_ALIKE) & telling for factor in groups]
+    divided = set.intersection(*({*owners[where].tolist()} for where in spread[:2]))
+    if not divided:
+        return None
+    name = min(divided)
+    return Explanation(
+        f"elements of {name} are scaled by {len(groups)} numbers, and those of one number have "
+        "this norm by themselves: each rank clips its pieces by their own norm, not by that of the "
+        "whole gradient (FullyShardedDataParallel has a clip_grad_norm_ of its own)",
+        tensor=name,
+    )
+
+
+def _alike(factors: np.ndarray[tuple[int], np.dtype[np.float64]]) -> list[float]:
+    """Return the few numbers that all `factors` are; [] if they are many, as of noise."""
+    ordered = np.sort(factors)
+    bounds = np.flatnonzero(np.diff(ordered) > _ALIKE * np.abs(ordered[1:]))
+    groups = np.split(ordered, bounds + 1)
+    if len(groups) > _PIECES_MAX or any(np.ptp(one) > _ALIKE * abs(one[-1]) for one in groups):
+        return []
+    return [float(np.median(one)) for one in groups]
+
+
+def _by_element(clipped: Clipped) -> Explanation | None:
+    if clipped.large:
+        return None
+    sizes = np.abs(_flat(clipped.applied))
+    num_largest = int(np.isclose(sizes, sizes.max(), rtol=clipped.bound).sum()) if sizes.size else 0
+    if num_largest and clipped.is_limit(float(sizes.max())):
+        if num_largest > 1:
+            return Explanation("each element was clipped to it, not the norm (clip_grad_value_)")
+        return Explanation(
+            "its largest element has this size: clipped by the maximum (norm_type=inf)"
+        )
+    return None
+
+
+def _in_groups(clipped: Clipped) -> Explanation | None:
+    """Find tensors that were clipped by a norm of their own, so that all together are too long."""
+    if clipped.norm(clipped.applied) <= clipped.limit * (1 + clipped.bound):
+        return None
+    for names in scaled_together(clipped):
+        apart = len(names) < len(clipped.applied)
+        if apart and clipped.is_limit(clipped.norm(names)):
+            words = f"{listed(names, most=3)} has this norm alone: clipped in parts, not as a whole"
+            return Explanation(words, tensor=names[0])
+    return None
+
+
+def _twice(clipped: Clipped) -> Explanation | None:
+    """Find a tensor that was counted twice in the norm and scaled twice by the factor."""
+    groups = scaled_together(clipped)
+    if len(groups) != 2 or not clipped.whole:
+        return None
+    many, few = sorted(groups, key=len, reverse=True)
+    factors = [factor_of(clipped, names[0]) for names in (many, few)]
+    scale = factors[1] / factors[0] if factors[0] else 0.0
+    if not 0 < scale < 1:
+        return None
+    rest, double = clipped.norm(many), clipped.norm(few)
+    if clipped.is_limit(scale * math.hypot(rest / scale, math.sqrt(2) * double / scale**2)):
+        words = f"{listed(few, most=3)} is twice among the tensors that are clipped"
+        return Explanation(words, tensor=few[0])
+    return None
+
+
+def _before_the_sum(clipped: Clipped) -> Explanation | None:
+    """Find out whether ranks, or micro-batches, were clipped before they were added."""
+    for words, of_rank in _EARLY.items():
+        parts = [of_rank(batches, clipped.limit) for batches in clipped.by_rank.values()]
+        if parts and is_multiple(clipped.applied, _sum(parts), clipped.bound):
+            return Explanation(words)
+    return None
+
+
+def _local(batches: Sequence[Vectors], limit: float) -> Vectors:
+    return _cut(_sum(batches), limit)
+
+
+def _each(batches: Sequence[Vectors], limit: float) -> Vectors:
+    return _sum([_cut(batch, limit) for batch in batches])
+
+
+def _as_it_grows(batches: Sequence[Vectors], limit: float) -> Vectors:
+    grown: Vectors = {}
+    for batch in batches:
+        grown = _cut(_sum([grown, batch]) if grown else batch, limit)
+    return grown
+
+
+_EARLY: Mapping[str, Callable[[Sequence[Vectors], float], Vectors]] = {
+    "each rank clipped its own gradient before they were added": _local,
+    "each micro-batch's gradient was clipped before they were added": _each,
+    "the gradient was clipped after each micro-batch": _as_it_grows,
+}
+LIST = (in_pieces, _by_element, _in_groups, _twice, _before_the_sum)
+
+
+# --- arithmetic -------------------------------------------------------------------------------
+
+
+def is_multiple(applied: Vectors, whole: Vectors, bound: float) -> bool:
+    """Return whether `applied` is `whole` times one number, within `bound` of its norm."""
+    mine = _flat(applied)
+    other = _flat({name: whole.get(name, np.zeros_like(v)) for name, v in applied.items()})
+    size = float(np.dot(other, other))
+    if not size:
+        return False
+    off = mine - float(np.dot(mine, other)) / size * other
+    return float(np.linalg.norm(off)) <= bound * float(np.linalg.norm(mine))
+
+
+def factor_of(clipped: Clipped, name: str) -> float:
+    """Return how many times its sum over micro-batches a tensor was applied; 0.0 if unknown."""
+    whole = clipped.whole[name].astype(np.float64)
+    size = float(np.dot(whole, whole))
+    return float(np.dot(clipped.applied[name].astype(np.float64), whole)) / size if size else 0.0
+
+
+def scaled_together(clipped: Clipped) -> list[tuple[str, ...]]:
+    """Return the tensors in groups of equal factors; each tensor alone if factors are unknown."""
+    if not clipped.whole:
+        return [(name,) for name in clipped.applied]
+    groups: dict[float, list[str]] = defaultdict(list)
+    for name in clipped.applied:
+        factor = factor_of(clipped, name)
+        known = (other for other in groups if math.isclose(factor, other, rel_tol=_ALIKE))
+        groups[next(known, factor)].append(name)
+    return [tuple(names) for names in groups.values()]
+
+
+def _cut(vectors: Vectors, limit: float) -> Vectors:
+    size = float(np.linalg.norm(_flat(vectors)))
+    scale = min(1.0, limit / size) if size else 1.0
+    return {name: scale * value for name, value in vectors.items()}
+
+
+def _sum(parts: Sequence[Vectors]) -> Vectors:
+    """Return the sums by name; a tensor may have no gradient in some parts."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {n: np.sum([part[n] for part in parts if n in part], axis=0) for n in names}
+
+
+def _flat(vectors: Vectors) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    return np.concatenate([np.zeros(0), *_wide(vectors)])
+
+
+def _wide(vectors: Vectors) -> Iterator[np.ndarray[tuple[int], np.dtype[np.float64]]]:
+    yield from (value.astype(np.float64) for value in vectors.values())

@@ -1,0 +1,387 @@
+"""Weights that something other than the optimizer changed between two steps, and what explains it.
+
+A script that changes them in every step means to: then it is only noted. What it changes in some
+steps needs an explanation, each an exact one of all tensors that changed. Benign ones win ties.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from entrenar_py.check.causes import weight_averages
+from entrenar_py.check.evidence import evidence, precision
+from entrenar_py.shared.trace import Declared, Start, TensorRecord, Tensors, Trace, Update
+from entrenar_py.shared.verdict import Tally
+from entrenar_py.shared.wording import counted, listed, named
+
+Values = NDArray[np.float64]
+_TELLING_MIN = 4  # numbers that are all a multiple of others, and not by chance
+_ROUND_SHARE = 1e-3  # of a distance, that rounding may look like
+_AVERAGE = re.compile(r"ema|average|avg|shadow|polyak|teacher", re.IGNORECASE)
+_ROUNDINGS = 16.0  # of a tensor's norm: weights that were swapped out and back, or averaged
+
+
+@dataclass(frozen=True)
+class Edit:
+    """The weights `before` that `rank` had after its last step, and those that came `after` it.
+
+    `update` is the step that was made with `after`, and `peers` are the weights that other ranks
+    had before. `last` are the weights after the edit before this one; if there is none, those at
+    the start and after each step. `averages` are the labels of the averages that the rank keeps.
+    """
+
+    trace: Trace
+    update: Update
+    before: Tensors
+    after: Tensors
+    peers: Mapping[int, Tensors]
+    last: Sequence[Tensors]
+    averages: Sequence[str] = ()
+
+    def values(self) -> Iterator[tuple[str, Values, Values]]:
+        """Yield each tensor that was changed, with its values before and after."""
+        for name in self.after:
+            was, now = self.before[name].values(), self.after[name].values()
+            if was is not None and now is not None and was.shape == now.shape:
+                yield name, was.astype(np.float64), now.astype(np.float64)
+
+    def is_in(self, tensors: Tensors) -> bool:
+        """Return whether the tensors that were changed are those of `tensors` now, bit for bit."""
+        return all(
+            name in tensors and tensors[name].digest == record.digest
+            for name, record in self.after.items()
+        )
+
+
+Explanation = Callable[[Edit], str]  # returns what became of the weights, "" if it doesn't explain
+
+
+def judge(tally: Tally, trace: Trace) -> None:
+    """Judge what a user's trainer does to its weights between steps."""
+    if trace.scenario.workload != "own":
+        return
+    if _has_climbed(tally, trace):
+        return
+    begun = {start.step for start in trace.of(Start)}  # what is loaded or broadcast there is late
+    edits = [edit for edit in _edits(trace) if not _is_rounding(edit)]
+    if any(edit.update.step in begun for edit in edits):
+        tally.note("weights changed outside of the optimizer between the first pass and its step")
+    edits = [edit for edit in edits if edit.update.step not in begun]
+    if not edits:
+        return
+    if harm := _explained(edits, (_drawn_to_an_average,)):
+        _tell_harm(tally, trace, edits, harm)
+        return
+    num_steps = len({update.step for update in trace.standing.of(Update)})
+    steps = sorted({edit.update.step for edit in edits})
+    names = listed([*edits[0].after], most=2)
+    told = f"{names} changed outside of the optimizer before {counted(len(steps), 'step')}"
+    is_large = any(record.sketch is not None for edit in edits for record in edit.after.values())
+    if len(steps) >= num_steps - 1 or is_large:
+        tally.note(f"{told}, first step {steps[0]}: the steps are judged from there")
+        return
+    if benign := _explained(edits, _BENIGN):
+        tally.note(f"{told}, first step {steps[0]}: {benign}")
+    elif harm := _explained(_with_averages(edits, trace), _HARMFUL):
+        _tell_harm(tally, trace, edits, harm)
+    elif trace.scenario.world_size == 1 and trace.traits.starts != "one":
+        # What brings ranks together is seen where there are several, in the run on these.
+        tally.note(f"{told}, first step {steps[0]}: the run on several workers tells how")
+    else:
+        tally.miss(
+            f"{told} ({named('step', steps[:5])}), and nothing known explains how: find what "
+            "writes to the weights there (a save, an evaluation), and whether it puts back what it "
+            "took out"
+        )
+
+
+def _has_climbed(tally: Tally, trace: Trace) -> bool:
+    """Check that weights which were moved along a gradient are put back before the step."""
+    climbed = [update for update in trace.standing.of(Update) if update.climbed]
+    for update in climbed[:1]:
+        message = (
+            f"before step {update.step} {listed(update.climbed, most=2)} had been moved along the "
+            "gradient of the step's first pass, and the optimizer steps from there: weights that a "
+            "sharpness-aware step moves are to be put back first"
+        )
+        tally.check(False, message, tensor=update.climbed[0], **evidence.place(trace, update))
+    return bool(climbed)
+
+
+def _tell_harm(tally: Tally, trace: Trace, edits: Sequence[Edit], harm: str) -> None:
+    update, names = edits[0].update, listed([*edits[0].after], most=2)
+    message = f"before step {update.step} {names} {harm}"
+    place = evidence.place(trace, update)
+    tally.check(False, message, tensor=next(iter(edits[0].after)), **place)
+
+
+def _edits(trace: Trace) -> list[Edit]:
+    """Return what was changed between two steps, of the tensors that have a gradient."""
+    edits: list[Edit] = []
+    starts = {(start.step, start.rank): start.weights for start in trace.standing.of(Start)}
+    held: dict[int, Tensors] = {}
+    last: dict[int, list[Tensors]] = {}
+    edited = set[int]()
+    for step, by_rank in evidence.ranks_by_step(trace):
+        begun = {rank: starts[at, rank] for at, rank in starts if at == step}
+        held = {**held, **begun}
+        last |= {rank: [weights] for rank, weights in begun.items()}
+        for rank, update in sorted(by_rank.items()):
+            before = held.get(rank, {})
+            after = {
+                name: record
+                for name, record in update.edited.items()
+                if name in update.gradient
+                and name in before
+                and before[name].digest != record.digest
+            }
+            if after:
+                peers = {other: weights for other, weights in held.items() if other != rank}
+                edits.append(Edit(trace, update, before, after, peers, last.get(rank, [])))
+                last[rank] = [{**before, **after}]
+                edited.add(rank)
+            if rank not in edited:
+                last[rank] = [*last.get(rank, []), update.weights]
+        held = {rank: update.weights for rank, update in by_rank.items()}
+    return edits
+
+
+def _with_averages(edits: Sequence[Edit], trace: Trace) -> list[Edit]:
+    kept = weight_averages.of(trace)
+    return [
+        replace(edit, averages=[label for label, rank in kept if rank == edit.update.rank])
+        for edit in edits
+    ]
+
+
+def _explained(edits: Sequence[Edit], explanations: Sequence[Explanation]) -> str:
+    """Return what one explanation says of the first edit, if it explains all; else ""."""
+    for explain in explanations:
+        words = [explain(edit) for edit in edits]
+        if all(words):
+            return words[0]
+    return ""
+
+
+# --- benign ---------------------------------------------------------------------------------------
+
+
+def _is_rounding(edit: Edit) -> bool:
+    """Return whether weights are as before but for rounding: they were swapped out and back."""
+    near = [_are_near(was, now, edit.after[name]) for name, was, now in edit.values()]
+    return len(near) == len(edit.after) and all(near)
+
+
+def _constrained(edit: Edit) -> str:
+    """Explain an edit in which each tensor was held to something that its own values show."""
+    telling = [(n, was, now) for n, was, now in edit.values() if was.size >= _TELLING_MIN]
+    for name, was, now in telling:
+        shape = edit.trace.shapes.get(name, was.shape)
+        shaped = [v.reshape(shape) if v.size == np.prod(shape) else v for v in (was, now)]
+        if not (_is_masked(was, now) or _is_bounded(was, now) or _is_rescaled(*shaped)):
+            return ""
+    constrained = "elements are set to zero, held to a bound, or rescaled by rows or columns"
+    return constrained if telling else ""
+
+
+def _is_masked(was: Values, now: Values) -> bool:
+    return bool(((now == was) | (now == 0)).all())
+
+
+def _is_bounded(was: Values, now: Values) -> bool:
+    """Return whether elements beyond one or two bounds are at these now, and all others stay."""
+    return bool(np.array_equal(np.clip(was, now.min(), now.max()), now))
+
+
+def _is_rescaled(was: Values, now: Values) -> bool:
+    """Return whether the whole tensor, or each row or column, is a positive multiple of itself."""
+    axes = [None, *((axis,) for axis in range(was.ndim))] if was.ndim > 1 else [None]
+    for kept in axes:
+        summed = tuple(axis for axis in range(was.ndim) if kept is None or axis not in kept)
+        if np.prod([was.shape[axis] for axis in summed]) < _TELLING_MIN:
+            continue
+        square = np.sum(was * was, axis=summed, keepdims=True)
+        scale = np.sum(was * now, axis=summed, keepdims=True) / np.where(square, square, 1.0)
+        rounding = _ROUNDINGS * precision.FLOAT32 * np.abs(now)
+        if (scale >= 0).all() and bool((np.abs(scale * was - now) <= rounding).all()):
+            return True
+    return False
+
+
+def _looks_ahead(edit: Edit) -> str:
+    """Explain an edit that goes back a part of the way to the weights after the last one.
+
+    Before the first one, slow weights are those at the start, or after the step that made them.
+    """
+    way = {name: edit.before[name] for name in edit.after}
+    for weights in edit.last:
+        base = {name: weights[name] for name in edit.after if name in weights}
+        part = weight_averages.share(base, edit.after, [way])
+        if part and part < 1:
+            since = "after the last such change, or after an earlier step"
+            return f"it is {part:.3g} of the way from what it was {since} (lookahead)"
+    return ""
+
+
+def _averaged(edit: Edit) -> str:
+    """Explain an edit that gives a rank the mean of all ranks' weights."""
+    for name, was, now in edit.values():
+        held = [weights[name].values() for weights in edit.peers.values() if name in weights]
+        others = [other for other in held if other is not None and other.shape == was.shape]
+        mean = sum(others, was) / (len(others) + 1)
+        if not others or not _are_near(mean, now, edit.after[name]):
+            return ""
+    return "it is the mean of all ranks' weights"
+
+
+def _brought_together(edit: Edit) -> str:
+    """Explain an edit that leaves of all distances between ranks that had parted the same share.
+
+    So each rank went the same part of its way to one place, which none of them had: the mean, or
+    what an outer optimizer made of it.
+    """
+    made = evidence.updates(edit.trace)[edit.update.step]
+    peers = [(edit.peers[rank], made[rank].edited) for rank in edit.peers if rank in made]
+    if any(map(edit.is_in, (edit.before, *edit.peers.values()))):
+        return ""
+    shares = {
+        _share_left(name, (was, now), held) for name, was, now in edit.values() for held in peers
+    }
+    if len(shares) != 1 or None in shares:
+        return ""
+    return "ranks had parted, and were brought together (local SGD, its outer step)"
+
+
+def _share_left(
+    name: str, own: tuple[Values, Values], held: tuple[Tensors, Tensors]
+) -> float | None:
+    """Return which share of a tensor's distance from another rank's an edit leaves.
+
+    None if it doesn't leave the same share of every element, or no smaller one.
+    """
+    there = [of[name].values() for of in held if name in of]
+    others = [values for values in there if values is not None and values.shape == own[0].shape]
+    if len(others) < len(held):
+        return None
+    apart, left = own[0] - others[0], own[1] - others[1]
+    size = float(np.vdot(apart, apart))
+    share = float(np.vdot(apart, left)) / size if size else 1.0
+    rounding = _ROUNDINGS * precision.FLOAT32 * float(np.linalg.norm(own[0]))
+    is_share = float(np.linalg.norm(left - share * apart)) <= rounding
+    return round(share, 3) if is_share and -_ROUND_SHARE < share < 1 - _ROUND_SHARE else None
+
+
+def _caught_up(edit: Edit) -> str:
+    """Explain an edit that gives a rank the weights of one that has made more steps."""
+    made = evidence.updates(edit.trace)
+    for step, by_rank in made.items():
+        for rank, update in by_rank.items():
+            if step >= edit.update.step and rank != edit.update.rank and edit.is_in(update.weights):
+                return f"it became what rank {rank} has after more steps (a rank without batches)"
+    return ""
+
+
+def _are_near(was: Values, now: Values, record: TensorRecord) -> bool:
+    unit = precision.unit_of({"": record})
+    gap, size = float(np.linalg.norm(now - was)), float(np.linalg.norm(was))
+    return gap <= _ROUNDINGS * unit * size
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def _left_in(edit: Edit) -> str:
+    """Explain an edit that leaves an average in the model, that was put in for some use."""
+    for label in edit.averages:
+        copy = {name: edit.update.extra.get(f"{label}/{name}") for name in edit.after}
+        known = {name: record for name, record in copy.items() if record is not None}
+        if edit.is_in(known):
+            return (
+                f"became what the average {label} was: it was put into the model, to save or to "
+                "evaluate it, and not taken out again"
+            )
+    return ""
+
+
+def _drawn_to_an_average(edit: Edit) -> str:
+    """Explain an edit that goes a part of the way to what is called an average, and stays.
+
+    What a script keeps to go back to (a lookahead's slow weights) moves, too, or has another name.
+    """
+    made = evidence.updates(edit.trace).get(edit.update.step - 1, {})
+    earlier = made[edit.update.rank].extra if edit.update.rank in made else {}
+    declared = {label for event in edit.trace.of(Declared) for label in event.averages}
+    extra = edit.update.extra
+    for label in {name.partition("/")[0] for name in extra}:
+        if label not in declared and not _AVERAGE.search(label):
+            continue
+        copy = {n: extra[f"{label}/{n}"] for n in edit.after if f"{label}/{n}" in extra}
+        stays = all(
+            f"{label}/{name}" in earlier and earlier[f"{label}/{name}"].digest == record.digest
+            for name, record in copy.items()
+        )
+        if not stays or copy.keys() != edit.after.keys():
+            continue
+        part = weight_averages.share({n: edit.before[n] for n in copy}, edit.after, [copy])
+        if part and part < 1:
+            return (
+                f"went {part:.3g} of the way to {label}, which stays as it was: the weights follow "
+                "their average in place of the average the weights; exchange the two"
+            )
+    return ""
+
+
+def _of_an_earlier_step(edit: Edit) -> str:
+    """Explain an edit that brings back the weights of an earlier step, without the optimizer's."""
+    rank, step = edit.update.rank, edit.update.step
+    made = evidence.updates(edit.trace)
+    earlier = {
+        at: by_rank[rank] for at, by_rank in made.items() if at < step - 1 and rank in by_rank
+    }
+    for at, update in earlier.items():
+        if edit.is_in(update.weights) and _counts_on(made[step - 1].get(rank), edit.update):
+            return (
+                f"became again what it was after step {at}, while the optimizer went on: what was "
+                "put in, to evaluate it, was not taken out again"
+            )
+    return ""
+
+
+def _counts_on(before: Update | None, update: Update) -> bool:
+    """Return whether the optimizer's own count of steps goes on, as far as it keeps one."""
+    counts = [
+        [one.optimizer[name].values() for name in one.optimizer if name.endswith("/step")]
+        for one in (before, update)
+        if one is not None
+    ]
+    if len(counts) < 2 or not counts[1] or len(counts[0]) != len(counts[1]):
+        return False
+    return all(
+        was is not None and now is not None and was.shape == now.shape and (was + 1 == now).all()
+        for was, now in zip(*counts, strict=True)
+    )
+
+
+def _of_rank_0(edit: Edit) -> str:
+    """Explain an edit that gives a rank the weights of rank 0 in place of its own, other ones."""
+    if edit.update.rank and edit.is_in(edit.peers.get(0, {})):
+        return (
+            f"became rank 0's on rank {edit.update.rank}, which had other ones: ranks had parted, "
+            "and what this one learned is lost"
+        )
+    return ""
+
+
+_BENIGN: tuple[Explanation, ...] = (
+    _constrained,
+    _looks_ahead,
+    _averaged,
+    _brought_together,
+    _caught_up,
+)
+_HARMFUL: tuple[Explanation, ...] = (_left_in, _of_an_earlier_step, _of_rank_0)

@@ -1,0 +1,224 @@
+"""Test whether draws, or contents of samples, depend on the rank or on how a batch is split.
+
+Then another number of workers, or of micro-batches, rightly trains otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+
+from entrenar_py.check.causes import own_sums
+from entrenar_py.check.causes.compared import Compared, run_name
+from entrenar_py.check.causes.run_comparison import ROUNDING_STEPS
+from entrenar_py.check.evidence import missing, precision
+from entrenar_py.shared.faults import CONTROLLED
+from entrenar_py.shared.trace import Drawn, Shard, Trace
+
+# Relative distance of what the model is given of a sample in two runs. In later steps it may come
+# from another model whose weights have moved apart, by rounding.
+CONTENTS_BOUND = 1e-5
+CONTENTS_BOUND_MOVED = 1e-3
+_COARSE_UNITS = 16  # in 16 bits: roundings of that precision
+# Where random numbers are drawn -> in words, with what is often drawn there.
+PLACES: Mapping[str, str] = {
+    "between": "between two steps",
+    "loader": "as the data set is read (augmentation)",
+    "batch": "between the batch and the forward pass (noise, timesteps, augmentation)",
+    "forward": "in the model's forward pass (dropout, noise, masks)",
+    "loss": "between the forward and the backward pass (noise or masks of the loss, or the next "
+    "batch)",
+    "recomputed": "by layers that are computed again in the backward pass",
+    "backward": "in the backward pass",
+    "gradient": "between the backward pass and the step (noise on gradients, or the next batch)",
+    "step": "in optimizer.step()",
+}
+# Draws there can change only what the model is given.
+_BEFORE_THE_BATCH = ("between", "loader")
+_REMEDY = (
+    "turn it off for this check; or draw before the forward pass, for the whole batch on every "
+    "rank, from a generator that is seeded with the step, and use this rank's part"
+)
+_BY_SAMPLE = (
+    "turn augmentation and noise off for this check, or draw them from a generator that is seeded "
+    "with the sample's id and the epoch"
+)
+
+Contents = Mapping[tuple[int, int], tuple[float, ...]]  # by step and sample
+_Numbers = tuple[str, str, str]  # generator, and its state before and after
+
+
+def other_contents(compared: Compared) -> str:
+    """Return which sample has other contents in the two runs, and why it may; "" for none."""
+    if compared.is_one_run:
+        return ""
+    expected = _contents(compared.model)
+    unit = precision.unit(compared.model, compared.trace)
+    coarse = _COARSE_UNITS * unit if unit > precision.FLOAT32 else 0.0
+    for (step, id_), got in _contents(compared.trace).items():
+        due = expected.get((step, id_))
+        bound = max(coarse, CONTENTS_BOUND_MOVED if step else CONTENTS_BOUND)
+        if due is None or are_alike(due, got, bound):
+            continue
+        return (
+            f"sample {id_} of step {step} reaches the model with other contents in "
+            f"{run_name(compared.trace)} than in {run_name(compared.model)}: they depend on the "
+            f"rank, on a loader's worker, or on the rest of the batch"
+            f"{_drawn_before(compared.trace)}: {_BY_SAMPLE}"
+        )
+    return ""
+
+
+def _drawn_before(trace: Trace) -> str:
+    """Return in words where numbers are drawn that may be in the contents, "" for nowhere."""
+    drawn = _by_place(trace)
+    places = [
+        f"{PLACES[where]}, from {_named(drawn[where])}"
+        for where in (*_BEFORE_THE_BATCH, "batch")
+        if where in drawn
+    ]
+    return f" (random numbers are drawn {'; '.join(places)})" if places else ""
+
+
+def drawn_by_rank(compared: Compared) -> str:
+    """Return where numbers are drawn that may differ between the runs; "" if nowhere, or without
+    an effect.
+
+    Two runs with the same micro-batches on the same ranks draw the same if the generators have the
+    same states. Otherwise equal states aren't enough: masks for half of a batch, say, may leave the
+    generator in the state that masks for the whole of it do.
+    """
+    if compared.is_one_run:
+        return ""
+    model, trace = compared.model, compared.trace
+    alike = _micro_batches(model) == _micro_batches(trace)
+    known = _all_known(model) and _all_known(trace)
+    # In runs with common numbers only draws of a few numbers, and unknown ones, are seen.
+    are_common = any(fault.kind in CONTROLLED for fault in trace.scenario.faults)
+    drawn, expected = _by_place(trace), _by_place(model)
+    for where in PLACES:
+        is_batch = where in _BEFORE_THE_BATCH
+        if where == "gradient":
+            is_batch = not (noise_on_gradients(trace) or noise_on_gradients(model))
+        if is_batch and known:
+            continue  # the contents are the same
+        mine, theirs = drawn.get(where, {}), expected.get(where, {})
+        one_for_all = are_common or (where == "batch" and known)
+        same = _same(mine, theirs) if alike else one_for_all and _one(mine, theirs)
+        if (mine or theirs) and not same:
+            if compared.difference is None:
+                return ""
+            who = run_name(trace if mine else model)
+            names = _named(mine or theirs)
+            return (
+                f"{who} draws random numbers {PLACES[where]}, from {names}, which may depend on "
+                f"the rank or on how a batch is split: {_REMEDY}"
+            )
+    return ""
+
+
+def noise_on_gradients(trace: Trace) -> str:
+    """Return which random numbers may have changed gradients before the step; "" for none.
+
+    If the gradient that is applied is still the sum of its micro-batches', the numbers were drawn
+    for something else, such as the next batch.
+    """
+    drawn = _by_place(trace).get("gradient")
+    if not drawn or own_sums.are_applied(trace, {step for step, _ in drawn}):
+        return ""
+    return (
+        f"random numbers are drawn {PLACES['gradient']}, from {_named(drawn)}, so the gradient "
+        "that is applied is not that of the batch: turn it off for this check"
+    )
+
+
+def _contents(trace: Trace) -> Contents:
+    return {
+        (shard.step, id_): numbers
+        for shard in trace.standing.of(Shard)
+        if shard.step < ROUNDING_STEPS and len(shard.contents) == len(shard.ids)
+        for id_, numbers in zip(shard.ids, shard.contents, strict=True)
+    }
+
+
+def are_alike(due: tuple[float, ...], got: tuple[float, ...], bound: float) -> bool:
+    """Return whether a sample has the same contents, or tensors of sizes that can't be compared."""
+    if len(due) != len(got) or len(due) % 3:
+        return True
+    for at in range(0, len(due), 3):
+        (size, norm, total), (other_size, *others) = due[at : at + 3], got[at : at + 3]
+        if size != other_size or not all(map(math.isfinite, (norm, *others))):
+            continue
+        allowed = bound * max(norm, others[0])
+        if abs(norm - others[0]) > allowed or abs(total - others[1]) > allowed:
+            return False
+    return True
+
+
+def _all_known(trace: Trace) -> bool:
+    """Return whether what the model was given is known of every sample in the first steps.
+
+    The id of a sample may be a digest of it.
+    """
+    if trace.traits.sample_ids == "content":
+        return not missing.unknown_steps(trace) & {*range(ROUNDING_STEPS)}
+    shards = [s for s in trace.standing.of(Shard) if s.ids and s.step < ROUNDING_STEPS]
+    return bool(shards) and all(len(shard.contents) == len(shard.ids) for shard in shards)
+
+
+def _micro_batches(trace: Trace) -> list[tuple[int, int, int, tuple[int, ...]]]:
+    shards = (s for s in trace.standing.of(Shard) if s.step < ROUNDING_STEPS)
+    return sorted((shard.step, shard.rank, shard.shard, shard.ids) for shard in shards)
+
+
+_ByPlace = Mapping[str, Mapping[tuple[int, int], list[_Numbers]]]  # where -> step and rank
+
+
+def _by_place(trace: Trace) -> _ByPlace:
+    """Return what was drawn in the first steps, in order, without a loader's own workers."""
+    found: dict[str, dict[tuple[int, int], list[_Numbers]]] = defaultdict(lambda: defaultdict(list))
+    for drawn in trace.standing.of(Drawn):
+        if drawn.step < ROUNDING_STEPS and (drawn.worker is None or drawn.where == "loader"):
+            numbers = drawn.generator, drawn.before, drawn.after
+            found[drawn.where][drawn.step, drawn.rank].append(numbers)
+    return found
+
+
+_Draws = Mapping[tuple[int, int], list[_Numbers]]
+
+
+def _same(mine: _Draws, theirs: _Draws) -> bool:
+    """Return whether each rank drew the same in each step of both runs."""
+    return {**mine} == {**theirs}
+
+
+def _one(mine: _Draws, theirs: _Draws) -> bool:
+    """Return whether all ranks of both runs drew the same in each step."""
+    by_step: dict[int, list[list[_Numbers]]] = defaultdict(list)
+    for (step, _), numbers in (*mine.items(), *theirs.items()):
+        by_step[step].append(numbers)
+    steps = [{step for step, _ in draws} for draws in (mine, theirs)]
+    return steps[0] == steps[1] and all(
+        numbers == all_ranks[0] for all_ranks in by_step.values() for numbers in all_ranks
+    )
+
+
+def _named(draws: _Draws) -> str:
+    names = dict.fromkeys(_generators(draws.values()))
+    return " and ".join(named(name) for name in names)
+
+
+def named(generator: str) -> str:
+    """Return a generator in words: `numpy's generator`, `the generator noise_rng`."""
+    known = {"torch": "torch's", "numpy": "numpy's", "python": "Python's"}
+    if generator in known:
+        return f"{known[generator]} generator"
+    if generator.startswith("cuda"):
+        return f"the generator of {generator}"
+    return f"the generator {generator}"
+
+
+def _generators(draws: Iterable[list[_Numbers]]) -> Iterator[str]:
+    for numbers in draws:
+        yield from (name for name, _, _ in numbers)

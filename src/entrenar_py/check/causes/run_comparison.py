@@ -1,0 +1,562 @@
+"""Compare a run's losses, gradients and weights with a reference run's (`model`), within rounding.
+
+The reference is the same training on a single device, or with the script's knobs at their usual
+values. This module judges no clause by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from functools import partial
+
+from entrenar_py.check.causes import (
+    changed_sums,
+    combinations,
+    reduction_format,
+    shares,
+    step_shape,
+)
+from entrenar_py.check.causes.sensitivity import UNKNOWN, Sensitivity
+from entrenar_py.check.evidence import (
+    closeness,
+    evidence,
+    factors,
+    facts,
+    missing,
+    precision,
+    rates,
+    skips,
+    step_sums,
+)
+from entrenar_py.shared.faults import MERGED
+from entrenar_py.shared.trace import Start, Tensors, Trace, Update
+from entrenar_py.shared.verdict import Tally
+
+PUBLISHED_FROM_STEP = 100
+
+# Relative L2 distance of two float32 gradients of one batch that were added in different orders.
+# Each is within n u |terms| of the exact sum, with u = 2^-24 and n < 300 terms here: 2e-5 times the
+# cancellation among them. Errors of random sign are far smaller: the largest in 3,000 random
+# scenarios was 2.1e-6 (docs/numerics.md). The bound is small enough to detect a gradient that was
+# rounded to bf16 (off by 1e-3), fp16 or TF32 (off by 1.4e-4).
+GRADIENT_BOUND = 1e-4
+# The same for a loss: n u, since its terms have one sign and don't cancel. Largest seen: 2.3e-7.
+LOSS_BOUND = 2e-5
+# Two numbers of workers differ by more.
+FACTOR_BOUND = 1e-3
+
+# A share of the largest loss (or gradient) in the first steps. A later one below it is only
+# rounding: the data are learned. Weights are off by some u |w|. A gradient is about proportional to
+# their distance from the minimum, so it is off by some u times the largest: 16 u.
+LEARNED_AWAY = 2.0**-20
+# Initial weights are drawn, not summed: two libraries or devices may differ in the last bits.
+START_BOUND = 2.0**-20
+# After the first steps rounding differences grow with the trajectory, faster than any static bound
+# allows. Later steps are judged by the published bound only.
+ROUNDING_STEPS = 4
+# Adam's first step is +-rate even where a gradient is rounding noise. Weights then differ by up to
+# twice the rate, and later gradients with them: by 9.5e-4 by step 3 in 700 random scenarios. This
+# bound still detects a gradient that is stale, doubled or of another step.
+ADAM_GRADIENT_BOUND = 1e-2
+ADAM_LOSS_BOUND = 1e-3
+# For runs in 16 bits, in roundings of that precision. A gradient goes through every layer twice,
+# and the rounding of each number depends on the order of a sum. The largest seen in 4 seeds of 4
+# scripts in bfloat16, with autocast and without: 5 for a gradient, 1.1 for a loss.
+COARSE_GRADIENT_UNITS = 16
+COARSE_LOSS_UNITS = 4
+# That is a share of a gradient's terms. Where these are so many times as large as their sum, the
+# same rounding is so much more of the sum.
+CANCELLED_MIN = 8
+
+_NOTHING = (
+    "all gradients of the first steps are zero in both runs, as in any trainer: nothing was "
+    "compared that could differ; is the loss cut off from the weights, or the same for all samples?"
+)
+# The parts of an update that are compared if values were recorded, with the words of a finding.
+_PARTS = {
+    "gradient": "averaged gradient is not",
+    "weights": "weights after the step are not",
+    "buffers": "buffers after the step are not",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Words:
+    """The words in which findings name the model run: `gradient is not <its>`, `<who> halted`."""
+
+    who: str = "the single-device run"
+    its: str = "the single device's"
+    before: str = ""  # the beginning of each message
+    elsewhere: str = ": see F-DP-002"  # the clause that judges which samples are drawn
+
+
+SINGLE = Words()
+
+
+def compare(
+    tally: Tally,
+    model: Trace,
+    trace: Trace,
+    tolerance: float | None,
+    words: Words = SINGLE,
+    *,
+    sensitivity: Sensitivity = UNKNOWN,
+) -> int:
+    """Compare the first steps within rounding; and if `tolerance` is not None, losses from step 100
+    on within it. Return the number of averaged gradients compared.
+
+    Where the training's `sensitivity` was measured, more is allowed than rounding by itself.
+    """
+    if not missing.require_updates(tally, model, trace):
+        return 0
+    if why := rounded_away(trace) or rounded_away(model):
+        tally.miss(why)
+        return 0
+    if (sent := sent_in(trace)) in precision.SIXTEEN:
+        tally.note(f"gradients are sent in {sent}: compared within the rounding of that")
+    model, trace = evidence.with_losses(model), evidence.with_losses(trace)
+    gaps = missing.Gaps()
+    expected = evidence.updates(model)
+    bounds = Bounds.of(expected, model, trace)
+    comparison = _Comparison(tally, words, trace, bounds, sensitivity)
+    comparison.starts(gaps, model)
+    valued = {part for part in _PARTS if _has_values(model, part) and _has_values(trace, part)}
+    model_rested, rested = skips.without_gradients(model), skips.without_gradients(trace)
+    apart = min(model_rested ^ rested, default=None)
+    dropped = step_sums.dropped_otherwise(model, trace) if tally.observed else None
+    ends = [step for step in (apart, dropped) if step is not None]
+    num_gradients, later = 0, shares.LaterSteps(model, trace)
+    for step, by_rank in _comparable(comparison, model, min(ends, default=None)):
+        due = valued - {"gradient"} if step in rested else valued
+        model_update = evidence.any_rank(expected[step])
+        if why := _other_rate(model, model_update, trace, evidence.any_rank(by_rank)):
+            tally.miss(f"{words.before}{why}")
+            break
+        if step >= ROUNDING_STEPS and "gradient" in due and trace.scenario.workload == "own":
+            comparison.later_shares(later, evidence.any_rank(by_rank))
+        for update in by_rank.values():
+            if trace.scenario.workload == "own":
+                message = f"{words.before}the learning rate is not {words.its}"
+                rates.compare(tally, model_update, update, expected, trace, message)
+            if step < ROUNDING_STEPS:
+                num_gradients += comparison.first_step(model_update, update, due, gaps)
+                continue
+            if step >= PUBLISHED_FROM_STEP and tolerance is not None:
+                comparison.losses(model_update, update, tolerance)
+    if num_gradients and not tells(model, trace):
+        tally.miss(f"{words.before}{_NOTHING}")
+        num_gradients = 0
+    gaps.tell(tally)
+    comparison.parts(apart, skipped=apart in rested, is_enough=num_gradients > 0)
+    comparison.dropped(dropped, is_enough=num_gradients > 0)
+    comparison.tell_sensitivity(is_enough=num_gradients > 0)
+    comparison.steps(model)
+    return num_gradients
+
+
+def _comparable(
+    comparison: _Comparison, model: Trace, apart: int | None
+) -> Iterator[tuple[int, Mapping[int, Update]]]:
+    """Yield the steps that both runs made of the same samples, with the updates of each rank.
+
+    Samples that are unknown, or known by their rows alone, are the same if the gradients are. Stop
+    at step `apart`, which only one of the runs skipped: the runs differ from there on.
+    """
+    tally, words, trace = comparison.tally, comparison.words, comparison.trace
+    expected = evidence.updates(model)
+    samples, model_samples = _samples(trace), _samples(model)
+    unknown = missing.unknown_steps(model) | missing.unknown_steps(trace)
+    is_by_rows = "content" in (model.traits.sample_ids, trace.traits.sample_ids)
+    alike: set[int] = (
+        steps_alike(model, trace) if tally.observed and (unknown or is_by_rows) else set()
+    )
+    if tally.observed and is_by_rows:
+        alike |= steps_combined(model, trace)
+    for step, by_rank in evidence.ranks_by_step(trace):
+        if step == apart or comparison.sensitivity.is_chaotic(step):
+            return
+        if step not in expected:
+            tally.miss(f"{words.who} has no step {step}")
+        elif step in alike:
+            yield step, by_rank
+        elif (
+            alike
+            and step >= ROUNDING_STEPS
+            and (step in unknown or (is_by_rows and samples[step] != model_samples[step]))
+        ):
+            return  # of the first steps, too, the gradients told that samples are the same
+        elif step in unknown or not samples.get(step) or not model_samples.get(step):
+            missing.ask(tally, f"the samples of step {step} are unknown", facts.IDS_IN_BOTH)
+        elif samples[step] != model_samples[step]:
+            what = missing.other_samples(model, trace)
+            tally.miss(f"{words.before}step {step} {what} than {words.its}{words.elsewhere}")
+            return
+        else:
+            yield step, by_rank
+
+
+def _other_rate(model: Trace, due: Update, trace: Trace, got: Update) -> str:
+    """Return why one worker with the batches of several may have another rate; "" if it has not.
+
+    A script that has the size of a worker's batch may derive its rate from their number.
+    """
+    if not any(fault.kind == MERGED for fault in model.scenario.faults):
+        return ""
+    pairs = rates.of(due, got).values()
+    apart = next((pair for pair in pairs if not math.isclose(*pair, rel_tol=rates.BOUND)), None)
+    if apart is None:
+        return ""
+    workers = trace.scenario.world_size
+    return (
+        f"one worker steps with learning rate {apart[0]:.6g} in step {got.step}, {workers} with "
+        f"{apart[1]:.6g}: if it follows from the number of workers, leave that out for the check"
+    )
+
+
+def steps_alike(model: Trace, trace: Trace) -> set[int]:
+    """Return the first steps whose averaged gradients agree within rounding in both runs.
+
+    So their samples are the same ones, whatever is known of them.
+    """
+    expected, alike = evidence.updates(model), set[int]()
+    bounds = Bounds.of(expected, model, trace)
+    for step, by_rank in evidence.ranks_by_step(trace):
+        if step >= ROUNDING_STEPS or step not in expected:
+            continue
+        tried = Tally("", observed=True)
+        due = evidence.any_rank(expected[step]).gradient
+        got = evidence.any_rank(by_rank).gradient
+        bound = bounds.gradient_moved if step else bounds.gradient
+        if closeness.compare_close(tried, due, got, bound, "", bounds.gradient_floor):
+            alike |= {step} if due and tried.broken is None else set()
+    return alike
+
+
+def steps_combined(model: Trace, trace: Trace) -> set[int]:
+    """Return the first steps in which the gradient of `model` is a sum of the micro-batches' of
+    `trace`, each times a number.
+
+    So their samples are the same ones, however `trace` adds up, if rows alone name them: padding is
+    in rows, and what is cut off for the longest. Gradients of other samples leave no such sum.
+    """
+    expected, shards = evidence.updates(model), evidence.shards(trace)
+    bounds = Bounds.of(expected, model, trace)
+    alike = set[int]()
+    for step in sorted(expected.keys() & shards.keys()):
+        goal = evidence.vectors(evidence.any_rank(expected[step]).gradient)
+        bound = bounds.gradient_moved if step else bounds.gradient
+        if step >= ROUNDING_STEPS or not goal:
+            break
+        if combinations.shares(goal, shards[step], bound) is not None:
+            alike.add(step)
+    return alike
+
+
+def tells(*runs: Trace, floor: float = 0.0) -> bool:
+    """Return whether some gradient of the first steps, of one of `runs`, is longer than `floor`.
+
+    Gradients that are all zero are alike in any trainer. One whose length is unknown may tell.
+    """
+    norms = (
+        closeness.norm_l2(update.gradient)
+        for run in runs
+        for update in run.of(Update)
+        if update.step < ROUNDING_STEPS and update.gradient
+    )
+    return any(norm is None or not norm <= floor for norm in norms)
+
+
+def rounded_away(trace: Trace) -> str:
+    """Return why the run's gradients can't be compared within rounding; "" if they can.
+
+    Gradients sent in 16 bits can be compared within the rounding of 16 bits. If nobody says that
+    they are, elements show it, and a sketch of a large tensor has few of them.
+    """
+    compressed = trace.traits.compressed
+    if not compressed and _is_sketched(trace) and (seen := sent_in(trace)):
+        return (
+            f"sums of gradients are rounded to {seen}, which nobody declared: "
+            f"observe(..., reduce_dtype=torch.{seen}), or torch.float32 if they must not be"
+        )
+    if compressed in ("", "float32", *precision.SIXTEEN):
+        return ""
+    return (
+        f"gradients are compressed by {compressed}, whose rounding is not known: leave the hook "
+        "out, or use fp16_compress_hook"
+    )
+
+
+def _is_sketched(trace: Trace) -> bool:
+    first = next(iter(trace.of(Update)), None)
+    return first is not None and any(r.sketch is not None for r in first.gradient.values())
+
+
+def sent_in(trace: Trace) -> str:
+    """Return what compresses gradients on their way between ranks, as declared or as sums show it.
+
+    A script may round them to 16 bits by hand. "" if nothing does.
+    """
+    return trace.traits.compressed or reduction_format.undeclared(trace, GRADIENT_BOUND)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The allowed distances of losses, gradients and weights: relative, and absolute floors."""
+
+    loss: float  # in step 0
+    loss_moved: float  # in later steps
+    gradient: float
+    gradient_moved: float
+    weights: float
+    start: float
+    loss_floor: float  # absolute: a smaller distance is only rounding
+    gradient_floor: float
+    adam: bool  # if a run uses it, weights can't be compared
+
+    @classmethod
+    def of(cls, expected: Mapping[int, Mapping[int, Update]], *runs: Trace) -> Bounds:
+        first = [evidence.any_rank(expected[step]) for step in expected if step < ROUNDING_STEPS]
+        losses = (abs(update.loss or 0.0) for update in first)
+        norms = (closeness.norm_l2(update.gradient) or 0.0 for update in first)
+        adam = any(run.scenario.optimizer == "adamw" for run in runs)
+        adam = adam or step_shape.is_adaptive(*runs)
+        own = [run for run in runs if run.scenario.workload == "own"]
+        sent = [
+            precision.SIXTEEN[name][0] for name in map(sent_in, own) if name in precision.SIXTEEN
+        ]
+        unit = max(precision.unit(*own), *sent, precision.FLOAT32)
+        coarse = unit > precision.FLOAT32
+        loss, gradient, floor = LOSS_BOUND, GRADIENT_BOUND, LEARNED_AWAY
+        if coarse:
+            loss, gradient, floor = COARSE_LOSS_UNITS * unit, COARSE_GRADIENT_UNITS * unit, unit
+        return cls(
+            loss=loss,
+            loss_moved=max(loss, ADAM_LOSS_BOUND) if adam else loss,
+            gradient=gradient,
+            gradient_moved=max(gradient, ADAM_GRADIENT_BOUND) if adam else gradient,
+            weights=gradient,
+            start=max(START_BOUND, unit) if coarse else START_BOUND,
+            loss_floor=floor * _largest(losses),
+            gradient_floor=floor * _largest(norms),
+            adam=adam,
+        )
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """The comparison of one run with its model run, update by update."""
+
+    tally: Tally
+    words: Words
+    trace: Trace
+    bounds: Bounds
+    sensitivity: Sensitivity
+
+    def first_step(self, model: Update, update: Update, due: Set[str], gaps: missing.Gaps) -> bool:
+        """Compare the loss and the parts of one of the first steps, within rounding.
+
+        Parts in `due` not compared are added to `gaps`. Return whether the gradient was compared.
+        """
+        self.losses(model, update)
+        compared = self.tensors(model, update)
+        for part in sorted(due - compared):
+            fact = facts.values_of(f"Update.{part} in both runs")
+            gaps.add(f"was not compared by {part}", fact, rank=update.rank, step=update.step)
+        return "gradient" in compared
+
+    def later_shares(self, later: shares.LaterSteps, update: Update) -> None:
+        """Check that no micro-batch counts too much in a step after the first ones.
+
+        Nothing else is judged there: rounding differences have grown by then. A short last batch
+        often comes late. All ranks apply the same gradient: the update is that of one.
+        """
+        if not self.tally.would_keep(update.step):
+            return
+        bound = self.sensitivity.allowed("gradient", update.step, self.bounds.gradient_moved)
+        floor = closeness.PROJECTED * self.bounds.gradient_floor
+        if words := later.explain(update, bound, floor):
+            message = f"{self.words.before}{_PARTS['gradient']} {self.words.its}: {words}"
+            self.tally.check(False, message, **evidence.place(self.trace, update))
+
+    def losses(self, model: Update, update: Update, tolerance: float | None = None) -> None:
+        """Compare the losses within `tolerance`, or if it is None, within rounding."""
+        if model.loss is None or update.loss is None:
+            if model.loss != update.loss:
+                why = f"the loss of step {model.step} is known in one run only"
+                missing.ask(self.tally, why, facts.LOSS_IN_BOTH)
+            return
+        if not math.isfinite(model.loss):
+            self.tally.miss(f"{self.words.its} loss of step {model.step} is not finite")
+            return
+        allowed = self.bounds.loss_moved if model.step else self.bounds.loss
+        allowed = allowed if tolerance is None else tolerance
+        allowed = self.sensitivity.allowed("loss", model.step, allowed)
+        gap = allowed * abs(model.loss) + self.bounds.loss_floor
+        message = f"{self.words.before}loss is off by more than {allowed:.2g} of {self.words.its}"
+        place = evidence.place(self.trace, update)
+        self.tally.close(model.loss, update.loss, gap, message, **place)
+
+    def tensors(self, model: Update, update: Update) -> set[str]:
+        """Compare one rank's gradient, weights and buffers. Return the parts compared or left out.
+
+        Under Adam, weights are left out, and a user's buffers, too, which may depend on weights.
+        """
+        done = {"weights"} if self.bounds.adam else set()
+        if done and self.trace.scenario.workload == "own":
+            done.add("buffers")
+        for part, message in _PARTS.items():
+            if part in done:
+                continue
+            bound, floor = self.bounds.weights, 0.0
+            if part == "gradient":
+                bound = self.bounds.gradient_moved if model.step else self.bounds.gradient
+                floor = self.bounds.gradient_floor
+            bound = self.sensitivity.allowed(part, model.step, bound)
+            mine, theirs = _tensors(model, part), _tensors(update, part)
+            what = f"{self.words.before}{message} {self.words.its}"
+            place = evidence.place(self.trace, update)
+            place["of_gradients"] = part == "gradient"
+            if part == "gradient" and self.trace.scenario.workload == "own":
+                place["explain"] = partial(shares.explain, self.trace, update, mine, bound)
+                place["cancelled"] = self.cancelled(update)
+            if closeness.compare_close(self.tally, mine, theirs, bound, what, floor, **place):
+                done.add(part)
+            if "explain" in place:
+                self.before_clipping(model, update, what)
+            if "explain" in place and bound > GRADIENT_BOUND:
+                self.sums(model, update, what)
+        return done
+
+    def before_clipping(self, model: Update, update: Update, message: str) -> None:
+        """Check that gradients weren't a number of workers times as large when they were clipped.
+
+        Where all of them are longer than the norm, sums over workers and means are clipped alike.
+        """
+        due, got = map(evidence.vectors, (model.unclipped, update.unclipped))
+        if not due or not got or due.keys() != got.keys():
+            return
+        names = sorted(due)
+        vectors = (step_sums.joined(due, names), step_sums.joined(got, names))
+        if vectors[0].shape != vectors[1].shape:
+            return
+        times, workers = factors.ratio(*vectors, FACTOR_BOUND), self.trace.scenario.world_size
+        if times is None or workers == 1 or self.trace.traits.shared:
+            return
+        if math.isclose(times, workers, rel_tol=FACTOR_BOUND):
+            words = f"{message}: before it is clipped, it is {times:.6g} times as large"
+            self.tally.check(False, words, **evidence.place(self.trace, update))
+
+    def cancelled(self, update: Update) -> dict[str, float]:
+        """Return how many times terms are as large as their sum, of tensors that lose most of them.
+
+        In float32 the bound has room for that.
+        """
+        if self.bounds.gradient <= GRADIENT_BOUND:
+            return {}
+        by_rank = evidence.updates(self.trace)[update.step]
+        shards = evidence.shards(self.trace).get(update.step, ())
+        times = step_sums.cancelled(by_rank, shards)
+        return {name: size for name, size in times.items() if size > CANCELLED_MIN}
+
+    def sums(self, model: Update, update: Update, message: str) -> None:
+        """Check, where much is allowed, that no tensor's gradient was changed beyond its terms."""
+        place = evidence.place(self.trace, update)
+        bound = changed_sums.allowed(update, GRADIENT_BOUND)
+        for name, change in changed_sums.of(self.trace, update, model, GRADIENT_BOUND).items():
+            got, scenario = change.right + change.change, self.trace.scenario
+            words = factors.of(change.right, got, scenario, bound, of_gradients=True)
+            self.tally.check(
+                False,
+                f"{message}: {name} is off by {change.relative:.2g} of its norm in what none of "
+                f"its micro-batches gave, allowed {bound:.2g}{words and f': {words}'}",
+                tensor=name,
+                **closeness.furthest(model.gradient[name], update.gradient[name], change.change),
+                **place,
+            )
+
+    def parts(self, step: int | None, *, skipped: bool, is_enough: bool) -> None:
+        """Report that the comparison ended at `step`, if any, which only one of the two skipped."""
+        if step is None:
+            return
+        who = "this run" if skipped else self.words.who
+        why = (
+            f"{self.words.before}{who} alone skipped step {step}, as a GradScaler does whose scale "
+            "is too large: not compared from there on"
+        )
+        if is_enough:
+            self.tally.note(why)
+        else:
+            self.tally.miss(f"{why}, nor before: begin with a smaller scale, or use bfloat16")
+
+    def dropped(self, step: int | None, *, is_enough: bool) -> None:
+        """Report that the comparison ended at `step`, if any, in which one run alone drops a batch.
+
+        The other one trains on it, by a loss of its own.
+        """
+        if step is not None:
+            why = (
+                f"{self.words.before}in step {step} this run drops another number of batches than "
+                f"{self.words.who}, as one does whose loss is too large: not compared from there on"
+            )
+            (self.tally.note if is_enough else self.tally.miss)(why)
+
+    def tell_sensitivity(self, *, is_enough: bool) -> None:
+        """Report how closely steps were compared, or not at all, since rounding moves them."""
+        if why := self.sensitivity.in_words(ROUNDING_STEPS, self.bounds.gradient):
+            (self.tally.note if is_enough else self.tally.miss)(f"{self.words.before}{why}")
+
+    def steps(self, model: Trace) -> None:
+        """Check that the run made every step that `model` made."""
+        lacking = evidence.updates(model).keys() - evidence.updates(self.trace).keys()
+        if lacking and model.end.status == "halted":
+            self.tally.miss(f"{self.words.who} halted: {model.end.reason}")
+            return
+        evidence.compare_steps_made(self.tally, lacking, self.trace, self.words.before)
+
+    def starts(self, gaps: missing.Gaps, model: Trace) -> None:
+        """Compare each rank's weights before the first step with those of `model`."""
+        model_start = next((start for start in model.of(Start) if start.step == 0), None)
+        starts = [start for start in self.trace.of(Start) if start.step == 0 and not start.resumed]
+        valued = any(evidence.has_values(start.weights) for start in starts)
+        if model_start is None or not evidence.has_values(model_start.weights):
+            return
+        message = f"{self.words.before}weights before the first step are not {self.words.its}"
+        for start in starts:
+            place = {**evidence.place(self.trace, start), "step": -1}
+            mine, theirs, bound = model_start.weights, start.weights, self.bounds.start
+            compared = closeness.compare_close(self.tally, mine, theirs, bound, message, **place)
+            if valued and not compared:
+                fact = facts.values_of("Start.weights in both runs")
+                gaps.add("was not compared by weights", fact, rank=start.rank, step=-1)
+
+
+def _samples(trace: Trace) -> dict[int, Counter[int]]:
+    """Return step -> how often each sample was used in it.
+
+    A step whose inputs were made of earlier samples has those of the step before.
+    """
+    samples: dict[int, Counter[int]] = {}
+    for step, shards in sorted(evidence.shards(trace).items()):
+        ids = Counter(i for shard in shards for i in shard.ids)
+        is_made = not ids and all(shard.made for shard in shards)
+        samples[step] = samples.get(step - 1, ids) if is_made else ids
+    return samples
+
+
+def _tensors(update: Update, part: str) -> Tensors:
+    """Return a part of an update. Of buffers return floats only (running means, no counters)."""
+    tensors: Tensors = getattr(update, part)
+    if part != "buffers":
+        return tensors
+    return {name: record for name, record in tensors.items() if record.dtype.startswith("float")}
+
+
+def _has_values(trace: Trace, part: str) -> bool:
+    return any(evidence.has_values(_tensors(update, part)) for update in trace.of(Update))
+
+
+def _largest(sizes: Iterable[float]) -> float:
+    return max((size for size in sizes if math.isfinite(size)), default=0.0)

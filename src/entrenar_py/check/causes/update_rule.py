@@ -1,0 +1,301 @@
+"""Recompute optimizer steps in float64, from the recorded gradients and weights.
+
+The formulas are those of torch.optim's SGD and AdamW, written independently of every trainer here.
+The constants are torch's defaults (0.9 for momentum). A user's trainer declares others in its
+trace's `traits`: momentum, dampening, nesterov, betas, eps, and `decay: coupled` for an Adam whose
+decay is a part of the gradient. Rounding noise in the recorded gradient makes no difference here,
+so this finds errors under Adam that parity can't.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from entrenar_py.check.causes import torch_rules
+from entrenar_py.check.causes.torch_rules import Moments, TensorRule
+from entrenar_py.check.evidence import evidence, precision
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import (
+    Event,
+    Ruled,
+    Saved,
+    Start,
+    Synchronised,
+    Tensors,
+    Trace,
+    Traits,
+    Update,
+)
+
+Vector = NDArray[np.float64]
+
+# w - rate * g in float32 has two roundings of the result, u = 2^-24 each, and a third in fused
+# forms. `allowed` adds one rounding for each step that is summed in the moments.
+UPDATE_ULPS = 8
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A tensor after a step. `moved` is the sum of the absolute values of its change's terms."""
+
+    weight: Vector
+    moved: Vector
+
+
+def _of_betas(traits: Traits, betas: tuple[float, float]) -> float:
+    """Return by how much more Adam's move may be off, as a part of `allowed`, for its constants.
+
+    In float32 a beta is off by one rounding of 1, and 1 - beta by as much, which is more of it the
+    smaller it is. Both are in the moments, and their powers in what these are divided by; half of
+    the second moment's counts, whose root is taken.
+    """
+    if traits.betas_in == "float64":
+        return 1.0
+    return 1 + (2 / (1 - betas[0]) + 1 / (1 - betas[1])) / UPDATE_ULPS
+
+
+@dataclass
+class Rule:
+    """One rank's optimizer, followed from update to update.
+
+    `known` is False if the moments are unknown, for example after a gap in the recorded updates.
+    `unknown` are tensors that have moved in a step whose gradient of them was not recorded.
+    """
+
+    scenario: Scenario
+    traits: Traits
+    decayed: tuple[str, ...] | None
+    weights: Tensors
+    trainable: tuple[str, ...]
+    known: bool
+    step_made: int = 0
+    moments: dict[str, Moments] = field(default_factory=dict)
+    saved: dict[int, dict[str, Moments]] = field(default_factory=dict)
+    unknown: set[str] = field(default_factory=set)
+    ruled: dict[str, TensorRule] = field(default_factory=dict)
+
+    @property
+    def is_stateless(self) -> bool:
+        """True if a step follows from its gradient alone."""
+        if self.traits.rule == "known":
+            return self.scenario.optimizer == "sgd"
+        told = self.ruled.values()
+        return all(one.kind == "SGD" and not one.constants.momentum for one in told)
+
+    def follows(self, update: Update) -> bool:
+        """Return whether the moments before `update` are known, or the optimizer has none."""
+        followed = self.known and update.step == self.step_made
+        return followed or self.is_stateless
+
+    def kind(self, name: str) -> str:
+        """Return the name of the rule by which a tensor is stepped."""
+        if self.traits.rule == "known" or name not in self.ruled:
+            return self.scenario.optimizer
+        return self.ruled[name].kind
+
+    def save(self, step: int) -> None:
+        """Keep a copy of the moments before `step`, if known: a checkpoint was written then."""
+        if self.known and self.step_made == step:
+            self.saved[step] = self.copied()
+
+    def copied(self) -> dict[str, Moments]:
+        """Return a copy of the moments. Later steps don't change it."""
+        return {name: replace(moments) for name, moments in self.moments.items()}
+
+    def step(self, update: Update) -> Iterator[tuple[str, Expected]]:
+        """Yield the name and expected value of each tensor that can be recomputed.
+
+        It starts from the weights of the update before, and from those that were edited since.
+        """
+        before, self.weights = {**self.weights, **update.edited}, update.weights
+        self.known = self.known and update.step == self.step_made
+        self.step_made = update.step + 1
+        factor = _clip_factor(self.scenario, update)
+        if factor is None or not (self.known or self.is_stateless):
+            self.known = False
+            return
+        if not self.is_stateless:
+            self.unknown |= {
+                name
+                for name, record in update.weights.items()
+                if name not in update.gradient
+                and name in before
+                and before[name].digest != record.digest
+            }
+        for name, record in update.gradient.items():
+            if name in self.unknown:
+                continue
+            slope, weight = record.elements(), before[name].elements() if name in before else None
+            if slope is None or weight is None or slope.shape != weight.shape:
+                self.known = False
+                continue
+            decay = self._decay(name)
+            if decay is not None:
+                gradient = factor * slope.astype(np.float64)
+                rate, wide = update.rate_of(name), weight.astype(np.float64)
+                yield name, self._expected(name, wide, gradient, rate, decay)
+
+    def _decay(self, name: str) -> float | None:
+        """Return the weight decay of a tensor; None if it is unknown which tensors are decayed."""
+        if self.traits.rule != "known":
+            return self.ruled[name].constants.weight_decay if name in self.ruled else None
+        if not self.scenario.weight_decay:
+            return 0.0
+        if self.decayed is None:
+            return None
+        return self.scenario.weight_decay if name in self.decayed else 0.0
+
+    @np.errstate(invalid="ignore", over="ignore")  # an overflow is compared like any value
+    def _expected(
+        self, name: str, weight: Vector, gradient: Vector, rate: float, decay: float
+    ) -> Expected:
+        moments = self.moments.setdefault(name, Moments())
+        if self.traits.rule != "known":
+            rule = self.ruled[name]
+            moved, size = rule.move(moments, gradient, weight, rate)
+            return Expected(weight - moved, size * _of_betas(self.traits, rule.constants.betas))
+        moments.steps += 1
+        if self.scenario.optimizer == "adamw" and self.traits.decay == "coupled":
+            coupled = gradient + decay * weight
+            moved, size = self._adam(moments, coupled, np.abs(gradient) + decay * np.abs(weight))
+            return Expected(weight - rate * moved, rate * size)
+        if self.scenario.optimizer == "adamw":
+            kept = weight * (1 - rate * decay)
+            moved, size = self._adam(moments, gradient, np.abs(gradient))
+            return Expected(kept - rate * moved, rate * (size + decay * np.abs(weight)))
+        coupled = gradient + decay * weight
+        terms = np.abs(gradient) + decay * np.abs(weight)
+        if self.scenario.optimizer == "sgd":
+            return Expected(weight - rate * coupled, rate * terms)
+        moved, size = self._momentum(moments, coupled, terms)
+        return Expected(weight - rate * moved, rate * size)
+
+    def _momentum(self, moments: Moments, gradient: Vector, terms: Vector) -> tuple[Vector, Vector]:
+        """Return the direction of SGD with momentum, and the sum of its terms' absolute values."""
+        keep = self.traits.momentum
+        new = 1.0 if moments.steps == 1 else 1 - self.traits.dampening
+        moved = keep * moments.first + new * gradient
+        size = keep * moments.size + new * terms
+        moments.first, moments.size = moved, size
+        if self.traits.nesterov:
+            return gradient + keep * moved, terms + keep * size
+        return moved, size
+
+    def _adam(self, moments: Moments, gradient: Vector, terms: Vector) -> tuple[Vector, Vector]:
+        """Return Adam's direction, and the sum of its terms' absolute values."""
+        beta1, beta2 = self.traits.betas
+        moments.first = beta1 * moments.first + (1 - beta1) * gradient
+        moments.size = beta1 * moments.size + (1 - beta1) * terms
+        moments.second = beta2 * moments.second + (1 - beta2) * np.square(gradient)
+        root = np.sqrt(moments.second / (1 - beta2**moments.steps)) + self.traits.eps
+        correction = 1 - beta1**moments.steps
+        size = moments.size / correction / root * _of_betas(self.traits, self.traits.betas)
+        return moments.first / correction / root, size
+
+
+def after(rules: Mapping[int, Rule], start: Start, trace: Trace) -> Rule:
+    """Return the rule of the rank that starts: a new one, or after a resume its earlier one.
+
+    A rank that resumes from a checkpoint has the moments that it had when that was written. A rank
+    that joins has the moments of the others.
+    """
+    own = rules.get(start.rank)
+    if own is not None and start.resumed:
+        own.weights = start.weights
+        if start.step != own.step_made and start.step in own.saved:
+            own.moments, own.step_made, own.known = own.saved[start.step], start.step, True
+            own.moments = own.copied()
+        return own
+    rule = Rule(
+        trace.scenario,
+        trace.traits,
+        start.decayed,
+        start.weights,
+        start.trainable,
+        known=start.step == 0,
+    )
+    for other in rules.values():
+        if start.step and other.known and other.step_made == start.step:
+            rule.known, rule.step_made, rule.moments = True, start.step, other.copied()
+            break
+    return rule
+
+
+def prepare(rules: dict[int, Rule], event: Event, trace: Trace) -> None:
+    """Change the ranks' rules as `event` demands: a start, a checkpoint or a synchronisation."""
+    if isinstance(event, Start):
+        rules[event.rank] = after(rules, event, trace)
+    elif isinstance(event, Ruled):
+        if (told := torch_rules.of(event)) is not None:
+            for rank, rule in rules.items():
+                fresh = dict.fromkeys(event.names, told)
+                is_own = rank == event.rank
+                rule.ruled = {**rule.ruled, **fresh} if is_own else {**fresh, **rule.ruled}
+    elif isinstance(event, Saved):
+        for rule in rules.values():
+            rule.save(event.step)
+    elif isinstance(event, Synchronised) and event.rank in rules:
+        rule = rules[event.rank]  # its moments are kept
+        rule.weights = {**rule.weights, **event.weights}
+
+
+def start_of(trace: Trace, step: int, rank: int) -> Start | None:
+    """Return the start from which `rank` made `step`, its first one; None if it has none."""
+    starts = (start for start in trace.standing.of(Start) if start.rank == rank)
+    return next((start for start in starts if start.step == step), None)
+
+
+def rounding(trace: Trace, update: Update) -> float:
+    """Return the relative error that the roundings of the rule make in `update`."""
+    unit = precision.FLOAT32
+    if trace.scenario.workload == "own":
+        unit = precision.unit_of(update.weights)
+    is_stateless = trace.traits.rule == "known" and trace.scenario.optimizer == "sgd"
+    roundings = UPDATE_ULPS + (0 if is_stateless else update.step)
+    return roundings * unit
+
+
+def allowed(rounding: float, expected: Expected) -> Vector:
+    """Return how far each element may be from `expected`, given the update's `rounding`."""
+    return rounding * (np.abs(expected.weight) + expected.moved)
+
+
+def is_followed(trace: Trace, step: int, rank: int, name: str) -> bool | None:
+    """Return whether the rank's update of a tensor follows the rule; None if that is unknown."""
+    if trace.traits.rule != "known":
+        return None
+    rules: dict[int, Rule] = {}
+    for event in trace.standing.events:
+        if not isinstance(event, Update):
+            prepare(rules, event, trace)
+        elif event.rank in rules:
+            for tensor, expected in rules[event.rank].step(event):
+                if (event.step, event.rank, tensor) != (step, rank, name):
+                    continue
+                after = event.weights[name].elements() if name in event.weights else None
+                if after is None or after.shape != expected.weight.shape:
+                    return None
+                gap = np.abs(after - expected.weight)
+                return bool((gap <= allowed(rounding(trace, event), expected)).all())
+    return None
+
+
+def _clip_factor(scenario: Scenario, update: Update) -> float | None:
+    """Return the factor by which clipping multiplied the recorded gradient; None if unknown.
+
+    Without recorded norms it is 1 if the run declares no clipping.
+    """
+    norm, applied = update.grad_norm, update.applied_norm
+    if not update.finite:
+        return None
+    if norm is None or applied is None:
+        unclipped = scenario.clip_norm is None and evidence.non_finite(update.gradient) is None
+        return 1.0 if unclipped else None
+    if not (math.isfinite(norm) and math.isfinite(applied)):
+        return None
+    return min(1.0, applied / norm) if norm else 1.0

@@ -1,0 +1,294 @@
+"""Averages of a model's weights: beside it or within it, recognised by how they move.
+
+An average a follows weights w by a + c (w - a), with one share c of the way for all its tensors,
+that may differ from move to move (a warm-up, a mean of all steps). What was recorded with a step is
+the average before its move after that step. Lists of gradients, and snapshots, don't move so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from entrenar_py.check.evidence import evidence, precision
+from entrenar_py.shared.trace import Declared, Start, TensorRecord, Tensors, Trace, Update
+from entrenar_py.shared.verdict import Tally
+
+Shares = Mapping[int, float]  # step -> the share of the way that an average moves after it
+Holder = tuple[str, int]  # an average's label, and the rank that keeps it
+
+_ROUNDINGS = 8.0  # of an element, in a product and a sum
+_SEEN = 4.0  # times as far as rounding moves it: a shorter move shows nothing
+_WHOLE = 1 - 1e-4  # a move that goes so far is a copy
+_ALIKE = 1e-3
+
+
+def of(trace: Trace) -> dict[Holder, Shares]:
+    """Return the averages beside the model, with the shares of their moves.
+
+    Those are averages that the script declares, and copies whose every move is one of an average.
+    """
+    declared = {label for event in trace.of(Declared) for label in event.averages}
+    averages: dict[Holder, Shares] = {}
+    for rank, lives in _lives(trace).items():
+        for label in {name.partition("/")[0] for life in lives for at in life for name in at.extra}:
+            shares = _shares(lives, label)
+            is_average = shares is not None and any(one < _WHOLE for one in shares.values())
+            if is_average or label in declared:
+                averages[label, rank] = shares or {}
+    return dict(sorted(averages.items()))
+
+
+def follow_others(start: Start, updates: Sequence[Update], names: Sequence[str]) -> set[str]:
+    """Return those of `names` that move as averages or copies of trained tensors of the model do.
+
+    What a tensor follows has the same last parts of its name, and the same size.
+    """
+    lives = [[_State.of(start), *map(_State.of, updates)]]
+    # The beginnings of names of both -> name -> what it may follow.
+    pairs: dict[tuple[str, str], dict[str, str]] = {}
+    for name in names:
+        for other, end in _sources(name, start):
+            beginnings = name.removesuffix(end), other.removesuffix(end)
+            pairs.setdefault(beginnings, {})[name] = other
+    return {name for named in pairs.values() if _all_follow(lives, named) for name in named}
+
+
+def _all_follow(lives: Sequence[Life], pairs: Mapping[str, str]) -> bool:
+    """Return whether tensors move together, always a share of the way to what they follow."""
+    moves = [
+        share(
+            {n: at.weights[n] for n in pairs if n in at.weights},
+            {n: to.weights[n] for n in pairs if n in to.weights},
+            [{n: held[s] for n, s in pairs.items() if s in held} for held in _followed(at, to)],
+        )
+        for at, to in _moves(lives)
+    ]
+    return None not in moves and any(moves)
+
+
+def _sources(name: str, start: Start) -> Iterator[tuple[str, str]]:
+    """Yield the trained tensors that `name` may follow, with the end that both names have."""
+    size, parts = start.weights[name].size, name.split(".")
+    known = [other for other in start.trainable if other in start.weights]
+    like = [other for other in known if start.weights[other].size == size]
+    for count in range(len(parts) - 1, 0, -1):
+        end = ".".join(parts[-count:])
+        yield from ((other, end) for other in like if f".{other}".endswith(f".{end}"))
+
+
+# --- what is judged -------------------------------------------------------------------------------
+
+
+def compare_resumed(tally: Tally, straight: Trace, trace: Trace) -> None:
+    """Compare the averages after a resume with those of the run without stops, bit for bit.
+
+    Of each it is the lowest rank's, which people save for all.
+    """
+    begun = min((start.step for start in trace.of(Start) if start.resumed), default=None)
+    if begun is None:
+        return
+    expected, made, judged = evidence.updates(straight), evidence.updates(trace), set[str]()
+    shares = of(straight)
+    for label, rank in shares:
+        if label in judged:
+            continue
+        judged.add(label)
+        for step in sorted(step for step in made if step >= begun and step in expected):
+            if rank not in made[step] or rank not in expected[step]:
+                continue
+            update = made[step][rank]
+            due, got = (_held(one.extra, label) for one in (expected[step][rank], update))
+            if due and not _moves_after(trace, label, rank):
+                # It may be the checkpoint that was loaded, in place of an average made later.
+                tally.note(f"{label}, an average of the weights, was not seen after the resume")
+                break
+            words = _words(straight, trace, (label, rank), shares[label, rank], step)
+            message = (
+                f"after the resume the average of the weights {label} is not that of the run "
+                "without stops"
+            )
+            place = evidence.place(trace, update)
+            evidence.compare_exact(tally, due, got, message, words=words, **place)
+
+
+def _moves_after(trace: Trace, label: str, rank: int) -> bool:
+    """Return whether a copy moves in any life of a rank but its first."""
+    lives = _lives(trace).get(rank, [])[1:]
+    return any(
+        bool(now) and not _same(was, now)
+        for before, after in _moves(lives)
+        for was, now in [(_held(before.extra, label), _held(after.extra, label))]
+    )
+
+
+def _words(straight: Trace, trace: Trace, holder: Holder, shares: Shares, step: int) -> str:
+    """Return why a resumed average may differ from step `step` on; "" if that is unknown."""
+    label, rank = holder
+    lives = _lives(trace).get(rank, [])
+    life = next((one for one in reversed(lives) if any(at.step == step for at in one)), [])
+    got = next((_held(at.extra, label) for at in life if at.step == step), {})
+    begun = next(iter(_lives(straight).get(rank, [[]])[0]), None)
+    if begun is not None and _same(_held(begun.extra, label), got):
+        return "it is as it was before the first step: it was not restored"
+    if life and _same({f"{label}/{n}": r for n, r in life[0].weights.items()}, got):
+        return "it has the weights with which the run resumed: it was made anew from them"
+    moved = (_shares([life], label) or {}).get(step - 1)
+    due = shares.get(step - 1)
+    if moved is None or due is None or abs(moved - due) <= _ALIKE * due:
+        return ""
+    told = f"after step {step - 1} it moves {moved:.3g} of the way to the weights, not {due:.3g}"
+    like = [at for at, one in shares.items() if abs(one - moved) <= _ALIKE * one]
+    return f"{told}, as it did after step {like[0]}: its count was not restored" if like else told
+
+
+def compare_ranks(tally: Tally, trace: Trace) -> None:
+    """Compare averages between ranks that hold the same weights.
+
+    Other ones are a counterexample only where the script declares the average: often just one
+    rank's is saved and used. After a resume only that one may be restored. Statistics of batches
+    that an average follows, too, are those of each rank's own samples.
+    """
+    if any(start.resumed for start in trace.of(Start)):
+        return
+    averages = of(trace)
+    declared = {label for event in trace.of(Declared) for label in event.averages}
+    trained = {name for start in trace.of(Start) for name in start.trainable}
+    for label in dict.fromkeys(label for label, _ in averages):
+        ranks = [rank for other, rank in averages if other == label]
+        for step, by_rank in evidence.ranks_by_step(trace):
+            held = [rank for rank in ranks if rank in by_rank]
+            for rank in held[1:]:
+                first, update = by_rank[held[0]], by_rank[rank]
+                due, got = (_trained(_held(one.extra, label), trained) for one in (first, update))
+                if not _same(first.weights, update.weights):
+                    continue
+                told = f"rank {rank} keeps another average of the weights, {label}, than rank"
+                if label in declared or _same(due, got):
+                    place = evidence.place(trace, update)
+                    evidence.compare_exact(tally, due, got, f"{told} {held[0]}", **place)
+                    continue
+                tally.miss(
+                    f"{told} {held[0]}, after step {step}: if all ranks use theirs, declare it, "
+                    f'observe(..., averages={{"{label}": ...}}); if one does, keep it on that rank'
+                )
+                break
+
+
+def _trained(average: Tensors, trained: Set[str]) -> Tensors:
+    """Return the tensors of an average that follow those of the model that are `trained`.
+
+    Where names don't tell them, that is all of them.
+    """
+    ends = {_last_parts(name) for name in trained}
+    known = {name: one for name, one in average.items() if _last_parts(name) in ends}
+    return known or average
+
+
+def _last_parts(name: str) -> str:
+    return ".".join(name.rpartition("/")[2].split(".")[-2:])
+
+
+# --- how averages move ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _State:
+    """What a rank holds after `step`: -1 before the first one."""
+
+    step: int
+    weights: Tensors
+    extra: Tensors
+
+    @classmethod
+    def of(cls, event: Start | Update) -> _State:
+        step = event.step - isinstance(event, Start)
+        return cls(step, event.weights, event.extra)
+
+
+Life = Sequence[_State]
+
+
+def _lives(trace: Trace) -> dict[int, list[list[_State]]]:
+    """Return by rank what it held after each step, in each of its lives."""
+    lives: dict[int, list[list[_State]]] = {}
+    for event in trace.standing.events:
+        if isinstance(event, Start):
+            lives.setdefault(event.rank, []).append([])
+        if isinstance(event, Start | Update):
+            lives.setdefault(event.rank, [[]])[-1].append(_State.of(event))
+    return lives
+
+
+def _moves(lives: Sequence[Life]) -> Iterator[tuple[_State, _State]]:
+    for life in lives:
+        yield from pairwise(life)
+
+
+def _followed(before: _State, after: _State) -> tuple[Tensors, Tensors]:
+    """Return the weights that an average may have followed: it may move in the optimizer's step."""
+    return before.weights, after.weights
+
+
+def _shares(lives: Sequence[Life], label: str) -> dict[int, float] | None:
+    """Return the shares of a copy's moves; None if one isn't the move of an average."""
+    shares: dict[int, float] = {}
+    for before, after in _moves(lives):
+        held = [
+            {name.removeprefix(f"{label}/"): one for name, one in _held(at.extra, label).items()}
+            for at in (before, after)
+        ]
+        moved = share(held[0], held[1], _followed(before, after))
+        if moved is None:
+            return None
+        if moved:
+            shares[before.step] = moved
+    return shares
+
+
+def share(before: Tensors, after: Tensors, followed: Sequence[Tensors]) -> float | None:
+    """Return the share of the way to one of `followed` that tensors move; None if they don't.
+
+    The share is 0 if they don't move, or by no more than their rounding.
+    """
+    if before.keys() != after.keys() or _same(before, after):
+        return 0.0
+    for weights in followed:
+        names = [name for name in before if name in weights]
+        held = [_joined(tensors, names) for tensors in (before, after, weights)]
+        known = [vector for vector in held if vector is not None]
+        if len(known) < len(held) or len({vector.shape for vector in known}) > 1:
+            return None
+        start, end, target = known
+        unit = precision.unit_of({name: after[name] for name in names})
+        rounding = _ROUNDINGS * unit * float(np.linalg.norm(start) + np.linalg.norm(end))
+        move, way = end - start, target - start
+        if float(np.linalg.norm(move)) <= _SEEN * rounding:
+            return 0.0
+        part = float(move @ way) / (float(way @ way) or 1.0)
+        if 0 < part < 1 + _ALIKE and float(np.linalg.norm(move - part * way)) <= rounding:
+            return part
+    return None
+
+
+def _joined(tensors: Tensors, names: Sequence[str]) -> NDArray[np.float64] | None:
+    vectors = [tensors[name].vector() for name in names]
+    known = [vector.astype(np.float64) for vector in vectors if vector is not None]
+    return np.concatenate(known) if known and len(known) == len(vectors) else None
+
+
+def _held(extra: Tensors, label: str) -> dict[str, TensorRecord]:
+    return {name: one for name, one in extra.items() if name.startswith(f"{label}/")}
+
+
+def _same(one: Tensors, other: Tensors) -> bool:
+    """Return whether both have the same tensors, and some."""
+    return bool(one) and _digests(one) == _digests(other)
+
+
+def _digests(tensors: Tensors) -> dict[str, str]:
+    return {name: record.digest for name, record in tensors.items()}

@@ -1,0 +1,249 @@
+"""F-DP-002 for samples that nobody named: digests of the rows that the model was given.
+
+A row may be something else than a sample, and a data set may have a row twice. So runs that were
+given the same rows hold the clause, and others leave it open. Two things are wrong whatever a row
+is: replicas that are given the same rows in every step, where these change from step to step; and a
+row that comes again within a pass, where one worker is given each row once in a pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from entrenar_py.check.causes import run_comparison
+from entrenar_py.check.clauses import row_passes
+from entrenar_py.check.evidence import evidence, facts, missing
+from entrenar_py.shared.trace import Shard, Trace
+from entrenar_py.shared.verdict import Tally
+from entrenar_py.shared.wording import named
+
+Rows = Mapping[int, Counter[int]]  # by rank
+_SURE_DIGITS = 5  # of a chance below 10^-5
+
+
+def judge(tally: Tally, trace: Trace, alone: Trace | None) -> None:
+    """Judge the rows of a run by themselves, and where ranks share a batch by those of `alone`."""
+    missing.require_ids(tally, trace)
+    tally.note(
+        "samples have no ids: told apart by what the model was given, so a sample that is given "
+        "twice isn't told from one that is in the data twice"
+    )
+    _apart_in_groups(tally, trace, alone)
+    owned = _own if trace.traits.shared else list[Shard]
+    rows = {step: owned(of) for step, of in evidence.shards(trace).items()}
+    steps = [*map(_by_rank, rows.values())]
+    is_compared = trace.scenario.world_size > 1 and len(steps) > 1
+    alike = _given_the_same(steps) if is_compared else []
+    twice = _by_the_same_numbers(rows) if trace.traits.selects and not alike else None
+    if twice is not None:
+        alike = sorted(shard.rank for shard in twice)
+    is_guessed = trace.traits.arranged == "guessed" and not do_the_same(trace, alike)
+    passes = {} if alike else row_passes.of(rows, alone)
+    if passes:
+        row_passes.judge(tally, trace, rows, passes)
+    elif not trace.traits.selects and (not alike or is_guessed):
+        _rows_again(tally, rows, trace, alone)
+    if not is_compared:
+        return
+    if not alike:
+        tally.check(True, "", step=0, scenario=trace.scenario)
+        return
+    what = f"{named('rank', alike)} are given the same rows in every step"
+    if twice is not None:
+        first, again = twice
+        what = (
+            f"rank {again.rank} selects for step {again.step} the rows that rank {first.rank} "
+            f"selects for step {first.step}, by the same random numbers"
+        )
+    if is_guessed:
+        tally.miss(guessed(what))
+        return
+    tally.check(
+        False,
+        f"{what}, though each is to train on samples of its own",
+        step=min(evidence.shards(trace)) if twice is None else twice[1].step,
+        rank=alike[1] if twice is None else twice[1].rank,
+        scenario=trace.scenario,
+    )
+
+
+def _apart_in_groups(tally: Tally, trace: Trace, alone: Trace | None) -> None:
+    """Count as missing whether ranks that share a batch are given parts of it, or other batches.
+
+    They are given parts if the run on one worker is given their rows together.
+    """
+    whole = {} if alone is None else evidence.shards(alone)
+    for step, shards in sorted(evidence.shards(trace).items()):
+        groups: dict[int, list[Shard]] = {}
+        for shard in shards:
+            groups.setdefault(shard.shard, []).append(shard)
+        given = [[*_by_rank(group).items()] for group in groups.values()]
+        apart = [group for group in given if any(rows != group[0][1] for _, rows in group)]
+        parts = (rows for group in given for _, rows in (group if group in apart else group[:1]))
+        if apart and sum(parts, Counter[int]()) != _together(whole.get(step, ())):
+            ranks = named("rank", [rank for rank, _ in apart[0]])
+            tally.miss(
+                f"{ranks} share the work on a batch and are given different rows in step {step}: "
+                "right for parts of the batch, wrong if each draws its own; "
+                "call obs.samples(ids) on all "
+                "of them with the ids of the batch that each drew"
+            )
+            return
+
+
+def _rows_again(
+    tally: Tally, owned: Mapping[int, Sequence[Shard]], trace: Trace, alone: Trace | None
+) -> None:
+    """Count as missing whether rows that come again before all rows came are given twice.
+
+    They come in an order of the script's own, such as an epoch that grows, if the run on one worker
+    is given the same rows in each step, or pass by pass. Micro-batches that come twice in turn are
+    no such order: each worker of a loader may hand out all data.
+    """
+    whole = {} if alone is None else evidence.shards(alone)
+    every = {id_ for shards in owned.values() for shard in shards for id_ in shard.ids}
+    seen: set[int] = set()
+    for step, shards in sorted(owned.items()):
+        given = _together(shards)
+        again = {row for row in given if given[row] > 1 or row in seen}
+        seen |= given.keys()
+        if again and seen < every:
+            if row_passes.are_whole(owned):
+                tally.note("rows come again in whole passes through each block of them")
+                return
+            what = f"rows come again in step {step} before all others came"
+            is_same = all(_together(whole.get(at, ())) == _together(owned[at]) for at in owned)
+            is_same |= alone is not None and row_passes.make_the_same(alone, trace)
+            if is_same and not _are_doubled(whole):
+                tally.note(f"{what}, in the run on one worker, too, which may have the same bug")
+            else:
+                missing.ask(tally, f"{what}: given twice, or alike", facts.IDS)
+            return
+        if again:
+            seen = again
+
+
+def _are_doubled(shards: Mapping[int, Sequence[Shard]]) -> bool:
+    """Return whether two micro-batches in a row have the same rows."""
+    given = [sorted(shard.ids) for step in sorted(shards) for shard in shards[step]]
+    return any(one == after for one, after in pairwise(given))
+
+
+def do_the_same(trace: Trace, ranks: Sequence[int]) -> bool:
+    """Return whether `ranks` are given the same in each micro-batch, with one loss and gradient.
+
+    Then they don't share the work on their samples: each does all of it.
+    """
+    first: dict[tuple[int, int], tuple[Any, ...]] = {}
+    numbers = dict.fromkeys(ranks, 0)
+    for shard in trace.standing.of(Shard):
+        if shard.rank not in numbers:
+            continue
+        place = shard.step, numbers[shard.rank]
+        numbers[shard.rank] += 1
+        digests = {name: one.digest for name, one in shard.gradient.items()}
+        mine = shard.loss_sum, shard.contents, digests
+        if None in mine or not shard.gradient or first.setdefault(place, mine) != mine:
+            return False
+    return len({*numbers.values()}) == 1 and len(numbers) > 1 and bool(first)
+
+
+def guessed(what: str) -> str:
+    """Return the reason why it isn't known whether `what` is wrong."""
+    return (
+        f"{what}: whether they share the work on them is not known; declare it, "
+        'observe(..., layout={"dp": 1, "tp": 2}), or wrap the model in DistributedDataParallel'
+    )
+
+
+def compare(tally: Tally, model: Trace, trace: Trace) -> None:
+    """Compare the rows of two runs step by step; rows that differ may be the same samples.
+
+    They are if the gradients are the same: rows have padding in them, or features whose last bits
+    depend on the batch.
+    """
+    alike = run_comparison.steps_alike(model, trace)
+    others, unknown = evidence.shards(model), missing.unknown_steps(model)
+    unknown |= missing.unknown_steps(trace)
+    few, many = model.scenario.world_size, trace.scenario.world_size
+    for step, shards in sorted(evidence.shards(trace).items()):
+        if step not in others or step in unknown:
+            continue
+        is_same = _together(others[step]) == _together(shards)
+        if not is_same and alike and (step in alike or step >= run_comparison.ROUNDING_STEPS):
+            tally.note(
+                f"the model is given other rows with {many} workers than with {few}, and they have "
+                "the same gradients in the first steps: they are the same samples"
+            )
+        elif not is_same and not unknown and row_passes.make_the_same(model, trace):
+            tally.compared += 1
+            tally.note(
+                f"the model is given other rows in a step with {many} workers than with {few}: "
+                "in a pass each is given as often in both runs, and steps were not compared"
+            )
+            return
+        elif not is_same:
+            why = (
+                f"the model is given other rows in step {step} with {many} workers than with {few}"
+            )
+            missing.ask(tally, why, facts.IDS_IN_BOTH)
+            return
+        tally.compared += is_same or step in alike
+
+
+def _own(shards: Sequence[Shard]) -> list[Shard]:
+    """Return the shards that ranks don't share, and of others those of their first rank."""
+    owners: dict[int, int] = {}
+    return [one for one in shards if owners.setdefault(one.shard, one.rank) == one.rank]
+
+
+def _by_rank(shards: Sequence[Shard]) -> dict[int, Counter[int]]:
+    given: dict[int, Counter[int]] = {}
+    for shard in shards:
+        given.setdefault(shard.rank, Counter()).update(shard.ids)
+    return given
+
+
+def _together(shards: Sequence[Shard]) -> Counter[int]:
+    return Counter(id_ for shard in shards for id_ in shard.ids)
+
+
+def _by_the_same_numbers(rows: Mapping[int, Sequence[Shard]]) -> tuple[Shard, Shard] | None:
+    """Return two micro-batches of two ranks that have the same rows in the same order.
+
+    They may have them by chance where few rows are known, and are not returned then.
+    """
+    shards = [shard for step in sorted(rows) for shard in rows[step] if shard.ids]
+    known = {id_ for shard in shards for id_ in shard.ids}
+    first: dict[tuple[int, ...], Shard] = {}
+    peers = [(first.setdefault(shard.ids, shard), shard) for shard in shards]
+    alike = [(peer, shard) for peer, shard in peers if peer.rank != shard.rank]
+    if not alike:
+        return None
+    least = min(len({*shard.ids}) for _, shard in alike)
+    # How many pairs are alike by chance, on average, and the chance that so many are (Poisson's).
+    expected = (len(shards) / 2) ** 2 / len(known) ** least
+    digits = (math.lgamma(len(alike) + 1) - len(alike) * math.log(expected)) / math.log(10)
+    return alike[0] if digits > _SURE_DIGITS else None
+
+
+def _given_the_same(steps: Sequence[Rows]) -> list[int]:
+    """Return the lowest rank and all with the same rows in every step; [] if it is the only one.
+
+    Also [] if its rows never change, like the constant inputs of a benchmark.
+    """
+    first = min(steps[0], default=0)
+    own = [step.get(first, Counter()) for step in steps]
+    if not all(own) or all(rows == own[0] for rows in own):
+        return []
+    others = [
+        rank
+        for rank in steps[0]
+        if rank != first
+        and all(step.get(rank) == rows for step, rows in zip(steps, own, strict=True))
+    ]
+    return [first, *others] if others else []

@@ -1,0 +1,284 @@
+"""The knobs of a user's own trainer, and how runs with different values of a knob are compared.
+
+Turning a knob reveals bugs that a comparison with the run on one worker can't show, since that run
+has them, too. All knobs but one must change nothing. The clipping norm may change the size of the
+gradient, but not its direction. Each knob is a row of KNOBS.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from entrenar_py.check.causes import presuppositions, run_comparison
+from entrenar_py.check.causes.compared import Compared
+from entrenar_py.check.causes.knob_pairs import Pair, pair_of
+from entrenar_py.check.clauses import oracles
+from entrenar_py.check.evidence import closeness, evidence, facts, missing
+from entrenar_py.check.evidence.needs import Need, Traces, turned
+from entrenar_py.shared.trace import Shard, Tensors, Trace, Update
+from entrenar_py.shared.verdict import Tally
+
+UNCLIPPED = "1e9"  # larger than the norm of any gradient
+_CLIPPED_SHARE = 16  # the smallest gradient norm of the usual run, divided by the clipping norm
+_CLIPPED_USUAL = 1e-3  # the clipping norm if the gradients' norms are unknown
+# torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6; others don't.
+CLIP_EPSILON = 1e-6
+
+
+def compare(tally: Tally, runs: Traces) -> list[int]:
+    """Compare every run with a turned knob with the base, in which no knob is turned.
+
+    Return the number of gradients compared in each run whose knob took effect.
+    """
+    counts = []
+    for name, trace in runs.turned():
+        pair = pair_of(trace.scenario)
+        assert pair is not None, "its scenario says so"
+        if runs.base is None:
+            tally.miss(f"{pair.words.before}no run with {pair.knob}={pair.usual} to compare with")
+            continue
+        tally.note(f"compared {pair.knob}={pair.value} with {pair.knob}={pair.usual}")
+        compared = Compared(runs=runs, model=runs.base, trace=trace)
+        left = presuppositions.comparable(tally, presuppositions.WITH_A_KNOB, compared)
+        if left is None:
+            continue
+        count = KNOBS[name].judge(tally, pair, left)
+        if count is not None:
+            counts.append(count)
+    return counts
+
+
+# Returns whether the knob took effect: two equal runs would prove nothing.
+Effect = Callable[[Tally, Pair, Trace, Trace], bool]
+
+
+def _changes_nothing(took_effect: Effect) -> Callable[[Tally, Pair, Compared], int | None]:
+    """Return the judge of a knob that must change nothing, for runs in which it `took_effect`."""
+
+    def judge(tally: Tally, pair: Pair, compared: Compared) -> int | None:
+        model, trace = compared.model, compared.trace
+        masked = trace.scenario.dropout and not oracles.same_masks(model, trace)
+        if masked and compared.explanation is None:
+            why = "dropout draws other masks: run the script without dropout"
+            tally.miss(f"{pair.words.before}{why}")
+            return None
+        if not took_effect(tally, pair, model, trace):
+            return None
+        return run_comparison.compare(
+            tally, model, trace, None, pair.words, sensitivity=compared.sensitivity
+        )
+
+    return judge
+
+
+def _scaled_loss(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> bool:
+    if _local(model) != _local(trace) or not _local(trace):
+        return True
+    tally.miss(
+        f"{pair.words.before}gradients before unscaling are the same: the loss was not scaled"
+    )
+    return False
+
+
+def _permuted(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> bool:
+    if _is_normalised_apart(tally, pair, trace):
+        return False
+    if _orders(model) != _orders(trace):
+        return True
+    tally.miss(f"{pair.words.before}the samples come in the same order: nothing was permuted")
+    return False
+
+
+def _is_normalised_apart(tally: Tally, pair: Pair, trace: Trace) -> bool:
+    if trace.traits.batch_norm:
+        why = "batch normalisation uses each micro-batch's own samples, so results differ rightly"
+        tally.miss(f"{pair.words.before}{why}")
+    return trace.traits.batch_norm
+
+
+def _accumulated(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> bool:
+    """Return whether step 0 has the same samples as in `model`, in more or fewer micro-batches."""
+    if _is_normalised_apart(tally, pair, trace):
+        return False
+    before, after = _micro_batches(model), _micro_batches(trace)
+    due, drawn = _first_samples(model), _first_samples(trace)
+    each = not drawn - due and drawn.total() * int(pair.value) == due.total() * int(pair.usual)
+    if before and before == after and each and drawn != due:
+        num_due, num_made = (1 + max(evidence.updates(run)) for run in (model, trace))
+        tally.check(
+            False,
+            f"{pair.words.before}the optimizer steps after every micro-batch",
+            step=0,
+            expected=f"{num_due} steps of {due.total()} samples",
+            got=f"{num_made} steps of {drawn.total()} samples",
+            scenario=trace.scenario,
+        )
+        return False
+    if due and drawn and due.total() != drawn.total():
+        tally.miss(
+            f"{pair.words.before}step 0 has {drawn.total()} samples, and {due.total()} with "
+            f"{pair.knob}={pair.usual}: keep the global batch, with micro-batches of GLOBAL // "
+            "({world_size} * {accumulation})"
+        )
+        return False
+    if before and before == after:
+        tally.miss(f"{pair.words.before}steps have as many micro-batches as {pair.words.who}")
+        return False
+    return True
+
+
+def _clipped(tally: Tally, pair: Pair, compared: Compared) -> int:
+    """Check that no gradient is longer than the clipping norm, and that step 0's is the unclipped
+    gradient scaled to that norm (both runs have the same weights then).
+    """
+    limit, model, trace = float(pair.value), compared.model, compared.trace
+    bounds = run_comparison.Bounds.of({}, model, trace)
+    expected = evidence.updates(model).get(0)
+    first_update = evidence.any_rank(expected) if expected else None
+    whole = closeness.norm_l2(first_update.gradient) if first_update is not None else None
+    if first_update is None or whole is None:
+        missing.ask(tally, "clipping was not judged", facts.values_of("Update.gradient"))
+        return 0
+    if whole <= limit:
+        tally.miss(
+            f"{pair.words.before}the gradient of step 0 has norm {whole:.3g}, "
+            "which needs no clipping"
+        )
+        return 0
+    if _first_samples(model) != _first_samples(trace):
+        what = f"step 0 {missing.other_samples(model, trace)} than {pair.words.its}"
+        tally.miss(f"{pair.words.before}{what}{pair.words.elsewhere}")
+        return 0
+    unseen = evidence.unseen_gradients(model)
+    if unseen:
+        tally.miss(f"{pair.words.before}{unseen}")
+    rounding = closeness.norm_rounding(first_update.gradient)
+    bound = compared.sensitivity.allowed("gradient", 0, bounds.gradient)
+    bound += CLIP_EPSILON / whole
+    num_gradients = 0
+    updates = (update for _, ranks in evidence.ranks_by_step(trace) for update in ranks.values())
+    for update in updates:
+        place = evidence.place(trace, update)
+        applied = _applied(update)
+        norm = closeness.norm_l2(applied)
+        if norm is None:
+            continue
+        num_gradients += 1
+        message = f"{pair.words.before}the norm of the applied gradient is larger than the limit"
+        shown = {"expected": repr(limit), "got": repr(norm)}
+        tally.check(norm <= limit * (1 + bounds.gradient + rounding), message, **shown, **place)
+        if update.step == 0 and not unseen:
+            what = f"that of {pair.knob}={pair.usual} clipped to this norm"
+            message = f"{pair.words.before}the gradient is not {what}"
+            # The script's norm may be off by its rounding; the direction is not.
+            length = min(max(norm, limit * (1 - rounding)), limit * (1 + rounding))
+            clipped = evidence.times(first_update.gradient, length / whole)
+            closeness.compare_close(tally, clipped, applied, bound, message, **place)
+    return num_gradients
+
+
+def _applied(update: Update) -> Tensors:
+    """Return the gradient as it was applied. A script may report it before clipping
+    (`obs.reduced()`): then its norm after that is known, too.
+    """
+    before, after = update.grad_norm, update.applied_norm
+    if not before or after is None or not math.isfinite(before + after):
+        return update.gradient
+    return evidence.times(update.gradient, after / before)
+
+
+def _micro_batches(trace: Trace) -> int:
+    """Return how many micro-batches a rank made in its first step; 0 where none was recorded."""
+    first = evidence.shards(trace).get(0, [])
+    return max(Counter(shard.rank for shard in first).values(), default=0)
+
+
+def _first_samples(trace: Trace) -> Counter[int]:
+    return Counter(i for shard in evidence.shards(trace).get(0, []) for i in shard.ids)
+
+
+def _orders(trace: Trace) -> list[tuple[int, ...]]:
+    return [shard.ids for shard in trace.of(Shard)]
+
+
+def _local(trace: Trace) -> dict[str, str]:
+    """Return the digests of the first micro-batch's gradient."""
+    first = trace.of(Shard)[:1]
+    return {name: record.digest for shard in first for name, record in shard.gradient.items()}
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+def _limit(usual: Trace) -> str:
+    """Return, as text, a norm far below that of every gradient of the run `usual`."""
+    norms = [closeness.norm_l2(update.gradient) for update in usual.of(Update)]
+    known = [norm for norm in norms if norm and math.isfinite(norm)]
+    return f"{min(known) / _CLIPPED_SHARE if known else _CLIPPED_USUAL:.2g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knob:
+    """One setting of a script that can be changed without making it another training.
+
+    The command has a placeholder of the knob's name; `says` is what the script does with its value.
+    The value is `usual` except in the knob's own runs. Those have each of `others` in turn, or what
+    `limit` returns for the usual run. The knobs `beside` are turned, too, if the command has them.
+    `judge` compares the usual run with such a run. It returns the number of gradients that it
+    compared, or None if the knob took no effect.
+    """
+
+    says: str
+    usual: str
+    judge: Callable[[Tally, Pair, Compared], int | None]
+    others: tuple[str, ...] = ()
+    limit: Callable[[Trace], str] | None = None
+    beside: tuple[str, ...] = ()
+
+    def turns(self, usual: Trace | None) -> tuple[str, ...]:
+        """Return the values that the knob is turned to, given the usual run."""
+        if self.limit is None:
+            return self.others
+        assert usual is not None, "it was run first"
+        return (self.limit(usual),)
+
+
+KNOBS: Mapping[str, Knob] = {
+    "accumulation": Knob(
+        says="micro-batches a step is made in, of the same global batch: 1, 2, 4",
+        usual="1",
+        others=("2", "4"),
+        judge=_changes_nothing(_accumulated),
+    ),
+    "clip": Knob(
+        says=f"the largest L2 norm of a gradient: {UNCLIPPED}, and one that is always exceeded",
+        usual=UNCLIPPED,
+        limit=_limit,
+        # Clipping each micro-batch, or a gradient that is still scaled, is a bug that shows only
+        # with several micro-batches, or with a scaled loss.
+        beside=("accumulation", "loss_scale"),
+        judge=_clipped,
+    ),
+    "loss_scale": Knob(
+        says="what the loss is multiplied by before the backward pass: 1, 1024",
+        usual="1",
+        others=("1024",),
+        judge=_changes_nothing(_scaled_loss),
+    ),
+    "permute": Knob(
+        says="1 where the samples of each global batch are to come in another order, else 0",
+        usual="0",
+        others=("1",),
+        judge=_changes_nothing(_permuted),
+    ),
+    "strategy": Knob(
+        says="off where the model is to be trained without its parallel strategy, else on",
+        usual="on",
+        others=("off",),
+        judge=_changes_nothing(lambda *_: True),
+    ),
+}
+TURNED: tuple[Need, ...] = tuple(map(turned, KNOBS))

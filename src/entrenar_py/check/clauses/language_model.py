@@ -1,0 +1,547 @@
+"""F-LM-001 to 009: what a language model's losses are over, and what its outputs depend on.
+
+The records of a probed model (`shared/trace/token_events.py`) are measurements: how much an output
+changes if tokens are replaced that it must not depend on, which token a target is, and what each
+token's loss counts in the step. A clause whose subject a script does not have is not applied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from entrenar_py.check.causes.random_draws import named
+from entrenar_py.check.clauses import probes
+from entrenar_py.check.clauses.check import Check
+from entrenar_py.check.contract import Invariant
+from entrenar_py.check.evidence import evidence, missing
+from entrenar_py.check.evidence.needs import PROBED, Traces
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import (
+    Drawn,
+    Evaluated,
+    Noticed,
+    Reread,
+    Scored,
+    Shard,
+    Start,
+    Tokens,
+    Trace,
+    Update,
+)
+from entrenar_py.shared.verdict import Finding, Tally
+
+# Roundings of the largest output by which outputs may change that must stay: a change of a token
+# elsewhere may change the order of sums (experts that are given other rows), and nothing else.
+ROUNDINGS = 64
+# Fewer of them, in float32, are no change that matters. In 16 bits a leak may be as small.
+SILENT, _FINE = 8, 2.0**-20
+TARGETS_MIN = 8  # from which targets show what they are
+_HALF, _SHARES_MAX, _SHARES_MAX_HALF = {"float16", "bfloat16"}, 1e-4, 2e-2
+
+Compare = Callable[[Tally, Trace], str]  # returns why there is nothing to compare, or ""
+
+
+def _judge(compare: Compare) -> Callable[[Invariant, Traces], Finding]:
+    """Return a judge that applies `compare` to each run whose model was probed."""
+
+    def judge(invariant: Invariant, traces: Traces) -> Finding:
+        tally = missing.tally_for(invariant, traces)
+        reasons: dict[str, None] = {}
+        for trace in evidence.usable(traces, tally):
+            if why := _unprobed(trace, invariant.id) or compare(tally, trace):
+                reasons[why] = None
+        return tally.finding(nothing="; ".join(reasons) or "no run came to an end")
+
+    return judge
+
+
+def _absent(compare: Compare, by_passes: bool, traces: Sequence[Trace]) -> str:
+    """Return what the script does not have, if each run was looked at and lacks it.
+
+    `by_passes`: only a pass of the tokens shows that.
+    """
+    reasons: dict[str, None] = {}
+    for trace in traces:
+        why = compare(Tally(""), trace)
+        is_open = by_passes and any(one.problem for one in trace.of(Tokens))
+        if not why or _unprobed(trace) or is_open:
+            return ""
+        reasons[why] = None
+    return "; ".join(reasons)
+
+
+def _unprobed(trace: Trace, clause: str = "") -> str:
+    """Return why nothing is known of the run's tokens; "" if something is."""
+    if not trace.of(Tokens) and not trace.of(Scored):
+        again = f"run its script with --only {clause} and without --judge"
+        return f"no step of a model that is given token ids was looked at: {again}"
+    return "" if any(one.rows for one in trace.of(Tokens)) or trace.of(Scored) else _why(trace)
+
+
+def _why(trace: Trace, otherwise: str = "") -> str:
+    """Return why the model was not passed its tokens again, or else `otherwise`."""
+    problem = next((one.problem for one in trace.of(Tokens) if one.problem), "")
+    return f"the model was not passed its tokens again: {problem}" if problem else otherwise
+
+
+def _place(trace: Trace, event: Tokens | Scored | Reread) -> dict[str, Any]:
+    return {
+        "step": event.step,
+        "rank": event.rank,
+        "shard": event.rank * trace.scenario.accumulation + event.micro_batch,
+        "scenario": trace.scenario,
+    }
+
+
+# --- what targets are -----------------------------------------------------------------------------
+
+
+def _totals(trace: Trace) -> Iterator[tuple[list[Scored], int, list[int]]]:
+    """Yield the losses at each place of a micro-batch, with how many targets equal which token."""
+    by_call: dict[int, list[Scored]] = defaultdict(list)
+    for scored in trace.of(Scored):
+        if scored.known:
+            by_call[scored.call].append(scored)
+    for _, losses in sorted(by_call.items()):
+        known = sum(one.known for one in losses)
+        yield (
+            losses,
+            known,
+            [sum(equal) for equal in zip(*(o.matches for o in losses), strict=True)],
+        )
+
+
+def _shifts(trace: Trace) -> dict[int, list[Scored]]:
+    """Return the losses by the shift that all of their targets have: 0, 1 or 2."""
+    found: dict[int, list[Scored]] = {}
+    for losses, known, matches in _totals(trace):
+        fits = [shift for shift, equal in enumerate(matches) if equal == known]
+        if 1 in fits:
+            found[1] = losses
+        elif len(fits) == 1 and known >= TARGETS_MIN:
+            found.setdefault(fits[0], losses)
+    return found
+
+
+def _restores(trace: Trace) -> bool:
+    """Return whether targets are the tokens at their own places, all of which an output sees.
+
+    An autoencoder is trained so. A model that sees no later tokens would only copy.
+    """
+    sees_all = any(not _is_still(one) for one in _moving(trace, "later"))
+    return sees_all and [*_shifts(trace)] == [0] and bool(_sees_own(trace))
+
+
+_RESTORED = "targets are the tokens at their own places: it may be trained to restore its rows"
+_NO_TARGETS = "no cross-entropy was seen whose targets are the tokens of its rows"
+
+
+def _shifted(tally: Tally, trace: Trace) -> str:
+    shifts = _shifts(trace)
+    if not shifts:
+        return _NO_TARGETS
+    if _restores(trace):
+        return _RESTORED
+    shift = 1 if 1 in shifts else min(shifts)  # further losses may be of later tokens
+    losses, sees = shifts[shift], _sees_own(trace)
+    if shift == 1 or (shift == 0 and sees is False):  # the latter: the model shifts its inputs
+        tally.compared += len(losses)
+    elif sees is None:
+        tally.miss(_why(trace, "it is not known which tokens an output depends on"))
+    else:
+        what = "at their own places: they are not shifted"
+        if shift == 2:
+            what = "two places further on: they are shifted twice"
+        tally.check(
+            False,
+            f"the targets are the tokens {what}",
+            expected="the next token",
+            got=f"shifted by {shift}",
+            **_place(trace, losses[0]),
+        )
+    return ""
+
+
+def _sees_own(trace: Trace) -> bool | None:
+    """Return whether outputs depend on the token at their own place; None if that is unknown."""
+    known = [
+        one for one in trace.of(Reread) if one.own is not None and one.moved > _bound(one, SILENT)
+    ]
+    return any((one.own or 0.0) > _bound(one, SILENT) for one in known) if known else None
+
+
+# --- what outputs depend on -----------------------------------------------------------------------
+
+
+def _bound(reread: Reread, roundings: int) -> float:
+    return roundings * reread.unit * reread.scale
+
+
+def _moving(trace: Trace, replaced: str) -> list[Reread]:
+    """Return the passes in which outputs followed the tokens that were replaced."""
+    rereads = [one for one in trace.of(Reread) if one.replaced == replaced]
+    return [one for one in rereads if one.moved > _bound(one, SILENT)]
+
+
+def _is_still(reread: Reread) -> bool:
+    return reread.still <= (_bound(reread, SILENT) if reread.unit < _FINE else 0.0)
+
+
+def _stays(tally: Tally, trace: Trace, rereads: Iterable[Reread], message: str) -> bool:
+    """Check that outputs stay. Return whether any of `rereads` could be judged.
+
+    What changes without another token, or within some roundings, is no evidence.
+    """
+    judged = False
+    for one in rereads:
+        judged = True
+        if not one.noise <= _bound(one, SILENT):
+            tally.miss(
+                f"outputs change by {one.noise:.2g} though the row's tokens stay: they depend on "
+                "other rows' or other ranks' tokens, or on numbers that no known generator draws"
+            )
+        elif (is_still := _is_still(one)) or one.still > _bound(one, ROUNDINGS):
+            tally.check(
+                is_still,
+                f"{message} (row {one.row}, position {one.position})",
+                expected="no change",
+                got=f"{one.still:.3g}, where the largest output is {one.scale:.3g}",
+                **_place(trace, one),
+            )
+        else:
+            tally.miss(
+                f"outputs that should stay change by {one.still:.2g}, which may be rounding: train "
+                "in float32 for this check"
+            )
+    return judged
+
+
+def _causal(tally: Tally, trace: Trace) -> str:
+    later = _moving(trace, "later")
+    if not _shifts(trace) and not all(map(_is_still, later)):
+        return f"{_NO_TARGETS}: it may be trained to see both sides"
+    if _restores(trace):
+        return _RESTORED
+    for cut in sorted({one.cut or 0 for one in later}):
+        what = (
+            f"an output changes if tokens from position {cut} on are replaced: it sees later ones"
+        )
+        _stays(tally, trace, (one for one in later if one.cut == cut), what)
+    return "" if later else _why(trace, "no output depends on the tokens")
+
+
+def _padding(tally: Tally, trace: Trace) -> str:
+    padded = [one for one in trace.of(Tokens) if one.padding]
+    losses = [one for one in trace.of(Scored) if one.padded]
+    for loss in losses:
+        tally.check(
+            False,
+            f"{loss.padded} padding tokens count as targets of padding tokens: ignore them",
+            expected="0",
+            got=str(loss.padded),
+            **_place(trace, loss),
+        )
+    if not padded and not losses:
+        return "no padding is known, by a mask that the model is given or by its table"
+    rereads = [one for one in trace.of(Reread) if one.replaced == "padding"]
+    _stays(tally, trace, rereads, "an output changes if the padding is another token")
+    for one in rereads:
+        most = _bound(one, ROUNDINGS) + ROUNDINGS * one.unit
+        if one.loss is not None and one.noise <= _bound(one, SILENT):
+            message = "the loss that the model returns changes if the padding is another token"
+            tally.at_most(most, one.loss, message, form=".3g", **_place(trace, one))
+    if not trace.of(Scored):
+        return "" if rereads else _why(trace, _NO_TARGETS)
+    tally.compared += len(padded)
+    return ""
+
+
+def _documents(tally: Tally, trace: Trace) -> str:
+    packed = [one for one in trace.of(Tokens) if one.documents]
+    if not packed:
+        return "no argument of the model shows several documents in a row"
+    shown, rereads = packed[0].shown, _moving(trace, "earlier")
+    what = f"a document sees another one of its row, though {shown or 'a mask'} parts them"
+    _stays(tally, trace, rereads, what)
+    crossing = [one for one in trace.of(Scored) if one.crossing]
+    several = sum(one.tokens_crossing for one in crossing) > len(crossing)
+    for scored in crossing if several else ():  # else all documents begin with one token
+        tally.check(
+            False,
+            f"{scored.crossing} targets are the first token of the next document: ignore them",
+            expected="0",
+            got=str(scored.crossing),
+            **_place(trace, scored),
+        )
+    return "" if rereads else _why(trace, "no output of a document depends on its tokens")
+
+
+# --- what tokens count ----------------------------------------------------------------------------
+
+
+def _shares(tally: Tally, trace: Trace) -> str:
+    steps: dict[tuple[int, int], list[Scored]] = defaultdict(list)
+    even = [one for one in trace.of(Scored) if _agree(one, one)]  # NaN agrees with nothing
+    for scored in even:
+        steps[scored.step, scored.call].append(scored)
+    pairs = [*_pairs(steps.values())]
+    if not _shifts(trace) and not all(_agree(*pair) for pair in pairs):
+        return (
+            f"{_NO_TARGETS}: it may be trained to fill gaps, and the mean over a micro-batch's own "
+            "gaps is usual there"
+        )
+    for one, other in pairs:
+        _compare_shares(tally, trace, one, other)
+    if pairs:
+        return ""
+    if len(even) < len(trace.of(Scored)):
+        return "the tokens of one micro-batch count differently"
+    return "no step had losses over tokens of several micro-batches or ranks"
+
+
+def _allowed(one: Scored, other: Scored) -> float:
+    return _SHARES_MAX_HALF if {one.dtype, other.dtype} & _HALF else _SHARES_MAX
+
+
+def _agree(one: Scored, other: Scored) -> bool:
+    most = max(abs(one.most), abs(other.least))
+    return abs(one.most - other.least) <= _allowed(one, other) * most
+
+
+def _pairs(groups: Iterable[Sequence[Scored]]) -> Iterator[tuple[Scored, Scored]]:
+    """Yield the loss of each group whose tokens count most, with each other one of the group."""
+    for losses in groups:
+        first = max(losses, key=lambda one: abs(one.most))
+        yield from ((first, other) for other in losses if other is not first)
+
+
+def _compare_shares(tally: Tally, trace: Trace, one: Scored, other: Scored) -> None:
+    sums = [scored.most * scored.counted for scored in (one, other)]
+    why = "the loss is not divided by the tokens of the whole step"
+    if abs(sums[0] - sums[1]) <= _allowed(one, other) * abs(sums[0]):
+        why = "each loss is the mean over its own tokens; divide sums by the tokens of the step"
+    factor = one.most / other.least if other.least else math.inf
+    tally.check(
+        _agree(one, other),
+        f"a token of {_named(one)} counts {factor:.4g} times as much as one of {_named(other)}: "
+        f"{why}",
+        expected=repr(other.least),
+        got=repr(one.most),
+        **_place(trace, one),
+    )
+
+
+def _named(scored: Scored) -> str:
+    return f"rank {scored.rank}'s micro-batch {scored.micro_batch} ({scored.counted} tokens)"
+
+
+# --- tables and begins ----------------------------------------------------------------------------
+
+
+def _tied(tally: Tally, trace: Trace) -> str:
+    told = [one for one in trace.of(Tokens) if one.tied is not None]
+    for one in told:
+        tally.check(
+            one.tied is True,
+            "the model's settings tie the tables of its first and last layer, which differ",
+            **_place(trace, one),
+        )
+    ties = {tie for event in trace.of(Noticed) for tie in event.shared}
+    for tie in sorted(ties):
+        _one_tensor(tally, trace, tie)
+    return "" if told or ties else "no table is tied, and the model's settings tie none"
+
+
+def _one_tensor(tally: Tally, trace: Trace, tie: Sequence[str]) -> None:
+    """Compare the names that one tensor had: it is recorded under one of them while it is one."""
+    for event in trace.standing.events:
+        if not isinstance(event, Start | Update):
+            continue
+        held = [name for name in tie if name in event.weights]
+        apart = [n for n in held if event.weights[n].digest != event.weights[held[0]].digest]
+        tally.check(
+            not apart,
+            f"{(apart or held or tie)[0]} was one tensor with {tie[0]}, and differs now",
+            step=event.step - isinstance(event, Start),
+            rank=event.rank,
+            tensor=(apart or held or tie)[0],
+            scenario=trace.scenario,
+        )
+
+
+def _one_begin(tally: Tally, trace: Trace) -> str:
+    known = [one for one in trace.of(Tokens) if one.begun]
+    for one in known:
+        tally.check(
+            not one.doubled,
+            f"{one.doubled} of {one.begun} documents begin with the token of a begin twice: a "
+            "template and the tokenizer both add it",
+            expected="1",
+            got="2",
+            **_place(trace, one),
+        )
+    return "" if known else "no document begins with a token that the model's settings name for it"
+
+
+# --- modes and masks -----------------------------------------------------------------------------
+
+
+def _modes(tally: Tally, trace: Trace) -> str:
+    if not trace.scenario.dropout:
+        return "the model has no dropout"
+    losses = trace.of(Evaluated)
+    for one in losses:
+        tally.check(
+            not (one.training and one.drew),
+            f"a loss of {one.counted} targets is taken without gradient in training mode, with "
+            "dropout: call model.eval() before an evaluation, and model.train() after it",
+            **_of_rank(trace, one),
+        )
+        if one.drew and not one.training:
+            tally.miss(
+                f"a loss of {one.counted} targets draws random numbers in evaluation mode: dropout "
+                "that doesn't look at self.training, or noise that is meant"
+            )
+    shards = trace.standing.of(Shard)
+    for rank in sorted({one.rank for one in shards}):
+        seen: tuple[Evaluated | Shard, ...] = (*losses, *shards)
+        own = [one for one in seen if one.rank == rank]
+        _mode_after_evaluation(tally, trace, sorted(own, key=_in_step))
+    return ""
+
+
+def _in_step(one: Evaluated | Shard) -> tuple[int, bool]:
+    return one.step, isinstance(one, Shard)
+
+
+def _mode_after_evaluation(tally: Tally, trace: Trace, own: Iterable[Evaluated | Shard]) -> None:
+    """Check that what a rank trains after an evaluation is in training mode, as before."""
+    was_trained = is_after = False
+    for one in own:
+        if isinstance(one, Evaluated):
+            is_after |= not one.training
+        elif not one.evaluating:
+            tally.compared += 1
+            was_trained, is_after = True, False
+        elif was_trained and is_after:
+            tally.check(
+                False,
+                "the model is still in evaluation mode, with dropout off, when it trains after an "
+                "evaluation: call model.train()",
+                **_of_rank(trace, one),
+            )
+        else:
+            tally.miss(
+                f"rank {one.rank} trains in evaluation mode, with dropout off, and no evaluation "
+                "was seen before it: call model.train() if it should be on"
+            )
+
+
+def _of_rank(trace: Trace, event: Evaluated | Shard | Drawn) -> dict[str, Any]:
+    return {"step": event.step, "rank": event.rank, "scenario": trace.scenario}
+
+
+def _same_masks(tally: Tally, trace: Trace) -> str:
+    drawn = trace.standing.of(Drawn)
+    others = [one for one in drawn if one.where == "recomputed"]
+    for one in others:
+        tally.check(
+            False,
+            "a layer that is computed again in the backward pass draws new random numbers, from "
+            f"{named(one.generator)}: the gradient is that of other masks than the loss; let the "
+            "checkpoint set generators back (preserve_rng_state=True)",
+            **_of_rank(trace, one),
+        )
+    again = {(one.step, one.rank) for one in trace.of(Tokens) if one.recomputed}
+    if not again and not others:
+        return "no layer was seen to be computed again in a backward pass"
+    masked = {(one.step, one.rank) for one in drawn if one.where == "forward"}
+    tally.compared += len(again & masked)
+    return "" if masked else "layers that are computed again draw no random numbers"
+
+
+# --- the rows of the table ------------------------------------------------------------------------
+
+
+def _plan(dropout: float, options: Mapping[str, Any]) -> Callable[[Invariant], list[Scenario]]:
+    def plan(_: Invariant) -> list[Scenario]:
+        """Plan two workers, with two micro-batches each in three steps."""
+        usual: dict[str, Any] = {"world_size": 2, "accumulation": 2, "num_steps": 3}
+        return [probes.scenario("language_model", **usual, dropout=dropout, options=options)]
+
+    return plan
+
+
+def _row(
+    name: str,
+    number: int,
+    decides: str,
+    compare: Compare,
+    *,
+    words: str,
+    dropout: float = 0.0,
+    by_passes: bool = False,
+    **rows: Any,
+) -> Check:
+    return Check(
+        name=name,
+        id=f"F-LM-{number:03}",
+        decides=decides,
+        spoken_of=words,
+        judge=_judge(compare),
+        absent=partial(_absent, compare, by_passes),
+        plan=_plan(dropout, rows),
+        needs=(PROBED,),
+        takes_commands=True,
+    )
+
+
+ROWS = (
+    _row(
+        *("causality", 1, "no output whose target counts depends on a later token", _causal),
+        words="causal mask future leak attention",
+        by_passes=True,
+    ),
+    _row(
+        *("label_shift", 2, "each output's target is the next token", _shifted),
+        words="labels shift next token",
+    ),
+    _row(
+        *("padding", 3, "padding is no target, and another token in it changes nothing", _padding),
+        words="pad ignored attention mask",
+        by_passes=True,
+        rows="padded",
+    ),
+    _row(
+        *("packed_documents", 4, "documents in one row don't see each other", _documents),
+        words="packing documents position ids cu_seqlens contamination",
+        rows="packed",
+    ),
+    _row(
+        *("token_shares", 5, "each token of a step counts the same", _shares),
+        words="loss divided tokens accumulation ranks",
+        rows="padded",
+    ),
+    _row(
+        *("tied_tables", 6, "tables that are tied stay one tensor", _tied),
+        words="tied embedding head weights",
+    ),
+    _row(
+        *("one_begin", 7, "a document begins with one token of a begin", _one_begin),
+        words="bos token twice template",
+    ),
+    _row(
+        *("modes", 8, "dropout is on where the model trains, and off where it is tried", _modes),
+        words="dropout eval train mode evaluation",
+        dropout=0.1,
+    ),
+    _row(
+        *("same_masks", 9, "a layer that is computed again draws the same masks", _same_masks),
+        words="activation gradient checkpoint recomputed preserve_rng_state",
+        dropout=0.1,
+    ),
+)

@@ -1,0 +1,291 @@
+"""The outer step, which ends a round of local SGD: when it is made, by which workers and rule.
+
+The outer step is recomputed in float64 from each worker's weights at the end of its round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from entrenar_py.check.clauses import outer_causes, silent_rounds
+from entrenar_py.check.clauses.outer_causes import Round, Vectors
+from entrenar_py.check.contract import Invariant
+from entrenar_py.check.evidence import closeness, evidence, facts, missing, precision, rounds
+from entrenar_py.check.evidence.needs import Traces
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import (
+    Halt,
+    Membership,
+    Shard,
+    Start,
+    Synchronised,
+    TensorRecord,
+    Tensors,
+    Trace,
+    Update,
+    record_tensor,
+)
+from entrenar_py.shared.verdict import Finding, Tally
+
+# Relative bound on the weights, 16 u with u = 2^-24, for up to about ten workers: one rounding of
+# each worker's distance from the outer weights, some of their mean, and one of the final sum.
+BOUND = 2.0**-20
+SKETCHED = 2.0**-14  # of large models, whose sketches are projections in float32
+ROUNDINGS = 16  # of weights in 16 bits, whose outer copy may have more
+# A pseudo-gradient's error when it is sent in bfloat16 and added there, relative to its length.
+SENT_IN_16_BITS = 2.0**-7
+MOMENTUM = "momentum_buffer"
+
+
+def judge_schedule(invariant: Invariant, traces: Traces) -> Finding:
+    """Judge that workers synchronise at the end of each round, and don't communicate within it."""
+    tally = missing.tally_for(invariant, traces)
+    for trace in rounds.usable(traces, tally):
+        if rounds.says_length(tally, trace):
+            _on_time(tally, trace)
+        silent_rounds.compare(tally, trace)
+    return tally.finding(nothing=rounds.nothing(tally))
+
+
+def _on_time(tally: Tally, trace: Trace) -> None:
+    scenario, meetings = trace.scenario, rounds.synchronisations(trace)
+    rule = rounds.rule(scenario)
+    halted = min((halt.step for halt in trace.of(Halt)), default=scenario.num_steps)
+    updates = evidence.updates(trace)
+    for step in sorted(updates.keys() | meetings.keys()):
+        due = rule.ends_round(step, scenario.num_steps)
+        if step >= halted and step not in meetings:
+            continue
+        if step not in meetings and _is_cut_off(scenario, step):
+            tally.miss(
+                f"the run ends in the middle of a round, after step {step}, and its last steps are "
+                "not brought together: run it for whole rounds (--steps), or synchronise at the end"
+            )
+            continue
+        if step not in meetings and _is_unseen(trace, step):
+            tally.miss(
+                f"whether workers were brought together after the last step, {step}, is unknown: "
+                "call obs.synchronised(...) wherever they are"
+            )
+            continue
+        for rank in sorted(updates.get(step, {}).keys() | meetings.get(step, {}).keys()):
+            came = rank in meetings.get(step, {})
+            message = f"rank {rank} {'synchronised' if came else 'did not synchronise'} with the"
+            message += f" others after step {step}: a round has {rule.inner_steps} steps"
+            place = {"step": step, "rank": rank, "scenario": scenario}
+            tally.check(came == due and rank in updates.get(step, {}), message, **place)
+
+
+def _is_cut_off(scenario: Scenario, step: int) -> bool:
+    """Return whether a user's run ends with `step`, and the number of steps cuts its round short.
+
+    The harness chooses that number. So it can't be held against the script.
+    """
+    length = rounds.rule(scenario).inner_steps
+    is_last = scenario.workload == "own" and step + 1 == scenario.num_steps
+    return is_last and (step + 1) % length != 0
+
+
+def _is_unseen(trace: Trace, step: int) -> bool:
+    """Return whether a meeting after `step` could not be seen: weights show it in the next step."""
+    is_last = trace.scenario.workload == "own" and step + 1 == trace.scenario.num_steps
+    return is_last and all(one.collectives_alone is None for one in trace.of(Synchronised))
+
+
+def judge(invariant: Invariant, traces: Traces) -> Finding:
+    """Judge every outer step of every worker: the weights, and the outer momentum."""
+    tally = missing.tally_for(invariant, traces)
+    for trace in rounds.usable(traces, tally):
+        if rounds.says_rule(tally, trace):
+            follow(tally, trace)
+    return tally.finding(nothing=rounds.nothing(tally))
+
+
+def judge_weighting(invariant: Invariant, traces: Traces) -> Finding:
+    """Judge that in a user's rounds samples count alike, whichever worker draws them.
+
+    Workers with unequal numbers of samples may count alike on purpose: then it stays open.
+    """
+    tally = missing.tally_for(invariant, traces)
+    for trace in rounds.usable(traces, tally):
+        tried = Tally("", observed=True)
+        follow(tried, trace)
+        if tried.broken is not None and outer_causes.ALIKE in tried.broken.message:
+            tally.miss(
+                "workers draw unequal numbers of samples, and count alike where they are brought "
+                "together: right if each worker is to count once, wrong if each sample is to count "
+                "as much; local-sgd-v1.yaml demands the second"
+            )
+        elif rounds.says_rule(tally, trace):
+            follow(tally, trace)
+    return tally.finding(nothing=rounds.nothing(tally))
+
+
+def follow(tally: Tally, trace: Trace) -> None:
+    """Follow the outer steps of one run by its rule."""
+    start = next((begin for begin in trace.of(Start) if begin.step == 0), None)
+    met = rounds.synchronisations(trace)
+    names = {name for by_rank in met.values() for one in by_rank.values() for name in one.weights}
+    begun = {} if start is None else _trained(start.weights, start)
+    before = evidence.vectors({name: t for name, t in begun.items() if name in names})
+    if start is None or before is None:
+        missing.ask(tally, "the initial weights are unknown", facts.START_WITH_VALUES)
+        return
+    momentum: Vectors = {}
+    earlier = -1
+    updates = evidence.updates(trace)
+    for step, by_rank in met.items():
+        of_ranks = shares(trace, updates.get(step, {}), earlier, step)
+        inner = _inner(updates.get(step, {}), start)
+        if not of_ranks or inner is None:
+            why = f"the outer step after step {step} can't be recomputed"
+            missing.ask(tally, why, facts.WEIGHTS_AND_SHARDS)
+            return
+        round_ = Round(before=before, momentum=momentum, inner=inner, shares=of_ranks)
+        weights, kept = _outer(trace, round_)
+        for event in (by_rank[rank] for rank in sorted(by_rank)):
+            if not _was_rounded(tally, trace, event, before, weights):
+                _compare(tally, trace, event, round_, start)
+        lowest = by_rank[min(by_rank)]
+        before = evidence.vectors(_trained(lowest.weights, start)) or {**weights}
+        momentum = _momentum(lowest) if lowest.optimizer else kept
+        earlier = step
+
+
+def shares(trace: Trace, there: Mapping[int, Update], earlier: int, step: int) -> dict[int, float]:
+    """Return each worker's share of the round's samples; {} if they were not recorded.
+
+    Samples before a worker joined don't count.
+    """
+    joined = {one.rank: one.step for one in trace.of(Membership) if one.change == "joined"}
+    counts = dict.fromkeys(there, 0.0)
+    for shard in trace.standing.of(Shard):
+        came = joined.get(shard.rank, 0)
+        first = max(earlier + 1, came if came <= step else 0)
+        if shard.rank in counts and first <= shard.step <= step:
+            counts[shard.rank] += shard.weight
+    total = sum(counts.values())
+    return {rank: count / total for rank, count in counts.items()} if total else {}
+
+
+def _inner(there: Mapping[int, Update], start: Start) -> dict[int, Vectors] | None:
+    """Return each worker's trained weights at the end of its round; None if one is unknown."""
+    weights = {
+        rank: evidence.vectors(_trained(update.weights, start)) for rank, update in there.items()
+    }
+    known: dict[int, Vectors] = {rank: one for rank, one in weights.items() if one is not None}
+    return known if len(known) == len(weights) else None
+
+
+def _outer(trace: Trace, round_: Round, *, other: bool = False) -> tuple[Vectors, Vectors]:
+    """Return weights and momentum after the outer step, as in torch (Sutskever et al. 2013).
+
+    With `other` the rule of momentum is the other one: with Nesterov's look ahead, or without.
+    """
+    rule = rounds.rule(trace.scenario)
+    looks_ahead = (trace.traits.outer == "nesterov") != other
+    weights, kept = {}, {}
+    for name, value in round_.mean.items():
+        gradient = round_.before[name].astype(np.float64) - value
+        momentum = round_.momentum.get(name, np.zeros_like(gradient))
+        kept[name] = rule.outer_momentum * momentum + gradient
+        move = gradient + rule.outer_momentum * kept[name] if looks_ahead else kept[name]
+        weights[name] = round_.before[name] - rule.outer_learning_rate * move
+    return weights, kept if rule.outer_momentum else {}
+
+
+def _compare(tally: Tally, trace: Trace, event: Synchronised, round_: Round, start: Start) -> None:
+    place = evidence.place(trace, event)
+    weights, kept = _outer(trace, round_)
+    expected, got = _records(weights), _trained(event.weights, start)
+    bound = max(BOUND, ROUNDINGS * precision.unit_of(event.weights))
+    if any(record.sketch is not None for record in got.values()):
+        got, bound = _records(evidence.vectors(got) or {}), max(bound, SKETCHED)
+    message = _not_followed(trace)
+    values = evidence.vectors(got)
+    if values is not None and not _are_close(weights, values, bound):
+        message += outer_causes.explain(
+            round_,
+            values,
+            event.rank,
+            lambda one: _outer(trace, one)[0],
+            lambda one: _outer(trace, one, other=True)[0],
+        )
+    done = closeness.compare_close(tally, expected, got, bound, message, **place)
+    momentum = {f"{name}/{MOMENTUM}": value for name, value in kept.items()}
+    floor = BOUND * (closeness.norm_l2(expected) or 0.0)
+    message = "the outer momentum is not that of the mean pseudo-gradients"
+    own = {name: event.optimizer[name] for name in momentum if name in event.optimizer}
+    if momentum and event.optimizer:
+        done &= closeness.compare_close(
+            tally, _records(momentum), own, BOUND, message, floor, **place
+        )
+    if not done:
+        fact = facts.values_of("Synchronised.weights and .optimizer")
+        missing.ask(tally, f"the outer step after step {event.step} was not compared", fact)
+
+
+def _not_followed(trace: Trace) -> str:
+    """Return what is said of an outer step that is not the rule's."""
+    rule = rounds.rule(trace.scenario)
+    if rule.outer_learning_rate == 1 and not rule.outer_momentum:
+        return "the weights after a round are not the mean of the workers' weights"
+    name = "Nesterov's rule" if trace.traits.outer == "nesterov" else "the rule of momentum"
+    return f"the outer weights are not what {name} makes of the mean pseudo-gradient"
+
+
+def _are_close(expected: Vectors, got: Vectors, bound: float) -> bool:
+    """Return whether all tensors are within `bound` of their norms."""
+    return all(
+        name in got
+        and got[name].shape == value.shape
+        and float(np.linalg.norm(got[name] - value)) <= bound * float(np.linalg.norm(value))
+        for name, value in expected.items()
+    )
+
+
+def _was_rounded(
+    tally: Tally, trace: Trace, event: Synchronised, before: Vectors, weights: Vectors
+) -> bool:
+    """Return whether a user's outer step is the rule's within the rounding of 16 bits only.
+
+    Pseudo-gradients may be sent so on purpose. It is counted as missing.
+    """
+    got = evidence.vectors(event.weights)
+    if trace.scenario.workload != "own" or got is None or not weights.keys() <= got.keys():
+        return False
+    if any(got[name].shape != value.shape for name, value in weights.items()):
+        return False
+    off = moved = size = 0.0
+    for name, value in weights.items():
+        off += float(np.square(got[name] - value).sum())
+        moved += float(np.square(value - before[name]).sum())
+        size += float(np.square(value).sum())
+    if off <= BOUND**2 * size or not off <= SENT_IN_16_BITS**2 * moved:
+        return False
+    tally.miss(
+        f"the outer step after step {event.step} is off by {math.sqrt(off / moved):.2g} of its "
+        "length, as if pseudo-gradients were rounded to 16 bits on their way: send them in float32"
+    )
+    return True
+
+
+def _momentum(event: Synchronised) -> Vectors:
+    """Return the outer momentum of each tensor that has one."""
+    moments = {
+        name.removesuffix(f"/{MOMENTUM}"): record.values()
+        for name, record in event.optimizer.items()
+        if name.endswith(MOMENTUM)
+    }
+    return {name: value for name, value in moments.items() if value is not None}
+
+
+def _trained(tensors: Tensors, start: Start) -> Tensors:
+    return {name: tensors[name] for name in start.trainable if name in tensors}
+
+
+def _records(vectors: Vectors) -> dict[str, TensorRecord]:
+    return {name: record_tensor(value, values=True) for name, value in vectors.items()}

@@ -1,0 +1,318 @@
+"""F-RED-001 to F-RED-004: averages that a star, a mesh and a ring compute, and their cost.
+
+They are judged on the workload `vectors`, whose mean is known beforehand. Source: reduction-v1.
+The bound on the error is derived in docs/numerics.md; `traffic` computes the bytes to send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from entrenar_py.check.clauses import traffic
+from entrenar_py.check.clauses.check import Check
+from entrenar_py.check.contract import Invariant
+from entrenar_py.check.evidence import evidence, facts, missing
+from entrenar_py.check.evidence.needs import TWIN, Traces
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import Membership, Reduced, Trace, Traffic
+from entrenar_py.shared.verdict import Finding, Tally
+
+KNOWN = "vectors"  # the workload whose terms are known
+AROUND = "ring"  # the topology in which partial sums go from worker to worker
+UNIT_ROUNDOFF, UNIT_ROUNDOFF_F64 = 2.0**-24, 2.0**-53
+NUM_SHARDS = 8
+_MISSING = f"no reduction of known vectors was run (workload {KNOWN})"
+
+# (length, bytes of a block): a single element; fewer elements than workers; 17 blocks of two sizes;
+# one block, which one worker averages.
+SIZES = ((1, 4), (3, 4), (997, 240), (4_099, 2**20))
+# Socket buffers of 4 KiB, smaller than a block. TIGHT has (workers, length, bytes of a block), with
+# blocks for every worker, so that all write at once.
+SMALL = {"socket_bytes": 4_096, "dead_after_s": 30.0, "deadline_s": 60.0}
+TIGHT = ((2, 300_007, 2**20), (3, 65_537, 2**16), (8, 100_003, 2**15))
+# 256 MiB in two blocks, with the usual socket buffers of 4 MiB.
+LONG = {"block_bytes": 2**27, "dead_after_s": 60.0, "deadline_s": 110.0}
+
+
+def plan(invariant: Invariant) -> list[Scenario]:
+    """Plan simulated runs of 2 to 8 workers and 1 to 4,099 elements; TCP runs with blocks larger
+    than a socket's buffer; and long TCP runs: 2^24 elements on a mesh, 2^26 on a ring.
+
+    More on a mesh would test nothing new, but lengthen the run and its twin in one process. A
+    clause that a user's binding gives no scenarios is tried with a few simulated ones.
+    """
+    systems = ("parameter_server", "mesh", "ring")
+    if invariant.binding is not None:
+        return [
+            _scenario(f"{system}_simulated", world_size, length, {"block_bytes": block_bytes})
+            for system in systems
+            for world_size, (length, block_bytes) in zip((2, 3, 4), SIZES, strict=False)
+        ]
+    simulated = [
+        _scenario(f"{system}_simulated", world_size, length, {"block_bytes": block_bytes})
+        for system in systems
+        for world_size in range(2, 9)
+        for length, block_bytes in SIZES
+    ]
+    real = [
+        _scenario(system, world_size, length, {"block_bytes": block_bytes, **SMALL})
+        for system in systems
+        for world_size, length, block_bytes in TIGHT
+    ]
+    long = [
+        _scenario(system, 2, length, LONG).with_(
+            num_shards=3, num_samples=3, batch_size=3, num_steps=1
+        )
+        for system, length in (("mesh", 2**24), ("ring", 2**26))
+    ]
+    return [*simulated, *real, *long]
+
+
+def _scenario(system: str, world_size: int, length: int, options: dict[str, float]) -> Scenario:
+    """Return a scenario of two steps: shards of two or three samples, then of one."""
+    return Scenario(
+        system=system,
+        workload=KNOWN,
+        world_size=world_size,
+        seed=world_size,
+        num_shards=NUM_SHARDS,
+        num_samples=27,
+        batch_size=19,
+        num_steps=2,
+        width=length,
+        options=options,
+    )
+
+
+def judge_mean(invariant: Invariant, traces: Traces) -> Finding:
+    """Judge that every rank holds the weighted mean, within float32 rounding.
+
+    A clause may set a tolerance instead: absolute, relative to the mean of the terms' absolute
+    values (the mean itself if all terms have one sign), or in units of 2^-24 times that mean.
+    """
+    tally = Tally(invariant.id)
+    for trace in _subjects(traces, tally):
+        stated = invariant.tolerance, invariant.tolerance_kind
+        allowed = _roundings_allowed(*stated, trace)
+        _is_whole(tally, trace)
+        seen = {(reduced.step, reduced.rank): reduced for reduced in trace.of(Reduced)}
+        for step, by_rank in evidence.ranks_by_step(trace):
+            if lacking := by_rank.keys() - {rank for at, rank in seen if at == step}:
+                why = f"{missing.named(lacking)} measured nothing in step {step}"
+                missing.ask(tally, why, facts.only_in_traces("a Reduced for every rank and step"))
+        for reduced in seen.values():
+            if allowed is None:
+                _judge_error(tally, invariant, trace, reduced)
+                continue
+            tally.at_most(
+                allowed,
+                reduced.roundings,
+                f"the average of {reduced.num_elements} elements is off by {reduced.roundings:.3g} "
+                f"roundings, {_explained(invariant)} {allowed:.3g}",
+                form=".3g",
+                tensor="vector",
+                element=reduced.element,
+                **evidence.place(trace, reduced),
+            )
+    return tally.finding(nothing=missing.probed(invariant, _MISSING))
+
+
+def _roundings_allowed(stated: float | None, kind: str | None, trace: Trace) -> float | None:
+    """Return the allowed error in the units of `roundings_max`; None if a tolerance is absolute."""
+    if stated is None or kind not in ("absolute", "relative", "ulp"):
+        return roundings_max(trace)
+    if kind == "absolute":
+        return None
+    return stated / UNIT_ROUNDOFF if kind == "relative" else stated
+
+
+def _explained(invariant: Invariant) -> str:
+    if invariant.tolerance is None or invariant.tolerance_kind not in ("relative", "ulp"):
+        return "its order of additions explains"
+    return f"the {invariant.tolerance_kind} tolerance allows"
+
+
+def _judge_error(tally: Tally, invariant: Invariant, trace: Trace, reduced: Reduced) -> None:
+    if reduced.error is None:
+        why = "how far the average is off was not measured"
+        missing.ask(tally, why, facts.only_in_traces("Reduced.error"))
+        return
+    message = f"the average of {reduced.num_elements} elements is off by {reduced.error:.3g}"
+    place = {"tensor": "vector", **evidence.place(trace, reduced)}
+    tally.at_most(invariant.tolerance or 0.0, reduced.error, message, form="g", **place)
+
+
+def roundings_max(trace: Trace) -> float:
+    """Return the rounding bound, in units of 2^-24 times the mean of the terms' absolute values.
+
+    In a tree a term passes the additions of its shard, one per level, and the division. In a ring
+    it passes those of its shard, of its worker's shards, one per worker, and the division.
+    """
+    scenario = trace.scenario
+    shards, samples = scenario.num_shards, scenario.batch_size
+    in_shard = -(-samples // shards) - 1
+    if trace.traits.topology == AROUND:
+        # A lost worker's shards go to other workers, in the worst case all to the same one.
+        own = shards if scenario.faults else -(-shards // scenario.world_size)
+        depth = in_shard + (own - 1) + (scenario.world_size - 1) + 1
+    else:
+        depth = in_shard + (shards - 1).bit_length() + 1
+    bound = _gamma(depth, UNIT_ROUNDOFF) + _gamma(samples, UNIT_ROUNDOFF_F64)
+    return bound / UNIT_ROUNDOFF
+
+
+def _gamma(num: int, unit: float) -> float:
+    return num * unit / (1 - num * unit)
+
+
+def judge_bits(invariant: Invariant, runs: Traces) -> Finding:
+    """Judge that ranks hold the same bits, and that a second run of the reduction ends on them."""
+    tally = Tally(invariant.id)
+    runs = evidence.usable_runs(runs, tally)
+    for trace in (run for run in runs if run.traits.topology):
+        if not _is_whole(tally, trace):
+            continue
+        _compare_ranks(tally, trace)
+        if trace is not runs.base:
+            continue
+        if trace.traits.topology == AROUND and trace.scenario.faults:
+            continue  # without the lost worker the ring adds in another order
+        for model in runs.of(TWIN):
+            message = f"not the bits of {model.scenario.system}"
+            evidence.compare_updates(tally, model, trace, "gradient", message)
+        if not runs.of(TWIN):
+            tally.miss(f"there is no other run to compare that of {trace.scenario.system} with")
+    return tally.finding(nothing=missing.probed(invariant, _MISSING))
+
+
+def _is_whole(tally: Tally, trace: Trace) -> bool:
+    """Return whether every rank, except lost ones, recorded every step. Count gaps as missing."""
+    scenario, made = trace.scenario, evidence.updates(trace)
+    for step in range(scenario.num_steps):
+        lacking = set(range(scenario.world_size)) - made.get(step, {}).keys()
+        if lacking and (step not in made or not scenario.faults):
+            why = f"{missing.named(lacking)} recorded nothing of step {step}"
+            missing.ask(tally, why, facts.UPDATES)
+            return False
+    return True
+
+
+def _compare_ranks(tally: Tally, trace: Trace) -> None:
+    for _, by_rank in evidence.ranks_by_step(trace):
+        lowest = evidence.any_rank(by_rank)
+        for rank, update in sorted(by_rank.items()):
+            place = evidence.place(trace, update)
+            for part in ("gradient", "weights"):
+                message = f"rank {rank} holds other bits than rank {lowest.rank} ({part})"
+                left, right = getattr(lowest, part), getattr(update, part)
+                evidence.compare_exact(tally, left, right, message, **place)
+
+
+def judge_traffic(invariant: Invariant, traces: Traces) -> Finding:
+    """Judge that every rank sends and gets exactly its algorithm's payload, and small headers."""
+    tally = Tally(invariant.id)
+    for trace in _subjects(traces, tally):
+        if trace.scenario.faults:
+            continue  # an exchange that begins again costs as much again
+        if trace.scenario.options.get("audit_share"):
+            tally.miss("audited shards are sent twice or more: their traffic was not judged")
+            continue
+        expected = traffic.expected_bytes(trace)
+        if expected is None:
+            tally.miss(
+                "the trace does not say in which blocks the vector was sent, or which worker "
+                "computed which shards"
+            )
+            continue
+        got = traffic.payload_bytes(trace)
+        scenario = trace.scenario
+        for (rank, peer, direction), num_bytes in expected.items():
+            name = "the coordinator" if rank is None else f"rank {rank}"
+            if not any(record.rank == rank for record in trace.of(Traffic)):
+                fact = facts.only_in_traces("a Traffic for every rank")
+                missing.ask(tally, f"what {name} sent is unknown", fact)
+                continue
+            end = {"sent": "to", "got": "from"}[direction]
+            bytes_recorded = got.get((rank, peer, direction), 0)
+            who = "workers" if peer == "worker" else "the coordinator"
+            what = f"{name} {direction} {bytes_recorded} bytes of gradient {end} {who}"
+            tally.equal(num_bytes, bytes_recorded, what, rank=rank, scenario=scenario)
+        _judge_headers(tally, trace)
+    return tally.finding(nothing=missing.probed(invariant, _MISSING))
+
+
+def _judge_headers(tally: Tally, trace: Trace) -> None:
+    """Check that headers are small, and that between workers only blocks have a payload."""
+    for record in trace.of(Traffic):
+        what = f"{record.messages} {record.message} that were {record.direction}"
+        place = evidence.place(trace, record)
+        if record.message in traffic.BLOCKS:
+            most = traffic.beside_bytes_max(record)
+            beside = record.bytes - record.payload_bytes
+            tally.at_most(most, beside, f"{what} have {beside} bytes beside their payload", **place)
+        elif record.peer == "worker" and record.rank is not None:
+            tally.equal(0, record.payload_bytes, f"{what} between workers have a payload", **place)
+
+
+def judge_ends(invariant: Invariant, traces: Traces) -> Finding:
+    """Judge that every run completes, and that no worker leaves or joins a run without faults."""
+    tally = Tally(invariant.id)
+    for trace in traces:
+        scenario = trace.scenario
+        if not trace.traits.topology:
+            continue
+        if not evidence.could_run(tally, trace):
+            continue
+        how = f"the run ended {trace.end.status}: {trace.end.reason}"
+        ended = tally.equal("completed", trace.end.status, how, scenario=scenario)
+        for change in trace.of(Membership) if ended and not scenario.faults else ():
+            what = f"rank {change.rank} {change.change}, though no fault struck it: {change.reason}"
+            tally.check(False, what, **evidence.place(trace, change))
+    return tally.finding(nothing=missing.probed(invariant, _MISSING))
+
+
+def _subjects(traces: Iterable[Trace], tally: Tally) -> Iterator[Trace]:
+    """Yield the runs that did not fail, of a star, a mesh or a ring on known vectors."""
+    for trace in evidence.usable(traces, tally):
+        if trace.traits.topology and trace.scenario.workload == KNOWN:
+            yield trace
+
+
+ROWS = (
+    Check(
+        name="reduction_mean",
+        id="F-RED-001",
+        decides="every rank's average is the weighted mean, as far off as rounding explains",
+        spoken_of="allreduce all-reduce averaging arithmetic reduce-scatter sum inputs",
+        judge=judge_mean,
+        plan=plan,
+        tolerance_kinds=("ulp", "relative", "absolute"),
+        takes_tolerance=True,
+    ),
+    Check(
+        name="reduction_bits",
+        id="F-RED-002",
+        decides="all ranks hold the same bits: the tree's, or around a ring those of every run",
+        spoken_of="allreduce all-reduce identical output all-gather",
+        judge=judge_bits,
+        plan=plan,
+        needs=(TWIN,),
+    ),
+    Check(
+        name="reduction_traffic",
+        id="F-RED-003",
+        decides="each rank sends and gets just the payload that its algorithm needs",
+        spoken_of="bandwidth bytes sent optimal transferred",
+        judge=judge_traffic,
+        plan=plan,
+        tolerance_kinds=("bytes",),
+    ),
+    Check(
+        name="reduction_ends",
+        id="F-RED-004",
+        decides="no number of workers, length or size of blocks makes a reduction wait for ever",
+        spoken_of="deadlock timeout circular hang blocked",
+        judge=judge_ends,
+        plan=plan,
+    ),
+)

@@ -1,0 +1,88 @@
+"""Check a call by its options and the ids of its contracts, before the heavy imports."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from entrenar_py.check import contract
+from entrenar_py.check.cli.options.outputs import per_contract
+from entrenar_py.check.cli.options.parser import PROG
+from entrenar_py.check.command.warm import Parents
+from entrenar_py.check.contract import Contract, binding_file, selection
+from entrenar_py.check.observing.auto import Settings
+from entrenar_py.check.project import launchers
+from entrenar_py.shared import shipped
+from entrenar_py.shared.errors import ContractError, UsageError
+from entrenar_py.systems import require_trainer
+
+_UNKNOWN = contract.Vocabulary(checks=None, mutants=lambda: None)
+
+
+def require_possible(options: argparse.Namespace) -> None:
+    """Raise UsageError for an unknown system, backend, contract or id.
+
+    An invalid contract is reported later, with all its problems at once. A contract from a pipe is
+    not read here, as it can be read only once.
+    """
+    require_trainer(options.system, options.backend)
+    contracts = []
+    for own in each_contract(options):
+        path = shipped.contract_path(own.contract)
+        if not all(file.is_file() for file in (path, *own.bind)):
+            return
+        try:
+            contracts.append(contract.load(path, vocabulary=_UNKNOWN, bind=own.bind))
+        except ContractError:
+            return
+    require_ids(options, contracts)
+
+
+def parents(options: argparse.Namespace) -> Parents:
+    """Return what forks a command's processes, which begins to import torch beside this process."""
+    if options.mode != "command" or options.launcher == "as-is":
+        return Parents(None)
+    command = launchers.of(options.command).command
+    folder = options.command_folder or Path.cwd()
+    made = Parents(launchers.script(command, folder)[1])
+    observing = Settings().variables() if options.auto else {}
+    for size in options.world_size[:1] or (2,):
+        words = [word.replace("{world_size}", str(size)) for word in command]
+        environment = {**launchers.usual_variables(words), **os.environ, **observing}
+        made.prepare(words, environment, folder)
+    return made
+
+
+def require_ids(options: argparse.Namespace, contracts: Sequence[Contract]) -> dict[str, None]:
+    """Return the ids in all contracts; raise UsageError if an id of the options is in none."""
+    ids = {name: None for loaded in contracts for name in selection.ids_of(loaded)}
+    where = contracts[0].name if len(contracts) == 1 else "the contracts"
+    selection.require_ids(options.only, ids, where, field="only")
+    selection.require_ids(options.exclude, ids, where)
+    return ids
+
+
+def each_contract(options: argparse.Namespace) -> list[argparse.Namespace]:
+    """Return the options of each contract, with its own bindings.
+
+    Raises UsageError if there is no contract, and if several would read bindings from one pipe.
+    """
+    if not options.contract:
+        names = ", ".join(path.name for path in shipped.shipped_contracts())
+        raise UsageError(
+            f"--contract FILE is missing; shipped are {names}. No configuration was found either: "
+            f"{PROG} init writes one"
+        )
+    calls = per_contract(options)
+    for path in options.bind if len(calls) > 1 else ():
+        if path.is_fifo():
+            raise UsageError(
+                f"--bind {path}: is a pipe, which can be read once, and {len(calls)} contracts "
+                "need it; give a file",
+                field="bind",
+            )
+    for own in calls:
+        own.bind = binding_file.for_contract(options.bind, own.contract, options.contract)
+    return calls

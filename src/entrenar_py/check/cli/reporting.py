@@ -1,0 +1,280 @@
+"""Do the work of one call, contract by contract, and report it in every requested format."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from entrenar_py.check.contract import Contract, Position
+from entrenar_py.check.harness import falsify
+from entrenar_py.check.harness.runner import Listener, ignore
+from entrenar_py.check.project import exclusions
+from entrenar_py.check.reports import (
+    github,
+    html,
+    json_format,
+    junit,
+    progress_line,
+    sarif,
+    terminal,
+)
+from entrenar_py.check.reports.report import Configuration, Entry, NotApplying, Report
+from entrenar_py.check.reports.report import ending as end
+from entrenar_py.shared.page import curves, output_file
+from entrenar_py.shared.untrusted import printing
+from entrenar_py.shared.verdict import Verdict, inconclusive
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """The source of a report's entries, and the facts that the report states about them.
+
+    A later entry of a clause replaces an earlier one. `environment` is called after `entries`, as
+    only then the opened devices are known, and so are `places`, the lines of the script that was
+    run. `runs` are the names of the runs to come, and `foreseen` lines about them. After the runs
+    `doubts` has, by id, what speaks against the claim that a clause does not apply. With `streams`
+    verdicts are shown as they come, since runs take long.
+    """
+
+    entries: Callable[[falsify.Progress, Listener], Iterable[Entry]]
+    environment: Callable[[], Mapping[str, Any]]
+    system: str
+    seed: int
+    places: Callable[[], Mapping[str, Position]] = dict
+    num_traces: int | None = None
+    not_applying: tuple[NotApplying, ...] = ()
+    runs: tuple[str, ...] = ()
+    foreseen: tuple[str, ...] = ()
+    doubts: Mapping[str, str] = field(default_factory=dict)
+    streams: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The work on one contract, with the options that are its own.
+
+    What is looked at `is_aside` is reported only if something of it is broken.
+    """
+
+    options: argparse.Namespace
+    contract: Contract
+    work: Work
+    standing: exclusions.Standing
+    is_aside: bool = False
+
+
+def run_all(
+    jobs: Sequence[Job], command: str, output: Console, *, runs: AbstractContextManager[object]
+) -> int:
+    """Do the work on all contracts, report it in every format, and return the exit code.
+
+    No job is started after an interrupted one. If a job raises, those before it are reported.
+    `runs` is closed before the report is printed: what that says doesn't follow the last line.
+    """
+    options = jobs[0].options
+    style = terminal.Style(quiet=options.quiet and not options.verbose, verbose=options.verbose)
+    begun = [_begun(job, command) for job in jobs]
+    streams = any(job.work.streams for job in jobs)
+    main = [(job, report) for job, report in zip(jobs, begun, strict=True) if not job.is_aside]
+    heads = [report for _, report in main]
+    terminal.begin(heads, output, style=style, foreseen=_foreseen([job for job, _ in main]))
+    reports: list[Report] = []
+    ending = None
+    try:
+        with runs:
+            for job, report in zip(jobs, begun, strict=True):
+                rows = streams and style.verbose and not job.is_aside
+                finished = _finished(job, report, output, rows=rows)
+                if job.is_aside:
+                    finished = _broken(finished)
+                    if not finished.entries:
+                        continue
+                reports.append(finished)
+                _write(reports[-1], job.options, output)
+                if reports[-1].interrupted:
+                    break
+        if (left := len(main) - len(reports)) > 0:
+            others = "1 other contract was" if left == 1 else f"{left} other contracts were"
+            printing.warn(f"entrenar-check: interrupted: {others} not begun")
+        ending = end(reports, allow_inconclusive=options.allow_inconclusive)
+    finally:
+        if reports:
+            terminal.render(reports, output, style=style, ending=ending, streamed=streams)
+    return ending.code
+
+
+def _broken(report: Report) -> Report:
+    """Return the report without what holds, is open or doesn't apply: nobody asked for it."""
+    broken = [entry for entry in report.entries if entry.verdict is Verdict.FALSIFIED]
+    return replace(report, entries=tuple(broken), not_applying=())
+
+
+def _foreseen(jobs: Sequence[Job]) -> list[str]:
+    """Return in lines what is known of the runs of all contracts, each line once."""
+    lines = [line for job in jobs for line in job.work.foreseen]
+    runs = [name for job in jobs for name in job.work.runs]
+    told = [f"runs: {', '.join(dict.fromkeys(runs))}"] if runs else []
+    return [*told, *dict.fromkeys(lines)]
+
+
+def _begun(job: Job, command: str) -> Report:
+    """Return the report of a job before its work, without entries."""
+    return Report(
+        contract=job.contract,
+        contract_given=job.options.contract,
+        system=job.work.system,
+        seed=job.work.seed,
+        entries=(),
+        environment={},
+        elapsed_s=0.0,
+        interrupted=False,
+        command=command,
+        num_traces=job.work.num_traces,
+        not_applying=(*job.standing.not_applying, *job.work.not_applying),
+        excluded=job.standing.excluded,
+        configuration=_configuration(job.options),
+        bindings_given=tuple(map(str, job.options.bind)),
+    )
+
+
+def _finished(job: Job, begun: Report, output: Console, *, rows: bool) -> Report:
+    """Do the work of a job and return its report; with `rows`, print each verdict as it comes."""
+    started = time.monotonic()
+    work, standing = job.work, job.standing
+    entries: dict[str, Entry] = {}  # by id
+    unapplied: dict[str, NotApplying] = {}  # by id: the runs showed that the clause doesn't apply
+    interrupted = False
+    seen = curves.Curves()
+    shown = terminal.Rows(output, standing.selected) if rows else None
+    with progress_line.Progress(output) as progress:
+        try:
+            for entry in work.entries(progress.show, seen.see if job.options.html else ignore):
+                # One by one: an interrupt keeps what is known so far.
+                if shown is not None:
+                    shown.show(entry)
+                if not (entry.finding.applies or _is_named(entry, job.options)):
+                    unapplied[entry.invariant.id] = _not_applying(entry)
+                    continue
+                entries[entry.invariant.id] = _noted(_named(entry), standing)
+                progress.know(entry)
+        except KeyboardInterrupt:
+            interrupted = True
+    order = [clause.id for clause in job.contract.invariants]
+    return replace(
+        begun,
+        entries=tuple(sorted(entries.values(), key=lambda entry: order.index(entry.invariant.id))),
+        not_applying=tuple(
+            _doubted(left_out, work.doubts)
+            for left_out in (*begun.not_applying, *unapplied.values())
+            if left_out.invariant.id not in entries
+        ),
+        environment=work.environment() if entries else {},
+        places=work.places(),
+        elapsed_s=time.monotonic() - started,
+        interrupted=interrupted,
+        curves=seen.found,
+    )
+
+
+def _is_named(entry: Entry, options: argparse.Namespace) -> bool:
+    """Return whether the clause was named: then it is reported that nothing was decided."""
+    return bool({entry.invariant.id, entry.invariant.item} & {*options.only})
+
+
+def _not_applying(entry: Entry) -> NotApplying:
+    return NotApplying(invariant=entry.invariant, reason=entry.finding.reason, seen=True)
+
+
+def _named(entry: Entry) -> Entry:
+    """Return the entry of a clause that doesn't apply though it was named; any other as it is."""
+    if entry.finding.applies:
+        return entry
+    reason = f"not applied: {entry.finding.reason}"
+    return replace(entry, finding=inconclusive(entry.invariant.id, reason))
+
+
+def _noted(entry: Entry, standing: exclusions.Standing) -> Entry:
+    """Return `entry` with notes on its clause added, and whether its falsification is accepted."""
+    binding = entry.invariant.binding
+    told = [f"its binding: {one}" for one in (binding.departures if binding else ())]
+    if (note := standing.notes.get(entry.invariant.id)) is not None:
+        told.append(note)
+    accepted = standing.accepted.get(entry.invariant.id, entry.accepted)
+    if accepted and entry.verdict is Verdict.HELD:
+        told.append(f"it held, so that it need not be accepted: {accepted}")
+    finding = replace(entry.finding, notes=(*entry.finding.notes, *told))
+    return replace(entry, finding=finding, accepted=accepted)
+
+
+def _doubted(left_out: NotApplying, doubts: Mapping[str, str]) -> NotApplying:
+    """Return `left_out`, its reason with what speaks against it."""
+    doubt = doubts.get(left_out.invariant.id)
+    reason = f"{left_out.reason}; BUT {doubt}: if it does apply, take that out"
+    return replace(left_out, reason=reason) if doubt else left_out
+
+
+def _configuration(options: argparse.Namespace) -> Configuration | None:
+    if options.project is None:
+        return None
+    return Configuration(
+        place=str(options.project.place),
+        used=options.used,
+        overruled=options.overruled,
+        command=options.command if "command" in options.used else (),
+    )
+
+
+def _write(report: Report, options: argparse.Namespace, output: Console) -> None:
+    allowed: bool = options.allow_inconclusive
+    root = checkout(options)
+    write_files(
+        options,
+        {
+            "json": lambda: json_format.dump(report, allow_inconclusive=allowed),
+            "junit": lambda: junit.render(report, allow_inconclusive=allowed),
+            "sarif": lambda: sarif.dump(report, root=root, allow_inconclusive=allowed),
+            "html": lambda: html.render(report),
+        },
+    )
+    if options.github:
+        lines = github.annotate(report, root=root, allow_inconclusive=allowed)
+        tell_github(lines, github.summary(report, allow_inconclusive=allowed), output)
+
+
+def require_writable(options: argparse.Namespace, formats: Iterable[str]) -> None:
+    """Raise UsageError if a file of these formats, or GitHub's summary, can't be written."""
+    for name in formats:
+        if getattr(options, name) is not None:
+            output_file.require_writable(getattr(options, name), name)
+    if options.github:
+        github.summary_path(os.environ)
+
+
+def checkout(options: argparse.Namespace) -> Path:
+    """Return the folder to which paths in reports are relative."""
+    return Path((options.github and os.environ.get(github.CHECKOUT)) or Path.cwd())
+
+
+def write_files(
+    options: argparse.Namespace, formats: Mapping[str, Callable[[], str | dict[str, Any]]]
+) -> None:
+    """Write each requested format to the path in the option of its name."""
+    for name, render in formats.items():
+        path = getattr(options, name)
+        if path is not None:
+            output_file.write(render(), path)
+
+
+def tell_github(annotations: Iterable[str], summary: str, output: Console) -> None:
+    """Print `annotations`, and append `summary` to the summary of the workflow's step."""
+    for line in annotations:
+        output.print(line, markup=False, soft_wrap=True, no_wrap=True)
+    github.append(summary, github.summary_path(os.environ))

@@ -1,0 +1,336 @@
+"""One call of `entrenar-check`: validate everything that a user can get wrong, then run.
+
+This module decides which functions of the harness a command line calls, and what its report has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from entrenar_py import compute as backends
+from entrenar_py.check import clauses as checks
+from entrenar_py.check import contract, kill_matrix
+from entrenar_py.check.cli import commanded, early, reporting, validation
+from entrenar_py.check.cli.options.outputs import FILES
+from entrenar_py.check.cli.options.parser import PROG
+from entrenar_py.check.cli.reporting import Work
+from entrenar_py.check.command import launch, placeholders, runs
+from entrenar_py.check.contract import Contract, Invariant, selection, suggestions
+from entrenar_py.check.harness import counterexamples, falsify, plan, stored
+from entrenar_py.check.project import exclusions, launchers
+from entrenar_py.check.reports import evidence
+from entrenar_py.check.reports.report import EXIT_NOTHING_SELECTED
+from entrenar_py.shared import shipped
+from entrenar_py.shared.errors import BackendUnavailable, ContractError, UsageError
+from entrenar_py.shared.page import console, output_file
+from entrenar_py.shared.untrusted import printing
+from entrenar_py.shared.wording import counted
+
+# The names that contracts may use, without the planted bugs, whose names take an import of torch.
+_LIGHT = contract.Vocabulary(checks=checks.terms(), mutants=lambda: None)
+_WARNINGS_MAX = 5  # of a contract, printed by a run; --validate prints all
+
+
+def prepare(options: argparse.Namespace, arguments: Sequence[str]) -> Callable[[], int]:
+    """Validate everything, then return the job of this call, which returns the exit code.
+
+    Raises ContractError and UsageError; a later failure is the harness's own.
+    """
+    output = console.standard_output(color=not options.no_color)
+    if options.mode == "mutants":
+        return partial(kill_matrix.show, output)
+    called = _called(options, arguments)
+    if options.mode == "validate":
+        return validation.prepare(
+            options,
+            {shipped.contract_path(own.contract): own.bind for own in early.each_contract(options)},
+            vocabulary=vocabulary(),
+            command=called,
+            output=output,
+        )
+    _look(options)
+    chosen = [*_chosen(options, _loaded(options))]
+    if options.mode == "suggest":
+        return lambda: max([_suggested(loaded) for _, loaded in chosen])
+    if options.mode == "list":
+        return lambda: max([_list(_standing(own, loaded), output) for own, loaded in chosen])
+    shared = commanded.Shared()
+    jobs = [_prepared(own, loaded, shared) for own, loaded in chosen]
+    is_free = not (options.only or options.severity) and commanded.names_no_contract(options)
+    if options.mode == "command" and is_free:
+        jobs.append(_of_language(options, shared, trace_dir=jobs[0].options.trace_dir))
+    return partial(reporting.run_all, jobs, called, output, runs=shared.stack)
+
+
+def _look(options: argparse.Namespace) -> None:
+    """Raise UsageError for a call that is invalid, whatever its contracts contain."""
+    if options.mode in (None, "judge"):
+        _plan(options)
+    elif options.mode == "command":
+        _fill_in_workers(options)
+        launch.require_program(options.command[0], options.command_folder)
+        placeholders.require_known(options.command)
+
+
+def _fill_in_workers(options: argparse.Namespace) -> None:
+    """Put {world_size} where the command's launcher has its number of workers."""
+    launchers.require_one_machine(options.command)
+    launched = launchers.of(options.command)
+    options.command, options.command_changes = launched.command, launched.changes
+    if launched.world_size is not None and not options.world_size:
+        options.world_size = (launched.world_size,)
+    elif not options.world_size and launchers.starts_one(options.command):
+        options.world_size = (1,)
+        options.command_changes = (*launched.changes, launchers.ALONE)
+
+
+def _called(options: argparse.Namespace, arguments: Sequence[str]) -> str:
+    """Return the command that repeats this call, with the path of the configuration."""
+    named = options.project is not None and "config" not in options.typed
+    told = ("--config", options.project.place.file) if named else ()
+    return shlex.join((PROG, *told, *arguments))
+
+
+def _standing(options: argparse.Namespace, loaded: Contract) -> exclusions.Standing:
+    """Return which clauses of a contract are selected, and what the configuration leaves out."""
+    selected = plan.select(
+        loaded, only=options.only, exclude=options.exclude, severities=options.severity
+    )
+    return exclusions.apply(
+        selected,
+        options.project.exclusions if options.project and options.mode != "replay" else (),
+        options.project.acceptances if options.project else (),
+        asked=options.only if "only" in options.typed else (),
+    )
+
+
+def _prepared(
+    options: argparse.Namespace, loaded: Contract, shared: commanded.Shared
+) -> reporting.Job:
+    """Return the job for one contract; `shared` are a command's runs for all of them."""
+    standing = _standing(options, loaded)
+    reporting.require_writable(options, FILES)
+    if options.mode == "replay":
+        work = _replaying(options, loaded)
+    elif options.mode == "judge":
+        work = _judging(options, standing)
+    elif options.mode == "command":
+        work = commanded.work(options, standing, shared)
+    else:
+        work = _falsifying(options, standing.selected)
+    _make_trace_folder(options.trace_dir)
+    return reporting.Job(options=options, contract=loaded, work=work, standing=standing)
+
+
+def _of_language(
+    options: argparse.Namespace, shared: commanded.Shared, *, trace_dir: Path | None
+) -> reporting.Job:
+    """Return the job that looks at what a language model learns, in the runs of other contracts."""
+    wider = argparse.Namespace(**vars(options))
+    wider.contract = (*options.contract, shipped.OF_LANGUAGE)
+    own = early.each_contract(wider)[-1]
+    own.trace_dir, own.only, own.exclude = trace_dir, shipped.NEVER_MEANT, ()
+    return replace(_prepared(own, _load(own), shared), is_aside=True)
+
+
+def _loaded(options: argparse.Namespace) -> list[tuple[argparse.Namespace, Contract]]:
+    """Return each contract with its own options; raises the problems of all contracts at once."""
+    contracts, problems = [], []
+    for own in early.each_contract(options):
+        try:
+            contracts.append((own, _load(own)))
+        except ContractError as error:
+            problems += error.problems
+    if problems:
+        raise ContractError(problems)
+    return contracts
+
+
+def _chosen(
+    options: argparse.Namespace, loaded: Sequence[tuple[argparse.Namespace, Contract]]
+) -> Iterator[tuple[argparse.Namespace, Contract]]:
+    """Yield the contracts that have a requested clause, with their part of the requested ids.
+
+    Raises UsageError for an id that is in no contract, and ContractError if the configuration
+    excludes a clause that none of its contracts has.
+    """
+    ids = early.require_ids(options, [known for _, known in loaded])
+    if "contract" in options.used:  # the configuration names exactly these contracts
+        known = options.project
+        exclusions.require_known(known.exclusions, ids, known.acceptances)
+    if len(loaded) == 1:
+        yield from loaded
+        return
+    if options.mode == "replay":
+        broken = counterexamples.load(options.replay).invariant
+        selection.require_ids((broken,), ids, "the contracts")
+        loaded = [pair for pair in loaded if broken in {one.id for one in pair[1].invariants}]
+    for own, known in loaded:
+        present = selection.ids_of(known)
+        own.only = tuple(clause for clause in options.only if clause in present)
+        own.exclude = tuple(clause for clause in options.exclude if clause in present)
+        if own.only or not options.only:
+            yield own, known
+
+
+def _load(options: argparse.Namespace) -> Contract:
+    path = shipped.contract_path(options.contract)
+    # The names in a shipped contract need no check here: loading all planted bugs takes longer than
+    # importing torch. --validate and --mutants check them.
+    known = _LIGHT if path in shipped.shipped_contracts() and not options.bind else vocabulary()
+    loaded = contract.load(path, vocabulary=known, strict=options.strict, bind=options.bind)
+    for line in _told(loaded):
+        printing.warn(line)
+    return loaded
+
+
+def _told(loaded: Contract) -> Iterator[str]:
+    """Yield the first warnings about the file, and how to see all.
+
+    A contract that was written for another tool may cause hundreds of them.
+    """
+    yield from loaded.warnings[:_WARNINGS_MAX]
+    left = ((len(loaded.warnings[_WARNINGS_MAX:]), "more warning"), (len(loaded.notes), "note"))
+    counts = [counted(number, noun) for number, noun in left if number]
+    if counts:
+        told = "on how the contract was read; --validate prints them"
+        yield f"{loaded.path}: {', '.join(counts)} {told}"
+
+
+def vocabulary() -> contract.Vocabulary:
+    """Return the names that a contract may use: those of checks and of planted bugs."""
+    return contract.Vocabulary(checks=checks.terms(), mutants=_planted_bugs)
+
+
+def _planted_bugs() -> Collection[str] | None:
+    """Return the mutants that a clause may name; None if the planted bugs are not installed."""
+    try:
+        return kill_matrix.planted_bugs()
+    except UsageError:
+        return None
+
+
+def _suggested(loaded: Contract) -> int:
+    """Print draft bindings for clauses without a check, for a person to correct."""
+    printing.say_lines(suggestions.draft(loaded, checks.terms()).rstrip("\n"))
+    return 0
+
+
+def _list(standing: exclusions.Standing, output: Console) -> int:
+    """Print a line per clause, in columns, then the clauses left out; no line is wrapped."""
+    selected = standing.selected
+    rows: list[tuple[str, ...]] = [("id", "name", "severity", "check", "place")]
+    for clause in selected:
+        check = checks.bind(clause)
+        place = f"{clause.position.file}:{clause.position.line}"
+        cells = (clause.id, clause.name, clause.severity, check.name if check else "none", place)
+        rows.append(tuple(map(evidence.one_line, cells)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        output.print("  ".join(padded).rstrip(), soft_wrap=True)
+    for one in standing.excluded:
+        output.print(evidence.one_line(f"excluded: {one.invariant.id} {one.why}"), soft_wrap=True)
+    for other in standing.not_applying:
+        told = f"not applied: {other.invariant.id}: {other.reason}"
+        output.print(evidence.one_line(told), soft_wrap=True)
+    return 0 if selected else EXIT_NOTHING_SELECTED
+
+
+def _make_trace_folder(folder: Path | None) -> None:
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        message = f"--trace-dir {folder}: {error.strerror}; give a folder that can be created"
+        raise UsageError(message, field="trace_dir") from error
+    output_file.require_writable(folder / "trace.jsonl", "trace_dir")
+
+
+def _plan(options: argparse.Namespace) -> plan.Plan:
+    return plan.Plan(
+        system=options.system,
+        world_sizes=options.world_size,
+        backends=options.backend,
+        seed=options.seed,
+        num_examples=options.examples,
+        timeout_s=options.timeout,
+        trace_folder=options.trace_dir,
+        saved_folder=_saved_folder(options),
+    )
+
+
+def _saved_folder(options: argparse.Namespace) -> Path:
+    """Return where counterexamples are kept, below the configuration's or the current folder."""
+    if options.project is None:
+        return counterexamples.FOLDER
+    return Path(os.path.relpath(options.project.folder / counterexamples.FOLDER))
+
+
+def _falsifying(options: argparse.Namespace, selected: Sequence[Invariant]) -> Work:
+    search_plan = _plan(options)
+    tasks, not_applying = plan.divide(selected, search_plan)
+    return Work(
+        entries=lambda show, judged: falsify.falsify(
+            tasks, search_plan, on_progress=show, on_judged=judged, stop_early=options.stop_early
+        ),
+        environment=_environment,
+        system=plan.systems_of(one for task in tasks for one in task.scenarios)
+        or search_plan.system
+        or "none",
+        seed=search_plan.seed,
+        not_applying=not_applying,
+    )
+
+
+def _replaying(options: argparse.Namespace, loaded: Contract) -> Work:
+    saved = counterexamples.load(options.replay)
+    plan.require_known(saved.scenario, f"replay file {options.replay}")
+    invariant = plan.select(loaded, only=(saved.invariant,))[0]
+    task = plan.Task(invariant=invariant, check=checks.bind(invariant), known=(saved.scenario,))
+    return Work(
+        entries=lambda show, judged: [
+            falsify.replay(task, options.replay, trace_folder=options.trace_dir, on_judged=judged)
+        ],
+        environment=_environment,
+        system=saved.scenario.system,
+        seed=saved.scenario.seed,
+    )
+
+
+def _judging(options: argparse.Namespace, standing: exclusions.Standing) -> Work:
+    traces = stored.load(options.judge)
+    if kept := runs.stored(traces):
+        return commanded.stored_work(options, standing, kept)
+    tasks, not_applying = plan.divide(standing.selected, replace(_plan(options), is_run=False))
+    return Work(
+        entries=lambda show, judged: stored.judge_stored(tasks, traces, on_judged=judged),
+        environment=partial(stored.environment, traces.values()),
+        places=partial(stored.places, traces.values()),
+        system=plan.systems_of(trace.scenario for trace in traces.values()),
+        seed=options.seed,
+        num_traces=len(traces),
+        not_applying=not_applying,
+    )
+
+
+def _environment() -> dict[str, str]:
+    """Return versions, and the devices of this machine that can be used."""
+    from entrenar_py.shared import environment  # brings torch
+
+    described = environment.describe()
+    for name in ("cpu", "cuda"):  # wgpu is described if it was opened, which takes its time
+        try:
+            described[name] = backends.open_backend(name).device
+        except BackendUnavailable:
+            described[name] = "none"
+    return described

@@ -1,0 +1,88 @@
+"""`entrenar-check --validate`: apply the rules to contracts, report in every requested format."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from entrenar_py.check.cli import reporting
+from entrenar_py.check.contract import Invariant, Vocabulary, validation
+from entrenar_py.check.contract.validation import Policy, Validation, suppressions
+from entrenar_py.check.harness import plan
+from entrenar_py.check.reports import validation as report
+from entrenar_py.check.reports import validation_sarif
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.untrusted import printing
+
+FILES = ("json", "sarif")  # the formats of a validation's files
+
+
+def prepare(
+    options: argparse.Namespace,
+    contracts: Mapping[Path, Sequence[Path]],
+    *,
+    vocabulary: Vocabulary,
+    command: str,
+    output: Console,
+) -> Callable[[], int]:
+    """Return the job of the validation. Its exit code is 0 if all contracts are valid, else 2.
+
+    `contracts` are paths, each with its files of bindings. Raises UsageError for unknown rules,
+    levels and suppressions, and files that can't be written.
+    """
+    wish = policy(options)
+    reporting.require_writable(options, FILES)
+
+    def job() -> int:
+        found = validation.validate(contracts, wish, vocabulary=vocabulary, unrunnable=_unrunnable)
+        _tell(found, options, command, output)
+        return report.exit_code(found)
+
+    return job
+
+
+def policy(options: argparse.Namespace) -> Policy:
+    """Return the policy of configuration and command line; raises UsageError for wrong options.
+
+    A typed level overrides the configuration's. Suppressions of both apply.
+    """
+    project = options.project
+    rules = {} if project is None else dict(project.levels)
+    for text in options.rule:
+        rule, equals, level = text.partition("=")
+        if not equals:
+            raise UsageError(f"--rule {text!r}: write ID=LEVEL, such as SCHEMA-009=off")
+        rules[rule.strip()] = level
+    aside = [] if project is None else [*project.suppressions]
+    aside += [suppressions.parse(text) for text in options.suppress]
+    return validation.policy(rules=rules, suppressed=aside, strict=options.strict)
+
+
+def _unrunnable(clause: Invariant) -> str:
+    """Return why a scenario of `clause` can't be run; "" if all can."""
+    try:
+        plan.require_runnable([clause])
+    except UsageError as error:
+        return str(error).removeprefix(f"{clause.position}: ")
+    return ""
+
+
+def _tell(found: Validation, options: argparse.Namespace, command: str, output: Console) -> None:
+    for line in report.lines(found):
+        printing.warn(line)
+    for line in report.verdicts(found):
+        output.print(line, markup=False, soft_wrap=True)
+    root = reporting.checkout(options)
+    reporting.write_files(
+        options,
+        {
+            "json": lambda: report.dump(found, command=command),
+            "sarif": lambda: validation_sarif.dump(found, root=root, command=command),
+        },
+    )
+    if options.github:
+        annotations = report.annotate(found, root=root)
+        reporting.tell_github(annotations, report.summary(found), output)

@@ -1,0 +1,221 @@
+"""The parent of all forks, and the process that stands for one launch's command."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from . import interpreter, launcher, processes, script_imports
+from .imports import PREFIXES, RANKS, Imports
+from .messages import receive, send, tell
+from .processes import FORWARDED, fork
+
+AUTO = "ENTRENAR_AUTO"
+STARTUP = Path(__file__).parents[3] / "observing" / "auto" / "startup" / "sitecustomize.py"
+Warden = Callable[[Sequence[str], Callable[[Sequence[str]], Any]], None]
+
+
+class Parent:
+    """Forks a warden for each request that comes over `control`."""
+
+    def __init__(self, control: socket.socket, imports: Imports, warden: Warden) -> None:
+        self._control, self._imports, self._warden = control, imports, warden
+
+    def serve(self) -> NoReturn:
+        """Answer requests until there are no more, and report how each warden ends."""
+        woken = processes.woken_by_children()
+        ready = select.poll()
+        ready.register(self._control, select.POLLIN)
+        ready.register(woken, select.POLLIN)
+        reports: dict[int, int] = {}
+        while True:
+            for file, _ in ready.poll():
+                if file == woken:
+                    for pid, code in processes.ended(woken):
+                        if pid in reports:
+                            tell(reports.pop(pid), f"ended {code}\n")
+                    continue
+                if (request := receive(self._control)) is None:
+                    os._exit(0)
+                message, (control, status, output, report) = request
+                pid = fork(partial(self._guard, message, control, status, output))
+                for one in (control, status, output):
+                    os.close(one)
+                os.write(report, f"started {pid}\n".encode())
+                reports[pid] = report
+
+    def _guard(self, message: dict[str, Any], control: int, status: int, output: int) -> None:
+        """Be the warden of one launch."""
+        self._control.close()
+        processes.settle(self._imports.files, {control, status, output})
+        os.setsid()
+        processes.set_standard_files(output, output)
+        os.close(output)
+        os.chdir(message["cwd"])
+        # What Python itself sets in the C locale.
+        coerced = {k: text for k, text in self._imports.before.items() if k == "LC_CTYPE"}
+        interpreter.set_environment({**coerced, **message["environment"]})
+        started = partial(self._start, message["words"], status)
+        words = [str(control), str(status), *map(str, message["seconds"])]
+        self._warden(words, started)
+
+    def _start(self, words: Sequence[str], status: int, _: Sequence[str]) -> Any:
+        pid = fork(Command(words, status, self._imports).serve)
+        return types.SimpleNamespace(pid=pid, returncode=None)
+
+
+class Command:
+    """The process that stands for the command: it forks the launcher, and ranks for it."""
+
+    def __init__(self, words: Sequence[str], status: int, imports: Imports) -> None:
+        self._words, self._status, self._imports = words, status, imports
+        self._reports: dict[int, int] = {}
+
+    def serve(self) -> NoReturn:
+        """Fork ranks until the launcher has ended, and end like it."""
+        processes.settle(self._imports.files, {self._status})
+        os.setsid()
+        channel, ours = socket.socketpair()
+        launcher = fork(partial(self._launch, ours))
+        ours.close()
+        for number in FORWARDED:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda number, frame: processes.kill(launcher, number))
+        woken = processes.woken_by_children()
+        ready = select.poll()
+        ready.register(channel, select.POLLIN)
+        ready.register(woken, select.POLLIN)
+        while True:
+            for file, _ in ready.poll():
+                if file == woken:
+                    for pid, code in processes.ended(woken):
+                        if pid == launcher:
+                            processes.end_like(code)
+                        if pid in self._reports:
+                            tell(self._reports.pop(pid), f"ended {code}\n")
+                elif (request := receive(channel)) is None:
+                    ready.unregister(channel)
+                else:
+                    self._answer(channel, *request)
+
+    def _answer(self, channel: socket.socket, message: dict[str, Any], files: list[int]) -> None:
+        """Fork a rank, if a new interpreter would be no different."""
+        why = _why_no_fork(message["words"], message["environment"], self._imports)
+        pid = 0
+        if not why:
+            pid = fork(partial(self._be_rank, message, files))
+            self._reports[pid] = files.pop()
+        else:
+            tell(self._status, f"cold {why}\n", closes=False)
+        for one in files:
+            os.close(one)
+        send(channel, {"pid": pid})
+
+    def _launch(self, channel: socket.socket) -> None:
+        """Be the launcher. Its channel is kept open by the replaced `Popen`."""
+        processes.settle(self._imports.files, {channel.fileno()})
+        launcher.replace_popen(channel)
+        interpreter.run_as_main(self._words)
+
+    def _be_rank(self, message: dict[str, Any], files: Sequence[int]) -> None:
+        """Be a rank of the script."""
+        output, errors, report = files
+        processes.settle(self._imports.files, {*files})
+        if message["session"]:
+            os.setsid()
+        os.write(report, b"started\n")
+        os.close(report)
+        processes.set_standard_files(output, errors)
+        for one in (output, errors):
+            os.close(one)
+        interpreter.set_environment({**message["environment"], **_brought(message, self._imports)})
+        interpreter.forget_draws()
+        _observe()
+        interpreter.run_as_main(message["words"])
+
+
+def _brought(message: dict[str, Any], imports: Imports) -> dict[str, str]:
+    """Return what the imports have set in the environment, where the rank was told nothing else."""
+    told, before = message["environment"], imports.before
+    return {
+        name: text for name, text in imports.changed.items() if told.get(name) == before.get(name)
+    }
+
+
+def _why_no_fork(words: Sequence[str], environment: Mapping[str, str], imports: Imports) -> str:
+    """Return why a new interpreter would differ from a forked one; "" if it would not."""
+    if words[0] != sys.executable:
+        return f"ranks run {words[0]}, and the launcher runs {sys.executable}"
+    flags, module, rest = interpreter.options_of(words[1:])
+    if not rest or flags not in ((), ("-u",)):
+        return f"ranks are started by {' '.join(words[:4])}"
+    if flags != interpreter.options_of(sys.orig_argv[1:])[0]:
+        return "ranks are started with another -u"
+    for name in sorted({*environment, *imports.before}):
+        if environment.get(name) != imports.before.get(name):
+            if name not in RANKS and not name.startswith(PREFIXES):
+                return f"{name} is set otherwise for ranks"
+            if name in imports.names:
+                return f"an import reads {name}"
+    if any(not os.path.isabs(one) for one in environment.get("PYTHONPATH", "/").split(os.pathsep)):
+        return "PYTHONPATH has a relative path"
+    folder = os.getcwd() if module else os.path.dirname(os.path.realpath(rest[0]))
+    loaded = {name.partition(".")[0] for name in sys.modules}
+    if hidden := sorted(_modules_in(folder) & loaded):
+        return f"{hidden[0]} in {folder} has the name of an installed module"
+    return ""
+
+
+def _modules_in(folder: str) -> set[str]:
+    """Return the names of the modules in a folder. A folder without a file is none."""
+    names = set()
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.endswith((".py", ".so", ".pyc")):
+                names.add(entry.name.partition(".")[0])
+            elif os.path.isfile(os.path.join(entry.path, "__init__.py")):
+                names.add(entry.name)
+    return names
+
+
+def _observe() -> None:
+    """Observe a script without a line, as `sitecustomize` of a new interpreter would have it."""
+    if os.environ.get(AUTO):
+        spec = importlib.util.spec_from_file_location("entrenar_startup", STARTUP)
+        assert spec is not None, "it is a Python file"
+        assert spec.loader is not None, "it is a Python file"
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def main(warden: Warden) -> None:
+    """Import what the settings name, and serve; `warden` is `subreaper.main`."""
+    settings = json.loads(sys.argv[1])
+    control = socket.socket(fileno=settings["control"])
+    imports = Imports()
+    try:
+        imported = script_imports.read(Path(settings["script"]), Path(settings["folder"]))
+        if imported.by_hash:
+            raise ValueError(f"the order of a set may count at {imported.by_hash}")
+        unwanted = imports.make(settings["first"], imported.installed, settings["without"])
+    except (ImportError, ValueError) as error:
+        send(control, {"cold": str(error)})
+        return
+    if unwanted:
+        settings["without"].append(unwanted)
+        os.set_inheritable(control.fileno(), True)
+        words = [*sys.orig_argv[:-1], json.dumps(settings)]
+        os.execve(sys.executable, words, imports.before)
+    imports.files = processes.open_files() - {control.fileno()}
+    send(control, {"cold": ""})
+    Parent(control, imports, warden).serve()

@@ -1,0 +1,393 @@
+"""The runs of a user's command: which ones the checks need, and with which settings each."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from entrenar_py.check.clauses import parameter_order, step_rule
+from entrenar_py.check.clauses.knobs import KNOBS
+from entrenar_py.check.command import placeholders
+from entrenar_py.check.command.asked import Asked, Turn
+from entrenar_py.check.command.launch import Ended, launch
+from entrenar_py.check.evidence import rates
+from entrenar_py.check.evidence.needs import (
+    ALONE,
+    COUNTS,
+    KILLED,
+    POISONED,
+    PROBED,
+    REORDERED,
+    REPEATED,
+    RESUMED,
+    SAVED,
+    Need,
+)
+from entrenar_py.check.observing import TOKENS
+from entrenar_py.check.observing.auto import Settings
+from entrenar_py.check.rank_files.arranged import Arrangement
+from entrenar_py.check.rank_files.layout import DATA, Layout
+from entrenar_py.shared.errors import UsageError, did_you_mean
+from entrenar_py.shared.faults import LONGER, Fault, steps_of
+from entrenar_py.shared.faults import REORDERED as REORDERED_GROUPS
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import Start, Trace, Traits
+
+WORLD_SIZES = (2,)  # and 1, where a check compares with one worker
+WIDER = 4  # ranks of two axes with two ranks each
+DEADLINE_S = 300.0
+NUM_STEPS = 8
+LONGER_MAX = 64  # steps: a script may write its first checkpoint at the end of an epoch
+NUM_EPOCHS = 2  # random streams and samples of two epochs are compared
+
+Launcher = Callable[..., Ended]  # takes what `launch.launch` takes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The runs of a command for checks with these `needs`, recorded below `folder`.
+
+    With `auto` the script is observed without a line. `spelled` has, by knob and value, the text
+    that is filled in instead of the value. Each run has a copy of the folder `source` to work in.
+    If that is None, all run in the launcher's folder. Runs in `made` are not launched again; those
+    that are launched are added to it. `arrangements` says by number of workers how ranks share the
+    model, as far as runs have shown it.
+
+    Raises UsageError for an unknown placeholder, for a knob or value in `spelled` that the command
+    doesn't have, for a seed or a number of workers, steps or epochs without a placeholder to put it
+    in, and for a global batch (`{share:N}`) that can't be divided as a run needs.
+    """
+
+    command: tuple[str, ...]
+    needs: Collection[Need]
+    folder: Path
+    world_sizes: tuple[int, ...] = WORLD_SIZES
+    seed: int = 0
+    num_steps: int = NUM_STEPS
+    num_epochs: int = NUM_EPOCHS
+    deadline_s: float = DEADLINE_S
+    auto: bool = False
+    launch: Launcher = launch
+    source: Path | None = None
+    spelled: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    made: MutableMapping[Asked, Trace] = field(default_factory=dict)
+    arrangements: MutableMapping[int, Arrangement] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        placeholders.require_known(self.command)
+        self._require_workers()
+        self._require_spelled()
+        placeholders.require_shares(self.command, self.cuts)
+        for option, place, usual in (
+            ("seed", "seed", 0),
+            ("num_steps", "steps", NUM_STEPS),
+            ("num_epochs", "epochs", NUM_EPOCHS),
+        ):
+            told = self.can_say(place) or (self._is_cut and place == "steps")
+            if getattr(self, option) != usual and not told:
+                raise UsageError(
+                    f"--{place} {getattr(self, option)}: the command has no {{{place}}}, so it "
+                    f"would never get the value; put {{{place}}} into it, or leave the option out",
+                    field=place,
+                )
+
+    def _require_workers(self) -> None:
+        """Check that the command can be told its number of workers, if its runs differ in it."""
+        sizes = [asked.world_size for asked in self.plain().values()]
+        if len(sizes) > 1 and not self.can_say("world_size"):
+            raise UsageError(
+                f"the command would start the same number of workers in each run, and runs on "
+                f"{' and '.join(map(str, sizes))} are needed: put {{world_size}} where it takes "
+                "their number (torchrun --nproc_per_node={world_size} train.py; a script for a "
+                "shell as an argument), or check it on one worker alone: --world-size 1",
+                field="command",
+            )
+
+    def _require_spelled(self) -> None:
+        """Check that the command can turn each knob in `spelled`, and that each value exists."""
+        for name, values in self.spelled.items():
+            if name not in KNOBS:
+                raise UsageError.of("knobs", name, f"no knob; {did_you_mean(name, KNOBS)}")
+            if not self.can_say(name):
+                problem = f"the command has no {{{name}}}; put {{{name}}} into it"
+                raise UsageError.of("knobs", name, problem)
+            known = (KNOBS[name].usual, *KNOBS[name].others)
+            for value in values:
+                if value not in known:
+                    raise UsageError(
+                        f"knobs {name}={value!r}: no such value; use one of {', '.join(known)}",
+                        field="knobs",
+                    )
+
+    def can_say(self, name: str) -> bool:
+        """Return whether the command has the placeholder `name`."""
+        return placeholders.has(self.command, name)
+
+    @property
+    def is_apart(self) -> bool:
+        """True if two runs have folders and ports of their own; torchrun's usual port is fixed."""
+        return self.source is not None and "--standalone" in self.command
+
+    def foreseen(self, likely: Traits) -> tuple[tuple[str, ...], list[str]]:
+        """Return the names of the runs to come, and in lines what they need of the global batch.
+
+        What depends on the first run (the stops, the value of a limit) is taken from a stand-in,
+        whose traits are those that are `likely`.
+        """
+        steps = self.num_steps if self.can_say("steps") else NUM_STEPS * self.num_epochs
+        stand_in = Scenario(
+            system="", workload="own", world_size=self.most, seed=self.seed, num_steps=steps
+        )
+        usual = Trace(scenario=stand_in, environment={}, promises=(), events=(), traits=likely)
+        limited = {_name(self.most, turn) for knob in KNOBS for turn in self._limited(knob, usual)}
+        names = [*self.plain(), *self.others(usual), *self.pairs(usual)]
+        shown = [name.rpartition("-")[0] if name in limited else name for name in names]
+        lines = []
+        workers, micro_batches = self.cuts[-1]
+        if micro_batches > 1:
+            parts = workers * micro_batches
+            lines.append(
+                f"the largest has {workers} workers with {micro_batches} micro-batches each: the "
+                f"global batch has to be a multiple of {parts}"
+            )
+        return tuple(dict.fromkeys(shown)), lines
+
+    def _limited(self, knob: str, usual: Trace) -> list[Turn]:
+        """Return the turns of a knob whose value depends on the first run."""
+        return self._turns(knob, usual) if KNOBS[knob].limit else []
+
+    @property
+    def cuts(self) -> list[tuple[int, int]]:
+        """The numbers of workers, and of micro-batches a step, of all runs, the largest last."""
+        sizes = [asked.world_size for asked in self.plain().values()]
+        needed = {need.knob for need in self.needs}
+        turns = self._turns("accumulation")
+        if "accumulation" not in needed:  # it may be turned with another knob, or in a resumed run
+            turns = turns[:1] if {RESUMED, SAVED}.intersection(self.needs) or needed - {""} else []
+        cuts = [(size, int(KNOBS["accumulation"].usual)) for size in sizes]
+        return sorted([*cuts, *((self.most, int(turn.value)) for turn in turns)])
+
+    def observing(self, planned: Collection[Fault] = ()) -> dict[str, str]:
+        """Return the environment variables that say how a script is observed with these faults.
+
+        Without a line, it is ended after the last step if the command can say neither {steps} nor
+        {epochs}. After a resume it makes as many again, since nobody knows how old its checkpoint
+        is. What it doesn't seed itself is seeded, if the command has no {seed}.
+        """
+        tokens = {TOKENS: "1"} if PROBED in self.needs else {}
+        seed = None if self.can_say("seed") else self.seed
+        steps = (steps_of(planned) or self.num_steps) if self._is_cut else None
+        return {**tokens, **Settings(steps=steps, seed=seed, follows=self.auto).variables()}
+
+    @property
+    def _is_cut(self) -> bool:
+        """True if runs are ended from outside, since nothing tells the script when to end.
+
+        A script that is told its epochs is not: what comes at their ends has to be seen.
+        """
+        return self.auto and not (self.can_say("steps") or self.can_say("epochs"))
+
+    @property
+    def most(self) -> int:
+        """The largest number of workers, as in all runs of `others()` and `pairs()`."""
+        return max(self.world_sizes)
+
+    def plain(self) -> dict[str, Asked]:
+        """Return by name a run without faults for each number of workers, the largest first."""
+        models = {1} if {ALONE, COUNTS}.intersection(self.needs) else set()
+        sizes = sorted({*models, *self.world_sizes}, reverse=True)
+        return {_name(size): Asked(world_size=size, seed=self.seed) for size in sizes}
+
+    def wider(self, layout: Layout | None) -> dict[str, Asked]:
+        """Return by name a run on four workers, if data are split along two axes of the ranks.
+
+        With two workers one of the axes has a single rank, so that it doesn't show whether samples
+        are split along both. None is made where the user says the numbers of workers.
+        """
+        axes = [] if layout is None else [axis for axis in layout.axes if axis in DATA]
+        is_free = self.world_sizes == WORLD_SIZES and self.can_say("world_size")
+        if len(axes) < 2 or not is_free or not placeholders.can_share(self.command, WIDER):
+            return {}
+        return {_name(WIDER): Asked(world_size=WIDER, seed=self.seed)}
+
+    def longer(self, usual: Trace) -> dict[str, Asked]:
+        """Return by name a run that goes on after some epochs' ends, if that is to be tried.
+
+        The first run, `usual`, wrote no checkpoint, and a line of the script may write one later;
+        or it wrote one in the end only.
+        """
+        like, traits = usual.scenario, usual.traits
+        wanted = {RESUMED, SAVED}.intersection(self.needs) and self._is_cut
+        may_go_on = self.can_say(placeholders.RESUME) or traits.loads != "nothing"
+        steps = _steps_per_epoch(usual)
+        told = self.can_say("workdir") or not self.source
+        is_late = min(traits.saved_after, default=0) >= like.num_steps or (
+            traits.unreached and not traits.saved_after
+        )
+        if not (wanted and may_go_on and is_late and 0 < steps <= LONGER_MAX) or told:
+            return {}
+        whole = LONGER_MAX // steps * steps
+        if whole < like.num_steps:
+            return {}
+        fault = Fault(kind=LONGER, step=0, value=str(whole + 3))
+        asked = Asked(world_size=self.most, seed=self.seed, faults=(fault,))
+        return {f"{_name(self.most)}-longer": asked}
+
+    def until_the_schedule_moves(
+        self, asked: Asked, straight: Trace | None, resumed: Trace
+    ) -> dict[str, Asked]:
+        """Return by name a run of some epochs, if a resume may have lost the schedule's place.
+
+        A schedule by epochs shows it when the next one begins.
+        """
+        if straight is None or asked.faults or asked.turn is not None or not self._is_cut:
+            return {}
+        steps = _steps_per_epoch(straight)
+        begun = max((start.step for start in resumed.of(Start) if start.resumed), default=0)
+        if not (0 < steps <= LONGER_MAX and begun and rates.is_lost_place(straight, resumed)):
+            return {}
+        fault = Fault(kind=LONGER, step=0, value=str(begun + 2 * steps + 1))
+        return {f"{_name(self.most)}-longer": replace(asked.unstopped, faults=(fault,))}
+
+    def stopped(self, asked: Asked, recorded: Trace) -> dict[str, Asked]:
+        """Return by name the run `asked`, which goes on longer, stopped after its checkpoint."""
+        if steps_of(asked.faults) is None or asked.stops or not recorded.traits.saved_after:
+            return {}
+        stops = _stops(recorded, recorded.traits.saved_after)
+        name = f"{_name(self.most)}-longer-interrupted"
+        stopped = replace(asked, stops=stops, interrupted=True, option=self._option(recorded))
+        return {name: stopped} if stops else {}
+
+    def others(self, usual: Trace) -> dict[str, Asked]:
+        """Return by name the repeated, faulted and stopped runs that checks need.
+
+        `usual` is the first run. No worker is killed where it says that none is started again.
+        """
+        like, restarts = usual.scenario, usual.traits.restarts != "nothing"
+        name, middle, rank = _name(self.most), like.num_steps // 2, self.most - 1
+        nan = Fault(kind="non_finite_gradient", step=middle, rank=rank, value="nan")
+        leave = Fault(kind="leave", step=middle, rank=rank)
+        stops = self._stops(usual)
+        asked = Asked(world_size=self.most, seed=self.seed)
+        others: dict[str, Asked] = {}
+        if REPEATED in self.needs:
+            others[f"{name}-again"] = replace(asked, repeat=1)
+        if POISONED in self.needs:
+            others[f"{name}-nan"] = replace(asked, faults=(nan,))
+        if KILLED in self.needs and self.most > 1 and restarts:
+            others[f"{name}-killed"] = replace(asked, faults=(leave,))
+        is_own = parameter_order.is_wanted(usual) and not step_rule.is_recomputed(usual)
+        if REORDERED in self.needs and is_own:
+            reordered = Fault(kind=REORDERED_GROUPS, step=0)
+            few = min(plain.world_size for plain in self.plain().values())
+            run = Asked(world_size=few, seed=self.seed, faults=(reordered,))
+            others[f"{_name(few)}-reordered"] = run
+        interrupted = self._cuts_off(like) or not self.can_say("workdir")
+        if {RESUMED, SAVED}.intersection(self.needs) and stops:
+            # With several micro-batches a step, if possible: only then does a place in the data
+            # that is counted in micro-batches differ from one that is counted in steps.
+            turned = next(iter(self._turns("accumulation")), None)
+            if turned is not None:
+                others[_name(self.most, turned)] = replace(asked, turn=turned)
+            name = f"{_name(self.most, turned)}-{'interrupted' if interrupted else 'resumed'}"
+            stopped = replace(asked, stops=stops, interrupted=interrupted, turn=turned)
+            others[name] = replace(stopped, option=self._option(usual))
+        return others
+
+    def _stops(self, usual: Trace) -> tuple[int, ...]:
+        """Return the steps to stop before: after each epoch by {epochs}, else within epochs, too.
+
+        Without {workdir} a run is stopped where the first one wrote a checkpoint, in a folder of
+        its own, if the script may load it; or if the command says how to ({resume:...}).
+        """
+        like, is_told = usual.scenario, self.can_say("workdir")
+        says_how = self.can_say(placeholders.RESUME) and not usual.traits.unreached
+        if not is_told and not (self.source and (says_how or _resumes(usual))):
+            return ()
+        if is_told and not (self.can_say("steps") or self._cuts_off(like)):
+            return tuple(range(0, like.num_steps, like.num_steps // self.num_epochs))[1:]
+        # A run that ends at a smaller {steps} may save then what a longer one doesn't.
+        return _stops(usual, () if is_told else usual.traits.saved_after)
+
+    def _option(self, usual: Trace) -> str:
+        """Return the script's own way to resume, if nobody says how it does; else "".
+
+        That is an option, `--resume PATH`, or an environment variable, `INIT=resume`.
+        """
+        option = usual.traits.resume_option
+        name, variable = option.partition(" ")[0], option.partition("=")[0]
+        is_told = self.can_say("workdir") or self.can_say(placeholders.RESUME)
+        is_given = any(word.partition("=")[0] == name for word in self.command)
+        is_given |= variable in os.environ
+        is_resume = placeholders.RESUME.removesuffix(":") in name.lower()
+        return "" if is_told or is_given or not is_resume else option
+
+    def _cuts_off(self, like: Scenario) -> bool:
+        """Return whether runs can be stopped only from inside: neither {steps} nor {epochs} does.
+
+        {epochs} doesn't if the epochs of `like` have unequal lengths.
+        """
+        by_epochs = self.can_say("epochs") and like.num_steps % self.num_epochs == 0
+        return not (self.can_say("steps") or by_epochs)
+
+    def lengths(self, asked: Asked) -> list[tuple[int, int]]:
+        """Return the numbers of steps and of epochs to launch the command for, stop by stop."""
+        steps = (*asked.stops, self.num_steps)
+        if asked.interrupted:
+            return [(self.num_steps, self.num_epochs) for _ in steps]
+        if self.can_say("steps"):
+            return [(num_steps, self.num_epochs) for num_steps in steps]
+        epochs = (*range(1, len(steps)), self.num_epochs)
+        return [(self.num_steps, num_epochs) for num_epochs in epochs]
+
+    def _turns(self, knob: str, usual: Trace | None = None) -> list[Turn]:
+        """Return a Turn for each value of `knob` to try; none if the command lacks the knob."""
+        if not self.can_say(knob):
+            return []
+        others = filter(self.can_say, KNOBS[knob].beside)
+        beside = tuple((name, KNOBS[name].others[0]) for name in others)
+        return [Turn(knob, value, beside) for value in KNOBS[knob].turns(usual)]
+
+    def pairs(self, usual: Trace) -> dict[str, Asked]:
+        """Return by name the runs with a turned knob that checks need and the command allows."""
+        needed = {need.knob for need in self.needs}
+        asked = Asked(world_size=self.most, seed=self.seed)
+        return {
+            _name(self.most, turn): replace(asked, turn=turn)
+            for name in KNOBS
+            if name in needed
+            for turn in self._turns(name, usual)
+        }
+
+
+def _resumes(usual: Trace) -> bool:
+    """Return whether a run saved weights, and a line of its script may load them."""
+    return usual.traits.saves == "weights" and usual.traits.loads != "nothing"
+
+
+def _stops(usual: Trace, saved: Sequence[int]) -> tuple[int, ...]:
+    """Return up to three steps to stop before, once a checkpoint was `saved`.
+
+    Two are in the middle of an epoch if possible. One is where an epoch ends: there a place in the
+    data is that of the next one.
+    """
+    like, per_epoch = usual.scenario, _steps_per_epoch(usual)
+    steps = range(min(saved, default=1), like.num_steps)
+    inside = [step for step in steps if step % max(1, per_epoch)] or [*steps]
+    # Where epochs are unknown, a third stop may be the one at an end.
+    ends = [step for step in steps if per_epoch <= 1 or step % per_epoch == 0]
+    places = {inside[len(inside) // 3], inside[2 * len(inside) // 3]} if inside else set()
+    return tuple(sorted({*places, *ends[-1:]}))
+
+
+def _steps_per_epoch(usual: Trace) -> int:
+    batches = usual.scenario.num_samples / usual.scenario.batch_size
+    return int(batches) if usual.traits.drop_last else math.ceil(batches)
+
+
+def _name(world_size: int, turn: Turn | None = None) -> str:
+    suffix = "" if turn is None else f"-{turn.knob}-{turn.value}"
+    return f"{world_size}-worker{'' if world_size == 1 else 's'}{suffix}"

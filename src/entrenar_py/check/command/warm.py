@@ -1,0 +1,332 @@
+"""Start a command's launches from processes that have imported torch already (`forks`).
+
+A launch of a tiny script spends its time on imports: torchrun and each rank import torch. Here one
+process does so for all runs of a call, and forks the rest. There are two if the runs differ in what
+ranks read at their start: on GPUs, accelerate leaves two ranks to torchrun, and starts one itself.
+
+Nothing depends on it. Where it can't be used, a launch is made as the command says, and `told` says
+why.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import IO
+
+from entrenar_py.check.command import fork_parent
+from entrenar_py.check.command.forks import imports, messages
+from entrenar_py.check.command.forks.interpreter import options_of
+from entrenar_py.check.harness import interrupts
+
+READY_S = 120.0
+LOOK_EVERY_S = 0.5
+_SCRIPT_BYTES_MAX = 4096
+_ENTRIES = (
+    *("torch.distributed.run", "torch.distributed.launch"),
+    *("accelerate.commands.accelerate_cli", "accelerate.commands.launch"),
+)
+_WORKERS = ("--nproc_per_node", "--nproc-per-node", "--num_processes", "--num-processes")
+# With these, or with a GPU, accelerate leaves several ranks to torchrun; else it starts one itself.
+_TO_TORCHRUN = ("--multi_gpu", "--multi-gpu", "--use_fsdp", "--use-fsdp", "--use_deepspeed")
+_GPUS = Path("/dev/nvidiactl")
+_ON_CPUS = ("--cpu", "--use_cpu", "--use-cpu")
+# What has the launcher start ranks in another way, or elsewhere.
+_NOT_PLAIN = ("--run-path", "--run_path", "--no-python", "--no_python", "--start-method")
+
+
+class _Cold(Exception):
+    """Raised where a launch is made as the command says; the text says why."""
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """A Python that runs a launcher: its path, and how it and its ranks are started.
+
+    - `words`: what the launcher's process has as its `sys.orig_argv`.
+    - `workers`: the number of ranks as it stands in the command.
+    """
+
+    path: str
+    words: tuple[str, ...]
+    workers: str | None
+
+    @property
+    def is_unbuffered(self) -> bool:
+        """Whether ranks are started with -u, as torchrun does."""
+        if not self._is_accelerate:
+            return True
+        is_for_torchrun = _GPUS.exists() or not {*self.words}.isdisjoint(_TO_TORCHRUN)
+        return is_for_torchrun and self.workers != "1" and not self._is_on_cpus
+
+    def environment(self, launchers: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment that ranks have at their start, without what differs among them.
+
+        `launchers` is the environment of the launcher.
+        """
+        common = {
+            name: text
+            for name, text in launchers.items()
+            if name not in imports.RANKS and not name.startswith(imports.PREFIXES)
+        }
+        if self.workers != "1":
+            common.setdefault("OMP_NUM_THREADS", "1")
+        if self._is_accelerate and self._is_on_cpus:
+            common |= {"KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME": "1"}
+        return common
+
+    @property
+    def _is_accelerate(self) -> bool:
+        return "accelerate" in " ".join(self.words[:3])
+
+    @property
+    def _is_on_cpus(self) -> bool:
+        return not {*self.words}.isdisjoint(_ON_CPUS)
+
+
+def interpreter(command: Sequence[str], cwd: Path) -> Interpreter:
+    """Return the Python that runs the launcher of `command`.
+
+    Raises _Cold if the command is not plainly torchrun, or `accelerate launch`.
+    """
+    program = shutil.which(str(cwd / command[0]) if os.sep in command[0] else command[0])
+    if program is None:
+        raise _Cold(f"{command[0]} isn't found")
+    if Path(command[0]).name.startswith("python"):
+        _, is_module, rest = options_of(command[1:])
+        if not is_module or not rest or rest[0] not in _ENTRIES or command[1] != "-m":
+            raise _Cold("the command is no launcher whose ranks can be forked")
+        # The same for each copy of a folder, in which the environment is a link.
+        path = str(Path(program).parent.resolve() / Path(program).name)
+        words = (path, *command[1:])
+    else:
+        path = _interpreter_of(Path(program))
+        words = (path, program, *command[1:])
+    if plain := set(_NOT_PLAIN).intersection(words):
+        raise _Cold(f"the command has {min(plain)}")
+    return Interpreter(path, words, _num_workers(words))
+
+
+def _interpreter_of(program: Path) -> str:
+    """Return the Python in the first line of torchrun or accelerate, as pip installs it."""
+    with program.open("rb") as file:
+        text = file.read(_SCRIPT_BYTES_MAX).decode(errors="replace")
+    first, _, rest = text.partition("\n")
+    path = first.removeprefix("#!").strip()
+    if first[:2] != "#!" or not Path(path).is_file():
+        raise _Cold(f"{program.name} isn't a script of Python")
+    if not any(f"from {entry} import main" in rest for entry in _ENTRIES):
+        raise _Cold(f"{program.name} is no launcher whose ranks can be forked")
+    return path
+
+
+def _num_workers(words: Sequence[str]) -> str | None:
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        if name in _WORKERS:
+            return value if equals else after
+    return None
+
+
+@dataclass
+class Parents:
+    """The processes that have imported torch, for all runs of a command whose script is `script`.
+
+    `first` are the modules that they import whatever the script does. They end with `close`, or if
+    this process ends.
+    """
+
+    script: Path | None
+    first: tuple[str, ...] = imports.FIRST
+    reasons: dict[str, None] = field(default_factory=dict)
+    _parents: dict[tuple[object, ...], _Parent] = field(default_factory=dict)
+    num_forked: int = 0
+    _one_at_a_time: Lock = field(default_factory=Lock)
+
+    def told(self) -> str:
+        """Return how the command was launched, in words."""
+        if self.script is None:
+            return "as-is"
+        how = "forked" if self.num_forked else "as-is"
+        return f"{how} ({'; '.join(self.reasons)})" if self.reasons else how
+
+    def prepare(
+        self, command: Sequence[str], environment: Mapping[str, str], cwd: Path | None
+    ) -> None:
+        """Begin to import what a later launch of `command` needs."""
+        with suppress(_Cold, OSError):
+            self._parent(command, environment, cwd or Path.cwd())
+
+    def start(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        cwd: Path | None,
+        pipes: tuple[int, int],
+        seconds: tuple[float, float],
+    ) -> Warden | None:
+        """Return the warden of a new launch, which has the `pipes` CONTROL and STATUS.
+
+        Return None if the command has to be launched as it is.
+        """
+        here = cwd or Path.cwd()
+        with self._one_at_a_time:
+            try:
+                parent, words = self._parent(command, environment, here)
+                warden = parent.fork(words, environment, here, pipes, seconds)
+            except (_Cold, OSError) as error:
+                self.reasons.setdefault(str(error))
+                return None
+            self.num_forked += 1
+            return warden
+
+    def close(self) -> None:
+        """End the processes."""
+        for parent in self._parents.values():
+            parent.close()
+        self._parents.clear()
+
+    def _parent(
+        self, command: Sequence[str], environment: Mapping[str, str], cwd: Path
+    ) -> tuple[_Parent, tuple[str, ...]]:
+        if self.script is None:
+            raise _Cold("it can't be told which script the command runs")
+        python = interpreter(command, cwd)
+        before = python.environment(environment)
+        key = (python.path, python.is_unbuffered, *sorted(before.items()))
+        if key not in self._parents:
+            self._parents[key] = _Parent(python, before, self.script, cwd, self.first)
+        return self._parents[key], python.words
+
+
+class _Parent:
+    """A process that imports torch, and then forks wardens."""
+
+    def __init__(
+        self,
+        python: Interpreter,
+        environment: Mapping[str, str],
+        script: Path,
+        folder: Path,
+        first: Sequence[str],
+    ) -> None:
+        self._control, theirs = socket.socketpair()
+        settings = {
+            "control": theirs.fileno(),
+            "script": str(script),
+            "folder": str(folder),
+            "first": [*first],
+            "without": [],
+        }
+        flags = ["-u"] if python.is_unbuffered else []
+        with theirs:
+            self._process = subprocess.Popen(
+                [python.path, *flags, fork_parent.__file__, json.dumps(settings)],
+                env={**environment},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=(theirs.fileno(),),
+            )
+        self._why_cold: str | None = None  # not known yet
+
+    def fork(
+        self,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        cwd: Path,
+        pipes: tuple[int, int],
+        seconds: tuple[float, float],
+    ) -> Warden:
+        """Return a new warden. Raises _Cold if this process can't fork any."""
+        self._await()
+        output, theirs = os.pipe()
+        report, told = socket.socketpair()
+        message = {
+            "words": [*words],
+            "environment": {**environment},
+            "cwd": str(cwd),
+            "seconds": [*seconds],
+        }
+        try:
+            messages.send(self._control, message, [*pipes, theirs, told.fileno()])
+        finally:
+            os.close(theirs)
+            told.close()
+        return Warden(report, os.fdopen(output, "rb"))
+
+    def close(self) -> None:
+        """End the process."""
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _await(self) -> None:
+        """Wait until everything is imported. Raises _Cold if that fails."""
+        deadline = time.monotonic() + READY_S
+        while self._why_cold is None:
+            interrupts.check()
+            if select.select([self._control], [], [], LOOK_EVERY_S)[0]:
+                answer = messages.receive(self._control)
+                self._why_cold = answer[0]["cold"] if answer else "its process with torch ended"
+            elif time.monotonic() > deadline:  # a later launch may find it ready
+                raise _Cold(f"torch was not imported within {READY_S:.0f} s")
+        if self._why_cold:
+            raise _Cold(self._why_cold)
+
+
+class Warden:
+    """A forked process that is its parent's child, with what `Leash` needs of a `Popen`."""
+
+    def __init__(self, report: socket.socket, output: IO[bytes]) -> None:
+        self._report, self.stdout = report, output
+        self._lines = report.makefile("rb")
+        line = self._lines.readline().split()
+        if not line:
+            self.stdout.close()
+            self._close()
+            raise _Cold("its process with torch ended")
+        self.pid = int(line[1])
+        self._file = os.pidfd_open(self.pid)
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code if the process has ended, else None."""
+        if self._code is None and select.select([self._report], [], [], 0.0)[0]:
+            self.wait()
+        return self._code
+
+    def wait(self) -> int:
+        """Return the exit code, once the process has ended."""
+        if self._code is None:
+            line = self._lines.readline().split()
+            self._code = int(line[1]) if line else -signal.SIGKILL
+            self._close()
+            os.close(self._file)
+        return self._code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, if the process has not ended."""
+        if self._code is None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._file, number)
+
+    def kill(self) -> None:
+        """Kill the process."""
+        self.send_signal(signal.SIGKILL)
+
+    def _close(self) -> None:
+        self._lines.close()
+        self._report.close()

@@ -1,0 +1,142 @@
+"""Contracts: load a YAML file into a `Contract` that knows the place of every clause.
+
+This package decides nothing about trainers. It finds the clauses, keeps as plain data the parts
+that it does not know, and reports problems with the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from blake3 import blake3
+
+from entrenar_py.check.contract import (
+    attacks,
+    binding_file,
+    bindings,
+    clauses,
+    depends,
+    gates,
+    items,
+    layout,
+    proofs,
+    rules,
+)
+from entrenar_py.check.contract import vocabulary as vocabularies
+from entrenar_py.check.contract.records import (
+    EQUALITY_KINDS,
+    SEVERITIES,
+    TOLERANCE_KINDS,
+    Binding,
+    Contract,
+    FalsificationTest,
+    Gate,
+    Invariant,
+)
+from entrenar_py.check.contract.vocabulary import CheckTerms, Vocabulary
+from entrenar_py.shared.config import composer
+from entrenar_py.shared.config.problems import Position, Problems
+from entrenar_py.shared.config.tree import MapNode
+
+__all__ = [
+    "EQUALITY_KINDS",
+    "SEVERITIES",
+    "TOLERANCE_KINDS",
+    "Binding",
+    "CheckTerms",
+    "Contract",
+    "FalsificationTest",
+    "Gate",
+    "Invariant",
+    "Position",
+    "Vocabulary",
+    "load",
+    "read",
+]
+
+
+def load(
+    path: Path, *, vocabulary: Vocabulary, strict: bool = False, bind: Sequence[Path] = ()
+) -> Contract:
+    """Load the contract at `path`, without executing anything in it.
+
+    `vocabulary` holds the names from outside the file that a clause may use. `bind` are further
+    files of bindings, in addition to the shipped one and the one next to the contract. Raises
+    ContractError with all problems at once, each `file:line:column: error: ...`. Under `strict`
+    warnings are errors too.
+    """
+    problems = Problems()
+    _, loaded = read(path, vocabulary=vocabulary, problems=problems, bind=bind)
+    settled = problems.settle(strict=strict)
+    assert loaded is not None  # else there was an error
+    return replace(loaded, problems=settled)
+
+
+def read(
+    path: Path, *, vocabulary: Vocabulary, problems: Problems, bind: Sequence[Path] = ()
+) -> tuple[MapNode | None, Contract | None]:
+    """Return the tree of the file at `path` and its Contract; both None if it is no contract.
+
+    Errors, warnings and notes go into `problems`, also for a file that can't be read. If there is
+    an error among them, the contract must not be used.
+    """
+    data = composer.read(path, problems)
+    root = None if data is None else composer.compose(data, str(path), problems)
+    if data is None or root is None:
+        return None, None
+    if layout.is_binding_registry(root):
+        problems.error(root.at, _REGISTRY)
+        return None, None
+    if binding_file.MARK in root.fields:
+        problems.error(root.at, _BINDINGS)
+        return None, None
+    files = bindings.files(path, bind)
+    loaded = _read(path, root, blake3(data).hexdigest(16), vocabulary, files, problems)
+    depends.check(path, root, problems)
+    return root, loaded
+
+
+_REGISTRY = (
+    "this is a registry of bindings (which function implements which equation), not a contract; "
+    "give one of the contracts that it names"
+)
+_BINDINGS = "these are bindings, not a contract; give them with --bind, and their contract as well"
+
+
+def _read(
+    path: Path,
+    root: MapNode,
+    digest: str,
+    vocabulary: Vocabulary,
+    files: bindings.Files,
+    problems: Problems,
+) -> Contract:
+    metadata = rules.metadata(root, problems)
+    equations, obligations = proofs.equations(root, problems), proofs.obligations(root, problems)
+    invariants = clauses.read(root, vocabulary, problems)
+    if not invariants:
+        invariants = proofs.as_clauses(obligations)
+    targets = attacks.Targets(invariants, equations, obligations)
+    tests = attacks.read(root, targets, problems)
+    stated = items.items(invariants, tests, obligations, equations)
+    invariants = bindings.bind(stated, files, vocabulary, problems)
+    vocabularies.tell_unbound(invariants, vocabulary, root.at, problems)
+    loaded = Contract(
+        path=path,
+        digest=digest,
+        metadata=metadata,
+        invariants=invariants,
+        falsification_tests=tests,
+        equations=equations,
+        obligations=obligations,
+        harnesses=proofs.harnesses(root, problems),
+        gate=gates.read(root, problems),
+        blocks=layout.other_blocks(root),
+    )
+    gates.tell_unresolved(loaded, root, problems)
+    attacks.warn_unexercised(invariants, tests, problems)
+    rules.unique_ids(root, problems)
+    rules.note_blocks(root, problems)
+    return loaded

@@ -1,0 +1,219 @@
+"""The records of a contract: one frozen dataclass for each kind of part, with its place.
+
+`extra` holds, as plain data, the keys of a part that no reader knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from entrenar_py.shared.config.problems import Position, Problem
+
+SEVERITIES = ("P0", "P1", "P2")
+TOLERANCE_KINDS = ("bitwise", "exact", "absolute", "relative", "ulp", "steps", "bytes")
+# Kinds that allow no difference: `tolerance: bitwise` means tolerance 0 of kind bitwise.
+EQUALITY_KINDS = ("bitwise", "exact")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Binding:
+    """The binding of one statement: the check that tries it, or the reason why none does.
+
+    `kind` and `item` name the statement (`test`, `FALSIFY-RING-004`), `position` is the place of
+    the binding. `untried` is the reason why nothing is compared, empty if a check runs.
+    `systems` are the systems that the statement is about, empty for all. `departures` are
+    descriptions of each value that differs from the contract's (`severity P2 in place of P0`).
+    """
+
+    kind: str
+    item: str
+    position: Position
+    reason: str = ""
+    untried: str = ""
+    systems: tuple[str, ...] = ()
+    departures: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Invariant:
+    """One clause of a contract.
+
+    `group` is the dotted path of its list (`data_parallel.weight_consistency`). `statement` is the
+    `invariant` text, or else the postcondition or description. `check` names the check that decides
+    it; None means the check with the clause's id. `scenarios` are raw mappings for
+    `scenario.expand`; empty means the check's own. `binding` is None if no file of bindings names
+    the clause. `aliases` are further names that gates may use. A proof obligation that counts as a
+    clause has the group `proof_obligations`, its property as `name`, and the obligation's id.
+    """
+
+    id: str
+    name: str
+    statement: str
+    position: Position
+    group: str = ""
+    description: str = ""
+    severity: str = "P1"
+    critical: bool = False
+    precondition: str = ""
+    postcondition: str = ""
+    tolerance: float | None = None
+    tolerance_kind: str | None = None
+    reference: str = ""
+    check: str | None = None
+    scenarios: tuple[Mapping[str, Any], ...] = ()
+    mutants: tuple[str, ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    binding: Binding | None = None
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def item(self) -> str:
+        """The id of the statement from which this clause was made, whole or in part."""
+        return self.id if self.binding is None else self.binding.item
+
+    @property
+    def gate_names(self) -> tuple[str, ...]:
+        """The names by which a gate may call the clause: its id, name, statement's id, aliases, and
+        its groups (each beginning of the dotted path, and its last part).
+        """
+        *above, last = self.group.split(".")
+        groups = (last, *accumulate([*above, last], "{}.{}".format))
+        return self.id, self.name, self.item, *self.aliases, *groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class Equation:
+    """A named formula with its author's claims; `position` is the place of its name."""
+
+    name: str
+    formula: str
+    position: Position
+    domain: str = ""
+    codomain: str = ""
+    invariants: tuple[str, ...] = ()
+    preconditions: tuple[str, ...] = ()
+    postconditions: tuple[str, ...] = ()
+    reference: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Obligation:
+    """A property to be proved: `property` in words, `formal` in symbols.
+
+    If `has_id` is false, `id` was made from the first words of the property. `applies_to` names an
+    equation or a kind of code (`all`, `simd`). `lean` is plain data about a proof in Lean.
+    """
+
+    id: str
+    property: str
+    position: Position
+    has_id: bool = True
+    type: str = ""
+    formal: str = ""
+    tolerance: float | None = None
+    applies_to: str = ""
+    equation: str = ""
+    lean: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Harness:
+    """A harness of the Kani model checker; `bound` is its unwind bound, as text."""
+
+    id: str
+    obligation: str
+    position: Position
+    property: str = ""
+    bound: str = ""
+    strategy: str = ""
+    solver: str = ""
+    harness: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FalsificationTest:
+    """A written attempt to falsify a clause; `rule` is the file's text on what it attacks.
+
+    `target` is what `rule`, or else the key `obligation`, refers to: the id of a clause or
+    obligation, the name of an equation, or "" if neither refers to any.
+    """
+
+    id: str
+    rule: str
+    prediction: str
+    position: Position
+    test: str = ""
+    if_fails: str = ""
+    obligation: str = ""
+    target: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """The contract's own condition for a pass, as written; `gates.demands` resolves it to clauses.
+
+    `checks` and `required_tests` are names of clauses, groups or tests. `pass_criteria` is prose
+    that may name clauses. `other_demands` are demands that no check measures (`min_coverage: 0.9`).
+    """
+
+    id: str
+    name: str
+    description: str
+    checks: tuple[str, ...]
+    pass_criteria: str
+    position: Position
+    falsification: str = ""
+    required_tests: tuple[str, ...] = ()
+    other_demands: tuple[str, ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contract:
+    """A loaded contract.
+
+    `invariants` are the clauses: mappings with an id and a statement (if there are none, the proof
+    obligations), and the statements that a file of bindings makes clauses. `blocks` keeps all
+    other parts as plain data, also the raw equations, obligations and harnesses. `problems` are the
+    warnings and notes on the file. `digest` is BLAKE3 of the file's bytes, 32 hex digits.
+    """
+
+    path: Path
+    digest: str
+    metadata: Mapping[str, Any]
+    invariants: tuple[Invariant, ...]
+    falsification_tests: tuple[FalsificationTest, ...] = ()
+    equations: tuple[Equation, ...] = ()
+    obligations: tuple[Obligation, ...] = ()
+    harnesses: tuple[Harness, ...] = ()
+    gate: Gate | None = None
+    blocks: Mapping[str, Any] = field(default_factory=dict)
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The file's name, e.g. `distributed-training-v1.yaml`."""
+        return self.path.name
+
+    @property
+    def version(self) -> str:
+        """`metadata.version` as text."""
+        return str(self.metadata["version"])
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """The warnings as lines `file:line:column: warning: ...`, in the order of the file."""
+        return tuple(problem.line for problem in self.problems if problem.level == "warning")
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The notes as lines `file:line:column: note: ...`, in the order of the file."""
+        return tuple(problem.line for problem in self.problems if problem.level == "note")

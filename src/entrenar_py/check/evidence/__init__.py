@@ -1,0 +1,1 @@
+"""What traces say: reading them, and comparing their tensors. Judges nothing."""

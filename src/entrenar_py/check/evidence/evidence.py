@@ -1,0 +1,304 @@
+"""Functions, shared by several judges, to read traces and to compare them bit for bit."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from entrenar_py.check.evidence import factors, run_names
+from entrenar_py.check.evidence.needs import CALM, Traces
+from entrenar_py.shared.faults import SURVIVED
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import (
+    Event,
+    Shard,
+    Start,
+    TensorRecord,
+    Tensors,
+    Trace,
+    Update,
+    record_sketch,
+    record_tensor,
+)
+from entrenar_py.shared.verdict import Tally
+
+Values = NDArray[Any]
+
+
+def usable(traces: Iterable[Trace], tally: Tally) -> list[Trace]:
+    """Return the traces of runs that did not fail. Count the failed ones as missing."""
+    kept = []
+    for trace in traces:
+        if trace.end.status == "failed":
+            scenario = trace.scenario
+            who = f"{scenario.system} with {scenario.world_size} workers did not run to an end"
+            if tally.observed:
+                who = f"{run_names.of(scenario)} failed"
+            tally.miss(f"{who}: {trace.end.reason}")
+        else:
+            kept.append(trace)
+    return kept
+
+
+def usable_runs(runs: Traces, tally: Tally) -> Traces:
+    """Return `runs` without the failed ones, and count those as missing."""
+    usable(runs, tally)
+    return runs.chosen(lambda trace: None if trace.end.status == "failed" else trace)
+
+
+def is_as_trained(trace: Trace) -> bool:
+    """Return whether the scenario has no fault that changes the results of the training."""
+    return all(fault.kind in SURVIVED for fault in trace.scenario.faults)
+
+
+def could_run(tally: Tally, trace: Trace) -> bool:
+    """Return whether a run began. If not, count the reason as missing."""
+    if trace.end.status == "failed" and not trace.of(Start):
+        tally.miss(f"{trace.scenario.system} could not be run: {trace.end.reason}")
+        return False
+    return True
+
+
+def calm_run(tally: Tally, trace: Trace, runs: Traces) -> Trace | None:
+    """Return the run without faults whose bits `trace` must have; if None, count why as missing."""
+    if not could_run(tally, trace):
+        return None
+    if "bitwise" not in trace.promises:
+        tally.miss(f"{trace.scenario.system} promises no bits to compare")
+        return None
+    if not runs.of(CALM):
+        tally.miss("no undisturbed run of the same training to compare with: record one, too")
+        return None
+    return runs.of(CALM)[0]
+
+
+def started_alone(traces: Iterable[Trace]) -> str:
+    """Return that no two workers were tried, if the command can't start two; "" otherwise."""
+    if {(trace.traits.starts, trace.scenario.world_size) for trace in traces} != {("one", 1)}:
+        return ""
+    return (
+        "the command starts one worker, and nothing distributed was tried: to have that done, put "
+        "{world_size} where it takes the number of workers"
+    )
+
+
+def place(trace: Trace, event: Event) -> dict[str, Any]:
+    """Return a counterexample's fields: step, rank and shard of `event`, scenario and shapes."""
+    known = {
+        name: getattr(event, name) for name in ("step", "rank", "shard") if hasattr(event, name)
+    }
+    return {**known, "scenario": trace.scenario, "shapes": trace.shapes}
+
+
+def updates(trace: Trace) -> dict[int, dict[int, Update]]:
+    """Return step -> rank -> the last update in the step, without updates that a resume undid."""
+    by_step: dict[int, dict[int, Update]] = defaultdict(dict)
+    for update in trace.standing.of(Update):
+        by_step[update.step][update.rank] = update
+    return dict(by_step)
+
+
+def shards(trace: Trace) -> dict[int, list[Shard]]:
+    """Return step -> shards, sorted by number, for the steps that were made and not undone."""
+    kept = trace.standing
+    committed = {update.step for update in kept.of(Update)}
+    by_step: dict[int, list[Shard]] = defaultdict(list)
+    for shard in kept.of(Shard):
+        if shard.step in committed:
+            by_step[shard.step].append(shard)
+    return {step: sorted(part, key=lambda s: (s.shard, s.rank)) for step, part in by_step.items()}
+
+
+def with_losses(trace: Trace) -> Trace:
+    """Return `trace` with each missing loss of an update computed from the step's shards.
+
+    Losses of an unknown scale are no means, and are left out.
+    """
+    if trace.traits.losses == "backward" or all(
+        update.loss is not None for update in trace.of(Update)
+    ):
+        return trace
+    means = {}
+    for step, of_step in shards(trace).items():
+        weight = sum(shard.weight for shard in of_step)
+        sums = [shard.loss_sum for shard in of_step if shard.loss_sum is not None]
+        if weight and len(sums) == len(of_step):
+            means[step] = sum(sums) / weight
+    events = (
+        replace(event, loss=means.get(event.step))
+        if isinstance(event, Update) and event.loss is None
+        else event
+        for event in trace.events
+    )
+    return replace(trace, events=tuple(events))
+
+
+def non_finite(tensors: Tensors) -> tuple[str, int | None] | None:
+    """Return the tensor's name and element's index of the first recorded NaN or Inf, or None.
+
+    The index is None if the tensor has only a sketch.
+    """
+    for name, record in tensors.items():
+        if record.sketch is not None and not math.isfinite(record.square() or 0.0):
+            return name, None
+        values = record.values()
+        if values is not None and not (finite := np.isfinite(values)).all():
+            return name, int(finite.argmin())
+    return None
+
+
+def any_rank(by_rank: Mapping[int, Update]) -> Update:
+    """Return the update of the lowest rank."""
+    return by_rank[min(by_rank)]
+
+
+def compare_exact(
+    tally: Tally, expected: Tensors, got: Tensors, message: str, *, words: str = "", **place: Any
+) -> None:
+    """Compare bit for bit, one comparison per tensor. A tensor on one side only is a difference.
+
+    The message ends with `words`, or with how one tensor follows from the other if that is simple.
+    """
+    for name in [*expected, *(name for name in got if name not in expected)]:
+        left, right = expected.get(name), got.get(name)
+        if left is None or right is None:
+            holder = "expected" if right is None else "got"
+            tally.check(False, f"{message}: only {holder} holds {name}", tensor=name, **place)
+        elif left.digest == right.digest:
+            tally.compared += 1
+        else:
+            shown = difference(left, right)
+            told = f": {words}" if words else _relation(left, right, place.get("scenario"))
+            tally.check(False, f"{message}: {name} differs{told}", tensor=name, **shown, **place)
+
+
+def _relation(expected: TensorRecord, got: TensorRecord, scenario: Scenario | None) -> str:
+    left, right = expected.vector(), got.vector()
+    if left is None or right is None:
+        return ""
+    words = factors.of(left, right, scenario)
+    return f": {words}" if words else ""
+
+
+def compare_updates(
+    tally: Tally, model: Trace, trace: Trace, part: str, message: str, *, before: float = math.inf
+) -> None:
+    """Compare `part` of each update with `model`'s lowest rank's, bitwise, before step `before`."""
+    expected = updates(model)
+    for step, by_rank in ranks_by_step(trace):
+        for _, update in sorted(by_rank.items()):
+            if step < before and step not in expected:
+                tally.check(False, f"step {step} is not in the other run", **place(trace, update))
+            elif step < before:
+                wanted, got = getattr(any_rank(expected[step]), part), getattr(update, part)
+                compare_exact(tally, wanted, got, message, **place(trace, update))
+
+
+def compare_steps_made(tally: Tally, lost: Iterable[int], trace: Trace, words: str = "") -> None:
+    """Count one comparison, which fails if there are steps `lost` that the run did not make."""
+    steps = sorted(lost)
+    message = f"{words}steps {steps[:5]} were never made"
+    tally.check(not steps, message, step=min(steps, default=None), scenario=trace.scenario)
+
+
+def difference(expected: TensorRecord, got: TensorRecord) -> dict[str, Any]:
+    """Return the first differing element, with both values; digests if values are unknown."""
+    left, right = expected.values(), got.values()
+    if left is None or right is None:
+        return {"expected": expected.digest, "got": got.digest}
+    if (left.size, left.dtype) != (right.size, right.dtype):
+        return {
+            "expected": f"{left.size} elements of {left.dtype}",
+            "got": f"{right.size} elements of {right.dtype}",
+        }
+    bits = left.view(np.uint8) != right.view(np.uint8)
+    if not bits.any():  # the values were edited, or the digest was
+        return {"expected": expected.digest, "got": got.digest}
+    element = int(bits.argmax()) // left.itemsize
+    return {"element": element, "expected": str(left[element]), "got": str(right[element])}
+
+
+def vectors(tensors: Tensors) -> dict[str, Values] | None:
+    """Return the elements of each tensor, flat, or its projection; None if one has neither."""
+    vector_of = {name: record.vector() for name, record in tensors.items()}
+    known = {name: vector for name, vector in vector_of.items() if vector is not None}
+    return known if known and len(known) == len(vector_of) else None
+
+
+def elements(tensors: Tensors) -> dict[str, Values] | None:
+    """Return the elements of each tensor, flat, or those in its sketch; None if one has neither."""
+    elements_of = {name: record.elements() for name, record in tensors.items()}
+    known = {name: found for name, found in elements_of.items() if found is not None}
+    return known if known and len(known) == len(elements_of) else None
+
+
+def times(tensors: Tensors, factor: float) -> Tensors:
+    """Return multiples of the tensors that have values or a sketch."""
+    return {name: scaled for name, t in tensors.items() if (scaled := _scaled(t, factor))}
+
+
+def _scaled(record: TensorRecord, factor: float) -> TensorRecord | None:
+    if record.sketch is not None:
+        return record_sketch(record.sketch.times(factor), record.dtype)
+    values = record.values()
+    if values is None:
+        return None
+    return record_tensor(factor * values.astype(np.float64), values=True)
+
+
+def has_values(tensors: Tensors) -> bool:
+    """Return whether the values or a sketch of at least one tensor were recorded."""
+    return any(record.data is not None or record.sketch for record in tensors.values())
+
+
+def ranks_by_step(trace: Trace) -> Iterator[tuple[int, Mapping[int, Update]]]:
+    """Yield each step with its updates by rank, in step order."""
+    yield from sorted(updates(trace).items())
+
+
+def unseen_gradients(trace: Trace) -> str:
+    """Return a reason why the norm of the gradient is unknown; "" if it is known.
+
+    It is unknown if a parameter moves without a recorded gradient. A DTensor's isn't recorded if it
+    is the term of a sum over ranks, or lies in other pieces than its parameter.
+    """
+    start = next(iter(trace.of(Start)), None)
+    if start is None:
+        return ""
+    updates = [update for update in trace.of(Update) if update.rank == start.rank]
+    seen = {name for update in updates for name in update.gradient}
+    moved = {
+        name
+        for update in updates
+        for name, record in update.weights.items()
+        if name in start.trainable
+        and name not in seen
+        and name not in update.edited
+        and start.weights.get(name) != record
+    }
+    if not seen or not moved:
+        return ""
+    return f"the norm of the gradient is unknown: that of {min(moved)} was not recorded"
+
+
+def passes_begun_late(trace: Trace) -> set[tuple[int, int]]:
+    """Return step and shard of the passes of a sharded model that lack their gradient, rightly.
+
+    Without a line a model is followed from within the first pass of each life of a rank on.
+    """
+    late: set[tuple[int, int]] = set()
+    begun = set[int]()  # ranks whose first pass has come
+    for event in trace.events if trace.traits.shared else ():
+        if isinstance(event, Start):
+            begun.discard(event.rank)
+        elif isinstance(event, Shard) and event.rank not in begun:
+            begun.add(event.rank)
+            if not event.gradient:
+                late.add((event.step, event.shard))
+    return late

@@ -1,0 +1,170 @@
+"""Say in words how a wrong vector follows from the right one: twice it, a half, shifted, zero.
+
+Words are given only for a relation that holds for all elements within rounding. Judges nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.verdict import MEANING
+
+Vector = NDArray[Any]
+
+# Two float32 results of the same sum differ by less than the first, relative to their norm. Runs in
+# 16 bits have larger bounds; beyond the second, neighbouring factors can't be told apart.
+EXACT = 1e-5
+_LOOSEST = 1e-2
+_WHOLE_MAX = 16  # factors up to this (and one over it) are named even if nothing explains them
+_POWERS = range(5, 25)  # of two, beyond _WHOLE_MAX: loss scales
+_SHIFT_MAX = 16  # elements: what padding or another alignment moves a tensor by
+_TELLING_MIN = 3  # elements: shorter vectors are shifted, or multiples, by chance
+# What a gradient means that is so many times the right one, or one over that.
+_ADDED = {
+    "world_size": "gradients are added over the workers, not averaged",
+    "accumulation": "the loss is not divided by the number of micro-batches",
+    "batch_size": "the loss is the sum over samples, not their mean",
+}
+_DIVIDED = {
+    "world_size": "gradients are divided by the number of workers twice",
+    "accumulation": "the loss is divided by the number of micro-batches twice",
+    "batch_size": "the loss is divided by the number of samples twice",
+}
+
+
+def of(
+    expected: Vector,
+    got: Vector,
+    scenario: Scenario | None = None,
+    bound: float = EXACT,
+    *,
+    of_gradients: bool = False,
+) -> str:
+    """Return how `got` follows from `expected`, such as `twice as large (world_size)`; "" if not.
+
+    Both are flat and of one size. `bound` is the relative L2 distance that rounding explains. Of
+    gradients it is added what the factor could mean.
+    """
+    right, wrong = expected.astype(np.float64), got.astype(np.float64)
+    if right.shape != wrong.shape or not (np.isfinite(right).all() and np.isfinite(wrong).all()):
+        return ""
+    if not right.any():
+        return ""
+    if not wrong.any():
+        return "it is zero"
+    allowed = min(max(bound, EXACT), _LOOSEST)
+    factor = ratio(right, wrong, allowed)
+    if factor is not None:
+        is_telling = bool(np.count_nonzero(right) >= _TELLING_MIN)
+        words = _of_factor(factor, allowed, scenario, is_telling=is_telling)
+        cause = _cause(factor, scenario, allowed) if words and of_gradients else ""
+        return f"{words}, {MEANING}{cause}" if cause else words
+    return _of_order(right, wrong, allowed)
+
+
+def ratio(expected: Vector, got: Vector, bound: float = EXACT) -> float | None:
+    """Return the number that all elements of `expected` are multiplied by to give `got`, or None.
+
+    `bound` is the relative L2 distance that is allowed.
+    """
+    right, wrong = expected.astype(np.float64), got.astype(np.float64)
+    square, norm = float(np.dot(right, right)), float(np.linalg.norm(wrong))
+    if not square or not norm or not math.isfinite(square + norm):
+        return None
+    factor = float(np.dot(right, wrong)) / square
+    return factor if np.linalg.norm(wrong - factor * right) <= bound * norm else None
+
+
+def named(factor: float, scenario: Scenario | None, bound: float = EXACT) -> tuple[str, str] | None:
+    """Return a simple factor and its reason in words (`1/4`, `1/accumulation`); None if not simple.
+
+    The reason is "" if the number is simple, but nothing in `scenario` explains it.
+    """
+    for number, shown, reason in _known(scenario):
+        if abs(factor - number) <= bound * number:
+            return shown, reason
+    return None
+
+
+def _cause(factor: float, scenario: Scenario | None, bound: float) -> str:
+    """Return what a gradient that is `factor` times the right one could mean; "" if unknown."""
+    simple = named(factor, scenario, bound)
+    if simple is None or "root" in simple[1]:
+        return ""
+    reason = simple[1]
+    table = _DIVIDED if reason.startswith("1/") else _ADDED
+    causes = [cause for name, cause in table.items() if name in reason]
+    return (" or " if " or " in reason else ", and ").join(causes)
+
+
+def _of_factor(factor: float, bound: float, scenario: Scenario | None, *, is_telling: bool) -> str:
+    if abs(factor - 1) <= bound:
+        return ""
+    if abs(factor + 1) <= bound:
+        return "it has the opposite sign"
+    simple = named(abs(factor), scenario, bound)
+    sign = " and of the opposite sign" if factor < 0 else ""
+    if simple is None:
+        if not is_telling:
+            return ""
+        return f"it is {abs(factor):.6g} times as large{sign}, in all elements"
+    shown, reason = simple
+    size = {"2": "twice", "1/2": "half"}.get(shown, f"{shown} times" if "/" not in shown else shown)
+    return f"it is {size} as large{f' ({reason})' if reason else ''}{sign}"
+
+
+def _of_order(right: Vector, wrong: Vector, bound: float) -> str:
+    """Return whether the elements of `wrong` are those of `right` at other places."""
+    if right.size < _TELLING_MIN or np.unique(right).size < _TELLING_MIN:
+        return ""
+    allowed = bound * float(np.linalg.norm(right))
+    for places in range(1, min(_SHIFT_MAX, right.size - _TELLING_MIN) + 1):
+        for left, moved in ((right[:-places], wrong[places:]), (right[places:], wrong[:-places])):
+            near = np.linalg.norm(left - moved) <= bound * np.linalg.norm(left)
+            if near and np.unique(left).size >= _TELLING_MIN:
+                by = "one element" if places == 1 else f"{places} elements"
+                return f"it is shifted by {by}"
+    if np.linalg.norm(np.sort(right) - np.sort(wrong)) <= allowed:
+        return "it has the same values in another order"
+    return ""
+
+
+def _known(scenario: Scenario | None) -> Iterator[tuple[float, str, str]]:
+    """Yield the factors that have a name, with the number as text and the reason for it."""
+    reasons: dict[int, str] = {}
+    if scenario is not None:
+        reasons = {scenario.batch_size: "batch_size"} if scenario.batch_size > 1 else {}
+        reasons |= _reasons(
+            {"world_size": scenario.world_size, "accumulation": scenario.accumulation}
+        )
+    wholes = {*range(2, _WHOLE_MAX + 1), *(2**power for power in _POWERS), *reasons}
+    for whole in sorted(wholes):
+        power = round(math.log2(whole))
+        scale = f"2^{power}" if whole == 2**power and whole > _WHOLE_MAX else ""
+        over = f"2^-{power}" if scale else ""
+        reason = reasons.get(whole, "")
+        yield whole, str(whole), reason or scale
+        inverse = f"1/({reason})" if " " in reason else f"1/{reason}"
+        yield 1 / whole, f"1/{whole}", inverse if reason else over
+    for whole, reason in reasons.items():
+        if math.isqrt(whole) ** 2 != whole:
+            yield math.sqrt(whole), f"{math.sqrt(whole):.6g}", f"the root of {reason}"
+            yield 1 / math.sqrt(whole), f"{1 / math.sqrt(whole):.6g}", f"1/the root of {reason}"
+
+
+def _reasons(counts: Mapping[str, int]) -> dict[int, str]:
+    """Return for each number larger than 1 the counts that it is, or the product of counts."""
+    reasons: dict[int, str] = {}
+    for name, count in counts.items():
+        if count > 1:
+            reasons[count] = f"{reasons[count]} or {name}" if count in reasons else name
+    whole = math.prod(counts.values())
+    if whole > 1:
+        reasons.setdefault(whole, " * ".join(counts))
+    return reasons

@@ -1,0 +1,275 @@
+"""Find facts that a trace lacks, and say what to do about it. Judges nothing.
+
+`tally_for` chooses the vocabulary of reasons. For a trace that somebody wrote they name events and
+fields as `entrenar_py.trace` does (docs/traces.md lists them all). For a script that is
+observed they name its calls. `checks.facts` has both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any
+
+from entrenar_py.check.contract import Invariant
+from entrenar_py.check.evidence import evidence, facts
+from entrenar_py.check.evidence.facts import Fact
+from entrenar_py.check.evidence.needs import Need, Traces
+from entrenar_py.shared import wording
+from entrenar_py.shared.scenario import OBSERVED
+from entrenar_py.shared.verdict import Tally
+from entrenar_py.trace import Event, Gap, Saved, Shard, Start, Tensors, Trace, Update
+
+
+def tally_for(invariant: Invariant, runs: Iterable[Trace]) -> Tally:
+    """Return an empty tally for `runs`, in whose reasons a script is told its own calls."""
+    return Tally(invariant.id, observed=any(run.scenario.system == OBSERVED for run in runs))
+
+
+def ask(tally: Tally, why: str, fact: Fact) -> None:
+    """Count `why` as missing, with the advice how to reveal `fact`; only once for the same fact."""
+    advice = f": {fact.advice(observed=tally.observed)}"
+    if not any(reason.endswith(advice) for reason in tally.missing):
+        tally.miss(why + advice)
+
+
+def nothing(tally: Tally, why: str, fact: Fact) -> str:
+    """Return the reason of a judge that compared nothing: `why`, and how to reveal `fact`."""
+    return f"{why}: {fact.advice(observed=tally.observed)}"
+
+
+def nearest(tally: Tally, runs: Traces, need: Need) -> str:
+    """Return how the run nearest to `need` differs, to end a reason about traces; else ""."""
+    return "" if tally.observed else runs.nearly(need)
+
+
+def told(tally: Tally, *, trace: str, script: str) -> str:
+    """Return the text `trace` for a trace that somebody wrote, `script` for an observed script."""
+    return script if tally.observed else trace
+
+
+def other_samples(*runs: Trace) -> str:
+    """Return `draws other samples`, or what is known if runs tell samples only by their contents.
+
+    A row is no sample if noise or padding is in it.
+    """
+    is_content = any(run.traits.sample_ids == "content" for run in runs)
+    return "gives the model other rows" if is_content else "draws other samples"
+
+
+class Gaps:
+    """Facts that ranks did not record. Ranks that lack the same fact share one reason."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, Fact], list[tuple[int, int]]] = {}
+
+    def add(self, why: str, fact: Fact, *, rank: int, step: int) -> None:
+        """Add that `rank` lacks `fact` in `step` (-1: before the first); `why` is the predicate."""
+        self._found.setdefault((why, fact), []).append((step, rank))
+
+    def tell(self, tally: Tally) -> None:
+        """Count each gap as missing: `ranks 0, 2 recorded no weights in step 3: record ...`."""
+        for (why, fact), places in self._found.items():
+            steps, ranks = ({place[at] for place in places} for at in (0, 1))
+            later = " and later" if len(steps) > 1 else ""
+            ask(tally, f"{named(ranks)} {why} {when(min(steps))}{later}", fact)
+
+
+def named(ranks: Iterable[int]) -> str:
+    """Return `rank 3` or `ranks 0, 1, 2`."""
+    return wording.named("rank", ranks)
+
+
+Recorded = Set[tuple[type[Event], int, str]]
+# Field of Shard -> what it holds, in words.
+_FIELDS = {"ids": "known samples", "draws": "known random draws", "gradient": "local gradients"}
+
+
+def recorded(trace: Trace) -> Recorded:
+    """Return (event type, rank, part) for each event with optimizer state or with buffers."""
+    return {
+        (type(event), event.rank, part)
+        for event in trace.events
+        if isinstance(event, Start | Update)
+        for part in ("optimizer", "buffers")
+        if getattr(event, part)
+    }
+
+
+def is_unknown(known: Recorded, holder: Start | Update | Saved, part: str) -> bool:
+    """Return True if the empty `part` of `holder` was not recorded, False if the trainer lost it.
+
+    Weights and gradients never count as lost. Optimizer state and buffers count as lost from an
+    update if the rank recorded them in another update, from a start if it recorded them anywhere,
+    and from a checkpoint if any rank recorded them. `known` is the result of `recorded`.
+    """
+    if part in ("weights", "gradient"):
+        return True
+    return not any(
+        part == there
+        and (isinstance(holder, Saved) or rank == holder.rank)
+        and (kind is Update or not isinstance(holder, Update))
+        for kind, rank, there in known
+    )
+
+
+def require_shards(tally: Tally, trace: Trace) -> set[int]:
+    """Return the steps that were made with unknown shards, and count them as missing."""
+    bare = _unsharded(trace)
+    if lacking := sorted(bare - evidence.shards(trace).keys()):
+        ask(tally, f"no micro-batch of {_steps(lacking)} was recorded", facts.SHARDS)
+    elif bare:
+        ask(tally, f"{named(_silent(trace))} made steps without a micro-batch", facts.SHARDS)
+    return bare
+
+
+def require_beginning(tally: Tally, trace: Trace) -> set[int]:
+    """Return the steps before the start of this ledger. If there are any, count them as missing."""
+    lacking = max((gap.step for gap in trace.of(Gap)), default=0)
+    if lacking:
+        tally.miss(
+            f"steps 0 to {lacking - 1} are not in this ledger, which was begun anew from a "
+            "checkpoint: the samples that they drew are unknown"
+        )
+    return set(range(lacking))
+
+
+def _silent(trace: Trace) -> set[int]:
+    """Return the ranks that made steps and never recorded a shard."""
+    return {update.rank for update in trace.of(Update)} - {shard.rank for shard in trace.of(Shard)}
+
+
+def _unsharded(trace: Trace) -> set[int]:
+    """Return the steps without a recorded shard; and of the steps made by a rank that never records
+    shards, those whose recorded shards count too few samples.
+    """
+    known, silent = evidence.shards(trace), _silent(trace)
+    return {
+        step
+        for step, by_rank in evidence.updates(trace).items()
+        if step not in known or (silent & by_rank.keys() and lacks_samples(known[step], by_rank))
+    }
+
+
+def lacks_samples(shards: Sequence[Shard], by_rank: Mapping[int, Update]) -> bool:
+    """Return whether a step's shards count fewer samples (or tokens) than one of its updates."""
+    most = max(update.weight for update in by_rank.values())
+    return sum(shard.weight for shard in shards) < most * (1 - 1e-9)
+
+
+def require_ids(tally: Tally, trace: Trace) -> set[int]:
+    """Return the steps that were made with unknown samples, and count them as missing."""
+    bare = require_shards(tally, trace)
+    if nameless := _unnamed(trace):
+        ask(tally, f"the samples of {_steps(sorted(nameless))} are unknown{_why(trace)}", facts.IDS)
+    return bare | nameless
+
+
+def _steps(steps: Sequence[int]) -> str:
+    """Return `step 3`, or `steps 0, 1, 2 and later`."""
+    later = " and later" if steps[5:] else ""
+    return f"{wording.named('step', steps[:5])}{later}"
+
+
+def _why(trace: Trace) -> str:
+    """Return in brackets why samples are unknown, as the first such micro-batch says; else ""."""
+    why = next((shard.unknown for shard in trace.of(Shard) if shard.unknown), "")
+    return f" ({why})" if why else ""
+
+
+def unknown_steps(trace: Trace) -> set[int]:
+    """Return the steps with unknown samples, as `require_ids` does, without counting them."""
+    return _unsharded(trace) | _unnamed(trace)
+
+
+def _unnamed(trace: Trace) -> set[int]:
+    """Return the steps with a shard that has weight but no ids; all steps if no shard has ids."""
+    never = not any(shard.ids for shard in trace.of(Shard))
+    observed = trace.scenario.system == OBSERVED
+    return {
+        step
+        for step, shards in evidence.shards(trace).items()
+        if never or any(s.unknown or _is_unnamed(s, shards, observed) for s in shards)
+    }
+
+
+def _is_unnamed(shard: Shard, shards: Sequence[Shard], observed: bool) -> bool:
+    """Return whether a shard has samples whose ids are unknown.
+
+    A micro-batch of a script may have the samples of an earlier one of its rank, and no ids.
+    """
+    if shard.ids or shard.made or not shard.weight > 0:
+        return False
+    return not (observed and any(other.ids and other.rank == shard.rank for other in shards))
+
+
+def require_updates(tally: Tally, *traces: Trace) -> bool:
+    """Return whether every completed run recorded steps. Count the first without any as missing,
+    unless it is known why there is nothing to compare (all steps met a NaN, say).
+    """
+    for trace in traces:
+        if trace.end.status == "completed" and not trace.of(Update):
+            if not tally.missing:
+                ask(tally, "no step was recorded", facts.UPDATES)
+            return False
+    return True
+
+
+def require_moves(tally: Tally, trace: Trace) -> None:
+    """Ask for a run that moves a weight, if no step of `trace` does: any states are equal then.
+
+    A rate that begins at zero, or skipped steps, don't matter if a later step moves a weight.
+    """
+    last: dict[int, Tensors] = {}
+    for event in trace.events:
+        if isinstance(event, Start | Update):
+            before, last[event.rank] = last.get(event.rank), event.weights
+            is_known = bool(before and event.weights)
+            if isinstance(event, Update) and (not is_known or _differ(before, event.weights)):
+                return
+    if num_steps := len(evidence.updates(trace)):
+        tally.miss(
+            f"no weight moves in {wording.counted(num_steps, 'step')}, as none does in a trainer "
+            "that loses its gradients: nothing was compared that could differ; is the learning "
+            "rate 0, does the optimizer have other tensors, or is the loss cut off from them?"
+        )
+
+
+def _differ(before: Tensors | None, after: Tensors) -> bool:
+    known = before or {}
+    return any(name in known and known[name].digest != after[name].digest for name in after)
+
+
+def bare_fields(tally: Tally, model: Trace, trace: Trace) -> dict[str, Any]:
+    """Return field -> empty value, for fields of Shard that at most one of two runs ever fills in.
+
+    A field that only one run fills in, or a step with shards in only one, counts as missing.
+    """
+    bare: dict[str, Any] = {}
+    for name, unknown in (("ids", ()), ("draws", None), ("gradient", {})):
+        if name == "draws" and not trace.scenario.dropout:
+            continue  # None is right: nothing is drawn without dropout
+        filled = [any(getattr(shard, name) for shard in run.of(Shard)) for run in (model, trace)]
+        if not all(filled):
+            bare[name] = unknown
+        if any(filled) and not all(filled):
+            ask(tally, f"only one run has {_FIELDS[name]}", facts.of_shards(name))
+    steps = [
+        evidence.shards(run).keys() & evidence.updates(other).keys()
+        for run, other in ((model, trace), (trace, model))
+    ]
+    if lacking := sorted(steps[0] ^ steps[1]):
+        ask(tally, f"only one run has micro-batches of step {lacking[0]}", facts.SHARDS_IN_BOTH)
+    return bare
+
+
+def when(step: int) -> str:
+    """Return `in step 3`, or `before the first step` for -1."""
+    return "before the first step" if step < 0 else f"in step {step}"
+
+
+def probed(invariant: Invariant, what: str) -> str:
+    """Return `what`, followed by why no trace of training decides the clause, and what to run."""
+    return (
+        f"{what}: {invariant.id} is decided by a probe that the harness runs itself, not by a "
+        f"trainer's trace; run entrenar-check with --only {invariant.id} and without --judge"
+    )

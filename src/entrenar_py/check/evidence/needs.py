@@ -1,0 +1,157 @@
+"""The other runs that a check needs to judge a run: their names (Need) and the runs (Runs).
+
+A judge does not search for runs. The code that launches a command, changes a scenario or reads
+stored traces says which run answers which need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from entrenar_py.shared.trace import Trace
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """One other run of the same training. `says` describes it.
+
+    A run still answers the need if its scenario differs in the fields `free`. `knob` is the knob of
+    a user's command that is turned in the run, or "".
+    """
+
+    name: str
+    says: str
+    free: tuple[str, ...] = ()
+    knob: str = ""
+
+
+# --- the judged run in another form ---------------------------------------------------------------
+ALONE = Need(
+    name="alone",
+    says="the same run on one worker",
+    free=("num_shards", "accumulation", "backends", "options", "repeat"),
+)
+COUNTS = Need(name="counts", says="the same run on other numbers of workers")
+REPEATED = Need(name="repeated", says="the same run a second time", free=("repeat",))
+NUDGED = Need(
+    name="nudged", says="the same run on one worker, its first weights moved by some roundings"
+)
+CONTROLLED = Need(
+    name="controlled",
+    says="the same run, and that on one worker, with equal random numbers, or equal shares",
+)
+SHORTENED = Need(
+    name="shortened",
+    says="the same run, in which an epoch ends: after two steps, by its loaders, or by more steps",
+)
+REORDERED = Need(
+    name="reordered", says="the same run, its optimizer built with the parameters in another order"
+)
+ORACLE = Need(name="oracle", says="the same training on one device, by the independent trainer")
+PEER = Need(name="peer", says="the same fine-tuning by transformers.Trainer with peft")
+SINGLE = Need(name="single", says="the same fine-tuning by one worker, without ranks")
+CALM = Need(name="calm", says="the same run without faults and audits")
+TWIN = Need(name="twin", says="the same reduction in another network, or in one process")
+ON_CPU = Need(name="on_cpu", says="the same run on the CPU")
+
+# --- runs with a fault or stop, judged together with the base, which has none ---------------------
+KILLED = Need(name="killed", says="the base with a worker lost")
+RESUMED = Need(name="resumed", says="the base, stopped and resumed")
+
+# --- runs that are judged without a base ----------------------------------------------------------
+POISONED = Need(name="poisoned", says="a run with a value that is not finite")
+SAVED = Need(name="saved", says="a run that wrote a checkpoint and loaded it")
+PROBED = Need(name="probed", says="a run whose model was passed its tokens again, some replaced")
+
+
+def turned(knob: str) -> Need:
+    """Return the need for a run in which the knob `knob` of a user's command is turned."""
+    return Need(name=f"turned {knob}", says=f"the base with {knob} turned", knob=knob)
+
+
+@dataclass(frozen=True)
+class Near(Generic[T]):
+    """The run that is most similar to a missing one, and the scenario fields in which it differs.
+
+    `fields` maps a field to its value in `run` and the value that is needed.
+    """
+
+    run: T
+    fields: Mapping[str, tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class Runs(Generic[T]):
+    """The run to judge (`base`), and the runs that answer needs (`beside`).
+
+    `base` is None if there is no such run. `undropped` are the runs of the same training without
+    dropout, for trainings whose dropout masks make runs incomparable. `near` has, for a need that
+    no run answers, the most similar run. `witnesses` are runs of a user's own trainer that show
+    whether a comparison's presuppositions hold. They are not judged.
+    """
+
+    base: T | None = None
+    beside: Mapping[Need, tuple[T, ...]] = field(default_factory=dict)
+    undropped: Runs[T] | None = None
+    near: Mapping[Need, Near[T]] = field(default_factory=dict)
+    witnesses: Mapping[Need, tuple[T, ...]] = field(default_factory=dict)
+
+    def of(self, *needs: Need) -> tuple[T, ...]:
+        """Return the runs that answer any of `needs`."""
+        return tuple(run for need in needs for run in self.beside.get(need, ()))
+
+    def turned(self) -> Iterator[tuple[str, T]]:
+        """Yield each knob and each run in which it is turned."""
+        for need, runs in self.beside.items():
+            if need.knob:
+                yield from ((need.knob, run) for run in runs)
+
+    def __iter__(self) -> Iterator[T]:
+        """Yield every judged run once: the base, the runs for needs, and those without dropout."""
+        yield from self.own
+        if self.undropped is not None:
+            yield from self.undropped
+
+    @property
+    def own(self) -> Sequence[T]:
+        """Return the base and the runs for needs, each once, without `undropped`."""
+        base = () if self.base is None else (self.base,)
+        runs = (*base, *self.of(*self.beside))
+        return [run for place, run in enumerate(runs) if not any(run is r for r in runs[:place])]
+
+    def chosen(self, choose: Callable[[T], U | None]) -> Runs[U]:
+        """Return Runs with `choose(run)` for each run, leaving out runs for which it is None."""
+
+        def chosen(answers: Mapping[Need, tuple[T, ...]]) -> dict[Need, tuple[U, ...]]:
+            mapped = {need: map(choose, runs) for need, runs in answers.items()}
+            return {need: tuple(r for r in runs if r is not None) for need, runs in mapped.items()}
+
+        return Runs(
+            base=None if self.base is None else choose(self.base),
+            beside=chosen(self.beside),
+            undropped=None if self.undropped is None else self.undropped.chosen(choose),
+            witnesses=chosen(self.witnesses),
+            near={
+                need: Near(run, near.fields)
+                for need, near in self.near.items()
+                if (run := choose(near.run)) is not None
+            },
+        )
+
+    def nearly(self, need: Need) -> str:
+        """Return how the nearest run differs from `need`, to end a reason; "" if there is none.
+
+        For example `; the nearest other trace differs in num_shards (4, needed 2)`.
+        """
+        fields = self.near[need].fields if need in self.near else {}
+        listed = ", ".join(f"{name} ({was}, needed {due})" for name, (was, due) in fields.items())
+        return f"; the nearest other trace differs in {listed}" if listed else ""
+
+
+# The argument of a judge.
+Traces = Runs[Trace]

@@ -1,0 +1,83 @@
+"""Infer from a run's tensors the precision in which it computes. Judges nothing.
+
+Under autocast, parameters and gradients are float32, but a gradient was computed in 16 bits and
+cast, so its last bits are zero. Sums of gradients don't show it any more. So the precision is read
+from the shards' gradients, and from the updates' weights, which may have 16 bits themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from entrenar_py.shared.trace import Shard, TensorRecord, Tensors, Trace, Update
+
+FLOAT32 = 2.0**-24  # the largest relative error of one rounding
+# numpy has no bfloat16: traces keep it as float32.
+BFLOAT16 = 2.0**-8
+SIXTEEN = {"bfloat16": (BFLOAT16, 0xFFFF), "float16": (2.0**-11, 0x1FFF)}
+# A few numbers may be round by nature. So many don't all end in zeros by chance (2^-16 each).
+_NUMBERS_MIN = 8
+# A tensor that is smaller by this, compared with the largest one, may be what cancellation left.
+_NOISE = 2.0**-20
+
+
+def unit(*traces: Trace) -> float:
+    """Return the largest relative error of one rounding in the coarsest arithmetic of the runs."""
+    return max(map(_unit, traces), default=FLOAT32)
+
+
+def _unit(trace: Trace) -> float:
+    compressed = trace.traits.compressed
+    if compressed in SIXTEEN:  # on the way between ranks
+        return SIXTEEN[compressed][0]
+    shards = trace.of(Shard)
+    units = [unit_of(shard.gradient) for shard in shards[:1]]
+    units += [unit_of(update.weights) for update in trace.of(Update)[:1]]
+    return max(units, default=FLOAT32)
+
+
+def unit_of(tensors: Tensors) -> float:
+    """Return the largest relative error of one rounding in the coarsest of `tensors`.
+
+    What float32 leaves of numbers that cancel (the gradient of a key's bias) is a few last bits,
+    which look like 16. It is much smaller than other tensors.
+    """
+    known = [one for one in (record.elements() for record in tensors.values()) if one is not None]
+    sizes = [float(np.abs(one[np.isfinite(one)]).max(initial=0.0)) for one in known]
+    least = _NOISE * max(sizes, default=0.0)
+    telling = (one for one, size in zip(known, sizes, strict=True) if size >= least)
+    return max(map(unit_of_values, telling), default=FLOAT32)
+
+
+def unit_of_values(*tensors: NDArray[Any]) -> float:
+    """Return the largest relative error of one rounding in flat arrays of one precision."""
+    values = [tensor[np.isfinite(tensor)] for tensor in tensors]
+    if all(tensor.dtype == np.float16 for tensor in values):
+        return SIXTEEN["float16"][0]
+    if any(tensor.dtype != np.float32 for tensor in values):
+        return FLOAT32
+    return max(_units(values), default=FLOAT32)
+
+
+def may_be_coarse(record: TensorRecord) -> bool:
+    """Return whether all known elements of a tensor may have been rounded to 16 bits."""
+    values = record.elements()
+    if values is None or values.dtype != np.float32:
+        return True
+    cut_off = min(cut_off for _, cut_off in SIXTEEN.values())
+    return not (values.view(np.uint32) & cut_off).any()
+
+
+def _units(values: Iterable[NDArray[Any]]) -> Iterable[float]:
+    bits = np.concatenate([array[array != 0].view(np.uint32) for array in values])
+    # Powers of two (ones, the zeros and halves of an initialisation) have few bits in any format.
+    telling = bits[(bits & 0x7FFFFF) != 0]
+    if np.unique(telling).size < _NUMBERS_MIN:
+        return
+    for error, cut_off in SIXTEEN.values():
+        if not (telling & cut_off).any():
+            yield error

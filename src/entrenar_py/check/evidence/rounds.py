@@ -1,0 +1,165 @@
+"""Read traces of workers that step alone and synchronise at the end of each round.
+
+Such a trace promises `rounds`: its replicas agree after each Synchronised, not after each step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from entrenar_py.check.evidence import evidence, missing
+from entrenar_py.shared.outer import Outer
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import Event, Membership, Start, Synchronised, Trace, Update
+from entrenar_py.shared.verdict import Tally
+
+PROMISE = "rounds"
+NOTHING = (
+    "no run of workers that step alone and synchronise: record a Synchronised of each rank "
+    f'whenever they are, in a trace with promises=("{PROMISE}",)'
+)
+
+OWN_STATE = (
+    "each rank's optimizer has a state of its own, since ranks step alone, and weights are brought "
+    "together after rounds"
+)
+# The options of rounds that make of local SGD the training of one worker, if its rule is SGD.
+AS_ONE = {"inner_steps": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0}
+
+
+def unlike_one_worker(traces: Sequence[Trace]) -> str:
+    """Return why a user's runs are no training of one worker, if all on several are in rounds."""
+    several = [trace for trace in traces if trace.scenario.world_size > 1]
+    if not several or not all(are_in(trace) and not _is_as_one(trace) for trace in several):
+        return ""
+    return (
+        "ranks step alone, and are brought together after rounds, which is another training than "
+        "that of one worker: weights after rounds are judged by F-DP-001 and F-TI-001"
+    )
+
+
+def _is_as_one(trace: Trace) -> bool:
+    return trace.scenario.optimizer == "sgd" and AS_ONE.items() <= trace.scenario.options.items()
+
+
+def are_in(trace: Trace) -> bool:
+    """Return whether the workers of a run step alone, so that replicas differ within a round."""
+    return PROMISE in trace.promises
+
+
+def nothing(tally: Tally) -> str:
+    """Return the reason for a clause about rounds if no run has any."""
+    return missing.told(
+        tally,
+        trace=NOTHING,
+        script="no workers that step alone were brought together: call obs.synchronised(...) "
+        "wherever they were just given the same weights, and make enough steps for a round "
+        "(--steps)",
+    )
+
+
+def usable(traces: Iterable[Trace], tally: Tally) -> list[Trace]:
+    """Return the runs in rounds that did not fail."""
+    return [trace for trace in evidence.usable(traces, tally) if are_in(trace)]
+
+
+def says_length(tally: Tally, trace: Trace) -> bool:
+    """Return whether the number of steps of a round is known; if not, count it as missing."""
+    known = trace.scenario.workload != "own" or "inner_steps" in trace.scenario.options
+    if not known:
+        tally.miss(
+            missing.told(
+                tally,
+                trace="the run does not say how many steps its workers make alone: give the option "
+                "inner_steps in its scenario",
+                script="rounds have several lengths: say how many steps workers make alone, "
+                "obs.synchronised(..., inner_steps=k)",
+            )
+        )
+    return known
+
+
+def says_rule(tally: Tally, trace: Trace) -> bool:
+    """Return whether the rule of the outer step is known; if not, count it as missing."""
+    options = trace.scenario.options
+    stated = {"outer_learning_rate", "outer_momentum"} <= options.keys()
+    known = trace.traits.outer != "other" and (trace.scenario.workload != "own" or stated)
+    if not known:
+        tally.miss(
+            missing.told(
+                tally,
+                trace="the run does not say the rule of its outer step: give the options "
+                "outer_learning_rate and outer_momentum in its scenario",
+                script="the rule of the outer step is not known here: it is for torch's SGD with "
+                "one constant rate and momentum, given to obs.synchronised(optimizer, weights)",
+            )
+        )
+    return known
+
+
+def rule(scenario: Scenario) -> Outer:
+    """Return the outer step's schedule and rule, from the options of `scenario`."""
+    return Outer.of(scenario.options)
+
+
+def synchronisations(trace: Trace) -> dict[int, dict[int, Synchronised]]:
+    """Return step -> rank -> Synchronised, in step order, without those that a resume undid."""
+    by_step: dict[int, dict[int, Synchronised]] = defaultdict(dict)
+    for event in trace.standing.of(Synchronised):
+        by_step[event.step][event.rank] = event
+    return dict(sorted(by_step.items()))
+
+
+def joiners(trace: Trace) -> list[Start]:
+    """Return the Start of each worker that joined a run."""
+    return [event for event, joined in _starts(trace) if joined]
+
+
+def _starts(trace: Trace) -> Iterator[tuple[Start, bool]]:
+    """Yield every Start, and whether it is the first since its rank joined."""
+    new: set[int] = set()
+    for event in trace.events:
+        if isinstance(event, Membership) and event.change == "joined":
+            new.add(event.rank)
+        elif isinstance(event, Start):
+            yield event, event.rank in new
+            new.discard(event.rank)
+
+
+def as_steps(trace: Trace) -> Trace:
+    """Return `trace` as if all workers made one step together at the end of each round. Each
+    Synchronised becomes an Update, whose optimizer state is the outer optimizer's.
+    """
+    updates = evidence.updates(trace)
+    begun = {id(start) for start, joined in _starts(trace) if joined or not start.resumed}
+    kept: list[Event] = []
+    for event in trace.events:
+        if isinstance(event, Start):
+            if id(event) in begun:
+                kept.append(replace(event, optimizer={}, buffers={}))
+        elif isinstance(event, Synchronised):
+            own = updates.get(event.step, {}).get(event.rank)
+            kept.append(_as_update(event, own))
+        elif not isinstance(event, Update):
+            kept.append(event)
+    has_state = any(event.optimizer for event in trace.of(Synchronised))
+    if trace.scenario.workload != "own":
+        has_state = rule(trace.scenario).outer_momentum > 0
+    outer = "momentum" if has_state else "sgd"
+    return replace(trace, scenario=trace.scenario.with_(optimizer=outer), events=tuple(kept))
+
+
+def _as_update(event: Synchronised, own: Update | None) -> Update:
+    return Update(
+        step=event.step,
+        rank=event.rank,
+        loss=None if own is None else own.loss,
+        weight=0.0 if own is None else own.weight,
+        learning_rate=0.0 if own is None else own.learning_rate,
+        finite=all(evidence.non_finite({name: one}) is None for name, one in event.weights.items()),
+        weights=event.weights,
+        optimizer=event.optimizer,
+        buffers=event.buffers,
+    )

@@ -1,0 +1,211 @@
+"""Tries a contract's clauses: run, judge, explore, shrink, save counterexamples."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from entrenar_py.check.clauses import Check
+from entrenar_py.check.harness import counterexamples, runner, shrink
+from entrenar_py.check.harness.plan import Plan, Task
+from entrenar_py.check.harness.runner import Judgement, Runner, combine, telling
+from entrenar_py.check.reports.report import Entry
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.verdict import Finding, Verdict, inconclusive
+
+# (invariant id, pieces done, pieces planned or 0, what is done now)
+Progress = Callable[[str, int, int, str], None]
+
+# Exploring starts from the runs that are short enough to be made many times.
+EXPLORED_STEPS_MAX = 20
+
+
+def falsify(
+    tasks: Sequence[Task],
+    plan: Plan,
+    *,
+    on_progress: Progress = lambda *_: None,
+    on_judged: runner.Listener = runner.ignore,
+    stop_early: bool = False,
+) -> Iterator[Entry]:
+    """Yield an entry per task, in order; with `stop_early`, stop after the first falsified one.
+
+    When interrupted, yield the current task's entry with the results so far and an entry "not
+    begun" for each later task, then raise KeyboardInterrupt.
+    """
+    runs = Runner(plan.trace_folder, on_judged=on_judged)
+    deadline = None if plan.timeout_s is None else time.monotonic() + plan.timeout_s
+    for place, task in enumerate(tasks):
+        attempt = _Attempt(task, plan, runs, deadline, on_progress)
+        try:
+            attempt.run()
+        except KeyboardInterrupt:
+            attempt.left_out = f"interrupted after {attempt.num_scenarios} scenarios"
+            yield attempt.entry()
+            yield from map(_not_begun, tasks[place + 1 :])
+            raise
+        entry = attempt.entry()
+        yield entry
+        if stop_early and entry.verdict is Verdict.FALSIFIED:
+            return
+
+
+def _not_begun(task: Task) -> Entry:
+    finding = inconclusive(task.invariant.id, "interrupted before it was tried")
+    return Entry(
+        invariant=task.invariant, finding=finding, num_scenarios=0, num_explored=0, elapsed_s=0.0
+    )
+
+
+def replay(
+    task: Task,
+    path: Path,
+    *,
+    trace_folder: Path | None = None,
+    on_judged: runner.Listener = runner.ignore,
+) -> Entry:
+    """Run and judge the only scenario of `task`, which was saved in `path`; return the entry."""
+    started = time.monotonic()
+    finding = task.untried()
+    if task.check is not None:
+        runs = Runner(trace_folder, on_judged=on_judged)
+        finding = combine(
+            [runs.try_scenario(task.invariant, task.check, scenario) for scenario in task.known]
+        )
+    return Entry(
+        invariant=task.invariant,
+        finding=finding,
+        num_scenarios=1,
+        num_explored=0,
+        elapsed_s=time.monotonic() - started,
+        replay=str(path) if finding.verdict is Verdict.FALSIFIED else None,
+    )
+
+
+class _Attempt:
+    """The attempt to break one clause. Its fields hold the results so far at any time."""
+
+    def __init__(
+        self,
+        task: Task,
+        plan: Plan,
+        runs: Runner,
+        deadline: float | None,
+        on_progress: Progress,
+    ) -> None:
+        self.task, self.plan, self.runs = task, plan, runs
+        self.deadline, self.on_progress = deadline, on_progress
+        self.started = time.monotonic()
+        self.judgements: list[Judgement] = []
+        self.explored: list[Judgement] = []
+        self.broken: tuple[Scenario, Finding] | None = None
+        self.num_scenarios = 0
+        self.num_explored = 0
+        self.left_out = ""
+        self.notes = task.notes
+
+    def run(self) -> None:
+        """Try the scenarios, explore around them, and shrink the one that broke the clause."""
+        check = self.task.check
+        if check is None:
+            return
+        self._try(check)
+        if check.explores and self.broken is None and not self.left_out:
+            self._explore(check)
+        if check.explores and self.broken is not None:
+            self._shrink(check, self.broken[0])
+
+    def entry(self) -> Entry:
+        """Return the results so far, and save the counterexample, if any."""
+        finding, path = self._finding(), None
+        if self.broken is not None:
+            scenario, shrunk = self.broken
+            finding = replace(finding, reason=shrunk.reason, counterexample=shrunk.counterexample)
+            saved = counterexamples.Saved(
+                invariant=finding.invariant, scenario=scenario, finding=shrunk
+            )
+            try:
+                path = str(counterexamples.save(saved, self.plan.saved_folder))
+            except OSError as error:
+                self.notes += (f"the counterexample could not be saved: {error}",)
+        return Entry(
+            invariant=self.task.invariant,
+            finding=replace(finding, notes=(*finding.notes, *self.notes)),
+            num_scenarios=self.num_scenarios,
+            num_explored=self.num_explored,
+            elapsed_s=time.monotonic() - self.started,
+            replay=path,
+        )
+
+    def _finding(self) -> Finding:
+        findings = [judgement.finding for judgement in self.judgements] + telling(self.explored)
+        if self.left_out:
+            findings.append(inconclusive(self.task.invariant.id, self.left_out))
+        return combine(findings or [self.task.untried()])
+
+    def _try(self, check: Check) -> None:
+        scenarios = self.task.scenarios
+        for scenario in scenarios:
+            if self._is_late():
+                self.left_out = (
+                    f"--timeout {self.plan.timeout_s:g} s ran out after {self.num_scenarios} "
+                    f"of {len(scenarios)} scenarios"
+                )
+                return
+            what = f"{scenario.system} {scenario.workload} x{scenario.world_size}"
+            self.on_progress(self.task.invariant.id, self.num_scenarios, len(scenarios), what)
+            broken = self._breaks(check, scenario, self.judgements)
+            self.num_scenarios += 1
+            if broken:
+                return
+
+    def _explore(self, check: Check) -> None:
+        from entrenar_py.check.harness import explore  # brings hypothesis
+
+        def visit(scenario: Scenario) -> bool:
+            if self._is_late():
+                self.notes += (f"--timeout ended exploring after {self.num_explored} examples",)
+                return True
+            self.on_progress(
+                self.task.invariant.id, self.num_explored, self.plan.num_examples, "exploring"
+            )
+            self.num_explored += 1
+            return self._breaks(check, scenario, self.explored)
+
+        planned = self.task.planned
+        short = [
+            scenario
+            for scenario in planned
+            if scenario.num_steps <= EXPLORED_STEPS_MAX
+            and not scenario.workload.startswith("decoder")
+        ]
+        if planned and self.plan.num_examples:
+            explore.search(
+                short or planned,
+                seed=self.plan.seed,
+                num_examples=self.plan.num_examples,
+                fixed=self.plan.fixed,
+                visit=visit,
+            )
+
+    def _shrink(self, check: Check, scenario: Scenario) -> None:
+        def attempt(candidate: Scenario) -> Finding:
+            self.on_progress(self.task.invariant.id, 0, 0, "shrinking")
+            return self.runs.try_scenario(self.task.invariant, check, candidate)
+
+        for simpler in shrink.shrink(scenario, attempt, fixed=self.plan.fixed):
+            self.broken = simpler
+            if self._is_late():
+                return
+
+    def _breaks(self, check: Check, scenario: Scenario, judgements: list[Judgement]) -> bool:
+        judgement = self.runs.attempt(self.task.invariant, check, scenario)
+        judgements.append(judgement)
+        if judgement.finding.verdict is Verdict.FALSIFIED:
+            self.broken = scenario, judgement.finding
+        return self.broken is not None
+
+    def _is_late(self) -> bool:
+        return self.deadline is not None and time.monotonic() > self.deadline

@@ -1,0 +1,289 @@
+"""The plan: which scenarios are tried on each clause. Everything is validated before any run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from entrenar_py import systems
+from entrenar_py.check import clauses as checks
+from entrenar_py.check.clauses import Check
+from entrenar_py.check.contract import Contract, Invariant, selection
+from entrenar_py.check.harness import counterexamples
+from entrenar_py.check.reports.report import NotApplying
+from entrenar_py.shared import mutants
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.scenario import Scenario, expand
+from entrenar_py.shared.verdict import Finding, inconclusive
+from entrenar_py.shared.wording import counted
+from entrenar_py.systems import SYSTEMS, TRAINERS
+
+_HOW_TO_BIND = "--suggest drafts a binding for it (docs/bindings.md)"
+# Limits of a run in the harness. Larger ones would pass their deadline, or fill the memory.
+SIZES_MAX = {"num_steps": 10**6, "num_samples": 10**7, "width": 2**28}
+PARTS_MAX = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The options of the command line, apart from the contract.
+
+    Where `system` is None, or `world_sizes` or `backends` are empty, scenarios keep their own.
+    `seed` is added to theirs. `is_run` is False where stored traces or a command's runs are judged,
+    and scenarios only say which these are: their workloads are not built. `timeout_s` bounds the
+    whole run; what it cuts short is inconclusive. Counterexamples are kept in `saved_folder`.
+
+    Raises UsageError for an unknown system or backend.
+    """
+
+    system: str | None = None
+    world_sizes: tuple[int, ...] = ()
+    backends: tuple[str, ...] = ()
+    seed: int = 0
+    is_run: bool = True
+    num_examples: int = 20
+    timeout_s: float | None = None
+    trace_folder: Path | None = None
+    saved_folder: Path = counterexamples.FOLDER
+
+    def __post_init__(self) -> None:
+        systems.require_trainer(self.system, self.backends)
+
+    @property
+    def fixed(self) -> tuple[str, ...]:
+        """Scenario fields that neither exploring nor shrinking may change."""
+        return ("world_size",) if self.world_sizes else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One clause and its scenarios: `known` ones that broke it before, and those `planned` for it.
+
+    `check` is None if no check covers the clause; then nothing is tried. `notes` say which
+    scenarios of the clause are left out or changed, and why.
+    """
+
+    invariant: Invariant
+    check: Check | None
+    known: tuple[Scenario, ...] = ()
+    planned: tuple[Scenario, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def scenarios(self) -> list[Scenario]:
+        """Known and planned scenarios, each once."""
+        return list(dict.fromkeys((*self.known, *self.planned)))
+
+    def untried(self) -> Finding:
+        """Return the finding if nothing was compared: INCONCLUSIVE, with the reason."""
+        clause = self.invariant
+        if clause.binding is not None and clause.binding.untried:
+            return inconclusive(clause.id, f"nothing was compared: {clause.binding.untried}")
+        why = "no run of it was seen: nothing was compared"
+        if self.check is None:
+            why = f"no check covers it: nothing was compared; {_HOW_TO_BIND}"
+        return inconclusive(clause.id, f"{clause.position}: {why}")
+
+
+def select(
+    contract: Contract,
+    *,
+    only: Collection[str] = (),
+    exclude: Collection[str] = (),
+    severities: Collection[str] = (),
+) -> list[Invariant]:
+    """Return the clauses that pass all three filters; UsageError for an unknown id."""
+    selection.require_ids((*only, *exclude), selection.ids_of(contract), contract.name)
+    return [
+        invariant
+        for invariant in contract.invariants
+        if (not only or invariant.id in only or invariant.item in only)
+        and not {invariant.id, invariant.item} & set(exclude)
+        and (not severities or invariant.severity in severities)
+    ]
+
+
+def divide(
+    invariants: Iterable[Invariant], plan: Plan
+) -> tuple[tuple[Task, ...], tuple[NotApplying, ...]]:
+    """Return a task for each clause that applies to the plan's system, and the clauses that don't.
+
+    A clause doesn't apply if the system lacks what its check presupposes (that workers step
+    together, or equal bits for any number of workers); if the clause is bound to other systems; or
+    if each of its scenarios has a fault that the system can't inject. Raises UsageError, naming the
+    place, if a scenario can't be run.
+    """
+    outcomes = [_task(invariant, plan) for invariant in invariants]
+    return (
+        tuple(outcome for outcome in outcomes if isinstance(outcome, Task)),
+        tuple(outcome for outcome in outcomes if isinstance(outcome, NotApplying)),
+    )
+
+
+def applies(check: Check, system: str | None) -> bool:
+    """Return whether `system` promises everything that `check` presupposes."""
+    return not _lacking(check, system)
+
+
+def _lacking(check: Check, system: str | None) -> str:
+    """Return which precondition of `check` the `system` does not promise, or an empty text."""
+    known = SYSTEMS.get(system or "")
+    if known is not None and check.in_step and not known.in_step:
+        return f"it compares steps that all workers make together, and {system} makes none"
+    if known is not None and check.bitwise and not known.bitwise:
+        return (
+            f"{system} promises agreement within rounding, not the same bits for any number of "
+            "workers"
+        )
+    return ""
+
+
+def _elsewhere(invariant: Invariant, system: str | None) -> str:
+    """Return why a clause bound to certain systems does not apply to `system`, or an empty text."""
+    binding = invariant.binding
+    if binding is None or system is None or not binding.systems or system in binding.systems:
+        return ""
+    return f"its binding is for {', '.join(binding.systems)} only"
+
+
+def systems_of(scenarios: Iterable[Scenario]) -> str:
+    """Return the names of the trainers in `scenarios`, or of the probes if there is no trainer."""
+    names = list(dict.fromkeys(scenario.system for scenario in scenarios))
+    return ", ".join([name for name in names if is_trainer(name)] or names)
+
+
+def is_trainer(system: str) -> bool:
+    """Return whether `system` is a trainer. An unknown system is taken for one."""
+    return system in TRAINERS or system not in SYSTEMS
+
+
+def require_known(scenario: Scenario, where: str, *, is_run: bool = True) -> None:
+    """Raise UsageError if the scenario is too large or impossible, or if its mutant is unknown.
+
+    The workload is built only for a scenario that `is_run`.
+    """
+    for name, largest in SIZES_MAX.items():
+        if getattr(scenario, name) > largest:
+            raise UsageError(f"{where}: {name}={getattr(scenario, name)}: use at most {largest}")
+    if scenario.num_shards * scenario.accumulation > PARTS_MAX:
+        given = f"num_shards={scenario.num_shards} with accumulation={scenario.accumulation}"
+        raise UsageError(f"{where}: {given}: use at most {PARTS_MAX} micro-batches a step")
+    try:
+        systems.require_possible(scenario, is_run=is_run)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from error
+    if scenario.mutant is not None and scenario.mutant not in mutants.catalogue():
+        known = ", ".join(mutants.catalogue())
+        raise UsageError(f"{where}: mutant={scenario.mutant!r}: allowed are {known}")
+
+
+def require_runnable(invariants: Iterable[Invariant]) -> None:
+    """Raise UsageError if a scenario that would be tried on one of the clauses can't be run."""
+    for invariant in invariants:
+        check = checks.bind(invariant)
+        if check is not None:
+            _own(invariant, check, is_run=True)
+
+
+def _task(invariant: Invariant, plan: Plan) -> Task | NotApplying:
+    check = checks.bind(invariant)
+    if check is None:
+        return Task(invariant=invariant, check=None)
+    if why := _lacking(check, plan.system) or _elsewhere(invariant, plan.system):
+        return NotApplying(invariant=invariant, reason=why)
+    own = _own(invariant, check, is_run=plan.is_run)
+    unfit = [scenario for scenario in own if _can_not(scenario, plan.system)]
+    if own and len(unfit) == len(own):
+        return NotApplying(invariant=invariant, reason=f"every scenario is {_why(unfit, plan)}")
+    try:
+        fitted = _fitted([scenario for scenario in own if scenario not in unfit], plan)
+    except UsageError as error:
+        raise UsageError(f"{_place(invariant)}: {error}") from error
+    return Task(
+        invariant=invariant,
+        check=check,
+        known=tuple(_known(invariant, plan, {scenario.system for scenario in fitted})),
+        planned=tuple(fitted),
+        notes=tuple(_notes(unfit, sum(fitted.values()), plan)),
+    )
+
+
+def _fitted(own: Iterable[Scenario], plan: Plan) -> dict[Scenario, bool]:
+    """Return each scenario as it is run, and whether its size was changed to fit its system."""
+    fitted: dict[Scenario, bool] = {}
+    for wanted in (adapted for scenario in own for adapted in _adapted(scenario, plan)):
+        runnable = systems.fitted(wanted, fixed=plan.fixed)
+        fitted[runnable] = fitted.get(runnable, False) or runnable != wanted
+    return fitted
+
+
+def _known(invariant: Invariant, plan: Plan, trainers: Collection[str]) -> Iterator[Scenario]:
+    """Yield the saved counterexamples of the clause that fit `trainers` and the plan.
+
+    Those of probes always fit. Those of unknown systems fit, too, and raise UsageError.
+    """
+    for path, saved in counterexamples.known(invariant.id, plan.saved_folder):
+        scenario = saved.scenario
+        if scenario.system not in TRAINERS or (
+            scenario.system in trainers
+            and (not plan.world_sizes or scenario.world_size in plan.world_sizes)
+            and (not plan.backends or scenario.backends == plan.backends)
+        ):
+            require_known(scenario, str(path), is_run=plan.is_run)
+            yield scenario
+
+
+def _notes(unfit: Sequence[Scenario], resized: int, plan: Plan) -> Iterator[str]:
+    """Yield notes on the clause's scenarios that are left out or changed."""
+    if unfit:
+        yield f"left out: {counted(len(unfit), 'scenario')} {_why(unfit, plan)}"
+    if resized:
+        fitted = counted(resized, "scenario")
+        yield f"fitted to the powers of two that {plan.system} needs: {fitted}"
+
+
+def _can_not(scenario: Scenario, system: str | None) -> list[str]:
+    """Return the kinds of fault in a trainer's `scenario` that `system` can't inject."""
+    if system is None or scenario.system not in TRAINERS:
+        return []
+    return [fault.kind for fault in scenario.faults if fault.kind not in SYSTEMS[system].faults]
+
+
+def _why(unfit: Iterable[Scenario], plan: Plan) -> str:
+    kinds = dict.fromkeys(kind for scenario in unfit for kind in _can_not(scenario, plan.system))
+    return f"with {' or '.join(kinds)}, which {plan.system} can't do"
+
+
+def _own(invariant: Invariant, check: Check, *, is_run: bool) -> list[Scenario]:
+    """Return the clause's scenarios, or else its check's; UsageError for one that can't be run."""
+    where = _place(invariant)
+    try:
+        scenarios = [scenario for record in invariant.scenarios for scenario in expand(record)]
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from error
+    for scenario in scenarios:
+        require_known(scenario, where, is_run=is_run)
+    return scenarios or check.plan(invariant)
+
+
+def _place(invariant: Invariant) -> str:
+    return f"{invariant.position}: clause {invariant.id}"
+
+
+def _adapted(scenario: Scenario, plan: Plan) -> Iterator[Scenario]:
+    """Yield the scenario as the command line changes it. If it can't be run then, its run fails."""
+    scenario = scenario.with_(seed=scenario.seed + plan.seed)
+    if scenario.system not in TRAINERS:
+        yield scenario
+        return
+    scenario = scenario.with_(
+        system=plan.system or scenario.system, backends=plan.backends or scenario.backends
+    )
+    for world_size in plan.world_sizes or (scenario.world_size,):
+        # Shards grow with the workers, up to the samples. More workers than samples are refused.
+        shards = max(scenario.num_shards, min(world_size, scenario.num_samples))
+        faults = tuple(fault for fault in scenario.faults if (fault.rank or 0) < world_size)
+        if scenario.faults and not faults and world_size > 1:  # something should go wrong
+            faults = (replace(scenario.faults[0], rank=world_size - 1),)
+        yield scenario.with_(world_size=world_size, num_shards=shards, faults=faults)

@@ -1,0 +1,170 @@
+"""Stops a run that makes no progress, without harm to the runs after it.
+
+A run is made in this process: to load torch in another takes as long as hundreds of small runs. One
+that stalls is interrupted there by an exception, but never while a module is being loaded, since
+half a module stays. Even so, what the exception left behind is unknown: a lock that is held, a
+table half filled. So this process makes no run any more. The later ones are made in a child, which
+is killed and replaced if it stalls again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import multiprocessing
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import c_uint64
+from functools import cache
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from multiprocessing.sharedctypes import RawValue
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from entrenar_py import systems
+from entrenar_py.shared import patience, trace
+from entrenar_py.shared.errors import SystemFailure
+from entrenar_py.shared.patience import Patience
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.untrusted import json_text
+
+_LOADER = "<frozen importlib._bootstrap>"  # the file of the frames that load modules
+_distrusted = threading.Event()
+
+
+def run(scenario: Scenario, *, patience_s: float) -> trace.Trace:
+    """Return the trace of `scenario`, which has failed if the run made no progress for so long.
+
+    Signals reach the main thread alone, so outside of it, and where there is no SIGALRM, a run is
+    never stopped.
+    """
+    if _distrusted.is_set():
+        return _elsewhere().run(scenario, patience_s=patience_s)
+    systems.load(scenario)
+    with _interrupted(patience_s):
+        return systems.run(scenario)
+
+
+def _stalled(seconds: float) -> SystemFailure:
+    return SystemFailure(f"the run made no progress for {seconds:g} s and was stopped")
+
+
+@contextmanager
+def _interrupted(seconds: float) -> Iterator[None]:
+    """Interrupt a run that stalls in the body. `systems.run` turns that into a failed trace.
+
+    The exception may be swallowed, by a callback of the garbage collector: it comes again.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
+        yield
+        return
+    waiting: Patience | None = None
+    interval_s = patience.interval_s(seconds)
+    is_over = False
+
+    def look(number: int, frame: FrameType | None) -> None:
+        nonlocal waiting
+        # A signal that came just before the timer was stopped is handled after that. It must not
+        # start the timer again, as the next signal would end this process.
+        if is_over:
+            return
+        try:
+            if waiting is None:  # most runs are over by now: it looks at all processes
+                waiting = Patience(seconds, sign=patience.of_this_process)
+            elif waiting.look() and not _is_loading(frame):
+                _distrusted.set()
+                raise _stalled(seconds)
+        finally:  # last, since a signal in a handler would call it again within itself
+            signal.setitimer(signal.ITIMER_REAL, interval_s)
+
+    before = signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, interval_s)
+    try:
+        yield
+    finally:
+        is_over = True
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _is_loading(frame: FrameType | None) -> bool:
+    """Return whether a module is being loaded by the code that `frame` belongs to."""
+    while frame is not None:
+        if frame.f_code.co_filename == _LOADER:
+            return True
+        frame = frame.f_back
+    return False
+
+
+class Elsewhere:
+    """A process that makes one run after the other. One that stalls, or dies, is replaced."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._process: SpawnProcess | None = None
+        self._pipe: Any = None
+        self._marks = RawValue(c_uint64, 0)
+
+    def run(self, scenario: Scenario, *, patience_s: float) -> trace.Trace:
+        """Return the trace of `scenario`; it has failed if the process is killed, or dies."""
+        try:
+            pipe = self._ready()
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "trace.jsonl"
+                order = {"scenario": scenario.to_dict(), "path": str(path)}
+                pipe.send_bytes(json.dumps(order).encode())
+                waiting = Patience(patience_s, sign=lambda: self._marks.value)
+                while not pipe.poll(waiting.interval_s):
+                    if waiting.look():
+                        raise _stalled(patience_s)
+                pipe.recv_bytes()
+                return trace.load(path)
+        except (EOFError, OSError):
+            self.end()
+            return systems.failed(scenario, "SystemFailure: the process of the run died")
+        except BaseException as error:
+            self.end()
+            if not isinstance(error, SystemFailure):  # such as Ctrl-C
+                raise
+            return systems.failed(scenario, f"SystemFailure: {error}")
+
+    def end(self) -> None:
+        """End the process, if there is one."""
+        if self._process is not None:
+            self._pipe.close()
+            self._process.kill()
+            self._process.join()
+            self._process = None
+
+    def _ready(self) -> Any:
+        if self._process is None:
+            self._pipe, theirs = self._context.Pipe()
+            self._process = self._context.Process(target=_serve, args=(theirs, self._marks))
+            self._process.start()
+            theirs.close()
+        return self._pipe
+
+
+@cache
+def _elsewhere() -> Elsewhere:
+    made = Elsewhere()
+    atexit.register(made.end)
+    return made
+
+
+def _serve(pipe: Connection, marks: Any) -> None:
+    """Make the runs that come over `pipe`, until it is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started it handles interrupts
+    patience.share(marks)
+    while True:
+        try:
+            order = json_text.load(pipe.recv_bytes())
+        except EOFError:
+            return
+        trace.save(systems.run(Scenario.from_dict(order["scenario"])), Path(order["path"]))
+        pipe.send_bytes(b"saved")

@@ -1,0 +1,476 @@
+"""Find out what a script without a line trains, and drive an Observer or a Watch with it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from entrenar_py.check.observing import BATCHES, FAULTS, FOLDER, call_sites
+from entrenar_py.check.observing.auto import Settings
+from entrenar_py.check.observing.auto.ending import Ending
+from entrenar_py.check.observing.auto.guard import guarded
+from entrenar_py.check.observing.loss_terms import Losses
+from entrenar_py.check.rank_files import auto_notes
+from entrenar_py.shared.untrusted import printing
+
+if TYPE_CHECKING:
+    from entrenar_py.check.observing import Observation
+    from entrenar_py.check.observing.auto.recorder import Recorder
+    from entrenar_py.check.observing.generators import States
+    from entrenar_py.check.observing.loader_batches import Batches
+
+_LOG = logging.getLogger("entrenar_py")
+
+CURRENT: Follower | None = None  # of this process
+
+
+def _inside(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that `optimizers` wrap, and step on behalf of the script."""
+    from entrenar_py.check.observing import tensors  # brings DTensor
+
+    return [inner for opt in optimizers for inner in tensors.inner_optimizers(opt)]
+
+
+def _gets_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a backward pass can give any of the optimizer's tensors a gradient."""
+    return any(p.requires_grad for group in optimizer.param_groups for p in group["params"])
+
+
+def _takes_turns(optimizer: torch.optim.Optimizer, others: Iterable[torch.optim.Optimizer]) -> bool:
+    """Return whether an optimizer has a model's tensors, which may be frozen while another trains.
+
+    Copies of what another one steps are no such model.
+    """
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    return all(isinstance(p, nn.Parameter) for p in own) and not any(
+        _are_copies(own, [p for group in other.param_groups for p in group["params"]])
+        for other in others
+        if other is not optimizer
+    )
+
+
+def _steps_a_copy(
+    optimizer: torch.optim.Optimizer, called: nn.Module, others: Iterable[torch.optim.Optimizer]
+) -> bool:
+    """Return whether an optimizer has copies of what another one steps in the module `called`.
+
+    It is the outer optimizer of ranks that step alone (DiLoCo): no backward pass reaches its own
+    tensors, although they may require a gradient.
+    """
+    trained = {*called.parameters()}
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    if not trained.isdisjoint(own):
+        return False
+    return any(
+        not trained.isdisjoint(peers) and _are_copies(own, peers)
+        for peers in ([p for g in other.param_groups for p in g["params"]] for other in others)
+    )
+
+
+def _are_copies(own: list[Any], peers: list[Any]) -> bool:
+    """Return whether tensors have the numbers of others."""
+    return (
+        len(peers) == len(own)
+        and all(a.device == b.device for a, b in zip(own, peers, strict=True))
+        and all(torch.equal(a, b) for a, b in zip(own, peers, strict=True))  # of shapes, too
+    )
+
+
+class Follower:
+    """Follows one process from the import of torch on.
+
+    An optimizer is followed if it is there in the first training forward pass of a module that has
+    parameters of an optimizer.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._calls: Any = None  # the hook of all modules
+        self._losses = Losses()
+        self.observation: Observation | None = None  # by hand, or ours
+        self._recorder: Recorder | None = None
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._batches: Batches | None = None
+        # The generators' states when a loader handed out a batch, before anything is observed.
+        self._at_batch: States = {}
+        # A module that is called in training mode, and of which no optimizer holds anything; and
+        # what it was called with before the first backward pass.
+        self._untrained: weakref.ref[nn.Module] | None = None
+        self._untrained_inputs: list[Any] = []
+        self._pid = os.getpid()
+        self._gave_up = False
+        self._depth = 0  # backward passes that have begun: one may run inside of another
+        self._stepping = 0  # optimizers whose steps have begun: one may step inside of another's
+        self._ending = Ending()
+        # The modules that each optimizer steps, None if there are none.
+        self._watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, nn.Module | None] = (
+            weakref.WeakKeyDictionary()
+        )
+        os.register_at_fork(after_in_child=self._forked)
+
+    def is_off(self) -> bool:
+        """Return whether this process isn't followed."""
+        return self._gave_up
+
+    def give_up(self, why: str) -> None:
+        """Stop following, and tell the harness why."""
+        self._gave_up = True
+        if self._recorder is not None:
+            self._recorder.fail(why)
+            return
+        folder = os.environ.get(FOLDER)
+        if folder:
+            auto_notes.write(Path(folder), why)
+        else:
+            printing.warn(f"entrenar: this process is not watched: {why}")
+
+    def wins(self, observation: Observation) -> None:
+        """Note that the script calls `observe` itself: what was recorded here is dropped.
+
+        A line that only records doesn't end a watch, as it does nothing in production.
+        """
+        if self.settings.every is not None:
+            self._gave_up |= observation.watch is not None
+            return
+        if self._recorder is not None:
+            self._recorder.withdraw()
+            self._recorder = None
+        self.observation = observation
+
+    def _forked(self) -> None:
+        """Stop following in a child of a process that has begun to train (a loader's worker)."""
+        if self.observation is not None:
+            self._gave_up = True
+
+    # --- the optimizers ---------------------------------------------------------------------------
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers that were built and are alive, without those inside of others.
+
+        Of two with the same parameters the later one is meant: a script has built it again. But if
+        one is an attribute of the other, it is inside of that, whichever was built first. One whose
+        tensors no backward pass reaches (DiLoCo's outer optimizer) is left out, unless they are a
+        model that waits for its turn.
+        """
+        alive = [opt for ref in self._optimizers if (opt := ref()) is not None]
+        inside = _inside(alive)
+        alive = [opt for opt in alive if not any(opt is inner for inner in inside)]
+        alive = [opt for opt in alive if _gets_gradients(opt) or _takes_turns(opt, alive)] or alive
+        held = [{p for g in opt.param_groups for p in g["params"]} for opt in alive]
+        return [
+            opt
+            for index, opt in enumerate(alive)
+            if held[index]
+            and not any(
+                held[index] < other or (held[index] == other and index < at)
+                for at, other in enumerate(held)
+            )
+        ]
+
+    @guarded
+    def built(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that `optimizer` was built."""
+        if torch.utils.data.get_worker_info() is None:
+            self._optimizers.append(weakref.ref(optimizer))
+            self._control()
+
+    def _begin(self, called: nn.Module | None, inputs: Any = ()) -> None:
+        """Begin to observe, if there are optimizers.
+
+        `called` is the module that the script called, with `inputs`; None in a backward pass.
+
+        A module is not trained yet if no optimizer holds any of its parameters.
+        """
+        from entrenar_py.check.observing import zero_partitions
+
+        optimizers = self.optimizers()
+        if called is not None:
+            optimizers = [o for o in optimizers if not _steps_a_copy(o, called, optimizers)]
+            zero = getattr(zero_partitions.optimizer_of(called), "optimizer", None)
+            if zero is not None and not any(zero is opt for opt in optimizers):
+                optimizers.append(zero)  # between its steps it has no tensors
+        own = set() if called is None else zero_partitions.parameters_of(called)
+        parameters = {p for opt in optimizers for g in opt.param_groups for p in g["params"]}
+        if called is not None and zero is None and parameters.isdisjoint(own):
+            if self._untrained is None and any(p.requires_grad for p in called.parameters()):
+                self._untrained = weakref.ref(called)
+            if self._untrained is not None and self._untrained() is called:
+                self._untrained_inputs.append(inputs)
+            return
+        from entrenar_py.check.observing import surroundings, tensors
+        from entrenar_py.check.observing.auto.recorder import Recorder
+
+        instead = None if self._untrained is None else self._untrained()
+        optimizers = [one for optimizer in optimizers for one in tensors.stepping(optimizer)]
+        model = surroundings.model_of(called, optimizers, instead=instead)
+        before = self._untrained_inputs if instead and model is tensors.unwrapped(instead) else []
+        self._untrained_inputs = []
+        if model is None:
+            return
+        self._recorder = Recorder(
+            model,
+            optimizers,
+            self.batches,
+            called,
+            drawn_since=self._at_batch,
+            give_up=self.give_up,
+            stepped=self.step_ended,
+        )
+        self.observation = self._recorder
+        for given in before:
+            self._recorder.was_called(given)
+        if called is not None:  # else compiled code may call the model, and has the hook in it
+            self.look_at_calls(False)
+
+    def _watch(self, optimizer: torch.optim.Optimizer, every: int) -> None:
+        """Watch the modules that an optimizer steps, from its first step on."""
+        if optimizer in self._watched:
+            return
+        from entrenar_py.check.observing import PATIENCE, surroundings
+        from entrenar_py.check.watch.watch import Watch
+
+        model = surroundings.model_of(None, [optimizer])
+        self._watched[optimizer] = model
+        kind = type(optimizer).__name__
+        if model is None:
+            _LOG.warning(
+                "entrenar watch: %s steps tensors that no module has, and is not watched: call "
+                "observe(model, optimizer, every=...) in the script",
+                kind,
+            )
+            return
+        others = [other for known, other in self._watched.items() if known is not optimizer]
+        if any(model is other for other in others):
+            _LOG.warning(
+                "entrenar watch: %s steps a module that is watched with another optimizer, and is "
+                "not watched itself",
+                kind,
+            )
+            return
+        Watch(
+            model,
+            optimizer,
+            every=every,
+            contract=self.settings.contract,
+            on_finding=None,
+            patience=PATIENCE,
+            step=0,
+        )
+
+    @property
+    def batches(self) -> Batches:
+        """The batches that the process's DataLoaders yield."""
+        if self._batches is None:
+            from entrenar_py.check.observing.loader_batches import Batches
+
+            self._batches = Batches()
+        return self._batches
+
+    def look_at_calls(self, wanted: bool) -> bool:
+        """Set a hook of the calls of all modules, or remove it; return whether it was set.
+
+        The hook costs time, and torch compiles it with the module, so it is removed early.
+        """
+        was_set = self._calls is not None
+        if was_set and not wanted:
+            self._calls.remove()
+            self._calls = None
+        elif wanted and not was_set:
+            self._calls = register_module_forward_pre_hook(self.forward)
+        return was_set
+
+    # --- called by torch's hooks and the patches --------------------------------------------------
+
+    @guarded
+    def forward(self, module: nn.Module, inputs: Any) -> None:
+        """Begin to observe in the first training pass of a module that an optimizer trains."""
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        self._leave_if_due()
+        if self.observation is None and self._optimizers:
+            self._begin(module, inputs)
+
+    @guarded
+    def backward_begins(self, tensors: Any, *, is_plain: bool) -> None:
+        """Note the loss of a backward pass; passes inside of it belong to it."""
+        self._depth += 1
+        if self._depth > 1:
+            return
+        self._stepping = 0  # the last step may have ended by an exception
+        self._leave_if_due()
+        if self.observation is None and self._optimizers:
+            self._begin(None)  # a model that isn't called: functions of its parameters are
+        if self._recorder is not None:
+            self._recorder.backward_begins(self._losses.begun(tensors, is_plain=is_plain))
+
+    @guarded
+    def backward_ended(self) -> None:
+        """Note that a backward pass has ended, maybe by an exception."""
+        self._depth -= 1
+        if self._recorder is not None and not self._depth:
+            self._recorder.backward_ended()
+
+    @guarded
+    def iterated(self, loader: Any, iterator: Any) -> None:
+        """Note that a pass over a DataLoader begins."""
+        call_sites.Samples.drawn()
+        self._control()
+        self.batches.iterated(loader, iterator)
+
+    def _control(self) -> None:
+        """Draw common random numbers, or keep batches, from here on, if that is planned.
+
+        The model is built by now.
+        """
+        if os.environ.get(BATCHES):
+            from entrenar_py.check.observing import replayed_batches
+
+            replayed_batches.listen()
+        if os.environ.get(FAULTS, "[]") != "[]":
+            from entrenar_py.check.observing import common_numbers
+
+            common_numbers.begin_if_planned()
+
+    @guarded
+    def drew(self, iterator: Any, index: Any) -> None:
+        """Note what a DataLoader's sampler drew."""
+        self.batches.drew(iterator, index)
+
+    @guarded
+    def yielded(self, iterator: Any, batch: Any) -> None:
+        """Note a batch that a DataLoader yields."""
+        self.batches.yielded(iterator, batch)
+        if self.observation is None and self._optimizers and torch.is_grad_enabled():
+            from entrenar_py.check.observing import generators
+
+            self._at_batch = generators.global_states()
+
+    @guarded
+    def exhausted(self, iterator: Any) -> None:
+        """Note that a pass over a DataLoader is over."""
+        self.batches.exhausted(iterator)
+
+    @guarded
+    def scaled(self, scale: float, losses: Any) -> None:
+        """Note that a `GradScaler` multiplies `losses` by `scale`."""
+        self._losses.scaled(scale, losses)
+
+    @guarded
+    def skipped(self) -> None:
+        """Note that a `GradScaler` skipped a step on all ranks."""
+        if self._recorder is not None:
+            self._recorder.skipped()
+
+    @guarded
+    def saved(self) -> None:
+        """Note that the script saves a file."""
+        if self._recorder is not None:
+            self._recorder.saved()
+
+    def before_step(
+        self, optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> Any:
+        """Look at an optimizer whose step begins, and see its closure run if it has one.
+
+        If the first training pass comes in this closure, an Observer's hooks are too late for it.
+        """
+        self.step_begins(optimizer)
+        if self.is_off() or self.observation is not None or self.settings.every is not None:
+            return None
+        from entrenar_py.check.observing.step_in_work import look_before_step
+
+        first = partial(self._closure_ran, optimizer, again=False)
+        again = partial(self._closure_ran, optimizer, again=True)
+        return look_before_step(first, again, arguments, named)
+
+    @guarded
+    def clipped(self, parameters: Any, max_norm: float, norm_type: float) -> None:
+        """Note that the script clips gradients by their norm."""
+        if self._recorder is not None:
+            self._recorder.clipped(parameters, max_norm, norm_type)
+
+    @guarded
+    def _closure_ran(self, optimizer: torch.optim.Optimizer, *, again: bool) -> None:
+        if self._recorder is not None:
+            self._recorder.closure_ran(optimizer, again=again)
+
+    @guarded
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look whether the optimizer is one that is followed."""
+        self._stepping += 1
+        self._leave_if_due()
+        if self.settings.every is not None and self._stepping == 1:
+            self._watch(optimizer, self.settings.every)
+        if self._stepping > 1:
+            return
+        if self._recorder is None:
+            self._begin_late(optimizer)
+        if self._recorder is None:
+            self._note_unseen(optimizer)
+            return
+        known = self._recorder.optimizers
+        family = (*known, *_inside(known))
+        if not any(one is each for one in (optimizer, *_inside([optimizer])) for each in family):
+            self._recorder.stranger_steps(optimizer)
+
+    def _begin_late(self, optimizer: torch.optim.Optimizer) -> None:
+        """Begin to observe in a step whose gradients no backward pass has left, but the script.
+
+        One whose gradients are zeros trains nothing: torch.distributed.checkpoint makes optimizer
+        state in this way.
+        """
+        from entrenar_py.check.observing import dtensors, surroundings
+
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        graded = [p for p in stepped if p.grad is not None and dtensors.local(p.grad).any()]
+        is_known = any(optimizer is own for own in self.optimizers())
+        if self.observation is None and is_known and surroundings.have_modules(graded):
+            self._begin(None)
+
+    def _note_unseen(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note a step without a record, in case that no other is ever recorded."""
+        folder = os.environ.get(FOLDER)
+        if self.observation is None and self.settings.every is None and folder:
+            auto_notes.write(
+                Path(folder),
+                f"{type(optimizer).__name__} stepped tensors that it got after the forward and "
+                "backward passes: that is not observed",
+            )
+
+    @guarded
+    def step_ended(self, *_: Any) -> None:
+        """End the run after the last step that was asked for."""
+        self._stepping = max(0, self._stepping - 1)
+        if self._recorder is not None:
+            self._recorder.step_ended()
+        self._perhaps_last()
+
+    def _perhaps_last(self) -> None:
+        """Have the next step end the process, if this one was the last that was asked for."""
+        made = getattr(self.observation, "num_steps", 0)
+        if self.settings.steps is None or made < self.settings.steps or self._ending.is_due:
+            return
+        observer: Any = self.observation
+        observer.note_limit()
+        if not observer.has_late_weights:
+            observer.close()
+        self._ending.is_due = True
+        self.look_at_calls(True)
+
+    def _leave_if_due(self) -> None:
+        """End the process before a step that was not asked for."""
+        if not self._ending.is_due:
+            return
+        observer: Any = self.observation
+        if observer.has_late_weights:
+            observer.close()
+        self._ending.leave()

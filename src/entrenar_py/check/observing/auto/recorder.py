@@ -1,0 +1,153 @@
+"""The Observer of a script without a line."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from entrenar_py.check.observing import batches, surroundings
+from entrenar_py.check.observing.auto.guard import guarded
+from entrenar_py.check.observing.generators import States
+from entrenar_py.check.observing.loader_batches import Batches
+from entrenar_py.check.observing.loss_terms import Begun
+from entrenar_py.check.observing.observer import Observer
+from entrenar_py.check.observing.outer_synchronisation import OuterOptimizer
+from entrenar_py.check.observing.seen_samples import SeenSamples
+from entrenar_py.shared.errors import UsageError
+
+
+class Recorder(Observer):
+    """Records one rank, with the arguments of `observe` that the script's objects show.
+
+    Samples are found by what the model is given, and losses are what `backward` is called on.
+    `called` is the module whose forward pass is about to begin, None in a backward pass. What was
+    drawn since the generators had the states `drawn_since` belongs to the first batch. `give_up` is
+    told why, if something goes wrong later on. `stepped` is called after a step that no hook of
+    torch's tells of. Raises UsageError where `observe` would.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        loader_batches: Batches,
+        called: nn.Module | None,
+        *,
+        drawn_since: States,
+        give_up: Callable[[str], None],
+        stepped: Callable[[], object],
+    ) -> None:
+        self._is_off, self._tell_why, self._partitions_stepped = False, give_up, stepped
+        self._seen = SeenSamples(loader_batches)
+        super().__init__(
+            model,
+            tuple(optimizers),
+            seen=self._seen,
+            facts={"auto": True, "replicas": surroundings.are_replicas(model)},
+        )
+        self._random.since(drawn_since)
+        if called is not None:
+            for own in self._entrances.of(called):
+                # Hooks that are set now aren't called before this pass.
+                self._entrances.enter(own, called, (), {})
+
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """The optimizers that are observed."""
+        return self._subject.optimizers
+
+    def is_off(self) -> bool:
+        """Return whether something has gone wrong."""
+        return self._is_off
+
+    def give_up(self, why: str) -> None:
+        """End the observation, and tell the follower why."""
+        self._is_off = True
+        self._tell_why(why)
+
+    _before_forward = guarded(Observer._before_forward)
+    _after_forward = guarded(Observer._after_forward)
+    _before_backward = guarded(Observer._before_backward)
+    _after_backward = guarded(Observer._after_backward)
+    _within_backward = guarded(Observer._within_backward)
+    _record_gradients = guarded(Observer._record_gradients)
+    _look_at_sum = guarded(Observer._look_at_sum)
+    _step_begins = guarded(Observer._step_begins)
+    _take_inner = guarded(Observer._take_inner)
+    _after_step = guarded(Observer._after_step)
+
+    # --- called by the follower -------------------------------------------------------------------
+
+    def backward_begins(self, begun: Begun) -> None:
+        """Note what `backward` is called on."""
+        self._micro_batches.backward_begins(begun)
+
+    def was_called(self, inputs: Any) -> None:
+        """Note a forward pass of before this record, of a model of which optimizers step copies."""
+        self._micro_batches.before_forward(inputs, batches.blocks_of(inputs))
+        self._micro_batches.after_forward(inputs, is_training=True)
+
+    def backward_ended(self) -> None:
+        """Note that the backward pass is over."""
+        self._micro_batches.backward_ended()
+
+    def saved(self) -> None:
+        """Note that the script saves a file."""
+        self._facts.saved()
+
+    @guarded
+    def _before_partitions(self, index: int) -> None:
+        limit = getattr(self._subject.zero, "clip_grad", 0.0)
+        if limit > 0:
+            self.clipped(self._subject.trained.values(), limit, 2.0)
+        super()._before_partitions(index)
+
+    @guarded
+    def _after_partitions(self, index: int, skipped: bool) -> None:
+        super()._after_partitions(index, skipped)
+        self._partitions_stepped()
+
+    def closure_ran(self, optimizer: torch.optim.Optimizer, *, again: bool) -> None:
+        """Note that a step's closure ran, and that the step had begun before this record."""
+        if again:
+            self._micro_batches.clear()
+            return
+        for index, own in enumerate(self.optimizers):
+            if own is optimizer:
+                self._before_step(index)
+
+    def stranger_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look at a step of an optimizer that isn't observed.
+
+        If it steps copies of the model's parameters, it may be the outer optimizer of ranks that
+        step alone, and its rule is recorded. Raises UsageError if it steps parameters that are
+        observed.
+        """
+        stepped = {p for group in optimizer.param_groups for p in group["params"]}
+        if not stepped.isdisjoint(self._subject.parameters.values()):
+            raise UsageError(
+                f"in step {self.num_steps} another optimizer ({type(optimizer).__name__}) steps "
+                "the model than in the steps before: give that one to observe(model, optimizer)"
+            )
+        shapes = Counter(tuple(tensor.shape) for tensor in stepped)
+        if stepped and shapes <= Counter(tuple(t.shape) for t in self._subject.trained.values()):
+            outer = OuterOptimizer(optimizer=optimizer, weights={}, inner_steps=None)
+            self._recording.synchronised(outer.rule())
+
+    def step_ended(self) -> None:
+        """Note that an optimizer has stepped; write what is known of the script, if that is new."""
+        self._note_facts()
+
+    def fail(self, why: str) -> None:
+        """End the record with a problem: what comes after it is unknown."""
+        self._remove_hooks()
+        self._recording.close(why)
+
+    def withdraw(self) -> None:
+        """Remove the record: the script observes itself."""
+        self._remove_hooks()
+        self._recording.remove()

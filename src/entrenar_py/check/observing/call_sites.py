@@ -1,0 +1,134 @@
+"""The lines of a script that step its optimizer, iterate its loader and save its checkpoints.
+
+Each is looked up once, where the script first comes there: a walk up the stack at every step would
+cost more than the hooks. A report points to these lines.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from entrenar_py.check.observing import COPY, FOLDER
+from entrenar_py.shared import trace
+
+_OWN = str(Path(__file__).parents[2]) + os.sep
+_STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
+_INSTALLED = ("site-packages", "dist-packages")
+_REFERENCES = 3  # to a function's variables: its own, ours, and the count's
+Site = tuple[str, int]  # file and line
+
+
+def here() -> Site | None:
+    """Return the innermost line of the script that runs now, None if there is none.
+
+    Libraries, Python's own and installed ones, are no part of a script.
+    """
+    frame = own_frame()
+    if frame is None:
+        return None
+    return _in_place(Path(frame.f_code.co_filename).resolve()), frame.f_lineno
+
+
+def own_frame() -> FrameType | None:
+    """Return the innermost function of the script that runs now, None if there is none."""
+    return next(own_frames(), None)
+
+
+def own_frames() -> Iterator[FrameType]:
+    """Yield the functions of the script that run now in this thread, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_own(frame.f_code.co_filename):
+            yield frame
+        frame = frame.f_back
+
+
+def local_variables(frame: FrameType) -> dict[str, Any]:
+    """Return the variables of a function that runs now, and leave no reference to them behind.
+
+    Up to Python 3.12 a function keeps the dictionary that was asked for. It would keep alive what
+    the script deletes, and would be one more place where a thing has a name. One that the script
+    itself got from `locals()` is left as it is.
+    """
+    variables = frame.f_locals
+    copy = {**variables}
+    is_optimized = frame.f_code.co_flags & inspect.CO_OPTIMIZED
+    if type(variables) is dict and is_optimized and sys.getrefcount(variables) <= _REFERENCES:
+        variables.clear()
+    return copy
+
+
+def is_own(file: str) -> bool:
+    """Return whether a file of code is the script's: not ours, Python's or installed."""
+    return not (file.startswith((_OWN, "<")) or _is_library(file))
+
+
+def is_own_class(kind: type) -> bool:
+    """Return whether a class is the script's: not ours, Python's or installed."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return file is not None and is_own(file)
+
+
+def is_ours(file: str) -> bool:
+    """Return whether a file of code is this package's."""
+    return file.startswith(_OWN)
+
+
+def _in_place(file: Path) -> str:
+    """Return the path in the user's folder of a `file` that may lie in the run's copy of it."""
+    if FOLDER not in os.environ:
+        return str(file)
+    copied = (Path(os.environ[FOLDER]) / COPY).resolve()
+    return f"{os.sep}{file.relative_to(copied)}" if file.is_relative_to(copied) else str(file)
+
+
+def _is_library(file: str) -> bool:
+    is_installed = any(f"{os.sep}{folder}{os.sep}" in file for folder in _INSTALLED)
+    return is_installed or file.startswith(_STANDARD)
+
+
+class CallSites:
+    """The sites of one rank's script that are known and not written yet."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._written: set[str] = set()
+
+    def event(self, what: str, site: Site | None) -> list[trace.Event]:
+        """Return the event that says where `what` is called, once it is known; only once."""
+        if site is None or what in self._written:
+            return []
+        self._written.add(what)
+        if not trace.is_source_file(site[0]):
+            return []  # code that was compiled under another name
+        return [trace.Called(rank=self._rank, what=what, file=site[0], line=site[1])]
+
+    def is_known(self, what: str) -> bool:
+        """Return whether the event for `what` was returned."""
+        return what in self._written
+
+
+class Samples:
+    """Where this process's script draws samples: at the loader that began last, or by its word.
+
+    Without a line a record begins after the first loader, so this is one of the process.
+    """
+
+    site: Site | None = None
+
+    @classmethod
+    def drawn(cls) -> None:
+        """Note that the script begins to iterate a loader."""
+        cls.site = here()
+
+    @classmethod
+    def reported(cls) -> None:
+        """Note that the script reports samples, if no loader was seen."""
+        cls.site = cls.site or here()

@@ -1,0 +1,191 @@
+"""The declarations of a script to `observe`, validated and with their patterns resolved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from entrenar_py.check.observing import tensors
+from entrenar_py.check.rank_files.layout import STAGES, Layout
+from entrenar_py.shared.errors import UsageError, did_you_mean
+from entrenar_py.shared.trace.traits import CHOICES
+from entrenar_py.shared.wording import listed
+
+_NEGATED = "!"
+_REDUCTIONS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declarations:
+    """The declarations of a script, as far as it makes any.
+
+    - `frozen`: patterns of the parameters that never change, None if it declares none.
+    - `clip_norm`: the largest L2 norm of an applied gradient.
+    - `synchronised`: patterns of the buffers that forward passes change on all ranks alike.
+    - `reduction`: the number format in which ranks add gradients, "" if undeclared.
+    - `averages`: the averages of the weights that the script keeps, by name.
+    - `loss_over`: "batch" or "micro-batch", as for `observe`; "" if undeclared.
+    """
+
+    frozen: tuple[str, ...] | None = None
+    synchronised: tuple[str, ...] = ()
+    clip_norm: float | None = None
+    reduction: str = ""
+    loss_over: str = ""
+    averages: Mapping[str, Any] = field(default_factory=dict)
+
+    def frozen_of(self, names: Mapping[str, str]) -> tuple[str, ...] | None:
+        """Return the parameters that are declared frozen, None if the script doesn't say.
+
+        `names` has all names of parameters, each with the one under which it is recorded.
+        """
+        if self.frozen is None:
+            return None
+        return tuple(dict.fromkeys(names[name] for name in _matching(self.frozen, names)))
+
+    def synchronised_of(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return which of the buffers `names` are declared synchronised."""
+        return _matching(self.synchronised, names)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the declarations that are about the whole run, as JSON can hold them."""
+        return {
+            "clip_norm": self.clip_norm,
+            "reduction": self.reduction,
+            "loss_over": self.loss_over,
+        }
+
+
+def of(
+    names: Sequence[str],
+    buffers: Sequence[str],
+    layout: Layout | None,
+    *,
+    frozen: Any = None,
+    synchronised_buffers: Any = (),
+    clip_norm: Any = None,
+    reduce_dtype: Any = None,
+    loss_over: Any = None,
+    averages: Any = None,
+) -> Declarations:
+    """Return the declarations of a model whose parameters have `names`.
+
+    Raises UsageError for a name or pattern that no parameter has, or no buffer, unless ranks hold
+    stages of the model, and for a value that is not allowed.
+    """
+    in_stages = layout is not None and layout.has(STAGES)
+    patterns = None if frozen is None else _patterns("frozen", frozen)
+    synchronised = _patterns("synchronised_buffers", synchronised_buffers)
+    if not in_stages:
+        for pattern in patterns or ():
+            _require_match("frozen", "parameter", pattern, names)
+        for pattern in synchronised:
+            _require_match("synchronised_buffers", "buffer", pattern, buffers)
+        for tie in layout.tied if layout is not None else ():
+            for name in tie:
+                _require_name(name, names)
+    return Declarations(
+        frozen=patterns,
+        synchronised=synchronised,
+        clip_norm=_clip_norm(clip_norm),
+        reduction=_reduction(reduce_dtype),
+        loss_over=_loss_over(loss_over),
+        averages=_averages(averages),
+    )
+
+
+def _matching(patterns: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
+    """Return those of `names` that `patterns` stand for.
+
+    A pattern is a name, a module's name for all that is in it, or has wildcards as in a shell. A
+    pattern that begins with `!` takes names out again.
+    """
+    known = tuple(names)
+    chosen: set[str] = set()
+    for pattern in patterns:
+        if pattern.startswith(_NEGATED):
+            chosen.difference_update(_matches(pattern.removeprefix(_NEGATED), known))
+        else:
+            chosen.update(_matches(pattern, known))
+    return tuple(name for name in known if name in chosen)
+
+
+def _matches(pattern: str, names: Iterable[str]) -> list[str]:
+    return [
+        name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+    ]
+
+
+def _patterns(argument: str, given: Any) -> tuple[str, ...]:
+    """Return patterns as parameters are named here, without the parts that wrappers add."""
+    listed = (given,) if isinstance(given, str) else given
+    names = tuple(listed) if isinstance(listed, Iterable) else (listed,)
+    if not all(isinstance(name, str) for name in names):
+        raise UsageError(
+            f'{argument}={given!r:.80}: give names or patterns, such as {argument}=("embedding.*",)'
+        )
+    return tuple(map(tensors.plain_name, names))
+
+
+def _require_match(argument: str, kind: str, pattern: str, names: Sequence[str]) -> None:
+    wanted = pattern.removeprefix(_NEGATED)
+    if not _matches(wanted, names):
+        near = did_you_mean(wanted.strip("*."), names, otherwise=_some(kind, names))
+        raise UsageError(f"{argument}={pattern!r}: no {kind} of the model is named so; {near}")
+
+
+def _require_name(name: str, names: Sequence[str]) -> None:
+    if name not in names:
+        near = did_you_mean(name, names, otherwise=_some("parameter", names))
+        raise UsageError(f"tied: {name!r}: no parameter of the model is named so; {near}")
+
+
+def _some(kind: str, names: Sequence[str]) -> str:
+    return f"its names are {listed(names, most=5)}" if names else f"it has no {kind}"
+
+
+def _clip_norm(given: Any) -> float | None:
+    try:
+        norm = math.inf if given is None else float(given)
+    except (TypeError, ValueError):
+        norm = math.nan
+    if isinstance(given, bool) or not norm > 0:
+        raise UsageError(
+            f"clip_norm={given!r:.80}: give the largest L2 norm of an applied gradient, a number "
+            "above 0; or None if nothing is clipped"
+        )
+    return norm if math.isfinite(norm) else None
+
+
+def _reduction(given: Any) -> str:
+    if given is None:
+        return ""
+    if given not in _REDUCTIONS:
+        allowed = ", ".join(map(str, _REDUCTIONS))
+        raise UsageError(f"reduce_dtype={given!r:.80}: use one of {allowed}")
+    return str(given).removeprefix("torch.")
+
+
+def _averages(given: Any) -> Mapping[str, Any]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(
+        isinstance(name, str) and name and "/" not in name for name in given
+    ):
+        raise UsageError(
+            f"averages={given!r:.80}: give averages of the weights by names without a slash, "
+            'averages={"ema": ema}'
+        )
+    return given
+
+
+def _loss_over(given: Any) -> str:
+    allowed = CHOICES["loss_over"]
+    if given is not None and given not in allowed[1:]:
+        raise UsageError(f"loss_over={given!r:.80}: use one of {', '.join(map(repr, allowed[1:]))}")
+    return given or ""

@@ -1,0 +1,219 @@
+"""The random generators that a script may draw from, and digests of their states."""
+
+from __future__ import annotations
+
+import random
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from blake3 import blake3
+
+from entrenar_py.check.observing import call_sites
+
+States = Mapping[str, str]  # name of a generator -> digest of its state
+_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_DIGEST_BYTES = 12
+_DEPTH_MAX = 4  # of objects that hold each other
+_GLOBAL = (
+    torch.default_generator,
+    getattr(random.seed, "__self__", None),
+    getattr(np.random.mtrand, "_rand", None),
+)
+# Modules whose frames and objects hold no generators of the script.
+_LIBRARIES = ("torch", "numpy", "entrenar_py", "runpy", "importlib", "multiprocessing")
+
+
+class Generators:
+    """The global generators (torch's, numpy's, Python's), those of GPUs, and the script's own.
+
+    The script's own are those that its functions and modules hold in a variable when it calls
+    `observe`, or that an object in a variable or in `objects` has in an attribute. Variable and
+    attribute are their names. `left_out` are generators of loaders and samplers, whose samples are
+    known.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        objects: Mapping[str, object],
+        left_out: Iterable[object] = (),
+    ) -> None:
+        self._model = model
+        known = {id(generator) for generator in (*_GLOBAL, *left_out)}
+        self._own: dict[str, Any] = {}
+        for name, generator in (*_held(sys._getframe(1)), *_in_variables(objects)):
+            if id(generator) not in known:
+                known.add(id(generator))
+                self._own[name] = generator
+
+    def states(self) -> States:
+        """Return a digest of each generator's state."""
+        shown = dict[str, bytes]()
+        # While a graph is captured, a GPU's generator may not be asked.
+        if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+            devices = {p.device for p in self._model.parameters() if p.device.type == "cuda"}
+            for device in sorted(devices, key=str):
+                # Each rank has a GPU of its own, and generators are compared by their names.
+                name = device.type if len(devices) == 1 else str(device)
+                shown[name] = torch.cuda.get_rng_state(device).numpy().tobytes()
+        for name, generator in self._own.items():
+            shown[name] = _state(generator)
+        return global_states() | _digests(shown)
+
+    def kept(self) -> list[tuple[Callable[[Any], object], Any]]:
+        """Return what sets each generator's state, with the state that it has now."""
+        found: list[tuple[Callable[[Any], object], Any]] = [
+            (torch.set_rng_state, torch.get_rng_state()),
+            (random.setstate, random.getstate()),
+            (np.random.set_state, np.random.get_state(legacy=False)),
+        ]
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            found.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
+        return found + [_kept(generator) for generator in self._own.values()]
+
+    @staticmethod
+    def restore(states: Iterable[tuple[Callable[[Any], object], Any]]) -> None:
+        """Set the generators back to the states that `kept` returned."""
+        for set_state, state in states:
+            set_state(state)
+
+
+def global_states() -> dict[str, str]:
+    """Return a digest of the state of each global generator, without those of GPUs."""
+    return _digests(
+        {
+            "torch": torch.get_rng_state().numpy().tobytes(),
+            "python": _python(random),
+            "numpy": _bytes(np.random.get_state(legacy=False)),
+        }
+    )
+
+
+def is_just_seeded() -> bool:
+    """Return whether nothing was drawn from torch's generator since it was seeded."""
+    fresh = torch.Generator().manual_seed(torch.initial_seed())
+    return torch.equal(fresh.get_state(), torch.get_rng_state())
+
+
+def _digests(states: Mapping[str, bytes]) -> dict[str, str]:
+    return {name: blake3(state).hexdigest(_DIGEST_BYTES) for name, state in states.items()}
+
+
+def moved(before: States, after: States) -> list[str]:
+    """Return the names of the generators whose state has changed."""
+    return [name for name, state in after.items() if before.get(name, state) != state]
+
+
+def within(value: object, depth: int = _DEPTH_MAX) -> Iterator[Any]:
+    """Yield numpy's and Python's generators that an object has in attributes, or a function uses.
+
+    The global ones are left out.
+    """
+    kind = type(value)
+    if issubclass(kind, _KINDS):
+        if kind is not torch.Generator and not any(value is known for known in _GLOBAL):
+            yield value
+    elif depth:
+        for held in _held_by(value):
+            yield from within(held, depth - 1)
+
+
+def _held_by(value: Any) -> Iterator[object]:
+    """Yield what an object holds that a script has made, or what its function uses by name."""
+    kind = type(value)
+    if kind is partial:
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif kind is MethodType:
+        yield value.__self__
+    elif kind is FunctionType:
+        used = (value.__globals__.get(name) for name in _names(value.__code__))
+        yield from (one for one in used if issubclass(type(one), _KINDS))
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):  # it is empty yet
+                yield cell.cell_contents
+    elif not issubclass(kind, type | ModuleType | torch.Tensor):
+        with suppress(AttributeError):
+            yield from [*object.__getattribute__(value, "__dict__").values()]
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Yield the global names that a function uses, with the functions written in it."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
+
+
+def seed(generator: Any, number: int) -> None:
+    """Seed one of numpy's or Python's generators."""
+    if isinstance(generator, np.random.Generator):
+        bits: Any = generator.bit_generator
+        bits.state = type(bits)(number).state
+    else:
+        generator.seed(number)
+
+
+def _kept(generator: Any) -> tuple[Callable[[Any], object], Any]:
+    if isinstance(generator, torch.Generator):
+        return generator.set_state, generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.setstate, generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return generator.set_state, generator.get_state(legacy=False)
+    bits = generator.bit_generator
+    return lambda state: setattr(bits, "state", state), bits.state
+
+
+def _state(generator: Any) -> bytes:
+    if isinstance(generator, torch.Generator):
+        return bytes(generator.get_state().numpy().tobytes())
+    if isinstance(generator, random.Random):
+        return _python(generator)
+    if isinstance(generator, np.random.RandomState):
+        return _bytes(generator.get_state(legacy=False))
+    return _bytes(generator.bit_generator.state)
+
+
+def _python(generator: Any) -> bytes:
+    _, state, gauss = generator.getstate()
+    return array("Q", state).tobytes() + repr(gauss).encode()
+
+
+def _bytes(state: Any) -> bytes:
+    """Return a state of numpy, a dict of numbers and arrays, as bytes."""
+    if isinstance(state, Mapping):
+        return b"".join(_bytes(value) for value in state.values())
+    return bytes(state.tobytes()) if isinstance(state, np.ndarray) else repr(state).encode()
+
+
+def _held(frame: Any) -> Iterator[tuple[str, Any]]:
+    """Yield name and generator of each that the frames of the script hold, innermost first."""
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if module.partition(".")[0] not in _LIBRARIES:
+            yield from _in_variables(call_sites.local_variables(frame))
+            yield from _in_variables(frame.f_globals)
+        frame = frame.f_back
+
+
+def _in_variables(variables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    # By their types: to ask a value for its class may run code of a proxy.
+    for name, value in [*variables.items()]:
+        kind = type(value)
+        of_library = str(kind.__module__).partition(".")[0] in _LIBRARIES
+        if issubclass(kind, _KINDS):
+            yield name, value
+        elif not issubclass(kind, type) and not of_library:
+            with suppress(AttributeError):
+                inside = object.__getattribute__(value, "__dict__")
+                for attribute, held in [*inside.items()]:
+                    if issubclass(type(held), _KINDS):
+                        yield f"{name}.{attribute}", held

@@ -1,0 +1,339 @@
+"""Record what a language model's losses are over, and probe the model, where a contract asks.
+
+Micro-batches are looked at when the optimizer has stepped. Then no forward or backward pass is
+under way, and the model's state is that of the next step.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from entrenar_py.check.observing import (
+    TOKENS,
+    dtensors,
+    generators,
+    token_losses,
+    token_rows,
+    undisturbed,
+)
+from entrenar_py.check.observing.generators import Generators, States
+from entrenar_py.check.observing.subject import Subject
+from entrenar_py.check.observing.token_losses import Loss, Place
+from entrenar_py.check.observing.token_probe import Probe, Table
+from entrenar_py.check.observing.token_rows import Arguments, Rows
+from entrenar_py.shared import trace
+
+# The steps, from the first one recorded, in which the model is probed. In the first a model may
+# have weights of zero that hide what depends on what.
+PROBED = (0, 2)
+_BEGIN, _END = "bos_token_id", ("eos_token_id", "pad_token_id")
+
+
+@dataclass
+class _Pass:
+    """A forward pass that is trained, and the losses that came after it."""
+
+    micro_batch: int
+    arguments: Arguments
+    autocast: Callable[[], AbstractContextManager[Any]]
+    autocast_dtype: torch.dtype | None
+    losses: list[Loss] = field(default_factory=list)
+    place: Place | None = None  # of the last one over the pass's tokens
+
+
+class Language:
+    """Looks at no micro-batch: no contract asks for it."""
+
+    def forward(self, model: nn.Module, inputs: Sequence[Any], micro_batch: int) -> None:
+        """Note that a forward pass of `model` begins, with `inputs` args and kwargs."""
+
+    def aside(self, model: nn.Module) -> None:
+        """Note that a forward pass of `model` without gradient begins."""
+
+    def stepped(self, step: int) -> None:
+        """Record the micro-batches of `step`, and probe the model in some steps."""
+
+    def remove(self) -> None:
+        """Look no longer."""
+
+
+class Looking(Language):
+    """Looks at the micro-batches of a rank. `write` takes events.
+
+    `were_recomputed` tells whether modules were called in a backward pass since it was called last.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        generators: Generators,
+        write: Callable[[Sequence[trace.Event]], object],
+        were_recomputed: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._subject, self._generators, self._write = subject, generators, write
+        self._were_recomputed = were_recomputed
+        self._rank = subject.rank
+        self._passes: list[_Pass] = []
+        self._num_steps = 0
+        self._table: Table | None = None
+        self._problem = ""
+        self._is_probing = False
+        self._leave: Callable[[], None] = lambda: None
+        # The last pass, if it was one without gradient: its mode, and the states of generators.
+        self._aside: tuple[bool, States] | None = None
+        self._evaluated: list[trace.Evaluated] = []
+        self._last_step = -1
+
+    def listen(self) -> None:
+        """Hear the losses of this process; all belong to this rank's passes."""
+        self._leave = token_losses.listen(self.scored)
+
+    def remove(self) -> None:
+        self._leave()
+        self._write_evaluated()
+
+    def aside(self, model: nn.Module) -> None:
+        self._aside = None if self._is_probing else (model.training, self._generators.states())
+
+    def forward(self, model: nn.Module, inputs: Sequence[Any], micro_batch: int) -> None:
+        self._aside = None
+        if torch._C._current_graph_task_id() != -1:
+            self._evaluated.clear()  # a checkpoint around the model, whose first pass has none
+        if self._is_probing or (self._problem and self._table is None):
+            return
+        args, kwargs = inputs
+        if not args and not kwargs:
+            return  # the pass in which observing begins
+        again = self._table is None or self._num_steps in PROBED
+        arguments = Arguments(model, args, kwargs, again=again)
+        device = next((p.device.type for p in model.parameters()), "cpu")
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+        dtype = None
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            autocast = partial(torch.autocast, device, dtype=dtype)
+        self._passes.append(_Pass(micro_batch, arguments, autocast, dtype))
+
+    def scored(self, loss: Loss) -> None:
+        """Note a loss of the last pass."""
+        if self._is_probing:
+            return
+        if loss.is_trained and self._passes:
+            self._passes[-1].losses.append(loss)
+        elif not loss.is_trained and loss.reduction != "none" and self._aside is not None:
+            training, before = self._aside
+            self._evaluated.append(
+                trace.Evaluated(
+                    step=self._last_step + 1,
+                    rank=self._rank,
+                    counted=int(loss.counted.sum()),
+                    training=training,
+                    drew=bool(generators.moved(before, self._generators.states())),
+                )
+            )
+
+    def _write_evaluated(self) -> None:
+        evaluated, self._evaluated = self._evaluated, []
+        if evaluated:
+            self._write(evaluated)
+
+    def stepped(self, step: int) -> None:
+        self._last_step = step
+        self._write_evaluated()
+        passes, self._passes = self._passes, []
+        if not passes or (self._problem and self._table is None):
+            return
+        number, self._num_steps = self._num_steps, self._num_steps + 1
+        if self._table is None:
+            self._problem = self._find_table(passes[0])
+        known = [(one, rows) for one in passes if (rows := self._rows(one)) is not None]
+        if not known:
+            why = self._problem or "the arguments with the token ids change"
+            self._write([self._tokens(step, passes[0], None, why)])
+            return
+        self._write([*self._losses(step, known)])
+        if number in PROBED:
+            self._write(self._probed(step, *max(known, key=lambda one: _interest(one[1]))))
+
+    # --- what is recorded -------------------------------------------------------------------------
+
+    def _losses(self, step: int, known: Iterable[tuple[_Pass, Rows]]) -> Iterator[trace.Event]:
+        for one, rows in known:
+            place = {"step": step, "rank": self._rank, "micro_batch": one.micro_batch}
+            for call, loss in enumerate(one.losses):
+                found = token_losses.event(loss, rows, call=call, **place)
+                if found is not None:
+                    event, one.place = found
+                    yield event
+
+    def _probed(self, step: int, one: _Pass, rows: Rows) -> list[trace.Event]:
+        assert self._table is not None, "the rows come from there"
+        place = {"step": step, "rank": self._rank, "micro_batch": one.micro_batch}
+        events: list[trace.Event] = []
+
+        def look(probe: Probe) -> None:
+            assert self._table is not None
+            dimension = 1 if one.place is None else one.place.dimension
+            counted = torch.ones_like(rows.padding) if one.place is None else one.place.counted
+            events.extend(probe.events(rows, self._table.place, dimension, counted, **place))
+
+        problem = self._problem or self._pass_again(one, look)
+        return [self._tokens(step, one, rows, problem), *events]
+
+    def _tokens(self, step: int, one: _Pass, rows: Rows | None, problem: str) -> trace.Tokens:
+        if rows is None:
+            return trace.Tokens(
+                step=step,
+                rank=self._rank,
+                micro_batch=one.micro_batch,
+                rows=0,
+                positions=0,
+                recomputed=self._were_recomputed(),
+                problem=problem,
+            )
+        begun, doubled = _beginnings(self._model, rows)
+        return trace.Tokens(
+            step=step,
+            rank=self._rank,
+            micro_batch=one.micro_batch,
+            rows=len(rows.ids),
+            positions=rows.ids.shape[1],
+            padding=int(rows.padding.sum()),
+            documents=0 if rows.documents is None else int((rows.documents.amax(1) + 1).sum()),
+            shown=rows.shown,
+            begun=begun,
+            doubled=doubled,
+            tied=_tied(self._model),
+            recomputed=self._were_recomputed(),
+            problem=problem,
+        )
+
+    # --- passes of our own ------------------------------------------------------------------------
+
+    @property
+    def _model(self) -> nn.Module:
+        return self._subject.model
+
+    def _why_not(self, one: _Pass) -> str:
+        """Return why the model is passed nothing again; "" if it is."""
+        if torch._C._current_graph_task_id() != -1:
+            return "an optimizer steps inside of the backward pass"
+        if dtensors.is_fully_sharded(self._model):
+            return "its weights are in pieces, which are only brought together for the script"
+        if one.arguments.has_cache:
+            return "it is given a cache"
+        if hooked := undisturbed.own_hook(self._model):
+            return f"the script has set a hook on {hooked}, which may count passes"
+        return ""
+
+    def _find_table(self, one: _Pass) -> str:
+        """Find the argument with the token ids; return why the model is passed nothing again."""
+
+        def look(probe: Probe) -> None:
+            self._table = probe.table()
+
+        problem = self._why_not(one) or self._pass_again(one, look)
+        if problem:
+            place = one.arguments.guessed()
+            self._table = None if place is None else Table(place, None)
+        return problem or ("" if self._table else "it is given no token ids")
+
+    def _pass_again(self, one: _Pass, look: Callable[[Probe], None]) -> str:
+        """Call `look` with a probe of the model; return the error that the model raises."""
+        self._is_probing = True
+        try:
+            with undisturbed.undisturbed(self._model, self._generators) as start:
+                look(
+                    Probe(
+                        model=self._model,
+                        arguments=one.arguments,
+                        start=start,
+                        autocast=one.autocast,
+                        autocast_dtype=one.autocast_dtype,
+                        ranks=self._subject.world_size,
+                        parity=self._parity(),
+                        special=_special(self._model),
+                    )
+                )
+        except Exception as error:  # noqa: BLE001  (the script's code, in a pass that it never makes)
+            return f"it can't be passed tokens again ({type(error).__name__}: {error})"
+        finally:
+            self._is_probing = False
+        return ""
+
+    def _parity(self) -> int:
+        layout = self._subject.layout
+        return self._rank % 2 if layout is None else layout.parity(self._rank)
+
+    def _rows(self, one: _Pass) -> Rows | None:
+        if self._table is None:
+            return None
+        return token_rows.of(one.arguments, self._table.place, self._table.padding_id)
+
+
+def of(
+    subject: Subject,
+    generators: Generators,
+    write: Callable[[Sequence[trace.Event]], object],
+    were_recomputed: Callable[[], bool],
+) -> Language:
+    """Return what looks at the micro-batches of a rank, if a contract asks for that."""
+    if TOKENS not in os.environ:
+        return Language()
+    looking = Looking(subject, generators, write, were_recomputed)
+    looking.listen()
+    return looking
+
+
+def _interest(rows: Rows) -> tuple[bool, bool]:
+    """Return how much a micro-batch shows: documents first, then padding."""
+    return rows.documents is not None, rows.is_masked
+
+
+# --- what the model's configuration says ----------------------------------------------------------
+
+
+def _settings(model: nn.Module) -> dict[str, Any]:
+    return dict(getattr(getattr(model, "config", None), "__dict__", {}))
+
+
+def _special(model: nn.Module) -> set[int]:
+    """Return the tokens with a meaning of their own: of an image, of the end of a text."""
+    named = [v for n, v in _settings(model).items() if n.endswith(("_token_id", "_token_index"))]
+    flat = [one for value in named for one in (value if isinstance(value, list) else [value])]
+    return {one for one in flat if type(one) is int}
+
+
+def _beginnings(model: nn.Module, rows: Rows) -> tuple[int | None, int | None]:
+    """Return how many documents begin with the token of a begin, and with two of it."""
+    settings = _settings(model)
+    begin, ends = settings.get(_BEGIN), [settings.get(name) for name in _END]
+    ends = [one for value in ends for one in (value if isinstance(value, list) else [value])]
+    if type(begin) is not int or begin in ends:
+        return None, None
+    once = rows.begins() & (rows.ids == begin)
+    inside = ~rows.begins() & ~rows.padding & (rows.ids == begin)
+    twice = once[:, :-1] & inside[:, 1:]
+    return int(once.sum()), int(twice.sum())
+
+
+def _tied(model: nn.Module) -> bool | None:
+    """Return whether the tables of the first and last layer agree, if the model ties them."""
+    if _settings(model).get("tie_word_embeddings") is not True:
+        return None
+    layers = [
+        getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")
+    ]
+    tables = [getattr(layer, "weight", None) for layer in layers]
+    held = [dtensors.local(table) for table in tables if isinstance(table, Tensor)]
+    if len(held) < 2 or held[0].shape != held[1].shape:
+        return None
+    return bool(torch.equal(held[0].detach(), held[1].detach()))

@@ -1,0 +1,214 @@
+"""The micro-batches of a rank's current step, from the forward pass to the record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from entrenar_py.check.observing import contents
+from entrenar_py.check.observing.batches import Block
+from entrenar_py.check.observing.contents import Contents
+from entrenar_py.check.observing.loss_terms import Begun
+from entrenar_py.check.observing.random_numbers import RandomNumbers
+from entrenar_py.check.observing.samples import Samples
+from entrenar_py.check.rank_files import whole_tensors
+from entrenar_py.shared import trace
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """The mean loss of a micro-batch as the script reports it.
+
+    `slopes` has for each backward pass the derivative of its starting value by this loss.
+    """
+
+    mean: float
+    weight: float
+    slopes: list[Tensor] = field(default_factory=list)
+
+    def slope(self) -> float | None:
+        """Return the derivative, or None if the loss was in no backward pass or in several."""
+        return float(self.slopes[0]) if len(self.slopes) == 1 else None
+
+
+class MicroBatches:
+    """The micro-batches of one step; `done` are those whose backward pass is over.
+
+    A micro-batch is one backward pass and the forward passes that led to it. Its `gradient` is what
+    that backward pass added, with any nested in it. Its `draws` is a digest of the states, before
+    its first forward pass, of the generators that drew numbers in it (dropout). The script may
+    report its loss before or after the backward pass. It is numbered within its rank.
+    """
+
+    def __init__(self, rank: int, samples: Samples, random: RandomNumbers) -> None:
+        self.done: list[trace.Shard] = []
+        self.samples = samples
+        self._rank, self._random = rank, random
+        self._losses: list[_Loss] = []
+        # What the current backward pass was called on. Its value counts as the loss until the
+        # script reports one.
+        self._begun = Begun()
+        self._tells_losses = False
+        self.has_backward_losses = False  # whether any was written
+        # Whether the last forward pass that may be trained was one in evaluation mode.
+        self._is_evaluating = False
+        self._has_evaluated = False  # since the last micro-batch
+        self._num_written = 0
+        self._draws: str | None = None
+        self._is_in_forward = False
+        self._given: list[Contents] = []  # of each forward pass
+
+    @property
+    def index(self) -> int:
+        """The index of this rank's current micro-batch in the step, from 0."""
+        return self._num_written + len(self.done)
+
+    def tell_loss(self, value: float | Tensor, weight: float) -> None:
+        """Note the mean loss of a micro-batch, over `weight` samples or tokens."""
+        mean = value.detach() if isinstance(value, Tensor) else value
+        told = _Loss(float(mean), float(weight))
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            value.register_hook(told.slopes.append)  # type: ignore[no-untyped-call]
+        self._losses.append(told)
+        self._tells_losses = True
+
+    def backward_begins(self, begun: Begun) -> None:
+        """Note what `backward` is called on."""
+        self._begun = begun
+
+    def backward_ended(self) -> None:
+        """Note that the backward pass is over."""
+        self._begun = Begun()
+
+    def before_forward(self, given: Any, blocks: list[Block]) -> None:
+        """Note the samples of a forward pass, and what the model is `given` of them.
+
+        `blocks` are the memory of its inputs.
+        """
+        self._is_evaluating = False
+        self.samples.forward(blocks)
+        self._given.append(contents.of(given))
+        if self._random.mark("batch")[1]:
+            self.samples.drew()
+        self._is_in_forward = True
+
+    def aside(self, blocks: list[Block], *, trains: bool) -> None:
+        """Note a forward pass that is no training, or one in evaluation mode that may be."""
+        self.samples.aside(blocks, trains=trains)
+        self._is_evaluating |= trains
+
+    def evaluated(self) -> None:
+        """Note a pass in evaluation mode that trains nothing."""
+        self._has_evaluated = True
+
+    def after_forward(self, given: Any, *, is_training: bool) -> None:
+        """Note what a forward pass was `given`, and if it trains whether it drew random numbers."""
+        grown = torch.is_grad_enabled()
+        self.samples.given(given, trains=is_training and grown, may_train=grown)
+        if not self._is_in_forward:
+            return
+        self._is_in_forward = False
+        before, drawn = self._random.mark("forward")
+        if drawn and self._draws is None:
+            states = " ".join(f"{name} {before[name]}" for name in drawn)
+            self._draws = blake3(states.encode()).hexdigest(16)
+
+    def after_backward(self, step: int, gradient: trace.Tensors, *, finite: bool) -> None:
+        """Note that the backward pass of a micro-batch of `step` is over."""
+        self.samples.settle()
+        drawn, loss = self.samples.take(), self._begun.value
+        weight = float(len(drawn.ids) or drawn.num_made)
+        self.done.append(
+            trace.Shard(
+                step=step,
+                epoch=drawn.epoch,
+                rank=self._rank,
+                shard=self.index,
+                ids=drawn.ids,
+                loss_sum=None if loss is None else loss * max(weight, 1.0),
+                weight=weight,
+                finite=finite and (loss is None or loss - loss == 0),
+                draws=self._draws,
+                contents=contents.of_samples(self._given, len(drawn.ids)),
+                gradient=gradient,
+                unknown=drawn.unknown,
+                made=drawn.num_made > 0,
+                evaluating=self._is_evaluating,
+                evaluated=self._has_evaluated,
+                terms=self._begun.terms,
+            )
+        )
+        self._draws, self._given, self._has_evaluated = None, [], False
+
+    def within_backward(self, gradient: trace.Tensors, *, finite: bool) -> None:
+        """Add the gradient of a nested pass to the last micro-batch done."""
+        if self.done:
+            last = self.done[-1]
+            total = whole_tensors.total([last.gradient, gradient])
+            self.done[-1] = replace(last, finite=last.finite and finite, gradient=total)
+
+    def forget_repeated(self) -> bool:
+        """Forget the micro-batches that are done, if the coming pass repeats them at other weights.
+
+        It does if no new samples were drawn: its samples are then the same ones. Return whether
+        they were forgotten.
+        """
+        ids = tuple(id_ for shard in self.done for id_ in shard.ids)
+        if ids and not self.samples.are_new:
+            self.done.clear()
+            self.samples.repeat(ids)
+            return True
+        return False
+
+    def forget_gradients(self) -> None:
+        """Forget the gradients of the micro-batches that are done. Their samples count."""
+        self.done = [replace(shard, gradient={}) for shard in self.done]
+
+    def excuse(self) -> None:
+        """Mark done micro-batches finite and drop their gradients: the loss scale was too large."""
+        self.done = [replace(shard, finite=True, gradient={}) for shard in self.done]
+
+    def clear(self) -> None:
+        """Forget the micro-batches that are done, and the losses."""
+        self.done.clear()
+        self._losses.clear()
+
+    def take_losses_ahead(self) -> list[_Loss]:
+        """Return and forget the losses of micro-batches that are not done."""
+        ahead = self._losses[len(self.done) :]
+        del self._losses[len(self.done) :]
+        return ahead
+
+    def give_losses(self, losses: Iterable[_Loss]) -> None:
+        """Put back losses that `take_losses_ahead` has returned."""
+        self._losses.extend(losses)
+
+    def written(self) -> list[trace.Shard]:
+        """Return and forget the records of the micro-batches that are done, with their losses."""
+        shards = list(self.done)
+        if self._tells_losses:
+            shards = [replace(shard, loss_sum=None) for shard in shards]
+        else:
+            self.has_backward_losses |= any(shard.loss_sum is not None for shard in shards)
+        for index, (shard, told) in enumerate(zip(self.done, self._losses, strict=False)):
+            finite = shard.finite and told.mean - told.mean == 0
+            shards[index] = replace(
+                shards[index],
+                loss_sum=told.mean * told.weight,
+                weight=told.weight,
+                finite=finite,
+                slope=told.slope(),
+            )
+        self._num_written += len(shards)
+        self.clear()
+        return shards
+
+    def end_step(self) -> None:
+        """Number the next micro-batches from 0 again."""
+        self._num_written = 0
+        self.samples.end_step()

@@ -1,0 +1,197 @@
+"""Which samples loaders fetch, so that runs on several workers can be compared with one on one.
+
+A common order: loaders fetch batches in the order of the data set, and each rank has its part of
+each. Some samplers have another order for each number of workers.
+
+Mirrored ranks: the loaders of all ranks fetch the same samples, as if each had the same share. A
+loss that couples samples, such as one with negatives from the batch, is another one on another
+batch. If all ranks have one share, the training must be that of one worker on this share, or on as
+many copies of it as there are ranks. One worker's loaders then fetch as many samples as a rank's
+do, or that, repeated.
+
+Only which samples are fetched is changed, and how many: they come in the order of the data set. A
+script that doesn't use torch's loaders, or whose data set is a stream, is left as it is.
+
+Merged batches: one worker fetches as many batches at once as there are workers, whose script has a
+size of a worker's batch, not of the global one. Its loaders have the length that a worker's have:
+schedules and the last accumulation of an epoch follow from that.
+
+Short epochs: a pass ends after some batches, and what the sampler would have drawn for the others
+is told with the last one. Whether an epoch has every sample is known at its end only, and how the
+next one begins. Loaders say how many batches that is: some scripts count epochs by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial, wraps
+from itertools import islice
+from typing import Any
+
+from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter, _DatasetKind
+
+from entrenar_py.check.observing import planned_faults, process_rank
+from entrenar_py.check.observing.sources import positions_of
+from entrenar_py.shared.faults import (
+    MERGED,
+    MIRRORED,
+    OF_LOADERS,
+    ORDERED,
+    REPEATED,
+    SHORTENED,
+    Fault,
+)
+
+_num_batches = DataLoader.__len__  # as torch counts them
+_CHANGED: set[Fault] = set()  # by which loaders of this process were changed
+
+
+class LastBatch(list[Any]):
+    """The positions of a pass's last batch; `rest` are those of the batches that are left out."""
+
+    rest: tuple[int, ...] = ()
+
+
+def begin_if_planned() -> None:
+    """Have this process's loaders fetch other samples, if the harness has planned that for it."""
+    begin(fault for fault in planned_faults.planned() if fault.kind in OF_LOADERS)
+
+
+def begin(planned: Iterable[Fault]) -> None:
+    """Have this process's loaders fetch other samples, if one of the `planned` faults is so.
+
+    A share is one of merged batches: the batch of a worker may have an odd number of samples.
+    """
+    rank, world_size = process_rank.place()
+    for fault in sorted(planned, key=lambda fault: fault.kind != MERGED):
+        if fault in _CHANGED:
+            continue
+        _CHANGED.add(fault)
+        if fault.kind in _BY_COUNT:
+            drawn, length = _BY_COUNT[fault.kind]
+            _change(partial(drawn, count=int(fault.value or 1)))
+            _change_length(partial(length, count=int(fault.value or 1)))
+        if fault.kind not in (ORDERED, MIRRORED, REPEATED):
+            continue
+        workers = int(fault.value or 1)
+        share = (
+            Share(rank=rank, of=world_size)
+            if fault.kind == ORDERED
+            else Share(
+                parts=workers if world_size == 1 else 1,
+                copies=workers if fault.kind == REPEATED else 1,
+            )
+        )
+        _change(partial(shares, share=share))
+
+
+def _change(drawn: Callable[[Iterator[Any], Any], Iterator[Any]]) -> None:
+    """Have all loaders fetch what `drawn` makes of what their samplers draw."""
+    iterator: Any = _BaseDataLoaderIter
+    for name in ("__init__", "_reset"):  # each of them asks the sampler for an order
+        setattr(iterator, name, _drawing(getattr(iterator, name), drawn))
+
+
+def _change_length(length: Callable[[Any, int], int]) -> None:
+    """Have all loaders of numbered samples say how many batches they yield.
+
+    That is `length` of a loader, and of as many as it would yield.
+    """
+
+    def num_batches(self: Any) -> int:
+        if self._dataset_kind == _DatasetKind.Iterable:
+            return _num_batches(self)
+        return length(self, _num_batches(self))
+
+    DataLoader.__len__ = num_batches  # type: ignore[method-assign]
+
+
+def merged_length(loader: Any, length: int, count: int) -> int:
+    """Return how many batches a loader of `length` batches has, if `count` of them are one."""
+    return length // count if _drops_last(loader) else -(-length // count)
+
+
+def _drops_last(loader: Any) -> bool:
+    """Return whether a loader leaves out a last batch that is not full."""
+    return bool(getattr(loader.batch_sampler, "drop_last", loader.drop_last))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What a loader fetches in place of a batch that it has drawn.
+
+    It is one of as many `parts`, `copies` times, of the batch of `rank`, where `of` ranks have the
+    batches that follow each other in the data set.
+    """
+
+    parts: int = 1
+    copies: int = 1
+    rank: int = 0
+    of: int = 1
+
+
+def _drawing(
+    inner: Callable[..., Any], drawn: Callable[[Iterator[Any], Any], Iterator[Any]]
+) -> Callable[..., Any]:
+    @wraps(inner)
+    def begin_pass(self: Any, loader: Any, *args: Any, **named: Any) -> Any:
+        result = inner(self, loader, *args, **named)
+        try:
+            len(loader.dataset), len(loader)
+        except TypeError:  # a stream
+            return result
+        self._sampler_iter = drawn(self._sampler_iter, loader)
+        return result
+
+    return begin_pass
+
+
+def shares(drawn: Iterator[Any], loader: Any, share: Share) -> Iterator[Any]:
+    """Yield the positions of a share's samples for each batch that a sampler has drawn."""
+    begin, num_samples = 0, len(loader.dataset)
+    for index in drawn:
+        positions = positions_of(index)
+        size = len(positions) // share.parts if positions and isinstance(index, list) else 0
+        if not size:
+            yield index
+            continue
+        first = begin + share.rank * size
+        yield [at % num_samples for at in range(first, first + size)] * share.copies
+        begin += share.of * size
+
+
+def merged(drawn: Iterator[Any], loader: Any, count: int) -> Iterator[Any]:
+    """Yield the positions of `count` batches at a time, as one batch.
+
+    A loader that leaves out a batch that is not full leaves out fewer batches, too: one of the
+    workers would have none.
+    """
+    while batches := [*islice(drawn, count)]:
+        if len(batches) < count and _drops_last(loader):
+            return
+        if all(isinstance(index, list) for index in batches):
+            yield [at for index in batches for at in index]
+        else:
+            yield from batches
+
+
+def shortened(drawn: Iterator[Any], loader: Any, count: int) -> Iterator[Any]:
+    """Yield the first `count` batches, and draw those that are left with the last of them."""
+    for number, index in enumerate(drawn, start=1):
+        positions = positions_of(index)
+        if number < count or not positions or not isinstance(index, list):
+            yield index
+            continue
+        last = LastBatch(index)
+        left = map(positions_of, islice(drawn, _num_batches(loader)))
+        last.rest = tuple(at for batch in left for at in batch or ())
+        yield last
+        return
+
+
+# Fault -> what loaders fetch, and how many batches that is.
+_BY_COUNT: Mapping[str, tuple[Callable[..., Iterator[Any]], Callable[..., int]]] = {
+    MERGED: (merged, merged_length),
+    SHORTENED: (shortened, lambda _, length, count: min(length, count)),
+}

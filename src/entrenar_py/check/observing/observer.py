@@ -1,0 +1,546 @@
+"""Record a training script by torch's own hooks, and plant faults in it."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from entrenar_py.check.observing import (
+    Observation,
+    arguments,
+    batches,
+    checkpoints,
+    common_numbers,
+    declarations,
+    dtensors,
+    first_look,
+    language,
+    process_rank,
+    reduced_gradients,
+    replayed_batches,
+    sources,
+    step_in_work,
+    surroundings,
+    tensors,
+    zero_partitions,
+)
+from entrenar_py.check.observing.auto import seeding
+from entrenar_py.check.observing.backward_hooks import BackwardHooks
+from entrenar_py.check.observing.carried import Carried
+from entrenar_py.check.observing.clips import Clips
+from entrenar_py.check.observing.generators import Generators
+from entrenar_py.check.observing.loader_draws import LoaderDraws
+from entrenar_py.check.observing.micro_batches import MicroBatches
+from entrenar_py.check.observing.module_hooks import Entrances
+from entrenar_py.check.observing.outer_synchronisation import OuterSynchronisations
+from entrenar_py.check.observing.planned_faults import PlannedFaults
+from entrenar_py.check.observing.planned_rates import PlannedRates
+from entrenar_py.check.observing.planned_stop import PlannedStop
+from entrenar_py.check.observing.random_numbers import RandomNumbers
+from entrenar_py.check.observing.recording import Recording
+from entrenar_py.check.observing.reduced_gradients import ReducedGradients
+from entrenar_py.check.observing.samples import Samples
+from entrenar_py.check.observing.script_facts import ScriptFacts
+from entrenar_py.check.observing.step_in_work import StepInWork
+from entrenar_py.check.observing.subject import Subject
+from entrenar_py.check.observing.uncollected import uncollected
+from entrenar_py.shared import hook_calls, trace
+
+
+class Observer(Observation):
+    """Records one rank: the steps of its optimizers, and its backward passes as micro-batches.
+
+    The initial state is recorded in the first forward pass, since a wrapper may change it until
+    then. With several optimizers a step is over when each has stepped, or when one steps again.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+        *,
+        sampler: Any = None,
+        dataset: Any = None,
+        scheduler: Any = None,
+        step: int = 0,
+        layout: Any = None,
+        tied: Iterable[Iterable[str]] = (),
+        seen: Samples | None = None,
+        facts: Mapping[str, Any] | None = None,
+        **declared: Any,
+    ) -> None:
+        """Observe with the arguments of `observe`, or for a script without a line.
+
+        Then `seen` finds the samples, and `facts` are added to the header of the record.
+        """
+        rank, world_size = process_rank.place()
+        layout = surroundings.mesh(world_size) if layout is None else layout
+        arranged = dtensors.declared(layout, tied, world_size)
+        stepped = arguments.optimizers(model, optimizer)
+        self._subject = Subject(model, stepped, declared=arranged, rank=rank, world_size=world_size)
+        names = [*first_look.names_of(self._subject.model)]
+        buffers = self._subject.buffers
+        said = declarations.of(names, buffers.names(), arranged, **declared)
+        buffers.synchronised = said.synchronised_of
+        self._first_look = first_look.FirstLook(self._subject, said)
+        number = arguments.steps("step", step, least=0)
+        self._step = StepInWork(self._subject, number, said.averages)
+        self._started = False
+        self._facts = ScriptFacts(
+            seen,
+            sampler=sampler,
+            dataset=dataset,
+            scheduler=scheduler,
+            resumed=number > 0,
+            rank=rank,
+        )
+        self._gradients = ReducedGradients()
+        self._clips = None if said.clip_norm else Clips()
+        self._synchronisations = OuterSynchronisations()
+        self._recording = Recording(
+            self._subject,
+            {
+                "rank": rank,
+                "world_size": world_size,
+                "versions": {
+                    "torch": str(torch.__version__),
+                    **_accelerator(self._subject.model),
+                    **hook_calls.notes(),
+                },
+                **({"unseeded": True} if seeding.is_unseeded() else {}),
+                **(facts or {}),
+                **said.facts(),
+                **self._facts.header,
+            },
+        )
+        trained, drawing = sources.data_set(sampler), sources.generators(sampler)
+        held = {"dataset": trained, **getattr(trained, "__dict__", {})}
+        generators = Generators(self._subject.model, objects=held, left_out=drawing)
+        self._numbers = common_numbers.begin_if_planned()  # before draws, and fetches, are heard
+        self._random = RandomNumbers(generators, rank, self._place, self._recording.write)
+        self._carried = Carried()
+        self._micro_batches = MicroBatches(rank, self._facts.samples, self._random)
+        self._loaders = LoaderDraws(self._random, trained=trained)
+        self._language = language.of(
+            self._subject, generators, self._recording.write, self._random.were_recomputed
+        )
+        self._late: trace.Update | None = None
+        atexit.register(self._write_late)
+        if self._numbers is not None:
+            self._numbers.reseeded = lambda: self._random.mark(None)
+        self._batches = replayed_batches.begin(rank)
+        self._faults = PlannedFaults(self._subject, self._place, self._recording.write)
+        self._rates = PlannedRates(self._subject)
+        self._stop = PlannedStop(rank, world_size, begins=self._step.number)
+        self._hook()
+        self._facts.listen(self._recording, self._micro_batches, self.skipped, self.clipped)
+        # After how many passes of a step the script clears gradients that are finite.
+        self._cleared: set[int] = set()
+
+    # --- called by the script ---------------------------------------------------------------------
+
+    @hook_calls.outside
+    def samples(
+        self, ids: Iterable[int], *, epoch: int | None = None, replacement: bool = False
+    ) -> None:
+        self._micro_batches.samples.tell(ids, epoch, replacement=replacement)
+
+    @hook_calls.outside
+    def loss(self, value: float | Tensor, weight: float) -> None:
+        self._micro_batches.tell_loss(value, weight)
+
+    @hook_calls.outside
+    def skipped(self) -> None:
+        if self._clips is not None:
+            self._clips.forget()
+        if self._micro_batches.done:
+            self._skip_step()
+
+    @hook_calls.outside
+    def reduced(self) -> None:
+        self._step.reduced()
+
+    @hook_calls.outside
+    def halted(
+        self,
+        reason: str,
+        *,
+        step: int | None = None,
+        rank: int | None = None,
+        micro_batch: int | None = None,
+        tensor: str | None = None,
+        ids: Iterable[int] = (),
+    ) -> None:
+        self._write_shards()
+        halt = trace.Halt(
+            step=self._step.number if step is None else step,
+            reason=reason,
+            rank=rank,
+            shard=micro_batch,
+            tensor=tensor,
+            ids=tuple(map(int, ids)),
+        )
+        self._recording.write([halt])
+
+    @hook_calls.outside
+    def synchronised(
+        self,
+        optimizer: torch.optim.Optimizer | None = None,
+        weights: Mapping[str, Tensor] | None = None,
+        *,
+        inner_steps: int | None = None,
+    ) -> None:
+        outer = arguments.outer(optimizer, weights, inner_steps)
+        self._write_late()
+        self._step.forget_weights()
+        event = self._synchronisations.event(self._subject, outer, self._step.number - 1)
+        if event is not None:
+            self._recording.synchronised(outer.rule())
+            self._recording.write([event])
+
+    def close(self) -> None:
+        super().close()
+        if self._micro_batches.done and self._gradients.has_overflowed():
+            self._skip_step()
+        self._end_step()
+        self._write_late()
+        atexit.unregister(self._write_late)
+        self._language.remove()
+        self._recording.close()
+        self._remove_hooks()
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps that are recorded, with those that were made before."""
+        return self._step.number
+
+    @property
+    def has_late_weights(self) -> bool:
+        """True if weights of the last step were still to be written back when it was recorded."""
+        return self._late is not None
+
+    def note_limit(self) -> None:
+        """Note that the harness ends the run here, and not the script."""
+        self._recording.note_limit()
+
+    def clipped(self, parameters: Any, max_norm: float, norm_type: float) -> None:
+        """Note that the gradients of `parameters` are about to be clipped by their norm."""
+        held = [parameters] if isinstance(parameters, Tensor) else [*parameters]
+        own = {id(parameter) for parameter in self._subject.trained.values()}
+        if own.isdisjoint(map(id, held)):
+            return
+        if self._clips is not None:
+            self._clips.note(held, max_norm, norm_type)
+        self._step.before_clipping()
+
+    def _remove_hooks(self) -> None:
+        self._entrances.remove()
+        for hooks in (self._facts, self._loaders, self._backward, self._random, self._language):
+            hooks.remove()
+        for step_hooks in self._step_hooks:
+            step_hooks.remove()
+        self._inner_steps.remove()
+        if self._zero is not None:
+            self._zero.remove()
+
+    # --- called by torch's hooks ------------------------------------------------------------------
+
+    def _hook(self) -> None:
+        self._entrances = Entrances(self._subject.model, self._before_forward, self._after_forward)
+        self._step_hooks: list[step_in_work.StepHooks] = []
+        self._zero: zero_partitions.Steps | None = None
+        for index, optimizer in enumerate(self._subject.optimizers):
+            self._step_hooks.append(self._hook_steps(index))
+            if self._subject.steps_partitions(optimizer):
+                self._zero = zero_partitions.Steps(
+                    self._subject.zero,
+                    begins=partial(self._before_partitions, index),
+                    ends=partial(self._after_partitions, index),
+                )
+        self._inner_steps = step_in_work.InnerSteps(self._subject.optimizers, self._take_inner)
+        self._backward = BackwardHooks(
+            self._subject,
+            self._faults,
+            begun=self._before_backward,
+            recorded=self._record_gradients,
+            ended=self._after_backward,
+            added=self._within_backward,
+            summed=self._look_at_sum,
+        )
+
+    def _hook_steps(self, index: int) -> step_in_work.StepHooks:
+        begins, ends = partial(self._step_begins, index), partial(self._after_step, index)
+        return step_in_work.StepHooks(self._subject.optimizers[index], begins, ends)
+
+    def _take_inner(self, index: int, inner: torch.optim.Optimizer) -> None:
+        """Observe `inner` in place of optimizer `index`, which has it step for itself."""
+        self._step_hooks[index].remove()
+        self._subject.step_by(index, inner)
+        self._step_hooks[index] = self._hook_steps(index)
+
+    def _place(self, reached: Collection[str] = ()) -> tuple[int, int]:
+        """Return the current step, and this rank's current micro-batch.
+
+        If a pass has `reached` tensors whose optimizers have stepped, the next step has begun.
+        """
+        if self._step.is_over(reached):
+            return self._step.number + 1, 0
+        return self._step.number, self._micro_batches.index
+
+    def _before_forward(self, model: torch.nn.Module, called: Any, inputs: Any) -> None:
+        self._subject.buffers.before_forward()
+        if self._batches is not None and model.training and torch.is_grad_enabled():
+            self._batches.passes(inputs)
+        blocks = batches.blocks_of(inputs)
+        if not (model.training and torch.is_grad_enabled()):
+            self._micro_batches.aside(blocks, trains=torch.is_grad_enabled())
+            if not torch.is_grad_enabled():
+                self._language.aside(model)
+                if not model.training:
+                    self._micro_batches.evaluated()
+            return
+        if self._entrances.are_new():
+            self._backward.set()  # a planned fault may be one of outputs
+        if self._entrances.is_first(model, called):
+            self._start()  # else wrapped since: parameters are back by the step at the latest
+            self._faults.perhaps_nudge()
+        self._faults.note_lasting()
+        for hooks in self._step_hooks:
+            hooks.come_last()
+        self._write_late()
+        self._stop.perhaps_end(*self._place())
+        self._gradients.expect(called)
+        self._recording.compressed(reduced_gradients.compression(called), self._step.number)
+        self._micro_batches.before_forward(inputs, blocks)
+        self._language.forward(model, inputs, self._micro_batches.index)
+
+    def _after_forward(self, model: torch.nn.Module, inputs: Any, output: Any) -> None:
+        if (local := self._subject.buffers.after_forward()) is not None:
+            self._recording.leave_out(local)
+        fresh = self._carried.fresh(inputs)
+        self._micro_batches.after_forward(fresh, is_training=model.training)
+        if model.training:
+            self._carried.note(inputs, output)
+            self._backward.expect(output)
+        if self._batches is not None and model.training and torch.is_grad_enabled():
+            self._batches.passed(inputs)
+
+    def _before_backward(self) -> None:
+        """Handle gradients dropped without a step: forget them, or record a skipped step."""
+        self._write_late()
+        self._stop.perhaps_end(*self._place())
+        micro_batches = self._micro_batches
+        self._random.begin_backward()
+        self._entrances.settle()
+        micro_batches.samples.settle()
+        self._step.before_backward()
+        if micro_batches.done:
+            self._step.look_uphill(self._gradients.left)
+        if not micro_batches.done or self._subject.has_gradients():
+            return
+        if self._gradients.was_reduced and micro_batches.forget_repeated():
+            self._step.sources.forget_passes()
+        elif self._step.has_moved():
+            micro_batches.forget_gradients()  # of other weights: sharpness-aware, other samples
+        elif not self._gradients.has_overflowed():
+            self._cleared.add(micro_batches.index)
+        elif micro_batches.index not in self._cleared:  # else of a probe, which trains nothing
+            self._skip_step()
+
+    def _after_backward(self, names: Collection[str], given: trace.Tensors, finite: bool) -> None:
+        self._start()
+        self._random.end_backward()
+        if self._step.is_over(names):
+            ahead = self._micro_batches.take_losses_ahead()
+            self._end_step()
+            self._micro_batches.give_losses(ahead)
+        elif self._step.has_stepped_any(names):
+            self._faults.note_probe()
+        number = self._micro_batches.index
+        self._step.sources.after_backward(self._step.number, number, names)
+        self._micro_batches.after_backward(self._step.number, given, finite=finite)
+        self._seed_numbers()
+        if not self._recording.life:  # else this rank has died before
+            self._faults.perhaps_die()
+
+    def _within_backward(self, names: Collection[str], given: trace.Tensors, finite: bool) -> None:
+        number = max(0, self._micro_batches.index - 1)
+        self._step.sources.after_backward(self._step.number, number, names)
+        self._micro_batches.within_backward(given, finite=finite)
+
+    @uncollected
+    def _record_gradients(
+        self, gradients: Mapping[str, Tensor]
+    ) -> tuple[trace.Tensors, bool] | None:
+        """Return the records of what a pass gave, and whether all of it is finite."""
+        finite = tensors.is_finite(gradients.values())
+        return self._subject.record(gradients, exact=False), finite
+
+    def _look_at_sum(self) -> None:
+        self._gradients.look(self._subject.gradients())
+
+    def _skip_step(self) -> None:
+        """End a step that moves nothing.
+
+        Its gradients were not finite and were dropped without a call of an optimizer, as a
+        `GradScaler` does if its scale was too large.
+        """
+        ahead = self._micro_batches.take_losses_ahead()  # of a pass that is about to begin
+        self._excuse()
+        self._step.stepped.add(0)
+        self._end_step()
+        self._micro_batches.give_losses(ahead)
+
+    def _excuse(self) -> None:
+        """Forget the gradients: they are not finite because the loss scale was too large."""
+        self._micro_batches.excuse()
+        self._step.excuse()
+
+    def _step_begins(self, index: int, _: Any, *called: Any) -> step_in_work.Arguments | None:
+        optimizer = self._subject.optimizers[index]
+        if self._subject.steps_partitions(optimizer):
+            if self._trains():
+                self._step.apply_changed(optimizer, self._subject.in_step_of(optimizer))
+            return None
+        return step_in_work.look_before_step(
+            partial(self._before_step, index), self._micro_batches.clear, *called
+        )
+
+    def _trains(self) -> bool:
+        """Return whether a pass has begun by now, or a gradient isn't zero.
+
+        Before that, torch.distributed.checkpoint makes optimizer state by a step.
+        """
+        return self._started or self._subject.has_gradients()
+
+    @uncollected
+    def _before_step(self, index: int) -> None:
+        if not self._trains():
+            return
+        self._start()
+        self._random.mark("gradient")
+        if index in self._step.stepped:
+            self._complete_step()
+        optimizer, due = self._subject.optimizers[index], list[str]()
+        if step_in_work.has_overflowed(optimizer):
+            self._excuse()
+        else:
+            due = self._subject.stepped_by(index, alone=not self._step.stepped)
+        self._write_shards()
+        nested = hook_calls.is_nested(optimizer)
+        (self._step.apply_changed if nested else self._step.apply)(optimizer, due)
+        self._rates.begin_step(self._step.number)
+
+    @uncollected
+    def _after_step(self, index: int, *_: Any) -> None:
+        if not self._trains():
+            return
+        optimizer = self._subject.optimizers[index]
+        if self._subject.steps_partitions(optimizer):
+            return
+        self._random.mark("step")
+        if not hook_calls.is_nested(optimizer):
+            self._end_step_of(index)
+
+    def _before_partitions(self, index: int) -> None:
+        """Begin a step in which DeepSpeed's optimizer has partitions stepped, one by one."""
+        self._before_step(index)
+
+    def _after_partitions(self, index: int, skipped: bool) -> None:
+        """End a step in which DeepSpeed's optimizer has had all partitions stepped, or none."""
+        if not self._trains():
+            return
+        self._random.mark("step")
+        if skipped:
+            self._skip_step()
+        else:
+            self._end_step_of(index)
+
+    def _end_step_of(self, index: int) -> None:
+        self._step.applied()
+        self._step.stepped.add(index)
+        if len(self._step.stepped) == len(self._subject.optimizers):
+            self._complete_step()
+            self._rates.end_step()
+            self._language.stepped(self._step.number - 1)
+
+    def _complete_step(self) -> None:
+        """Record the state after a step that optimizers have made, and how it clipped."""
+        if self._clips is not None:
+            self._clips.end_step(self._subject.trained.values())
+        self._end_step()
+
+    def _end_step(self) -> None:
+        """Record the state after the step, if an optimizer has stepped."""
+        if not self._step.stepped:
+            return
+        self._write_shards()
+        self._recording.look_at_optimizers(self._step.number)
+        place, metric = self._facts.schedule_place(), self._facts.best_metric()
+        update = replace(self._step.end(), schedule=place, metric=metric)
+        if self._subject.is_written_back:
+            self._late = update
+        else:
+            self._recording.write([update])
+        self._synchronisations.stepped()
+        self._micro_batches.end_step()
+        self._gradients.forget()
+        self._note_facts()
+        self._seed_numbers()
+
+    def _seed_numbers(self) -> None:
+        """Begin a micro-batch with random numbers that follow from the step, if that is planned."""
+        if self._numbers is not None:
+            self._numbers.seed(self._step.number)
+
+    def _write_late(self) -> None:
+        """Record the last step if its weights were still to be written back."""
+        if self._late is not None:
+            update, self._late = self._late, None
+            self._recording.write([self._step.written_back(update)])
+
+    # --- what is recorded -------------------------------------------------------------------------
+
+    def _write_shards(self) -> None:
+        self._write_late()
+        self._recording.sampling(self._micro_batches.samples.news())
+        self._recording.write([*self._facts.first_step(), *self._micro_batches.written()])
+
+    def _note_facts(self) -> None:
+        """Write what has become known of the script."""
+        seen = {} if self._clips is None else {"clips": self._clips.limit}
+        self._facts.write(self._recording, self._micro_batches, **seen)
+
+    def _start(self) -> None:
+        """Record the initial state of this rank, once; look up parameters that were replaced."""
+        self._write_late()
+        if self._subject.look_up():
+            self._backward.set()
+        if self._started:
+            if checkpoints.was_read() and self._step.edited_weights(self._subject.trained):
+                self._start_again()
+            return
+        self._started = True
+        process_rank.keep_groups()
+        self._facts.begin(self._subject, lambda: self._step.number)
+        start = self._step.start(self._facts.progress())
+        self._recording.write([start, *self._first_look.events(start.step)])
+
+    def _start_again(self) -> None:
+        """Record the state that a checkpoint has given after a pass that trained nothing."""
+        self._recording.write([self._step.start(self._facts.progress())])
+        if not self._subject.has_gradients():
+            self._micro_batches.clear()
+            self._step.sources.forget_passes()
+
+
+def _accelerator(model: torch.nn.Module) -> dict[str, str]:
+    """Return the name of the GPU that parameters of `model` lie on, if one does."""
+    place = next((p.device for p in model.parameters() if p.is_cuda), None)
+    return {} if place is None else {"accelerator": torch.cuda.get_device_name(place)}

@@ -1,0 +1,222 @@
+"""The faults that are planned for this rank: values planted in tensors, or the process killed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import zlib
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from entrenar_py.check.observing import (
+    FAULTS,
+    dtensors,
+    module_hooks,
+    unsharded_parameters,
+)
+from entrenar_py.check.observing.subject import Subject
+from entrenar_py.shared import hook_calls, trace
+from entrenar_py.shared.faults import LASTING, NUDGED, Fault
+
+# Steps of one optimizer alone, a critic's, that may come before the first pass through it.
+_WAITS = 3
+
+
+def planned() -> list[Fault]:
+    """Return the faults that the harness planned for this process."""
+    return [Fault.from_dict(fields) for fields in json.loads(os.environ.get(FAULTS, "[]"))]
+
+
+class PlannedFaults:
+    """The faults that the harness planned for this process; each strikes once.
+
+    `place` returns the step and the micro-batch of this rank. It is called with the tensors that a
+    backward pass has reached, if one is running.
+
+    A pass that comes after a tensor's step is one of the next step, unless other optimizers are yet
+    to step: a generator's pass goes through the discriminator, and trains nothing there. So a value
+    is planted in a pass before the tensor's step, and waits for one if need be. If one optimizer
+    makes all steps, and no pass through stepped tensors was seen, the wait ends after some steps.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        place: Callable[..., tuple[int, int]],
+        write: Callable[[Sequence[trace.Event]], None],
+    ) -> None:
+        self._subject, self._place, self._write = subject, place, write
+        self._faults = planned()
+        self._struck: set[Fault] = set()
+        self._passes: Counter[str] = Counter()  # that gave each tensor a gradient
+        self._saw_probe = False
+
+    def hooks(self) -> list[Any]:
+        """Set the hooks that plant the values of this rank's faults; return the hooks."""
+        plant = {
+            "non_finite_gradient": self._spoil_gradient,
+            "huge_gradient": self._spoil_gradient,
+            "non_finite_loss": self._spoil_loss,
+        }
+        trained = self._subject.trained
+        return [
+            handle
+            for fault in self._faults
+            if fault.kind in plant
+            and fault.rank in (None, self._subject.rank)
+            and trained
+            and fault.tensor in (None, *trained)  # else another stage has the tensor
+            for handle in plant[fault.kind](fault)
+        ]
+
+    def perhaps_die(self) -> None:
+        """Kill this process if a fault plans that for this step; write a record of it first."""
+        step, rank = self._place()[0], self._subject.rank
+        for fault in self._faults:
+            if fault.kind == "leave" and (fault.rank, fault.step) == (rank, step):
+                reason = "killed (SIGKILL)"
+                left = trace.Membership(step=step, rank=rank, change="left", reason=reason)
+                self._write([trace.Injected(fault=fault.to_dict(), step=step, rank=rank), left])
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def perhaps_nudge(self) -> None:
+        """Move the weights by some roundings if a fault plans that for this step.
+
+        Copies of a weight on several ranks are moved alike. Generators of the script stay as they
+        are.
+        """
+        for fault in self._faults:
+            if fault.kind == NUDGED and self._strikes(fault):
+                for name, weights in self._subject.own_weights().items():
+                    _nudge(name, weights, float(fault.value or 0))
+
+    def note_lasting(self) -> None:
+        """Record what was changed before training began: draws, samples, the number of steps.
+
+        Where an optimizer steps copies of the weights, the record begins in the first step.
+        """
+        for fault in self._faults:
+            if fault.kind in LASTING and fault not in self._struck:
+                self._record(fault)
+
+    def note_probe(self) -> None:
+        """Note that a pass went through tensors that had made the step which it belongs to."""
+        self._saw_probe = True
+
+    def _strikes(self, fault: Fault, reached: Collection[str] = ()) -> bool:
+        """Return whether `fault` strikes now: once, in its step and shard. Record it if it does.
+
+        A fault's shard is a micro-batch of this rank.
+        """
+        step, shard = self._place(reached)
+        if (
+            not self._is_due(fault, step, reached)
+            or fault.shard not in (None, shard)
+            or fault in self._struck
+        ):
+            return False
+        self._record(fault, reached)
+        return True
+
+    def _is_due(self, fault: Fault, step: int, reached: Collection[str]) -> bool:
+        if not reached:
+            return fault.step == step
+        is_ahead = step != self._place()[0]
+        if is_ahead and self._saw_probe:
+            return False
+        return step >= (fault.step or 0) + (_WAITS if is_ahead else 0)
+
+    def _record(self, fault: Fault, reached: Collection[str] = ()) -> None:
+        self._struck.add(fault)
+        (step, shard), fields, rank = self._place(reached), fault.to_dict(), self._subject.rank
+        self._write([trace.Injected(fault=fields, step=step, rank=rank, shard=shard)])
+
+    def _spoil_gradient(self, fault: Fault) -> list[Any]:
+        """Plant a value in this rank's own gradient of a tensor, before it is reduced."""
+        subject = self._subject
+
+        @hook_calls.ours
+        def spoil(name: str, gradient: Tensor) -> Tensor | None:
+            if name != (fault.tensor or self._to_strike(fault, name)):
+                return None
+            place = _element(subject, name, fault, gradient)
+            if place is None or not self._strikes(fault, (name,)):
+                return None
+            spoiled = dtensors.copied(gradient)
+            if spoiled.is_sparse:
+                spoiled = dtensors.local(spoiled).clone()
+            dtensors.local(spoiled)[place] = float(fault.value or "nan")
+            return spoiled.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else spoiled
+
+        def hook(name: str, parameter: Tensor) -> Any:
+            return parameter.register_hook(partial(spoil, name))  # type: ignore[no-untyped-call]
+
+        if subject.is_fully_sharded:
+            return unsharded_parameters.when_whole(subject.model, hook)
+        return [hook(*named) for named in subject.trained.items()]
+
+    def _to_strike(self, fault: Fault, reached: str) -> str:
+        """Return the tensor to strike: the first one, or `reached` if passes leave that out.
+
+        Until the fault's step comes, count how many passes reach each tensor.
+        """
+        if self._place((reached,))[0] != fault.step:
+            self._passes[reached] += 1
+        first = self._subject.first_held()
+        is_used = self._passes[first] == max(self._passes.values(), default=0)
+        return first if is_used else reached
+
+    def _spoil_loss(self, fault: Fault) -> list[Any]:
+        """Plant a value in the model's output, but leave the output's gradient as it is."""
+
+        def spoil(_module: Any, _inputs: Any, output: Any) -> Tensor | None:
+            if not (isinstance(output, Tensor) and self._strikes(fault)):
+                return None
+            return output + (float(fault.value or "nan") - output.detach())
+
+        model = self._subject.model
+        called = [model, *module_hooks.around([model])[model]]
+        return [module.register_forward_hook(hook_calls.outside(spoil)) for module in called]
+
+
+@torch.no_grad()
+def _nudge(name: str, weights: Tensor, share: float) -> None:
+    """Add or subtract, at random, `share` of each weight."""
+    if not (weights.is_floating_point() or weights.is_complex()):
+        return
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    signs = torch.randint(0, 2, weights.shape, generator=generator, dtype=torch.int8)
+    # In float32, since 1 + share may be 1 in a format of 16 bits.
+    weights.mul_((2 * share * signs.to(weights.device, torch.float32)).add_(1 - share))
+
+
+def _element(subject: Subject, name: str, fault: Fault, gradient: Tensor) -> tuple[int, ...] | None:
+    """Return the index of the element to replace in this rank's part of a gradient.
+
+    Without `fault.element` that is the first of its piece. It is None if this rank lacks the
+    element, and empty in a gradient without dimensions.
+    """
+    piece = subject.pieces.get(name) if isinstance(gradient, DTensor) else None
+    shape = dtensors.local(gradient).shape if piece is None else piece.shape
+    if fault.element is None:
+        place = [0] * len(shape)
+    else:
+        whole = shape if piece is None else piece.whole
+        if fault.element >= math.prod(whole):
+            return None
+        place = [int(index) for index in torch.unravel_index(torch.tensor(fault.element), whole)]
+        if piece is not None:
+            place = [at - begin for at, begin in zip(place, piece.offset, strict=True)]
+    if not all(0 <= at < size for at, size in zip(place, shape, strict=True)):
+        return None
+    if piece is not None and dtensors.piece_of(gradient) is None:  # it has the whole gradient
+        place = [at + begin for at, begin in zip(place, piece.offset, strict=True)]
+    return tuple(place)

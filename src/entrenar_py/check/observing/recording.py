@@ -1,0 +1,117 @@
+"""The file that an observed rank writes: its events, and how the ranks are arranged."""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import os
+import signal
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from entrenar_py.check.observing import FOLDER, tensors
+from entrenar_py.check.observing.subject import Subject
+from entrenar_py.check.rank_files.rank_file import RankFile
+from entrenar_py.shared import trace
+
+
+class Recording:
+    """The file of a rank's `life` (0 is its first), closed at the latest when the process ends.
+
+    On SIGUSR1 the rank's stack is written to another file next to this one, even while the process
+    waits inside a call.
+    """
+
+    def __init__(self, subject: Subject, header: Mapping[str, Any]) -> None:
+        self._subject = subject
+        self._constants = tensors.constants(subject.optimizers)
+        self._has_rules = False
+        self._compression = ""
+        self._steps_copies = False
+        self._outer: dict[str, Any] = {}
+        self._pid = os.getpid()
+        self._file = RankFile(
+            Path(os.environ[FOLDER]),
+            {
+                **header,
+                "pid": os.getpid(),
+                "values": subject.values,
+                **tensors.facts(subject.model, subject.optimizers),
+            },
+        )
+        self.life = self._file.life
+        self._stack = self._file.stack.open("w")
+        faulthandler.register(signal.SIGUSR1, file=self._stack)
+        atexit.register(self._leave)
+
+    def write(self, events: Sequence[trace.Event]) -> None:
+        """Write `events`, and before them the layout and the pieces of tensors if these are new."""
+        if (news := self._subject.news()) is not None:
+            self._file.note("layout", **news)
+        self._file.append(events)
+
+    def compressed(self, compression: str, step: int) -> None:
+        """Write the format in which gradients are sent from `step` on, if it has changed."""
+        if compression != self._compression:
+            self._compression = compression
+            self._file.note("compressed", to=compression, step=step)
+
+    def synchronised(self, rule: Mapping[str, Any]) -> None:
+        """Write the rule by which ranks that train independently are brought together, once."""
+        if rule != self._outer:
+            self._outer = dict(rule)
+            self._file.note("outer", **rule)
+
+    def look_at_optimizers(self, step: int) -> None:
+        """Write by which rules the optimizers made `step`, if these are new, or step copies."""
+        if not self._steps_copies and self._subject.is_stepped_as_copies:
+            self._steps_copies = True
+            self._file.note("copies")
+        constants = tensors.constants(self._subject.optimizers)
+        if constants != self._constants:
+            self._file.note("changed")
+        if constants != self._constants or not self._has_rules:
+            self._constants, self._has_rules = constants, True
+            self._file.append(self._subject.rules(step, constants))
+
+    def sampling(self, news: Mapping[str, bool]) -> None:
+        """Write what has become known of how samples are drawn, if anything has."""
+        if news:
+            self._file.note("sampling", **news)
+
+    def leave_out(self, buffers: Iterable[str]) -> None:
+        """Write that these buffers depend on the rank's own samples."""
+        self._file.note("local", buffers=sorted(buffers))
+
+    def note_data(self, facts: Mapping[str, Any]) -> None:
+        """Write what became known of the data after the header."""
+        self._file.note("data", **facts)
+
+    def note_limit(self) -> None:
+        """Write that the harness ends the run after this step."""
+        self._file.note("limit")
+
+    def remove(self) -> None:
+        """Close the files and remove them."""
+        self.close()
+        self._file.path.unlink(missing_ok=True)
+        self._file.stack.unlink(missing_ok=True)
+
+    def close(self, problem: str = "") -> None:
+        """Write that training has ended, with the error `problem` if any, and close the files."""
+        self._file.close(problem)
+        faulthandler.unregister(signal.SIGUSR1)
+        self._stack.close()
+        atexit.unregister(self._leave)
+
+    def _leave(self) -> None:
+        """Write that the process ends by itself, normally or with an exception.
+
+        A child that was forked has this handler, too, and no part in the record.
+        """
+        if os.getpid() != self._pid:
+            return
+        error = getattr(sys, "last_value", None)
+        self._file.close("" if error is None else f"{type(error).__name__}: {error}")

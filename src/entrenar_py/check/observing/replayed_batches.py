@@ -1,0 +1,331 @@
+"""Give one worker the batches that several had.
+
+A script that draws its samples without torch's loaders can't be told to draw those of all ranks on
+one worker. So each rank keeps what its model is given in training, the targets of its losses, and
+other tensors of as many rows that the function that calls the model has at hand, in a file. In a
+run on one worker they are put in the place of what the script has drawn: the rows of all ranks, one
+rank after the other. What has no rows is alike on all ranks.
+
+The tensors are changed in place, since a script may look at them once more (to count hits, say).
+What else a loss is computed from is put in its place too (`replayed_operands`). Where something
+else depends on a script's own rows, it fails, or trains otherwise: then nothing is decided
+(`checks.copies.not_given`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from entrenar_py.check.observing import (
+    BATCHES,
+    BATCHES_KEPT,
+    FOLDER,
+    call_sites,
+    replayed_operands,
+    torch_calls,
+)
+from entrenar_py.check.observing.torch_calls import Function, Patch
+from entrenar_py.shared.untrusted import json_text
+
+_BYTES_MAX = 2**24  # of one rank
+_DEPTH_MAX = 4
+_PASS, _BESIDE, _TARGET, _OPERANDS = _KINDS = "pass", "beside", "target", "operands"
+_LOSSES = (
+    *("cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"),
+    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "poisson_nll_loss"),
+)
+
+Named = Mapping[str, Tensor]
+Entries = dict[str, list[dict[str, Tensor]]]  # by what they are: the tensors of each call
+
+
+class Keeping:
+    """Writes what this rank's model and losses are given to a file, up to a size."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._path = folder / _file(rank)
+        self._left = {True: _BYTES_MAX, False: _BYTES_MAX}  # of operands, and of the others
+        self._lacks_inputs = False
+
+    def passes(self, inputs: Any) -> None:
+        """Keep the inputs of a training pass that begins, unless it began before the record."""
+        replayed_operands.begin(self.operands)
+        self._lacks_inputs = not any(inputs)
+        if not self._lacks_inputs:
+            self._keep_all(inputs)
+
+    def passed(self, inputs: Any) -> None:
+        """Keep the inputs of a training pass that is over, if they aren't kept."""
+        if self._lacks_inputs:
+            self._lacks_inputs = False
+            self._keep_all(inputs)
+
+    def _keep_all(self, inputs: Any) -> None:
+        """Keep inputs, and what is at hand beside them."""
+        tensors = _numbered(inputs)
+        self.keep(_PASS, tensors)
+        self.keep(_BESIDE, _beside(tensors))
+
+    def operands(self, own: Named) -> Named:
+        """Keep the operands of an operation, and return them."""
+        self.keep(_OPERANDS, own)
+        return own
+
+    def keep(self, what: str, tensors: Named) -> None:
+        """Add the tensors of one call; nothing more is kept once there were too many.
+
+        A script goes on where the file can't be written: then it has too few, and isn't given.
+        """
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        is_operand = what == _OPERANDS
+        self._left[is_operand] -= size + 1
+        if self._left[is_operand] < 0:
+            return
+        shown = [
+            [name, str(tensor.dtype).removeprefix("torch."), [*tensor.shape]]
+            for name, tensor in tensors.items()
+        ]
+        with suppress(OSError), self._path.open("ab") as file:
+            file.write(json.dumps([what, shown]).encode() + b"\n")
+            for tensor in tensors.values():
+                flat = tensor.detach().cpu().contiguous().reshape(-1)
+                file.write(flat.view(torch.uint8).numpy().tobytes())
+
+
+class Giving:
+    """Puts the batches of several ranks in the place of this worker's own.
+
+    They are joined, or come `in_turn` if one worker has as many micro-batches as all ranks have.
+    """
+
+    def __init__(self, folder: Path, num_ranks: int, *, in_turn: bool) -> None:
+        self._in_turn = in_turn
+        self._ranks = [_read(folder / _file(rank)) for rank in range(num_ranks)]
+        self._places = dict.fromkeys(_KINDS, 0)
+        self.called: Any = ()  # inputs of the outermost module that is being called
+        self.depth = 0  # of calls of modules
+
+    def operands(self, own: Named) -> Named:
+        """Return the operands of the next operation of all ranks, as long as they had the same."""
+        place = self._places[_OPERANDS]
+        calls = [rank[_OPERANDS][place] for rank in self._ranks if place < len(rank[_OPERANDS])]
+        self._places[_OPERANDS] += 1
+        theirs = replayed_operands.joined(own, calls) if len(calls) == len(self._ranks) else None
+        if theirs is None:
+            self._ranks = [{**rank, _OPERANDS: []} for rank in self._ranks]
+        return own if theirs is None else theirs
+
+    def passed(self, inputs: Any) -> None:
+        """Do nothing: inputs are changed as a pass begins."""
+
+    def passes(self, inputs: Any) -> None:
+        """Change the inputs of a training pass, and what is at hand beside them."""
+        if not self._in_turn:
+            replayed_operands.begin(self.operands, len(self._ranks))
+        tensors = _numbered(inputs if any(inputs) else self.called)
+        beside = _beside(tensors)
+        self.keep(_PASS, tensors)
+        self.keep(_BESIDE, beside)
+
+    def keep(self, what: str, tensors: Named) -> None:
+        """Change the tensors of the next call, unless the ranks had ended by then.
+
+        Raises LookupError if they had none like it.
+        """
+        place, ranks = self._places[what], self._ranks
+        self._places[what] += 1
+        if self._in_turn:
+            ranks, place = [ranks[place % len(ranks)]], place // len(ranks)
+        calls = [rank[what][place] for rank in ranks if place < len(rank[what])]
+        if not calls:
+            return
+        names = [name for name in tensors if all(name in call for call in calls)]
+        are_all = all(len(call) == len(names) == len(tensors) for call in calls)
+        if len(calls) < len(ranks) or not (are_all or what == _BESIDE):
+            raise LookupError(f"{what} {place}: ranks were given other tensors than one worker")
+        rows = next((len(one) for call in calls for one in call.values() if one.dim()), 0)
+        if rows == 1 < len(calls):
+            raise LookupError(f"{what} {place}: two rows may be taken with one by broadcasting")
+        for name in names:
+            own = tensors[name]
+            theirs = _joined([call[name] for call in calls], rows).to(own.device)
+            if not _is_near(own, theirs):
+                own.data = theirs
+
+
+def begin_giving(num_ranks: int, *, in_turn: bool) -> None:
+    """Have this process train on the batches of so many ranks, from the next pass on."""
+    folder = os.environ.get(BATCHES, BATCHES_KEPT)
+    if folder == BATCHES_KEPT or _CURRENT:
+        return
+    giving = Giving(Path(folder), num_ranks, in_turn=in_turn)
+    _CURRENT.append(giving)
+    torch.distributions.Distribution.set_default_validate_args(False)  # it counts the rows
+    listen()
+    module: Any = nn.Module
+    module._call_impl = _giving(module._call_impl, giving)
+
+
+def begin(rank: int) -> Keeping | Giving | None:
+    """Keep the batches of this rank from here on, if that is wanted.
+
+    Return what hears of each training pass: what keeps them, or what gives those of others.
+    """
+    folder = os.environ.get(FOLDER)
+    if os.environ.get(BATCHES) != BATCHES_KEPT or not folder:
+        return _CURRENT[0] if _CURRENT else None
+    keeping = Keeping(Path(folder), rank)
+    listen()
+    _CURRENT[:] = [keeping]
+    return keeping
+
+
+def listen() -> None:
+    """Replace torch's loss functions, if batches are kept or replayed, to record their targets.
+
+    A script gets a loss function before it calls its model (`cross_entropy(model(x), y)`), so it
+    is replaced before the first pass begins.
+    """
+    if os.environ.get(BATCHES) and not _LOSSES_HEARD.are_heard:
+        _LOSSES_HEARD.are_heard = True
+        torch_calls.apply(_losses(), _LOSSES_HEARD)
+
+
+class _Losses:
+    """The state of this process's loss functions: replaced or not."""
+
+    are_heard = False
+
+
+_LOSSES_HEARD = _Losses()
+_CURRENT: list[Keeping | Giving] = []
+
+
+def _giving(original: Function, giving: Giving) -> Function:
+    @wraps(original)
+    def call(self: nn.Module, *args: Any, **named: Any) -> Any:
+        if not giving.depth:
+            giving.called = args, named
+        giving.depth += 1
+        try:
+            return original(self, *args, **named)
+        finally:
+            giving.depth -= 1
+
+    return call
+
+
+def _scored(original: Function, _: _Losses) -> Function:
+    @wraps(original)
+    def loss(input: Tensor, target: Any, *args: Any, **named: Any) -> Any:  # noqa: A002
+        is_again = torch._C._current_graph_task_id() != -1  # of a checkpoint, in a backward pass
+        # A mode of torch calls the function once more. A script that was about to call it as the
+        # record began has the function as it was, and is heard only then.
+        is_again |= torch._C._len_torch_function_stack() > 0
+        if torch.is_grad_enabled() and input.requires_grad and not is_again:
+            for current in _CURRENT:
+                current.keep(_TARGET, _numbered(target))
+        return original(input, target, *args, **named)
+
+    return loss
+
+
+def _losses() -> Iterator[Patch]:
+    """Yield torch's loss functions, with which targets are kept or given."""
+    for name in _LOSSES:
+        yield Patch(
+            module="torch.nn.functional",
+            name=name,
+            reason="no hook tells which targets a loss has",
+            wrap=_scored,
+        )
+
+
+def _tensors(values: Any, depth: int = _DEPTH_MAX) -> Iterator[Tensor]:
+    """Yield the tensors in what a model is given that follow from no parameter, and have bytes.
+
+    A penalty may take a gradient by them.
+    """
+    if isinstance(values, Tensor):
+        if type(values) is Tensor and values.grad_fn is None and _has_bytes(values):
+            yield values
+    elif depth and isinstance(values, Mapping):
+        for value in values.values():
+            yield from _tensors(value, depth - 1)
+    elif depth and isinstance(values, list | tuple):
+        for value in values:
+            yield from _tensors(value, depth - 1)
+
+
+def _numbered(values: Any) -> dict[str, Tensor]:
+    return {str(number): tensor for number, tensor in enumerate(_tensors(values))}
+
+
+def _beside(inputs: Named) -> dict[str, Tensor]:
+    """Return by name the tensors with as many rows as `inputs` that the calling function has."""
+    rows = next((len(tensor) for tensor in inputs.values() if tensor.dim()), 0)
+    frame = call_sites.own_frame()
+    known = {id(tensor) for tensor in inputs.values()}
+    beside = {} if frame is None or not rows else call_sites.local_variables(frame)
+    return {
+        f"{name}.{number}": tensor
+        for name, value in sorted(beside.items())
+        if not isinstance(value, nn.Module)
+        for number, tensor in enumerate(_tensors(value))
+        if tensor.dim() and len(tensor) == rows and id(tensor) not in known
+    }
+
+
+def _has_bytes(tensor: Tensor) -> bool:
+    """Return whether a tensor is a plain one, and no stand-in, as those of `torch.func` are."""
+    is_odd = tensor.is_meta or tensor.is_quantized or tensor.is_complex()
+    is_plain = tensor.layout == torch.strided and not is_odd
+    return is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def _joined(theirs: Sequence[Tensor], rows: int) -> Tensor:
+    """Return the rows of all ranks, or what has no rows and is alike on all of them."""
+    if rows and all(tensor.dim() and len(tensor) == rows for tensor in theirs):
+        return torch.cat([*theirs])
+    if any(not torch.equal(tensor, theirs[0]) for tensor in theirs):
+        raise LookupError("ranks were given unlike tensors whose rows are unknown")
+    return theirs[0]
+
+
+def _is_near(own: Tensor, theirs: Tensor) -> bool:
+    """Return whether a tensor follows from what was given, and so keeps its place in memory."""
+    if own.shape != theirs.shape or own.dtype != theirs.dtype:
+        return False
+    return torch.allclose(own, theirs) if own.is_floating_point() else torch.equal(own, theirs)
+
+
+def _file(rank: int) -> str:
+    return f"{rank:05}.batches"
+
+
+def _read(path: Path) -> Entries:
+    """Return what a rank has kept. Raises OSError or ValueError for a file that isn't its own."""
+    entries: Entries = {kind: [] for kind in _KINDS}
+    with path.open("rb") as file:
+        while line := file.readline(_BYTES_MAX):
+            what, shown = json_text.load(line.decode())
+            entries[what].append({name: _tensor(file.read, *like) for name, *like in shown})
+    return entries
+
+
+def _tensor(read: Any, name: str, shape: list[int]) -> Tensor:
+    dtype = getattr(torch, name)
+    held = bytearray(read(math.prod(shape) * dtype.itemsize))
+    if not held:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(held, dtype=torch.uint8).view(dtype).reshape(shape)

@@ -1,0 +1,170 @@
+"""The data and losses of a script, as far as it shows them beyond what its line declares."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+
+from entrenar_py.check.observing import (
+    call_sites,
+    checkpoints,
+    script_order,
+    script_text,
+    surroundings,
+)
+from entrenar_py.check.observing.call_sites import CallSites
+from entrenar_py.check.observing.loader_batches import Batches, Pass
+from entrenar_py.check.observing.loader_iterators import LoaderHooks
+from entrenar_py.check.observing.micro_batches import MicroBatches
+from entrenar_py.check.observing.outer_synchronisation import Exchanges
+from entrenar_py.check.observing.recording import Recording
+from entrenar_py.check.observing.samples import Samples
+from entrenar_py.check.observing.seen_samples import SeenSamples
+from entrenar_py.check.observing.subject import Subject
+from entrenar_py.check.observing.torch_calls import Ear
+from entrenar_py.shared import trace
+
+
+class ScriptFacts:
+    """Facts of a script with a line, or without one if `seen` finds its samples.
+
+    Without a sampler in the line samples are found by what the model is given, unless the script
+    reports them. `samples` are the micro-batches', and `header` is what is known at the beginning.
+    """
+
+    def __init__(
+        self,
+        seen: Samples | None,
+        *,
+        sampler: Any,
+        dataset: Any,
+        scheduler: Any,
+        resumed: bool,
+        rank: int,
+    ) -> None:
+        self._scheduler, self._sites = scheduler, CallSites(rank)
+        self._rank, self._is_line = rank, seen is None
+        self._loaders: list[LoaderHooks] = []
+        if seen is None:
+            call_sites.Samples.site = None
+            self._loaders.append(LoaderHooks(lambda _: call_sites.Samples.drawn()))
+        self._finds_samples = seen is None and sampler is None
+        if seen is None and sampler is not None:
+            seen = Samples(sampler, dataset, resumed=resumed)
+        elif seen is None:
+            batches = Batches()
+            seen = SeenSamples(batches, dataset)
+            self._loaders.append(LoaderHooks(partial(Pass, batches)))
+        self.samples: Samples = seen
+        self.header = self._written = seen.facts()
+        self._has_begun = False  # with the first step
+        # Whether torch's wrapper keeps a copy of the model on each rank; None if others tell.
+        self._replicas: bool | None = None
+        self._ear: Ear | None = None
+        self._exchanges = Exchanges()
+        self._selects = ""  # the line of the script that may select rows at random
+        self._selects_in_steps = False
+        self._is_one_source = False  # of all micro-batches that it selects
+        self._by_epoch = ""  # the line of the script that does something at some epochs
+        self._is_joined = False
+
+    def listen(
+        self,
+        recording: Recording,
+        micro_batches: MicroBatches,
+        skipped: Callable[[], object],
+        clipped: Callable[[Any, float, float], None],
+    ) -> None:
+        """Hear the script's losses, checkpoints, clipping and skipped steps, if it has a line."""
+        self._recording = recording
+        if self._is_line:
+            self._ear = Ear(micro_batches, skipped=skipped, saved=self.saved, clipped=clipped)
+            self._ear.listen()
+
+    def saved(self) -> None:
+        """Note that the script saves a file."""
+        if not self._sites.is_known("save"):
+            self._recording.write(self._sites.event("save", call_sites.here()))
+
+    def begin(self, subject: Subject, made: Callable[[], int]) -> None:
+        """Note that the first pass of the model begins: by now it is wrapped and scheduled.
+
+        `made` returns how many steps were made so far.
+        """
+        self._exchanges.begin()
+        if self._finds_samples:
+            self._replicas = surroundings.are_replicas(subject.model)
+        if self._scheduler is None:
+            self._scheduler = surroundings.schedule_of(subject.optimizers)
+        self._selects = script_text.selecting_line()
+        if self._selects:
+            own, _ = script_text.texts()
+            self._selects_in_steps = script_order.come_again(script_text.SELECTS, own)
+            self._is_one_source = script_order.are_alike(script_text.SELECTS, own)
+        self._by_epoch = script_text.line_by_epoch()
+        self._is_joined = surroundings.are_joined(subject.model)
+        checkpoints.watch(dict.fromkeys(subject.trained.values()), made)  # some share a flat one
+
+    def schedule_place(self) -> int | None:
+        """Return the position of the learning rate's schedule; None if it is unknown."""
+        place = getattr(self._scheduler, "last_epoch", None)
+        return None if place is None else int(place)
+
+    def best_metric(self) -> float | None:
+        """Return the best value that a schedule was given which follows it; None without any."""
+        best = getattr(self._scheduler, "best", None)
+        known = float(best) if isinstance(best, int | float | Tensor) else math.nan
+        return known if math.isfinite(known) else None
+
+    def progress(self) -> dict[str, int]:
+        """Return the position that a checkpoint must restore, as far as it is known."""
+        place = self.schedule_place()
+        return {} if place is None else {"schedule": place}
+
+    def first_step(self) -> list[trace.Event]:
+        """Return what the first step shows: the samples of an epoch if these are some of the data
+        set, and the lines that step and draw.
+
+        With the first micro-batches it is known whether the script reports samples of its own.
+        """
+        if self._has_begun:
+            return []
+        self._has_begun = True
+        checkpoints.first_step()
+        selected = self.samples.selected()
+        selection = [] if selected is None else [trace.Selection(rank=self._rank, ids=selected)]
+        sites = {"step": call_sites.here(), "samples": call_sites.Samples.site}
+        lines = [self._sites.event(what, site) for what, site in sites.items()]
+        return [*selection, *chain.from_iterable(lines)]
+
+    def write(self, recording: Recording, micro_batches: MicroBatches, **known: Any) -> None:
+        """Write what is known by now, and the facts `known` to the caller, if anything is new."""
+        facts = {**self.samples.facts(), **self._exchanges.facts(), **known}
+        if "samples" in facts and self._replicas is not None:
+            facts["replicas"] = self._replicas
+        if self._selects:
+            facts["selects"] = self._selects
+            facts["selects_in_steps"] = self._selects_in_steps
+            facts["one_source"] = self._is_one_source
+        if self._by_epoch:
+            facts["by_epoch"] = self._by_epoch
+        if self._is_joined:
+            facts["joined"] = True
+        if micro_batches.has_backward_losses:
+            facts["losses"] = "backward"
+        if facts != self._written:
+            self._written = facts
+            recording.note_data(facts)
+
+    def remove(self) -> None:
+        """Leave the script alone from here on."""
+        self.samples.remove()
+        for loaders in self._loaders:
+            loaders.remove()
+        if self._ear is not None:
+            self._ear.stop()

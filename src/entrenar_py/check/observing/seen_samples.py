@@ -1,0 +1,237 @@
+"""The samples of forward passes, found by what the passes were given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from entrenar_py.check.observing import row_digests
+from entrenar_py.check.observing.batches import Ids
+from entrenar_py.check.observing.loader_batches import Batch, Batches
+from entrenar_py.check.observing.row_digests import Row
+from entrenar_py.check.observing.samples import Samples, Told
+
+INDEX, CONTENT = "index", "content"
+CUT = "the model was given a part of a batch, changed, and nothing shows which part"
+STRANGE = "the model was given something that no loader has handed out"
+NO_ROWS = "the model was given nothing that has rows, and no loader has drawn samples for it"
+
+
+class SeenSamples(Samples):
+    """The samples of the forward passes since the last backward pass.
+
+    Ids are the indices that a DataLoader drew, or else digests of the inputs' rows. A row that
+    training was given before in this step is the same sample again, and isn't counted twice. Once a
+    script reports its samples only these count.
+    """
+
+    def __init__(self, batches: Batches, dataset: Any = None) -> None:
+        super().__init__(None, dataset)
+        self._batches = batches
+        self._kinds: set[str] = set()
+        self._ids: list[int] = []
+        self._seen_epoch = 0
+        self._unknown = ""
+        self._again: Ids = ()
+        self._rows: set[Row] = set()  # content that this step was given
+        self._is_given = False  # whether a forward pass was seen since the last backward pass
+        self._evaluated: Any = None  # the inputs of the last pass, if that may train
+        self._drawn_for: Batch | None = None  # the batch in use when numbers were drawn last
+        self._is_made = False  # whether a pass was given what was made of samples in use
+        self._has_ids = False  # whether a micro-batch of this step has ids
+
+    # --- the forward passes -----------------------------------------------------------------------
+
+    def drew(self) -> None:
+        """Note that random numbers were drawn between two passes: the next may be given noise."""
+        self._drawn_for = self._batches.newest_yielded()
+
+    def given(self, inputs: Any, *, trains: bool, may_train: bool = False) -> None:
+        """Note the inputs of a forward pass of the model.
+
+        One in evaluation mode, with gradients, `may_train`: it does if a backward pass follows.
+        """
+        self._evaluated = None
+        if not trains:
+            self._batches.set_aside(row_digests.num_rows(inputs))
+            self._evaluated = inputs if may_train else None
+            return
+        self._is_given = True
+        rows = row_digests.rows_together(inputs)
+        is_again = rows is not None and self._rows.issuperset(rows)
+        self._rows.update(rows or ())
+        if self._by_content(inputs):
+            return
+        if self._are_made(inputs):
+            self._is_made = True
+            return
+        if self._batches.are_again(row_digests.num_rows(inputs)):
+            if not (self._ids or is_again):
+                self._unknown = STRANGE
+            return  # else another view of the samples, or what was made of them
+        meant = self._batches.meant()
+        if meant is not None:
+            self._by_count(inputs, meant, is_again=is_again)
+        elif is_again:
+            return  # a second pass, maybe at other weights
+        elif self._batches.loader is not None:
+            self._unknown = STRANGE
+        elif rows is None:
+            self._unknown = NO_ROWS
+        else:
+            self._ids += map(row_digests.as_id, rows)
+            self._kinds.add(CONTENT)
+
+    def _are_made(self, inputs: Any) -> bool:
+        """Return whether `inputs` were made of the batch that was used last: noise, sampled text.
+
+        Not all are its rows, and random numbers were drawn since the script got it. A text that
+        was sampled may have ended at once.
+        """
+        batch = self._batches.in_use()
+        if batch is None or batch is not self._drawn_for:
+            return False
+        tensors = [tensor for tensor in row_digests.tensors_in(inputs) if tensor.numel()]
+        largest = max(tensors, key=torch.Tensor.numel, default=None)
+        rows = None if largest is None else row_digests.rows_of(largest)
+        return rows is not None and not batch.has_all(rows)
+
+    def _by_content(self, inputs: Any) -> bool:
+        """Look the inputs up in the pending batches, the oldest first.
+
+        The largest of them counts: other batches may have the same labels, or masks. If that was
+        changed, a text without its last token, another one counts that only one batch has.
+        """
+        tensors = [
+            tensor for tensor in row_digests.tensors_in(inputs) if tensor.dim() and len(tensor)
+        ]
+        largest = max((tensor[0].numel() for tensor in tensors), default=0)
+        found = [row_digests.rows_of(tensor) for tensor in tensors if tensor[0].numel() == largest]
+        distinct = max((len(set(rows)) for rows in found if rows), default=0)
+        columns = [rows for rows in found if rows and len(set(rows)) == distinct]
+        for rows in columns:
+            for batch, places in self._holding(rows):
+                self._use(self._batches.newest(batch), places)
+                return True
+        others = [tensor for tensor in tensors if largest / 2 <= tensor[0].numel() < largest]
+        for rows in filter(None, map(row_digests.telling_rows, others)):
+            holding = [*self._holding(rows)]
+            if len({batch.ids for batch, _ in holding}) == 1:
+                self._use(self._batches.newest(holding[0][0]), holding[0][1])
+                return True
+        return False
+
+    def _holding(self, rows: list[Row]) -> Iterator[tuple[Batch, list[int]]]:
+        """Yield the pending batches that have `rows`, with their places, the oldest first."""
+        for batch in [batch for batch in self._batches.pending if batch.ids is not None]:
+            places = batch.find(rows)
+            if places is not None:
+                yield batch, places
+
+    def _by_count(self, inputs: Any, batch: Batch, *, is_again: bool) -> None:
+        """Take the whole of `batch`; if the inputs have fewer rows, note that samples are unknown.
+
+        That is right for inputs that were changed on the way (normalised, of another dtype).
+        """
+        counts = [size for tensor in row_digests.tensors_in(inputs) for size in tensor.shape[:2]]
+        if is_again or (counts and batch.size > 1 and max(counts) < len(batch.left)):
+            self._unknown = CUT
+        self._use(batch, batch.left)
+
+    def _use(self, batch: Batch, places: list[int]) -> None:
+        self._seen_epoch, ids = self._batches.use(batch, places)
+        self._ids += ids
+        self._kinds.add(INDEX)
+
+    # --- as the recorder of a script with a line calls them ---------------------------------------
+
+    def settle(self) -> None:
+        """Note that a backward pass begins, or is over, maybe of parts of the model only.
+
+        A backward pass without a forward pass of the model has the batch that is `meant`.
+        """
+        super().settle()
+        if self._evaluated is not None and not self._is_given:
+            self._batches.set_aside(row_digests.num_rows(self._evaluated), trains=True)
+            self.given(self._evaluated, trains=True)
+        if self._is_given:
+            return
+        batch = self._batches.meant()
+        if batch is not None:
+            self._use(batch, batch.left)
+            self._is_given = True
+        elif self._batches.loader is None and not (self._ids or self._rows):
+            self._unknown = NO_ROWS  # else another loss of the rows that this step was given
+
+    def repeat(self, ids: Ids) -> None:
+        """Note that the next backward pass has the samples of the last one, `ids`, again."""
+        super().repeat(ids)
+        self._again = ids
+
+    @property
+    def are_new(self) -> bool:
+        """True if there are samples since the last backward pass."""
+        return super().are_new if self._tells else bool(self._ids)
+
+    def take(self) -> Told:
+        """Return the samples of the micro-batch, and forget them."""
+        reported = super().take()
+        ids = () if self._unknown else tuple(self._ids) or self._again
+        num_made = 0
+        if self._is_made and not (ids or self._unknown or self._has_ids):
+            batch = self._batches.in_use()
+            num_made = 0 if batch is None else batch.size
+        told = Told(ids, self._seen_epoch, self._unknown, num_made)
+        self._has_ids |= bool(ids)
+        self._ids, self._again, self._unknown, self._is_given = [], (), "", False
+        self._is_made = False
+        return reported if self._tells else told
+
+    def end_step(self) -> None:
+        """Note that the optimizer has stepped: the next step may be given the same inputs."""
+        self._rows.clear()
+        self._has_ids = False
+
+    # --- what is said of them in the record -------------------------------------------------------
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the loader shows of the data, as JSON can hold it."""
+        facts = super().facts()
+        if self._tells:
+            return facts
+        if self._kinds:
+            facts["samples"] = next(iter(self._kinds)) if len(self._kinds) == 1 else "unknown"
+        source = self._batches.source()
+        if source is None:
+            return facts
+        return {
+            "num_samples": source.numbering.size,
+            "drop_last": source.drop_last or self._batches.drops_last,
+            "replacement": source.replacement,
+            "thorough": source.is_thorough,
+            "ordered": source.is_ordered,
+            "varied": self._batches.varies,
+            **facts,
+        }
+
+    def selected(self) -> Ids | None:
+        """Return the samples of the data set that are drawn in an epoch by all ranks; None: all."""
+        source = self._batches.source()
+        if self._tells or self._whole is not None or source is None:
+            return super().selected()
+        return source.selected
+
+    def news(self) -> dict[str, bool]:
+        """Return what has become known since the last call, as JSON can hold it.
+
+        A pass through a loader is an epoch if no sampler of the script's decides what it draws.
+        """
+        source = self._batches.source()
+        if self._tells or source is None:
+            return super().news()
+        found = {"epochs": source.is_thorough}
+        fresh = {name: value for name, value in found.items() if value != self._written.get(name)}
+        self._written |= fresh
+        return fresh

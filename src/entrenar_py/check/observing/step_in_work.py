@@ -1,0 +1,354 @@
+"""The optimizer step that a rank is in, and its gradient so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from entrenar_py.check.observing import dtensors, tensors
+from entrenar_py.check.observing.extra_state import ExtraState
+from entrenar_py.check.observing.gradient_sources import GradientSources
+from entrenar_py.check.observing.subject import Subject
+from entrenar_py.shared import hook_calls, trace
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class StepInWork:
+    """Step `number` of the run; `stepped` are the indices of the optimizers that have stepped."""
+
+    def __init__(self, subject: Subject, number: int, averages: Mapping[str, Any]) -> None:
+        self._subject, self._extra = subject, ExtraState(subject, averages)
+        self.number = number
+        self.stepped: set[int] = set()
+        self._stepped_before: set[int] = set()  # when the current backward pass began
+        self._at_first_pass: dict[str, str] = {}  # the digests of the weights
+        self.sources = GradientSources(subject.digest)
+        # By name: the weights as they were recorded last, those that were changed since, and those
+        # that an optimizer of several has moved. `_due` are the names that the last one steps.
+        self._weights: trace.Tensors = {}
+        self._edited: dict[str, trace.TensorRecord] = {}
+        self._moved: dict[str, trace.TensorRecord] = {}
+        self._due: list[str] = []
+        self._gradient: dict[str, trace.TensorRecord] = {}
+        self._unclipped: trace.Tensors = {}
+        # Weights that were moved along an earlier gradient of the step: by name, their digests, and
+        # those that had this gradient still; and those that the optimizer stepped from there.
+        self._uphill: dict[str, str] = {}
+        self._mixed: set[str] = set()
+        self._climbed: set[str] = set()
+        # L2 norms before clipping and after it, if the script calls `reduced`.
+        self._norm: float | None = None
+        self._applied_norm: float | None = None
+
+    def reduced(self) -> None:
+        """Note the gradients, which are those of the whole batch and not clipped yet."""
+        gradients = self._subject.gradients()
+        self._gradient = dict(self._subject.record(gradients, exact=False))
+        self._norm = tensors.norm(gradients.values())
+
+    def before_clipping(self) -> None:
+        """Note the gradients as they are when the script has torch clip them."""
+        self._unclipped = self._subject.record(self._subject.applied_gradients(), exact=False)
+
+    def excuse(self) -> None:
+        """Forget the gradients, which are not finite since the loss scale was too large."""
+        self._gradient, self._unclipped, self._norm = {}, {}, None
+
+    def start(self, progress: Mapping[str, int]) -> trace.Start:
+        """Return the record of this rank's state before the step."""
+        start = self._subject.start(self.number, progress)
+        self._weights = start.weights
+        return replace(start, extra=self._extra.records())
+
+    def before_backward(self) -> None:
+        """Note which gradients are cleared as a backward pass begins."""
+        self._stepped_before = {*self.stepped}
+        self.sources.before_backward(self._subject.gradients())
+        if not self._at_first_pass:
+            self._at_first_pass = self._digests()
+
+    def has_moved(self) -> bool:
+        """Return whether weights were changed since the step's first backward pass began.
+
+        Models that are recorded without values are not looked at, which would take time.
+        """
+        return self._at_first_pass != self._digests()
+
+    def look_uphill(self, gradients: Mapping[str, Tensor]) -> None:
+        """Note weights that were moved along `gradients`, which the step's last pass has left.
+
+        Sharpness-aware scripts do that between two passes, and take it back before the step. What
+        moves weights before the step's first pass (a bound, decay) may move few elements uphill.
+        """
+        if not self._subject.values:
+            return
+        held = self._subject.gradients()
+        stayed = {n for n, at_first in self._at_first_pass.items() if self._is_last(n, at_first)}
+        edited = self.edited_weights(gradients.keys() & stayed)
+        for name, weights in edited.items():
+            if name in self._uphill or not self._is_uphill(name, weights, gradients[name]):
+                continue
+            self._uphill[name] = weights.digest
+            gradient = held[name]
+            if gradient is not None and dtensors.local(gradient).any():
+                self._mixed.add(name)
+
+    def _is_last(self, name: str, digest: str) -> bool:
+        """Return whether a tensor's digest is that of the weights that were recorded last."""
+        return name in self._weights and self._weights[name].digest == digest
+
+    def _is_uphill(self, name: str, weights: trace.TensorRecord, gradient: Tensor) -> bool:
+        """Return whether no element of a tensor was moved against its gradient, and some along."""
+        along = self._subject.record({name: gradient})
+        values = [one.values() for one in (weights, self._weights[name], *along.values())]
+        known = [value for value in values if value is not None]
+        if len(known) < 3 or len({value.shape for value in known}) > 1:
+            return False
+        now, before, slope = known
+        moved = np.sign(now - before) * np.sign(slope)
+        return bool((moved >= 0).all() and (moved > 0).any())
+
+    def _digests(self) -> dict[str, str]:
+        held = self._subject.trained if self._subject.values else {}
+        return {name: record.digest for name, record in self._subject.record(held).items()}
+
+    def is_over(self, names: Collection[str]) -> bool:
+        """Return whether a pass that added to the parameters `names` is one of the next step.
+
+        It is if all optimizers of these parameters had stepped when it began.
+        """
+        return bool(names) and self._stepped_names().issuperset(names)
+
+    def has_stepped_any(self, names: Collection[str]) -> bool:
+        """Return whether an optimizer of one of the parameters `names` had stepped before."""
+        return not self._stepped_names().isdisjoint(names)
+
+    def _stepped_names(self) -> set[str]:
+        """Return the parameters whose optimizers had stepped when the latest pass began."""
+        return {
+            name
+            for index in self._stepped_before & self.stepped
+            for name in self._subject.stepped_by(index, alone=False)
+        }
+
+    def apply(self, optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
+        """Note the gradients that `optimizer` is about to apply to the parameters `names`."""
+        held = self._subject.gradients()
+        gradients = _unscaled(self._subject.applied_gradients(), optimizer)
+        known: trace.Tensors = {}
+        due = [*names]
+        edited = self.edited_weights(due)
+        self._edited |= edited
+        if tensors.is_torch_s(optimizer):  # else its step may put weights back before it moves them
+            self._climbed |= {n for n, one in edited.items() if one.digest == self._uphill.get(n)}
+        if self._norm is None:
+            known = self._subject.record({name: gradients[name] for name in due}, exact=False)
+            self._gradient |= known
+        elif not self.stepped:
+            self._applied_norm = tensors.norm(gradients.values())
+        applied = {name: held[name] for name in due}
+        known = {n: record for n, record in known.items() if gradients[n] is held[n]}
+        self.sources.apply(self.number, applied, known)
+        self._due = due
+
+    def apply_changed(self, optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
+        """Note the gradients of `names` again: `optimizer` has changed them within its step."""
+        gradients = _unscaled(self._subject.applied_gradients(), optimizer)
+        if self._norm is None:
+            self._gradient |= self._subject.record({name: gradients[name] for name in names})
+
+    def applied(self) -> None:
+        """Note the weights that an optimizer has just moved, if others step after it."""
+        if len(self._subject.optimizers) > 1:
+            parameters = self._subject.parameters
+            moved = {name: parameters[name] for name in self._due if name in parameters}
+            self._moved |= self._subject.record(moved)
+
+    def end(self) -> trace.Update:
+        """Return the record of this step, and begin the next one."""
+        update = self._subject.update(self.number, self._gradient, self._norm, self._applied_norm)
+        kept, summed = self.sources.end_step()
+        weights = {**update.weights, **self._moved}
+        update = replace(update, weights=weights, kept=kept, summed=summed, edited=self._edited)
+        update = replace(update, extra=self._extra.records(), unclipped=self._unclipped)
+        climbed, mixed = (tuple(sorted(names)) for names in (self._climbed, self._mixed))
+        update = replace(update, climbed=climbed, mixed=mixed)
+        self.number += 1
+        self.stepped.clear()
+        self._gradient, self._norm, self._applied_norm = {}, None, None
+        self._unclipped = {}
+        self._uphill, self._mixed, self._climbed = {}, set(), set()
+        self._weights, self._edited, self._moved = update.weights, {}, {}
+        self._at_first_pass = {}
+        return update
+
+    def written_back(self, update: trace.Update) -> trace.Update:
+        """Return the last update with the weights as they are now, written back."""
+        weights = self._subject.record(self._subject.parameters)
+        finite = tensors.is_finite(self._subject.own_weights().values())
+        self._weights = weights
+        return replace(update, weights=weights, finite=finite)
+
+    def forget_weights(self) -> None:
+        """Forget the weights: ranks that train independently were just given others."""
+        self._weights = {}
+
+    def edited_weights(self, names: Iterable[str]) -> dict[str, trace.TensorRecord]:
+        """Return the weights that were changed since they were recorded; all if any is a piece."""
+        if not self._weights:
+            return {}
+        parameters = self._subject.parameters
+        held = {n: parameters[n] for n in names if n in parameters}
+        # Of large models only what has changed is sketched, which takes longer than a digest.
+        now = self._subject.record(held) if self._subject.values else self._subject.digests(held)
+        edited = {
+            name
+            for name, record in now.items()
+            if name in self._weights and self._weights[name].digest != record.digest
+        }
+        wanted = held if edited and self._subject.pieces else {n: held[n] for n in edited}
+        return dict(self._subject.record(wanted)) if wanted else {}
+
+
+def look_before_step(
+    look: Callable[[], None],
+    again: Callable[[], None],
+    arguments: tuple[Any, ...],
+    named: Mapping[str, Any],
+) -> Arguments | None:
+    """Call `look` when the gradients of a step are there: now, or when its closure has run.
+
+    `arguments` and `named` are those of the optimizer's step. If they have a closure, which
+    computes the gradients inside of the step, arguments with a wrapped closure are returned. It
+    calls `look` after the closure's first run, `again` after each further one (in LBFGS).
+    """
+    optimizer, *given = arguments
+    closure = given[0] if given else named.get("closure")
+    if closure is None:
+        look()
+        return None
+    looked = False
+
+    def run() -> Any:
+        nonlocal looked
+        loss = closure()
+        if looked:
+            again()
+        else:
+            look()
+        looked = True
+        return loss
+
+    return (optimizer,), {**named, "closure": run}
+
+
+class StepHooks:
+    """Hooks of an optimizer's steps that run after those of the script.
+
+    A script's hook may reduce the gradients before a step, or write copies of the weights back
+    after it. If a script compiles its steps, the code around them that calls hooks is run as it is,
+    and the steps themselves are compiled.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, begins: Callable[..., Any], ends: Callable[..., Any]
+    ) -> None:
+        self._optimizer = optimizer
+        self._begins, self._ends = hook_calls.outside(begins), hook_calls.outside(ends)
+        hook_calls.leave_steps()
+        self._set()
+
+    def _set(self) -> None:
+        self._before = self._optimizer.register_step_pre_hook(self._begins)
+        self._after = self._optimizer.register_step_post_hook(self._ends)
+        held = self._optimizer._optimizer_step_post_hooks
+        for key in [key for key, hook in held.items() if _watches(hook)]:
+            held[key] = held.pop(key)  # it comes last: it may raise, and the step is to be recorded
+
+    def come_last(self) -> None:
+        """Set the hooks again if the script has set others since. Not within a step."""
+        hooks = (
+            self._optimizer._optimizer_step_pre_hooks,
+            self._optimizer._optimizer_step_post_hooks,
+        )
+        last = [
+            next((key for key in reversed(held) if not _watches(held[key])), None) for held in hooks
+        ]
+        if last != [self._before.id, self._after.id]:
+            self.remove()
+            self._set()
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        self._before.remove()
+        self._after.remove()
+
+
+class InnerSteps:
+    """Hears of an optimizer inside of an observed one that steps its parameters by itself.
+
+    Some wrappers never step as a whole: sharpness-aware ones have two methods in place of `step`,
+    and the second one has the optimizer inside step. `take` is called with the place of the wrapper
+    among `optimizers`, and with that optimizer, before its first step.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        take: Callable[[int, torch.optim.Optimizer], None],
+    ) -> None:
+        self._take = take
+        self._outer = {
+            inner: (index, optimizer)
+            for index, optimizer in enumerate(optimizers)
+            if not tensors.is_torch_s(optimizer)
+            for inner in tensors.inner_optimizers(optimizer)
+            if tensors.stepped_by(inner) == tensors.stepped_by(optimizer)
+        }
+        # One of all optimizers, since that of one can't be set within its own step.
+        hook = hook_calls.outside(self._step_begins)
+        self._hook = register_optimizer_step_pre_hook(hook) if self._outer else None
+
+    def _step_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if optimizer not in self._outer:
+            return
+        index, outer = self._outer[optimizer]
+        if not hook_calls.is_stepping(outer):
+            del self._outer[optimizer]
+            self._take(index, optimizer)
+
+    def remove(self) -> None:
+        """Remove the hook."""
+        if self._hook is not None:
+            self._hook.remove()
+
+
+def _watches(hook: Callable[..., Any]) -> bool:
+    """Return whether a hook is that of a `Watch`."""
+    return getattr(hook, "watches", False) is True
+
+
+# --- attributes that a `GradScaler` sets on optimizers that unscale by themselves (fused) -----
+
+
+def has_overflowed(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the coming step will change nothing because the loss scale was too large."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf)
+
+
+def _unscaled(
+    gradients: dict[str, Tensor | None], optimizer: torch.optim.Optimizer
+) -> dict[str, Tensor | None]:
+    """Return `gradients` as the optimizer applies them: divided by the loss scale if one is set."""
+    scale = getattr(optimizer, "grad_scale", None)
+    if scale is None:
+        return gradients
+    return {name: None if grad is None else grad / scale for name, grad in gradients.items()}

@@ -1,0 +1,380 @@
+"""The observed tensors by name: a model's parameters, its buffers and its optimizers' state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from entrenar_py.check.observing import dtensors, flat_parameters, tensors, zero_partitions
+from entrenar_py.check.observing.buffers import Buffers
+from entrenar_py.check.observing.flat_parts import Part
+from entrenar_py.check.observing.sketch_records import Sketches
+from entrenar_py.check.rank_files.layout import Layout, Piece, plain
+from entrenar_py.shared import trace
+
+
+class Subject:
+    """A model without wrappers, and its optimizers.
+
+    - `parameters` and, of these, the `trained` ones, by name. A wrapper or a script may replace
+      them while the model is trained; `look_up` finds the new ones.
+    - `buffers`: those of the model, and which of them depend on this rank's samples.
+    - `layout`: how the ranks are arranged, None if unknown.
+    - `pieces`: by name, the place of each recorded tensor of which this rank holds a part.
+    - `values`: whether tensors are recorded with their values, or else as sketches.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        declared: Layout | None,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        self.model, self.optimizers = tensors.unwrapped(model), optimizers
+        self.rank, self.world_size, self._declared = rank, world_size, declared
+        self.buffers = Buffers(self.model)
+        self.parameters: dict[str, Tensor] = {}
+        self.trained: dict[str, Tensor] = {}
+        self.pieces: dict[str, Piece] = {}
+        self._told: dict[str, Any] = {}
+        self._sketches = Sketches()
+        # DeepSpeed's optimizer that has an observed one step partitions, None if there is none.
+        self.zero = zero_partitions.optimizer_of(self.model)
+        dtensors.reshard(self.model)
+        self.look_up()
+
+    def look_up(self) -> bool:
+        """Look up the parameters by name; return whether they, or the trained ones, have changed.
+
+        While whole parameters temporarily replace sharded ones, the known pieces are kept.
+        """
+        parts = flat_parameters.of(self.model)
+        current: dict[str, Tensor] = dict(flat_parameters.beside(self.model))
+        current |= {name: part.owner for name, part in parts.items()}
+        trained = {name: p for name, p in current.items() if p.requires_grad}
+        if self.parameters and not self._are_others(current, trained):
+            return False
+        self.parameters = current
+        self.is_fully_sharded = dtensors.is_fully_sharded(self.model)
+        self.trained = trained
+        self._copies = tensors.stepped_copies(trained, self._groups())
+        self._parts = parts
+        self._names: dict[Tensor, list[str]] = {}
+        for held in (current, self._copies):
+            for name, p in held.items():
+                self._names.setdefault(p, []).append(name)
+        self.layout = self._layout()
+        self.shapes = {name: tuple(p.shape) for name, p in current.items()}
+        self.shapes |= {name: part.shape for name, part in parts.items()}
+        self.values = sum(map(math.prod, self.shapes.values())) <= tensors.VALUES_MAX
+        placed = {name: dtensors.piece_of(p) for name, p in current.items()}
+        placed |= {name: part.piece for name, part in parts.items()}
+        self.pieces = {name: piece for name, piece in placed.items() if piece is not None}
+        return True
+
+    def _are_others(self, current: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> bool:
+        same = current.keys() == self.parameters.keys() and all(
+            current[name] is before for name, before in self.parameters.items()
+        )
+        if same:
+            return trained.keys() != self.trained.keys()
+        return not any(
+            isinstance(before, DTensor) and not isinstance(current.get(name), DTensor)
+            for name, before in self.parameters.items()
+        )
+
+    def start(self, step: int, progress: Mapping[str, int]) -> trace.Start:
+        """Return the record of this rank's state before `step`."""
+        groups = [group for group in self._groups() if group.get("weight_decay")]
+        decayed = {parameter for group in groups for parameter in group["params"]}
+        return trace.Start(
+            step=step,
+            rank=self.rank,
+            trainable=tuple(self.trained),
+            frozen=tuple(name for name in self.parameters if name not in self.trained),
+            decayed=tuple(name for name, p in self.parameters.items() if p in decayed),
+            resumed=step > 0,
+            progress=progress,
+            weights=self.record(self.parameters),
+            optimizer=self.optimizer_state(),
+            buffers=self.buffer_records(),
+            shapes=self.shapes,
+        )
+
+    def update(
+        self,
+        step: int,
+        gradient: trace.Tensors,
+        grad_norm: float | None,
+        applied_norm: float | None,
+    ) -> trace.Update:
+        """Return the record of this rank's state after `step`, made with `gradient`."""
+        rate, rates = self.rates()
+        return trace.Update(
+            step=step,
+            rank=self.rank,
+            loss=None,
+            weight=0.0,  # of all ranks: known when their files are put together
+            learning_rate=rate,
+            rates=rates,
+            finite=tensors.is_finite(self.own_weights().values()),
+            gradient=gradient,
+            grad_norm=grad_norm,
+            applied_norm=applied_norm,
+            weights=self.record(self.parameters),
+            optimizer=self.optimizer_state(),
+            buffers=self.buffer_records(),
+        )
+
+    def record(self, named: Mapping[str, Tensor | None], *, exact: bool = True) -> trace.Tensors:
+        """Return records of this rank's part of each tensor, with values or sketches.
+
+        Without `exact`, the digest of a sketched tensor is that of its sketch.
+        A tensor is left out if it is the term of a sum that was not reduced, or if this rank holds
+        another piece of it than `pieces` says. Of one that it holds whole, that piece is recorded.
+        """
+        held = self._held(named)
+        if self.values:
+            return {name: tensors.record(tensor, values=True) for name, tensor in held.items()}
+        return self._sketches.records(held, self.pieces, exact=exact)
+
+    def digest(self, name: str, gradient: Tensor) -> str:
+        """Return the digest that the record of a gradient has; "" if it can't be recorded."""
+        records = self.record({name: gradient}, exact=False)
+        return records[name].digest if name in records else ""
+
+    def _held(self, named: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+        """Return this rank's part of each tensor that can be recorded."""
+        held = {}
+        for name, tensor in named.items():
+            if tensor is None or dtensors.is_partial(tensor):
+                continue
+            if (part := self._parts.get(name.partition("/")[0])) is not None:
+                held[name] = dtensors.in_numbers(_own(part, tensor).detach())
+                continue
+            own, expected = dtensors.piece_of(tensor), self.pieces.get(name)
+            if own == expected:
+                held[name] = dtensors.local(tensor)
+            elif own is None and expected is not None and tuple(tensor.shape) == expected.whole:
+                held[name] = dtensors.local(tensor)[expected.place].contiguous()
+        return held
+
+    def optimizer_state(self) -> trace.Tensors:
+        """Return records of the optimizers' state, by `parameter/key`."""
+        state: dict[str, Tensor | None] = {}
+        for optimizer in self.optimizers:
+            state |= tensors.optimizer_state(optimizer, self._names)
+        self._place(state)
+        if self.values:
+            return self.record(state)
+        return self._sketches.digests(self._held(state))
+
+    def buffer_records(self) -> trace.Tensors:
+        """Return records of this rank's part of the buffers.
+
+        Those of floating-point numbers have sketches if they have more than VALUES_MAX elements in
+        all. Others are then left out.
+        """
+        buffers = self.buffers.held()
+        self._place(buffers)
+        held = self._held(buffers)
+        floats = {name: buffer for name, buffer in held.items() if buffer.is_floating_point()}
+        whole = {name: buffer for name, buffer in held.items() if name not in floats}
+        if _are_few(floats):
+            records = {**self.record({name: buffers[name] for name in floats})}
+        else:
+            records = {**self._sketches.records(floats, self.pieces, exact=True)}
+        if _are_few(whole):
+            records |= {name: tensors.record(b, values=True) for name, b in whole.items()}
+        return records
+
+    def record_placed(self, named: Mapping[str, Tensor]) -> trace.Tensors:
+        """Return records of tensors beside the model, and note the pieces that this rank holds."""
+        self._place(named)
+        return self.record(named)
+
+    def digests(self, named: Mapping[str, Tensor]) -> trace.Tensors:
+        """Return records of this rank's part of tensors that have only the digest of all bits."""
+        self._place(named)
+        return self._sketches.digests(self._held(named))
+
+    def _place(self, named: Mapping[str, Tensor | None]) -> None:
+        """Note the pieces that this rank holds of tensors other than parameters."""
+        for name, tensor in named.items():
+            part = self._parts.get(name.partition("/")[0])
+            if tensor is None:
+                piece = None
+            elif part is None:
+                piece = dtensors.piece_of(tensor)
+            else:
+                piece = part.piece if part.fits(tensor) else None
+            if piece is not None:
+                self.pieces.setdefault(name, piece)
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Return the gradient of each trained parameter, or None if it has none."""
+        return {
+            name: self._parts[name].gradient() if name in self._parts else p.grad
+            for name, p in self.trained.items()
+        }
+
+    def own_weights(self) -> dict[str, Tensor]:
+        """Return this rank's part of each parameter, without a copy."""
+        return {
+            name: self._parts[name].weights() if name in self._parts else dtensors.local(p)
+            for name, p in self.parameters.items()
+        }
+
+    def applied_gradients(self) -> dict[str, Tensor | None]:
+        """Return `gradients`, with those of copies that optimizers step, where these have one."""
+        own = {name: copy.grad for name, copy in self._copies.items() if copy.grad is not None}
+        return self.gradients() | own
+
+    def has_gradients(self) -> bool:
+        """Return whether any parameter has a gradient that is not all zeros.
+
+        DeepSpeed's optimizer, which shows none before the last pass of a step, clears none.
+        """
+        return self.zero is not None or any(
+            gradient is not None and dtensors.local(gradient).any()
+            for gradient in self.gradients().values()
+        )
+
+    def stepped_by(self, index: int, *, alone: bool) -> list[str]:
+        """Return the names of the parameters that optimizer `index` steps.
+
+        With `alone`, parameters that no optimizer steps are included.
+        """
+        stepped = [*map(self._tensors_of, self.optimizers)]
+        return [
+            name
+            for name, p in self.trained.items()
+            if p in stepped[index] or (alone and not any(p in own for own in stepped))
+        ]
+
+    def step_by(self, index: int, optimizer: torch.optim.Optimizer) -> None:
+        """Take `optimizer` for the one that steps the parameters of optimizer `index`."""
+        before = self.optimizers
+        self.optimizers = (*before[:index], optimizer, *before[index + 1 :])
+
+    def in_step_of(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        """Return the names of the parameters in the partitions that `optimizer` steps now."""
+        current = {p for group in optimizer.param_groups for p in group["params"]}
+        return [name for name, p in self.trained.items() if p in current]
+
+    @property
+    def is_stepped_as_copies(self) -> bool:
+        """True if optimizers step tensors that are no parameters of the model, in place of some."""
+        return self.is_written_back and not self._stepped() <= {*self.parameters.values()}
+
+    @property
+    def is_written_back(self) -> bool:
+        """True if the script writes some of the model's parameters after the optimizers' steps.
+
+        The optimizers hold copies of them, or those that other ranks step (ZeRO-1).
+        """
+        return not self._stepped().issuperset(self.trained.values())
+
+    def _stepped(self) -> set[Tensor]:
+        return {parameter for opt in self.optimizers for parameter in self._tensors_of(opt)}
+
+    def first_held(self) -> str:
+        """Return the name of the first trained parameter of which this rank has a non-empty piece.
+
+        If there is none, return the name of the first trained parameter.
+        """
+        mine = (n for n in self.trained if n in self.pieces and 0 not in self.pieces[n].shape)
+        return next(mine, next(iter(self.trained)))
+
+    def names_of(self, parameter: Tensor) -> Sequence[str]:
+        """Return the names of a tensor that an optimizer steps; a flat one has several."""
+        return self._names.get(parameter, ())
+
+    def rates(self) -> tuple[float, dict[str, float]]:
+        """Return the first group's learning rate, and by name the rates that differ from it."""
+        groups = self._groups()
+        first = tensors.rate_of(groups[0])
+        rates = {
+            name: tensors.rate_of(group)
+            for group in groups
+            for p in group["params"]
+            for name in self._names.get(p, ())
+        }
+        return first, {name: rate for name, rate in rates.items() if rate != first}
+
+    def rules(self, step: int, constants: Sequence[Mapping[str, Any]]) -> list[trace.Ruled]:
+        """Return the rules by which optimizers step, whose groups have these `constants`."""
+        kinds = [tensors.rule(opt) for opt in self.optimizers for _ in opt.param_groups]
+        return [
+            trace.Ruled(
+                step=step,
+                rank=self.rank,
+                rule=kind,
+                names=tuple(name for p in group["params"] for name in self._names.get(p, ())),
+                constants=told,
+                derived=derived,
+            )
+            for (kind, derived), group, told in zip(kinds, self._groups(), constants, strict=True)
+        ]
+
+    def news(self) -> Mapping[str, Any] | None:
+        """Return changes of layout and pieces since the last call; None if there are none."""
+        if self.layout is None:
+            return None
+        layout: dict[str, Any] = {
+            "axes": list(map(list, self.layout.axes.items())),
+            "tied": list(map(list, self.layout.tied)),
+        }
+        placed = {name: piece.to_list() for name, piece in self.pieces.items()}
+        fresh = {name: piece for name, piece in placed.items() if self._told.get(name) != piece}
+        if not fresh and self._told.get("axes") == layout["axes"]:
+            return None
+        self._told.update(fresh | layout)
+        return {**layout, "pieces": fresh}
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in self._groups_of(optimizer)]
+
+    def steps_partitions(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether DeepSpeed's optimizer has `optimizer` step partitions, one by one."""
+        return self.zero is not None and self.zero.optimizer is optimizer
+
+    def _groups_of(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+        is_inside = self.steps_partitions(optimizer)
+        return zero_partitions.groups(self.zero) if is_inside else optimizer.param_groups
+
+    def _tensors_of(self, optimizer: torch.optim.Optimizer) -> set[Tensor]:
+        if self.steps_partitions(optimizer):
+            return {*zero_partitions.partitions(self.zero)}
+        return {p for group in optimizer.param_groups for p in group["params"]}
+
+    def _layout(self) -> Layout | None:
+        """Return the layout that was declared, else the one that the parameters' meshes show."""
+        declared = self._declared
+        if declared is not None and declared.axes:
+            return declared
+        shown = flat_parameters.layout_of(self.model, self.world_size)
+        shown = shown or dtensors.read_off(self.model, self.world_size)
+        if declared is None:
+            return shown
+        return replace(declared, axes=(shown or plain(self.world_size)).axes)
+
+
+def _own(part: Part, tensor: Tensor) -> Tensor:
+    """Return this rank's elements of a parameter, or of what belongs to it."""
+    if tensor is part.owner:
+        return part.weights()
+    return part.of(tensor) if part.fits(tensor) else tensor
+
+
+def _are_few(buffers: Mapping[str, Tensor]) -> bool:
+    return sum(buffer.numel() for buffer in buffers.values()) <= tensors.VALUES_MAX

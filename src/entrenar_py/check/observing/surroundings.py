@@ -1,0 +1,177 @@
+"""Look up what a script has made alongside the optimizer: modules, meshes, schedules.
+
+They are looked up once, among all objects that the garbage collector knows. Torch has no hook that
+tells of them when they are made, and to patch their constructors would miss copies.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
+
+from entrenar_py.check.observing import dtensors, tensors, zero_partitions
+from entrenar_py.check.rank_files import layout
+
+_Object = TypeVar("_Object")
+
+
+def model_of(
+    called: nn.Module | None,
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    instead: nn.Module | None = None,
+) -> nn.Module | None:
+    """Return the module that `optimizers` train; None if there is none.
+
+    That is `called`, if it has all their parameters. Else it is a list of the outermost modules
+    that have some of them, `called` among these, and of the parameters that no module has, except
+    frozen ones, which a checkpoint may have replaced in the module.
+    A container of models that several optimizers step is no model: nothing calls it as a whole.
+    If no module has any of them the optimizers hold copies, and `instead`, which the script calls,
+    is the model that is never stepped.
+    """
+    parameters = {p for opt in optimizers for group in opt.param_groups for p in group["params"]}
+    own = [] if called is None else [tensors.unwrapped(called)]
+    for module in own:
+        dtensors.reshard(module)
+    lacking = parameters.difference(*map(zero_partitions.parameters_of, own))
+    if lacking:
+        others = _outermost(lacking)
+        own += others if len(optimizers) < 2 else _called_alone(others, lacking)
+        lacking = lacking.difference(*(module.parameters() for module in own))
+        if not own and instead is not None:
+            return tensors.unwrapped(instead)
+        lacking = {parameter for parameter in lacking if parameter.requires_grad}
+    if lacking:
+        own.append(Loose(optimizers, lacking))
+    if len(own) < 2:
+        return own[0] if own else None
+    return nn.ModuleList(own)
+
+
+def _called_alone(modules: Iterable[nn.Module], wanted: set[Any]) -> list[nn.Module]:
+    """Return modules with the parts that have `wanted` parameters in place of mere containers."""
+    alone: list[nn.Module] = []
+    for module in modules:
+        parts = [part for part in module.children() if not wanted.isdisjoint(part.parameters())]
+        is_container = type(module).forward is nn.Module.forward
+        has_own = any(True for _ in module.parameters(recurse=False))
+        alone += _called_alone(parts, wanted) if is_container and not has_own else [module]
+    return alone
+
+
+def have_modules(parameters: Collection[Tensor]) -> bool:
+    """Return whether all these tensors are parameters of modules."""
+    holders = _outermost({*parameters})
+    return bool(parameters) and {*parameters}.issubset(
+        parameter for module in holders for parameter in module.parameters()
+    )
+
+
+class Loose(nn.Module):
+    """The tensors that optimizers step and no module has, by their place in the optimizers."""
+
+    def __init__(
+        self, optimizers: Sequence[torch.optim.Optimizer], wanted: Collection[Tensor]
+    ) -> None:
+        super().__init__()
+        groups = [group["params"] for opt in optimizers for group in opt.param_groups]
+        loose: dict[str, Any] = {
+            f"group{number}.{index}": tensor
+            for number, group in enumerate(groups)
+            for index, tensor in enumerate(group)
+            if tensor in wanted
+        }
+        self._parameters.update(loose)  # not registered: they may be plain tensors
+
+
+def _outermost(parameters: set[Any]) -> list[nn.Module]:
+    """Return the modules that hold `parameters` and are in no other, without torch's wrappers."""
+    holders = [
+        module
+        for module in _alive(nn.Module)
+        if not parameters.isdisjoint(module.parameters()) and tensors.unwrapped(module) is module
+    ]
+    inner = {part for module in holders for part in module.modules() if part is not module}
+    chosen: list[nn.Module] = []
+    for module in holders:
+        if module not in inner and not parameters.isdisjoint(module.parameters()):
+            chosen.append(module)
+            parameters = parameters.difference(module.parameters())
+    return chosen
+
+
+def mesh(world_size: int) -> DeviceMesh | None:
+    """Return the script's mesh if it arranges all ranks along axes that `observe` knows.
+
+    Of meshes that differ by axes with a single rank it is the one with all axes of the data.
+    """
+    meshes: dict[Any, DeviceMesh] = {}
+    for found in _alive(DeviceMesh):
+        names, sizes = found.mesh_dim_names, tuple(found.mesh.shape)
+        in_order = found.mesh.flatten().tolist() == list(range(world_size))
+        if in_order and names and layout.knows(names):
+            shown = tuple(axis for axis in zip(names, sizes, strict=True) if axis[1] > 1)
+            if shown not in meshes or (found.ndim > meshes[shown].ndim and layout.are_data(names)):
+                meshes[shown] = found
+    return next(iter(meshes.values())) if len(meshes) == 1 else None
+
+
+def are_replicas(model: nn.Module) -> bool:
+    """Return whether torch's own wrapper keeps a copy of `model`, or of a part of it, on each rank.
+
+    Then each rank is to draw samples of its own. True for a single process, too.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return True
+    parts = set(model.modules())
+    return any(
+        wrapper.module in parts
+        and dist.get_world_size(wrapper.process_group) == dist.get_world_size()
+        for wrapper in _alive(DistributedDataParallel)
+    )
+
+
+def are_joined(model: nn.Module) -> bool:
+    """Return whether `model` trains within torch's `Join`, where ranks may have fewer batches.
+
+    Then each rank's batch counts as it is, a last, short one like any other.
+    """
+    parts = set(model.modules())
+    return any(
+        wrapper.module in parts and wrapper._join_config.enable
+        for wrapper in _alive(DistributedDataParallel)
+    )
+
+
+def schedule_of(optimizers: Iterable[torch.optim.Optimizer]) -> LRScheduler | None:
+    """Return the schedule of the optimizers' learning rate; None if there are several or none.
+
+    It may be that of an optimizer inside of one of these. Schedules that another one has called in
+    turn (a warm-up, then a decay) are parts of it.
+    """
+    stepped = [one for opt in optimizers for one in (opt, *tensors.inner_optimizers(opt))]
+    alive = [s for s in _alive(LRScheduler) if any(s.optimizer is opt for opt in stepped)]
+    parts = {id(part) for schedule in alive for part in _parts_of(schedule)}
+    outer = [schedule for schedule in alive if id(schedule) not in parts]
+    return outer[0] if len(outer) == 1 else None
+
+
+def _parts_of(schedule: LRScheduler) -> list[LRScheduler]:
+    """Return the schedules that a schedule has as attributes, or in lists of its own."""
+    held = vars(schedule).values()
+    each = [part for value in held for part in (value if isinstance(value, list) else [value])]
+    return [part for part in each if isinstance(part, LRScheduler)]
+
+
+def _alive(kind: type[_Object]) -> list[_Object]:
+    """Return all objects of a class, without looking at other objects' attributes."""
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]

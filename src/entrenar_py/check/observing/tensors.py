@@ -1,0 +1,255 @@
+"""torch tensors as a trace keeps them, and the facts of a model and its optimizers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parallel import DistributedDataParallel
+
+from entrenar_py.check.observing import call_sites, dtensors
+from entrenar_py.check.watch import digest
+from entrenar_py.shared import trace
+from entrenar_py.shared.trace.traits import CONSTANTS
+
+# The names of modules inside of wrappers: of torch.compile, checkpoint_wrapper, and FSDP.
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_CONSTANTS = {*CONSTANTS, "weight_decay", "maximize", "amsgrad", "decoupled_weight_decay"}
+_NUMBERS = {"lr", "initial_lr", "weight_decay"}
+_MORE = {"alpha", "centered", "initial_accumulator_value", "lr_decay", "momentum_decay", "rho"}
+_TORCH_S = {
+    kind
+    for kind in vars(torch.optim).values()
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+} - {torch.optim.Optimizer}
+_WITH_DROPOUT = (nn.RNNBase, nn.MultiheadAttention)  # between layers, or of weights
+_WHOLE_MAX = 2**63
+VALUES_MAX = 2**16  # elements of a model up to which values are kept, not sketches
+
+
+def record(tensor: Tensor, *, values: bool) -> trace.TensorRecord:
+    """Return the record of a tensor of any shape, on any device, with its `values` or without.
+
+    bfloat16, which numpy doesn't have, is kept as float32, which holds it exactly.
+    """
+    plain = dtensors.in_numbers(tensor.detach()).contiguous()
+    if plain.dtype is torch.bfloat16:
+        plain = plain.float()
+    return trace.record_tensor(plain.cpu().reshape(-1).numpy(), values=values)
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the user's own module, without the wrappers that torch puts around it."""
+    while True:
+        inner = model.module if isinstance(model, DistributedDataParallel) else None
+        inner = inner if inner is not None else getattr(model, "_orig_mod", None)
+        if not isinstance(inner, torch.nn.Module):
+            return model
+        model = inner
+
+
+def unwrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer inside a wrapper that only passes calls on to it, as accelerate's does.
+
+    A wrapper has no hooks of its own. An optimizer that steps and holds another is returned as is.
+    """
+    while not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        inside = inner_optimizers(optimizer)
+        if len(inside) != 1:
+            return optimizer
+        (optimizer,) = inside
+    return optimizer
+
+
+def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that are attributes of another, or are listed in one."""
+    held = getattr(optimizer, "__dict__", {}).values()
+    alone = [value for value in held if isinstance(value, torch.optim.Optimizer)]
+    return [*alone, *_listed_optimizers(optimizer)]
+
+
+def is_torch_s(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer's class is one of torch."""
+    return type(optimizer).__module__.partition(".")[0] == "torch"
+
+
+def stepped_by(optimizer: torch.optim.Optimizer) -> set[Tensor]:
+    """Return the tensors in an optimizer's groups."""
+    return {tensor for group in optimizer.param_groups for tensor in group["params"]}
+
+
+def stepping(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that make the steps of `optimizer`: it alone, or those that it lists.
+
+    Listed optimizers count if they hold exactly its parameters, in groups of their own. Then the
+    rates that schedules change and the state are theirs.
+    """
+    optimizer = unwrapped_optimizer(optimizer)
+    listed = _listed_optimizers(optimizer)
+    own, groups = optimizer.param_groups, [group for opt in listed for group in opt.param_groups]
+    held, stepped = ({p for group in many for p in group["params"]} for many in (own, groups))
+    are_copies = not any(group is other for group in own for other in groups)
+    return listed if listed and held == stepped and are_copies else [optimizer]
+
+
+def _listed_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    lists = [v for v in getattr(optimizer, "__dict__", {}).values() if isinstance(v, list | tuple)]
+    return [value for held in lists for value in held if isinstance(value, torch.optim.Optimizer)]
+
+
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, Sequence[str]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield `parameter/key` and value of the optimizer's state, for parameters in `names`.
+
+    Of a `ZeroRedundancyOptimizer` it is the state of the rank's own optimizer inside.
+    """
+    inner = getattr(optimizer, "optim", None)
+    keeper = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+    for parameter, entries in keeper.state.items():
+        if parameter in names and isinstance(entries, Mapping):
+            for key, value in entries.items():
+                if isinstance(value, Tensor | int | float):
+                    known = torch.as_tensor(value)
+                    yield from ((f"{name}/{key}", known) for name in names[parameter])
+
+
+def stepped_copies(
+    trained: Mapping[str, Tensor], groups: Iterable[Mapping[str, Any]]
+) -> dict[str, Tensor]:
+    """Return by a parameter's name the copy of it that an optimizer steps (a master in float32).
+
+    Copies are recognised by their order and their shapes, which are those of the parameters.
+    """
+    stepped = [parameter for group in groups for parameter in group["params"]]
+    named = dict(zip(trained, stepped, strict=False))
+    alike = all(p.shape == named[name].shape for name, p in trained.items() if name in named)
+    are_others = {*stepped}.isdisjoint(trained.values())
+    return named if are_others and alike and len(stepped) == len(trained) else {}
+
+
+def is_finite(tensors: Iterable[Tensor | None]) -> bool:
+    """Return whether this rank's parts of `tensors` have no NaN and no infinity."""
+    held = [dtensors.local(tensor) for tensor in tensors if tensor is not None]
+    by_kind: dict[Any, list[Tensor]] = {}
+    for tensor in held:
+        if tensor.is_cuda and tensor.numel() and tensor.is_floating_point():
+            by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    # One kernel for many tensors, and one answer to wait for.
+    largest = [torch.stack(torch._foreach_norm(many, math.inf)) for many in by_kind.values()]
+    rest = (tensor for tensor in held if not (tensor.is_cuda and tensor.is_floating_point()))
+    return all(map(digest.is_finite, (*largest, *rest)))
+
+
+def norm(tensors: Iterable[Tensor | None]) -> float:
+    """Return the L2 norm of this rank's parts of `tensors`, added in float64; 0 for none."""
+    held = [dtensors.local(tensor).double() for tensor in tensors if tensor is not None]
+    squares = [float(tensor.square().sum()) for tensor in held]
+    return math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
+
+
+@cache
+def plain_name(name: str) -> str:
+    """Return a parameter's name without the parts that wrappers of submodules put into it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def rate_of(group: Mapping[str, Any]) -> float:
+    """Return the learning rate of a parameter group, 0 if it has none that is a number.
+
+    Some optimizers keep it elsewhere, or find it themselves.
+    """
+    return _number(group.get("lr"))
+
+
+def _number(value: Any) -> float:
+    number = _plain(value)
+    return float(number) if isinstance(number, int | float) else 0.0
+
+
+def _plain(value: Any) -> Any:
+    """Return a number, or a tuple of numbers or None, as JSON can hold it; None for all else."""
+    if isinstance(value, tuple | list):
+        numbers = [_plain(item) for item in value]
+        return None if any(isinstance(number, list) for number in numbers) else numbers
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        return float(value)
+    is_small = isinstance(value, int) and abs(value) < _WHOLE_MAX
+    return value if is_small or isinstance(value, float) else None
+
+
+def _is_alone(module: torch.nn.Module) -> bool:
+    """Return whether a module normalises over the samples of its own rank alone."""
+    is_batch_norm = isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+    return is_batch_norm and not isinstance(module, torch.nn.SyncBatchNorm)
+
+
+def _kind(optimizer: torch.optim.Optimizer) -> str:
+    """Return the optimizer's class name, after the name of its module if that isn't torch's."""
+    kind = type(optimizer)
+    own = getattr(torch.optim, kind.__name__, None) is not kind
+    return f"{kind.__module__}.{kind.__name__}" if own else kind.__name__
+
+
+def groups(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:
+    """Return the constants of the parameter groups, as JSON can hold them."""
+    return [
+        {
+            **{str(name): _plain(value) for name, value in group.items() if name != "params"},
+            **{name: _number(group[name]) for name in _NUMBERS & group.keys()},
+        }
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+    ]
+
+
+def constants(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:
+    """Return the constants of each parameter group, without its learning rate."""
+    known = _CONSTANTS | _MORE
+    return [{key: group[key] for key in known & group.keys()} for group in groups(optimizers)]
+
+
+def rule(optimizer: torch.optim.Optimizer) -> tuple[str, bool]:
+    """Return the class of torch.optim that an optimizer is of, and whether it is derived from it.
+
+    The name is "" for any other. That counts as derived if it is the script's, and no library's.
+    `ZeroRedundancyOptimizer` steps by the one inside of it.
+    """
+    inner = getattr(optimizer, "optim", None)
+    stepping = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+    classes = [kind.__name__ for kind in type(stepping).__mro__ if kind in _TORCH_S]
+    if not classes:
+        return "", call_sites.is_own_class(type(stepping))
+    return classes[0], type(stepping) not in _TORCH_S
+
+
+def facts(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+    """Return facts of the optimizers, dropout and batch normalisation, as JSON can hold them."""
+    return {
+        "optimizer": " and ".join(dict.fromkeys(map(_kind, optimizers))),
+        "groups": groups(optimizers),
+        "dropout": max(map(_dropout, model.modules()), default=0.0),
+        "batch_norm": any(map(_is_alone, model.modules())),
+        "short_betas": any(map(_has_short_betas, optimizers)),
+    }
+
+
+def _dropout(module: torch.nn.Module) -> float:
+    """Return the probability by which a layer drops what it is given, or has inside of it."""
+    if isinstance(module, _DropoutNd):
+        return module.p
+    return float(module.dropout) if isinstance(module, _WITH_DROPOUT) else 0.0
+
+
+def _has_short_betas(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether kernels of torch's step tensors of a GPU with constants in float32."""
+    return any(
+        bool(group.get("fused") or group.get("capturable"))
+        and any(parameter.device.type != "cpu" for parameter in group["params"])
+        for group in optimizer.param_groups
+    )

@@ -1,0 +1,259 @@
+"""Pass a micro-batch through a model again, with some tokens replaced, and measure what changes.
+
+All ranks make the same number of passes, as a pass may communicate. A token is replaced by another
+one of the micro-batch, in turn, so that the model meets none that it may not meet. Outputs are the
+scores that the model returns, or else the last tensor with a row of numbers for each token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from entrenar_py.check.observing.token_rows import Arguments, Rows
+from entrenar_py.shared import trace
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_TF32 = 2.0**-10
+
+
+class Table(NamedTuple):
+    """The first table of a model that looks an argument up: its place, and the padding's token."""
+
+    place: int
+    padding_id: int | None
+
+
+class _Output(NamedTuple):
+    """Numbers for each token, float [rows, positions, n], and the loss that was returned."""
+
+    scores: Tensor | None
+    loss: float | None
+
+
+class _Calls(TorchFunctionMode):
+    """Notes what a pass looks up in tables, and its last tensor with a row for each token."""
+
+    def __init__(self, ids: Tensor | None = None) -> None:
+        super().__init__()
+        self.looked_up: list[tuple[Tensor, int | None]] = []
+        self.last: Tensor | None = None
+        self._ids = ids
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        if self._ids is None and function is F.embedding:
+            given = dict(zip(("input", "weight", "padding_idx"), args, strict=False)) | kwargs
+            self.looked_up.append((given["input"], given.get("padding_idx")))
+        elif self._ids is not None and type(result) is Tensor and _is_of(result, self._ids):
+            self.last = result
+        return result
+
+
+def _is_of(output: Tensor, ids: Tensor) -> bool:
+    """Return whether an output has a row of numbers for each token."""
+    is_shaped = output.dim() == ids.dim() + 1 and output.shape[:-1] == ids.shape
+    return output.dtype in _FLOATS and is_shaped and output.shape[-1] > 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """Passes `arguments` through `model`; `start` sets the generators back before each pass.
+
+    `autocast` is the context of the script's own pass, whose format is `autocast_dtype`. Where
+    several `ranks` train, those of `parity` 0 and 1 keep their tokens in turn. Tokens in `special`
+    are never replaced.
+    """
+
+    model: nn.Module
+    arguments: Arguments
+    start: Callable[[], None]
+    autocast: Callable[[], AbstractContextManager[Any]]
+    autocast_dtype: torch.dtype | None
+    ranks: int
+    parity: int
+    special: Collection[int]
+
+    def table(self) -> Table | None:
+        """Return the first table that looks an argument up; None if none does.
+
+        A decoder's tokens may follow an encoder's: then only the argument's name tells which these
+        are.
+        """
+        calls = _Calls()
+        self._run(calls)
+        tables: dict[int, Table] = {}
+        for ids, padding_id in calls.looked_up:
+            if (place := self.arguments.place_of(ids)) is not None:
+                tables.setdefault(place, Table(place, padding_id))
+        first = next(iter(tables), None)
+        chosen = first if len(tables) < 2 else self.arguments.of_decoder([*tables])
+        return None if chosen is None else tables[chosen]
+
+    def events(
+        self, rows: Rows, place: int, dimension: int, counted: Tensor, **where: int
+    ) -> Iterator[trace.Reread]:
+        """Yield what changes if later tokens, padding, and earlier documents are replaced.
+
+        Positions are along `dimension` of the token ids. What must stay is the output where a
+        target is `counted`, bool like the ids.
+        """
+        before = self._pass(rows.ids, place)
+        noise = self._noise(rows.ids, place, before)
+        noise = max(noise, self._of_other_rows(rows.ids, place, dimension, before))
+        for trial in _trials(rows, dimension, counted):
+            other = self._replaced(rows, trial.wanted)
+            after = self._pass(other, place)
+            if before.scores is None or after.scores is None or bool((other == rows.ids).all()):
+                continue
+            change = _change(before.scores, after.scores)
+            known = None not in (before.loss, after.loss)
+            yield trace.Reread(
+                **where,
+                replaced=trial.replaced,
+                cut=trial.cut,
+                noise=noise,
+                scale=float(before.scores.nan_to_num().abs().max()),
+                unit=self._unit(before.scores),
+                loss=abs((before.loss or 0.0) - (after.loss or 0.0)) if known else None,
+                own=None if trial.cut is None else _most(change.select(dimension, trial.cut)),
+                moved=_most(change[trial.wanted]),
+                **_stays(change, trial.stays, dimension),
+            )
+
+    def _noise(self, ids: Tensor, place: int, before: _Output) -> float:
+        """Return how much outputs change if this rank keeps its tokens and others replace theirs.
+
+        In one process the pass is merely repeated.
+        """
+        found = 0.0
+        for parity in range(min(2, self.ranks)):
+            keeps = self.ranks == 1 or parity == self.parity
+            after = self._pass(ids if keeps else _next(ids, self.special), place)
+            if keeps and before.scores is not None and after.scores is not None:
+                found = _most(_change(before.scores, after.scores))
+        return found
+
+    def _of_other_rows(self, ids: Tensor, place: int, dimension: int, before: _Output) -> float:
+        """Return how much outputs of the last row change if all other rows' tokens are replaced.
+
+        Experts that take no more than so many tokens give the last row what the others leave.
+        """
+        at = 1 - dimension
+        last, others = ids.shape[at] - 1, _next(ids, self.special).clone()
+        others.select(at, last).copy_(ids.select(at, last))
+        after = self._pass(others, place)
+        if before.scores is None or after.scores is None:
+            return 0.0
+        return _most(_change(before.scores, after.scores).select(at, last))
+
+    def _replaced(self, rows: Rows, wanted: Tensor) -> Tensor:
+        other = _next(rows.ids, self.special)
+        if rows.padding.any():  # a padding token is none of the tokens that are taken in turn
+            tokens = torch.unique(rows.ids[~rows.padding])
+            turn = torch.arange(rows.ids.numel(), device=rows.ids.device) % len(tokens)
+            other = torch.where(rows.padding, tokens[turn].view_as(other), other)
+        return torch.where(wanted, other, rows.ids)
+
+    def _pass(self, ids: Tensor, place: int) -> _Output:
+        own = self.arguments.at(place)
+        assert own is not None, "the rows come from there"
+        calls = _Calls(own)
+        leaves = [one for one in tree_leaves(self._run(calls, place, ids)) if _is_number(one)]
+        scores = [leaf for leaf in leaves if _is_of(leaf, own)]
+        found = max(scores, key=lambda one: one.shape[-1], default=calls.last)
+        losses = [float(leaf) for leaf in leaves if leaf.dim() == 0]
+        return _Output(
+            scores=None if found is None else found.detach().reshape(*ids.shape, -1),
+            loss=next(iter(losses), None),
+        )
+
+    def _run(self, calls: _Calls, place: int | None = None, ids: Tensor | None = None) -> Any:
+        self.start()
+        args, kwargs = self.arguments.again(place, ids)
+        with self.autocast(), calls:
+            return self.model.forward(*args, **kwargs)
+
+    def _unit(self, scores: Tensor) -> float:
+        """Return the rounding of the coarsest format that the pass computes in."""
+        held = {parameter.dtype for parameter in self.model.parameters()}
+        formats = {scores.dtype, *held, *filter(None, [self.autocast_dtype])}
+        unit = max(torch.finfo(one).eps for one in formats if one in _FLOATS)
+        is_tf32 = scores.is_cuda and torch.backends.cuda.matmul.allow_tf32
+        return max(unit, _TF32) if is_tf32 else unit
+
+
+class _Trial(NamedTuple):
+    """The tokens that are `wanted` to be others, bool like the ids, and the outputs that stay."""
+
+    replaced: str
+    wanted: Tensor
+    stays: Tensor
+    cut: int | None = None
+
+
+def _trials(rows: Rows, dimension: int, counted: Tensor) -> Iterator[_Trial]:
+    """Yield the same number of trials for any micro-batch."""
+    ids, nothing = rows.ids, torch.zeros_like(rows.padding)
+    numbers = torch.arange(ids.shape[dimension], device=ids.device)
+    numbers = numbers.view(1, -1) if dimension else numbers.view(-1, 1)
+    for cut in _cuts(ids.shape[dimension]):
+        yield _Trial("later", (numbers >= cut) & ~nothing, (numbers < cut) & counted, cut)
+    stays = counted & ~rows.padding
+    yield _Trial("padding", rows.padding if rows.is_masked else nothing, stays)
+    earlier = last = nothing
+    if rows.documents is not None:
+        most = rows.documents.amax(1, keepdim=True)
+        last = (rows.documents == most) & (most > 0)
+        earlier = rows.documents < most
+    yield _Trial("earlier", earlier & ~rows.padding, stays & last)
+
+
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dtype in _FLOATS
+
+
+def _cuts(length: int) -> tuple[int, int]:
+    """Return two positions within a row, odd ones: a mask of blocks has its borders elsewhere."""
+    return min(length - 1, length // 3 | 1), min(length - 1, 2 * length // 3 | 1)
+
+
+def _next(ids: Tensor, special: Collection[int]) -> Tensor:
+    """Return `ids` with each token replaced by the next larger one of them, the last by the first.
+
+    `special` tokens stay.
+    """
+    tokens = torch.unique(ids)
+    usual = tokens[~torch.isin(tokens, torch.tensor([*special] or [-1], device=ids.device))]
+    if not len(usual):
+        return ids
+    place = torch.searchsorted(usual, ids.contiguous()).clamp(max=len(usual) - 1)
+    return torch.where(usual[place] == ids, usual[(place + 1) % len(usual)], ids)
+
+
+def _change(before: Tensor, after: Tensor) -> Tensor:
+    """Return how much the numbers of each token change at most, [rows, positions]."""
+    change = (after.float() - before.float()).abs()
+    return torch.where(after == before, torch.zeros_like(change), change).amax(-1)
+
+
+def _most(change: Tensor) -> float:
+    return float(change.max()) if change.numel() else 0.0
+
+
+def _stays(change: Tensor, stays: Tensor, dimension: int) -> dict[str, Any]:
+    """Return the largest change where outputs must stay, and its place."""
+    kept = torch.where(stays, change, torch.zeros_like(change))
+    place = divmod(int(kept.argmax()), kept.shape[1])
+    return {"still": float(kept.max()), "row": place[1 - dimension], "position": place[dimension]}

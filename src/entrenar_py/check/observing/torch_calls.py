@@ -1,0 +1,334 @@
+"""The functions of torch that are replaced while a script is observed, each with its reason.
+
+A row is for what torch has no hook for. A replacement calls the original with what it was given,
+and returns what that returns; only a listener looks at it. With a line they are replaced when the
+first script's line is reached, and without one (`auto/patches.py`) when torch is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, Protocol
+
+import torch
+
+from entrenar_py.check.observing import checkpoints
+from entrenar_py.check.observing.loss_terms import Begun, Losses
+from entrenar_py.shared import hook_calls
+
+Function = Callable[..., Any]
+
+
+class Listener(Protocol):
+    """Hears what a script calls of torch."""
+
+    def backward_begins(self, tensors: Any, *, is_plain: bool) -> None:
+        """Hear that a backward pass begins at `tensors`; one may begin inside of another.
+
+        `is_plain`: no gradient is given for these.
+        """
+
+    def backward_ended(self) -> None:
+        """Hear that the pass that began last has ended, maybe by an exception."""
+
+    def scaled(self, scale: float, losses: Any) -> None:
+        """Hear that a `GradScaler` multiplies `losses` by `scale`."""
+
+    def skipped(self) -> None:
+        """Hear that a `GradScaler` skipped a step on all ranks."""
+
+    def saved(self) -> None:
+        """Hear that the script saves a file."""
+
+    def clipped(self, parameters: Any, max_norm: float, norm_type: float) -> None:
+        """Hear that the gradients of `parameters` are about to be clipped by their norm."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """`name` of `owner`, a class in `module` or "" for the module itself, is wrapped by `wrap`.
+
+    A process may do without an `optional` module.
+    """
+
+    module: str
+    owner: str = ""
+    name: str
+    reason: str
+    wrap: Callable[[Function, Any], Function]
+    optional: bool = False
+
+
+def apply(patches: Iterable[Patch], listener: Any) -> None:
+    """Replace the functions of `patches`; their modules are imported if they aren't yet.
+
+    An optional one is left alone as long as nobody has imported its module.
+    """
+    for patch in patches:
+        if patch.optional and patch.module not in sys.modules:
+            continue
+        owner: Any = importlib.import_module(patch.module)
+        owner = getattr(owner, patch.owner) if patch.owner else owner
+        original = getattr(owner, patch.name)
+        setattr(owner, patch.name, _uncompiled(original, patch.wrap(original, listener)))
+
+
+# --- a script with a line ---------------------------------------------------------------------
+
+
+class Passes(Protocol):
+    """A listener to the losses of a script's backward passes."""
+
+    def backward_begins(self, begun: Begun) -> None:
+        """Note what `backward` is called on."""
+
+    def backward_ended(self) -> None:
+        """Note that the backward pass is over."""
+
+
+class Ear:
+    """Listens for one observer from `listen` on until `stop`."""
+
+    def __init__(
+        self,
+        passes: Passes,
+        *,
+        skipped: Callable[[], object],
+        saved: Callable[[], None],
+        clipped: Callable[[Any, float, float], None],
+    ) -> None:
+        self._passes, self.skipped, self.saved, self.clipped = passes, skipped, saved, clipped
+        self._losses = Losses()
+        self._depth = 0  # backward passes that have begun: one may run inside of another
+
+    def listen(self) -> None:
+        """Begin to listen."""
+        apply(heard(), EARS)
+        EARS.all.append(self)
+
+    def stop(self) -> None:
+        """Listen no longer."""
+        if self in EARS.all:
+            EARS.all.remove(self)
+
+    def backward_begins(self, tensors: Any, *, is_plain: bool) -> None:
+        """Tell the loss of a backward pass; passes inside of it belong to it."""
+        self._depth += 1
+        if self._depth == 1:
+            self._passes.backward_begins(self._losses.begun(tensors, is_plain=is_plain))
+
+    def backward_ended(self) -> None:
+        """Tell that the outermost pass has ended."""
+        self._depth = max(0, self._depth - 1)
+        if not self._depth:
+            self._passes.backward_ended()
+
+    def scaled(self, scale: float, losses: Any) -> None:
+        """Note that a scaler multiplies `losses` by `scale`."""
+        self._losses.scaled(scale, losses)
+
+
+class _Ears:
+    """All that listen in this process, as one listener."""
+
+    def __init__(self) -> None:
+        self.all: list[Ear] = []
+        self.was_applied = False
+
+    def __getattr__(self, name: str) -> Function:
+        def tell(*given: Any, **named: Any) -> None:
+            if not hook_calls.is_traced():
+                for ear in [*self.all]:
+                    getattr(ear, name)(*given, **named)
+
+        return tell
+
+
+EARS = _Ears()
+
+
+def heard() -> tuple[Patch, ...]:
+    """Return the rows of TABLE that are still to be replaced for lines' observers; none again."""
+    rows = () if EARS.was_applied else TABLE
+    EARS.was_applied = True
+    return rows
+
+
+# --- the replacements -------------------------------------------------------------------------
+
+
+def _backward(original: Function, listener: Listener) -> Function:
+    @wraps(original)
+    def backward(tensors: Any, *given: Any, **named: Any) -> Any:
+        gradients = given[0] if given else named.get("grad_tensors")
+        listener.backward_begins(tensors, is_plain=gradients is None)
+        try:
+            return original(tensors, *given, **named)
+        finally:
+            listener.backward_ended()
+
+    return backward
+
+
+def _scaled(original: Function, listener: Listener) -> Function:
+    @wraps(original)
+    def scale(self: Any, outputs: Any, *given: Any, **named: Any) -> Any:
+        if self.is_enabled():
+            listener.scaled(self.get_scale(), outputs)
+        return original(self, outputs, *given, **named)
+
+    return scale
+
+
+def _rescaled(original: Function, listener: Listener) -> Function:
+    @wraps(original)
+    def update(self: Any, *given: Any, **named: Any) -> Any:
+        before = self.get_scale() if self.is_enabled() else 0.0
+        result = original(self, *given, **named)
+        if self.is_enabled() and self.get_scale() < before:
+            listener.skipped()
+        return result
+
+    return update
+
+
+def _saved(original: Function, listener: Listener) -> Function:
+    @wraps(original)
+    def save(*given: Any, **named: Any) -> Any:
+        listener.saved()
+        result = original(*given, **named)
+        told = (*given, *named.values())
+        file = next((one for one in told if isinstance(one, str | os.PathLike)), None)
+        checkpoints.written((given, named), file)
+        return result
+
+    return save
+
+
+def _loaded(original: Function, _: Listener) -> Function:
+    @wraps(original)
+    def load(f: Any, *given: Any, **named: Any) -> Any:
+        result = original(f, *given, **named)
+        checkpoints.loaded(f)
+        return result
+
+    return load
+
+
+def _clipped(original: Function, listener: Listener) -> Function:
+    @wraps(original)
+    def clip(
+        parameters: Any, max_norm: float, norm_type: float = 2.0, *given: Any, **named: Any
+    ) -> Any:
+        if isinstance(parameters, Iterator):  # which can be gone through once
+            kept = [*parameters]
+            listener.clipped(kept, max_norm, norm_type)
+            parameters = (parameter for parameter in kept)
+        else:
+            listener.clipped(parameters, max_norm, norm_type)
+        return original(parameters, max_norm, norm_type, *given, **named)
+
+    return clip
+
+
+def _clipped_in_pieces(original: Function, listener: Listener) -> Function:
+    @wraps(original)
+    def clip(self: Any, max_norm: float, norm_type: float = 2.0) -> Any:
+        # Whole copies are clipped by the function that is patched above.
+        if any(handle.uses_sharded_strategy for handle in self._all_handles):
+            listener.clipped([*self.parameters()], max_norm, norm_type)
+        return original(self, max_norm, norm_type)
+
+    return clip
+
+
+_SCALER = "torch.amp.grad_scaler"
+TABLE = (
+    Patch(
+        module="torch.autograd",
+        name="backward",
+        reason="no hook tells which tensor, the loss, a backward pass is called on",
+        wrap=_backward,
+    ),
+    Patch(
+        module=_SCALER,
+        owner="GradScaler",
+        name="scale",
+        reason="only the scaler knows by which number it multiplies a loss",
+        wrap=_scaled,
+    ),
+    Patch(
+        module=_SCALER,
+        owner="GradScaler",
+        name="update",
+        reason="only the scaler hears that another rank's piece of the gradient is not finite",
+        wrap=_rescaled,
+    ),
+    Patch(
+        module="torch",
+        name="save",
+        reason="a checkpoint that lacks something is mended where it is saved",
+        wrap=_saved,
+    ),
+    Patch(
+        module="torch",
+        name="load",
+        reason="a script that reads its checkpoint and trains from the beginning restores nothing",
+        wrap=_loaded,
+    ),
+    *(
+        Patch(
+            module=module,
+            name="clip_grad_norm_",
+            reason="a gradient doesn't show the norm that it was clipped to",
+            wrap=_clipped,
+        )
+        for module in ("torch.nn.utils", "torch.nn.utils.clip_grad")
+    ),
+    Patch(
+        module="torch.distributed.fsdp.fully_sharded_data_parallel",
+        owner="FullyShardedDataParallel",
+        name="clip_grad_norm_",
+        optional=True,
+        reason="it adds up the pieces of all ranks by itself",
+        wrap=_clipped_in_pieces,
+    ),
+    *(
+        Patch(
+            module=module,
+            name=name,
+            reason="a script that saves its weights in another way than torch's has a checkpoint",
+            wrap=_saved,
+            optional=True,
+        )
+        for module, names in (
+            ("numpy", ("save", "savez", "savez_compressed")),
+            ("pickle", ("dump",)),
+            ("safetensors.torch", ("serialize_file",)),  # of save_file and save_model
+            ("torch.distributed.checkpoint", ("save", "async_save")),
+            ("torch.distributed.checkpoint.state_dict_saver", ("save", "async_save")),
+        )
+        for name in names
+    ),
+)
+
+
+def _uncompiled(original: Function, wrapped: Function) -> Function:
+    """Return a function that calls `wrapped`, or `original` in compiled code.
+
+    Dynamo compiles no frame of it or of `wrapped` by itself.
+    """
+
+    @wraps(original)
+    def either(*given: Any, **named: Any) -> Any:
+        compiles = torch.compiler.is_compiling()
+        return (original if compiles else wrapped)(*given, **named)
+
+    for function in (either, wrapped):
+        hook_calls.leave(function.__code__, with_calls=False)
+    return either

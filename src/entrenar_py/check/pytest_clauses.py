@@ -1,0 +1,200 @@
+"""Judge a clause for a pytest test, with the search and the wording of `entrenar-check --only`."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from entrenar_py.check import contract
+from entrenar_py.check.cli import session
+from entrenar_py.check.contract import Contract, binding_file, selection
+from entrenar_py.check.harness import falsify, interrupts, plan
+from entrenar_py.check.project import exclusions, location, reading
+from entrenar_py.check.reports import evidence
+from entrenar_py.check.reports.report import Entry, Report
+from entrenar_py.shared import shipped
+from entrenar_py.shared.errors import EntrenarError
+from entrenar_py.shared.untrusted import escaping
+from entrenar_py.shared.verdict import Verdict
+
+_CONFIGURABLE = ("system", "world_size", "seed", "examples")  # what a mark may leave open
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """A clause to judge, with the options that `entrenar-check` would get."""
+
+    clause: str
+    contract: str
+    system: str | None = None
+    world_size: tuple[int, ...] = ()
+    seed: int = 0
+    examples: int = 20
+    bind: tuple[Path, ...] = ()
+    note: str = ""  # a note of the configuration, shown with the verdict
+    left_out: str = ""  # why the project's configuration has it skipped
+
+    def plan(self) -> plan.Plan:
+        """Return the plan of the clause's runs; raises UsageError if they are impossible."""
+        return plan.Plan(
+            system=self.system,
+            world_sizes=self.world_size,
+            seed=self.seed,
+            num_examples=self.examples,
+        )
+
+    def command(self) -> str:
+        """Return the shell command that does the same."""
+        words = ["entrenar-check", "--contract", self.contract, "--only", self.clause]
+        words += [word for path in self.bind for word in ("--bind", str(path))]
+        words += ["--system", self.system] if self.system else []
+        words += ["--world-size", ",".join(map(str, self.world_size))] if self.world_size else []
+        words += ["--seed", str(self.seed)] if self.seed else []
+        words += ["--examples", str(self.examples)] if self.examples != 20 else []
+        return shlex.join(words)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """The entry of one clause, and the report that contains it."""
+
+    entry: Entry
+    report: Report
+
+    def settle(self, *, allow_inconclusive: bool) -> None:
+        """Fail the test if the clause didn't hold; skip if inconclusive and that is allowed."""
+        if self.entry.verdict is Verdict.INCONCLUSIVE and allow_inconclusive:
+            pytest.skip(evidence.one_line(f"inconclusive: {self.entry.finding.reason}"))
+        if self.entry.verdict is not Verdict.HELD:
+            pytest.fail(self.text(), pytrace=False)
+
+    @property
+    def notes(self) -> str:
+        """The notes that are shown with any verdict, such as on scenarios that were left out."""
+        return "\n".join(evidence.note_lines(self.entry))
+
+    def text(self) -> str:
+        """Return the verdict and its evidence."""
+        clause, finding = self.entry.invariant, self.entry.finding
+        heading = f"{clause.id} {str(self.entry.verdict).upper()}: {finding.reason}"
+        details = evidence.detail_lines(self.report, self.entry)
+        details += evidence.note_lines(self.entry)
+        return "\n".join(
+            [
+                evidence.one_line(heading),
+                *details,
+                f"repeat with: {escaping.exact(self.report.command)}",
+            ]
+        )
+
+
+def wish_of(mark: pytest.Mark, usual: str | None, root: Path) -> Wish:
+    """Return the wish that a mark expresses; an invalid mark fails the test.
+
+    `usual` is the contract for marks that name none. If `usual` is None, too, the configuration of
+    the project at `root` provides what the mark leaves open.
+    """
+    names = ("contract", *_CONFIGURABLE)
+    strange = [name for name in mark.kwargs if name not in names]
+    if len(mark.args) != 1 or not isinstance(mark.args[0], str) or strange:
+        _refuse(f"{mark}: give the id of one clause, and no keywords but {', '.join(names)}")
+    options: dict[str, Any] = {"contract": usual, **mark.kwargs}
+    if options["contract"] is None:
+        options = {**_configured(mark, root), **mark.kwargs}
+    sizes = options.pop("world_size", ())
+    world_size = (sizes,) if isinstance(sizes, int | str) else tuple(sizes)
+    counts = (*world_size, options.get("seed", 0), options.get("examples", 0))
+    if not all(isinstance(count, int) for count in counts) or options.get("examples", 0) < 0:
+        _refuse(f"{mark}: world_size, seed and examples are integers, examples 0 or more")
+    options["contract"] = str(options["contract"])
+    return Wish(**options, clause=mark.args[0], world_size=world_size)
+
+
+def _configured(mark: pytest.Mark, root: Path) -> dict[str, Any]:
+    """Return the clause's options in the project's configuration, as keywords of Wish."""
+    try:
+        path = location.find(root)
+        if path is None:
+            _refuse(
+                f"{mark}: no contract is named; give contract=FILE, or pytest --contract FILE, or "
+                "configure the project (docs/configuration.md)"
+            )
+        project = reading.load(path)
+        if project.command and "system" not in mark.kwargs:
+            _refuse(
+                f"{mark}: {project.place} names a command, which entrenar-check runs and pytest "
+                "does not; give system=NAME to try a trainer of entrenar-py"
+            )
+        contracts, files = project.values["contract"], project.values.get("bind", ())
+        bind = {name: binding_file.for_contract(files, name, contracts) for name in contracts}
+        loaded = {name: load(name, bind[name]) for name in contracts}
+        ids = {id_: name for name, read in loaded.items() for id_ in selection.ids_of(read)}
+        selection.require_ids(mark.args, ids, f"the contracts of {project.place.file}")
+        name = ids[mark.args[0]]
+        selected = plan.select(loaded[name], only=mark.args)
+    except EntrenarError as error:
+        _refuse(str(error))
+    standing = exclusions.apply(selected, project.exclusions)
+    why = [f"is excluded {clause.why}" for clause in standing.excluded]
+    why += [f"does not apply: {clause.reason}" for clause in standing.not_applying]
+    values = {name: project.values[name] for name in _CONFIGURABLE if name in project.values}
+    note = "; ".join(standing.notes.values())
+    left_out = why[0] if why else ""
+    return {"contract": name, "bind": bind[name], "left_out": left_out, "note": note, **values}
+
+
+def judge(wish: Wish) -> Judged:
+    """Judge the clause; if it can't be tried, the test fails with the reason."""
+    if wish.left_out:
+        pytest.skip(evidence.one_line(f"{wish.clause} {wish.left_out}"))
+    started = time.monotonic()
+    try:
+        loaded = load(wish.contract, wish.bind)
+        tasks, not_applying = plan.divide(plan.select(loaded, only=(wish.clause,)), wish.plan())
+        if not_applying:
+            why = f"{wish.clause} does not apply to {wish.system}: {not_applying[0].reason}"
+            pytest.skip(evidence.one_line(why))
+        with interrupts.deferred():
+            (entry,) = falsify.falsify(tasks, wish.plan())
+    except EntrenarError as error:
+        _refuse(str(error))
+    if wish.note:
+        notes = (*entry.finding.notes, wish.note)
+        entry = replace(entry, finding=replace(entry.finding, notes=notes))
+    report = Report(
+        contract=loaded,
+        contract_given=wish.contract,
+        system=plan.systems_of(scenario for task in tasks for scenario in task.scenarios),
+        seed=wish.seed,
+        entries=(entry,),
+        environment={},
+        elapsed_s=time.monotonic() - started,
+        interrupted=False,
+        command=wish.command(),
+        bindings_given=tuple(map(str, wish.bind)),
+    )
+    return Judged(entry=entry, report=report)
+
+
+def require_possible(wish: Wish) -> None:
+    """Raise UsageError, with the place, if a clause can't be tried with the options of `wish`."""
+    plan.divide(load(wish.contract, wish.bind).invariants, wish.plan())
+
+
+def load(given: str, bind: Sequence[Path] = ()) -> Contract:
+    """Load the contract at a path, or the shipped one of that name, with files of bindings.
+
+    Raises ContractError and UsageError.
+    """
+    path = shipped.contract_path(given)
+    return contract.load(path, vocabulary=session.vocabulary(), bind=bind)
+
+
+def _refuse(message: str) -> NoReturn:
+    pytest.fail(escaping.text(message), pytrace=False)

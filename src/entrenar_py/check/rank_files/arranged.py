@@ -1,0 +1,336 @@
+"""How ranks that declare nothing share a model and its samples, as the run on one worker shows.
+
+`placement` says where a rank's tensors lie in those of one worker. Here that becomes what a script
+with DTensors declares: a layout, and the pieces of each rank. So both are read in the same way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from entrenar_py.check.rank_files import placement, shared_rows
+from entrenar_py.check.rank_files.layout import PARTIAL, Layout, Piece
+from entrenar_py.check.rank_files.placement import Indices, Placed
+from entrenar_py.check.rank_files.rank_trace import RankTrace
+from entrenar_py.check.rank_files.shared_rows import Batches
+from entrenar_py.shared.trace import Event, Noticed, Shard, Start, Synchronised, Update
+
+Places = Mapping[int, Mapping[str, Placed]]  # rank -> its tensor -> where it lies
+
+# The fields of events that map or list names of tensors, apart from `optimizer` and `extra`.
+_BY_NAME = ("weights", "buffers", "local", "gradient", "rates", "kept", "summed", "edited")
+_PARTS_UNKNOWN = "ranks are given parts of rows, and none of these is known whole"
+_LISTED = ("trainable", "frozen", "decayed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arranged(Layout):
+    """The arrangement that the tensors and samples of ranks show.
+
+    `groups` has a number for each rank: those with the same number compute on the same samples.
+    All ranks together hold the model, once or in several copies. If ranks of a group are given
+    parts of each sample, `is_partial` is true.
+    """
+
+    groups: tuple[int, ...]
+    is_partial: bool = False
+
+    def data(self, rank: int) -> tuple[int, ...]:
+        """Return the number of the rank's group."""
+        return (self.groups[rank],)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return the rank as a stage of its own: what it shares with others is a copy or a term."""
+        return {"pp": rank}
+
+    def replica(self, rank: int) -> tuple[int, ...]:
+        """Return the same for all ranks: a tensor that a rank lacks is another's."""
+        return ()
+
+    def has(self, names: Iterable[str]) -> bool:
+        """Return whether ranks compute on parts of samples, for the axes that say so."""
+        return self.is_partial and names == PARTIAL
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scattered(Piece):
+    """The elements `indices` of a tensor, flat here, in the order in which a rank has them.
+
+    What the rank has beyond these is padding.
+    """
+
+    indices: Indices
+
+    def arranged(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Return the elements without padding."""
+        return values[: self.indices.size]
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """The indices of the elements in the whole tensor."""
+        return (self.indices,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrangement:
+    """How the ranks of a run share the model: what it takes to read the files of such runs.
+
+    `places` and `pieces` are by rank; a piece has the name of the whole tensor. `idle` are the
+    ranks that draw no samples, and are given what others have computed. `shapes` are those of whole
+    tensors. `rows` are the samples of one worker, if ranks are given parts of them. `buffers` has
+    by rank their names in the whole model; `local` are those that ranks begin with other values of.
+    """
+
+    layout: Layout
+    places: Places = field(default_factory=dict)
+    pieces: Mapping[int, Mapping[str, Piece]] = field(default_factory=dict)
+    idle: Set[int] = frozenset()
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    rows: Batches = field(default_factory=dict)
+    buffers: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    local: Set[str] = frozenset()
+
+    def of(self, ranks: Sequence[RankTrace]) -> list[RankTrace]:
+        """Return the records of a run's ranks with the layout, and with names of whole tensors."""
+        if self.rows:
+            ranks = [
+                shared_rows.whole(rank, self.rows)
+                if shared_rows.are_parts(ranks, self.rows)
+                else shared_rows.without(rank, _PARTS_UNKNOWN)
+                for rank in ranks
+            ]
+        return [self._of_rank(rank) for rank in ranks]
+
+    def alone(self) -> Arrangement | None:
+        """Return that of the run on one worker, None if it is to be read as it is.
+
+        In both runs all micro-batches of a step are one, where ranks are stages of a pipeline.
+        """
+        return Arrangement(layout=Layout(axes={"pp": 1})) if "pp" in self.layout.axes else None
+
+    def _of_rank(self, rank: RankTrace) -> RankTrace:
+        named = {name: place.name for name, place in self.places.get(rank.rank, {}).items()}
+        named |= self.buffers.get(rank.rank, {})
+        bare = shared_rows.without(rank) if rank.rank in self.idle else rank
+        events = tuple(
+            self._without_owned(_renamed(event, named, self.shapes)) for event in bare.events
+        )
+        pieces = self.pieces.get(rank.rank, {})
+        kept = {
+            name: pieces[parameter]
+            for name, parameter, size in _held(events)
+            if parameter in pieces and pieces[parameter].shape == (size,)
+        }
+        local = rank.local if rank.local is None else rank.local | self.local
+        return replace(rank, events=events, layout=self.layout, pieces=kept, local=local)
+
+    def _without_owned(self, event: Event) -> Event:
+        if not isinstance(event, Shard) or not self.layout.owned:
+            return event
+        kept = {name: t for name, t in event.gradient.items() if name not in self.layout.owned}
+        return replace(event, gradient=kept)
+
+
+def shown(ranks: Sequence[RankTrace], alone: Sequence[RankTrace]) -> Arrangement | None:
+    """Return how `ranks` share the model, as the run on one worker, `alone`, shows.
+
+    Return None if ranks hold DTensors or all hold the whole model, and if it isn't clear where a
+    tensor lies. A layout that is declared says which ranks share samples; it is enough by itself
+    where no rank holds a piece in a plain tensor, or a tensor under another name (of its stage).
+    """
+    starts = {rank.rank: start for rank in reversed(ranks) if (start := _first(rank)) is not None}
+    whole = next((start for rank in alone if (start := _first(rank)) is not None), None)
+    if whole is None or len(starts) < 2 or any(rank.pieces for rank in ranks):
+        return None
+    if sorted(starts) != [*range(len(starts))] or not all(s.weights for s in starts.values()):
+        return None
+    places = placement.of(starts, whole)
+    if not all(_is_clear(places[rank], start) for rank, start in starts.items()):
+        return None
+    declared = next((rank.layout for rank in ranks if rank.layout is not None), None)
+    held = [item for of_rank in places.values() for item in of_rank.items()]
+    if declared is not None and all(
+        place.indices is None and place.name == name for name, place in held
+    ):
+        return None
+    one = next((shared_rows.of(rank) for rank in alone if not rank.life), {})
+    are_parts = shared_rows.are_parts(ranks, one)
+    if not are_parts and all(_is_whole(of_rank, whole) for of_rank in places.values()):
+        return None
+    drawn = {} if are_parts else shared_rows.drawn(ranks, one)
+    groups = (0,) * len(starts) if are_parts else shared_rows.groups(drawn, len(starts))
+    if declared is not None:
+        groups = _numbers([declared.data(rank) for rank in sorted(starts)])
+    if groups is None:
+        return None
+    buffers = {rank: placement.of_buffers(starts[rank], places[rank]) for rank in places}
+    axis = "pp" if _are_stages(places, groups) else "dp"
+    return Arrangement(
+        layout=Arranged(
+            axes={axis: len(starts)} if declared is None else declared.axes,
+            tied=() if declared is None else declared.tied,
+            groups=groups,
+            is_partial=are_parts,
+            owned=_owned(places) if len({*groups}) > 1 else frozenset(),
+        ),
+        places=places,
+        pieces=_pieces(places, whole, groups),
+        idle=frozenset() if are_parts else places.keys() - drawn.keys(),
+        shapes=whole.shapes,
+        rows=one if are_parts else {},
+        buffers=buffers,
+        local=_unlike(starts, buffers),
+    )
+
+
+def _first(rank: RankTrace) -> Start | None:
+    return next((event for event in rank.events if isinstance(event, Start)), None)
+
+
+def _numbers(keys: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return a number for each key, the same for equal ones."""
+    distinct = [*dict.fromkeys(keys)]
+    return tuple(map(distinct.index, keys))
+
+
+def _is_whole(places: Mapping[str, Placed], whole: Start) -> bool:
+    """Return whether a rank holds all tensors of the model, whole."""
+    return {place.name for place in places.values() if place.indices is None} >= {*whole.weights}
+
+
+def _is_clear(places: Mapping[str, Placed], start: Start) -> bool:
+    """Return whether each tensor of a rank lies somewhere, and no two in the same one."""
+    names = {place.name for place in places.values()}
+    return places.keys() == start.weights.keys() and len(names) == len(places)
+
+
+def _owned(places: Places) -> frozenset[str]:
+    """Return the tensors that some ranks hold nothing of, or only a piece."""
+    held = [{p.name for p in of_rank.values() if p.indices is None} for of_rank in places.values()]
+    every = frozenset(place.name for of_rank in places.values() for place in of_rank.values())
+    return every - held[0].intersection(*held)
+
+
+def _unlike(starts: Mapping[int, Start], named: Mapping[int, Mapping[str, str]]) -> Set[str]:
+    """Return the buffers that ranks begin with other values of."""
+    digests: dict[str, set[str]] = {}
+    for rank, start in starts.items():
+        for name, record in start.buffers.items():
+            digests.setdefault(named[rank][name], set()).add(record.digest)
+    return {name for name, seen in digests.items() if len(seen) > 1}
+
+
+def _are_stages(places: Places, groups: Sequence[int]) -> bool:
+    """Return whether all ranks compute on the same samples, each with tensors that others lack."""
+    held = [{place.name for place in of_rank.values()} for of_rank in places.values()]
+    return len({*groups}) == 1 and all(
+        one - set[str]().union(*(other for other in held if other is not one)) for one in held
+    )
+
+
+# --- pieces ---------------------------------------------------------------------------------------
+
+
+def _pieces(places: Places, whole: Start, groups: Sequence[int]) -> dict[int, dict[str, Piece]]:
+    """Return by rank and by the name of a whole tensor the rank's piece of it."""
+    pieces: dict[int, dict[str, Piece]] = {rank: {} for rank in places}
+    for rank, of_rank in places.items():
+        for place in of_rank.values():
+            if place.indices is None:
+                continue
+            size = math.prod(whole.shapes.get(place.name) or (whole.weights[place.name].size or 0,))
+            pieces[rank][place.name] = Scattered(
+                offset=(0,),
+                shape=(place.indices.size + place.padding,),
+                whole=(size,),
+                ranks=_holders(rank, place, places, groups, size),
+                indices=place.indices,
+            )
+    return pieces
+
+
+def _holders(
+    rank: int, place: Placed, places: Places, groups: Sequence[int], size: int
+) -> tuple[int, ...]:
+    """Return the ranks that together hold one copy of a tensor: `rank`, and the nearest others."""
+    known = np.zeros(size, bool)
+    holders = []
+    for other in sorted(
+        places, key=lambda other: (groups[other] != groups[rank], abs(other - rank))
+    ):
+        for held in places[other].values():
+            if held.name != place.name or held.indices is None or known[held.indices].all():
+                continue
+            known[held.indices] = True
+            holders.append(other)
+    return tuple(sorted(holders))
+
+
+# --- the records of a rank ------------------------------------------------------------------------
+
+
+def _held(events: Iterable[Event]) -> Set[tuple[str, str, int]]:
+    """Return the names of tensors that may be in pieces, with their parameters' and sizes."""
+    held = set()
+    for event in events:
+        for kind in ("weights", "gradient", "edited", "optimizer", "extra"):
+            for name, record in (getattr(event, kind, None) or {}).items():
+                first, _, last = name.partition("/")
+                parameter = {"optimizer": first, "extra": last}.get(kind, name)
+                held.add((name, parameter, record.size or 0))
+    return held
+
+
+def _renamed(
+    event: Event, named: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
+) -> Event:
+    if isinstance(event, Noticed):
+        return _noticed(event, named)
+    if not isinstance(event, Start | Update | Shard | Synchronised):
+        return event
+    changes: dict[str, Any] = {}
+    for kind in _BY_NAME:
+        if held := getattr(event, kind, None):
+            changes[kind] = {named.get(name, name): value for name, value in held.items()}
+    for kind in _LISTED:
+        if held := getattr(event, kind, None):
+            changes[kind] = tuple(named.get(name, name) for name in held)
+    if isinstance(event, Start):
+        changes["shapes"] = {
+            named.get(name, name): shapes.get(named.get(name, name), shape)
+            for name, shape in event.shapes.items()
+        }
+    if state := getattr(event, "optimizer", None):
+        changes["optimizer"] = {_of_state(key, named): value for key, value in state.items()}
+    if extra := getattr(event, "extra", None):
+        changes["extra"] = {_of_copy(key, named): value for key, value in extra.items()}
+    return replace(event, **changes)
+
+
+def _noticed(event: Noticed, named: Mapping[str, str]) -> Noticed:
+    def renamed(names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(named.get(name, name) for name in names))
+
+    return replace(
+        event,
+        shared=tuple(tie for names in event.shared if len(tie := renamed(names)) > 1),
+        alike=tuple((named.get(a, a), named.get(b, b)) for a, b in event.alike),
+        doubled=renamed(event.doubled),
+        peculiar={named.get(name, name): look for name, look in event.peculiar.items()},
+    )
+
+
+def _of_state(key: str, named: Mapping[str, str]) -> str:
+    name, slash, rest = key.partition("/")
+    return f"{named.get(name, name)}{slash}{rest}"
+
+
+def _of_copy(key: str, named: Mapping[str, str]) -> str:
+    label, slash, name = key.partition("/")
+    return f"{label}{slash}{named.get(name, name)}"

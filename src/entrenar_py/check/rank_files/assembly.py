@@ -1,0 +1,296 @@
+"""Put the files of a run's ranks together: the events of one run, as a trace has them.
+
+`ordered` makes events comparable between ranks, and `numbered` adds facts that a rank alone doesn't
+know.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from entrenar_py.check.rank_files import rank_trace, resumed_lives, sample_ids, whole_events
+from entrenar_py.check.rank_files.rank_file import SUFFIX
+from entrenar_py.check.rank_files.rank_trace import RankTrace
+from entrenar_py.shared.errors import TraceError
+from entrenar_py.shared.trace import (
+    Declared,
+    Drawn,
+    Event,
+    Halt,
+    Held,
+    Injected,
+    Membership,
+    Noticed,
+    Ruled,
+    Shard,
+    Start,
+    Synchronised,
+    Update,
+)
+
+# The order of the events of one step: starts come first, updates after the shards.
+_IN_ORDER = (
+    Start,
+    Declared,
+    Noticed,
+    Ruled,
+    Drawn,
+    Shard,
+    Update,
+    Synchronised,
+    Injected,
+    Halt,
+    Membership,
+)
+
+
+def load(folder: Path) -> tuple[list[RankTrace], list[str]]:
+    """Read the files of all ranks in `folder`; a rank has one for each time that it was started.
+
+    Returns the records that could be read, and descriptions of what is wrong with the files. A life
+    that resumed without saying at which step is counted from the step that its weights show.
+    """
+    ranks, problems = [], []
+    for path in sorted(folder.glob(f"*{SUFFIX}")):
+        try:
+            ranks.append(rank_trace.load(path))
+        except TraceError as error:
+            problems.append(str(error))
+    ranks = sample_ids.agreed(resumed_lives.recognised(ranks))
+    return ranks, problems + list(_observed_again(ranks))
+
+
+def _observed_again(ranks: Sequence[RankTrace]) -> Iterator[str]:
+    """Yield a problem for each process that called `observe` again, from a step it had recorded."""
+    ends: dict[tuple[int, int], int] = {}  # (rank, process) -> steps
+    for life in sorted(ranks, key=lambda life: life.life):
+        place = life.rank, int(life.header.get("pid", 0))
+        begun = min((event.step for event in life.events if isinstance(event, Start)), default=0)
+        if place in ends and begun < ends[place]:
+            yield (
+                f"rank {life.rank} called observe() again, from step {begun} on, after "
+                f"{ends[place]} steps that another call had recorded: observe two models as one, "
+                "observe(torch.nn.ModuleList([a, b]), [optimizer_a, optimizer_b]); or say step="
+            )
+        steps = [event.step + 1 for event in life.events if isinstance(event, Update)]
+        ends[place] = max([ends.get(place, 0), *steps])
+
+
+def ordered(ranks: Sequence[RankTrace]) -> list[Event]:
+    """Return the events of all ranks step by step within each life, one life after the other.
+
+    Within a step, starts come first, and updates after shards; a rank that died in it has no
+    update. Tensors that ranks hold in pieces are made whole, and micro-batches that ranks share
+    become one event. Buffers that depend on any rank's own samples are local on all.
+    """
+
+    def place(event: Event) -> tuple[int, int]:
+        kind = _IN_ORDER.index(type(event)) if type(event) in _IN_ORDER else len(_IN_ORDER)
+        return getattr(event, "step", None) or 0, kind
+
+    declared = [rank.local for rank in ranks if rank.local is not None]
+    own = _integers_that_differ(ranks)
+    local = frozenset[str]().union(own, *declared) if declared else None
+    comparable = [replace(rank, events=tuple(_comparable(rank, local))) for rank in ranks]
+    lives = sorted({rank.life for rank in ranks})
+    return [
+        event
+        for life in lives
+        for event in sorted(
+            whole_events.of_life([rank for rank in comparable if rank.life == life]), key=place
+        )
+    ]
+
+
+def _integers_that_differ(ranks: Sequence[RankTrace]) -> Set[str]:
+    """Return the buffers of whole numbers that differ between ranks, before a step or after one.
+
+    They are each rank's own: its number, the place of its piece, the samples that it has seen. A
+    script may count after its step, so that the next life begins with another count than the last
+    one recorded: only ranks of one life are compared.
+    """
+    values: dict[tuple[str, int, int], set[str]] = defaultdict(set)
+    for rank in ranks:
+        for event in rank.events:
+            if not isinstance(event, Start | Update):
+                continue
+            step = event.step - isinstance(event, Start)
+            for name, record in event.buffers.items():
+                if record.data is not None and not record.dtype.startswith("float"):
+                    values[name, step, rank.life].add(record.digest)
+    return {name for (name, *_), digests in values.items() if len(digests) > 1}
+
+
+def _comparable(rank: RankTrace, local: Set[str] | None) -> Iterator[Event]:
+    """Yield the events of a rank, with what can't be compared with other ranks apart.
+
+    The `local` buffers are apart, or all buffers if `local` is None. A local buffer that updates
+    lack is left out. A parameter that is frozen at first but has a gradient later isn't recorded as
+    frozen: the script unfreezes it.
+    """
+    updates = [event for event in rank.events if isinstance(event, Update)]
+    trained = {
+        name
+        for event in rank.events
+        if isinstance(event, Shard | Update)
+        for name in event.gradient
+    }
+    known = {name for event in updates for name in event.buffers}
+    for event in rank.events:
+        if (
+            isinstance(event, Shard)
+            and rank.header.get("samples") == "content"
+            and _is_dummy(event)
+        ):
+            event = replace(event, ids=(), contents=(), weight=0.0)
+        if not isinstance(event, Start | Update | Synchronised):
+            yield event
+            continue
+        own = [name for name in event.buffers if local is None or name in local]
+        if isinstance(event, Start):
+            frozen = tuple(name for name in event.frozen if name not in trained)
+            event = replace(event, frozen=frozen)
+        if own and not isinstance(event, Synchronised):
+            kept = {name: event.buffers[name] for name in own if name in known}
+            event = replace(event, local=kept)
+        if own:
+            shared = {name: b for name, b in event.buffers.items() if name not in own}
+            event = replace(event, buffers=shared)
+        yield event
+
+
+def _is_dummy(shard: Shard) -> bool:
+    """Return whether a loss was multiplied by zero: its batch only keeps a rank in step."""
+    return bool(shard.terms) and not any(share for _, share, *_ in shard.terms)
+
+
+def places(ranks: Sequence[RankTrace]) -> dict[int, int]:
+    """Return for each rank the index of the part of a batch that it draws, from 0.
+
+    Ranks that draw the same samples have the same index.
+    """
+    layout = whole_events.layout_of(ranks)
+    known = {rank.rank for rank in ranks}
+    if layout is None:
+        return {rank: rank for rank in known}
+    numbers = sorted({layout.data(rank) for rank in range(math.prod(layout.axes.values()))})
+    return {rank: numbers.index(layout.data(rank)) for rank in known}
+
+
+def numbered(
+    events: Iterable[Event],
+    accumulation: int,
+    places: Mapping[int, int],
+    *,
+    told: Set[int] = frozenset(),
+    steps_per_epoch: int | None = None,
+) -> list[Event]:
+    """Return `events` with facts that a rank alone doesn't know.
+
+    Shards get numbers that are unique among all ranks, from the `places` of the ranks that draw
+    them. Updates get the weight of all shards of their step. A rank that is started again counts
+    epochs from 0, unless it is one of the ranks that are `told` them: with `steps_per_epoch`, its
+    shards get the epochs of the whole run.
+    """
+    weights: dict[int, float] = defaultdict(float)
+    epochs_before: dict[int, int] = {}  # rank -> epochs before its life
+    renumbered: list[Event] = []
+    for event in events:
+        if isinstance(event, Start):
+            if steps_per_epoch is not None and event.rank not in told:
+                epochs_before[event.rank] = event.step // steps_per_epoch
+            for step in [step for step in weights if step >= event.step]:
+                del weights[step]  # this rank resumes here, and these steps are made again
+        elif isinstance(event, Shard):
+            weights[event.step] += event.weight
+            epoch = event.epoch + epochs_before.get(event.rank, 0)
+            number = places.get(event.rank, event.rank) * accumulation + event.shard
+            event = replace(event, shard=number, epoch=epoch)
+        elif isinstance(event, Injected | Halt) and event.shard is not None:
+            rank = event.rank or 0
+            event = replace(event, shard=places.get(rank, rank) * accumulation + event.shard)
+        elif isinstance(event, Drawn):
+            event = replace(event, part=places.get(event.rank, event.rank))
+        elif isinstance(event, Update):
+            before = places.get(event.rank, event.rank) * accumulation
+            summed = {
+                name: tuple(before + number for number in numbers)
+                for name, numbers in event.summed.items()
+            }
+            event = replace(event, weight=weights[event.step], summed=summed)
+        renumbered.append(event)
+    return renumbered
+
+
+def holdings(ranks: Sequence[RankTrace]) -> list[Held]:
+    """Return for each rank a record of how many bytes of parameters it holds at its start.
+
+    Ranks are left out if their layout doesn't spread parameters, or if they recorded no values.
+    """
+    records = []
+    for rank in ranks:
+        start = next((event for event in rank.events if isinstance(event, Start)), None)
+        if rank.layout is None or rank.layout.num_parts < 2 or start is None:
+            continue
+        known = {
+            name: (record.size, np.dtype(record.dtype).itemsize)
+            for name, record in start.weights.items()
+            if record.size is not None
+        }
+        if len(known) < len(start.weights):
+            continue
+        whole = {name: math.prod(piece.whole) for name, piece in rank.pieces.items()}
+        own = {name: math.prod(piece.shape) for name, piece in rank.pieces.items()}
+        records.append(
+            Held(
+                rank=rank.rank,
+                num_parts=rank.layout.num_parts,
+                held_bytes=sum(own.get(n, size) * width for n, (size, width) in known.items()),
+                whole_bytes=sum(whole.get(n, size) * width for n, (size, width) in known.items()),
+            )
+        )
+    return records
+
+
+class LastLives:
+    """The last life of each rank (`ranks`), and facts about the lives of all ranks.
+
+    Over all lives, `num_steps` tells how many steps each rank made, and `struck` has the kinds of
+    the planted faults. In the last lives, `problem` is the first error that ended one ("" for
+    none), and `closed` has the ranks that came to the end of training without an error.
+    """
+
+    def __init__(self, ranks: Sequence[RankTrace], events: Iterable[Event]) -> None:
+        by_life = sorted(ranks, key=lambda rank: rank.life)
+        self.ranks: Mapping[int, RankTrace] = {rank.rank: rank for rank in by_life}
+        self.num_steps: dict[int, int] = {}
+        self.struck: set[str] = set()
+        for event in events:
+            if isinstance(event, Update):
+                made = self.num_steps.get(event.rank, 0)
+                self.num_steps[event.rank] = max(made, event.step + 1)
+            elif isinstance(event, Injected):
+                self.struck.add(event.fault["kind"])
+        self.problem = next((rank.problem for rank in self.ranks.values() if rank.problem), "")
+        self.closed = {
+            number for number, rank in self.ranks.items() if rank.ended and not rank.problem
+        }
+
+    @property
+    def met_a_planted_value(self) -> bool:
+        """True if a NaN or infinity was planted: then training may stop on purpose."""
+        return any(kind.startswith("non_finite") for kind in self.struck)
+
+    def all_made_the_same(self, world_size: int) -> bool:
+        """Return whether any rank is in `closed`, and every rank has made the same number of steps.
+
+        Then the run is complete: only taking it down failed, or hung.
+        """
+        steps = {self.num_steps.get(rank, 0) for rank in range(world_size)}
+        return bool(self.closed) and len(steps) == 1

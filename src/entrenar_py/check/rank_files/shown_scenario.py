@@ -1,0 +1,291 @@
+"""The scenario and the traits of a run, as its ranks' files show them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from entrenar_py.check.rank_files import assembly, epochs, outer_rounds, population
+from entrenar_py.check.rank_files.rank_trace import RankTrace
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.scenario import OBSERVED, Scenario
+from entrenar_py.shared.trace import Drawn, End, Event, Shard, Synchronised, Trace, Traits, Update
+from entrenar_py.shared.trace.traits import CONSTANTS
+
+SYSTEM = OBSERVED
+# How samples were found, where numbers are no samples' own: of some or all they are digests.
+_CONTENT = ("content", "unknown")
+# Where a script draws the numbers by which it selects rows.
+_SELECTING = ("batch", "loss", "gradient", "between")
+# torch.optim's optimizers whose rule the checks know -> the name of that rule in a scenario.
+_KINDS = {"SGD": "momentum", "Adam": "adamw", "AdamW": "adamw"}
+
+
+def of(
+    ranks: Sequence[RankTrace], events: Sequence[Event], world_size: int
+) -> tuple[Scenario, Traits]:
+    """Return scenario and traits of a run of `world_size` ranks.
+
+    The seed is 0, as no file has it. `events` are the result of `assembly.ordered` for `ranks`.
+    """
+    header: Mapping[str, Any] = ranks[0].header if ranks else {}
+    shards = [event for event in events if isinstance(event, Shard)]
+    updates = [event for event in events if isinstance(event, Update)]
+    by_place = {(update.step, update.rank): update for update in updates}
+    dropped = [s for s in shards if _is_dropped(s, by_place.get((s.step, s.rank)))]
+    # Where each step has such passes, they are a part of it: an inner loop, no skipped batch.
+    skipped = [] if {s.step for s in dropped} == {s.step for s in shards} else dropped
+    samples_by_step: Counter[int] = Counter()
+    for sign, counted in ((1, shards), (-1, skipped)):
+        for shard in counted:
+            samples_by_step[shard.step] += sign * len(shard.ids)
+    ids = {id_ for shard in shards for id_ in shard.ids}
+    samples = population.of(ranks, events)
+    if header.get("samples") in _CONTENT:  # how many there are is unknown: as many as in a step
+        samples = range(max(samples_by_step.values(), default=1))
+    num_samples = max(max(ids, default=0) + 1 if samples is None else len(samples), world_size)
+    batch_size = max(samples_by_step.values(), default=1) or 1
+    accumulation = 1 + max((shard.shard for shard in shards), default=0)
+    num_parts = len({*assembly.places(ranks).values()})
+    optimizer, traits = _optimizer(ranks, header, updates)
+    options, outer = outer_rounds.shown(ranks, events)
+    scenario = Scenario(
+        system=SYSTEM,
+        workload="own",
+        world_size=world_size,
+        seed=0,
+        num_shards=max(accumulation * num_parts, world_size),
+        num_samples=num_samples,
+        batch_size=min(batch_size, num_samples),
+        num_steps=1 + max((update.step for update in updates), default=0),
+        accumulation=accumulation,
+        dropout=_dropout(header, shards),
+        detail="values" if header.get("values") else "digests",
+        options=options,
+        **optimizer,
+    )
+    if not population.is_known(ranks, samples):
+        traits["population"] = "varied" if population.vary(ranks) else "guessed"
+    if selects := _selecting_line(ranks, events):
+        traits["selects"] = selects
+        traits["one_source"] = all(rank.header.get("one_source") for rank in ranks)
+    return scenario, Traits.from_dict({**_of_the_data(ranks, header), **traits, **outer})
+
+
+def _is_dropped(shard: Shard, update: Update | None) -> bool:
+    """Return whether the gradient of a pass was cleared before the step: a batch is skipped."""
+    return (
+        update is not None
+        and bool(shard.gradient)
+        and not any(
+            shard.shard in update.summed.get(name, (shard.shard,)) for name in shard.gradient
+        )
+    )
+
+
+def _dropout(header: Mapping[str, Any], shards: Sequence[Shard]) -> float:
+    """Return the largest probability of the model's dropout layers; 0 if none of them is in use.
+
+    They are not in use if forward passes were seen and none drew numbers: the layers are in eval(),
+    as in a teacher.
+    """
+    is_seen = any(shard.contents for shard in shards)
+    is_drawn = any(shard.draws is not None for shard in shards)
+    return 0.0 if is_seen and not is_drawn else float(header.get("dropout", 0.0))
+
+
+def trace_of(
+    ranks: Sequence[RankTrace],
+    events: Sequence[Event],
+    scenario: Scenario,
+    traits: Traits,
+    ending: tuple[str, str],
+) -> Trace:
+    """Return the trace of a run; `ending` is the status and the reason of its end."""
+    status, reason = ending
+    batches = scenario.num_samples / scenario.batch_size
+    samples = population.of(ranks, events)
+    if not epochs.are_told(ranks) and not epochs.go_on(ranks, events, samples):
+        derived = epochs.derived(events, samples)
+        events = events if derived is None else derived
+        traits = replace(traits, epochs="untold" if derived is None else "told")
+    numbered = assembly.numbered(
+        events,
+        scenario.accumulation,
+        assembly.places(ranks),
+        told={rank.rank for rank in ranks if rank.epochs},
+        steps_per_epoch=max(1, int(batches) if traits.drop_last else math.ceil(batches)),
+    )
+    return Trace(
+        scenario=scenario,
+        traits=traits,
+        environment=dict(ranks[0].header.get("versions", {})) if ranks else {},
+        promises=("rounds",) if any(isinstance(e, Synchronised) for e in events) else (),
+        events=(*numbered, End(status=status, reason=reason)),
+    )
+
+
+# --- data -------------------------------------------------------------------------------------
+
+
+def _of_the_data(ranks: Sequence[RankTrace], header: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the traits other than the optimizer's that differ from their defaults."""
+    # Gradients are recorded as they are applied: a step doesn't show how they were clipped.
+    traits: dict[str, Any] = {"clipping": "other"}
+    if header.get("auto") or any(rank.header.get("losses") == "backward" for rank in ranks):
+        traits["losses"] = "backward"
+    if header.get("auto") or any("samples" in rank.header for rank in ranks):
+        traits |= _of_found_samples(ranks)
+    seen = (rank.header.get("samples") == "index" or rank.header.get("drawn") for rank in ranks)
+    if ranks and all(seen):
+        traits["sample_ids"] = "seen"
+    flags = ("drop_last", "replacement", "splits", "ordered")
+    traits |= {name: True for name in flags if header.get(name)}
+    if any(rank.drops_last for rank in ranks):
+        traits["drop_last"] = True
+    if any(rank.replaces for rank in ranks):
+        traits["replacement"] = True
+    if any(rank.layout is not None for rank in ranks):
+        traits["shared"] = True  # ranks that draw the same samples share a shard
+    traits["by_epoch"] = str(header.get("by_epoch", ""))
+    if any(rank.header.get("unseeded") for rank in ranks):
+        traits["unseeded"] = True
+    traits["alone"] = len(ranks) > 1 and all(rank.header.get("alone") for rank in ranks)
+    sent = next((rank.compression for rank in ranks if rank.compression), "")
+    if compressed := header.get("reduction") or sent:
+        traits["compressed"] = compressed
+    if sent and not header.get("reduction"):
+        traits["compressed_from"] = min(r.compressed_from for r in ranks if r.compression)
+    joined = "micro-batch" if header.get("joined") else ""  # as torch's `Join` has batches count
+    traits["loss_over"] = header.get("loss_over", "") or joined
+    if header.get("clip_norm") is not None:
+        traits |= {"clip_norm": float(header["clip_norm"]), "clip_source": "line"}
+    elif header.get("clips") is not None and traits.get("arranged") != "guessed":
+        traits |= {"clip_norm": float(header["clips"]), "clip_source": "calls"}
+    if header.get("batch_norm") and any(rank.local for rank in ranks):
+        traits["batch_norm"] = True  # whose statistics forward passes changed
+    return traits
+
+
+def _selecting_line(ranks: Sequence[RankTrace], events: Sequence[Event]) -> str:
+    """Return the line that selects rows by random numbers, if each rank draws some in each step.
+
+    They are drawn outside of the passes of the model, where masks are drawn. What is drawn before
+    the first pass is not always recorded, nor what a generator draws that lives for a step: then
+    the line is in the loop that steps.
+    """
+    lines = [str(rank.header.get("selects", "")) for rank in ranks]
+    if not lines or not all(lines):
+        return ""
+    if all(rank.header.get("selects_in_steps") for rank in ranks):
+        return lines[0]
+    draws = (event for event in events if isinstance(event, Drawn) and event.where in _SELECTING)
+    drawn = {(event.step, event.rank) for event in draws}
+    shards = [event for event in events if isinstance(event, Shard) and event.ids]
+    first = min((shard.step for shard in shards), default=0)
+    needed = {(shard.step, shard.rank) for shard in shards if shard.step > first}
+    return lines[0] if needed and needed <= drawn else ""
+
+
+def _of_found_samples(ranks: Sequence[RankTrace]) -> dict[str, Any]:
+    """Return the traits of a script that doesn't say how ranks are arranged, nor their samples."""
+    traits = {}
+    if any(rank.header.get("samples") in _CONTENT for rank in ranks):
+        traits["sample_ids"] = "content"
+    if not all(rank.layout is not None or rank.header.get("replicas") for rank in ranks):
+        traits["arranged"] = "guessed"
+    return traits
+
+
+# --- optimizer --------------------------------------------------------------------------------
+
+
+def _optimizer(
+    ranks: Sequence[RankTrace], header: Mapping[str, Any], updates: Sequence[Update]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the scenario's fields for the optimizer in `header`, and its non-default traits.
+
+    `rule: own` if the optimizer is none that checks know, `rule: other` if no check knows how it
+    applies a gradient all the same, `schedule: other` if the
+    learning rate changes, `decay: coupled` if weight decay is added to the gradient.
+    """
+    groups: Sequence[Mapping[str, Any]] = header.get("groups") or [{}]
+    name, first = header.get("optimizer", ""), groups[0]
+    decays = _decays(groups)
+    rate = float(first.get("initial_lr", first.get("lr", 0.0)))
+    is_plain = name == "SGD" and not first.get("momentum")
+    traits = _unusual(first) if name in _KINDS and not is_plain else {}
+    if name not in _KINDS or _is_mixed(groups) or _has_changed(ranks):
+        traits["rule"] = "other"
+    if not {*name.split(" and ")} <= {*_KINDS, ""}:
+        traits["rule"] = "own"
+    if decays and name == "Adam" and not first.get("decoupled_weight_decay"):
+        traits["decay"] = "coupled"
+    if any(update.learning_rate != rate for update in updates) or _rates_change(updates):
+        traits["schedule"] = "other"
+    if any(rank.copies for rank in ranks):
+        traits["steps"] = "copies"
+    if any(rank.header.get("short_betas") for rank in ranks):
+        traits["betas_in"] = "float32"
+    fields = {
+        "optimizer": "sgd" if is_plain else _KINDS.get(name, "momentum"),
+        "learning_rate": rate,
+        "weight_decay": max(decays, default=0.0),
+    }
+    return fields, traits
+
+
+def _rates_change(updates: Sequence[Update]) -> bool:
+    """Return whether a tensor has different learning rates in different steps of a rank."""
+    first: dict[tuple[int, str], float] = {}
+    return any(
+        first.setdefault((update.rank, name), update.rate_of(name)) != update.rate_of(name)
+        for update in updates
+        for name in update.weights
+    )
+
+
+def _decays(groups: Sequence[Mapping[str, Any]]) -> set[float]:
+    """Return the weight decays of all parameter groups that have one."""
+    return {float(group.get("weight_decay") or 0) for group in groups} - {0.0}
+
+
+def _unusual(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the constants of a parameter group that differ from the defaults of Traits.
+
+    If torch.optim would not accept one of them, `rule` is `other`: no check knows the rule.
+    """
+    constants = {name: group[name] for name in CONSTANTS if name in group}
+    if isinstance(constants.get("nesterov"), int):
+        constants["nesterov"] = bool(constants["nesterov"])
+    try:
+        return Traits.from_dict(constants).to_dict()
+    except UsageError:
+        return {"rule": "other"}
+
+
+def _is_mixed(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether parameter groups differ, or have a rule that no check knows."""
+    first = groups[0]
+    return len(_decays(groups)) > 1 or any(
+        group.get("maximize")
+        or group.get("amsgrad")
+        or any(group.get(name) != first.get(name) for name in CONSTANTS)
+        for group in groups
+    )
+
+
+def _has_changed(ranks: Sequence[RankTrace]) -> bool:
+    """Return whether constants changed while a rank trained, or differ between ranks and lives."""
+    return any(rank.changed for rank in ranks) or len({_declared(rank) for rank in ranks}) > 1
+
+
+def _declared(rank: RankTrace) -> str:
+    """Return as text the optimizer that a rank declared at its start, without learning rates."""
+    groups: Sequence[Mapping[str, Any]] = rank.header.get("groups") or ()
+    constants = [[group.get(name) for name in (*CONSTANTS, "weight_decay")] for group in groups]
+    return json.dumps([rank.header.get("optimizer", ""), constants])

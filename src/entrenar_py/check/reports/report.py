@@ -1,0 +1,414 @@
+"""The record of a run over a contract, and what follows from it: verdict, gate, exit code.
+
+It decides nothing about single invariants (their findings do) and renders nothing.
+"""
+
+from __future__ import annotations
+
+import datetime
+import shlex
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from entrenar_py.check.contract import SEVERITIES, Contract, Invariant, Position, gates
+from entrenar_py.check.contract.gate_criteria import Demands
+from entrenar_py.shared.page.curves import Curve
+from entrenar_py.shared.verdict import MEANING, Finding, Verdict, worst
+from entrenar_py.shared.wording import counted
+
+EXIT_HELD = 0
+EXIT_FALSIFIED = 1
+EXIT_INCONCLUSIVE = 4
+EXIT_NOTHING_SELECTED = 5
+_REASON_CHARS_MAX = 120  # of a clause's reason behind the exit code
+_INTERRUPTED = "interrupted: this is what is known so far"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """The result of a run for one invariant.
+
+    `num_scenarios` counts the clause's own scenarios, `num_explored` the examples that Hypothesis
+    tried around them. `replay` is the path of the saved counterexample as text, None if none was
+    saved. `accepted` is the reason why a falsification is accepted, by the configuration or as mere
+    `advice`, else "". `untried` are the placeholders that a command lacks and the clause could use.
+    """
+
+    invariant: Invariant
+    finding: Finding
+    num_scenarios: int
+    num_explored: int
+    elapsed_s: float
+    replay: str | None = None
+    accepted: str = ""
+    advice: bool = False
+    untried: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> Verdict:
+        """The finding's verdict."""
+        return self.finding.verdict
+
+    @property
+    def is_accepted(self) -> bool:
+        """True if the clause is falsified, and that is accepted."""
+        return bool(self.accepted) and self.verdict is Verdict.FALSIFIED
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotApplying:
+    """A selected clause that does not apply to the system of the run, and the reason.
+
+    It is `outside` if it is about something other than what was checked: a gate over a script's
+    clauses does not demand a probe of backends. It is `seen` if the runs themselves showed it.
+    """
+
+    invariant: Invariant
+    reason: str
+    outside: bool = False
+    seen: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Excluded:
+    """A selected clause that the configuration leaves out until a day, and the reason.
+
+    `until` is the last day; `place` is the place in the configuration.
+    """
+
+    invariant: Invariant
+    reason: str
+    until: datetime.date
+    place: str
+
+    @property
+    def named(self) -> str:
+        """The clause as `ID (name)`."""
+        return f"{self.invariant.id} ({self.invariant.name})"
+
+    @property
+    def why(self) -> str:
+        """The reason, last day and place, as text for any format."""
+        return f"until {self.until}: {self.reason} ({self.place})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """A project's configuration: its place, and the keys in it that a run `used`.
+
+    `overruled` are the keys that the command line replaced. `command` is the command given in the
+    configuration, empty if it gives none.
+    """
+
+    place: str
+    used: tuple[str, ...]
+    overruled: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
+
+    @property
+    def told(self) -> str:
+        """The configuration in words: which values came from where, and the command."""
+        command = (f"command {' '.join(self.command)}",) if self.command else ()
+        return "; ".join((self._used, *command, *self._replaced))
+
+    @property
+    def sources(self) -> str:
+        """The source of each value."""
+        return "; ".join((self._used, *self._replaced))
+
+    @property
+    def _used(self) -> str:
+        return f"{', '.join(self.used)} from {self.place}" if self.used else self.place
+
+    @property
+    def _replaced(self) -> tuple[str, ...]:
+        names = ", ".join(self.overruled)
+        return (f"replaced by the command line: {names}",) if names else ()
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The exit code of a run, and the reason for it."""
+
+    code: int
+    reason: str
+
+    def __str__(self) -> str:
+        """Return `exit 1: F-DP-005 falsified`."""
+        return f"exit {self.code}: {self.reason}"
+
+
+def ending(reports: Sequence[Report], *, allow_inconclusive: bool) -> Ending:
+    """Return the exit code of a run over several contracts, which is the worst of all, and why.
+
+    It is never 0 for an interrupted run.
+    """
+    entries = [entry for report in reports for entry in report.ranked]
+    broken = [e for e in entries if e.verdict is Verdict.FALSIFIED]
+    falsified = [entry.invariant.id for entry in broken if not entry.is_accepted]
+    unknown = [entry for entry in entries if entry.verdict is Verdict.INCONCLUSIVE]
+    interrupted = any(report.interrupted for report in reports)
+    gates = [report.gate_open for report in reports if report.gate_open]
+    if falsified:
+        more = f"; {_INTERRUPTED}" if interrupted else ""
+        return Ending(EXIT_FALSIFIED, f"{', '.join(falsified)} falsified{more}")
+    if interrupted:
+        return Ending(EXIT_INCONCLUSIVE, _INTERRUPTED)
+    if (unknown or gates) and not allow_inconclusive:
+        return Ending(EXIT_INCONCLUSIVE, "; ".join((*_unknown(unknown), *gates)))
+    if empty := [report for report in reports if not report.entries]:
+        return Ending(EXIT_NOTHING_SELECTED, empty[0].incomplete)
+    counts = {
+        "held": len(entries) - len(broken) - len(unknown),
+        "falsified and accepted": len(broken),
+        "inconclusive and allowed": len(unknown),
+    }
+    told = [f"{number} {words}" for words, number in counts.items() if number]
+    return Ending(EXIT_HELD, ", ".join([*told, *gates]))
+
+
+def _unknown(entries: Sequence[Entry]) -> list[str]:
+    """Return in words which clauses are inconclusive, with the reason if it is one clause."""
+    if not entries:
+        return []
+    ids = ", ".join(entry.invariant.id for entry in entries)
+    why = entries[0].finding.reason if len(entries) == 1 else ""
+    short = textwrap.shorten(why, _REASON_CHARS_MAX, placeholder=" ...")
+    return [f"{ids} inconclusive{short and f': {short}'}"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The result of a run over a contract.
+
+    `entries` has one Entry for each judged invariant, in the contract's order. `contract_given`
+    and `bindings_given` are the values of `--contract` and `--bind` that find the contract again,
+    and `command` repeats the whole run, all as typed in a shell. `environment` holds versions and
+    devices. `num_traces` is the number of stored traces judged, None if scenarios were run.
+    `curves` are kept only for a report that draws them. Selected clauses without an entry are in
+    `not_applying` (to `system`) or in `excluded` (by the `configuration`). If `interrupted`, a
+    person stopped the run, and `entries` holds the results up to then. `places` are the lines of
+    the script that was run: of its optimizer's `step`, of its `samples`, and where it `save`s.
+    """
+
+    contract: Contract
+    contract_given: str
+    system: str
+    seed: int
+    entries: tuple[Entry, ...]
+    environment: Mapping[str, Any]
+    elapsed_s: float
+    interrupted: bool
+    command: str
+    num_traces: int | None = None
+    curves: tuple[Curve, ...] = ()
+    not_applying: tuple[NotApplying, ...] = ()
+    excluded: tuple[Excluded, ...] = ()
+    configuration: Configuration | None = None
+    bindings_given: tuple[str, ...] = ()
+    places: Mapping[str, Position] = field(default_factory=dict)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """One line for each excluded clause, then one for each reason why clauses do not apply."""
+        return self._left_out(self.not_applying)
+
+    @property
+    def left_out_by_choice(self) -> tuple[str, ...]:
+        """The lines of `left_out` without the clauses that are about something else.
+
+        Of what was seen, each says the reason alone, without what explains it after a colon.
+        """
+        chosen = [left for left in self.not_applying if not left.outside]
+        return self._left_out(
+            [
+                replace(one, reason=one.reason.partition(": ")[0]) if one.seen else one
+                for one in chosen
+            ]
+        )
+
+    def _left_out(self, not_applying: Sequence[NotApplying]) -> tuple[str, ...]:
+        clauses: dict[str, list[str]] = {}
+        for skipped in not_applying:
+            named = f"{skipped.invariant.id} ({skipped.invariant.name})"
+            clauses.setdefault(skipped.reason, []).append(named)
+        excluded = (f"excluded: {exclusion.named} {exclusion.why}" for exclusion in self.excluded)
+        applied = (f"not applied: {', '.join(ids)}: {why}" for why, ids in clauses.items())
+        return (*excluded, *applied)
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst verdict, without falsifications that are accepted. INCONCLUSIVE at best if the
+        run was interrupted, if nothing was selected, or if the whole contract ran and its gate is
+        undecided (`gate_open`).
+        """
+        verdicts = [Verdict.HELD if entry.is_accepted else entry.verdict for entry in self.entries]
+        unknown = self.interrupted or bool(self.gate_open)
+        return worst([*verdicts, Verdict.INCONCLUSIVE] if unknown else verdicts)
+
+    @property
+    def counts(self) -> dict[Verdict, int]:
+        """The number of entries with each verdict, worst verdict first, including zeros."""
+        verdicts = [entry.verdict for entry in self.entries]
+        return {verdict: verdicts.count(verdict) for verdict in _WORST_FIRST}
+
+    @property
+    def num_compared(self) -> int:
+        """The total number of comparisons."""
+        return sum(entry.finding.compared for entry in self.entries)
+
+    @property
+    def ranked(self) -> tuple[Entry, ...]:
+        """The entries, worst verdict first, then by severity, then in the contract's order."""
+        return tuple(sorted(self.entries, key=rank))
+
+    @cached_property
+    def _asked(self) -> Demands:
+        return gates.demands(self.contract)
+
+    @property
+    def gate_unresolved(self) -> tuple[str, ...]:
+        """The demands of the gate that no clause of the contract decides."""
+        return self._asked.unresolved
+
+    @property
+    def _demanded(self) -> tuple[str, ...]:
+        """The ids of the clauses that the gate demands of what was checked."""
+        left_out = {left.invariant.id for left in self.not_applying if left.outside or left.seen}
+        return tuple(clause for clause in self._asked.clauses if clause not in left_out)
+
+    @property
+    def gate_size(self) -> str:
+        """How many clauses the gate is over: `over 6 clauses`, or `over 3 script clauses`."""
+        num_seen = sum(left.seen for left in self.not_applying)
+        of_script = "script " if len(self._demanded) + num_seen < len(self._asked.clauses) else ""
+        return f"over {counted(len(self._demanded), f'{of_script}clause')}"
+
+    @property
+    def gate_scope(self) -> str:
+        """The scope of the gate: `gate_size`, and which of its clauses were seen not to apply."""
+        seen = [left.invariant.id for left in self.not_applying if left.seen]
+        without = ", ".join(clause for clause in self._asked.clauses if clause in seen)
+        return f"{self.gate_size} ({without} not applied)" if without else self.gate_size
+
+    @property
+    def gate_broken(self) -> tuple[Entry, ...]:
+        """The entries that the gate demands and that did not hold, worst first."""
+        demanded = self._demanded
+        return tuple(
+            entry
+            for entry in self.ranked
+            if entry.invariant.id in demanded and entry.verdict is not Verdict.HELD
+        )
+
+    @property
+    def gate_not_run(self) -> tuple[str, ...]:
+        """The ids of the clauses that the gate demands and that have no entry."""
+        ran = {entry.invariant.id for entry in self.entries}
+        return tuple(clause for clause in self._demanded if clause not in ran)
+
+    @property
+    def gate_passed(self) -> bool | None:
+        """True if every clause that the gate demands held, False if one did not.
+
+        None means undecided: there is no gate, or it demands nothing. It is also None if no
+        demanded clause broke but another one is falsified, or if the run was interrupted, left
+        demanded clauses out, or could not decide some demands (`gate_unresolved`).
+        """
+        if self.contract.gate is None:
+            return None
+        if self.gate_broken:
+            return False
+        lacking = self.gate_not_run or self.gate_unresolved or not self._demanded
+        return None if self.interrupted or lacking or self._broken_beside else True
+
+    @property
+    def _broken_beside(self) -> tuple[str, ...]:
+        """The ids of falsified clauses that the gate does not demand, and nobody accepts."""
+        return tuple(
+            entry.invariant.id
+            for entry in self.ranked
+            if entry.verdict is Verdict.FALSIFIED
+            and not entry.is_accepted
+            and entry.invariant.id not in self._demanded
+        )
+
+    @property
+    def gate_why(self) -> str:
+        """The reasons that keep the gate from passing; empty if it passed or there is none."""
+        if self.contract.gate is None or self.gate_passed:
+            return ""
+        if self.gate_broken:
+            verdicts: dict[str, list[str]] = {}
+            for entry in self.gate_broken:
+                verdicts.setdefault(entry.verdict, []).append(entry.invariant.id)
+            return ", ".join(f"{', '.join(ids)} {verdict}" for verdict, ids in verdicts.items())
+        excluded = {exclusion.invariant.id: " (excluded)" for exclusion in self.excluded}
+        left = ", ".join(f"{clause}{excluded.get(clause, '')}" for clause in self.gate_not_run)
+        undecided, beside = map(", ".join, (self.gate_unresolved, self._broken_beside))
+        parts = (
+            left and f"not checked in this run: {left}",
+            undecided and f"no clause decides: {undecided}",
+            beside and f"{beside} falsified, which it does not demand",
+        )
+        other = "interrupted" if self.interrupted else "it demands no clause"
+        return "; ".join(filter(None, parts)) or other
+
+    @property
+    def gate_open(self) -> str:
+        """The reason why the gate is undecided after a run of the whole contract, or "".
+
+        It is "" for a run of only some clauses; those excluded or not applying count as run.
+        """
+        seen = {one.invariant.id for one in self.entries} | {e.invariant.id for e in self.excluded}
+        seen |= {skipped.invariant.id for skipped in self.not_applying}
+        whole = all(clause.id in seen for clause in self.contract.invariants)
+        if not self.entries or not whole or self.gate_broken or not self.gate_unresolved:
+            return ""
+        return f"the gate is undecided: no clause decides {', '.join(self.gate_unresolved)}"
+
+    def exit_code(self, *, allow_inconclusive: bool) -> int:
+        """Return the exit code of a run over this contract alone."""
+        return ending([self], allow_inconclusive=allow_inconclusive).code
+
+    @property
+    def incomplete(self) -> str:
+        """The reason why results are missing; "" if none are."""
+        if self.interrupted:
+            return "the run was interrupted: the other results are what is known so far"
+        if not self.contract.invariants:
+            return "nothing selected: the contract has no clause and no proof obligation to check"
+        if not self.entries:
+            return "nothing selected: no clause of the contract is left to check"
+        return ""
+
+    def replay_command(self, entry: Entry) -> str | None:
+        """Return the shell command that replays the counterexample, or None if none was saved."""
+        if entry.replay is None:
+            return None
+        bound = [word for file in self.bindings_given for word in ("--bind", file)]
+        contract = ("--contract", self.contract_given, *bound)
+        return shlex.join(("entrenar-check", *contract, "--replay", entry.replay))
+
+    def meanings(self, entry: Entry) -> tuple[str, ...]:
+        """Return the contract's explanations of a failure of `entry`; () if it is not falsified.
+
+        They are the `if_fails` of each test that attacks the clause or that became the clause. A
+        reason that says by itself what it could mean needs none of these general ones.
+        """
+        if entry.verdict is not Verdict.FALSIFIED or MEANING in entry.finding.reason:
+            return ()
+        tests, clause = self.contract.falsification_tests, entry.invariant
+        names = {clause.id, clause.name, clause.item}
+        return tuple(t.if_fails for t in tests if t.if_fails and names & {t.target, t.id})
+
+
+_WORST_FIRST = (Verdict.FALSIFIED, Verdict.INCONCLUSIVE, Verdict.HELD)
+
+
+def rank(entry: Entry) -> tuple[int, int]:
+    """Return the key by which entries are sorted: worst verdict first, then by severity."""
+    return -entry.verdict.badness, SEVERITIES.index(entry.invariant.severity)

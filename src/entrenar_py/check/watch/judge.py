@@ -1,0 +1,203 @@
+"""Judge a watched step by the rows of all ranks: numbers in, findings out, on the host alone.
+
+Every rank has all rows, and so comes to the same findings.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from entrenar_py.check.watch.clauses import FINITENESS, IDENTITY, LIVENESS
+from entrenar_py.check.watch.exchange import Rows
+from entrenar_py.check.watch.ownership import Piece, holders
+from entrenar_py.shared.errors import WatchFinding
+from entrenar_py.shared.wording import named
+
+# Formats in which NaN and Inf are recognised on every device.
+_SEEN = {"float64", "float32", "bfloat16", "float16", "complex128", "complex64"}
+
+
+@dataclass(frozen=True)
+class Watched:
+    """The times that a clause was checked: in `steps` steps, with `comparisons` comparisons in all.
+
+    `note` says what is not checked, and why; "" if everything is.
+    """
+
+    clause: str
+    check: str
+    steps: int
+    comparisons: int
+    note: str
+
+
+class Judge:
+    """Judges a training in which rank r holds the pieces `ranks[r]`.
+
+    `clauses` maps each check to the id of its clause. A tensor must move within `patience` steps.
+    """
+
+    def __init__(
+        self, ranks: Sequence[Sequence[Piece]], clauses: Mapping[str, str], patience: int
+    ) -> None:
+        self._ranks, self._clauses, self._patience = ranks, clauses, patience
+        shape = (len(ranks), max(map(len, ranks)))
+        self._held = holders(ranks)
+        self._copies = _places(place for held in self._held for place in held[1:])
+        self._firsts = _places(held[0] for held in self._held for _ in held[1:])
+        self._floating = np.zeros(shape, bool)
+        self._there = np.zeros(shape, bool)
+        for rank, pieces in enumerate(ranks):
+            self._floating[rank, : len(pieces)] = [piece.dtype in _SEEN for piece in pieces]
+            self._there[rank, : len(pieces)] = True
+        self._last: Rows | None = None
+        self._idle = np.zeros(shape, bool)  # did not move from one look to the next
+        self._since = np.zeros(shape, np.int64)  # the last step in which it may have moved
+        self._steps: Counter[str] = Counter()
+        self._comparisons: Counter[str] = Counter()
+
+    def look(self, step: int, rows: Rows) -> list[WatchFinding]:
+        """Return the findings at `step`: at most one a clause, about the first broken tensor."""
+        judges = {IDENTITY: self._differing, FINITENESS: self._not_finite, LIVENESS: self._dead}
+        findings = []
+        for check in self._clauses:
+            broken, compared = judges[check](step, rows)
+            if compared:
+                self._steps[check] += 1
+                self._comparisons[check] += compared
+            findings += broken
+        return findings
+
+    def idle(self, rank: int) -> list[int]:
+        """Return the rows of `rank` whose tensors did not move between the last two looks."""
+        if LIVENESS not in self._clauses:
+            return []
+        return [int(row) for row in np.flatnonzero(self._idle[rank])]
+
+    def watched(self) -> tuple[Watched, ...]:
+        """Return for each clause how often it was checked, also for those that never were."""
+        notes = {IDENTITY: self._alone(), FINITENESS: self._unseen(), LIVENESS: ""}
+        return tuple(
+            Watched(id_, check, self._steps[check], self._comparisons[check], notes[check])
+            for check, id_ in self._clauses.items()
+        )
+
+    # --- identity ---------------------------------------------------------------------------------
+
+    def _differing(self, step: int, rows: Rows) -> tuple[list[WatchFinding], int]:
+        copies, firsts = self._copies.T, self._firsts.T
+        differ = (rows[*copies, :2] != rows[*firsts, :2]).any(axis=1)
+        if not differ.any():
+            return [], len(differ)
+        broken = {tuple(place) for place in self._firsts[differ].tolist()}
+        held = [places for places in self._held if places[0] in broken]
+        return [self._difference(step, held[0], rows, len(held))], len(differ)
+
+    def _difference(
+        self, step: int, places: Sequence[tuple[int, int]], rows: Rows, num_tensors: int
+    ) -> WatchFinding:
+        digests = {rank: rows[rank, row, :2].tobytes()[::-1].hex() for rank, row in places}
+        (most, votes), *_ = Counter(digests.values()).most_common()
+        odd = {rank: digest for rank, digest in digests.items() if digest != most}
+        if votes <= len(digests) - votes:  # no majority says which are right
+            odd = digests
+        others = [rank for rank in digests if rank not in odd]
+        what = (
+            f"hold other weights than {named('rank', others)}"
+            if others
+            else "hold different weights"
+        )
+        shown = ", ".join(f"rank {rank}: {digest}" for rank, digest in list(odd.items())[:4])
+        right = f"; the others: {most}" if others else ""
+        return self._finding(
+            IDENTITY,
+            step,
+            list(odd),
+            self._name(places[0]),
+            f"{named('rank', odd)} {what if len(odd) > 1 else what.replace('hold', 'holds', 1)} "
+            f"({shown}{right}){_more(num_tensors)}",
+        )
+
+    def _alone(self) -> str:
+        if len(self._ranks) == 1:
+            return "one process: there is no other to compare with"
+        compared = {place for held in self._held for place in held}
+        alone = [
+            self._name((rank, row))
+            for rank, pieces in enumerate(self._ranks)
+            for row in range(len(pieces))
+            if (rank, row) not in compared
+        ]
+        if not alone:
+            return ""
+        return f"{len(alone)} tensors or shards are held by one rank alone, the first {alone[0]}"
+
+    # --- finiteness -------------------------------------------------------------------------------
+
+    def _not_finite(self, step: int, rows: Rows) -> tuple[list[WatchFinding], int]:
+        bad = self._floating & (rows[:, :, 2] != 0)
+        message = "NaN or Inf in the weights after the step"
+        return list(self._named(FINITENESS, step, bad, message)), int(self._floating.sum())
+
+    def _unseen(self) -> str:
+        unseen = sorted({p.dtype for held in self._ranks for p in held if p.dtype not in _SEEN})
+        return f"tensors of dtype {', '.join(unseen)} are not checked" if unseen else ""
+
+    # --- liveness ---------------------------------------------------------------------------------
+
+    def _dead(self, step: int, rows: Rows) -> tuple[list[WatchFinding], int]:
+        last, self._last = self._last, rows
+        if last is None:
+            self._since[:] = step
+            return [], 0
+        self._idle = self._there & (rows[:, :, :2] == last[:, :, :2]).all(axis=2)
+        stuck = self._idle & (rows[:, :, 3] != 0)
+        self._since[~stuck] = step
+        dead = stuck & (step - self._since >= self._patience)
+        self._since[dead] = step  # reported again after `patience` more steps at the earliest
+        message = (
+            f"did not move in {self._patience} steps or more, though it is trainable and its "
+            "gradient was not zero: it is not in the optimizer, or its updates round to nothing"
+        )
+        # An idle tensor that is not marked was not looked at: it may be frozen.
+        looked_at = (self._there & ~self._idle) | stuck
+        return list(self._named(LIVENESS, step, dead, message)), int(looked_at.sum())
+
+    # --- all --------------------------------------------------------------------------------------
+
+    def _named(
+        self, check: str, step: int, broken: NDArray[np.bool_], message: str
+    ) -> Iterator[WatchFinding]:
+        """Yield one finding, about the first tensor that is broken on any rank, if one is."""
+        rows = np.flatnonzero(broken.any(axis=0))
+        if len(rows):
+            ranks = [int(rank) for rank in np.flatnonzero(broken[:, rows[0]])]
+            name = self._name((ranks[0], int(rows[0])))
+            ranks = [rank for rank in ranks if self._name((rank, int(rows[0]))) == name]
+            said = f"{named('rank', ranks)}: {message}{_more(len(rows))}"
+            yield self._finding(check, step, ranks, name, said)
+
+    def _finding(
+        self, check: str, step: int, ranks: Sequence[int], tensor: str, message: str
+    ) -> WatchFinding:
+        return WatchFinding(
+            message, clause=self._clauses[check], step=step, ranks=tuple(ranks), tensor=tensor
+        )
+
+    def _name(self, place: tuple[int, int]) -> str:
+        rank, row = place
+        return self._ranks[rank][row].name
+
+
+def _places(places: Iterable[tuple[int, int]]) -> NDArray[np.int64]:
+    """Return `places`, each a rank and a row, as int64 [places, 2]."""
+    return np.array(list(places), np.int64).reshape(-1, 2)
+
+
+def _more(num_tensors: int) -> str:
+    return f"; {num_tensors} tensors in all" if num_tensors > 1 else ""

@@ -1,0 +1,137 @@
+"""Random numbers that follow from a key and a position alone, with the same bits on every device.
+
+Threefry-2x32 with 20 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
+Nothing is kept from one draw to the next: an element's bits are a function of the key, the number
+of the draw and the element's index. Whole numbers of 32 bits have no rounding, so a CPU, CUDA and
+WGSL agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))  # of the rounds, four by four in turns
+NUM_INJECTIONS = 5  # of the key, one after each four rounds
+PARITY = 0x1BD11BDA
+USED_BITS = 24  # of an element's 32: as many as float32 has
+_BLOCK = 2**14  # pairs of elements at a time, which stay in a core's cache
+_MASK = 0xFFFFFFFF
+
+Words = NDArray[np.uint32]
+
+# kept(key int32 [2], draw, shape, share) -> bool `shape`: for each element, whether it is kept if a
+# share of all is dropped. An element of a graph, so that each backend draws where it computes.
+_LIBRARY: Any = torch.library.Library("entrenar", "DEF")  # type: ignore[no-untyped-call]
+_LIBRARY.define("kept(Tensor key, int draw, int[] shape, float share) -> Tensor")
+
+
+class Keyed:
+    """The `drop` of a workload that draws by itself: it has a key, and drops nothing."""
+
+    def __init__(self, key: Tensor) -> None:
+        self._key = key
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return `x`."""
+        return x
+
+    def key(self) -> Tensor:
+        """Return the key, int32 [2]."""
+        return self._key
+
+
+def key_of(drop: Any) -> Tensor | None:
+    """Return the key that `drop` has or draws, int32 [2]; None for one that drops nothing."""
+    found: Tensor | None = drop.key() if hasattr(drop, "key") else None
+    return found
+
+
+def threshold(share: float) -> int:
+    """Return the number of `USED_BITS` bits below which an element is dropped."""
+    return round(share * (1 << USED_BITS))
+
+
+def kept(key: Tensor, draw: int, shape: Sequence[int], share: float) -> Tensor:
+    """Return True for the elements that are kept if `share` of them is dropped: bool `shape`.
+
+    `key` is int32 [2] and lies where the result will. `draw` numbers the draws of one key.
+    """
+    result: Tensor = torch.ops.entrenar.kept(key, draw, list(shape), share)
+    return result
+
+
+def _on_cpu(key: Tensor, draw: int, shape: Sequence[int], share: float) -> Tensor:
+    first, second = (int(word) & _MASK for word in key.tolist())
+    bits = words((first, second), draw, prod(shape))
+    bits >>= np.uint32(32 - USED_BITS)
+    return torch.from_numpy(bits >= np.uint32(threshold(share))).reshape(list(shape))
+
+
+def words(key: tuple[int, int], draw: int, count: int) -> Words:
+    """Return the bits of the elements from 0 to `count` - 1."""
+    result = np.empty((-(-count // 2), 2), np.uint32)
+    for start in range(0, len(result), _BLOCK):
+        part = result[start : start + _BLOCK]
+        pairs = np.arange(start, start + len(part), dtype=np.uint32)
+        part[:, 0], part[:, 1] = threefry(key, pairs, np.full(len(part), draw, np.uint32))
+    return result.reshape(-1)[:count]
+
+
+def threefry(key: tuple[int, int], first: Words, second: Words) -> tuple[Words, Words]:
+    """Return the two words of each counter (first, second), which are overwritten."""
+    parts = [np.uint32(one) for one in (*key, key[0] ^ key[1] ^ PARITY)]
+    first += parts[0]
+    second += parts[1]
+    high = np.empty_like(second)
+    for number in range(1, NUM_INJECTIONS + 1):
+        for distance in ROTATIONS[(number - 1) % 2]:
+            first += second
+            np.right_shift(second, np.uint32(32 - distance), out=high)
+            second <<= np.uint32(distance)
+            second |= high
+            second ^= first
+        first += parts[number % 3]
+        second += parts[(number + 1) % 3]
+        second += np.uint32(number)
+    return first, second
+
+
+def by_torch(key: Tensor, draw: int, shape: Sequence[int], share: float) -> Tensor:
+    """Return what `kept` does, by operations of torch on the key's device, in int64."""
+    count = prod(shape)
+    pairs = torch.arange(-(-count // 2), device=key.device)
+    first, second = (part & _MASK for part in key.long().unbind(0))
+    parts = [first, second, first ^ second ^ PARITY]
+    one, two = (pairs + parts[0]) & _MASK, (parts[1] + draw) & _MASK
+    for number in range(1, NUM_INJECTIONS + 1):
+        for distance in ROTATIONS[(number - 1) % 2]:
+            one = (one + two) & _MASK
+            two = (((two << distance) & _MASK) | (two >> (32 - distance))) ^ one
+        one = (one + parts[number % 3]) & _MASK
+        two = (two + parts[(number + 1) % 3] + number) & _MASK
+    bits = torch.stack([one, two.expand_as(one)], -1).reshape(-1)[:count] >> (32 - USED_BITS)
+    return (bits >= threshold(share)).reshape(list(shape))
+
+
+def _on_cuda(key: Tensor, draw: int, shape: Sequence[int], share: float) -> Tensor:
+    try:
+        from entrenar_py.compute import draws_triton
+    except ImportError:  # torch without Triton, as on Windows
+        return by_torch(key, draw, shape, share)
+    return draws_triton.kept(key, draw, shape, threshold(share))
+
+
+def _as_meta(key: Tensor, draw: int, shape: Sequence[int], share: float) -> Tensor:
+    return torch.empty(list(shape), dtype=torch.bool, device=key.device)
+
+
+_KERNELS: dict[str, Any] = {"CPU": _on_cpu, "CUDA": _on_cuda, "Meta": _as_meta}
+for _place, _kernel in _KERNELS.items():
+    _LIBRARY.impl("kept", _kernel, _place)

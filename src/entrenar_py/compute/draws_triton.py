@@ -1,0 +1,66 @@
+"""The draws of `draws` on CUDA, in one kernel by Triton, which comes with torch."""
+
+# The types of a kernel are Triton's own.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from entrenar_py.compute import draws
+
+_BLOCK = 1024  # elements of a program
+_PARITY = tl.constexpr(draws.PARITY)
+
+
+@triton.jit
+def _rounds(one, two, a: tl.constexpr, b: tl.constexpr, c: tl.constexpr, d: tl.constexpr):
+    """Return the words after four rounds with these rotations."""
+    one += two
+    two = ((two << a) | (two >> (32 - a))) ^ one
+    one += two
+    two = ((two << b) | (two >> (32 - b))) ^ one
+    one += two
+    two = ((two << c) | (two >> (32 - c))) ^ one
+    one += two
+    two = ((two << d) | (two >> (32 - d))) ^ one
+    return one, two
+
+
+@triton.jit(do_not_specialize=["draw", "least", "count"])
+def _draw(key, out, draw, least, count, block: tl.constexpr):
+    """Write for each element from 0 to `count` - 1 whether its 24 bits are `least` or more."""
+    index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    first = tl.load(key).to(tl.uint32, bitcast=True)
+    second = tl.load(key + 1).to(tl.uint32, bitcast=True)
+    third = first ^ second ^ _PARITY
+    one = (index >> 1).to(tl.uint32) + first
+    two = tl.full([block], draw, tl.uint32) + second
+    one, two = _rounds(one, two, 13, 15, 26, 6)
+    one, two = one + second, two + third + 1
+    one, two = _rounds(one, two, 17, 29, 16, 24)
+    one, two = one + third, two + first + 2
+    one, two = _rounds(one, two, 13, 15, 26, 6)
+    one, two = one + first, two + second + 3
+    one, two = _rounds(one, two, 17, 29, 16, 24)
+    one, two = one + second, two + third + 4
+    one, two = _rounds(one, two, 13, 15, 26, 6)
+    one, two = one + third, two + first + 5
+    bits = tl.where((index & 1) == 0, one, two) >> 8
+    tl.store(out + index, bits.to(tl.int32) >= least, mask=index < count)
+
+
+def kept(key: Tensor, draw: int, shape: Sequence[int], least: int) -> Tensor:
+    """Return where the bits of an element are `least` or more: bool `shape` on the key's GPU."""
+    count = prod(shape)
+    out = torch.empty(list(shape), dtype=torch.bool, device=key.device)
+    if count:
+        with torch.cuda.device(key.device):
+            _draw[(triton.cdiv(count, _BLOCK),)](key, out, draw, least, count, block=_BLOCK)
+    return out

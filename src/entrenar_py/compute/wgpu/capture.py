@@ -1,0 +1,296 @@
+"""Captures a function of tensors, forward and backward, as one graph of core ATen operations.
+
+Functions that read values of their inputs on the host, draw random numbers, or write to their
+inputs are refused with the line that does it.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from entrenar_py.compute.wgpu import decompositions, empties, tables
+from entrenar_py.compute.wgpu.known_values import KnownValues
+from entrenar_py.shared.errors import UsageError
+
+Function = Callable[..., tuple[Tensor, ...]]
+
+_ATEN = torch.ops.aten
+_LEAVES_TORCH = frozenset({Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.__dlpack__})
+_IDENTITIES = frozenset(
+    {_ATEN.alias.default, _ATEN.detach.default, _ATEN.lift_fresh_copy.default, _ATEN.lift.default}
+)
+# Directories whose files are not the model's: torch itself, and the backends.
+_NOT_MODEL = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+
+def capture(fn: Function, inputs: Sequence[Tensor]) -> GraphModule:
+    """Return the graph of `fn`, which returns a flat tuple and may call `torch.autograd.grad`.
+
+    The graph depends on the shapes, dtypes, strides and `requires_grad` of `inputs`, not on values.
+    Tensors that `fn` takes from elsewhere become constants, as do small tensors computed from
+    constants alone. No operation of the graph writes to its operands. Every node has `meta["val"]`,
+    a fake tensor, and `meta["line"]`, the model's source line that it comes from (`decoder.py:12
+    in forward`). A node made by autograd has the line of its forward operation.
+    Raises UsageError for operations that can't be in a graph.
+    """
+    graph = _trace(fn, [one.detach().requires_grad_(one.requires_grad) for one in inputs])
+    names = list(dict.fromkeys(n.target for n in graph.graph.nodes if n.op == "get_attr"))
+    constants = {str(name): getattr(graph, str(name)).detach() for name in names}
+    if any(map(_writes, graph.graph.nodes)):
+        graph = _functionalise(graph, [one.detach() for one in inputs], constants)
+    _hold_constants(graph, len(inputs), constants)
+    _drop_identities(graph.graph)
+    graph.graph.eliminate_dead_code()
+    _check(graph.graph)
+    empties.drop(graph)
+    tables.fold(graph)
+    graph.recompile()
+    return graph
+
+
+def _trace(fn: Function, leaves: Sequence[Tensor]) -> GraphModule:
+    """Return the graph of the decomposed operations that `fn` runs, each with its line."""
+
+    def record(*tensors: Tensor) -> tuple[Tensor, ...]:
+        # MATH computes attention, and its derivative, by products and a softmax.
+        with sdpa_kernel(SDPBackend.MATH), _OnHost(), _Lines(tensors):
+            return tuple(fn(*tensors))
+
+    traced: GraphModule = make_fx(
+        record, decompositions.table(), tracing_mode="fake", _allow_non_fake_inputs=True
+    )(*leaves)
+    return traced
+
+
+def _writes(node: Node) -> bool:
+    """Return whether `node` writes to one of its operands."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _functionalise(
+    traced: GraphModule, inputs: Sequence[Tensor], constants: dict[str, Tensor]
+) -> GraphModule:
+    """Return the same graph without operations that write to their operands.
+
+    Traces the graph again, so call it only for graphs with such operations. Constants become
+    the last inputs of the result, so that a write to a constant is traced as a write to an input.
+    """
+
+    def run(*tensors: Tensor) -> Any:
+        by_name = dict(zip(constants, tensors[len(inputs) :], strict=True))
+        return _Replay(traced, by_name).run(*tensors[: len(inputs)])
+
+    functional = torch.func.functionalize(run)
+    with torch.no_grad():
+        graph: GraphModule = make_fx(functional, decompositions.table(), tracing_mode="fake")(
+            *inputs, *constants.values()
+        )
+    return graph
+
+
+class _OnHost(TorchFunctionMode):
+    """Refuses calls that take data out of torch, such as `Tensor.numpy`."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _LEAVES_TORCH and isinstance(args[0], FakeTensor):
+            raise _reads(f"Tensor.{func.__name__}", _line_of(sys._getframe(1)))
+        return func(*args, **(kwargs or {}))
+
+
+class _Lines(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives nodes their source lines. Refuses reads of data, and writes to inputs and constants."""
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._graph = _current_graph()
+        self._given = {one.untyped_storage()._cdata: one for one in inputs}
+        # Sequence numbers and lines of forward operations. Autograd gives a backward operation the
+        # number of the operation that it is the derivative of.
+        self._known = KnownValues()
+        self._numbers: list[int] = []
+        self._lines: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace == "prim":
+            return func(*args, **(kwargs or {}))
+        line = self._line()
+        known = self._known.operands(args, kwargs or {})
+        if _reads_values(func, args):
+            if known is None:
+                raise _reads(str(func), line)
+            return self._known.compute(func, known)
+        self._refuse_writing(func, args, line)
+        last = _last(self._graph)
+        result = func(*args, **(kwargs or {}))
+        _mark(self._graph, last, line)
+        self._follow_views(func, args, result)
+        self._known.follow(func, args, known, result)
+        return result
+
+    def _follow_views(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Add views of inputs and constants to the memory that must not be written to."""
+        if func._schema.is_mutable or func is _ATEN.lift_fresh.default:  # lift_fresh copies
+            return
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and self._is_given(value):
+                for view in pytree.tree_leaves(result):
+                    self._given[view.untyped_storage()._cdata] = view
+
+    def _is_given(self, value: object) -> bool:
+        """Return whether `value` is a tensor in the memory of an input or a constant."""
+        return isinstance(value, Tensor) and (
+            not isinstance(value, FakeTensor) or value.untyped_storage()._cdata in self._given
+        )
+
+    def _refuse_writing(self, func: Any, args: tuple[Any, ...], line: str) -> None:
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if written and any(self._is_given(one) for one in pytree.tree_leaves(value)):
+                raise UsageError(
+                    f"{func} at {line}: writes to an input or a constant of the step; "
+                    "return the new value as another output"
+                )
+
+    def _line(self) -> str:
+        node: Any = torch._C._current_autograd_node()  # may be None, which its type denies
+        if node is not None:
+            index = bisect_right(self._numbers, node._sequence_nr()) - 1
+            if index >= 0:
+                return self._lines[index]
+            return _line_of(sys._getframe(2))
+        line = _line_of(sys._getframe(2))
+        number = torch._C._autograd._get_sequence_nr() - 1
+        if not self._numbers or number > self._numbers[-1]:
+            self._numbers.append(number)
+            self._lines.append(line)
+        return line
+
+
+class _Replay(Interpreter):
+    """Runs a graph while it is traced into another one, and copies the lines of its nodes."""
+
+    def __init__(self, traced: GraphModule, constants: dict[str, Tensor]) -> None:
+        super().__init__(traced)
+        self._constants = constants
+        self._recorded = _current_graph()
+
+    def run_node(self, n: Node) -> Any:
+        """Run `n`, and give its line to the nodes that running it records."""
+        last = _last(self._recorded)
+        result = super().run_node(n)
+        _mark(self._recorded, last, n.meta.get("line", ""))
+        return result
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Return a constant: `_functionalise` traces it as an input."""
+        return self._constants[target]
+
+
+def _current_graph() -> Graph:
+    mode = get_proxy_mode()
+    assert mode is not None, "only called while make_fx traces"
+    graph: Graph = mode.tracer.graph
+    return graph
+
+
+def _last(graph: Graph) -> Node:
+    return graph._root.prev
+
+
+def _mark(graph: Graph, last: Node, line: str) -> None:
+    """Set the line of all nodes after `last`."""
+    node = _last(graph)
+    while node is not last:
+        node.meta["line"] = line
+        node = node.prev
+
+
+def _line_of(frame: FrameType | None) -> str:
+    """Return the innermost source line of the model among `frame` and its callers."""
+    while frame is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith((*_NOT_MODEL, "<")):
+            return f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
+        frame = frame.f_back
+    return "a line that is not known"
+
+
+def _reads_values(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether tracing `func` needs the values of tensors."""
+    if torch.Tag.data_dependent_output in func.tags:
+        return True
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        return False
+    tensors = [one for one in pytree.tree_leaves(args) if isinstance(one, Tensor)]
+    return func is not _ATEN.index.Tensor or any(one.dtype == torch.bool for one in tensors[1:])
+
+
+def _reads(operation: str, line: str) -> UsageError:
+    return UsageError(
+        f"{operation} at {line}: reads the values of tensors, but a captured step has neither "
+        "branches nor shapes that depend on data; use torch.where, or decide before the step and "
+        "pass the result in"
+    )
+
+
+def _hold_constants(graph: GraphModule, num_inputs: int, constants: dict[str, Tensor]) -> None:
+    """Make each constant a buffer read by one node, also if `_functionalise` made it an input."""
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    as_inputs = dict(zip(constants, placeholders[num_inputs:], strict=False))
+    for name, value in constants.items():
+        if hasattr(graph, name):
+            delattr(graph, name)
+        graph.register_buffer(name, value)
+        readers = [n for n in graph.graph.nodes if n.op == "get_attr" and n.target == name]
+        readers += [as_inputs[name]] if name in as_inputs else []
+        with graph.graph.inserting_after(placeholders[-1]):
+            constant = graph.graph.get_attr(name)
+        constant.meta.update(readers[0].meta)
+        for node in readers:
+            node.replace_all_uses_with(constant)
+            graph.graph.erase_node(node)
+
+
+def _drop_identities(graph: Graph) -> None:
+    """Bypass operations that change neither values nor strides, such as `detach`."""
+    for node in graph.nodes:
+        same = node.target in _IDENTITIES or (
+            node.target is _ATEN.clone.default
+            and node.meta["val"].stride() == node.args[0].meta["val"].stride()
+        )
+        if same:
+            node.replace_all_uses_with(node.args[0])
+
+
+def _check(graph: Graph) -> None:
+    """Raise UsageError if an operation draws random numbers."""
+    for node in graph.nodes:
+        node.meta.setdefault("line", "")
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        writes = _writes(node)
+        assert not writes, f"{node.target} at {node.meta['line']}"
+        if torch.Tag.nondeterministic_seeded in node.target.tags:
+            raise UsageError(
+                f"{node.target} at {node.meta['line']}: draws random numbers; "
+                "draw them on the host and pass them in, as dropout's masks are"
+            )

@@ -1,0 +1,115 @@
+"""Opens WebGPU adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from entrenar_py.compute import adapters
+from entrenar_py.compute.wgpu.tiles import Limits
+from entrenar_py.shared.errors import BackendUnavailable
+
+# The limits to request at the adapter's maximum. WebGPU's defaults are small.
+LIMITS = (
+    "max-storage-buffer-binding-size",
+    "max-storage-buffers-per-shader-stage",
+    "max-buffer-size",
+    "max-compute-workgroup-storage-size",
+    "max-compute-invocations-per-workgroup",
+    "max-compute-workgroup-size-x",
+    "max-compute-workgroups-per-dimension",
+)
+
+
+@dataclass(frozen=True)
+class Device:
+    """An open adapter. `handle` is a wgpu.GPUDevice.
+
+    `pipelines` maps the source of a kernel to its pipeline, so that programs share equal kernels.
+    """
+
+    handle: Any
+    name: str
+    software: bool
+    limits: Limits
+    buffer_bytes_max: int
+    pipelines: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @contextmanager
+    def failures(self) -> Iterator[None]:
+        """Convert errors of wgpu into BackendUnavailable with the same message."""
+        wgpu = adapters.library()
+
+        try:
+            yield
+        except (wgpu.GPUError, wgpu.GPUPipelineError, RuntimeError) as error:
+            raise BackendUnavailable(f"backend wgpu on {self.name}: {error}") from error
+
+    def lost(self) -> bool:
+        """Return whether the device is lost.
+
+        Tries to create an object on it, because wgpu-py reports a loss only in its log.
+        """
+        wgpu = adapters.library()
+
+        try:
+            self.handle.create_bind_group_layout(entries=[])
+        except wgpu.GPUError:
+            return True
+        return False
+
+    def submit(self, encoder: Any) -> None:
+        """Submit the recorded commands.
+
+        Raises BackendUnavailable if the device is lost: wgpu-native would end the process. A loss
+        during the submission itself can't be caught.
+        """
+        commands = encoder.finish()
+        if self.lost():
+            raise BackendUnavailable(f"backend wgpu on {self.name}: the device is lost")
+        self.handle.queue.submit([commands])
+
+
+def open_device(index: int, features: Sequence[str] = ()) -> Device:
+    """Open the adapter with this index, 0 for the best one, with its largest limits.
+
+    `features` are WebGPU's names of what it has to have beyond that, such as `timestamp-query`.
+
+    Raises BackendUnavailable if wgpu-py or the adapter is missing, or if it does not start, be it
+    that a process that opens it dies.
+    """
+    adapter = adapters.choose(adapters.found(), index)
+    adapters.probe(index).require_alive()
+    wgpu = adapters.library()
+
+    try:
+        handle = adapter.request_device_sync(
+            required_features=list(features),
+            required_limits={name: adapter.limits[name] for name in LIMITS},
+        )
+    except (wgpu.GPUError, RuntimeError) as error:
+        raise BackendUnavailable(f"backend wgpu: {error}") from error
+    return Device(
+        handle=handle,
+        name=adapters.title(adapter),
+        software=adapters.is_software(adapter),
+        limits=limits_of(handle),
+        buffer_bytes_max=handle.limits["max-buffer-size"],
+    )
+
+
+def limits_of(handle: Any) -> Limits:
+    """Return those limits of a wgpu.GPUDevice that kernels must stay within."""
+    limits = handle.limits
+    return Limits(
+        binding_bytes_max=limits["max-storage-buffer-binding-size"],
+        workgroup_bytes_max=limits["max-compute-workgroup-storage-size"],
+        invocations_max=min(
+            limits["max-compute-invocations-per-workgroup"], limits["max-compute-workgroup-size-x"]
+        ),
+        workgroups_max=limits["max-compute-workgroups-per-dimension"],
+        # SPIR-V can store to a single component of a vector.
+        component_writes=handle.adapter.info["backend_type"] == "Vulkan",
+    )

@@ -1,0 +1,275 @@
+"""Operations that select elements by indices or bounds: lookups, joins, overlays, scatters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from entrenar_py.compute.wgpu import index as at
+from entrenar_py.compute.wgpu import pointwise, reductions, views
+from entrenar_py.compute.wgpu.emitter import Emitter
+from entrenar_py.compute.wgpu.index import Index, Indices
+from entrenar_py.compute.wgpu.values import CHEAP, Schedule, Value
+
+_PIECES_MAX = 6  # tensors that one kernel joins
+_UNROLLED_MAX = 4
+
+
+def look_up(
+    schedule: Schedule,
+    value: Value,
+    indices: dict[int, Value],
+    shape: Sequence[int],
+    first: int,
+    *,
+    wraps: bool = False,
+) -> Value:
+    """Return the elements of `value` at `indices`, a dict of dim -> indices along this dim.
+
+    Indices have the same rank and are broadcast. Their dims begin at dim `first` of the result,
+    among the other dims of `value`. In float32, indices out of range give NaN. If `wraps`, negative
+    indices count from the end.
+    """
+    _settle(schedule, value)
+    for one in indices.values():
+        _settle(schedule, one)
+    schedule.make_room([value, *indices.values()], 4 * len(indices))
+    num_looked = len(next(iter(indices.values())).shape)
+    recipe = value.read
+    ids = {dim: (one.read, one.shape) for dim, one in indices.items()}
+
+    def read(emitter: Emitter, wanted: Indices) -> str:
+        inner = wanted[first : first + num_looked]
+        around = list(wanted[:first] + wanted[first + num_looked :])
+        places, wrong = [], []
+        for dim, size in enumerate(value.shape):
+            if dim not in ids:
+                places.append(around.pop(0))
+                continue
+            number, own = ids[dim]
+            raw = number(emitter, views.broadcast(inner, own))
+            raw = emitter.op(wrapped(size), raw) if wraps else raw
+            place, outside = _position(emitter, raw, size)
+            places.append(place)
+            wrong.append(outside)
+        text = recipe(emitter, tuple(places))
+        for one_wrong in wrong if value.dtype == "f32" else ():
+            text = emitter.op("select({0}, nan(), {1})", text, one_wrong)
+        return text
+
+    return _recipe([value, *indices.values()], shape, value.dtype, read, 4 * len(indices))
+
+
+def gather(schedule: Schedule, value: Value, dim: int, index: Value) -> Value:
+    """Gather along `dim` as `torch.gather`, with NaN (float32 only) for indices out of range."""
+    dim %= max(1, len(value.shape))
+    for one in (value, index):
+        _settle(schedule, one)
+    schedule.make_room([value, index], 4)
+    recipe, number = value.read, index.read
+
+    def read(emitter: Emitter, indices: Indices) -> str:
+        place, wrong = _position(emitter, number(emitter, indices), value.shape[dim])
+        text = recipe(emitter, (*indices[:dim], place, *indices[dim + 1 :]))
+        return emitter.op("select({0}, nan(), {1})", text, wrong) if value.dtype == "f32" else text
+
+    return _recipe([value, index], index.shape, value.dtype, read, 4)
+
+
+def _position(emitter: Emitter, raw: str, size: int) -> tuple[Index, str]:
+    """Return the i32 value `raw` as a clamped index, and the name of its out-of-range flag."""
+    wrong = emitter.op(f"{{0}} < 0 || {{0}} >= {size}", raw)
+    inside = emitter.op(f"clamp({{0}}, 0, {size - 1})", raw)
+    return emitter.position(inside, size), wrong
+
+
+def wrapped(size: int) -> str:
+    """Return WGSL that makes a negative index count from the end."""
+    return f"select({{0}}, {{0}} + {size}, {{0}} < 0)"
+
+
+def join(schedule: Schedule, values: Sequence[Value], dim: int) -> Value:
+    """Concatenate `values` along `dim`."""
+    dim %= max(1, len(values[0].shape))
+    while len(values) > _PIECES_MAX:
+        groups = [values[i : i + _PIECES_MAX] for i in range(0, len(values), _PIECES_MAX)]
+        values = [schedule.realise(join(schedule, group, dim)) for group in groups]
+    if len(values) == 1:
+        return values[0]
+    total = sum(one.shape[dim] for one in values)
+    shape = (*values[0].shape[:dim], total, *values[0].shape[dim + 1 :])
+    for one in values:
+        _settle(schedule, one)
+    # From the last to the first: each one is laid before those joined so far.
+    start = total - values[-1].shape[dim]
+    joined = _shifted(values[-1], dim, start, shape)
+    for one in reversed(values[:-1]):
+        start -= one.shape[dim]
+        joined = _lay(schedule, joined, one, dim, start, 1)
+    return joined
+
+
+def _shifted(value: Value, dim: int, start: int, shape: Sequence[int]) -> Value:
+    """Return a tensor of `shape`: `value` from `start` on along `dim`, and undefined elsewhere."""
+    recipe = value.read
+
+    def read(emitter: Emitter, indices: Indices) -> str:
+        place, _ = _within(emitter, indices[dim], start, value.shape[dim], 1)
+        return recipe(emitter, (*indices[:dim], place, *indices[dim + 1 :]))
+
+    return _recipe([value], shape, value.dtype, read, 2)
+
+
+def overlay(
+    schedule: Schedule, below: Value, above: Value, dim: int, start: int, step: int
+) -> Value:
+    """Return `below` with `above` at every `step`-th index from `start` on along `dim`."""
+    for one in (below, above):
+        _settle(schedule, one)
+    return _lay(schedule, below, above, dim, start, step)
+
+
+def _lay(schedule: Schedule, below: Value, above: Value, dim: int, start: int, step: int) -> Value:
+    """Do `overlay` without storing expensive operands first."""
+    schedule.make_room([above, below], 3)
+    upper, lower = above.read, below.read
+
+    def read(emitter: Emitter, indices: Indices) -> str:
+        place, inside = _within(emitter, indices[dim], start, above.shape[dim], step)
+        first = upper(emitter, (*indices[:dim], place, *indices[dim + 1 :]))
+        if inside == "true":
+            return first
+        return emitter.op("select({1}, {0}, {2})", first, lower(emitter, indices), inside)
+
+    return _recipe([above, below], below.shape, above.dtype, read, 3)
+
+
+def _within(emitter: Emitter, index: Index, start: int, size: int, step: int) -> tuple[Index, str]:
+    """Return i with `index` = start + i * step, clamped, and the name of its in-range flag."""
+    shifted = index + Index(-start)
+    low, high = shifted.bounds
+    if step == 1 and low >= 0 and high < size:
+        return shifted, "true"
+    moved = emitter.number(shifted, "i32")
+    inside = f"{{0}} >= 0 && {{0}} < {size * step}" + (
+        f" && {{0}} % {step} == 0" if step > 1 else ""
+    )
+    place = emitter.op(f"clamp({{0}} / {step}, 0, {size - 1})", moved)
+    return emitter.position(place, size), emitter.op(inside, moved)
+
+
+def pad(schedule: Schedule, value: Value, widths: Sequence[int], filler: float = 0) -> Value:
+    """Pad with `filler`. `widths` are (before, after) of the last dim, then of the one before."""
+    for number in range(len(widths) // 2):
+        dim = len(value.shape) - 1 - number
+        before, after = widths[2 * number : 2 * number + 2]
+        start, end = max(0, -before), value.shape[dim] - max(0, -after)
+        value = views.take(schedule, value, dim, start, end - start, 1)
+        before, after = max(0, before), max(0, after)
+        if before or after:
+            size = value.shape[dim] + before + after
+            shape = (*value.shape[:dim], size, *value.shape[dim + 1 :])
+            below = pointwise.constant(filler, value.dtype, shape)
+            value = overlay(schedule, below, value, dim, before, 1)
+    return value
+
+
+def scatter(
+    schedule: Schedule, value: Value, dim: int, index: Value, source: Value, *, add: bool
+) -> Value:
+    """Return `value` with `source` written, or added in order, at `index` along `dim`.
+
+    `source` has the shape of `index`. The last of several writes to one element wins. Each element
+    of the result reads all indices along `dim`, so this is for an `index` that is short there.
+    """
+    for one in (value, index, source):
+        _settle(schedule, one)
+    count = index.shape[dim]
+    if count > _UNROLLED_MAX:
+        return _scatter_many(schedule, value, dim, index, source, add=add)
+    schedule.make_room([value, index, source], 4 * count)
+    below, pointed, above = value.read, index.read, source.read
+
+    def read(emitter: Emitter, indices: Indices) -> str:
+        text = below(emitter, indices)
+        here = emitter.number(indices[dim], "i32")
+        for number in range(count):
+            place = (*indices[:dim], Index(number), *indices[dim + 1 :])
+            hit = emitter.op("{0} == {1}", pointed(emitter, place), here)
+            element = above(emitter, views.broadcast(place, source.shape))
+            element = emitter.op("{0} + {1}", text, element) if add else element
+            text = emitter.op("select({1}, {0}, {2})", element, text, hit)
+        return text
+
+    return _recipe([value, index, source], value.shape, value.dtype, read, 4 * count)
+
+
+def _scatter_many(
+    schedule: Schedule, value: Value, dim: int, index: Value, source: Value, *, add: bool
+) -> Value:
+    """Do `scatter` with a loop over the index: add an element's sources, or take the last one."""
+    for one in (value, index, source):
+        schedule.realise(one)
+    count, rank = index.shape[dim], len(value.shape)
+    square = (*value.shape, count)
+
+    def spread(operand: Value) -> Value:
+        last = [*(d for d in range(rank) if d != dim), dim]
+        turned = views.permute(schedule, views.expand(schedule, operand, index.shape), last)
+        shape = [1 if d == dim else value.shape[d] for d in range(rank)]
+        return views.expand(schedule, views.reshape(schedule, turned, [*shape, count]), square)
+
+    here = pointwise.counting(0, 1, square, dim, "i32")
+    hit = pointwise.fuse(schedule, "{0} == {1}", [spread(index), here], square, "bool")
+    if add:
+        terms = pointwise.where(schedule, hit, spread(source), 0)
+        fold = reductions.FOLDS["sum", value.dtype]
+        total = reductions.reduce(schedule, terms, fold, [-1], keepdim=False)
+        return pointwise.fuse(schedule, "{0} + {1}", [value, total], value.shape, value.dtype)
+    numbers = pointwise.where(schedule, hit, pointwise.counting(0, 1, square, rank, "i32"), -1)
+    fold = reductions.FOLDS["amax", "i32"]
+    last = schedule.realise(reductions.reduce(schedule, numbers, fold, [-1], keepdim=False))
+    zero = pointwise.constant(0, "i32")
+    known = pointwise.fuse(schedule, "max({0}, {1})", [last, zero], value.shape, "i32")
+    chosen = gather(schedule, views.expand(schedule, source, index.shape), dim, known)
+    missing = pointwise.fuse(schedule, "{0} < 0", [last], value.shape, "bool")
+    return pointwise.where(schedule, missing, value, chosen)
+
+
+def _settle(schedule: Schedule, value: Value) -> None:
+    """Store `value` if it is pending or expensive: a lookup may compute an element many times."""
+    if value.pending or value.cost > 4 * CHEAP:
+        schedule.realise(value)
+
+
+def _recipe(
+    values: Sequence[Value],
+    shape: Sequence[int],
+    dtype: str,
+    read: Callable[[Emitter, Indices], str],
+    cost: int,
+) -> Value:
+    reads = frozenset().union(*(one.reads for one in values))
+    return Value(tuple(shape), dtype, read, reads, cost + sum(one.cost for one in values))
+
+
+def flatten_index(schedule: Schedule, sizes: Sequence[int], indices: Sequence[Value]) -> Value:
+    """Combine indices into the first dims, whose sizes are `sizes`, to one flat index in C order.
+
+    Negative indices count from the end. If an index is out of range, the result is negative.
+    """
+    shape = np.broadcast_shapes(*(one.shape for one in indices))
+    none = -math.prod(sizes)  # stays negative whatever the other dims add
+    total: Value | None = None
+    for one, size, stride in zip(indices, sizes, at.strides_of(sizes), strict=True):
+        counted = pointwise.fuse(schedule, wrapped(size), [one], one.shape, "i32")
+        inside = f"{{0}} >= 0 && {{0}} < {size}"
+        placed = f"select({none}, {{0}} * {stride}, {inside})"
+        term = pointwise.fuse(schedule, placed, [counted], shape, "i32", cost=2)
+        if total is not None:
+            term = pointwise.fuse(schedule, "{0} + {1}", [total, term], shape, "i32")
+        total = term
+    assert total is not None
+    return views.reshape(schedule, total, [math.prod(shape)])

@@ -1,0 +1,240 @@
+"""Pointwise operations: their WGSL, and how they fuse."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from entrenar_py.compute.wgpu import views
+from entrenar_py.compute.wgpu.emitter import Emitter
+from entrenar_py.compute.wgpu.index import Index, Indices
+from entrenar_py.compute.wgpu.intrinsics import literal
+from entrenar_py.compute.wgpu.values import CHEAP, Schedule, Value, join_rows
+
+Operand = Value | float | int | bool
+
+# Kinds of operations: operands have the result's dtype, their common dtype, or bool.
+ARITHMETIC, COMPARING, LOGICAL = "arithmetic", "comparing", "logical"
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """The WGSL templates of one operation, for operands of each dtype; "" if unsupported."""
+
+    f32: str
+    i32: str = ""
+    kind: str = ARITHMETIC
+    cost: int = 1
+    bool: str = ""
+
+
+def _floats(template: str, cost: int = 4) -> Scalar:
+    return Scalar(template, cost=cost)
+
+
+def _both(template: str) -> Scalar:
+    return Scalar(template, template)
+
+
+def _compare(sign: str) -> Scalar:
+    template = f"{{0}} {sign} {{1}}"
+    equal = sign if sign in ("==", "!=") else ""
+    return Scalar(template, template, COMPARING, bool=f"{{0}} {equal} {{1}}" if equal else "")
+
+
+# The part of aten's name before the dot -> its templates.
+SCALARS = {
+    "add": Scalar("{0} + {1}", "{0} + {1}", bool="{0} || {1}"),
+    "sub": _both("{0} - {1}"),
+    "mul": Scalar("{0} * {1}", "{0} * {1}", bool="{0} && {1}"),
+    "div": _floats("{0} / {1}", 2),
+    "div_floor": Scalar("floor_divide_f32({0}, {1})", "floor_divide_i32({0}, {1})", cost=12),
+    "div_trunc": Scalar("trunc_divide_f32({0}, {1})", "{0} / {1}", cost=12),
+    "remainder": Scalar(
+        "remainder_f32({0}, {1})", "{0} - floor_divide_i32({0}, {1}) * {1}", cost=12
+    ),
+    "fmod": Scalar("modulo({0}, {1})", "{0} - {0} / {1} * {1}", cost=10),
+    "neg": _both("-{0}"),
+    "abs": _both("abs({0})"),
+    "sign": _both("sign({0})"),
+    "reciprocal": _floats("1.0 / {0}", 2),
+    "exp": _floats("exp({0})"),
+    "log": _floats("log({0})"),
+    "sqrt": _floats("sqrt({0})", 2),
+    "rsqrt": _floats("inverseSqrt({0})", 2),
+    "sin": _floats("sin({0})"),
+    "cos": _floats("cos({0})"),
+    "tanh": _floats("tangent({0})", 10),
+    "sigmoid": _floats("sigmoid({0})", 6),
+    "erf": _floats("error_function({0})", 12),
+    "floor": _floats("floor({0})", 1),
+    "ceil": _floats("ceil({0})", 1),
+    "trunc": _floats("trunc({0})", 1),
+    "round": _floats("round({0})", 1),
+    "pow": _floats("power({0}, {1})", 10),
+    "relu": Scalar("larger({0}, 0.0f)", "max({0}, 0)"),
+    "maximum": Scalar("larger({0}, {1})", "max({0}, {1})", bool="{0} || {1}"),
+    "minimum": Scalar("smaller({0}, {1})", "min({0}, {1})", bool="{0} && {1}"),
+    "eq": _compare("=="),
+    "ne": _compare("!="),
+    "lt": _compare("<"),
+    "le": _compare("<="),
+    "gt": _compare(">"),
+    "ge": _compare(">="),
+    "isnan": Scalar("is_nan({0})", "false", COMPARING),
+    "isinf": Scalar("is_infinite({0})", "false", COMPARING),
+    "logical_and": Scalar("", "", LOGICAL, bool="{0} && {1}"),
+    "logical_or": Scalar("", "", LOGICAL, bool="{0} || {1}"),
+    "logical_xor": Scalar("", "", LOGICAL, bool="{0} != {1}"),
+    "logical_not": Scalar("", "", LOGICAL, bool="!{0}"),
+    "bitwise_and": Scalar("", "{0} & {1}", bool="{0} && {1}"),
+    "bitwise_or": Scalar("", "{0} | {1}", bool="{0} || {1}"),
+    "bitwise_xor": Scalar("", "{0} ^ {1}", bool="{0} != {1}"),
+    "bitwise_not": Scalar("", "~{0}", bool="!{0}"),
+    "where": Scalar("select({1}, {0}, {2})", "select({1}, {0}, {2})", bool="select({1}, {0}, {2})"),
+}
+
+_RANK = {"bool": 0, "i32": 1, "f32": 2}
+# Powers that are products or roots: exact for negative bases, and cheaper.
+_POWERS = {
+    -2.0: "1.0 / ({0} * {0})",
+    -1.0: "1.0 / {0}",
+    -0.5: "inverseSqrt({0})",
+    0.5: "sqrt({0})",
+    1.0: "{0}",
+    2.0: "{0} * {0}",
+    3.0: "{0} * {0} * {0}",
+    4.0: "({0} * {0}) * ({0} * {0})",
+}
+
+
+def constant(value: float, dtype: str, shape: Sequence[int] = ()) -> Value:
+    """Return a tensor whose elements are all `value`."""
+    text = literal(value, dtype)
+    return Value(tuple(shape), dtype, lambda emitter, indices: text)
+
+
+def apply(
+    schedule: Schedule, name: str, operands: Sequence[Operand], shape: Sequence[int], dtype: str
+) -> Value | None:
+    """Apply the operation `name` of SCALARS, broadcast to `shape`; None for unsupported dtypes."""
+    scalar = SCALARS[name]
+    template, inner = _template(name, scalar, operands, dtype)
+    cost = 2 if template in _POWERS.values() else scalar.cost
+    if not template:
+        return None
+    taken = [cast(schedule, one, inner) for one in operands]
+    if name == "where":
+        taken = [*taken[:2], cast(schedule, operands[2], "bool")]
+    return fuse(schedule, template, taken, shape, dtype, cost=cost)
+
+
+def _template(
+    name: str, scalar: Scalar, operands: Sequence[Operand], dtype: str
+) -> tuple[str, str]:
+    """Return the WGSL template of an operation, and the dtype of its operands."""
+    if scalar.kind == LOGICAL:
+        return scalar.bool, "bool"
+    inner = dtype
+    if scalar.kind == COMPARING:
+        inner = common(operands)
+    exponent = operands[1] if name == "pow" else None
+    if isinstance(exponent, int | float) and (inner == "f32" or exponent >= 1):
+        known = _POWERS.get(float(exponent))
+        if known is not None:
+            return known, inner
+    return {"f32": scalar.f32, "i32": scalar.i32, "bool": scalar.bool}[inner], inner
+
+
+def common(operands: Sequence[Operand]) -> str:
+    """Return the dtype to which torch promotes `operands` before it compares them."""
+    tensors = [one.dtype for one in operands if isinstance(one, Value)]
+    numbers = [_type(one) for one in operands if not isinstance(one, Value)]
+    return max([*tensors, *numbers], key=lambda one: _RANK[one])
+
+
+def _type(number: float | int | bool) -> str:
+    if isinstance(number, bool):
+        return "bool"
+    return "i32" if isinstance(number, int) else "f32"
+
+
+def cast(schedule: Schedule, operand: Operand, dtype: str) -> Value:
+    """Convert `operand` to a tensor of `dtype`."""
+    if not isinstance(operand, Value):
+        return constant(operand, dtype)
+    if operand.dtype == dtype:
+        return operand
+    zero = {"f32": "{0} != 0.0f", "i32": "{0} != 0", "bool": "{0}"}
+    template = zero[operand.dtype] if dtype == "bool" else f"{dtype}({{0}})"
+    return fuse(schedule, template, [operand], operand.shape, dtype)
+
+
+def where(schedule: Schedule, condition: Value, a: Value, b: Operand) -> Value:
+    """Return `a` where `condition` is true, else `b`, with the shape and dtype of `a`."""
+    operands = [a, cast(schedule, b, a.dtype), condition]
+    return fuse(schedule, SCALARS["where"].f32, operands, a.shape, a.dtype)
+
+
+def fuse(
+    schedule: Schedule,
+    template: str,
+    operands: Sequence[Value],
+    shape: Sequence[int],
+    dtype: str,
+    *,
+    cost: int = 1,
+) -> Value:
+    """Return the recipe that applies `template` to the operands' elements."""
+    to = tuple(shape)
+    product = _settle_products(schedule, operands, math.prod(to))
+    if join_rows(to, operands) is None or product is not None:
+        for one in operands:
+            if one.rows is not None:
+                schedule.realise(one)
+    for one in operands:
+        if one.size < math.prod(to) and not one.pending and one.cost > CHEAP:
+            schedule.realise(one)
+    schedule.make_room(operands, cost)
+    recipes = [(one.read, one.shape) for one in operands]
+
+    def read(emitter: Emitter, indices: Indices) -> str:
+        names = [recipe(emitter, views.broadcast(indices, own)) for recipe, own in recipes]
+        return emitter.op(template, *names) if template != "{0}" else names[0]
+
+    return Value(
+        *(to, dtype, read),
+        reads=frozenset().union(*(one.reads for one in operands)),
+        cost=cost + sum(one.cost for one in operands),
+        rows=join_rows(to, operands),
+        product=None if product is None else product.product,
+    )
+
+
+def _settle_products(schedule: Schedule, operands: Sequence[Value], size: int) -> Value | None:
+    """Store all pending products but the last one that is not broadcast, and return that one."""
+    kept = None
+    for operand in operands:
+        if operand.product is None or operand is kept:
+            continue
+        if operand.size != size:
+            schedule.realise(operand)
+        elif kept is not None:
+            schedule.realise(kept)
+            kept = operand
+        else:
+            kept = operand
+    return kept
+
+
+def counting(start: float, step: float, shape: Sequence[int], dim: int, dtype: str) -> Value:
+    """Return a tensor of `start + step * i`, where i is the index along `dim`."""
+
+    def read(emitter: Emitter, indices: Indices) -> str:
+        if dtype == "i32":
+            return emitter.number(indices[dim] * int(step) + Index(int(start)), "i32")
+        number = emitter.number(indices[dim], "f32")
+        return emitter.op("{0} + {1} * {2}", literal(start, dtype), literal(step, dtype), number)
+
+    return Value(tuple(shape), dtype, read, cost=1)

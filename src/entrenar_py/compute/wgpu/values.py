@@ -1,0 +1,287 @@
+"""The tensors of a graph, stored or as recipes, and the kernels that store them.
+
+A value that is not stored is a recipe: code that computes an element where one is needed. A recipe
+with a reduction or a matrix product in it is *pending*: either all its users join its kernel, or it
+is stored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from entrenar_py.compute.wgpu import codegen, codings
+from entrenar_py.compute.wgpu import index as at
+from entrenar_py.compute.wgpu.codings import Coding
+from entrenar_py.compute.wgpu.emitter import Buffer, Emitter, Loop
+from entrenar_py.compute.wgpu.index import Index, Indices
+from entrenar_py.compute.wgpu.product import product_kernel
+from entrenar_py.compute.wgpu.tiles import Layout, Limits, Product
+
+Read = Callable[[Emitter, Indices], str]
+
+CHEAP = 4  # up to this cost, each user of a value computes it again
+COST_MAX = 120  # the largest cost of an element in one kernel
+SERIAL_MAX = 32  # the longest loop that a thread runs alone
+# A row kernel computes a row in one workgroup. It isn't used for few long rows.
+FEW_ROWS, LONG_ROW = 64, 4096
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The memory of a tensor. Strides and offset are in elements.
+
+    With a `coding`, elements are decoded where they are loaded.
+    """
+
+    buffer: Buffer
+    strides: tuple[int, ...]
+    offset: int = 0
+    coding: Coding | None = None
+
+    @property
+    def tables(self) -> tuple[Buffer, ...]:
+        """The buffers beside its own that an element is decoded with."""
+        return () if self.coding is None else self.coding.tables
+
+
+@dataclass(eq=False)
+class Operands:
+    """The operands of a matrix product, [*batch, m, k] x [*batch, k, n]."""
+
+    batch: tuple[int, ...]
+    a: Value
+    b: Value
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The shape of the result with all batch dims as one: (num_batches, m, n)."""
+        return math.prod(self.batch), self.a.shape[-2], self.b.shape[-1]
+
+    @property
+    def num_tables(self) -> int:
+        """The number of buffers that the operands, which are stored, are decoded with."""
+        return sum(len(one.stored.tables) for one in (self.a, self.b) if one.stored is not None)
+
+
+@dataclass(eq=False)
+class Value:
+    """A tensor. `read` emits the code that computes one element.
+
+    `reads` are the buffers that this code loads, and `cost` is roughly its number of operations.
+    `rows` is the number of leading dims on which pending reductions depend; None if there are none.
+    `product` is the pending product, with elements in the order of this value. `view` is (the
+    value that this is a view of, the function that makes the view).
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    read: Read
+    reads: frozenset[Buffer] = frozenset()
+    cost: int = 0
+    rows: int | None = None
+    product: Operands | None = None
+    stored: Stored | None = None
+    view: tuple[Value, Callable[[Value], Value]] | None = None
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def pending(self) -> bool:
+        """True if a reduction or a product is part of the recipe."""
+        return self.rows is not None or self.product is not None
+
+    @property
+    def single(self) -> bool:
+        """True if each pending reduction serves only one element."""
+        return self.rows is not None and math.prod(self.shape[self.rows :]) == 1
+
+    def store(self, stored: Stored) -> None:
+        """Turn this into a stored value, whose elements are loaded from memory."""
+
+        def read(emitter: Emitter, indices: Indices) -> str:
+            position = at.place(indices, stored.strides, stored.offset)
+            if stored.coding is not None:
+                return codings.element(emitter, stored.buffer, stored.coding, position)
+            return emitter.load(stored.buffer, position)
+
+        self.stored, self.read = stored, read
+        self.reads = frozenset({stored.buffer, *stored.tables})
+        self.cost, self.rows, self.product = 1, None, None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One dispatch. Binding i is `bindings[i]`, and only `writes` is written to."""
+
+    source: str
+    workgroups: tuple[int, int, int]
+    bindings: tuple[Buffer, ...]
+    writes: Buffer
+    line: str
+
+
+@dataclass
+class Schedule:
+    """The dispatches so far, in order. `line` is the model's source line that is lowered now."""
+
+    limits: Limits
+    bindings_max: int
+    steps: list[Step] = field(default_factory=list)
+    line: str = ""
+    _count: int = 0
+
+    def buffer(self, dtype: str, size: int) -> Buffer:
+        """Return a new buffer of `size` elements."""
+        self._count += 1
+        return Buffer(f"buffer{self._count}", dtype, size)
+
+    def realise(self, value: Value) -> Value:
+        """Store `value` in C order, unless it is already stored, in any order. Return `value`."""
+        if value.stored is None:
+            self._write(value)
+        return value
+
+    def strided(self, value: Value) -> Stored:
+        """Store `value` or what it is a view of. Return the memory of `value`, with any strides."""
+        if value.stored is None and value.view is not None:
+            base, again = value.view
+            if base.size <= value.size:
+                self.strided(base)
+                viewed = again(base)
+                if viewed.stored is not None:
+                    value.store(viewed.stored)
+        self.realise(value)
+        assert value.stored is not None
+        return value.stored
+
+    def contiguous(self, value: Value) -> Stored:
+        """Store `value` in C order, at any offset, and return its memory."""
+        stored = self.strided(value)
+        if is_contiguous(value.shape, stored.strides) and stored.coding is None:
+            return stored
+        return self.strided(self.copy(value))
+
+    def copy(self, value: Value) -> Value:
+        """Return a copy of `value`, stored in C order in a buffer of its own."""
+        return self.realise(replace(value, stored=None, view=None))
+
+    def make_room(self, values: Sequence[Value], cost: int) -> None:
+        """Store values, those that read most buffers first, until one kernel can take the rest."""
+        products = [one.product for one in values if one.product is not None]
+        taken = [3 + one.num_tables for one in products]
+        room = self.bindings_max - max(taken, default=1)
+        while True:
+            reads = frozenset[Buffer]().union(*(one.reads for one in values))
+            total = cost + sum(one.cost for one in values)
+            recipes = [one for one in values if one.stored is None and one.reads]
+            if (len(reads) <= room and total <= COST_MAX) or not recipes:
+                return
+            self.realise(max(recipes, key=lambda one: (len(one.reads), one.cost)))
+
+    def _write(self, value: Value) -> None:
+        out = self.buffer(value.dtype, value.size)
+        if value.product is not None:
+            self._multiply(value, value.product, out)
+        else:
+            self._loop(value, out)
+        value.store(Stored(out, at.strides_of(value.shape)))
+
+    def _loop(self, value: Value, out: Buffer) -> None:
+        split = len(value.shape) if value.rows is None else value.rows
+        rows, columns = value.shape[:split], value.shape[split:]
+        emitter = Emitter(rows)
+        element = ""
+        if math.prod(columns) == 1:
+            element = value.read(emitter, emitter.variables + (Index(0),) * len(columns))
+        else:
+            emitter.columns(columns, lambda inner: value.read(emitter, emitter.variables + inner))
+        loops = [item.size for item in emitter.body if isinstance(item, Loop)]
+        write = codegen.row_kernel if max(loops, default=0) > SERIAL_MAX else codegen.thread_kernel
+        self.add(write(emitter, element, out, workgroups_max=self.limits.workgroups_max))
+
+    def add(self, shader: codegen.Shader) -> None:
+        """Add a dispatch that writes to the last of the shader's buffers."""
+        self.steps.append(
+            Step(shader.source, shader.workgroups, shader.buffers, shader.buffers[-1], self.line)
+        )
+
+    def _multiply(self, value: Value, operands: Operands, out: Buffer) -> None:
+        a, b = self.strided(operands.a), self.strided(operands.b)
+        _, m, n = operands.shape
+        product = Product(
+            batch=operands.batch,
+            m=m,
+            k=operands.a.shape[-1],
+            n=n,
+            a=_layout(a, operands.a.shape, operands.batch),
+            b=_layout(b, operands.b.shape, operands.batch),
+            c=Layout(
+                batch=tuple(one * m * n for one in at.strides_of(operands.batch)), row=n, column=1
+            ),
+        )
+        emitter = Emitter(operands.shape, product=operands)
+        position = at.place(emitter.variables, at.strides_of(operands.shape))
+        element = value.read(emitter, at.unravel(position, value.shape))
+        tables = product.tables
+        finish = codegen.epilogue(emitter, element, 3 + len(tables)) if element != "acc" else ""
+        kernel = product_kernel(product, self.limits, epilogue=finish)
+        bindings = (a.buffer, b.buffer, out, *tables, *emitter.buffers)
+        self.steps.append(Step(kernel.source, kernel.workgroups, bindings, out, self.line))
+
+
+def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return whether elements are in C order without gaps. Ignores strides of dims of size 1."""
+    expected = at.strides_of(shape)
+    return all(size == 1 or a == b for size, a, b in zip(shape, strides, expected, strict=True))
+
+
+def join_rows(shape: tuple[int, ...], values: Iterable[Value]) -> int | None:
+    """Return the `rows` of a value of `shape` that is computed from `values`, or None.
+
+    None if their rows differ, if a row would be computed twice, or if no reduction is pending.
+    """
+    common: int | None = None
+    for value in values:
+        if value.rows is None:
+            continue
+        rows = _rows_within(shape, value)
+        if rows is None:
+            return None
+        if common is None:
+            common = rows
+        elif math.prod(shape[:rows]) != math.prod(shape[:common]):
+            return None
+        common = max(common, rows)
+    return common
+
+
+def _rows_within(shape: tuple[int, ...], value: Value) -> int | None:
+    assert value.rows is not None
+    own = (1,) * (len(shape) - len(value.shape)) + value.shape
+    rows = value.rows + len(shape) - len(value.shape)
+    if own == shape:
+        return rows
+    if not value.single:
+        return None
+    last = max((dim for dim, size in enumerate(own) if size > 1), default=-1) + 1
+    if own[:last] != shape[:last]:
+        return None
+    num_rows, columns = math.prod(shape[:last]), math.prod(shape[last:])
+    return None if num_rows < FEW_ROWS and columns > LONG_ROW else last
+
+
+def _layout(stored: Stored, shape: Sequence[int], batch: tuple[int, ...]) -> Layout:
+    strides = stored.strides
+    own = strides[:-2] if len(shape) > 2 else (0,) * len(batch)
+    return Layout(
+        offset=stored.offset,
+        batch=own,
+        row=strides[-2],
+        column=strides[-1],
+        coding=stored.coding,
+    )

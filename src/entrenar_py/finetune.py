@@ -1,0 +1,11 @@
+"""What torchrun runs: `torchrun --nproc_per_node=N -m entrenar_py.finetune run.yaml`."""
+
+import os
+import sys
+
+from entrenar_py.shared import process
+from entrenar_py.train.finetune.rank_command import main
+
+if __name__ == "__main__":
+    process.collect_seldom()
+    sys.exit(main(sys.argv[1:], os.environ))

@@ -1,0 +1,1 @@
+"""What the checker and the trainer both speak: traces, scenarios, verdicts, errors, files."""

@@ -1,0 +1,1 @@
+"""Configuration read with places: what was given, where, and what is allowed."""

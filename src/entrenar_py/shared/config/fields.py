@@ -1,0 +1,223 @@
+"""Reads one mapping of a contract field by field. A wrong shape is a problem, never a crash.
+
+Each reader returns a usable value even after an error, so that one load finds all problems.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from entrenar_py.shared.config.problems import Position, Problems
+from entrenar_py.shared.config.tree import ListNode, MapNode, Node, ScalarNode, plain
+from entrenar_py.shared.untrusted import escaping
+
+T = TypeVar("T")
+_FLAGS = {"true": True, "yes": True, "false": False, "no": False}
+
+
+class Record:
+    """A mapping with `known` keys; `what` names it in messages (`clause F-DP-001`)."""
+
+    def __init__(
+        self, node: MapNode, *, what: str, known: Collection[str], problems: Problems
+    ) -> None:
+        self.node, self.what, self.known, self.problems = node, what, known, problems
+
+    def error(self, key: str, message: str, *, rule: str = "") -> None:
+        """Record an error at the value of `key`, or at the mapping if it has no such key."""
+        self.problems.error(self.place(key), f"{self.what}: {message}", rule=rule)
+
+    def warn(self, key: str, message: str, *, rule: str = "") -> None:
+        """Record a warning at the value of `key`, or at the mapping if it has no such key."""
+        self.problems.warn(self.place(key), f"{self.what}: {message}", rule=rule)
+
+    def warn_unread(self, *, read_elsewhere: Collection[str] = ()) -> None:
+        """Warn of every key that is neither known nor read elsewhere."""
+        for key in self.node.keys:
+            if key in self.node.fields and key not in self.known and key not in read_elsewhere:
+                self._warn_unread(key)
+
+    def extra(self, kind: str, *, read_elsewhere: Collection[str] = ()) -> dict[str, Any]:
+        """Return the keys neither known nor read elsewhere, with their values as plain data.
+
+        A key that looks misspelled is a warning. All others in mappings of one `kind` share a note.
+        """
+        data = {}
+        for key, child in self.node.fields.items():
+            if key in self.known or key in read_elsewhere:
+                continue
+            data[key] = plain(child)
+            if self.problems.is_near(key, self.known):
+                self._warn_unread(key)
+            else:
+                self.problems.unread(self.node.keys[key], kind, key)
+        return data
+
+    def _warn_unread(self, key: str) -> None:
+        hint = self.problems.hint(key, self.known)
+        self.problems.warn(self.node.keys[key], f"{self.what}: key {key!r} is not read{hint}")
+
+    def place(self, key: str) -> Position:
+        """Return the place of the value of `key`, or of the mapping if it has no such key."""
+        value_node = self.node.fields.get(key)
+        return self.node.at if value_node is None else value_node.at
+
+    def present(self, key: str) -> Node | None:
+        """Return the value of `key`; None if it is missing or null."""
+        value_node = self.node.fields.get(key)
+        if isinstance(value_node, ScalarNode) and value_node.value is None:
+            return None
+        return value_node
+
+    def text(self, key: str) -> str:
+        """Return the text of `key` as written, "" if missing. A list of texts is joined by `; `."""
+        return "; ".join(self.texts(key))
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """Return the non-blank texts of `key`; a single text counts as a list of one.
+
+        A sentence in the list that YAML reads as a mapping (`- so it is: a = b`) is a text too.
+        """
+        return tuple(item.text.strip() for item in self.scalars(key, prose=True))
+
+    def scalars(self, key: str, *, prose: bool = False) -> tuple[ScalarNode, ...]:
+        """Return the texts of `key` and their places; with `prose`, also list items like `a: b`."""
+        node = self.present(key)
+        if node is None:
+            return ()
+        items = node.items if isinstance(node, ListNode) else (node,)
+        scalars = [
+            read for item in items if (read := _sentence(item, colon=prose and item is not node))
+        ]
+        if len(scalars) < len(items):
+            self.error(key, f"{key} is text or a list of texts")
+        return tuple(scalar for scalar in scalars if scalar.text.strip())
+
+    def filled(self, key: str, *, rule: str = "") -> str:
+        """Return the text of `key`. If it is empty or missing, record an error citing `rule`."""
+        text = self.text(key)
+        if not text:
+            self.error(key, f"{key} is empty; write it down", rule=rule)
+        return text
+
+    def identifier(self) -> str:
+        """Return the text of `id`. Without one, record an error and return ""."""
+        node = self.present("id")
+        if isinstance(node, ScalarNode) and node.text.strip():
+            return node.text.strip()
+        self.error("id", "id is empty; give one text")
+        return ""
+
+    def flag(self, key: str) -> bool:
+        """Return the value of `key`, quoted or not, as a bool; False if it is missing."""
+        node = self.present(key)
+        if node is None:
+            return False
+        if isinstance(node, ScalarNode) and node.text.lower() in _FLAGS:
+            return _FLAGS[node.text.lower()]
+        self.error(key, f"{key} is true or false{_given(node)}")
+        return False
+
+    def choice(
+        self, key: str, allowed: Collection[str], *, words: Mapping[str, str] | None = None
+    ) -> str | None:
+        """Return the value of `key` if allowed, or None; `words` maps synonyms to allowed ones."""
+        node = self.present(key)
+        if node is None:
+            return None
+        if isinstance(node, ScalarNode):
+            word = (words or {}).get(node.text.strip().upper(), node.text)
+            if word in allowed:
+                return word
+        self.error(key, f"{key} is one of {', '.join(allowed)}{_given(node)}")
+        return None
+
+    def read_as(self, kind: type[T], /, **values: Any) -> T:
+        """Return an instance of the dataclass `kind`. `values` holds fields that were already read.
+
+        Any other field of type `str` or `tuple[str, ...]` is read from the key of the same name.
+        """
+        readers: dict[str, Callable[[str], Any]] = {"str": self.text, "tuple[str, ...]": self.texts}
+        for field in fields(kind):  # type: ignore[arg-type]
+            if field.name not in values and str(field.type) in readers:
+                values[field.name] = readers[str(field.type)](field.name)
+        return kind(**values)
+
+    def number(self, key: str) -> float | None:
+        """Return the number at `key`, even quoted ("1e-4"); None unless it is finite and >= 0."""
+        node = self.present(key)
+        if node is None:
+            return None
+        number = _number(node)
+        if number is None:
+            self.error(key, f"{key} is a finite number >= 0, never a formula{_given(node)}")
+        return number
+
+    def data(self, key: str) -> dict[str, Any]:
+        """Return the mapping at `key` as plain data; {key: value} for any other, {} for none."""
+        node = self.present(key)
+        if node is None:
+            return {}
+        data = plain(node)
+        return data if isinstance(node, MapNode) else {key: data}
+
+    def is_percentage(self, key: str) -> bool:
+        """Return whether the text of `key` is a percentage (`1%`)."""
+        node = self.present(key)
+        return isinstance(node, ScalarNode) and _percentage(node) is not None
+
+    def amount(self, key: str) -> float | None:
+        """Return the number at `key`, as `number()` does, or a percentage: 0.01 for `1%`."""
+        node = self.present(key)
+        share = _percentage(node) if isinstance(node, ScalarNode) else None
+        return self.number(key) if share is None else share
+
+    def maps(self, key: str) -> tuple[MapNode, ...]:
+        """Return the mappings in the list `key`, () if missing; anything else is an error."""
+        node = self.present(key)
+        if node is None:
+            return ()
+        items = node.items if isinstance(node, ListNode) else (node,)
+        maps = tuple(item for item in items if isinstance(item, MapNode))
+        if not isinstance(node, ListNode) or len(maps) < len(items):
+            self.error(key, f"{key} is a list of mappings")
+        return maps
+
+
+def _number(node: Node) -> float | None:
+    if not isinstance(node, ScalarNode) or isinstance(node.value, bool):
+        return None
+    try:
+        number = float(node.value)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) and number >= 0 else None
+
+
+def _percentage(node: ScalarNode) -> float | None:
+    digits, percent, rest = node.text.strip().partition("%")
+    if not percent or rest:
+        return None
+    number = _number(ScalarNode(at=node.at, text=digits, value=digits))
+    return None if number is None else number / 100
+
+
+def _sentence(node: Node, *, colon: bool) -> ScalarNode | None:
+    """Return `node` if it is a scalar; with `colon`, turn a mapping of one key into text `a: b`."""
+    if isinstance(node, ScalarNode):
+        return node
+    if colon and isinstance(node, MapNode) and len(node.fields) == 1:
+        ((key, value),) = node.fields.items()
+        if isinstance(value, ScalarNode):
+            text = f"{key}: {value.text}"
+            return ScalarNode(at=node.at, text=text, value=text)
+    return None
+
+
+def _given(node: Node) -> str:
+    if isinstance(node, ScalarNode):
+        return f"; given is {escaping.shortened(node.text, chars_max=80)!r}"
+    return f"; given is a {'list' if isinstance(node, ListNode) else 'mapping'}"

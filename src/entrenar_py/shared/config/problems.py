@@ -1,0 +1,138 @@
+"""Collects the problems of a contract with their places, to report or raise them all at once.
+
+An error makes the contract invalid. A warning becomes an error under `--strict`. A note describes
+how something valid was read, and is never an error. The readers and rules choose the level.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Literal
+
+from entrenar_py.shared.errors import ContractError, did_you_mean
+from entrenar_py.shared.untrusted import escaping
+
+MESSAGE_CHARS_MAX = 500
+# Comparisons with known names in one file; after these, unknown names get no more hints.
+COMPARISONS_MAX = 20_000
+# A misspelling is at most this long, and has at least this difflib ratio to a known name.
+SLIP_CHARS_MAX, SLIP = 64, 0.8
+
+Level = Literal["error", "warning", "note"]
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Position:
+    """A place in a file; line and column count from 1."""
+
+    file: str
+    line: int
+    column: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}:{self.column}"
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Problem:
+    """A message about a place. `message` may quote the file unescaped; `line` is safe to print.
+
+    `rule` is the id of the rule that is broken, "" for a problem that belongs to no rule.
+    """
+
+    at: Position
+    level: Level
+    message: str
+    rule: str = ""
+
+    @property
+    def line(self) -> str:
+        """`file:line:column: level: message`, as compilers print it, on one printable line."""
+        message = escaping.shortened(escaping.line(self.message), chars_max=MESSAGE_CHARS_MAX)
+        return f"{escaping.line(self.at)}: {self.level}: {message}"
+
+
+class Problems:
+    """The problems found so far."""
+
+    def __init__(self) -> None:
+        self._found: list[Problem] = []
+        self._unread: dict[str, tuple[Position, Counter[str]]] = {}
+        self._listed: set[tuple[str, ...]] = set()
+        self._comparisons_left = COMPARISONS_MAX
+
+    def error(self, at: Position, message: str, *, rule: str = "") -> None:
+        """Record an error: the contract is invalid."""
+        self._found.append(Problem(at, "error", message, rule))
+
+    def warn(self, at: Position, message: str, *, rule: str = "") -> None:
+        """Record a warning: the contract is invalid under `--strict`."""
+        self._found.append(Problem(at, "warning", message, rule))
+
+    def note(self, at: Position, message: str, *, rule: str = "") -> None:
+        """Record a note on how something valid was read."""
+        self._found.append(Problem(at, "note", message, rule))
+
+    def unread(self, at: Position, kind: str, key: str) -> None:
+        """Record a key that no reader knows; all keys of one `kind` of mapping share a note."""
+        _, keys = self._unread.setdefault(kind, (at, Counter()))
+        keys[key] += 1
+
+    def is_near(self, given: str, known: Collection[str]) -> bool:
+        """Return whether the unknown name `given` looks like a misspelling of a `known` one."""
+        if len(known) > self._comparisons_left:
+            return False
+        self._comparisons_left -= len(known)
+        return len(given) <= SLIP_CHARS_MAX and bool(get_close_matches(given, known, 1, SLIP))
+
+    def hint(self, given: str, known: Collection[str], *, otherwise: str | None = None) -> str:
+        """Return the end of a message on an unknown name: `; did you mean 'x'?`, or `otherwise`.
+
+        Without `otherwise`, it lists the known names the first time in a file, and is "" after
+        that.
+        """
+        names = tuple(known)
+        near = self._near(given, names)
+        if near or otherwise is not None:
+            return f"; {near or otherwise}"
+        if names in self._listed:
+            return ""
+        self._listed.add(names)
+        return f"; known are {', '.join(names)}"
+
+    @property
+    def all(self) -> tuple[Problem, ...]:
+        """Errors, warnings and notes in the order of the file, without duplicates."""
+        return tuple(dict.fromkeys(sorted([*self._found, *self._notes_on_keys()])))
+
+    def settle(self, *, strict: bool) -> tuple[Problem, ...]:
+        """Return the warnings and notes in the order of the file, without duplicates.
+
+        Raises ContractError with all errors (`file:line:column: error: ...`). Under `strict` each
+        warning is raised as an error too.
+        """
+        levels = ("error", "warning") if strict else ("error",)
+        errors = [
+            Problem(problem.at, "error", problem.message, problem.rule)
+            for problem in self._found
+            if problem.level in levels
+        ]
+        if errors:
+            raise ContractError(list(dict.fromkeys(problem.line for problem in sorted(errors))))
+        return self.all
+
+    def _notes_on_keys(self) -> list[Problem]:
+        notes = []
+        for kind, (at, keys) in self._unread.items():
+            named = ", ".join(f"{key} ({num})" if num > 1 else key for key, num in keys.items())
+            notes.append(Problem(at, "note", f"{kind}: not read, but kept as data: {named}"))
+        return notes
+
+    def _near(self, given: str, names: tuple[str, ...]) -> str:
+        if len(names) > self._comparisons_left:
+            return ""
+        self._comparisons_left -= len(names)
+        return did_you_mean(given, names, otherwise="")

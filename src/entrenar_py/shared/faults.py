@@ -1,0 +1,301 @@
+"""The faults that can be injected into a run, as plain records inside a scenario.
+
+A Fault says what goes wrong and where. The system that runs the scenario injects it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from entrenar_py.shared.codec import UNCHECKED, Schema
+from entrenar_py.shared.errors import UsageError, did_you_mean
+
+# kind -> what it does. The docs, the validation and the systems read this table.
+# `rank` and `shard` restrict a planted value to these shards; without them all shards get it.
+KINDS: dict[str, str] = {
+    "non_finite_gradient": "one element of a shard's gradient becomes `value` (nan, inf, -inf)",
+    "non_finite_loss": "a shard's loss becomes `value` (nan, inf, -inf), its gradient stays",
+    "huge_gradient": "one element of a shard's per-sample gradients becomes `value`, finite",
+    "corrupt_gradient": "one element of the gradient of `shard` goes wrong in worker `rank`, once "
+    "and silently: as if it were `value`, finite, in every sample",
+    "corrupt_worker": "the same, in every shard that worker `rank` computes from step `step` on",
+    "nudged_weights": "each weight of a user's script is moved by `value` of itself",
+    "common_numbers": "what a user's script draws at random is alike for all samples and ranks",
+    "common_order": "the same, and loaders fetch one order of samples for any number of workers",
+    "mirrored_ranks": "the same, and all ranks load the same samples; one worker loads as many as "
+    "each of `value` workers",
+    "repeated_share": "the same on one worker, which loads them `value` times in each batch",
+    "merged_batches": "one worker loads the batches of `value` workers at once",
+    "replayed_batches": "one worker is given the batches that `value` workers had in another run",
+    "replayed_in_turn": "the same, one after the other, as one worker has as many micro-batches",
+    "shortened_epochs": "each epoch of a user's script ends after `value` batches of a rank; the "
+    "last one counts as having the samples of all that are left out",
+    "more_steps": "a user's script is ended after `value` optimizer steps, more than others",
+    "reordered_groups": "an optimizer of a user's own class is built with the parameters of each "
+    "group in another order",
+    "leave": "worker `rank` dies while it computes step `step`; its shards go to the others",
+    "join": "worker `rank` comes (back) before step `step` with the full state",
+    "kill": "worker `rank` is killed (SIGKILL) at message `at` of step `step`",
+    "freeze": "worker `rank` is stopped (SIGSTOP) for `seconds` at message `at` of step `step`",
+    "cut": "the connection of worker `rank` breaks in the middle of message `at` of step `step`",
+    "half_open": "from message `at` of step `step` on nothing passes, and neither end is notified",
+    "delay": "message `at` of step `step` takes `seconds` longer, and what follows it, too",
+    "duplicate": "message `at` of step `step` is sent twice",
+    "reorder": "message `at` of step `step` is sent after the one that follows it",
+    "truncate": "the second half of message `at` of step `step` is lost",
+    "flip": "one bit of message `at` of step `step` is flipped",
+    "lie": "worker `rank` says something untrue at message `at` of step `step`: `value`",
+    "stranger": "somebody connects in step `step` who must not be let in: `value`",
+    "restart": "the coordinator dies at message `at` of step `step`; another takes its checkpoint",
+    "absent": "backend `backend` is not there",
+    "init_error": "backend `backend` fails when it is opened",
+    "out_of_memory": "backend `backend` runs out of memory while computing",
+    "non_finite_output": "backend `backend` returns a result with a NaN in it",
+    "device_lost": "the adapter of backend wgpu is lost, really, between submission and result",
+    "too_large": "backend wgpu asks its adapter, really, for a buffer larger than it allows",
+    "shader_rejected": "backend wgpu gives its adapter, really, a shader that is cut short",
+}
+
+# kind -> its required fields: a fault without one of them would silently never happen.
+NEEDED: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("non_finite_gradient", "non_finite_loss", "huge_gradient"), ("step", "value")),
+    "corrupt_gradient": ("step", "rank", "shard", "value"),
+    "corrupt_worker": ("step", "rank", "value"),
+    **dict.fromkeys(("nudged_weights", "merged_batches", "shortened_epochs"), ("step", "value")),
+    **dict.fromkeys(("replayed_batches", "replayed_in_turn"), ("step", "value")),
+    **dict.fromkeys(("common_numbers", "common_order", "reordered_groups"), ("step",)),
+    "more_steps": ("step", "value"),
+    **dict.fromkeys(("mirrored_ranks", "repeated_share"), ("step", "value")),
+    **dict.fromkeys(("leave", "join"), ("step", "rank")),
+    **dict.fromkeys(("kill", "cut", "half_open"), ("step", "rank", "at")),
+    **dict.fromkeys(("duplicate", "reorder", "truncate", "flip"), ("step", "rank", "at")),
+    **dict.fromkeys(("freeze", "delay"), ("step", "rank", "at", "seconds")),
+    "lie": ("step", "rank", "at", "value"),
+    "stranger": ("step", "value"),
+    "restart": ("step", "at"),
+    **dict.fromkeys(("absent", "init_error", "out_of_memory", "non_finite_output"), ("backend",)),
+    **dict.fromkeys(("device_lost", "too_large", "shader_rejected"), ("backend",)),
+}
+
+# kind -> its optional fields. `tensor` and `element` default to the first ones.
+OPTIONAL: dict[str, tuple[str, ...]] = {
+    "non_finite_gradient": ("rank", "shard", "tensor", "element"),
+    "non_finite_loss": ("rank", "shard"),
+    "huge_gradient": ("rank", "shard", "tensor", "element"),
+    "corrupt_gradient": ("tensor", "element"),
+    "corrupt_worker": ("tensor", "element"),
+    "stranger": ("rank",),
+    "non_finite_output": ("element",),
+}
+# The kinds that replace a number by `value`.
+PLANTED = ("non_finite_gradient", "non_finite_loss", "huge_gradient")
+# Finite corruptions that the worker's own records don't show: only an audit detects them.
+SILENT = ("corrupt_gradient", "corrupt_worker")
+
+# In a user's script only: what rounding makes of the training is measured by it.
+NUDGED = "nudged_weights"
+# In a user's script only: what rightly differs between runs on other numbers of workers is made
+# alike, to compare the rest.
+COMMON, ORDERED, MIRRORED, REPEATED = CONTROLLED = (
+    *("common_numbers", "common_order"),
+    *("mirrored_ranks", "repeated_share"),
+)
+
+# In a user's script only: the end of an epoch comes within a few steps.
+SHORTENED = "shortened_epochs"
+# In a user's script only: one worker has the batches of several, whose script has one's size.
+MERGED = "merged_batches"
+# The same where no loader can be told to: the script's own draws are replaced.
+REPLAYED, IN_TURN = OF_RECORDS = "replayed_batches", "replayed_in_turn"
+JOINED = (MERGED, *OF_RECORDS)
+OF_LOADERS = (SHORTENED, MERGED)
+# In a user's script only: it is ended later, since it writes its first checkpoint later.
+LONGER = "more_steps"
+# In a user's script only: a step must not depend on the order of the parameters.
+REORDERED = "reordered_groups"
+# What holds for a whole run.
+LASTING = (*CONTROLLED, *OF_LOADERS, *OF_RECORDS, LONGER, REORDERED)
+# Runs with these only show how others can be compared, or what these are too short for.
+OF_WITNESSES = (NUDGED, *LASTING)
+
+# Failures that a real adapter is made to report itself.
+OF_ADAPTERS = ("device_lost", "too_large", "shader_rejected")
+
+# Faults of a worker process or of a message, in systems whose workers exchange messages.
+ON_THE_WAY = (
+    *("kill", "freeze", "cut", "half_open"),
+    *("delay", "duplicate", "reorder", "truncate", "flip"),
+)
+# The messages of a step at which these faults can strike (protocol.messages).
+PLACES = ("Assign", "TreeNode", "Computed", "Average", "Staged", "Commit", "Applied")
+# A ring sends partial sums in place of tree nodes.
+RING_PLACES = tuple("Partial" if place == "TreeNode" else place for place in PLACES)
+# A star whose server makes the update sends new weights in place of averages.
+SERVED_PLACES = tuple("Weights" if place == "Average" else place for place in PLACES)
+# Stages of a pipeline send each other hidden states and their gradients.
+PIPELINE_PLACES = (
+    *("Assign", "Activation", "ActivationGradient", "Summed", "TreeNode"),
+    *("Weights", "Staged", "Commit", "Applied"),
+)
+
+# The false messages that a worker can send, and below the messages in which it can send them.
+LIES: dict[str, str] = {
+    "old_step": "what it said there in the step before, once more",
+    "too_long": "four bytes more than the manifest makes",
+    "not_mine": "shards that it was not given to compute",
+    "twice": "all of it, and then once more",
+    "for_another": "what it records is said to be another worker's",
+}
+LIE_PLACES: dict[str, tuple[str, ...]] = {
+    "old_step": ("TreeNode", "Partial", "Computed", "Staged", "Applied"),
+    "too_long": ("TreeNode", "Partial"),
+    "not_mine": ("TreeNode", "Computed"),
+    "twice": ("TreeNode", "Partial", "Computed", "Staged", "Applied"),
+    "for_another": ("Computed", "Applied"),
+}
+# The connections that a coordinator must refuse.
+STRANGERS: dict[str, str] = {
+    "taken_rank": "it knows the secret, and claims `rank`, which a live worker has",
+    "one_too_many": "it knows the secret, and every rank is taken",
+    "wrong_secret": "it does not know the secret",
+    "wrong_run": "it is of another run",
+    "wrong_manifest": "its tensors are others",
+    "wrong_data": "its data set is another",
+    "garbage": "it sends random bytes",
+    "huge_claim": "it announces 2^62 bytes",
+    "silent": "it says nothing",
+    "slow_loris": "it says what is right, a byte a second",
+}
+# Faults after which a worker may be absent for some steps.
+MOVING = ("leave", "join", "restart", "lie", *ON_THE_WAY)
+# Faults that change which worker computes, or when, but not the training's numbers or backends.
+SURVIVED = (*MOVING, "stranger")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """One planned fault. `step` counts from 0. `value` is a number as text ("nan"), so that JSON
+    can hold it, or one of LIES or STRANGERS.
+
+    Raises UsageError for an unknown kind, for a field of the wrong type, for a required field that
+    is not set, and for a set field that the kind does not use.
+    """
+
+    kind: str
+    step: int | None = None
+    rank: int | None = None
+    shard: int | None = None
+    tensor: str | None = None
+    element: int | None = None
+    value: str | None = None
+    backend: str | None = None
+    at: str | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in tuple(KINDS):
+            raise UsageError(f"fault kind={self.kind!r}: {did_you_mean(self.kind, KINDS)}")
+        for name in ("step", "rank", "shard", "element"):
+            number = getattr(self, name)
+            if number is not None and (type(number) is not int or number < 0):
+                self._refuse(name, "use a whole number >= 0")
+        for name in ("tensor", "value", "backend", "at"):
+            if not isinstance(getattr(self, name), str | None):
+                self._refuse(name, "use text, in quotes")
+        places = tuple(dict.fromkeys((*PLACES, *RING_PLACES, *SERVED_PLACES, *PIPELINE_PLACES)))
+        if self.at not in (None, *places):
+            self._refuse("at", f"use one of {', '.join(places)}")
+        if self.seconds is not None and not _is_duration(self.seconds):
+            self._refuse("seconds", "use a number > 0")
+        self._check_fields()
+        self._check_value()
+
+    def _check_fields(self) -> None:
+        needed = NEEDED[self.kind]
+        taken = (*needed, *OPTIONAL.get(self.kind, ()))
+        for name in self.__dataclass_fields__:
+            if name not in ("kind", *taken) and getattr(self, name) is not None:
+                self._refuse(name, f"this kind takes none; it takes {', '.join(taken)}")
+        for name in needed:
+            if getattr(self, name) is None:
+                self._refuse(name, f"{self.kind} needs {' and '.join(needed)}")
+
+    def _check_value(self) -> None:
+        if self.kind == "lie":
+            self._check_lie()
+        elif self.kind == "stranger":
+            self._check_stranger()
+        elif self.value is not None:
+            self._check_number(self.value)
+
+    def _check_lie(self) -> None:
+        if self.value not in LIES:
+            self._refuse("value", f"use one of {', '.join(LIES)}")
+        if self.at not in LIE_PLACES[self.value]:
+            places = ", ".join(LIE_PLACES[self.value])
+            self._refuse("at", f"use one of {places} with value={self.value}")
+        if self.value == "old_step" and self.step == 0:
+            self._refuse("step", "there is no step before; use 1 or more")
+
+    def _check_stranger(self) -> None:
+        if self.value not in STRANGERS:
+            self._refuse("value", f"use one of {', '.join(STRANGERS)}")
+        if (self.rank is not None) != (self.value == "taken_rank"):
+            self._refuse("rank", "value=taken_rank needs a rank, and all others take none")
+
+    def _check_number(self, value: str) -> None:
+        finite = self.kind in ("huge_gradient", *OF_WITNESSES, *SILENT)
+        try:
+            fits = math.isfinite(float(value)) == finite
+        except ValueError:
+            fits = False
+        if not fits:
+            self._refuse("value", "use a finite number" if finite else "use nan, inf or -inf")
+
+    def _refuse(self, name: str, advice: str) -> NoReturn:
+        raise UsageError(f"fault {self.kind} {name}={getattr(self, name)!r}: {advice}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields that are set, as JSON can hold them."""
+        return _SCHEMA.dump(self)
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Fault:
+        """Return the fault that `record` describes; UsageError names an unknown key."""
+        return _SCHEMA.load(record)
+
+
+def are_nudged(planned: Iterable[Fault]) -> bool:
+    """Return whether a run with these faults shows what rounding does."""
+    return any(fault.kind == NUDGED for fault in planned)
+
+
+def are_of_witnesses(planned: Iterable[Fault]) -> bool:
+    """Return whether a run with these faults is no run to be judged by itself: see OF_WITNESSES."""
+    return any(fault.kind in OF_WITNESSES for fault in planned)
+
+
+def steps_of(planned: Iterable[Fault]) -> int | None:
+    """Return after how many steps a run with these faults is ended, None if as usual."""
+    return next((int(fault.value or 0) for fault in planned if fault.kind == LONGER), None)
+
+
+def are_shortened(planned: Iterable[Fault]) -> bool:
+    """Return whether a run with these faults has epochs of a few batches."""
+    return any(fault.kind == SHORTENED for fault in planned)
+
+
+def are_reordered(planned: Iterable[Fault]) -> bool:
+    """Return whether an optimizer has its parameters in another order in such a run."""
+    return any(fault.kind == REORDERED for fault in planned)
+
+
+_SCHEMA = Schema(Fault, what="fault", forms=UNCHECKED, sparse=True)
+
+
+def _is_duration(value: object) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0 < value < math.inf  # type: ignore[operator]

@@ -1,0 +1,162 @@
+"""Versions of the libraries that compute here, and all backends, each opened and tested."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from entrenar_py import compute as backends
+from entrenar_py.check.doctor import Found
+from entrenar_py.compute import adapters, chain
+from entrenar_py.shared import environment
+from entrenar_py.shared.errors import BackendUnavailable
+
+NONE = "not installed"
+PACKAGES = ("triton", "wgpu", "transformers", "peft", "accelerate", "lightning")
+# The limits of an adapter that bound the size of a step; in bytes, invocations and workgroups.
+LIMITS = (
+    "max-buffer-size",
+    "max-storage-buffer-binding-size",
+    "max-storage-buffers-per-shader-stage",
+    "max-compute-workgroup-storage-size",
+    "max-compute-invocations-per-workgroup",
+    "max-compute-workgroups-per-dimension",
+)
+# The limit of a control group's memory and what is used of it: version 2, and version 1.
+_CGROUPS = (
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (
+        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ),
+)
+
+
+def versions() -> dict[str, str]:
+    """Return the version of each part, as the part itself reports it."""
+    by_part = dict(environment.describe())
+    by_part.pop("wgpu_adapter", None)
+    by_part |= {name: _version(name) for name in PACKAGES}
+    by_part["wgpu_native"] = _wgpu_native()
+    if by_part["wgpu_native"] != NONE and (failure := adapters.triton_failure()):
+        by_part["triton"] += f", which can't be imported: {failure}"
+    by_part["cuda runtime"] = str(torch.version.cuda or "none: torch is built without CUDA")
+    by_part["nccl"] = _nccl()
+    by_part["gloo"] = "in torch" if dist.is_available() and dist.is_gloo_available() else NONE
+    return by_part
+
+
+def found() -> list[Found]:
+    """Return the CPU, every GPU of torch and every wgpu adapter, or why there is none of a kind."""
+    return [*_examined("cpu", _host_memory()), *_cuda(), *_wgpu()]
+
+
+def free_bytes(name: str) -> int | None:
+    """Return the free bytes of the device that a backend's name opens; None if it reports none."""
+    kind, _, index = name.partition(":")
+    if kind == "cpu":
+        return _host_memory().get("free bytes")
+    if kind == "cuda" and torch.cuda.is_available():
+        return torch.cuda.mem_get_info(int(index) if index else None)[0]
+    return None
+
+
+def _host_memory() -> dict[str, int]:
+    """Return the bytes of memory that processes here may use, and how many are free.
+
+    A limit of the control group counts. Empty where the kernel tells neither.
+    """
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return {}
+    kilobytes = {name: int(rest.split()[0]) for name, rest in (one.split(":") for one in lines)}
+    total, free = 1024 * kilobytes["MemTotal"], 1024 * kilobytes["MemAvailable"]
+    for limit, used in _CGROUPS:
+        try:
+            limit_bytes, used_bytes = (int(one.read_text("ascii")) for one in (limit, used))
+        except (OSError, ValueError):  # no such version, or "max"
+            continue
+        total, free = min(total, limit_bytes), min(free, max(limit_bytes - used_bytes, 0))
+    return {"memory bytes": total, "free bytes": free}
+
+
+def _cuda() -> Iterator[Found]:
+    count = torch.cuda.device_count()
+    if not count:
+        yield from _examined("cuda", {})
+    for index in range(count):
+        name = f"cuda:{index}"
+        try:
+            about = torch.cuda.get_device_properties(index)
+            free, total = torch.cuda.mem_get_info(index)
+        except RuntimeError as error:  # seen, and does not start: taken by another process, lost
+            yield Found(name=name, serves=False, reason=str(error))
+            continue
+        facts = {
+            "compute capability": f"{about.major}.{about.minor}",
+            "memory bytes": total,
+            "free bytes": free,
+            "multiprocessors": about.multi_processor_count,
+        }
+        yield from _examined(name, facts)
+
+
+def _wgpu() -> Iterator[Found]:
+    try:
+        there = adapters.found()
+    except BackendUnavailable as error:
+        yield Found(name="wgpu", serves=False, reason=str(error))
+        return
+    if not there:
+        yield from _examined("wgpu", {})
+    for index, adapter in enumerate(there):
+        facts: dict[str, Any] = {
+            "driver": adapter.info["description"],
+            "kind": adapter.info["adapter_type"],
+            "limits": {name: adapter.limits[name] for name in LIMITS},
+            "features": sorted(adapter.features),
+            # wgpu-native counts objects, and reports no bytes of buffers and no size of memory.
+            "memory bytes": None,
+        }
+        yield from _examined(f"wgpu:{index}", facts)
+
+
+def _examined(name: str, facts: dict[str, Any]) -> Iterator[Found]:
+    """Open a backend, verify a product against float64, and yield the backend or why it failed."""
+    backend = None
+    try:
+        backend = backends.open_backend(name)
+        chain.probe(backend)
+    except chain.FAILURES as error:
+        device = "" if backend is None else backend.device
+        yield Found(name=name, serves=False, device=device, reason=str(error), facts=facts)
+        return
+    yield Found(
+        name=name, serves=True, device=backend.device, software=backend.software, facts=facts
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return NONE
+
+
+def _wgpu_native() -> str:
+    try:
+        return str(adapters.native().__version__)
+    except BackendUnavailable:
+        return NONE
+
+
+def _nccl() -> str:
+    if not (dist.is_available() and dist.is_nccl_available()):
+        return "none: torch is built without NCCL"
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]

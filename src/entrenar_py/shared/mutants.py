@@ -1,0 +1,112 @@
+"""Plant bugs: replace functions by dotted path, and say which clauses must then be falsified.
+
+This is the machinery only. The bugs and the benign variants are in the `falsification` folder.
+Product code never asks whether a mutant is planted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, wraps
+from typing import Any
+
+from entrenar_py.shared import shipped
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.scenario import Scenario
+
+PACKAGE = "entrenar_py_falsification"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A trainer changed from outside: `plants` maps dotted paths of functions to replacements.
+
+    `invariants` are the clauses that the bug must break. A benign variant has none: the clauses in
+    `tried` must hold on it, and no other clause judging it may be falsified. `place` is what the
+    counterexample must name (step, rank, shard, tensor, ...). `source` says where the bug was seen.
+    """
+
+    name: str
+    summary: str
+    plants: Mapping[str, Callable[..., Any]]
+    scenario: Scenario
+    source: str = ""
+    invariants: tuple[str, ...] = ()
+    tried: tuple[str, ...] = ()
+    place: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def benign(self) -> bool:
+        """Return whether this variant is a correct trainer, which no check may falsify."""
+        return not self.invariants
+
+    def subject(self) -> Scenario:
+        """Return the scenario in which this variant is planted."""
+        return self.scenario.with_(mutant=self.name)
+
+
+@cache
+def catalogue() -> dict[str, Variant]:
+    """Return every variant by name, mutants first; UsageError if they are not installed."""
+    folder = shipped.falsification_folder()
+    if folder is None:
+        raise UsageError("the falsification folder with the mutants was not installed")
+    if PACKAGE not in sys.modules:
+        spec = importlib.util.spec_from_file_location(
+            PACKAGE, folder / "__init__.py", submodule_search_locations=[str(folder)]
+        )
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[PACKAGE] = module
+        spec.loader.exec_module(module)
+    variants: list[Variant] = sys.modules[PACKAGE].variants()
+    assert len({variant.name for variant in variants}) == len(variants), "names are unique"
+    return {variant.name: variant for variant in variants}
+
+
+class Planting:
+    """A planted variant. `struck` is True once one of the replaced functions was called.
+
+    It is True from the start for a variant that only has a scenario and replaces no function.
+    """
+
+    def __init__(self, *, struck: bool = False) -> None:
+        self.struck = struck
+
+    def counted(self, new: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `new`, wrapped to set `struck` when it is called."""
+
+        @wraps(new)
+        def replacement(*arguments: Any, **keywords: Any) -> Any:
+            self.struck = True
+            return new(*arguments, **keywords)
+
+        return replacement
+
+
+@contextmanager
+def planted(name: str | None) -> Iterator[Planting]:
+    """Plant the variant `name` for the `with` block (None: nothing); UsageError if unknown."""
+    if name is None:
+        yield Planting()
+        return
+    if name not in catalogue():
+        raise UsageError(f"mutant={name!r}: known are {', '.join(catalogue())}")
+    from unittest.mock import patch  # brings asyncio
+
+    plants = catalogue()[name].plants
+    planting = Planting(struck=not plants)
+    patches = [patch(path, planting.counted(new)) for path, new in plants.items()]
+    try:
+        for patcher in patches:
+            patcher.start()
+        yield planting
+    finally:
+        for patcher in reversed(patches):
+            patcher.stop()

@@ -1,0 +1,1 @@
+"""What is shown: pages, charts, the terminal, and files that are written."""

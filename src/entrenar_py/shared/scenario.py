@@ -1,0 +1,266 @@
+"""The complete description of one run: equal scenarios give equal runs.
+
+A Scenario holds every number that a system needs, and is the only source of randomness
+(`Scenario.rng`).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
+
+from entrenar_py.shared.codec import UNCHECKED, Form, Schema
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.untrusted import json_text
+
+if TYPE_CHECKING:
+    import numpy as np
+
+OBSERVED = "command"  # the system of a user's script, whose runs `observe` has recorded
+# Workloads that are made of a user's files or script: a scenario alone can't be run with them.
+OF_USERS = ("finetune", "own")
+# The values of each field that is a choice: validation, docs and Hypothesis read this table.
+CHOICES: dict[str, tuple[str, ...]] = {
+    # finetune: a checkpoint and rows; own: the run of a user's own trainer, stored as a trace
+    "workload": ("linear", "mlp", "decoder", "decoder_full", "vectors", *OF_USERS),
+    "optimizer": ("sgd", "momentum", "adamw"),
+    "schedule": ("constant", "linear", "cosine"),
+    "detail": ("digests", "values"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """One run, as it was requested.
+
+    A global batch of `batch_size` samples is cut into `num_shards` logical shards. A worker owns
+    consecutive shards and computes each in `accumulation` micro-batches. `num_samples` is the size
+    of the data set. Each epoch is a permutation of it, and the last batch of an epoch is short
+    rather than dropped or padded. `clip_norm` is the largest L2 norm of the averaged gradient
+    (None: no clipping). `warmup_steps` of linear warm-up come before `schedule` decays over
+    `num_steps`. Before each step in `stops` the run is checkpointed, thrown away and resumed.
+    `width` is the hidden width of `mlp`, and the length of `vectors`. `repeat` tells two runs of
+    one scenario apart; nothing in a run depends on it. `detail="values"` records tensors in
+    addition to their digests. `backends` are assigned to the workers in turn; `auto` is the first
+    of the fallback chain that works when the run starts. `options` belong to the system (the shape
+    of a matrix product, say). What a run turned out to be is in the traits of its trace.
+    `systems.require_possible` refuses what a system can't do.
+
+    Raises UsageError when a value is out of range.
+    """
+
+    system: str
+    workload: str
+    world_size: int
+    seed: int
+    num_shards: int = 8
+    num_samples: int = 50
+    batch_size: int = 16
+    num_steps: int = 5
+    accumulation: int = 1
+    optimizer: str = "sgd"
+    learning_rate: float = 0.05
+    weight_decay: float = 0.0
+    clip_norm: float | None = None
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    dropout: float = 0.0
+    width: int = 16
+    backends: tuple[str, ...] = ("cpu",)
+    faults: tuple[Fault, ...] = ()
+    stops: tuple[int, ...] = ()
+    repeat: int = 0
+    detail: str = "digests"
+    mutant: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in _POSITIVE:
+            _whole(name, getattr(self, name), at_least=1)
+        for name in ("seed", "warmup_steps", "repeat"):
+            _whole(name, getattr(self, name), at_least=0)
+        for name, allowed in CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise UsageError.of(name, value, f"allowed are {', '.join(allowed)}")
+        self._check_numbers()
+        self._check_sizes()
+        for name in _SEQUENCES:
+            if not isinstance(getattr(self, name), tuple):
+                raise UsageError.of(name, getattr(self, name), "use a tuple")
+        self._check_texts()
+        for stop in self.stops:
+            _whole("stop", stop, at_least=1)
+            if stop >= self.num_steps:
+                raise UsageError(
+                    f"stops={list(self.stops)} with num_steps={self.num_steps}: "
+                    f"a stop lies between step 1 and step {self.num_steps - 1}",
+                    field="stops",
+                )
+        for fault in self.faults:
+            self._check_fault(fault)
+
+    def _check_numbers(self) -> None:
+        for name in ("learning_rate", "weight_decay", "dropout"):
+            if not _is_finite_and_not_negative(getattr(self, name)):
+                raise UsageError.of(name, getattr(self, name), "use a finite number >= 0")
+        if self.dropout >= 1:
+            raise UsageError.of("dropout", self.dropout, "use a probability below 1")
+        norm = self.clip_norm
+        if norm is not None and not (_is_finite_and_not_negative(norm) and norm):
+            raise UsageError.of("clip_norm", norm, "use a number > 0, or null for none")
+
+    def _check_sizes(self) -> None:
+        for name in ("num_shards", "accumulation"):
+            if getattr(self, name) > PARTS_MAX:
+                raise UsageError.of(name, getattr(self, name), f"use at most {PARTS_MAX}")
+        if self.world_size > self.num_samples:
+            raise UsageError(
+                f"world_size={self.world_size} with num_samples={self.num_samples}: every worker "
+                f"needs at least one sample; use world_size<={self.num_samples}",
+                field="world_size",
+            )
+        if self.batch_size > self.num_samples:
+            raise UsageError(
+                f"batch_size={self.batch_size} with num_samples={self.num_samples}: "
+                f"use batch_size<={self.num_samples}",
+                field="batch_size",
+            )
+        if self.world_size > self.num_shards:
+            raise UsageError(
+                f"world_size={self.world_size} with num_shards={self.num_shards}: every worker "
+                f"needs at least one logical shard; use num_shards>={self.world_size}",
+                field="world_size",
+            )
+
+    def _check_texts(self) -> None:
+        if not isinstance(self.system, str):
+            raise UsageError.of("system", self.system, "use the name of a system")
+        if not isinstance(self.mutant, str | None):
+            raise UsageError.of("mutant", self.mutant, "use the name of a mutant, or null for none")
+        if not self.backends or not all(isinstance(name, str) for name in self.backends):
+            raise UsageError.of("backends", list(self.backends), "use a list of one name or more")
+        if not isinstance(self.options, Mapping):
+            raise UsageError.of("options", self.options, "use a mapping")
+        try:
+            json_text.require_flat(self.options, _OPTIONS_DEPTH)
+            json.dumps(dict(self.options), allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise UsageError.of(
+                "options", self.options, f"JSON can't hold them ({error}); use text and numbers"
+            ) from error
+
+    def _check_fault(self, fault: Fault) -> None:
+        if not isinstance(fault, Fault):
+            raise UsageError(f"fault {fault!r}: use Fault, or Fault.from_dict for a mapping")
+        for name, limit in (
+            ("rank", self.world_size),
+            ("shard", self.num_shards),
+            ("step", self.num_steps),
+        ):
+            value = getattr(fault, name)
+            if value is not None and not 0 <= value < limit:
+                raise UsageError(
+                    f"fault {fault.kind} {name}={value}: the scenario has {name}s 0 to {limit - 1}"
+                )
+
+    def with_(self, **changes: Any) -> Scenario:
+        """Return a copy with `changes`; UsageError if the result is not a valid scenario."""
+        return replace(self, **changes)
+
+    def backend_of(self, rank: int) -> str:
+        """Return the backend of worker `rank`: `backends` are assigned in turn, cyclically."""
+        return self.backends[rank % len(self.backends)]
+
+    def rng(self, *stream: str | int) -> np.random.Generator:
+        """Return the random stream named `stream`, e.g. `rng("dropout", step, shard)`.
+
+        It depends on the seed and the name alone, never on the rank, the world size or earlier
+        draws. The generator is Philox, keyed with the BLAKE3 digest of seed and name.
+        """
+        import numpy as np
+
+        name = json.dumps([self.seed, *stream]).encode()
+        key = int.from_bytes(blake3(name).digest(16), "little")
+        return np.random.Generator(np.random.Philox(key=key))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields, converted to what JSON can hold."""
+        return _SCHEMA.dump(self)
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Scenario:
+        """Return the scenario that `record` describes; UsageError names a wrong key."""
+        return _SCHEMA.load(record)
+
+    @cached_property
+    def digest(self) -> str:
+        """Return 32 hex digits that identify this scenario."""
+        text = json.dumps(self.to_dict(), sort_keys=True)
+        return str(blake3(text.encode()).hexdigest(16))
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+
+_OPTIONS_DEPTH = json_text.DEPTH_MAX // 2  # files have them within other objects
+# The largest number of shards of a batch, and of micro-batches of a shard.
+PARTS_MAX = 2**16
+_POSITIVE = (
+    *("world_size", "num_shards", "num_samples", "batch_size", "num_steps"),
+    *("accumulation", "width"),
+)
+_SEQUENCES = ("faults", "stops", "backends")
+_SCHEMA = Schema(
+    Scenario,
+    what="scenario",
+    forms={
+        **UNCHECKED,
+        "Fault": Form(Fault.from_dict, Fault.to_dict),
+        "Mapping[str, Any]": Form(lambda options: options, dict),
+    },
+)
+
+
+def _whole(name: str, value: Any, *, at_least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise UsageError.of(name, value, f"use a whole number >= {at_least}")
+
+
+def _is_finite_and_not_negative(value: Any) -> bool:
+    # Compared, not converted: an int can be too large for a float.
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0 <= value <= sys.float_info.max
+
+
+# Defaults in a contract's `scenarios` for the fields that have none in Scenario.
+DEFAULTS: Mapping[str, Any] = {
+    "system": "reference",
+    "workload": "linear",
+    "world_size": 3,
+    "seed": 0,
+}
+
+
+def expand(record: Mapping[str, Any]) -> Iterator[Scenario]:
+    """Yield every scenario that an entry of a contract's `scenarios` stands for.
+
+    DEFAULTS are used for fields that the entry leaves out. A list for a field that takes one value
+    means each in turn (`world_size: [1, 2, 4]`). Several lists mean every combination.
+    """
+    merged = {**DEFAULTS, **record}
+    lists = {
+        name: value
+        for name, value in merged.items()
+        if isinstance(value, list) and name not in _SEQUENCES
+    }
+    for choice in product(*lists.values()):
+        yield Scenario.from_dict({**merged, **dict(zip(lists, choice, strict=True))})

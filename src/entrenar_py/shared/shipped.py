@@ -1,0 +1,86 @@
+"""Find the contracts and counterexamples that come with the package.
+
+They are inside an installed package, and at the top of a checkout.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from entrenar_py.shared.errors import UsageError, did_you_mean
+
+PACKAGE = Path(__file__).resolve().parent
+# Either one alone misses bugs that the other finds: a forgotten set_epoch, a sampler that pads.
+FOR_SCRIPTS = ("distributed-training-v1.yaml", "training-integrity-v1.yaml")
+# What nobody means who trains a language model. Where no contract was named, these clauses are
+# looked at, too, and reported if they are broken.
+OF_LANGUAGE, NEVER_MEANT = "language-model-v1.yaml", ("F-LM-001", "F-LM-002", "F-LM-004")
+
+
+def contract_path(name: str) -> Path:
+    """Return the contract file that `name` means: a path that exists, else a shipped contract.
+
+    A shipped contract may be named without its `.yaml`. Raises UsageError if `name` is neither, or
+    is a folder, or can't be read.
+    """
+    path = Path(name)
+    try:
+        exists = path.exists()
+    except OSError as error:  # a name too long, a folder that may not be searched
+        raise UsageError.of(
+            "contract", name, f"{error.strerror}; give a file that can be read"
+        ) from error
+    if not exists:
+        shipped_path = shipped_contract(name)
+        if shipped_path is None:
+            names = [path.name for path in shipped_contracts()]
+            listed = f"shipped are {', '.join(names) or 'none'}"
+            raise UsageError(
+                f"contract={name!r}: no such file, and no shipped contract of that name; "
+                f"{did_you_mean(path.name, names, otherwise=listed)}",
+                field="contract",
+            )
+        return shipped_path
+    if path.is_dir():
+        raise UsageError.of("contract", name, "is a folder; give one YAML file")
+    if not os.access(path, os.R_OK):
+        raise UsageError.of("contract", name, "may not be read; check the file's permissions")
+    return path
+
+
+def shipped_contract(name: str) -> Path | None:
+    """Return the shipped contract called `name`, with or without `.yaml`; None if there is none."""
+    for path in shipped_contracts():
+        if name in (path.name, path.stem):
+            return path
+    return None
+
+
+def shipped_contracts() -> list[Path]:
+    """Return every contract that comes with the package, sorted by name."""
+    folder = _folder("contracts")
+    return [] if folder is None else sorted(folder.glob("*.yaml"))
+
+
+def bindings(stem: str) -> Path | None:
+    """Return the shipped bindings for contracts called `stem`; None if there are none."""
+    return next((p for p in all_bindings() if p.name == f"{stem}.bindings.yaml"), None)
+
+
+def all_bindings() -> list[Path]:
+    """Return every file of bindings that comes with the package, sorted by name."""
+    folder = _folder("contracts")
+    return [] if folder is None else sorted(folder.glob("bindings/*.bindings.yaml"))
+
+
+def falsification_folder() -> Path | None:
+    """Return the folder of mutants and saved counterexamples; None if it is not shipped."""
+    return _folder("falsification")
+
+
+def _folder(name: str) -> Path | None:
+    inside, checkout = PACKAGE / name, PACKAGE.parents[1] / name
+    if inside.is_dir():
+        return inside
+    return checkout if PACKAGE.parent.name == "src" and checkout.is_dir() else None

@@ -1,0 +1,121 @@
+"""The trace of one run: its scenario, traits, promises and events."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace.events import (
+    E,
+    End,
+    Event,
+    Membership,
+    Saved,
+    Shard,
+    Start,
+    Synchronised,
+    Update,
+)
+from entrenar_py.shared.trace.script_events import Drawn
+from entrenar_py.shared.trace.traits import USUAL, Traits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """The events of one run of `scenario`, in order.
+
+    `environment` holds versions and devices. `promises` are the system's own claims: "bitwise" (the
+    same bits for any number of workers of one backend), "draws" (at least samples and masks depend
+    on the logical shard, not on the worker), "rounds" (workers synchronise every few steps).
+    `traits` are facts of the run beyond its scenario.
+    """
+
+    scenario: Scenario
+    environment: Mapping[str, Any]
+    promises: tuple[str, ...]
+    events: tuple[Event, ...]
+    traits: Traits = USUAL
+
+    @property
+    def draws_by_shard(self) -> bool:
+        """True if the system promises the same draws for any number of workers."""
+        return bool({"bitwise", "draws"}.intersection(self.promises))
+
+    def of(self, kind: type[E]) -> list[E]:
+        """Return the events of one kind, in order."""
+        return list(self._by_kind.get(kind, ()))
+
+    @cached_property
+    def _by_kind(self) -> dict[type, list[Any]]:
+        by_kind: dict[type, list[Any]] = defaultdict(list)
+        for event in self.events:
+            by_kind[type(event)].append(event)
+        return by_kind
+
+    @cached_property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of parameters by name, as far as any rank recorded them."""
+        return {name: shape for start in self.of(Start) for name, shape in start.shapes.items()}
+
+    @cached_property
+    def standing(self) -> Trace:
+        """This trace without the events that a resume undid; itself if there are none."""
+        kept = _standing(self.events)
+        return self if kept is self.events else replace(self, events=tuple(kept))
+
+    @property
+    def end(self) -> End:
+        """The last End event; a `failed` one if the trace has none."""
+        ends = self.of(End)
+        return ends[-1] if ends else End(status="failed", reason="the trace has no end event")
+
+
+def _standing(events: Sequence[Event]) -> Sequence[Event]:
+    """Return `events` without those that a resume undid.
+
+    A resumed Start at step s undoes what its rank, and ranks that have left, recorded from step s
+    on. If all ranks had left before a Start at step s that is not resumed, it undoes the shards
+    from step s on, because no worker made that step. Faults, halts and departures stay.
+    """
+    if not any(isinstance(earlier, Membership) or _resumes(earlier) for earlier in events):
+        return events
+    present: set[int] = set()
+    departed: set[int] = set()
+    kept: list[Event] = []
+    for event in events:
+        if isinstance(event, Start):
+            deserted = bool(departed) and not present
+            departed.discard(event.rank)
+            if event.resumed:
+                ranks = {event.rank, *departed}
+                kept = [earlier for earlier in kept if not _undone(earlier, ranks, event.step)]
+            elif deserted:
+                kept = [earlier for earlier in kept if not _abandoned(earlier, event.step)]
+            present.add(event.rank)
+        elif isinstance(event, Membership) and event.change == "left":
+            departed.add(event.rank)
+            present.discard(event.rank)
+        kept.append(event)
+    return kept
+
+
+def _resumes(event: Event) -> bool:
+    return isinstance(event, Start) and event.resumed
+
+
+def _abandoned(event: Event, step: int) -> bool:
+    """Return whether `event` is a shard of `step` or of a later step."""
+    return isinstance(event, Shard | Drawn) and event.step >= step
+
+
+def _undone(event: Event, ranks: set[int], back_to: int) -> bool:
+    """Return whether `event` is undone if `ranks` resume from the state before step `back_to`."""
+    if isinstance(event, Shard | Update | Synchronised | Drawn):
+        return event.rank in ranks and event.step >= back_to
+    if isinstance(event, Start | Saved):
+        return event.rank in ranks and event.step > back_to
+    return False

@@ -1,0 +1,34 @@
+"""Events that only the ledger of a service has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from entrenar_py.shared.trace.events import Event
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap(Event):
+    """This ledger starts from a checkpoint before `step`, and lacks the events before that.
+
+    `lines` and `digest` are the earlier ledger's length and the digest of its last line as the
+    checkpoint names them, or None. `reason` says why the earlier ledger is not continued.
+    """
+
+    step: int
+    lines: int | None = None
+    digest: str | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spike(Event):
+    """The gradient of `step` is far larger than those before it.
+
+    `grad_norm` is its L2 norm before clipping, `median` that of the last `num_steps` steps.
+    """
+
+    step: int
+    grad_norm: float
+    median: float
+    num_steps: int

@@ -1,0 +1,218 @@
+"""The traits of a run: facts that a judge must know and that the scenario does not state.
+
+Systems declare them, the recorder of a user's trainer observes them, and checks read them, so that
+no check knows a system by its name. Promises about bits are in `Trace.promises`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from entrenar_py.shared.codec import Schema
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.scenario import Scenario
+
+# The values that a field may have, for fields with a fixed choice.
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "topology": ("", "star", "mesh", "ring"),
+    "updates": ("workers", "server"),
+    "masks": ("rank", "shard", "shard_apart"),
+    "clipping": ("told", "other"),
+    "rule": ("known", "other", "own"),
+    "decay": ("decoupled", "coupled"),
+    "betas_in": ("float64", "float32"),
+    "schedule": ("known", "other"),
+    "clip_source": ("", "line", "calls"),
+    "steps": ("model", "copies"),
+    "outer": ("nesterov", "momentum", "other"),
+    "epochs": ("told", "untold"),
+    "population": ("known", "guessed", "varied"),
+    "sample_ids": ("known", "seen", "content"),
+    "losses": ("known", "backward"),
+    "loss_over": ("", "batch", "micro-batch"),
+    "arranged": ("known", "guessed"),
+    "saves": ("", "nothing", "weights"),
+    "loads": ("", "nothing", "late"),
+    "restarts": ("", "nothing"),
+    "starts": ("", "one"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """The facts of a run that its scenario does not state.
+
+    Between workers:
+
+    - `topology`: how gradients travel (`star`, `mesh`, `ring`), "" if their bytes aren't counted.
+    - `updates`: whether every worker steps with its own optimizer, or a server steps for all.
+    - `shared`: ranks that draw the same samples compute one shard together.
+    - `alone`: no rank was seen to communicate with another while it trained.
+    - `compressed`: the number format or hook that compresses gradients in transit, from step
+      `compressed_from` on; `float32` if a script declares that nothing does.
+
+    In the model and the data:
+
+    - `masks`: who draws dropout's masks: each rank (`rank`), or each logical shard, either as a
+      single device draws them (`shard`) or from generators that no single device has
+      (`shard_apart`).
+    - `batch_norm`: batch normalisation uses each rank's own samples.
+    - `drop_last`: the last batch of an epoch is left out if it would be short.
+    - `replacement`: a sample may be drawn again within an epoch.
+    - `selects`: the line of a script that selects rows by random numbers, for each step anew.
+      `one_source`: by the same line for each micro-batch of a step, under no condition.
+    - `by_epoch`: the line of a script that compares the number of an epoch: it may do something
+      else in later ones.
+    - `seeded`: the run was given the seed that its scenario states. `unseeded`: the script seeds
+      nothing, and the harness has seeded each rank.
+    - `epochs`: `untold` if it is not known to which epoch a sample belongs.
+    - `population`: `guessed` if it is not known which samples an epoch should have: the scenario's
+      number of samples is that of those that were drawn, or a sampler of the user's decides.
+      `varied` if epochs draw from several data sets, or from other parts of one.
+    - `ordered`: a sampler of the script's has an order, and no line of the script draws any.
+    - `splits`: a sampler splits one data set between the ranks, so that ids mean the same on all.
+    - `sample_ids`: `content` if they are digests of what the model was given, `seen` if they are
+      those that a loader of the script drew, and the script reports none.
+    - `losses`: `backward` if they are what `backward` was called on, of an unknown scale.
+    - `loss_over`: the samples of all ranks that a loss is of, however they are divided, as a script
+      declares it, or torch's `Join` has it count; "" if neither does.
+    - `arranged`: `guessed` if nothing shows that each rank draws samples of its own.
+
+    Of a script's checkpoints, "" where nobody looked:
+
+    - `saves`: whether any rank saved as much as its `weights`, once it trained. `saved_after` are
+      the numbers of steps that were made by then, `saved_behind` is how many steps before that the
+      weights may have been handed to a thread that saves them, and `unreached` is the line that
+      would have saved some if the run had come there.
+    - `loads`: `nothing` if no line of the script loads what it may have saved, `late` if all that
+      do run only once it has trained. `resume_option` is the first of its options that has such a
+      name, as `--resume PATH`, or a setting (`--start=resume`, or an environment variable,
+      `START=resume`). `read_back` is the line that has loaded such a file before training.
+    - `restarts`: `nothing` if the launcher starts no worker again.
+    - `starts`: `one` if the command starts one worker and can't be told to start more.
+
+    Of the optimizer: the constants of its rule as torch.optim has them, and
+
+    - `rule`: `own` if it is none of the scenario's optimizers, `other` if it is one that doesn't
+      apply gradients as torch's does.
+    - `decay`: `coupled` if Adam's weight decay is a part of the gradient.
+    - `betas_in`: the format in which its betas and their powers are kept: `float32` in torch's
+      kernels for GPUs that are fused or capturable.
+    - `clipping`: `other` if gradients were recorded only as applied, maybe clipped.
+    - `clip_norm`: the largest norm of an applied gradient. By `clip_source` a script declares it in
+      its `line`, or its `calls` of torch show it; "" in traces of releases that didn't say.
+    - `steps`: `copies` if it steps copies of the weights, which are written back later.
+    - `schedule`: `other` if the learning rate changes in a way that the scenario doesn't state.
+    - `outer`: the rule by which workers that step alone are brought together: `momentum` without
+      Nesterov's look ahead, `other` if it is unknown here.
+
+    Raises UsageError for a value that is not among a field's CHOICES.
+    """
+
+    topology: str = ""
+    updates: str = "workers"
+    shared: bool = False
+    alone: bool = False
+    compressed: str = ""
+    compressed_from: int = 0
+    masks: str = "rank"
+    batch_norm: bool = False
+    drop_last: bool = False
+    replacement: bool = False
+    selects: str = ""
+    one_source: bool = False
+    by_epoch: str = ""
+    seeded: bool = False
+    unseeded: bool = False
+    epochs: str = "told"
+    population: str = "known"
+    ordered: bool = False
+    splits: bool = False
+    sample_ids: str = "known"
+    losses: str = "known"
+    loss_over: str = ""
+    arranged: str = "known"
+    saves: str = ""
+    saved_after: tuple[int, ...] = ()
+    saved_behind: int = 0
+    unreached: str = ""
+    loads: str = ""
+    resume_option: str = ""
+    read_back: str = ""
+    restarts: str = ""
+    starts: str = ""
+    rule: str = "known"
+    momentum: float = 0.9
+    dampening: float = 0.0
+    nesterov: bool = False
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    decay: str = "decoupled"
+    betas_in: str = "float64"
+    clipping: str = "told"
+    clip_norm: float | None = None
+    clip_source: str = ""
+    schedule: str = "known"
+    steps: str = "model"
+    outer: str = "nesterov"
+
+    def __post_init__(self) -> None:
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                allowed = ", ".join(map(repr, choices))
+                message = f"trait {name}={getattr(self, name)!r}: allowed are {allowed}"
+                raise UsageError(message, field=name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults, as JSON can hold them."""
+        return _SCHEMA.dump(self)
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Traits:
+        """Return the traits that `record` describes; UsageError names a wrong key or value."""
+        return _SCHEMA.load(record)
+
+
+_SCHEMA = Schema(Traits, what="trait", sparse=True)
+_DEFAULTS: Mapping[str, Any] = {field.name: field.default for field in fields(Traits)}
+# A run whose traits are all the default ones.
+USUAL = Traits()
+# The constants of an optimizer's rule that torch.optim lets its user choose.
+CONSTANTS: Mapping[str, Any] = {
+    name: _DEFAULTS[name] for name in ("momentum", "dampening", "nesterov", "betas", "eps")
+}
+
+
+# --- traces of releases without traits ------------------------------------------------------------
+
+# The traits of those releases' systems, by name without `_simulated` at the end.
+_WERE: Mapping[str, Traits] = {
+    "reference": Traits(masks="shard"),
+    "parameter_server": Traits(masks="shard", topology="star"),
+    "mesh": Traits(masks="shard", topology="mesh"),
+    "ring": Traits(masks="shard", topology="ring"),
+    "ddp_canonical": Traits(masks="shard_apart"),
+}
+
+
+def from_header(record: Mapping[str, Any]) -> tuple[Scenario, Traits]:
+    """Return the scenario and the traits of a trace's header.
+
+    A header without traits was written by hand or by an earlier release, which stored the traits of
+    a user's trainer among its scenario's `options`. They are moved to the traits.
+    """
+    scenario = Scenario.from_dict(record["scenario"])
+    if "traits" in record:
+        traits = Traits.from_dict(record["traits"])
+    else:
+        updates = scenario.options.get("updates", "workers")
+        was = _WERE.get(scenario.system.removesuffix("_simulated"), USUAL)
+        traits = Traits.from_dict({**was.to_dict(), "updates": updates})
+    if scenario.workload != "own":
+        return scenario, traits
+    observed = {name: value for name, value in scenario.options.items() if name in _DEFAULTS}
+    options = {name: value for name, value in scenario.options.items() if name not in _DEFAULTS}
+    traits = Traits.from_dict({**observed, **traits.to_dict()})
+    return scenario.with_(options=options), traits

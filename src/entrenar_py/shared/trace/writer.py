@@ -1,0 +1,253 @@
+"""A trace's file that grows during its run, readable to its last whole line at any time.
+
+When its process dies, the file is a valid chain up to the last whole line. A partial last line is
+removed when the file is opened again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from entrenar_py.shared.errors import TraceError, UsageError
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import ledger, records
+from entrenar_py.shared.trace.events import End, Event, Membership, Start, Update
+from entrenar_py.shared.trace.run import Trace
+from entrenar_py.shared.trace.service_events import Gap
+from entrenar_py.shared.untrusted import files
+
+# The advice about a ledger that a run can't continue.
+_TO_DO = (
+    "put back the ledger that the run has written, or move this one away: --resume then begins a "
+    "new one, which records the gap"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """One line of a file: its number, from 1, and its chain digest, which covers all before it."""
+
+    line: int
+    chain: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """The state at the end of a file: the ranks present, the step, and the End event, if any.
+
+    `num_made` is the number of steps up to the highest with an update. `is_new` is true if the file
+    was just created.
+    """
+
+    present: tuple[int, ...] = ()
+    step: int = 0
+    end: End | None = None
+    num_made: int = 0
+    is_new: bool = False
+
+
+class Writer:
+    """Appends to the file of one run. Methods raise OSError on failure; earlier lines stay."""
+
+    def __init__(self, file: FileIO, last: Mark) -> None:
+        """Continue `file`, which belongs to this writer from now on, after the line `last`."""
+        self._file, self._num_lines, self._chain = file, last.line, last.chain
+
+    @property
+    def path(self) -> Path:
+        """The file's path."""
+        return Path(self._file.name)
+
+    @property
+    def last(self) -> Mark:
+        """The line that was written last."""
+        return Mark(self._num_lines, self._chain)
+
+    def append(self, events: Iterable[Event]) -> None:
+        """Write `events` to the file. They survive the death of this process.
+
+        Raises UsageError for one that could not be read again; then none of them is written.
+        """
+        self.write(map(records.to_record, events))
+
+    def sync(self) -> None:
+        """Return once all lines would survive a power cut."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def write(self, entries: Iterable[Mapping[str, Any]]) -> None:
+        """Write `entries` as lines, each chained to the one before."""
+        lines, chain = [], self._chain
+        for entry in entries:
+            line, chain = ledger.dump_line(chain, entry)
+            lines.append(f"{line}\n")
+        self._chain = chain
+        self._num_lines += len(lines)
+        left = memoryview("".join(lines).encode())
+        while left.nbytes:
+            left = left[self._file.write(left) :]
+
+
+def create(path: Path, head: Trace) -> Writer:
+    """Create a file at `path`; UsageError if it exists already or can't be created."""
+    try:
+        file = FileIO(path, "x")
+    except FileExistsError as error:
+        raise UsageError(
+            f"ledger {path}: it is there already; go on with --resume, or give another path"
+        ) from error
+    except OSError as error:
+        problem = f"can't be made ({error.strerror}); give another path"
+        raise UsageError(f"ledger {path}: {problem}") from error
+    with _kept(file, path):
+        writer = _begun(file, head)
+        _sync_folder(path)
+        return writer
+
+
+def reopen(path: Path, head: Trace, *, since: Gap | None = None) -> tuple[Writer, Standing]:
+    """Open the file at `path` to continue it, and return its end; create it if there is none.
+
+    `since` is the gap that a new file would start with if the run resumes from a checkpoint. Raises
+    TraceError for a file that is damaged before its last line, is of another scenario than
+    `head`'s, or lacks the events before that checkpoint. Raises UsageError if another process is
+    writing it.
+    """
+    if not path.exists():
+        return create(path, head), Standing(is_new=True)
+    try:
+        files.open_file(path).close()
+        file = FileIO(path, "r+")
+    except OSError as error:
+        problem = f"can't be written ({error.strerror}); give another path"
+        raise UsageError(f"ledger {path}: {problem}") from error
+    with _kept(file, path), files.open_file(path) as lines:
+        first = next(files.lines(lines), b"")
+        if not first.endswith(b"\n"):  # the process that created it died in its first line
+            if since is not None and since.digest is not None:
+                raise TraceError(f"ledger {path}: it has no whole line; {_TO_DO}")
+            file.truncate(0)
+            return _begun(file, head), Standing(is_new=True)
+        lines.seek(0)
+        reader = ledger.Reader(lines, path, cut=True)
+        _require_same(reader.head.scenario, head.scenario, path)
+        standing = _stand(reader if since is None else _through(reader, path, since))
+        file.truncate(reader.num_bytes)
+        file.seek(reader.num_bytes)
+        return Writer(file, Mark(reader.num_lines, reader.chain)), standing
+
+
+def _begun(file: FileIO, head: Trace) -> Writer:
+    """Write all of `head` except its events to the empty `file`, and return the writer."""
+    writer = Writer(file, Mark(0, ""))
+    writer.write([ledger.header(head)])
+    return writer
+
+
+def _through(reader: ledger.Reader, path: Path, since: Gap) -> Iterator[Event]:
+    """Yield the events of `reader`; TraceError if those before the checkpoint `since` are missing.
+
+    They are complete if the file has the line that the checkpoint names, or a gap equal to `since`:
+    then the file was started at that checkpoint. A checkpoint that names no line can only be
+    compared by its step.
+    """
+    num_made = 0
+    digest: str | None = None  # the digest of the line that the checkpoint names
+    is_begun = False
+    for event in itertools.chain([None], reader):
+        if reader.num_lines == since.lines:
+            digest = reader.chain
+        if isinstance(event, Update):
+            num_made = max(num_made, event.step + 1)
+        if isinstance(event, Gap):
+            is_begun = is_begun or replace(event, reason=since.reason) == since
+        if event is not None:
+            yield event
+    is_there = num_made >= since.step if since.digest is None else digest == since.digest
+    if not is_there and not is_begun:
+        raise TraceError(f"ledger {path}: {_lacking(since, reader, num_made, digest)}; {_TO_DO}")
+
+
+def _lacking(since: Gap, reader: ledger.Reader, num_made: int, digest: str | None) -> str:
+    """Return which events before the checkpoint `since` the file lacks, in words."""
+    if since.digest is None:
+        return (
+            f"it ends after {num_made} steps, the checkpoint is of step {since.step} and names no "
+            "ledger: the steps between are not in it"
+        )
+    if digest is None:
+        return (
+            f"it has {reader.num_lines} whole lines, the checkpoint was written when it had "
+            f"{since.lines} (digest of the last {since.digest}): what came after is lost"
+        )
+    return (
+        f"its line {since.lines} has the digest {digest}, the checkpoint names {since.digest}: it "
+        "is another run's, or was written anew"
+    )
+
+
+def _stand(events: Iterable[Event]) -> Standing:
+    present: set[int] = set()
+    step, end, num_made = 0, None, 0
+    for event in events:
+        end = event if isinstance(event, End) else None
+        if end is not None:  # a run that was stopped: all its workers went with it
+            present.clear()
+        if isinstance(event, Start):
+            present.add(event.rank)
+        elif isinstance(event, Membership) and event.change == "left":
+            present.discard(event.rank)
+        elif isinstance(event, Update):
+            num_made = max(num_made, event.step + 1)
+        reached = getattr(event, "step", None)
+        step = step if reached is None else reached
+    return Standing(present=tuple(sorted(present)), step=step, end=end, num_made=num_made)
+
+
+def _require_same(theirs: Scenario, ours: Scenario, path: Path) -> None:
+    for name, value in ours.to_dict().items():
+        if theirs.to_dict()[name] != value:
+            raise TraceError(
+                f"ledger {path}: it was written by a run with {name}={theirs.to_dict()[name]!r}, "
+                f"and this run has {name}={value!r}; go on with the configuration of that run, or "
+                "give another path"
+            )
+
+
+def _sync_folder(path: Path) -> None:
+    """Return once the file at `path` would be found there after a power cut."""
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+@contextmanager
+def _kept(file: FileIO, path: Path) -> Iterator[None]:
+    """Lock `file` for good, if its file system has locks, and close it if the body raises.
+
+    Two writers would break the chain for both.
+    """
+    with ExitStack() as failing:
+        failing.callback(file.close)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            problem = "another process is writing it; stop that first"
+            raise UsageError(f"ledger {path}: {problem}") from error
+        except OSError:  # the file system has no locks
+            pass
+        yield
+        failing.pop_all()

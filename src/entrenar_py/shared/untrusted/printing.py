@@ -1,0 +1,76 @@
+"""Prints lines to standard output or error, with every character visible, and never raises OSError.
+
+When the reader of standard output has disconnected or the disk is full, printing stops and the
+program goes on with its own exit code. `lost` then says that output is missing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from typing import TextIO
+
+from entrenar_py.shared.untrusted import escaping
+
+_lost: list[str] = []
+
+
+def say(given: object, *, indent: int = 0) -> None:
+    """Print `given` as one line on standard output, flushed, after `indent` spaces."""
+    _print(" " * indent + escaping.line(given), sys.stdout)
+
+
+def say_lines(given: str) -> None:
+    """Print `given` on standard output with its own line ends, as for a file's text."""
+    _print(escaping.text(given), sys.stdout)
+
+
+def warn(given: object) -> None:
+    """Print `given` as one line on standard error."""
+    _print(escaping.line(given), sys.stderr)
+
+
+def warn_lines(given: str) -> None:
+    """Print `given` on standard error with its own line ends, as for a list of problems or a
+    traceback.
+    """
+    _print(escaping.text(given), sys.stderr)
+
+
+def give_up(error: OSError) -> None:
+    """Stop printing on standard output, including the interpreter's own flush at exit.
+
+    Reports a full disk on standard error, once; not a broken pipe, whose reader left on purpose.
+    """
+    with suppress(OSError, ValueError):  # ValueError: a replaced stdout without a descriptor
+        sink = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(sink, sys.stdout.fileno())
+        os.close(sink)
+    if not isinstance(error, BrokenPipeError) and not _lost:
+        _lost.append(error.strerror or str(error))
+        warn(f"standard output can't be written ({_lost[0]}): the rest of the output is lost")
+
+
+def lost() -> bool:
+    """Return whether output was lost since the last call, for another reason than a broken pipe."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        give_up(error)
+    found = bool(_lost)
+    _lost.clear()
+    return found
+
+
+def _print(text: str, stream: TextIO | None) -> None:
+    if stream is None:  # closed when the process started (`>&-`): no reader is expected
+        return
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    try:
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        stream.flush()
+    except OSError as error:
+        if stream is sys.stdout:
+            give_up(error)

@@ -1,0 +1,285 @@
+"""The three verdicts, of which the worst wins, and the finding: a verdict with its evidence.
+
+A judge reports HELD only if it made at least one comparison, all succeeded and none was missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import prod
+from typing import Any
+
+from entrenar_py.shared.codec import WORDS, Form, Schema
+from entrenar_py.shared.scenario import OBSERVED, Scenario
+
+
+class Verdict(StrEnum):
+    """The result of judging one invariant."""
+
+    HELD = "held"
+    INCONCLUSIVE = "inconclusive"
+    FALSIFIED = "falsified"
+
+    @property
+    def badness(self) -> int:
+        """Return 0 for held, 1 for inconclusive, 2 for falsified."""
+        return _ORDER.index(self)
+
+
+_ORDER = (Verdict.HELD, Verdict.INCONCLUSIVE, Verdict.FALSIFIED)
+_SHOWN = 3  # reasons, or files: enough to begin with
+MEANING = "which could mean: "  # what a reason says of its cause
+
+
+def worst(verdicts: Iterable[Verdict]) -> Verdict:
+    """Return the worst of `verdicts`, or INCONCLUSIVE if there are none."""
+    return max(verdicts, key=lambda verdict: verdict.badness, default=Verdict.INCONCLUSIVE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counterexample:
+    """The first place at which an invariant broke. A field that does not apply is None.
+
+    `step` counts optimizer steps from 0; -1 is the state before the first step. `expected` and
+    `got` are digests or numbers, as text. `scenario` is the scenario of the run that broke.
+    `element` counts the tensor's elements in C order, and `index` is its place along each axis.
+    `or_rank` is another rank that may be the one that broke the invariant, rather than `rank`.
+    """
+
+    message: str
+    step: int | None = None
+    rank: int | None = None
+    shard: int | None = None
+    tensor: str | None = None
+    element: int | None = None
+    sample_ids: tuple[int, ...] = ()
+    expected: str | None = None
+    got: str | None = None
+    scenario: Mapping[str, Any] | None = None
+    index: tuple[int, ...] = ()
+    or_rank: int | None = None
+
+    def place(self) -> str:
+        """Return the known fields in words, such as `step 3, rank 1, shard 2, tensor w[7]`.
+
+        A script's shards are micro-batches of a rank, named only if it has several a step.
+        """
+        ranks = self.rank if self.or_rank is None else f"{self.rank} or {self.or_rank}"
+        parts = [
+            f"{name} {value}"
+            for name, value in (("step", self.step), ("rank", ranks), self._shard())
+            if value is not None
+        ]
+        if self.step == -1:
+            parts[0] = "before the first step"
+        if self.tensor is not None:
+            element = ", ".join(map(str, self.index)) or self.element
+            parts.append(f"tensor {self.tensor}" + ("" if element is None else f"[{element}]"))
+        if self.sample_ids:
+            shown = ", ".join(map(str, self.sample_ids[:8]))
+            more = ", ..." if len(self.sample_ids) > 8 else ""
+            parts.append(f"samples {shown}{more}")
+        return ", ".join(parts)
+
+    def _shard(self) -> tuple[str, int | None]:
+        if self.shard is None or self.scenario is None or self.scenario.get("system") != OBSERVED:
+            return "shard", self.shard
+        return micro_batch(self.shard, accumulation=self.scenario.get("accumulation", 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """The verdict on one invariant: how many comparisons were made, and what broke or is missing.
+
+    `reason` is empty only for HELD. `notes` are facts to print with any verdict (a software
+    adapter, a skipped backend). `vacuous` is True if the verdict is INCONCLUSIVE because there was
+    nothing to compare, False if a comparison lacked a fact that it needed. If `applies` is False,
+    the runs showed that they don't have what the invariant is about, and `reason` says how: the
+    finding then counts neither as held nor as inconclusive.
+    """
+
+    invariant: str
+    verdict: Verdict
+    compared: int
+    reason: str = ""
+    counterexample: Counterexample | None = None
+    notes: tuple[str, ...] = ()
+    vacuous: bool = False
+    applies: bool = True
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields, converted to what JSON can hold."""
+        return _SCHEMA.dump(self)
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Finding:
+        """Return the finding that `to_dict` wrote as `record`; UsageError if it is malformed."""
+        return _SCHEMA.load(record)
+
+
+def _read_verdict(text: Any) -> Verdict:
+    if text not in tuple(Verdict):
+        raise ValueError(f"use one of {', '.join(Verdict)}")
+    return Verdict(text)
+
+
+_BROKEN = Schema(Counterexample, what="counterexample", forms={"Mapping[str, Any]": WORDS})
+_SCHEMA = Schema(
+    Finding,
+    what="finding",
+    forms={
+        "Verdict": Form(_read_verdict, str),
+        "Counterexample": Form(_BROKEN.load, _BROKEN.dump),
+    },
+)
+
+
+def micro_batch(shard: int, *, accumulation: int) -> tuple[str, int | None]:
+    """Return "micro-batch" and a shard's index within its rank; None if a rank has one a step."""
+    return "micro-batch", shard % accumulation if accumulation > 1 else None
+
+
+def inconclusive(invariant: str, reason: str, compared: int = 0) -> Finding:
+    """Return a finding that says why nothing can be concluded."""
+    return Finding(
+        invariant=invariant, verdict=Verdict.INCONCLUSIVE, compared=compared, reason=reason
+    )
+
+
+def not_applied(invariant: str, reason: str) -> Finding:
+    """Return a finding that says which part of the invariant's subject the runs don't have."""
+    return Finding(
+        invariant=invariant,
+        verdict=Verdict.INCONCLUSIVE,
+        compared=0,
+        reason=reason,
+        applies=False,
+    )
+
+
+def first_few(texts: Sequence[str], *, separator: str = "; ") -> str:
+    """Return the first three of `texts` joined, and how many more there are."""
+    more = [f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else []
+    return separator.join([*texts[:_SHOWN], *more])
+
+
+@dataclass
+class Tally:
+    """The comparisons that a judge has made so far, to be turned into a finding at the end.
+
+    It is mutable, since a judge adds comparisons one by one. If several fail, it keeps the one with
+    the lowest step, and of several in that step the one that was added first. `observed` says that
+    the runs are of a script with the line `observe`: reasons then name calls of the script, not
+    records of a trace (`checks.missing`).
+    """
+
+    invariant: str
+    observed: bool = False
+    compared: int = 0
+    broken: Counterexample | None = None
+    missing: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def check(self, holds: bool, message: str, **place: Any) -> bool:
+        """Count one comparison, and return `holds`. If that is False, keep a counterexample with
+        the fields in `place`.
+
+        A `scenario` among them is given as a Scenario, and `shapes` are those of the run's tensors,
+        by name.
+        """
+        self.compared += 1
+        shapes: Mapping[str, Sequence[int]] = place.pop("shapes", {})
+        if not holds:
+            shape = shapes.get(place.get("tensor", ""), ())
+            place["index"] = _index(place.get("element"), shape)
+            run: Scenario | None = place.pop("scenario", None)
+            place["scenario"] = None if run is None else run.to_dict()
+            counterexample = Counterexample(message=message, **place)
+            if self.broken is None or _step(counterexample) < _step(self.broken):
+                self.broken = counterexample
+        return holds
+
+    def equal(self, expected: object, got: object, message: str, **place: Any) -> bool:
+        """Count one comparison of `expected` with `got` by `==`, and show both if they differ.
+
+        NaN equals NaN here: two runs that both recorded NaN do not differ.
+        """
+        if expected == got or (expected != expected and got != got):
+            self.compared += 1
+            return True
+        return self.check(False, message, expected=str(expected), got=str(got), **place)
+
+    def at_most(
+        self, most: float, got: float, message: str, *, form: str = "", **place: Any
+    ) -> bool:
+        """Count one comparison: `got <= most`. `form` is the format in which both are shown."""
+        shown = {"expected": f"<= {most:{form}}", "got": f"{got:{form}}"}
+        return self.check(got <= most, message, **shown, **place)
+
+    def close(
+        self, expected: float, got: float, allowed: float, message: str, **place: Any
+    ) -> bool:
+        """Count one comparison: `got` differs from `expected` by at most `allowed`.
+
+        NaN always fails. An infinity equals itself.
+        """
+        shown = {"expected": repr(expected), "got": repr(got)}
+        near = got == expected or abs(got - expected) <= allowed
+        return self.check(near, message, **shown, **place)
+
+    def would_keep(self, step: int) -> bool:
+        """Return whether a comparison that fails in `step` would be the counterexample."""
+        return self.broken is None or step < _step(self.broken)
+
+    def take(self, other: Tally) -> None:
+        """Add the comparisons that `other` has made, and not what it lacked."""
+        self.compared += other.compared
+        broken = other.broken
+        if broken is not None and (self.broken is None or _step(broken) < _step(self.broken)):
+            self.broken = broken
+
+    def miss(self, reason: str) -> None:
+        """Record that a comparison could not be made, and why."""
+        if reason not in self.missing:
+            self.missing.append(reason)
+
+    def note(self, fact: str) -> None:
+        """Record a fact to print with the verdict."""
+        if fact not in self.notes:
+            self.notes.append(fact)
+
+    def finding(self, *, nothing: str) -> Finding:
+        """Return the finding on all comparisons; `nothing` is the reason if there were none."""
+        verdict, reason = Verdict.HELD, ""
+        if self.broken is not None:
+            verdict, reason = Verdict.FALSIFIED, self.broken.message
+        elif self.missing:
+            verdict, reason = Verdict.INCONCLUSIVE, first_few(self.missing)
+        elif self.compared == 0:
+            verdict, reason = Verdict.INCONCLUSIVE, nothing
+        return Finding(
+            invariant=self.invariant,
+            verdict=verdict,
+            compared=self.compared,
+            reason=reason,
+            counterexample=self.broken,
+            notes=tuple(self.notes),
+            vacuous=not (self.broken or self.missing or self.compared),
+        )
+
+
+def _index(element: int | None, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the place along each axis of element `element`, in C order; () if it has none."""
+    if element is None or not 0 <= element < prod(shape):
+        return ()
+    index = []
+    for size in reversed(shape):
+        element, place = divmod(element, size)
+        index.append(place)
+    return tuple(reversed(index))
+
+
+def _step(counterexample: Counterexample) -> float:
+    return float("inf") if counterexample.step is None else counterexample.step

@@ -1,0 +1,1 @@
+"""The trainer: the same bits for any workers, and the command `entrenar`."""

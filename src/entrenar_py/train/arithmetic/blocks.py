@@ -1,0 +1,162 @@
+"""The reduced vector in blocks, which are sent and summed separately, the last layers' first.
+
+A sum along the tree is elementwise, so its bits do not depend on where the vector is cut.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from entrenar_py.train.arithmetic import reduction
+from entrenar_py.train.arithmetic.reduction import Node, Vector
+from entrenar_py.train.arithmetic.state import Buffer
+
+Memory = NDArray[np.uint8]
+
+
+BLOCK_BYTES_MAX = 2**22
+# A smaller block costs more in messages than it saves by overlapping transfers.
+_BLOCK_BYTES_MIN = 2**19
+_AT_THE_SAME_TIME = 3
+
+
+def num_blocks(num_elements: int, num_owners: int) -> int:
+    """Return how many blocks a vector of `num_elements` float32 is cut into for `num_owners`.
+
+    Every owner averages equally many blocks. A large share is cut so that its owner averages one
+    block while it receives another.
+    """
+    part_bytes = 4 * num_elements // num_owners
+    each = max(
+        *(1, -(-part_bytes // BLOCK_BYTES_MAX)),
+        min(_AT_THE_SAME_TIME, part_bytes // _BLOCK_BYTES_MIN),
+    )
+    return min(each * num_owners, num_elements)
+
+
+class Blocks:
+    """A vector of `num_elements` float32 in `count` blocks; sizes differ by at most one."""
+
+    def __init__(self, num_elements: int, count: int) -> None:
+        assert 1 <= count <= num_elements, "no part is empty"
+        self.count = count
+        self._num_elements = num_elements
+
+    def part(self, block: int) -> slice:
+        """Return the slice of the vector that `block` covers."""
+        return slice(
+            block * self._num_elements // self.count, (block + 1) * self._num_elements // self.count
+        )
+
+    def num_bytes(self, block: int) -> int:
+        """Return the length of `block` on the wire, in bytes."""
+        part = range(self._num_elements)[self.part(block)]
+        return 4 * len(part)
+
+    @property
+    def num_bytes_max(self) -> int:
+        """The length of the longest block on the wire, in bytes."""
+        return 4 * -(-self._num_elements // self.count)
+
+    def order(self) -> range:
+        """Return the blocks in sending order: from the vector's end, whose gradients come first."""
+        return range(self.count - 1, -1, -1)
+
+
+class Sums:
+    """Collects the tree nodes of one step, block by block, as workers deliver them.
+
+    A worker's nodes count once its delivery is whole (`deliver`). `complete` counts those of one
+    block even before that. Both are right, since any worker would send the same bits.
+    The memory of summed nodes is reused, because allocating it costs more than filling it.
+    """
+
+    def __init__(self, num_shards: int) -> None:
+        self._num_shards = num_shards
+        self._whole: dict[int, list[Node]] = {}
+        self._complete: dict[int, list[Node]] = {}  # block -> nodes of all shards
+        self._open: dict[int, dict[int, list[Node]]] = {}  # rank -> block -> nodes
+        self._lent: dict[int, list[Memory]] = {}  # block -> memory of its nodes
+        self._free: list[Memory] = []
+        self._room_bytes = 0  # the largest size requested so far
+
+    def room(self, num_bytes: int) -> memoryview:
+        """Return `num_bytes` of memory, not zeroed, for a node that will be passed to `take`."""
+        # Blocks have two sizes. All memory has the larger one, so that any piece fits any block.
+        # Otherwise some would lie unused, and each step would allocate more.
+        self._room_bytes = max(self._room_bytes, num_bytes)
+        while self._free:
+            memory = self._free.pop()
+            if memory.nbytes >= num_bytes:
+                return memory.data[:num_bytes]
+        return np.empty(self._room_bytes, np.uint8).data[:num_bytes]
+
+    def take(self, rank: int, block: int, node: Node, payload: Buffer | None = None) -> None:
+        """Add a node of `block` to the unfinished delivery of `rank`.
+
+        `payload` is the memory behind the node's vector, and belongs to this object from now on.
+        Pass None if the memory belongs to somebody else; then the vector must be read-only.
+        """
+        self._open.setdefault(rank, {}).setdefault(block, []).append(node)
+        if isinstance(payload, memoryview) and isinstance(payload.obj, np.ndarray):
+            self._lent.setdefault(block, []).append(payload.obj)
+
+    def deliver(self, rank: int) -> None:
+        """Mark the delivery of `rank` as whole."""
+        for block, nodes in self._open.pop(rank, {}).items():
+            self._whole.setdefault(block, []).extend(nodes)
+
+    def forget(self, rank: int) -> None:
+        """Discard the unfinished delivery of `rank`, which will never be whole."""
+        self._open.pop(rank, None)
+
+    def clear(self) -> None:
+        """Discard everything, for the next step or a repetition of this one."""
+        self._whole.clear()
+        self._open.clear()
+        self._complete.clear()
+        self._lent.clear()
+
+    def complete(self, block: int) -> None:
+        """Complete `block` with the nodes that have arrived. Then any thread may sum it."""
+        nodes = self._whole.pop(block, [])
+        for delivered in self._open.values():
+            nodes += delivered.pop(block, [])
+        self._complete[block] = nodes
+
+    def root(self, block: int) -> Node:
+        """Return the sum of `block` over all shards; ValueError if shards are missing."""
+        if block not in self._complete:
+            self.complete(block)
+        return reduction.root(self._complete.pop(block), self._num_shards)
+
+    def average(self, block: int, scale: float, *, out: Vector) -> tuple[float, float] | None:
+        """Write the sum of `block` over all shards, divided by its weight and by `scale`, to `out`.
+
+        Return the summed loss and its weight, or None if the loss or a mean is not finite. Raises
+        ValueError if shards are missing.
+        """
+        total = self.root(block)
+        finite = average(total, scale, out=out)
+        self._free += self._lent.pop(block, [])
+        return (total.loss, total.weight) if finite else None
+
+
+def average(total: Node, scale: float, *, out: Vector) -> bool:
+    """Write `total` divided by its weight and by `scale` to `out`; return whether all is finite."""
+    with np.errstate(over="ignore"):
+        np.divide(total.vector, np.float32(total.weight * scale), out=out)
+    return bool(np.isfinite(out).all()) and math.isfinite(total.loss)
+
+
+def payload_of(vector: Vector) -> memoryview:
+    """Return `vector` as it is sent: little-endian float32, as a view where possible."""
+    return vector.astype("<f4", copy=False).data.cast("B")
+
+
+def vector_of(payload: Buffer) -> Vector:
+    """Return the little-endian float32 in `payload`, as a view if that is the native order."""
+    return np.frombuffer(payload, "<f4").astype(np.float32, copy=False)

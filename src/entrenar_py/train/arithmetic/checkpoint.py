@@ -1,0 +1,182 @@
+"""Checkpoint files: written whole or not at all, and refused when damaged.
+
+A file is one ASCII line (magic, version, BLAKE3 of the rest) and a safetensors payload whose
+metadata holds the progress as JSON. It is written to a temporary file in the same folder, synced,
+and renamed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import reprlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors import numpy as safetensors
+
+from entrenar_py.shared.errors import CheckpointError
+from entrenar_py.shared.untrusted import files, json_text
+
+MAGIC = b"entrenar-checkpoint 1 "
+Arrays = Mapping[str, NDArray[Any]]
+_ADVICE = "use an earlier checkpoint"
+# Room in the file for everything except the tensors: their names, the scenario, the progress.
+_DESCRIPTION_BYTES_MAX = 2**24
+
+
+def save(path: Path, arrays: Arrays, progress: Mapping[str, Any]) -> None:
+    """Write `arrays` and `progress` to `path`. A crash at any point leaves the old file whole.
+
+    Raises OSError if the file can't be written, for example to a full disk. The old file stays
+    whole then, too, and the partial new one is removed.
+    """
+    # safetensors ignores strides: a transposed array would come back with wrong values.
+    in_order = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+    payload = safetensors.save(in_order, {"progress": json.dumps(progress)})
+    header = MAGIC + blake3(payload).hexdigest().encode() + b"\n"
+    partial = partial_of(path)
+    try:
+        handle = files.open_to_write(partial, flags=os.O_TRUNC, mode=0o666)
+        with os.fdopen(handle, "wb") as file:
+            file.write(header)
+            file.write(payload)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def partial_of(path: Path) -> Path:
+    """Return the temporary file of a checkpoint at `path`, in the same folder."""
+    return path.with_name(path.name + ".partial")
+
+
+def load(
+    path: Path, *, bytes_max: int | None = None
+) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+    """Return the arrays and the progress that `save` wrote.
+
+    Raises CheckpointError if the file is missing, of another kind, truncated, changed, or larger
+    than `bytes_max` (None sets no limit).
+    """
+    try:
+        with files.open_file(path, bytes_max=bytes_max) as file:
+            content = file.read()
+    except OSError as error:
+        problem = f"can't be read ({error.strerror}); give a checkpoint that can be read"
+        raise CheckpointError(f"checkpoint {path}: {problem}") from error
+    header, _, payload = content.partition(b"\n")
+    if not header.startswith(MAGIC):
+        raise CheckpointError(f"checkpoint {path}: its first line is not a checkpoint's; {_ADVICE}")
+    if header[len(MAGIC) :] != blake3(payload).hexdigest().encode():
+        raise CheckpointError(
+            f"checkpoint {path}: its BLAKE3 digest does not match its content: the file is "
+            f"truncated or was changed; {_ADVICE}"
+        )
+    try:
+        return dict(safetensors.load(payload)), _progress(payload)
+    except (KeyError, TypeError, ValueError, SafetensorError) as error:
+        raise CheckpointError(
+            f"checkpoint {path}: its content is not a checkpoint's ({error!r}); {_ADVICE}"
+        ) from error
+
+
+def _progress(payload: bytes) -> dict[str, Any]:
+    # safetensors.numpy.load gives no metadata; the format puts it in a length-prefixed JSON header.
+    length = int.from_bytes(payload[:8], "little")
+    header = json_text.load(payload[8 : 8 + length])
+    return dict(json_text.load(header["__metadata__"]["progress"]))
+
+
+def as_arrays(**groups: Mapping[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float32]]:
+    """Return `groups` as one flat mapping from `group/name` to array."""
+    return {
+        f"{group}/{name}": array for group, part in groups.items() for name, array in part.items()
+    }
+
+
+def group_of(arrays: Arrays, group: str) -> dict[str, NDArray[Any]]:
+    """Return the arrays of one group of `as_arrays`, by name."""
+    prefix = f"{group}/"
+    return {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
+
+
+# --- contents that fit a run: a valid digest does not prove that they do -------------------------
+
+
+def bytes_max(expected: Arrays) -> int:
+    """Return the largest size, in bytes, of a checkpoint file with arrays like `expected`."""
+    return sum(array.nbytes for array in expected.values()) + _DESCRIPTION_BYTES_MAX
+
+
+def require_own(path: Path, progress: Mapping[str, Any], scenario: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless the file at `path` notes `scenario` as that of its run.
+
+    The message names the first difference; an option of the scenario by its own name.
+    """
+    noted = progress.get("scenario")
+    theirs, ours = _fields(noted if isinstance(noted, dict) else {}), _fields(scenario)
+    for name in (*ours, *theirs):
+        if theirs.get(name) != ours.get(name):
+            raise CheckpointError(
+                f"checkpoint {path}: it was saved by a run with {name[-1]}="
+                f"{theirs.get(name)!r}, this one has {name[-1]}={ours.get(name)!r}; go on with "
+                "what it was made by, or give another path"
+            )
+
+
+def _fields(scenario: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
+    """Return the fields of a scenario, and its options, each by its way there."""
+    options = scenario.get("options")
+    options = options if isinstance(options, Mapping) else {}
+    return {
+        **{(name,): value for name, value in scenario.items() if name != "options"},
+        **{("options", name): value for name, value in options.items()},
+    }
+
+
+def require_fitting(
+    path: Path,
+    arrays: Arrays,
+    progress: Mapping[str, Any],
+    *,
+    expected: Arrays,
+    limits: Mapping[str, int],
+) -> None:
+    """Raise CheckpointError unless the content of the file at `path` fits the run.
+
+    `arrays` must have the names, shapes and dtypes of `expected` and be finite. For each key of
+    `limits`, `progress` must hold a whole number from 0 to the limit.
+    """
+    for name, largest in limits.items():
+        value = progress.get(name)
+        if type(value) is not int or not 0 <= value <= largest:
+            raise CheckpointError(
+                f"checkpoint {path}: {name}={reprlib.repr(value)}: this run has 0 to {largest}; "
+                f"{_ADVICE}"
+            )
+    for name in sorted(expected.keys() ^ arrays.keys()):
+        problem = "is missing" if name in expected else "is not in this run's model"
+        raise CheckpointError(f"checkpoint {path}: tensor {name} {problem}; {_ADVICE}")
+    for name, model in expected.items():
+        array = arrays[name]
+        if (array.shape, array.dtype) != (model.shape, model.dtype):
+            raise CheckpointError(
+                f"checkpoint {path}: tensor {name} is {array.dtype} {list(array.shape)}, this "
+                f"run's is {model.dtype} {list(model.shape)}; {_ADVICE}"
+            )
+        if not np.isfinite(array).all():
+            raise CheckpointError(f"checkpoint {path}: tensor {name} is not finite; {_ADVICE}")

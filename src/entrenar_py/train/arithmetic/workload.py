@@ -1,0 +1,153 @@
+"""The workloads that a scenario can name: `linear`, `mlp`, `decoder`, ...
+
+A workload defines its tensors, their initial values, its data and the loss. It keeps no weights.
+The same arguments give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
+from torch import Tensor
+
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.train.arithmetic import datasets, decoder, vectors
+from entrenar_py.train.arithmetic.tensors import (
+    Array,
+    Batch,
+    DropFunction,
+    LinearFunction,
+    Tensors,
+    TensorSpec,
+    Workload,
+    uniform,
+)
+
+
+def build(
+    name: str, *, num_samples: int, width: int, data: np.random.Generator, terms: Any = None
+) -> Workload:
+    """Return the workload `name` with `num_samples` samples.
+
+    `width` is the hidden width of `mlp` or the length of `vectors`. `data` draws the samples of
+    `linear` and `vectors`. `terms` belong to `vectors` (`GivenVectors`). Raises UsageError when the
+    name is unknown, the data set has fewer samples, or `terms` are given to another workload.
+    """
+    if terms is not None and name != "vectors":
+        raise UsageError(f"options terms with workload={name!r}: leave it out, or use vectors")
+    if name == "linear":
+        return LinearRegression(num_samples, data=data)
+    if name == "mlp":
+        return DigitClassifier(num_samples, width=width)
+    if name in ("decoder", "decoder_full"):
+        return decoder.ByteDecoder(num_samples, full=name == "decoder_full")
+    if name == "vectors":
+        return vectors.GivenVectors(num_samples, length=width, data=data, terms=terms)
+    raise UsageError(f"workload={name!r}: allowed are linear, mlp, decoder, decoder_full, vectors")
+
+
+class LinearRegression(Workload):
+    """Squared error on y = 2x + 1 with x uniform in [-1, 1): small enough to check by hand."""
+
+    name = "linear"
+    specs = (
+        TensorSpec("weight", (1, 1), "trainable", decayed=True),
+        TensorSpec("bias", (1,), "trainable", decayed=False),
+    )
+
+    def __init__(self, num_samples: int, *, data: np.random.Generator) -> None:
+        x = data.uniform(-1, 1, (num_samples, 1)).astype(np.float32)
+        xy = np.stack([x, 2 * x + 1])
+        self.num_samples = num_samples
+        self.data_digest = datasets.digest(xy)
+        self._xy = torch.from_numpy(xy)  # [2, num_samples, 1]
+        self._columns = xy[:, :, 0]  # [2, num_samples]
+
+    def batch(self, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return x and y, float32 [n, 1] each."""
+        x, y = self._xy.index_select(1, torch.tensor(ids)).unbind(0)
+        return x, y
+
+    def loss_of(
+        self, tensors: Tensors, batch: Batch, *, linear: LinearFunction, drop: DropFunction
+    ) -> Tensor:
+        weight = tensors["weight"]
+        x, y = (tensor.to(weight) for tensor in batch)  # [n, 1] each
+        return F.mse_loss(linear(x, weight, tensors["bias"]), y, reduction="sum")
+
+    def gradients(
+        self, tensors: Tensors, ids: Sequence[int], *, drop: DropFunction, scale: float
+    ) -> tuple[float, list[Array]]:
+        # By hand, 2 sum(e x) and 2 sum(e). The harness explores with this workload, and autograd
+        # would take four times as long as the rest of a step. Overflow is silent, as in torch.
+        x, y = self._columns[:, ids]  # [n] each
+        with torch.no_grad(), np.errstate(over="ignore", invalid="ignore"):
+            prediction = F.linear(torch.from_numpy(x[:, None]), tensors["weight"], tensors["bias"])
+            error = prediction.numpy()[:, 0] - y
+            slope = np.float32(2 * scale) * error
+            gradients = [(slope * x).sum(keepdims=True)[None], slope.sum(keepdims=True)]
+            return float((error * error).sum()), gradients  # [1, 1] and [1]
+
+
+class DigitClassifier(Workload):
+    """Handwritten digits through two hidden tanh layers with dropout, cross entropy.
+
+    The input is centred by a running mean of the pixels, a buffer.
+    """
+
+    name = "mlp"
+
+    def __init__(self, num_samples: int, *, width: int) -> None:
+        pixels, labels = datasets.digits(num_samples)
+        self.num_samples = num_samples
+        self.data_digest = datasets.digest(pixels, labels)
+        self.specs = (
+            *_layer("hidden1", datasets.NUM_PIXELS, width),
+            *_layer("hidden2", width, width),
+            *_layer("output", width, datasets.NUM_DIGITS),
+            TensorSpec("running_mean", (datasets.NUM_PIXELS,), "buffer", decayed=False),
+        )
+        self._pixels = pixels
+        self._inputs = torch.from_numpy(pixels)  # [num_samples, 64]
+        self._labels = torch.from_numpy(labels)  # [num_samples]
+
+    def batch(self, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return pixels, float32 [n, 64], and labels, int64 [n]."""
+        rows = torch.tensor(ids)
+        return self._inputs.index_select(0, rows), self._labels.index_select(0, rows)
+
+    def initial(self, rng: np.random.Generator) -> dict[str, Array]:
+        values = {}
+        for spec in self.specs:
+            if spec.role == "buffer":
+                values[spec.name] = np.zeros(spec.shape, np.float32)
+            else:
+                values[spec.name] = uniform(rng, spec, bound=spec.shape[-1] ** -0.5)
+        return values
+
+    def loss_of(
+        self, tensors: Tensors, batch: Batch, *, linear: LinearFunction, drop: DropFunction
+    ) -> Tensor:
+        mean = tensors["running_mean"]
+        pixels, labels = batch
+        x = pixels.to(mean) - mean  # [n, 64]
+        for layer in ("hidden1", "hidden2"):
+            x = linear(x, tensors[f"{layer}.weight"], tensors[f"{layer}.bias"])  # [n, width]
+            x = drop(torch.tanh(x))
+        logits = linear(x, tensors["output.weight"], tensors["output.bias"])  # [n, 10]
+        return F.cross_entropy(logits, labels.to(mean.device), reduction="sum")
+
+    def statistics(self, ids: Sequence[int]) -> dict[str, Array]:
+        # Pixels are multiples of 1/16, so these sums are exact in any order.
+        return {"running_mean": self._pixels[list(ids)].sum(axis=0, dtype=np.float32)}
+
+
+def _layer(name: str, fan_in: int, fan_out: int) -> tuple[TensorSpec, TensorSpec]:
+    return (
+        TensorSpec(f"{name}.weight", (fan_out, fan_in), "trainable", decayed=True),
+        TensorSpec(f"{name}.bias", (fan_out,), "trainable", decayed=False),
+    )

@@ -1,0 +1,51 @@
+"""The canonical all-reduce: DistributedDataParallel whose weights do not depend on the world size.
+
+Importing this module doesn't import torch. Calling its functions does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
+
+    from entrenar_py.train.canonical.reducer import Reducer
+
+
+def canonical_all_reduce(
+    model: DistributedDataParallel, *, micro_batches: int, symmetric_memory: bool | None = None
+) -> Reducer:
+    """Make `model` compute gradients with the same bits on 1, 2, 4, 8 ... ranks.
+
+    Call it once, on all ranks. A global batch has `micro_batches` micro-batches of one shape on
+    any number of ranks. Rank r of W gets the r-th block of `micro_batches / W` of them:
+
+        for inputs, targets in reducer.fold(batches):      # micro_batches / W of them
+            loss_fn(model(inputs), targets).backward()     # the micro-batch's mean, not divided
+        optimizer.step()                                   # .grad: the mean of all micro-batches
+
+    Micro-batch gradients are added along one binary tree over the global batch. A rank with m
+    micro-batches holds up to log2(m) + 1 gradients at a time. Plain accumulation holds one.
+
+    GPUs of one host exchange gradients through each other's memory if they can reach it, others
+    through NCCL. `symmetric_memory` overrides this choice. The bits are the same both ways.
+
+    Raises UsageError if `micro_batches` or the world size is no power of two, if the model has
+    parts that depend on the world size, or if `require_deterministic` would raise.
+    """
+    from entrenar_py.train.canonical.reducer import Reducer
+
+    return Reducer(model, micro_batches=micro_batches, symmetric_memory=symmetric_memory)
+
+
+def require_deterministic() -> None:
+    """Raise UsageError unless this process runs kernels that give the same bits in every run.
+
+    Checks that torch enforces deterministic algorithms (warn_only=False) and that cuDNN autotuning
+    is off. With a CUDA device, also checks CUBLAS_WORKSPACE_CONFIG. Set that variable before the
+    process starts: whether cuBLAS started without it can't be checked.
+    """
+    from entrenar_py.train.canonical.settings import require_deterministic as require
+
+    require()

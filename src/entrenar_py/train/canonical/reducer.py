@@ -1,0 +1,181 @@
+"""The canonical all-reduce of one model: its loop over micro-batches and its DDP hook."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.train.canonical import admission, exchange, gradients, settings
+
+if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
+
+Batch = TypeVar("Batch")
+Exchange = Callable[[Tensor], Future[Tensor]]
+
+# Large enough to hide launch overhead, small enough for pieces to overlap. Measured on four H200s
+# (docs/benchmarks.md), where 32 MiB takes a quarter longer.
+PIECE_BYTES = 128 << 20
+
+
+class Reducer:
+    """The result of `canonical_all_reduce`, whose docstring shows how to use it.
+
+    `shards` are the global indices of this rank's micro-batches, in order. Seed all randomness of
+    a micro-batch from (seed, step, `shard`). Otherwise it depends on the world size.
+    """
+
+    def __init__(
+        self, model: DistributedDataParallel, *, micro_batches: int, symmetric_memory: bool | None
+    ) -> None:
+        admission.require_wrapped(model)
+        group = model.process_group
+        world_size, rank = dist.get_world_size(group), dist.get_rank(group)
+        admission.require_numbers(micro_batches=micro_batches, world_size=world_size)
+        self._parameters = admission.require_model(model)
+        settings.require_deterministic()
+        self._switches = settings.switches()
+        device = next(iter(self._parameters)).device
+        asked = {"micro_batches": micro_batches, "symmetric_memory": symmetric_memory}
+        facts = {**asked, **self._switches}
+        settings.require_same({**facts, **settings.surroundings(device)}, group)
+        share = micro_batches // world_size
+        self.shards = range(rank * share, (rank + 1) * share)
+        self._shard: int | None = None  # the current micro-batch
+        self._model, self._counter = model, gradients.Counter()
+        self._reduced: set[Tensor] = set()  # parameters that the hook got in this step
+        scale = 1 / micro_batches
+        if symmetric_memory is None:
+            symmetric_memory = settings.share_memory(device, group)
+        self._exchange = _exchange(group, device, scale=scale, symmetric=symmetric_memory)
+        # torch reads a hook's annotations and rejects postponed ones. A lambda has none.
+        try:
+            model.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
+        except RuntimeError as error:
+            raise UsageError(
+                f"the model has a communication hook ({error}): it can have only one, and the "
+                "canonical all-reduce needs it; remove the other hook, and call "
+                "canonical_all_reduce once for each model"
+            ) from error
+
+    @property
+    def shard(self) -> int:
+        """The global index of the current micro-batch; UsageError outside of a loop over `fold`."""
+        if self._shard is None:
+            raise UsageError("reducer.shard outside of the loop over fold(): read it inside of it")
+        return self._shard
+
+    def fold(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield the next `len(self.shards)` of `batches`. Run forward and backward on each.
+
+        Drops all gradients first. After the loop, each `.grad` is the mean over all micro-batches
+        of all ranks. Raises UsageError if there are too few batches, if a micro-batch had no
+        backward pass, or if a setting in `settings.switches` changed since the reducer was made.
+        """
+        settings.require_unchanged(self._switches)
+        gradients.take(self._parameters)
+        self._counter.clear()
+        self._reduced.clear()
+        coming = iter(batches)
+        try:
+            for shard in self.shards:
+                batch = _next(coming, shard, self.shards)
+                self._shard = shard
+                with nullcontext() if shard == self.shards[-1] else self._model.no_sync():
+                    yield batch
+                self._keep(shard)
+        finally:
+            self._shard = None
+            self._counter.clear()
+
+    def _keep(self, shard: int) -> None:
+        """Check that `shard` made every gradient, and keep these unless it is the last shard."""
+        last = shard == self.shards[-1]
+        node = {} if last else gradients.take(self._parameters)
+        missing = self._parameters.keys() - (self._reduced if last else node.keys())
+        if missing:
+            names = sorted(self._parameters[one] for one in missing)
+            raise UsageError(
+                f"micro-batch {shard}, of {_named(self.shards)}, made no gradient for {names[0]} "
+                f"({len(names)} of {len(self._parameters)} parameters): run its forward pass "
+                "through the wrapped model and its backward pass inside the loop over fold(), and "
+                "let it use every parameter"
+            )
+        if not last:
+            self._counter.push(node)
+
+    def _reduce(self, bucket: Any) -> Future[Tensor]:
+        """Reduce a bucket of the last micro-batch's gradients: DistributedDataParallel's hook."""
+        if self._shard != self.shards[-1]:
+            raise UsageError(
+                "a backward pass outside of the loop over fold(): with the canonical all-reduce "
+                "every micro-batch has to come from there"
+            )
+        parameters = bucket.parameters()
+        if not self._reduced.isdisjoint(parameters):
+            raise UsageError(
+                f"a second backward pass in micro-batch {self._shard}: with the canonical "
+                "all-reduce each has one; add its losses, and call backward() on the sum"
+            )
+        self._reduced.update(parameters)
+        self._counter.complete(parameters, _views(bucket.buffer(), parameters))
+        return self._exchange(bucket.buffer())
+
+
+def _exchange(
+    group: dist.ProcessGroup, device: torch.device, *, scale: float, symmetric: bool
+) -> Exchange:
+    if symmetric and device.type != "cuda":
+        raise UsageError(
+            f"symmetric_memory=True with a model on {device.type}: only GPUs of one host have it; "
+            "leave the argument out"
+        )
+    if device.type == "cuda" and dist.get_world_size(group) > 1:
+        if symmetric:
+            from entrenar_py.train.canonical.symmetric import Symmetric
+
+            return Symmetric(group, scale=scale, device=device, piece_bytes=PIECE_BYTES)
+        from entrenar_py.train.canonical.pipeline import Pipeline
+
+        return Pipeline(group, scale=scale, device=device, piece_bytes=PIECE_BYTES)
+
+    def blocking(buffer: Tensor) -> Future[Tensor]:
+        piece_max = PIECE_BYTES // buffer.element_size()
+        exchange.all_reduce(buffer, scale=scale, piece_max=piece_max, group=group)
+        future: Future[Tensor] = Future(devices=[device] if device.type == "cuda" else None)
+        future.set_result(buffer)
+        return future
+
+    return blocking
+
+
+def _views(buffer: Tensor, parameters: list[Tensor]) -> list[Tensor]:
+    """Return each parameter's gradient as a view of a bucket's `buffer`.
+
+    `bucket.gradients()` ignores strides: it would reorder the elements of channels-last weights.
+    """
+    views, start = [], buffer.storage_offset()
+    for parameter in parameters:
+        views.append(buffer.as_strided(parameter.size(), parameter.stride(), start))
+        start += parameter.numel()
+    return views
+
+
+def _next(coming: Iterator[Batch], shard: int, shards: range) -> Batch:
+    for batch in coming:
+        return batch
+    raise UsageError(
+        f"batches ended before micro-batch {shard}, of {_named(shards)}: every rank needs "
+        f"{len(shards)} micro-batches for a step; leave an incomplete global batch out"
+    )
+
+
+def _named(shards: range) -> str:
+    return f"this rank's {shards.start} to {shards.stop - 1}"

@@ -1,0 +1,119 @@
+"""The command `entrenar`: each of its commands, by the module that runs it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+
+from entrenar_py.shared import process
+from entrenar_py.shared.errors import (
+    CheckpointError,
+    ContractError,
+    EntrenarError,
+    RowsError,
+    UsageError,
+)
+from entrenar_py.shared.untrusted import printing
+from entrenar_py.train.cli import distill_options, options, pipeline_options
+from entrenar_py.train.service import exit_codes, signals
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code. `--help` and `--version` raise SystemExit."""
+    if argv is None:
+        process.begin()
+    signals.interrupt()
+    try:
+        code = _run(options.parse(sys.argv[1:] if argv is None else argv))
+        return exit_codes.FAILED if printing.lost() and code == exit_codes.DONE else code
+    except SystemExit as left:  # --help, --version
+        if printing.lost():
+            raise SystemExit(exit_codes.FAILED) from left
+        raise
+    except KeyboardInterrupt:
+        return _interrupted()
+    except Exception as error:  # noqa: BLE001  (Python would exit with 1, which means a failed run)
+        # A library may have made its own exception of an interrupt.
+        return _interrupted() if signals.noted() else _failed(error)
+    finally:
+        signals.settle()
+
+
+def _interrupted() -> int:
+    signals.settle()
+    printing.warn(signals.say_interrupted())
+    return exit_codes.STOPPED
+
+
+def _failed(error: Exception) -> int:
+    """Tell what went wrong; return the exit code."""
+    match error:
+        case ContractError():  # its lines start with file:line:column
+            printing.warn_lines(str(error))
+            return exit_codes.INVALID
+        case RowsError():
+            printing.warn_lines(f"{options.PROG}: {error}")
+            return exit_codes.INVALID
+        case UsageError() | CheckpointError():
+            _say(error)
+            return exit_codes.INVALID
+        case EntrenarError():
+            _say(error)
+            return exit_codes.FAILED
+    printing.warn_lines("".join(traceback.format_exception(error)).rstrip())
+    _say(f"this is a bug in {options.PROG}: report it, with the lines above")
+    return exit_codes.FAILED
+
+
+def _run(given: argparse.Namespace) -> int:
+    """Run the chosen command. Heavy modules are imported only here, so that `--help` is fast."""
+    if given.command == "coordinator" and given.wire == options.WIRE_2:
+        from entrenar_py.train.service import averaging
+
+        return averaging.run(given.config, insecure=given.insecure)
+    if given.command == "coordinator":
+        from entrenar_py.train.finetune import serving
+        from entrenar_py.train.service import coordinator
+
+        serve = serving.run if serving.is_finetuning(given.config) else coordinator.run
+        return serve(
+            given.config,
+            resume=given.resume,
+            halt_on_spike=given.halt_on_spike,
+            tensorboard=given.tensorboard,
+        )
+    if given.command == "worker":
+        from entrenar_py.train.finetune import joining
+        from entrenar_py.train.service import worker
+
+        return worker.run(given, joining.obtain)
+    if given.command == options.WATCH:
+        from entrenar_py.check.watch import watching
+
+        return watching.run(given)
+    if given.command in ("finetune", "plan", "infer", "merge", "eval"):
+        from entrenar_py.train.finetune import cli
+
+        return cli.run(given)
+    if given.command == pipeline_options.NAME:
+        from entrenar_py.train.finetune import cli
+
+        return cli.pipeline(given)
+    if given.command == distill_options.NAME:
+        from entrenar_py.train.finetune import cli
+
+        return cli.distill(given)
+    if given.command == "doctor":
+        from entrenar_py.check.doctor import visit
+
+        visit.run(given.json, clauses=given.clauses, color=not given.no_color)
+        return exit_codes.DONE
+    from entrenar_py.train.service import ledger_verification
+
+    return ledger_verification.verify(given.path, replay=given.replay)
+
+
+def _say(message: object) -> None:
+    printing.warn(f"{options.PROG}: {message}")

@@ -1,0 +1,262 @@
+"""The work of one worker: it takes over a state, computes shards, makes steps, and records them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from entrenar_py.compute import Stepping
+from entrenar_py.shared import faults, trace, updates
+from entrenar_py.shared.errors import ProtocolError
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.train.arithmetic import blocks, engine, reduction, sharding, state
+from entrenar_py.train.arithmetic.tensors import Workload
+from entrenar_py.train.arithmetic.vectors import GivenVectors
+from entrenar_py.train.coordinator import models, reduction_measures, topology
+from entrenar_py.train.coordinator.exchanges import Held, RingExchange, TreeExchange
+from entrenar_py.train.coordinator.replicas import Replicas, Worker
+from entrenar_py.train.wire.frames import Buffer, new_room
+from entrenar_py.train.wire.messages import (
+    Applied,
+    Assign,
+    Average,
+    Message,
+    NonFinite,
+    Partial,
+    State,
+    TreeNode,
+    Weights,
+    Welcome,
+)
+
+
+class Member(Replicas):
+    """One worker of a run whose other workers live elsewhere; `load` sets its `rank`."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        backend_of: Callable[[int], Stepping] | None = None,
+        workload: Workload | None = None,
+    ) -> None:
+        super().__init__(scenario, backend_of, workload)
+        self.rank = -1
+        self.nodes: dict[tuple[int, int], reduction.Node] = {}  # of this step, computed here
+        self.held = Held(self.layout.num_elements)
+        self._exchange: TreeExchange | RingExchange | None = None
+        if (kind := topology.of(scenario).exchange) is not None:
+            num_shards = scenario.num_shards
+            self._exchange = kind(self.held, self.nodes, num_shards=num_shards, scale=self.scale)
+        self._shards: list[sharding.Ids] = []
+        self._comes: type[Average | Weights] = Weights if updates.by_server(scenario) else Average
+        self._sizes = self.sizes()
+        self._step = 0
+        self._applied: tuple[int, bytes] | None = None  # the last step made, and its payload
+        self._suffered: set[Fault] = set()  # faults that have struck
+
+    @property
+    def exchange(self) -> TreeExchange | RingExchange:
+        """The adder of what other workers send, in a mesh or a ring; a star's worker has none."""
+        assert self._exchange is not None, "nobody else sends anything in a star"
+        return self._exchange
+
+    def sizes(self) -> dict[type[Message], int]:
+        """Return the largest payload, in bytes, that a message of each kind may have."""
+        state_bytes = state.num_bytes(self.workload.specs, updates.held(self.scenario))
+        kinds = (self._comes, *(self._exchange.carriers if self._exchange is not None else ()))
+        return {Welcome: state_bytes, **dict.fromkeys(kinds, self.vector_bytes)}
+
+    def require(self, message: Message, payload: Buffer) -> None:
+        """Raise ProtocolError unless `message` is possible here and its payload is complete."""
+        due = self._sizes.get(type(message), 0)
+        if isinstance(message, Welcome) and message.blocks > self.layout.num_elements:
+            most = self.layout.num_elements
+            raise ProtocolError(f"Welcome blocks={message.blocks}: use 1 to {most}")
+        if isinstance(message, Average | Weights) and not isinstance(message, self._comes):
+            raise ProtocolError(
+                f"{type(message).__name__}: this run's coordinator sends {self._comes.__name__}"
+            )
+        if isinstance(message, Average | Weights | TreeNode | Partial):
+            known = message.block < self.held.blocks.count
+            due = self.held.blocks.num_bytes(message.block) if known else due
+        if len(payload) != due:
+            raise ProtocolError(
+                f"{type(message).__name__} with a payload of {len(payload)} bytes: expected {due}"
+            )
+        if isinstance(message, Assign):
+            shards, all_shards = set(message.shards), range(self.scenario.num_shards)
+            if len(shards) < len(message.shards) or not shards.issubset(all_shards):
+                raise ProtocolError(
+                    f"Assign shards={message.shards}: use each once, of 0 to {all_shards[-1]}"
+                )
+        if isinstance(message, Average | Weights):
+            weight, loss = message.weight, message.loss
+            if not (0 < weight < math.inf and math.isfinite(loss)):
+                name = type(message).__name__
+                raise ProtocolError(f"{name} {weight=} {loss=}: use finite numbers, a weight > 0")
+        if isinstance(message, TreeNode | Partial):
+            self.require_sum(message)
+
+    def room(self, message: Message, num_bytes: int) -> memoryview:
+        """Return memory for the payload of `message`, which may never arrive completely.
+
+        It is the payload's final place where possible.
+        """
+        if isinstance(message, TreeNode) and isinstance(self._exchange, TreeExchange):
+            return self._exchange.room(num_bytes)
+        if not isinstance(message, self._comes) or message.step != self._step:
+            return new_room(message, num_bytes)
+        # A payload of another size is refused by `require`, when it is read.
+        if self.held.lacks(message) and self.held.blocks.num_bytes(message.block) == num_bytes:
+            return blocks.payload_of(self.held.part(message.block))
+        return new_room(message, num_bytes)
+
+    def load(self, welcome: Welcome, payload: Buffer) -> None:
+        """Take over the state before `welcome.step`; raise ProtocolError if it does not fit."""
+        self.rank = welcome.rank
+        self.recorder.drain()  # events of an earlier session
+        self._applied = None
+        worker = self.take_over(self.rank, payload)
+        self.workers = {self.rank: worker}
+        self.nodes.clear()
+        self.held.begin(welcome.blocks)
+        if self._exchange is not None:
+            self._exchange.clear()
+        self._step = welcome.step
+        self._cut()
+        self.record_start(worker, welcome.step, resumed=welcome.resumed)
+
+    def work(self, step: int, shards: Sequence[int]) -> list[TreeNode] | NonFinite:
+        """Compute `shards` of `step`; return every block of their tree nodes, in sending order.
+
+        If a shard is not finite, return a NonFinite for the first such shard instead.
+        """
+        worker, leaves = self.workers[self.rank], []
+        for shard in shards:
+            ids = self._shards[shard]
+            leaf = self.compute(worker, step, shard, ids)
+            halt = self.guard(leaf, worker, step, shard, ids)
+            if halt is not None:
+                return self._problem(halt, leaf)
+            self._go_wrong(leaf, step, len(ids))
+            leaves.append(leaf)
+        nodes = reduction.fold(leaves, self.scenario.num_shards)
+        self.nodes.update({(node.level, node.index): node for node in nodes})
+        return self.named(step, nodes)
+
+    def named(self, step: int, nodes: Sequence[reduction.Node]) -> list[TreeNode]:
+        """Return the messages of all blocks of `nodes`, in sending order."""
+        return [
+            TreeNode(
+                step=step,
+                round=0,
+                block=block,
+                level=node.level,
+                index=node.index,
+                loss=node.loss,
+                weight=node.weight,
+            )
+            for block in self.held.blocks.order()
+            for node in nodes
+        ]
+
+    def _go_wrong(self, leaf: reduction.Node, step: int, count: int) -> None:
+        """Corrupt `leaf` if the scenario plans that; its correct gradient is already recorded.
+
+        `count` is the number of samples in the shard.
+        """
+        for fault in self.scenario.faults:
+            if fault.kind not in faults.SILENT or fault.rank != self.rank:
+                continue
+            assert fault.step is not None, "faults.NEEDED has it"
+            assert fault.value is not None, "faults.NEEDED has it"
+            lasting = fault.kind == "corrupt_worker"
+            once = (fault.step, fault.shard) == (step, leaf.index) and fault not in self._suffered
+            if (step >= fault.step) if lasting else once:
+                self._suffered.add(fault)
+                tensor, element = models.place_of(fault, self.workload)
+                wrong = float(fault.value) * max(count, 1) * self.scale
+                leaf.vector[self.layout.trainable[tensor].start + element] = wrong
+                self.record_fault(fault, step, self.rank, leaf.index)
+
+    def hold(self, message: Average | Weights, payload: Buffer) -> None:
+        """Keep a block of the averaged gradient, or of new weights, until its step is made."""
+        self.held.hold(message, payload)
+
+    def regroup(self, number: int) -> None:
+        """Forget what has arrived for the current step; round `number` begins, or starts over."""
+        self.exchange.clear()
+        self.held.regroup(number)
+
+    def make_held(self, step: int) -> None:
+        """Make `step` with the averaged gradient, or the new weights, that arrived."""
+        self._step = step + 1
+        worker = self.workers[self.rank]
+        if self._comes is Weights:
+            self.recorder.emit(self._use(worker, step))
+        else:
+            average = self.averaged(self.held.vector, *self.held.total)
+            self.recorder.emit(self.make(worker, step, average))
+            if isinstance(self.workload, GivenVectors):
+                ids, mean = self.batch(), self.held.vector
+                self.recorder.emit(
+                    reduction_measures.reduced(step, self.rank, mean, self.workload, ids)
+                )
+        self.nodes.clear()
+        self.held.there.clear()
+        self.advance(sum(map(len, self._shards)))
+        self._cut()
+
+    def _use(self, worker: Worker, step: int) -> trace.Update:
+        """Take over the new weights; return an Update with what a worker knows of the step."""
+        worker.replica.copy_from(self.held.vector)
+        loss, weight = self.held.total
+        state_now = self.state(worker)
+        return trace.Update(
+            step=step,
+            rank=worker.rank,
+            loss=loss / weight,
+            weight=weight,
+            learning_rate=self.rate(),
+            finite=engine.non_finite(worker.replica.parameters) is None,
+            weights=state_now["weights"],
+            optimizer=state_now["optimizer"],
+            buffers=state_now["buffers"],
+        )
+
+    def payload(self, message: Message) -> Buffer:
+        """Return the payload of `message`: a block, a state, or the events not yet sent."""
+        match message:
+            case TreeNode():
+                vector = self.nodes[message.level, message.index].vector
+                return blocks.payload_of(vector[self.held.blocks.part(message.block)])
+            case Partial() if isinstance(self._exchange, RingExchange):
+                return blocks.payload_of(self._exchange.passing[message.block].vector)
+            case Average():
+                return blocks.payload_of(self.held.part(message.block))
+            case State():
+                return self.dump(self.workers[self.rank])
+            case Applied() if self._applied is not None and self._applied[0] == message.step:
+                return self._applied[1]  # sent again after a connection broke
+            case Applied():
+                self._applied = message.step, trace.dump_events(self.recorder.drain())
+                return self._applied[1]
+        return trace.dump_events(self.recorder.drain()) if message.carries == "events" else b""
+
+    def _cut(self) -> None:
+        """Cut the next batch into its logical shards."""
+        self._shards = sharding.cut(self.batch(), self.scenario.num_shards)
+
+    def _problem(self, halt: trace.Halt, leaf: reduction.Node) -> NonFinite:
+        assert halt.shard is not None
+        place = engine.non_finite(leaf.vector)
+        tensor, element = (None, None) if place is None else self.layout.locate(place)
+        return NonFinite(
+            step=halt.step,
+            shard=halt.shard,
+            tensor=tensor,
+            element=element,
+            loss=leaf.loss,
+            ids=halt.ids,
+        )

@@ -1,0 +1,364 @@
+"""The workers of one run in this process: their shards, their steps, and the record of both.
+
+Every system that trains by logical shards and the tree uses this module. Communication between
+workers is left to the system.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from entrenar_py.compute import Stepping
+from entrenar_py.shared import faults, trace, updates
+from entrenar_py.shared.errors import ProtocolError
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.train.arithmetic import (
+    checkpoint,
+    dropout,
+    engine,
+    layout,
+    optimizer,
+    reduction,
+    schedule,
+    sharding,
+    state,
+)
+from entrenar_py.train.arithmetic.state import Buffer
+from entrenar_py.train.arithmetic.tensors import Array, Workload
+from entrenar_py.train.coordinator import models
+from entrenar_py.train.coordinator.devices import Devices
+from entrenar_py.train.coordinator.recorder import Recorder
+from entrenar_py.train.wire.messages import Partial, TreeNode
+from entrenar_py.train.wire.terms import Terms
+
+
+@dataclass
+class Worker:
+    """One worker: its replica and its optimizer state."""
+
+    rank: int
+    replica: engine.Engine
+    state: optimizer.State
+
+    @property
+    def checkpoint(self) -> dict[str, Array]:
+        """The tensors and the optimizer's state, not copied, by their names in a checkpoint."""
+        return checkpoint.as_arrays(tensors=self.replica.arrays, optimizer=self.state)
+
+    def follow(self, other: Worker) -> None:
+        """Copy from `other` everything that training changes."""
+        self.replica.parameters[:] = other.replica.parameters
+        for name, buffer in other.replica.buffers.items():
+            self.replica.buffers[name][...] = buffer
+        for name, moments in other.state.items():
+            self.state[name][:] = moments
+
+
+@dataclass(frozen=True, kw_only=True)
+class Average:
+    """One step's average: `mean` is the averaged vector, `clipped` the gradient in it, clipped.
+
+    `loss` is the batch's summed loss divided by its `weight`, and `rate` the learning rate.
+    `norm` is the gradient's L2 norm before clipping.
+    """
+
+    mean: Array
+    loss: float
+    weight: float
+    rate: float
+    clipped: Array
+    norm: float
+    recorded: Callable[[], trace.Tensors]
+
+    @cached_property
+    def applied_norm(self) -> float:
+        """The L2 norm of `clipped`, computed when this is first asked for."""
+        gradient = self.mean[: len(self.clipped)]
+        is_same = np.shares_memory(gradient, self.clipped)
+        return self.norm if is_same else optimizer.norm_l2(self.clipped)
+
+    @cached_property
+    def record(self) -> trace.Tensors:
+        """The gradient before clipping, recorded when this is first asked for."""
+        return self.recorded()
+
+
+class Replicas:
+    """The workers in this process, the position in the data, and the record of both."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        backend_of: Callable[[int], Stepping] | None = None,
+        workload: Workload | None = None,
+    ) -> None:
+        """`backend_of` returns a rank's backend; by default the one that the scenario names.
+
+        So is the `workload`.
+        """
+        self.scenario = scenario
+        self.recorder = Recorder(scenario)
+        self.devices = Devices(scenario, self.recorder)
+        self.backend_of: Callable[[int], Stepping] = backend_of or self.devices.of
+        self.workload = workload or models.model_of(scenario)
+        self.layout = layout.Layout(self.workload.specs)
+        self.rule = optimizer.Rule(scenario.optimizer, scenario.weight_decay, self.layout.decayed)
+        self.scale = engine.scale_of(self.workload.weight_max * scenario.batch_size)
+        self.position = sharding.Position()
+        self.schedule_step = 0
+        self.workers: dict[int, Worker] = {}
+        self._visit: tuple[int, sharding.Ids] | None = None
+
+    @property
+    def terms(self) -> Terms:
+        """Digests of run, manifest and data, on which all processes of a run must agree."""
+        return Terms(
+            run=self.scenario.digest,
+            manifest=self.layout.digest,
+            data=self.workload.data_digest,
+        )
+
+    @property
+    def vector_bytes(self) -> int:
+        """The size in bytes of the flat vector that is reduced."""
+        return 4 * self.layout.num_elements
+
+    def initial(self) -> dict[str, Array]:
+        """Return the tensors with which every replica starts."""
+        return self.workload.initial(self.scenario.rng("initial"))
+
+    def batch(self) -> sharding.Ids:
+        """Return the sample ids of the next step."""
+        return sharding.batch(self._order(), self.position, self.scenario.batch_size)
+
+    def advance(self, drawn: int) -> None:
+        """Move the position and the schedule past a step that used `drawn` samples."""
+        self.position = sharding.advance(self.position, drawn, self.scenario.num_samples)
+        self.schedule_step += 1
+
+    def compute(self, worker: Worker, step: int, shard: int, ids: sharding.Ids) -> reduction.Node:
+        rate = self.scenario.dropout
+        draws = rate or self.workload.draws
+        drop = dropout.Dropout(rate, self.scenario.rng("dropout", step, shard)) if draws else None
+        vector, loss, weight = worker.replica.shard(
+            ids,
+            accumulation=self.scenario.accumulation,
+            drop=drop or dropout.none,
+        )
+        loss = self.inject(vector, loss, worker, step, shard, len(ids))
+        self.recorder.emit(
+            trace.Shard(
+                step=step,
+                epoch=self.position.epoch,
+                rank=worker.rank,
+                shard=shard,
+                ids=tuple(ids),
+                loss_sum=loss,
+                weight=weight,
+                finite=engine.non_finite(vector) is None and math.isfinite(loss),
+                draws=drop.digest() if drop else None,
+                gradient=self.recorder.slices(vector, self.layout.trainable),
+            )
+        )
+        return reduction.Node(0, shard, vector, loss, weight)
+
+    def guard(
+        self, leaf: reduction.Node, worker: Worker, step: int, shard: int, ids: sharding.Ids
+    ) -> trace.Halt | None:
+        """Return a Halt that names the place of a non-finite value in `leaf`, or None."""
+        place = engine.non_finite(leaf.vector)
+        if place is None and math.isfinite(leaf.loss):
+            return None
+        tensor, element = self.layout.locate(place) if place is not None else (None, None)
+        what = f"gradient {tensor}[{element}]" if tensor else f"loss {leaf.loss}"
+        return trace.Halt(
+            step=step,
+            reason=f"non-finite {what} on worker {worker.rank}, step {step}, shard {shard}: "
+            "training halted before any update",
+            rank=worker.rank,
+            shard=shard,
+            tensor=tensor,
+            ids=tuple(ids),
+        )
+
+    def averaged(self, mean: Array, loss: float, weight: float) -> Average:
+        """Return what every worker's step needs: `mean`, and the gradient in it after clipping.
+
+        `loss` is the batch's summed loss, not yet divided by the batch's `weight`.
+        """
+        gradient = mean[: self.layout.num_trainable]
+        norm = optimizer.norm_l2(gradient)
+        clipped = optimizer.clip(gradient, norm, self.scenario.clip_norm)
+        return Average(
+            mean=mean,
+            loss=loss / weight,
+            weight=weight,
+            rate=self.rate(),
+            clipped=clipped,
+            norm=norm,
+            recorded=lambda: self.recorder.slices(gradient, self.layout.trainable),
+        )
+
+    def rate(self) -> float:
+        """Return the learning rate of the next step."""
+        return schedule.learning_rate(
+            self.schedule_step,
+            peak=self.scenario.learning_rate,
+            kind=self.scenario.schedule,
+            warmup_steps=self.scenario.warmup_steps,
+            num_steps=self.scenario.num_steps,
+        )
+
+    def move(self, worker: Worker, average: Average) -> None:
+        """Step one worker's replica with `average`."""
+        replica = worker.replica
+        optimizer.step(self.rule, replica.parameters, average.clipped, worker.state, average.rate)
+        replica.average_buffers(average.mean)
+
+    def make(self, worker: Worker, step: int, average: Average) -> trace.Update:
+        """Step one worker's replica with `average`, and return the event that records the step."""
+        self.move(worker, average)
+        replica = worker.replica
+        return trace.Update(
+            step=step,
+            rank=worker.rank,
+            loss=average.loss,
+            weight=average.weight,
+            learning_rate=average.rate,
+            rates={},
+            finite=engine.non_finite(replica.parameters) is None,
+            gradient=average.record,
+            grad_norm=average.norm,
+            applied_norm=average.applied_norm,
+            **self.state(worker),
+        )
+
+    def apply(self, step: int, total: reduction.Node) -> None:
+        """Average and clip `total` once; step every worker's replica with it and record that."""
+        mean = optimizer.mean(total.vector, total.weight * self.scale)
+        average = self.averaged(mean, total.loss, total.weight)
+        for worker in self.workers.values():
+            self.recorder.emit(self.make(worker, step, average))
+
+    def inject(
+        self, vector: Array, loss: float, worker: Worker, step: int, shard: int, count: int
+    ) -> float:
+        for fault in self.scenario.faults:
+            if fault.kind not in faults.PLANTED or fault.step != step:
+                continue
+            if fault.shard not in (None, shard):
+                continue
+            if fault.rank not in (None, worker.rank):
+                continue
+            assert fault.value is not None, "faults.NEEDED has it"
+            value, tensor = float(fault.value), None
+            if fault.kind == "non_finite_loss":
+                loss = value
+            else:
+                tensor, element = models.place_of(fault, self.workload)
+                times = count * self.scale if fault.kind == "huge_gradient" else 1.0
+                vector[self.layout.trainable[tensor].start + element] = value * times
+            named = None if fault.tensor else tensor
+            self.record_fault(fault, step, worker.rank, shard, tensor=named)
+        return loss
+
+    def new_worker(self, rank: int, tensors: Mapping[str, Array]) -> Worker:
+        """Return a worker with a copy of `tensors` and zeros as its optimizer state."""
+        backend = self.backend_of(rank)
+        replica = engine.Engine(self.workload, backend, tensors, scale=self.scale)
+        zeros = optimizer.initial_state(self.scenario.optimizer, self.layout.num_trainable)
+        return Worker(rank, replica, zeros)
+
+    def dump(self, worker: Worker) -> Buffer:
+        """Return a worker's whole state as bytes: progress, tensors, moments (`training.state`)."""
+        stands = state.Progress(position=self.position, schedule_step=self.schedule_step)
+        specs, kind = self.workload.specs, updates.held(self.scenario)
+        return state.dump(specs, kind, stands, worker.replica.arrays, worker.state)
+
+    def take_over(self, rank: int, payload: Buffer) -> Worker:
+        """Return worker `rank` with the state in `payload`, and set this run's progress from it.
+
+        Raises ProtocolError if the state does not fit this run.
+        """
+        specs, kind = self.workload.specs, updates.held(self.scenario)
+        self.require_progress(payload)
+        progress, tensors, moments = state.load(specs, kind, payload)
+        self.position, self.schedule_step = progress.position, progress.schedule_step
+        worker = self.new_worker(rank, tensors)
+        worker.state = moments
+        return worker
+
+    def require_progress(self, payload: Buffer) -> None:
+        """Raise ProtocolError if the state in `payload` is at a position past the last sample."""
+        position = state.progress_of(payload).position
+        if position.offset >= self.scenario.num_samples:
+            raise ProtocolError(f"a state at {position}: no sample has that offset")
+
+    def require_sum(self, message: TreeNode | Partial) -> None:
+        """Raise ProtocolError unless `message` has a possible weight and a finite loss."""
+        weight, loss = message.weight, message.loss
+        most = self.workload.weight_max * self.scenario.batch_size
+        if not (0 <= weight <= most and math.isfinite(loss)):
+            raise ProtocolError(
+                f"{type(message).__name__} {weight=} {loss=}: "
+                f"use 0 to {most}, and a finite loss (NonFinite reports others)"
+            )
+
+    def _order(self) -> sharding.Ids:
+        """Return the order of the samples in the current epoch."""
+        epoch = self.position.epoch
+        if self._visit is None or self._visit[0] != epoch:
+            rng = self.scenario.rng("order", epoch)
+            self._visit = epoch, sharding.order(self.scenario.num_samples, rng)
+        return self._visit[1]
+
+    def progress(self, step: int) -> dict[str, Any]:
+        return {
+            "step": step,
+            "schedule_step": self.schedule_step,
+            "epoch": self.position.epoch,
+            "offset": self.position.offset,
+        }
+
+    def state(self, worker: Worker) -> dict[str, Any]:
+        """Return records of a worker's weights, optimizer state and buffers."""
+        return {
+            "weights": self.recorder.tensors(worker.replica.weights),
+            "optimizer": self.recorder.tensors(worker.state),
+            "buffers": self.recorder.tensors(worker.replica.buffers),
+        }
+
+    def record_start(self, worker: Worker, step: int, resumed: bool = False) -> None:
+        specs = self.workload.specs
+        self.recorder.emit(
+            trace.Start(
+                step=step,
+                rank=worker.rank,
+                trainable=tuple(spec.name for spec in specs if spec.role == "trainable"),
+                frozen=tuple(spec.name for spec in specs if spec.role == "frozen"),
+                decayed=tuple(spec.name for spec in specs if spec.decayed),
+                progress=self.progress(step),
+                resumed=resumed,
+                **self.state(worker),
+            )
+        )
+
+    def record_fault(
+        self,
+        fault: Fault,
+        step: int,
+        rank: int | None = None,
+        shard: int | None = None,
+        tensor: str | None = None,
+    ) -> None:
+        rank = fault.rank if rank is None else rank
+        self.recorder.emit(
+            trace.Injected(fault=fault.to_dict(), step=step, rank=rank, shard=shard, tensor=tensor)
+        )

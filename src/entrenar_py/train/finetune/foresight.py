@@ -1,0 +1,142 @@
+"""Looks at a run before it begins: unusual hyper-parameters, and memory that does not suffice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.untrusted import printing
+from entrenar_py.train.finetune import remarks, staffing
+from entrenar_py.train.model import fitting, hyper_parameters
+from entrenar_py.train.model.hyper_parameters import Facts, Rows
+from entrenar_py.train.model.prepared import Prepared
+from entrenar_py.train.model.settings import Settings
+from entrenar_py.train.plan import plan, room
+from entrenar_py.train.plan.devices import Device
+from entrenar_py.train.plan.shape import Shape
+
+_BANDWIDTH = 1e9  # any: only memory is looked at
+
+
+def look(path: Path, prepared: Prepared, names: Sequence[str]) -> None:
+    """Print what is unusual in the configuration at `path`; refuse a run that does not fit.
+
+    Workers compute on the backends `names`, in turns. A model whose memory can't be foreseen is
+    said to be so, and runs. Raises ContractError for values that can't train anything, and
+    UsageError for a device with too little memory.
+    """
+    devices, places = room.of_backends(names, prepared.settings.devices), list(dict.fromkeys(names))
+    _look(path, prepared, devices, "star", turns=[places.index(name) for name in names])
+
+
+def workers_that_fit(prepared: Prepared, most: int) -> int:
+    """Return how many workers, at most `most`, the CPU's memory has room for; 1 if that is unknown.
+
+    A run of one that does not fit is refused by `look`.
+    """
+    return _fitting(prepared.settings, most, longest=_longest(prepared))
+
+
+def planned(settings: Settings, devices: Sequence[Device], *, longest: int | None) -> Settings:
+    """Return settings with the workers that a run starts on this machine's CPU, if that is all.
+
+    `longest` is the number of tokens of the longest row, None if rows were not read.
+    """
+    if settings.workers is not None or any(one.kind != "cpu" for one in devices):
+        return settings
+    most = staffing.busy(staffing.num_cores(), settings.training.num_shards)
+    return replace(settings, workers=_fitting(settings, most, longest=longest))
+
+
+def _fitting(settings: Settings, most: int, *, longest: int | None) -> int:
+    devices = room.of_backends(("cpu",), settings.devices)
+    run = plan.of(settings, devices, longest=longest, bandwidth=_BANDWIDTH)
+    for number in range(most, 1, -1):
+        try:
+            room.require(replace(run, settings=replace(settings, workers=number)))
+        except UsageError:
+            continue
+        return number
+    return 1
+
+
+def look_as_ranks(
+    path: Path,
+    prepared: Prepared,
+    *,
+    names: Sequence[str],
+    num_ranks: int,
+    num_hosts: int,
+    free: Sequence[int] = (),
+) -> None:
+    """Do what `look` does for `num_ranks` ranks of torchrun, as many on each of `num_hosts`.
+
+    On this host they compute on `names` in turns. Others are taken to have the same devices. With
+    `free` each rank has a GPU of its own, and so many bytes left there.
+    """
+    settings = replace(prepared.settings, workers=num_ranks)
+    assert settings.strategy is not None, "ranks of torchrun have one"
+    if free and not settings.devices:
+        devices = [
+            Device(name=names[rank % len(names)], kind="cuda", memory=num_bytes)
+            for rank, num_bytes in enumerate(free)
+        ]
+    else:
+        devices = num_hosts * room.of_backends(names, settings.devices)
+    _look(path, replace(prepared, settings=settings), devices, settings.strategy)
+
+
+def remark(path: Path, prepared: Prepared, shape: Shape | None = None) -> None:
+    """Print what is unusual in the configuration at `path`, with a model of `shape`.
+
+    Raises ContractError for values that can't train anything.
+    """
+    settings, rows = prepared.settings, hyper_parameters.rows_of(prepared)
+    number = (shape or Shape(settings)).num_parameters
+    remarks.show(path, Facts(settings=settings, num_parameters=number, rows=rows))
+
+
+def _look(
+    path: Path,
+    prepared: Prepared,
+    devices: Sequence[Device],
+    strategy: str,
+    turns: Sequence[int] = (),
+) -> None:
+    run = plan.of(
+        prepared.settings,
+        devices,
+        longest=_longest(prepared),
+        bandwidth=_BANDWIDTH,
+        turns=turns,
+    )
+    remark(path, prepared, run.shape)
+    try:
+        plan.rehearse(run, strategy)
+    except UsageError as error:
+        printing.warn(f"{room.RULE} is not looked at: {error}")
+        return
+    room.require(run, strategy)
+
+
+def rows_and_longest(settings: Settings) -> tuple[Rows | None, int | None]:
+    """Return what rules look at in the rows, and the longest; None for rows that can't be read.
+
+    Needs no weights. Raises UsageError for a model that is not there.
+    """
+    from entrenar_py.train.model import prepared as preparing
+
+    fitting.require_config(settings.model)
+    try:
+        prepared = preparing.prepare(settings, needs_weights=False)
+    except UsageError as error:
+        first = str(error).splitlines()[0]
+        printing.warn(f"rows are not looked at, and taken for data.max_tokens long: {first}")
+        return None, None
+    return hyper_parameters.rows_of(prepared), _longest(prepared)
+
+
+def _longest(prepared: Prepared) -> int:
+    return max(prepared.train.length(index) for index in range(len(prepared.train)))

@@ -1,0 +1,249 @@
+"""`entrenar finetune`: coordinator and workers on this machine, a process each."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import signal
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from entrenar_py import compute as backends
+from entrenar_py.shared.errors import SystemFailure, UsageError
+from entrenar_py.shared.untrusted import printing
+from entrenar_py.train.distill import student
+from entrenar_py.train.finetune import (
+    export,
+    foresight,
+    rows_read,
+    settings_file,
+    staffing,
+    stage_problems,
+    worker_process,
+)
+from entrenar_py.train.finetune import task as tasks
+from entrenar_py.train.model import prepared as preparing
+from entrenar_py.train.model.prepared import Prepared
+from entrenar_py.train.model.settings import Distillation, Settings
+from entrenar_py.train.service import coordinator, exit_codes, memory_peak
+from entrenar_py.train.service.address import Address
+from entrenar_py.train.service.config import Checkpoint, Config
+from entrenar_py.train.service.memory_peak import Memory
+from entrenar_py.train.wire.terms import Timing
+from entrenar_py.train.wire_io.processes import Crew, Hand
+
+LOOPBACK = Address("127.0.0.1", 0)
+SECRET_BYTES = 32
+LOOK_EVERY_S = 0.5
+DEATHS_MAX = 4  # of one worker, which then stays away
+
+
+def train(
+    path: Path,
+    *,
+    resume: bool,
+    names: Sequence[str] = ("cpu",),
+    halt_on_spike: bool = False,
+    tensorboard: Path | None = None,
+    follow: bool | None = None,
+) -> int:
+    """Train as the configuration at `path` says; return the exit code.
+
+    Workers compute on the backends called `names` in turns, and there is one for each of them at
+    least. On the CPU alone there are as many as its cores, the shards and the memory allow, unless
+    the configuration says how many. `halt_on_spike` and `tensorboard` are as in `Task`. `follow`
+    says whether a student waits for its teacher's shards, None: as the configuration says. Raises
+    ContractError and UsageError for a problem found before the run begins, and BackendUnavailable
+    for a device that is missing or does not start.
+    """
+    settings = _following(settings_file.load(path), follow)
+    stage_problems.require_other(settings, path, "entrenar finetune")
+    if settings.strategy is not None:
+        raise UsageError(
+            f"{path}: strategy={settings.strategy} is for ranks of torchrun: start torchrun "
+            f"--nproc_per_node=N -m entrenar_py.finetune {path}, or leave strategy out"
+        )
+    export.require_own(settings)
+    coordinator.require_intended(settings.output / tasks.CHECKPOINT, resume=resume)
+    if (
+        max(settings.num_workers, len(names)) > settings.training.num_shards
+    ):  # else the file's reader has refused it
+        raise UsageError(
+            f"--backend={','.join(names)}: {path} has training.num_shards="
+            f"{settings.training.num_shards}, so a worker would have no shard; use num_shards >= "
+            f"{len(names)}, or fewer backends"
+        )
+    devices = _opened(names)
+    prepared = preparing.prepare(settings)
+    settings = prepared.settings
+    rows_read.say(prepared)
+    num_workers, limit = _staff(prepared, names, resume=resume)
+    settings = replace(settings, workers=num_workers)
+    prepared = replace(prepared, settings=settings)
+    foresight.look(path, prepared, names)
+    workload = student.workload(prepared)
+    rows_read.say_teacher(workload)
+    rows_read.say_warnings()
+    output = export.make_folder(prepared)
+    config = Config(
+        scenario=preparing.scenario(settings, workload),
+        listen=LOOPBACK,
+        secret=secrets.token_bytes(SECRET_BYTES),
+        context=None,
+        wait_for=num_workers,
+        timing=Timing(),
+        checkpoint=Checkpoint(
+            path=output / tasks.CHECKPOINT, every_steps=settings.checkpoint_every
+        ),
+        metrics=output / tasks.METRICS,
+        ledger=output / tasks.LEDGER,
+    )
+    for rank in range(num_workers):
+        name = names[rank % len(names)]
+        printing.say(f"worker {rank}: {name} ({devices[name]})")
+    if "cpu" in names:
+        num_shards = settings.training.num_shards
+        printing.say(staffing.remark(num_workers, num_shards=num_shards, limit=limit))
+    with (
+        closing(_Workers(settings, config, names)) as workers,
+        tasks.opened(
+            prepared,
+            workload,
+            scenario=config.scenario,
+            device=_device(names),
+            listening=workers.start,
+            memory=workers.memory,
+            halt_on_spike=halt_on_spike,
+            tensorboard=tensorboard,
+        ) as task,
+    ):
+        code = coordinator.serve(config, task, resume=resume)
+        # Nobody stopped it: what the workers lacked has to be mended before it goes on.
+        is_given_up = code == exit_codes.STOPPED and workers.are_gone
+        return exit_codes.WRONG if is_given_up else code
+
+
+def _staff(prepared: Prepared, names: Sequence[str], *, resume: bool) -> tuple[int, str]:
+    """Return the number of workers, and why more cores than that are not used."""
+    settings = prepared.settings
+    most = staffing.busy(staffing.num_cores(), settings.training.num_shards)
+    if settings.workers is not None or tuple(names) != ("cpu",):
+        chosen = max(settings.num_workers, len(names))
+        return chosen, f"workers: {most} would use more of them, with the same bits"
+    if resume and (begun := staffing.begun_with(settings.output / tasks.LEDGER)):
+        return begun, "the run began with so many workers"
+    return foresight.workers_that_fit(prepared, most), "this machine has no memory for more workers"
+
+
+def _following(settings: Settings, follow: bool | None) -> Settings:
+    """Return the settings, with what the command line says of shards that are missing."""
+    if settings.distill is None or follow is None or follow is (settings.distill.wait_s > 0):
+        return settings
+    wait_s = Distillation.wait_s if follow else 0.0
+    return replace(settings, distill=replace(settings.distill, wait_s=wait_s))
+
+
+def _device(names: Sequence[str]) -> torch.device:
+    """Return what validation rows are scored on: a GPU of torch if a worker has one, or the CPU."""
+    return torch.device(next((name for name in names if name.startswith("cuda")), "cpu"))
+
+
+def _opened(names: Sequence[str]) -> dict[str, str]:
+    """Return the device of each backend, opened once here so that a missing one ends the run."""
+    return {name: backends.open_backend(name).device for name in dict.fromkeys(names)}
+
+
+class _Workers:
+    """The worker processes, one for each rank. One that dies is started again, some times."""
+
+    def __init__(self, settings: Settings, config: Config, names: Sequence[str]) -> None:
+        self._config, self._names = config, names
+        # Not the file's name: the file may be another one when a worker is started again.
+        self._settings = settings_file.to_text(settings_file.to_record(settings))
+        preload = staffing.preloaded(names)
+        self._crew = Crew(worker_process.main, preload=preload, one_job=True)
+        self._give_up: Callable[[str], None] = lambda _: None
+        self._hands: dict[int, Hand] = {}
+        self._deaths = Counter[int]()
+        self._peaks: dict[int, Memory] = {}
+        self._address = LOOPBACK
+        self.are_gone = False
+
+    def start(self, address: Address, give_up: Callable[[str], None]) -> None:
+        """Start all workers of the coordinator at `address`, and look after them.
+
+        Once all stay away, `give_up` is called with the reason.
+        """
+        self._address, self._give_up = address, give_up
+        for rank in range(self._config.scenario.world_size):
+            self._begin(rank)
+        asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)
+
+    def memory(self) -> Memory:
+        """Return the peak of this process and its workers, as these have told it."""
+        return memory_peak.total([memory_peak.here(), *self._peaks.values()])
+
+    def close(self) -> None:
+        """End all workers."""
+        self._crew.dismiss()
+
+    def _begin(self, rank: int) -> None:
+        job = {
+            "settings": self._settings,
+            "scenario": self._config.scenario.to_dict(),
+            "rank": rank,
+            "backend": self._names[rank % len(self._names)],
+            "host": self._address.host,
+            "port": self._address.port,
+            "secret": self._config.secret.hex(),
+        }
+        self._hands[rank] = self._crew.give(json.dumps(job).encode())
+
+    def _died(self, rank: int, code: int) -> None:
+        self._deaths[rank] += 1
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        if self._deaths[rank] == DEATHS_MAX:
+            self._stay_away(rank, f"worker {rank} died {DEATHS_MAX} times ({how})")
+            return
+        printing.say(f"worker {rank} died ({how}) and is started again")
+        try:
+            self._begin(rank)
+        except SystemFailure as error:  # the next look finds it dead again
+            printing.say(f"worker {rank}: {error}")
+
+    def _stay_away(self, rank: int, why: str) -> None:
+        """Tell that a worker is not started again; end the run if it was the last."""
+        printing.say(f"{why} and stays away")
+        if all(self._deaths[other] == DEATHS_MAX for other in self._hands):
+            self.are_gone = True
+            self._give_up(f"no worker is left: {why}")
+
+    def _look(self) -> None:
+        """Hear the workers' notes, and start those again that died.
+
+        The coordinator has given their shards to others.
+        """
+        for rank, hand in self._hands.items():
+            while hand.pipe.poll() and (note := hand.heard()) is not None:
+                self._peaks[rank] = Memory(*json.loads(note))
+            code = hand.process.exitcode
+            if self._deaths[rank] == DEATHS_MAX:
+                continue
+            if code:
+                self._died(rank, code)
+            elif code == 0 and (reason := _failure(hand)):  # such as rows that changed meanwhile
+                self._deaths[rank] = DEATHS_MAX
+                self._stay_away(rank, f"worker {rank} ended ({reason})")
+        asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)
+
+
+def _failure(hand: Hand) -> str:
+    """Return why the worker's part in the run failed; "" if it didn't, or has not ended."""
+    ended = {} if hand.answer is None else json.loads(hand.answer)
+    return str(ended["reason"]) if ended.get("status") == "failed" else ""

@@ -1,0 +1,398 @@
+"""Reads a configuration: every key is known, in its place and within its limits.
+
+All problems are told at once, each as `file:line:column: error: ...`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, NamedTuple, cast, get_args, get_origin, get_type_hints
+
+from entrenar_py.shared.config import composer
+from entrenar_py.shared.config.fields import Record
+from entrenar_py.shared.config.problems import Problems
+from entrenar_py.shared.config.tree import ListNode, MapNode, Node, ScalarNode, plain
+from entrenar_py.train.finetune import foreign_keys, stage_problems
+from entrenar_py.train.model.settings import BY_SHARDS, LAYER_PIPELINE, WHOLE_LAYERS, Key, Settings
+
+_UNREAD: Any = object()  # the value of a key that has a problem
+_FORM = "a configuration is a mapping (model, task, output, data, ...)"
+_NAMES: Mapping[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    Path: "a path",
+    tuple[str, ...]: "a list of texts",
+    tuple[int, int]: "a list of two whole numbers",
+}
+
+
+class Field(NamedTuple):
+    """A field of a section: its type without `None`, and its default, MISSING if required."""
+
+    name: str
+    kind: Any
+    is_optional: bool
+    default: Any
+    key: Key
+
+    @property
+    def is_section(self) -> bool:
+        """True for a section of its own."""
+        return dataclasses.is_dataclass(self.kind)
+
+    @property
+    def member(self) -> type[Any] | None:
+        """The section that each item of a list is; None for a value of another kind."""
+        members = get_args(self.kind) if get_origin(self.kind) is tuple else ()
+        is_section = bool(members) and dataclasses.is_dataclass(members[0])
+        return cast("type[Any]", members[0]) if is_section else None
+
+    @property
+    def is_required(self) -> bool:
+        """True for a key that has to be given."""
+        return self.default is dataclasses.MISSING
+
+
+def fields_of(section: type[Any]) -> Iterator[Field]:
+    """Yield the fields of a section of `settings`."""
+    hints = get_type_hints(section, include_extras=True)
+    for field in dataclasses.fields(section):
+        kind, key = get_args(hints[field.name])
+        is_optional = isinstance(kind, UnionType)
+        if is_optional:
+            (kind,) = (one for one in get_args(kind) if one is not NoneType)
+        yield Field(field.name, kind, is_optional, field.default, key)
+
+
+def load(path: Path) -> Settings:
+    """Return the configuration at `path`. Relative paths in it start from its folder.
+
+    Raises ContractError with all problems.
+    """
+    problems = Problems()
+    return _settings(read(path, problems), path.parent, problems)
+
+
+def read(path: Path, problems: Problems) -> MapNode | None:
+    """Return the tree of the configuration at `path`; None after reporting why there is none."""
+    return composer.load(path, problems, form=_FORM)
+
+
+def of_text(text: str, name: str) -> Settings:
+    """Return the settings of which `to_text` made `text`.
+
+    Raises ContractError with all problems of another text, which it calls `name`.
+    """
+    problems = Problems()
+    data = text.encode(errors="surrogatepass")  # as JSON from elsewhere may have; a problem, too
+    root = composer.compose(data, name, problems, form=_FORM)
+    return _settings(root, Path(), problems)
+
+
+def _settings(root: MapNode | None, folder: Path, problems: Problems) -> Settings:
+    settings: object = None
+    if root is not None:
+        settings = _Reader(folder, problems).section(Settings, root, "configuration")
+        if isinstance(settings, Settings):
+            _Conflicts(settings, root, problems).tell()
+    problems.settle(strict=True)
+    assert isinstance(settings, Settings), "what can't be read is a problem"
+    return settings
+
+
+def innermost(root: MapNode, keys: Iterable[str]) -> Node:
+    """Return the value of the last of nested `keys` that is given."""
+    node: Node = root
+    for key in keys:
+        if isinstance(node, MapNode) and key in node.fields:
+            node = node.fields[key]
+    return node
+
+
+def to_record(section: Any) -> dict[str, Any]:
+    """Return settings as JSON can hold them, without keys at their defaults; paths are absolute."""
+    record = dict[str, Any]()
+    for field in fields_of(type(section)):
+        value = getattr(section, field.name)
+        if value == field.default:
+            continue
+        if field.is_section:
+            value = to_record(value)
+        elif isinstance(value, Path):
+            value = str(value.absolute())
+        elif field.member is not None:
+            value = [to_record(one) for one in value]
+        record[field.name] = list(value) if isinstance(value, tuple) else value
+    return record
+
+
+def to_text(record: Mapping[str, Any]) -> str:
+    """Return a record of settings as JSON, which `load` and `of_text` read back."""
+    return json.dumps(record, indent=2, ensure_ascii=False)  # YAML knows no pairs of surrogates
+
+
+class _Reader:
+    """Reads sections, each a dataclass of `settings`, from mappings."""
+
+    def __init__(self, folder: Path, problems: Problems) -> None:
+        self._folder, self._problems = folder, problems
+
+    def section(self, kind: type[Any], node: MapNode, what: str) -> Any:
+        """Return the `kind` that `node` describes; `_UNREAD` after reporting its problems."""
+        fields = list(fields_of(kind))
+        record = Record(node, what=what, known=[f.name for f in fields], problems=self._problems)
+        record.warn_unread(read_elsewhere=foreign_keys.tell(record, _own_keys))
+        values = {field.name: self._value(record, field) for field in fields}
+        return _UNREAD if _UNREAD in values.values() else kind(**values)
+
+    def _value(self, record: Record, field: Field) -> Any:
+        node = record.present(field.name)
+        if node is None:
+            if field.is_optional and field.name in record.node.fields:
+                return None
+            if field.is_required:
+                record.error(field.name, f"{field.name} is missing: {field.key.meaning}")
+                return _UNREAD
+            if field.name in record.node.fields and not field.is_section:
+                advice = "it has no value; give one, or leave the key out"
+                record.error(field.name, f"{field.name}: {advice}")
+                return _UNREAD
+            return field.default
+        if field.is_section and isinstance(node, MapNode):
+            return self.section(field.kind, node, field.name)
+        if (member := field.member) is not None and _are_sections(node):
+            found = tuple(
+                self.section(member, cast("MapNode", item), f"{field.name}[{index}]")
+                for index, item in enumerate(cast("ListNode", node).items)
+            )
+            return _UNREAD if _UNREAD in found else found
+        is_nested = field.is_section or field.member is not None
+        value = _UNREAD if is_nested else _converted(node, field.kind, self._folder)
+        if value is _UNREAD:
+            other = "a mapping" if field.member is None else "a list of mappings"
+            advice = f"use {_NAMES.get(field.kind, other)}"
+        else:
+            advice = _advice(value, field.key)
+        if not advice:
+            return value
+        record.error(field.name, f"{field.name}={plain(node)!r}: {advice}")
+        return _UNREAD
+
+
+def _own_keys() -> Mapping[str, list[str]]:
+    """Return the names of the keys of each section; "" is the configuration itself."""
+    kinds = {field.name: field.kind for field in fields_of(Settings) if field.is_section}
+    return {
+        name: [f.name for f in fields_of(kind)] for name, kind in {"": Settings, **kinds}.items()
+    }
+
+
+def _are_sections(node: Node) -> bool:
+    items = node.items if isinstance(node, ListNode) else ()
+    return bool(items) and all(isinstance(item, MapNode) for item in items)
+
+
+def _converted(node: Node, kind: Any, folder: Path) -> Any:
+    """Return the value of `node` as `kind`; `_UNREAD` if it is none."""
+    if kind == tuple[str, ...]:
+        items = node.items if isinstance(node, ListNode) else (node,)
+        texts = [item.text for item in items if isinstance(item, ScalarNode) and item.text]
+        return tuple(texts) if len(texts) == len(items) else _UNREAD
+    if kind == tuple[int, int]:
+        items = node.items if isinstance(node, ListNode) else ()
+        numbers = [item.value for item in items if isinstance(item, ScalarNode)]
+        is_pair = len(items) == len(numbers) == 2 and all(type(one) is int for one in numbers)
+        return tuple(numbers) if is_pair else _UNREAD
+    if not isinstance(node, ScalarNode):
+        return _UNREAD
+    if kind is Path:
+        return _normal(folder / node.text) if node.text and "\0" not in node.text else _UNREAD
+    if kind is str:
+        return node.text
+    if kind is float and not isinstance(node.value, bool):
+        try:
+            return float(node.value)  # also 1e-4, which YAML 1.1 takes for text
+        except (TypeError, ValueError):
+            return _UNREAD
+    return node.value if type(node.value) is kind else _UNREAD
+
+
+def _normal(path: Path) -> Path:
+    """Return `path` without `..`, unless that would be another place, because of a link."""
+    short = Path(os.path.normpath(path))
+    return short if short.resolve() == path.resolve() else path
+
+
+def _advice(value: Any, key: Key) -> str:
+    """Return what to use instead of a value outside of its limits; "" for one within them."""
+    if key.choices and value not in key.choices:
+        return f"use {' or '.join(key.choices)}"
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return ""
+    if math.isinf(value):
+        return "use a finite number"
+    bounds = {">=": key.least, ">": key.above, "<=": key.most, "<": key.below}
+    holds = (  # false for NaN
+        key.least is None or value >= key.least,
+        key.above is None or value > key.above,
+        key.most is None or value <= key.most,
+        key.below is None or value < key.below,
+    )
+    told = " and ".join(f"{sign} {bound:g}" for sign, bound in bounds.items() if bound is not None)
+    return "" if all(holds) else f"use a number {told}"
+
+
+class _Conflicts:
+    """Keys that exclude each other, or that the task or the method does not read."""
+
+    def __init__(self, settings: Settings, root: MapNode, problems: Problems) -> None:
+        self._settings, self._root, self._problems = settings, root, problems
+
+    def tell(self) -> None:
+        """Report each of them at its place."""
+        settings, data, training = self._settings, self._settings.data, self._settings.training
+        self._unread()
+        if data.validation is not None and data.validation_share:
+            self._error("validation and validation_share: give one", "data", "validation_share")
+        if "evaluate_every" in self._root.fields and not data.validates:
+            self._error(
+                "evaluate_every without rows to evaluate on: give data.validation or "
+                "data.validation_share",
+                "evaluate_every",
+            )
+        if settings.adapts and not settings.lora.targets:
+            self._error(
+                "targets is empty: name a layer to adapt, such as q_proj", "lora", "targets"
+            )
+        for problem in foreign_keys.of_targets(settings.lora.targets):
+            self._error(problem, "lora", "targets")
+        labels = settings.classes.labels
+        if settings.task == "classify" and len(labels) < 2:
+            self._error("task: classify needs two classes.labels or more", "classes", "labels")
+        if len(set(labels)) < len(labels):
+            self._error("classes.labels has a class twice; name each once", "classes", "labels")
+        if training.num_shards > training.batch_size:
+            self._error(
+                f"num_shards={training.num_shards} with batch_size={training.batch_size}: a shard "
+                "would have no row; use num_shards <= batch_size",
+                *("training", "num_shards"),
+            )
+        if settings.classes.oversample and settings.classes.weights != "none":
+            self._error(
+                f"weights={settings.classes.weights} with oversample: true: all classes are as "
+                "frequent then, so each weight would be 1; give one of both",
+                *("classes", "weights"),
+            )
+        if "compile" in self._root.fields and settings.compile and settings.recompute != "none":
+            self._error(
+                f"compile: true with recompute: {settings.recompute}: blocks that are computed "
+                "again are not compiled; leave one of both out",
+                "compile",
+            )
+        self._of_distillation()
+        self._of_strategy()
+        is_pipeline = settings.strategy == LAYER_PIPELINE
+        if settings.num_workers > training.num_shards and not is_pipeline:
+            self._error(
+                f"workers={settings.workers} with num_shards={training.num_shards}: a worker would "
+                "have no shard; use workers <= num_shards",
+                "workers",
+            )
+
+    def _of_distillation(self) -> None:
+        """Report what no student can do."""
+        settings = self._settings
+        if settings.distill is None:
+            return
+        if settings.distill.logits is None and settings.distill.text is None:
+            self._error(
+                "distill has neither logits nor text: give the folder of the teacher's shards, or "
+                "the prompts that it is to answer",
+                "distill",
+            )
+        if settings.task == "classify":
+            self._error(
+                "distill with task: classify: a teacher's logits are of next tokens; use task: "
+                "instruct or text",
+                "distill",
+            )
+        if settings.strategy not in (None, *BY_SHARDS):
+            self._error(
+                f"distill with strategy: {settings.strategy}: a student's loss needs the whole "
+                f"model's logits on one device; use {', '.join(BY_SHARDS)}, or none",
+                "strategy",
+            )
+
+    def _of_strategy(self) -> None:
+        """Report keys that a strategy would not read, or can't do."""
+        strategy, num_shards = self._settings.strategy, self._settings.training.num_shards
+        if strategy != LAYER_PIPELINE and "stages" in self._root.fields:
+            self._error(
+                f"stages: they are for strategy: {LAYER_PIPELINE}; leave them out", "stages"
+            )
+        if strategy is None:
+            return
+        if strategy == LAYER_PIPELINE:
+            for at, message in stage_problems.of_pipeline(self._settings, self._root):
+                self._problems.error(at, message)
+            return
+        if "workers" in self._root.fields:
+            self._error(
+                f"strategy: {strategy} does not read workers; leave it out, and give torchrun "
+                "--nproc_per_node",
+                "workers",
+            )
+        if "compile" in self._root.fields:
+            self._error(
+                f"strategy: {strategy} does not read compile: ranks of torchrun run the model as "
+                "it is; leave it out",
+                "compile",
+            )
+        if self._settings.method == "qlora" and strategy not in WHOLE_LAYERS:
+            self._error(
+                f"strategy: {strategy} with method: qlora: quantised weights can't be cut; use "
+                f"{' or '.join(WHOLE_LAYERS)}",
+                "strategy",
+            )
+        if strategy == "ddp_canonical" and num_shards & (num_shards - 1):
+            self._error(
+                f"num_shards={num_shards} with strategy: ddp_canonical: ranks share a tree evenly; "
+                "use 1, 2, 4, 8 ...",
+                *("training", "num_shards"),
+            )
+
+    def _unread(self) -> None:
+        task = self._settings.task
+        if task == "classify" and self._settings.data.packing:
+            self._error(
+                "packing with task: classify: a class is predicted from the end of a sequence; "
+                "leave packing out",
+                *("data", "packing"),
+            )
+        read = {"classify": {"text_field", "label_field"}, "text": {"text_field"}}
+        fields = read.get(task, {"messages_field"})
+        for key in ("text_field", "label_field", "messages_field"):
+            if key in self._given("data") and key not in fields:
+                self._error(f"task: {task} does not read {key}; leave it out", "data", key)
+        for key in self._given("classes") if task != "classify" else ():
+            self._error(f"task: {task} has no classes; leave {key} out", "classes", key)
+        for key in self._given("lora") if not self._settings.adapts else ():
+            self._error(
+                f"method: {self._settings.method} has no adapters; leave {key} out", "lora", key
+            )
+
+    def _given(self, section: str) -> Mapping[str, Node]:
+        node = self._root.fields.get(section)
+        return node.fields if isinstance(node, MapNode) else {}
+
+    def _error(self, message: str, *keys: str) -> None:
+        """Report a problem at the value of the innermost of `keys` that is given."""
+        self._problems.error(innermost(self._root, keys).at, message)

@@ -1,0 +1,80 @@
+"""The worker processes of a run on this machine: how many, and what they load ahead.
+
+A worker computes on one thread. A product or a sum that several threads share is cut where torch,
+the library below it, the shape and the number of threads say, and rounds otherwise. Shards are
+added along one tree, so processes in place of threads use all cores and change no bit.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from entrenar_py import compute as backends
+from entrenar_py.shared.errors import TraceError
+from entrenar_py.shared.trace import ledger
+from entrenar_py.shared.untrusted import files
+from entrenar_py.shared.wording import counted
+from entrenar_py.train.wire_io import processes
+
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds, and of how many
+_WORKER = "entrenar_py.train.finetune.worker_process"
+# These look for CUDA devices when they are imported, and no fork of a process that did can use one.
+_OF_THE_CPU = ("transformers", "peft")
+
+
+def preloaded(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the modules that workers on the backends `names` are forked with."""
+    uses_cuda = any(backends.kind_of(name) == "cuda" for name in names)
+    return (_WORKER,) if uses_cuda else (_WORKER, *_OF_THE_CPU)
+
+
+def load_ahead(names: Sequence[str]) -> None:
+    """Let what workers on the backends `names` need be loaded while this process loads the same."""
+    processes.load_ahead(preloaded(names))
+
+
+def num_cores() -> int:
+    """Return the cores that this process may use, by its affinity and its container's quota."""
+    if hasattr(os, "sched_getaffinity"):
+        allowed = len(os.sched_getaffinity(0))
+    else:
+        allowed = os.cpu_count() or 1
+    try:
+        quota, period = _QUOTA.read_text(encoding="ascii").split()
+        return max(1, min(allowed, int(quota) // int(period)))
+    except (OSError, ValueError):  # no container, or "max"
+        return allowed
+
+
+def busy(num_cores: int, num_shards: int) -> int:
+    """Return the fewest workers on `num_cores` that make a step as short as any number would."""
+    rounds = -(-num_shards // min(num_cores, num_shards))
+    return -(-num_shards // rounds)
+
+
+def begun_with(path: Path) -> int | None:
+    """Return the number of workers of the run whose ledger is at `path`; None without a whole one.
+
+    A run that goes on has as many, though this machine may have other cores by now.
+    """
+    try:
+        with files.open_file(path) as file:
+            return ledger.Reader(file, path, cut=True).head.scenario.world_size
+    except (OSError, TraceError):  # the coordinator tells what is wrong with it
+        return None
+
+
+def remark(num_workers: int, *, num_shards: int, limit: str) -> str:
+    """Return on how many cores the workers compute, and why more are not used.
+
+    `limit` is the reason if `num_shards` is not.
+    """
+    cores = num_cores()
+    said = f"{counted(num_workers, 'worker')} with one thread each, on {counted(cores, 'core')}"
+    if num_workers < busy(cores, num_shards):
+        return f"{said}; {limit}"
+    if num_workers < cores:
+        return f"{said}; training.num_shards: {num_shards} leaves nothing for more"
+    return said

@@ -1,0 +1,250 @@
+"""One rank of a run that torchrun has started: from the configuration to the output folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from entrenar_py.shared.errors import BackendUnavailable, UsageError
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.untrusted import printing
+from entrenar_py.train.distill import student
+from entrenar_py.train.finetune import export, foresight, rows_read, settings_file, stage_problems
+from entrenar_py.train.finetune import task as tasks
+from entrenar_py.train.finetune.strategies import table
+from entrenar_py.train.finetune.strategies.agreement import together
+from entrenar_py.train.finetune.strategies.record import Record, State
+from entrenar_py.train.finetune.strategies.scoring import Scoring
+from entrenar_py.train.finetune.strategies.step import Shards
+from entrenar_py.train.finetune.strategies.training_loop import Ended, Loop
+from entrenar_py.train.model import prepared as preparing
+from entrenar_py.train.model.prepared import Prepared
+from entrenar_py.train.model.settings import Settings
+from entrenar_py.train.model.workload import Finetuning
+from entrenar_py.train.service import coordinator, exit_codes
+from entrenar_py.train.wire.effects import Finish
+
+_EXAMPLE = "torchrun --nproc_per_node=2 -m entrenar_py.finetune run.yaml"
+_TIMEOUT = timedelta(minutes=30)  # of a collective: a rank may read a large model for long
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """This process's place among those that torchrun started, `on_host` of them on this machine."""
+
+    rank: int
+    local_rank: int
+    size: int
+    on_host: int
+    device: torch.device
+
+
+def world(environment: Mapping[str, str]) -> World:
+    """Return the place that torchrun gave this process in its environment.
+
+    Raises UsageError without torchrun, and BackendUnavailable if there are too few GPUs.
+    """
+    if not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= environment.keys():
+        raise UsageError(
+            f"entrenar_py.finetune is started by torchrun, as in {_EXAMPLE}; without torchrun, use "
+            "entrenar finetune run.yaml"
+        )
+    rank, local_rank = int(environment["RANK"]), int(environment["LOCAL_RANK"])
+    on_host = int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"]))
+    device = torch.device("cpu")
+    if count := torch.cuda.device_count():
+        if on_host > count:
+            raise BackendUnavailable(
+                f"--nproc_per_node={on_host}: ranks need a GPU each, this machine has {count}; use "
+                f"--nproc_per_node={count}, or CUDA_VISIBLE_DEVICES= for CPUs"
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    size = int(environment["WORLD_SIZE"])
+    return World(rank=rank, local_rank=local_rank, size=size, on_host=on_host, device=device)
+
+
+@contextmanager
+def joined(here: World, init_method: str = "env://") -> Iterator[None]:
+    """Join the process group of all ranks: NCCL with GPUs, else gloo."""
+    dist.init_process_group(
+        "nccl" if here.device.type == "cuda" else "gloo",
+        init_method=init_method,
+        rank=here.rank,
+        world_size=here.size,
+        timeout=_TIMEOUT,
+        device_id=here.device if here.device.type == "cuda" else None,
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def train(
+    path: Path,
+    here: World,
+    *,
+    resume: bool,
+    halt_on_spike: bool = False,
+    tensorboard: Path | None = None,
+) -> int:
+    """Train as one rank, in the process group of all; return the exit code, the same on all.
+
+    `halt_on_spike` and `tensorboard` are as in `service.coordinator.Task`. Raises, on all ranks the
+    same, ContractError, UsageError or CheckpointError for a problem found before the run begins.
+    """
+    if here.device.type == "cpu":
+        torch.set_num_threads(1)  # how a sum is split over threads is part of its order
+    settings = together(lambda: settings_of(path))
+    prepared = _prepare(settings, here)
+    settings = prepared.settings
+    free = _free_bytes(here)
+    together(lambda: _look(path, prepared, here, free))
+    shards = _shards(settings, prepared, here)
+    scenario, specs = shards.scenario, shards.workload.specs
+    with ExitStack() as stack:
+        record, names = None, [""] * here.size
+        dist.all_gather_object(names, str(here.device))
+        if here.rank == 0:
+            backends = dict(enumerate(names))
+            record = Record(
+                settings.output, scenario, specs, backends=backends, tensorboard=tensorboard
+            )
+            stack.enter_context(closing(record))
+        ended = _run(prepared, shards, record, resume=resume, halts_on_spike=halt_on_spike)
+        del shards  # their model is cut; the output is written from a whole one
+        if record is not None:
+            _finish(prepared, scenario, record, ended)
+    dist.barrier()
+    return exit_codes.OF_FINISH[ended.status]
+
+
+def _shards(settings: Settings, prepared: Prepared, here: World) -> Shards:
+    workload = together(lambda: student.workload(prepared))
+    if not here.rank:
+        rows_read.say_teacher(workload)
+        rows_read.say_warnings()
+    scenario = together(lambda: _scenario(settings, workload, here))
+    return Shards(workload, scenario, here.device)
+
+
+def _finish(prepared: Prepared, scenario: Scenario, record: Record, ended: Ended) -> None:
+    """Export a run that is complete, from a whole model, and draw it."""
+    whole = coordinator.Ended(
+        finish=Finish(ended.status, ended.reason),
+        made=ended.made,
+        tensors=ended.tensors,
+        digest=record.digest(ended.tensors),
+        ledger=record.ledger_end,
+        tell=record.tell,
+    )
+    if ended.status == "completed":
+        digest = preparing.model_digest(scenario)
+        workload = prepared.workload()
+        output = export.write(prepared, workload, ended.tensors, model_digest=digest)
+        printing.say(f"written to {output}")
+    tasks.draw(prepared, scenario.num_steps, whole)
+
+
+def _free_bytes(here: World) -> list[int]:
+    """Return what each rank's GPU has left, nothing for CPUs. Looking opens a context on a GPU.
+
+    So each rank looks at its own.
+    """
+    if here.device.type != "cuda":
+        return []
+    free = [0] * here.size
+    dist.all_gather_object(free, torch.cuda.mem_get_info(here.device)[0])
+    return free
+
+
+def _look(path: Path, prepared: Prepared, here: World, free: list[int]) -> None:
+    """On rank 0, say what was read, and look at hyper-parameters and at all ranks' memory."""
+    if here.rank:
+        return
+    rows_read.say(prepared)
+    is_gpu = here.device.type == "cuda"
+    names = [f"cuda:{index}" for index in range(here.on_host)]
+    foresight.look_as_ranks(
+        path,
+        prepared,
+        names=names if is_gpu else ["cpu"],
+        num_ranks=here.size,
+        num_hosts=-(-here.size // here.on_host),
+        free=free,
+    )
+
+
+def settings_of(path: Path) -> Settings:
+    """Return the configuration of ranks. Raises UsageError if it has none of their strategies."""
+    settings = settings_file.load(path)
+    stage_problems.require_other(settings, path, "torchrun")
+    if settings.strategy is None:
+        raise UsageError(
+            f"{path}: strategy is missing, which ranks of torchrun need; add one of "
+            f"{', '.join(table.STRATEGIES)}, or use entrenar finetune without torchrun"
+        )
+    export.require_own(settings)
+    return settings
+
+
+def _prepare(settings: Settings, here: World) -> Prepared:
+    """Read the rows, first on one rank of each host: the others find them in the cache."""
+    days = [preparing.day_of(settings)]
+    dist.broadcast_object_list(days)  # other hosts lack the ledger, and midnight may be between
+    prepare = partial(preparing.prepare, settings, day=days[0])
+    first = together(lambda: prepare() if here.local_rank == 0 else None)
+    return together(lambda: first or prepare())
+
+
+def _scenario(settings: Settings, workload: Finetuning, here: World) -> Scenario:
+    found = preparing.scenario(settings, workload)
+    assert settings.strategy is not None, "it was required"
+    table.require_possible(settings.strategy, workload, found, here.size)
+    return found.with_(
+        system=settings.strategy,
+        world_size=here.size,
+        backends=("cuda" if here.device.type == "cuda" else "cpu",),
+    )
+
+
+def _run(
+    prepared: Prepared,
+    shards: Shards,
+    record: Record | None,
+    *,
+    resume: bool,
+    halts_on_spike: bool,
+) -> Ended:
+    def opened() -> State | None:
+        return None if record is None else _opened(record, prepared, resume=resume)
+
+    # First, so that a strategy that is refused leaves no ledger behind.
+    strategy = together(lambda: table.STRATEGIES[shards.scenario.system](shards))
+    state = together(opened)
+    resumes = [state is not None]
+    dist.broadcast_object_list(resumes, 0)
+    if shards.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(shards.device)  # loading is not training
+    loop = Loop(
+        strategy,
+        shards,
+        record,
+        scoring=Scoring(prepared, strategy, shards),
+        save_every=prepared.settings.checkpoint_every,
+        halts_on_spike=halts_on_spike,
+    )
+    return loop.run(state, resumes=resumes[0])
+
+
+def _opened(record: Record, prepared: Prepared, *, resume: bool) -> State | None:
+    export.make_folder(prepared)
+    return record.open(resume=resume)

@@ -1,0 +1,369 @@
+"""The record of a run over torch.distributed, kept by rank 0: ledger, metrics, checkpoints.
+
+The files are those of the reference trainer. The ledger has the samples and losses of each shard,
+and each step's loss, rate and norms; digests of the weights are in it wherever it was saved.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from entrenar_py.shared import environment, trace
+from entrenar_py.shared.errors import SystemFailure, UsageError
+from entrenar_py.shared.page import console
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import writer
+from entrenar_py.shared.trace.writer import Mark, Standing
+from entrenar_py.shared.untrusted import printing
+from entrenar_py.train.arithmetic import checkpoint, layout, optimizer, sharding
+from entrenar_py.train.arithmetic.tensors import TensorSpec
+from entrenar_py.train.finetune.strategies.step import Step
+from entrenar_py.train.finetune.strategies.strategy import Arrays
+from entrenar_py.train.finetune.task import CHECKPOINT, LEDGER, METRICS
+from entrenar_py.train.model.settings import BY_SHARDS
+from entrenar_py.train.service import file_locks, gradient_norms, ledger_continuity, progress
+from entrenar_py.train.service.event_files import EventFiles
+from entrenar_py.train.service.ledger_account import weights_digest
+from entrenar_py.train.service.memory_peak import Memory
+from entrenar_py.train.service.metrics import Metrics
+from entrenar_py.train.service.run_events import Happening, Listener, Noted, Scored, StepMade
+from entrenar_py.train.service.stopwatch import Stopwatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """A training between two steps: whole tensors by name, and AdamW's moments like them."""
+
+    step: int
+    position: sharding.Position
+    tensors: Arrays
+    moments: Mapping[str, Arrays]
+    norms: Sequence[float]  # of the last steps' gradients (`service.gradient_norms`)
+
+    @property
+    def progress(self) -> dict[str, int]:
+        """The position in the data and the schedule, as a checkpoint has it."""
+        epoch, offset = self.position.epoch, self.position.offset
+        return {"step": self.step, "schedule_step": self.step, "epoch": epoch, "offset": offset}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """A step that was made: each shard's summed loss and weight, and the numbers of its update."""
+
+    losses: Sequence[float]
+    weights: Sequence[float]
+    rate: float
+    norm: float
+    applied_norm: float
+    num_tokens: int
+    spike: trace.Spike | None
+    memory: Memory
+
+
+class Record:
+    """The files of one run in `folder`. Use it as a context: they are locked until its end."""
+
+    def __init__(
+        self,
+        folder: Path,
+        scenario: Scenario,
+        specs: tuple[TensorSpec, ...],
+        *,
+        backends: Mapping[int, str],
+        tensorboard: Path | None,
+    ) -> None:
+        """Event files go to the folder `tensorboard`, if any. `backends` has each rank's device."""
+        self._backends = backends
+        self._folder, self._scenario, self._tensorboard = folder, scenario, tensorboard
+        self._layout = layout.Layout(specs)
+        self._stack = ExitStack()
+        self._listeners: list[Listener] = []
+        self._ledger: writer.Writer | None = None
+        self._since: trace.Gap | None = None
+        self._standing = Standing(is_new=True)
+        self._watch = Stopwatch(time.monotonic)
+
+    # --- its beginning ----------------------------------------------------------------------------
+
+    def open(self, *, resume: bool) -> State | None:
+        """Lock and open all files; return the state to go on from, None at the beginning.
+
+        Raises UsageError for a file that can't be used, or that an earlier run left there, and
+        CheckpointError for a checkpoint that does not fit.
+        """
+        self._claim()
+        path, state = self._folder / CHECKPOINT, None
+        if path.exists() and not resume:
+            raise UsageError(
+                f"checkpoint {path}: it is there already; go on with --resume, or give another "
+                "output"
+            )
+        if path.exists():
+            state = self._load(path)
+        self._open_ledger(resume=resume)
+        metrics = Metrics(self._folder / METRICS)
+        self._stack.callback(metrics.close)
+        shown = console.standard_output(color=True)
+        num_steps = self._scenario.num_steps
+        live = self._stack.enter_context(progress.opened(shown, num_steps=num_steps))
+        self._listeners = [live, metrics]
+        if self._tensorboard is not None:
+            self._listeners.append(
+                self._stack.enter_context(closing(EventFiles(self._tensorboard)))
+            )
+        return state
+
+    def close(self) -> None:
+        """Close and unlock all files."""
+        self._stack.close()
+
+    def _claim(self) -> None:
+        for name, what in ((CHECKPOINT, "checkpoint"), (LEDGER, "ledger")):
+            path = self._folder / name
+            self._stack.enter_context(
+                file_locks.claimed(path, what, warn=lambda text: printing.warn(f"entrenar: {text}"))
+            )
+        file_locks.require_writable(self._folder / CHECKPOINT)
+
+    def _load(self, path: Path) -> State:
+        arrays, stored = checkpoint.load(path, bytes_max=checkpoint.bytes_max(self._expected()))
+        checkpoint.require_own(path, stored, self._scenario.to_dict())
+        most = self._scenario.num_steps
+        limits = {"step": most, "epoch": most, "offset": self._scenario.num_samples}
+        expected = self._expected()
+        checkpoint.require_fitting(path, arrays, stored, expected=expected, limits=limits)
+        self._since = ledger_continuity.since(stored, path)
+        moments = checkpoint.group_of(arrays, "optimizer")
+        return State(
+            step=stored["step"],
+            position=sharding.Position(stored["epoch"], stored["offset"]),
+            tensors=checkpoint.group_of(arrays, "tensors"),
+            moments={name: self._unflat(moments[name]) for name in ("exp_avg", "exp_avg_sq")},
+            norms=gradient_norms.of_checkpoint(stored, path).to_record(),
+        )
+
+    def _expected(self) -> Arrays:
+        tensors = {spec.name: np.empty(spec.shape, np.float32) for spec in self._layout.specs}
+        moments = optimizer.initial_state("adamw", self._layout.num_trainable)
+        return checkpoint.as_arrays(tensors=tensors, optimizer=moments)
+
+    def _open_ledger(self, *, resume: bool) -> None:
+        path = self._folder / LEDGER
+        head = trace.Trace(
+            scenario=self._scenario, environment=environment.describe(), promises=(), events=()
+        )
+        if resume:
+            self._ledger, self._standing = writer.reopen(path, head, since=self._since)
+        else:
+            self._ledger = writer.create(path, head)
+        self._stack.callback(self._ledger.close)
+
+    # --- its steps --------------------------------------------------------------------------------
+
+    def begin(self, state: State) -> None:
+        """Record the state that all ranks start from."""
+        if self._since is not None and self._standing.is_new:
+            self._write(self._since)
+        self._watch.begin()
+        if not self._is_over:
+            self._write_start(state)
+        size = self._scenario.world_size
+        text = f"{self._scenario.system}: {size} ranks, from step {state.step} on"
+        self.note("began", state.step, text)
+
+    @property
+    def _is_over(self) -> bool:
+        """The ledger ends with a run that was completed: no step is left to be made."""
+        return self._standing.end is not None and self._standing.end.status == "completed"
+
+    def _write_start(self, state: State) -> None:
+        names = tuple(spec.name for spec in self._layout.specs)
+        decayed = tuple(spec.name for spec in self._layout.specs if spec.decayed)
+        self._write(
+            trace.Start(
+                step=state.step,
+                rank=0,
+                trainable=names,
+                decayed=decayed,
+                progress=state.progress,
+                resumed=state.step > 0,
+                weights=_records(state.tensors),
+                optimizer=_records(self._flat_moments(state)),
+            )
+        )
+
+    def made(self, step: Step, made: Made) -> None:
+        """Record a step."""
+        ranks = sharding.runs(range(len(step.shards)), range(self._scenario.world_size))
+        rank_of = {shard: rank for rank, shards in ranks.items() for shard in shards}
+        loss = sum(made.losses) / step.weight
+        self._write(
+            *(
+                trace.Shard(
+                    step=step.number,
+                    epoch=step.epoch,
+                    rank=rank_of[shard] if self._scenario.system in BY_SHARDS else 0,
+                    shard=shard,
+                    ids=tuple(ids),
+                    loss_sum=made.losses[shard],
+                    weight=made.weights[shard],
+                    finite=True,
+                )
+                for shard, ids in enumerate(step.shards)
+            ),
+            trace.Update(
+                step=step.number,
+                rank=0,
+                loss=loss,
+                weight=step.weight,
+                learning_rate=made.rate,
+                finite=True,
+                weights={},
+                grad_norm=made.norm,
+                applied_norm=made.applied_norm,
+            ),
+        )
+        if made.spike is not None:
+            self._write(made.spike)
+            told = gradient_norms.say_made(made.spike, self._scenario.clip_norm)
+            self.note("spike", step.number, told)
+        times = self._watch.made(reduce_s=0.0, num_tokens=made.num_tokens)
+        self._watch.begin()
+        self.tell(
+            StepMade(
+                step=step.number,
+                num_steps=self._scenario.num_steps,
+                loss=loss,
+                workers=tuple(range(self._scenario.world_size)),
+                step_ms=times.step_ms,
+                exchange_ms=None,
+                reduce_ms=None,
+                steps_per_s=times.steps_per_s,
+                bytes_in=None,
+                bytes_out=None,
+                last=None,
+                waits_ms={},
+                learning_rate=made.rate,
+                grad_norm=made.norm,
+                tokens_per_s=times.tokens_per_s,
+                backends=self._backends,
+                memory_bytes=made.memory.host_bytes,
+                device_bytes=made.memory.device_bytes,
+            )
+        )
+
+    def scored(self, scores: Scored) -> None:
+        """Tell scores of the model. The time that they took belongs to no step."""
+        self.tell(scores)
+        self._watch.begin()
+
+    def save(self, state: State) -> None:
+        """Write the checkpoint before step `state.step`.
+
+        If it can't be written, a note says so, the run goes on and the last checkpoint stays.
+        """
+        assert self._ledger is not None, "it was opened"
+        self._ledger.sync()
+        path, moments = self._folder / CHECKPOINT, self._flat_moments(state)
+        arrays = checkpoint.as_arrays(tensors=state.tensors, optimizer=moments)
+        scenario = self._scenario.to_dict()
+        notes = {
+            ledger_continuity.KEY: ledger_continuity.to_record(self._ledger.last),
+            gradient_norms.KEY: list(state.norms),
+        }
+        try:
+            checkpoint.save(path, arrays, {**state.progress, "scenario": scenario, **notes})
+        except OSError as error:
+            problem = f"checkpoint {path}: can't be written ({error.strerror or error})"
+            self.note("not_saved", state.step, f"{problem}; the run goes on")
+            return
+        self._write(
+            trace.Saved(
+                step=state.step,
+                rank=0,
+                progress=state.progress,
+                weights=_records(state.tensors),
+                optimizer=_records(moments),
+            )
+        )
+        self.note("saved", state.step, f"checkpoint before step {state.step}: {path}")
+
+    def finish(
+        self,
+        step: int,
+        status: str,
+        reason: str,
+        *,
+        tensors: Arrays,
+        why: Sequence[trace.Event],
+    ) -> None:
+        """Record how the run ended, before step `step`; `why` are the events of a halt."""
+        self._write(*why)
+        if not self._is_over:
+            ended = "failed" if status == "stopped" else status
+            self._write(trace.End(status=ended, reason=reason))
+        weights = self.digest(tensors)
+        because = f" ({reason})" if reason else ""
+        self.note(status, step, f"{status}{because}: step {step}, weights {weights}")
+
+    def note(self, what: str, step: int, text: str) -> None:
+        """Show a note, and write it to the metrics."""
+        self.tell(Noted(what=what, step=step, text=text))
+
+    @property
+    def ledger_end(self) -> Mark | None:
+        """The last line of the ledger; None before it is opened."""
+        return None if self._ledger is None else self._ledger.last
+
+    def tell(self, happening: Happening) -> None:
+        """Send an event to the screen, the metrics and the event files."""
+        for listener in self._listeners:
+            listener(happening)
+
+    def _write(self, *events: trace.Event) -> None:
+        assert self._ledger is not None, "it was opened"
+        try:
+            self._ledger.append(events)
+        except OSError as error:
+            path, problem = self._folder / LEDGER, error.strerror or error
+            raise SystemFailure(
+                f"ledger {path}: can't be written ({problem}); make room or give access, and go on "
+                "with --resume"
+            ) from error
+
+    def digest(self, tensors: Arrays) -> str:
+        """Return 16 hex digits over the tensors that were trained."""
+        held = {spec.name: tensors[spec.name] for spec in self._layout.specs}  # in one order
+        return weights_digest(_records(held), {})
+
+    # --- tensors ----------------------------------------------------------------------------------
+
+    def _flat_moments(self, state: State) -> Arrays:
+        """Return the moments as the reference trainer has them: one vector each."""
+        moments = optimizer.initial_state("adamw", self._layout.num_trainable)
+        moments["count"][:] = state.step
+        for kind, arrays in state.moments.items():
+            for name, array in arrays.items():
+                moments[kind][self._layout.trainable[name]] = array.reshape(-1)
+        return moments
+
+    def _unflat(self, vector: Any) -> Arrays:
+        parts = self._layout.trainable
+        return {
+            spec.name: vector[parts[spec.name]].reshape(spec.shape) for spec in self._layout.specs
+        }
+
+
+def _records(arrays: Arrays) -> trace.Tensors:
+    return {
+        name: trace.record_tensor(np.ascontiguousarray(array), values=False)
+        for name, array in arrays.items()
+    }

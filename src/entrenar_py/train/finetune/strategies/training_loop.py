@@ -1,0 +1,318 @@
+"""The loop over steps, the same for every strategy and the same in meaning as the reference's.
+
+The loss is a sum divided by the batch's whole weight, and the gradient is clipped by one norm over
+all ranks. A value that is not finite stops all ranks before the step is made. So does a spike, if
+that was asked for.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW
+
+from entrenar_py.shared import trace
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.untrusted import printing
+from entrenar_py.train.arithmetic import schedule, sharding
+from entrenar_py.train.arithmetic.optimizer import BETA1, BETA2, EPSILON
+from entrenar_py.train.finetune import evaluator
+from entrenar_py.train.finetune.strategies.record import Made, Record, State
+from entrenar_py.train.finetune.strategies.scoring import Scoring
+from entrenar_py.train.finetune.strategies.step import Shards, Step
+from entrenar_py.train.finetune.strategies.strategy import Arrays, Strategy, gradient_of, local
+from entrenar_py.train.model.evaluation import Scores
+from entrenar_py.train.service import gradient_norms, memory_peak, signals
+from entrenar_py.train.service.gradient_norms import GradientNorms
+from entrenar_py.train.service.memory_peak import Memory
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_LOOK_EVERY = 16  # steps from one look at this rank's memory to the next
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a run ended after `made` steps, and on rank 0 the whole tensors that were trained."""
+
+    status: str
+    reason: str
+    made: int
+    tensors: Arrays
+
+
+class Halted(Exception):
+    """The step must not be made. `events` say why."""
+
+    def __init__(self, *events: trace.Event, reason: str) -> None:
+        super().__init__(reason)
+        self.events = events
+
+
+def _not_finite(what: str, step: Step, shard: int | None, tensor: str | None) -> Halted:
+    """Return how a loss or a gradient that is not finite ends the run."""
+    where = "" if shard is None else f", shard {shard}"
+    reason = f"non-finite {what} in step {step.number}{where}: training halted before any update"
+    ids = () if shard is None else tuple(step.shards[shard])
+    halt = trace.Halt(step=step.number, reason=reason, shard=shard, tensor=tensor, ids=ids)
+    return Halted(halt, reason=reason)
+
+
+class Loop:
+    """One run of `scenario` by `strategy`. `record` is rank 0's, None on other ranks."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        shards: Shards,
+        record: Record | None,
+        *,
+        scoring: Scoring,
+        save_every: int,
+        halts_on_spike: bool,
+    ) -> None:
+        """`halts_on_spike` is as in `service.coordinator.Task`."""
+        self._strategy, self._shards, self._record = strategy, shards, record
+        self._scenario, self._save_every = shards.scenario, save_every
+        self._scoring, self._memory = scoring, Memory(0, None)
+        self._optimizer = _optimizer(self._scenario, strategy.trainable)
+        self._position, self._step, self._saved = sharding.Position(), 0, -1
+        self._norms, self._halts_on_spike = GradientNorms(), halts_on_spike  # same on all ranks
+        self._stopping = _Stopping()
+
+    def run(self, state: State | None, *, resumes: bool) -> Ended:
+        """Train from the beginning, or from rank 0's `state`, to the end, and score the result.
+
+        A signal waits for what is saved and scored, too.
+        """
+        with self._stopping:
+            return self._run(state, resumes=resumes)
+
+    def _run(self, state: State | None, *, resumes: bool) -> Ended:
+        if resumes:
+            self._restore(state)
+        whole = self._state()
+        self._on_record(lambda record: record.begin(whole))
+        self._saved = self._step if resumes else -1
+        status, reason = "completed", ""
+        why: tuple[trace.Event, ...] = ()
+        num_steps = self._scenario.num_steps
+        while self._step < num_steps:
+            try:
+                is_stopped = self._train()
+            except Halted as error:
+                status, reason, why = "halted", str(error), error.events
+                break
+            if is_stopped and self._step < num_steps:
+                status, reason = "stopped", "a rank was stopped by a signal"
+                break
+            if self._step % self._save_every == 0:
+                self._save()
+            if self._scoring.is_due(self._step) and self._step < num_steps:
+                self._score()
+        self._save()
+        step, peaks = self._step, self._peaks()
+        self._on_record(lambda record: record.note("memory", step, f"peak memory: {peaks}"))
+        tensors = self._strategy.whole(lambda parameter: parameter)
+        self._on_record(
+            lambda record: record.finish(step, status, reason, tensors=tensors, why=why)
+        )
+        scores = self._score() if status == "completed" else None
+        for line in () if scores is None or self._record is None else scores.lines():
+            printing.say(f"validation: {line}")
+        return Ended(status=status, reason=reason, made=step, tensors=tensors)
+
+    def _score(self) -> Scores | None:
+        scores, step = self._scoring.scores(), self._step
+        if scores is not None:
+            self._on_record(lambda record: record.scored(evaluator.event(scores, step)))
+        return scores
+
+    def _peaks(self) -> str:
+        """Return in words the most memory that each rank had in use, the same on all ranks."""
+        if self._strategy.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self._strategy.device)
+        else:
+            peak = memory_peak.here().host_bytes
+        everyone = [0] * dist.get_world_size()
+        dist.all_gather_object(everyone, peak)
+        return ", ".join(
+            f"rank {rank} {bytes_ / 1e9:.3f} GB" for rank, bytes_ in enumerate(everyone)
+        )
+
+    def _train(self) -> bool:
+        """Make one step; return whether a rank was told to stop. Raises Halted on all ranks."""
+        step = self._shards.step(self._step, self._position)
+        self._optimizer.zero_grad()
+        if self._step % _LOOK_EVERY == 0:
+            self._memory = memory_peak.here()
+        host, held = self._memory
+        own = torch.tensor([self._stopping.is_told, host, held or 0], dtype=torch.float64)
+        told = torch.cat([self._strategy.compute(step), own.to(self._strategy.device)])
+        dist.all_reduce(told)
+        *losses, stops, host_bytes, device_bytes = told.tolist()
+        norm = self._strategy.squares().sqrt().item()
+        self._require_finite(step, losses, norm)
+        spike = self._spike(step, norm)
+        applied = self._clip(norm)
+        rate = self._rate()
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+        self._position = sharding.advance(
+            self._position, step.num_samples, self._scenario.num_samples
+        )
+        self._step += 1
+        weight = self._shards.workload.weight
+        made = Made(
+            losses=losses,
+            weights=[float(weight(ids)) if ids else 0.0 for ids in step.shards],
+            rate=rate,
+            norm=norm,
+            applied_norm=applied,
+            num_tokens=self._shards.workload.num_tokens([i for ids in step.shards for i in ids]),
+            spike=spike,
+            memory=Memory(int(host_bytes), None if held is None else int(device_bytes)),
+        )
+        self._on_record(lambda record: record.made(step, made))
+        return bool(stops)
+
+    def _require_finite(self, step: Step, losses: list[float], norm: float) -> None:
+        for shard, loss in enumerate(losses):
+            if not math.isfinite(loss):
+                raise _not_finite(f"loss {loss}", step, shard, None)
+        if not math.isfinite(norm):
+            tensor = self._strategy.first_bad()
+            raise _not_finite(f"gradient of {tensor}", step, None, tensor)
+
+    def _spike(self, step: Step, norm: float) -> trace.Spike | None:
+        """Take the norm of a step; return the spike that it is, if it is one and doesn't halt."""
+        spike = self._norms.spike(step.number, norm)
+        if spike is not None and self._halts_on_spike:
+            reason = gradient_norms.say_halted(spike)
+            raise Halted(spike, trace.Halt(step=step.number, reason=reason), reason=reason)
+        self._norms.add(norm)
+        return spike
+
+    def _clip(self, norm: float) -> float:
+        """Clip the gradient as the reference trainer does; return its norm from then on."""
+        clip_norm = self._scenario.clip_norm
+        if clip_norm is None or clip_norm / (norm + 1e-6) >= 1:
+            return norm
+        factor = clip_norm / (norm + 1e-6)
+        for parameter in self._strategy.trainable.values():
+            local(gradient_of(parameter)).mul_(factor)
+        return norm * factor
+
+    def _rate(self) -> float:
+        scenario = self._scenario
+        return schedule.learning_rate(
+            self._step,
+            peak=scenario.learning_rate,
+            kind=scenario.schedule,
+            warmup_steps=scenario.warmup_steps,
+            num_steps=scenario.num_steps,
+        )
+
+    def _on_record(self, action: Callable[[Record], None]) -> None:
+        """Let rank 0 write. If it can't write the ledger it ends, and torchrun ends all others."""
+        if self._record is not None:
+            action(self._record)
+
+    # --- the state --------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        if self._saved != self._step:
+            self._saved = self._step
+            state = self._state()
+            self._on_record(lambda record: record.save(state))
+
+    def _state(self) -> State:
+        """Return the state of all ranks on rank 0; on others without tensors. All must call it."""
+        whole = self._strategy.whole
+        moments = {kind: whole(partial(self._moment, kind)) for kind in MOMENTS}
+        return State(
+            step=self._step,
+            position=self._position,
+            tensors=whole(lambda parameter: parameter),
+            moments=moments,
+            norms=self._norms.to_record(),
+        )
+
+    def _moment(self, kind: str, parameter: nn.Parameter) -> Tensor:
+        """Return a moment of `parameter`, zeros before its first step."""
+        if parameter not in self._optimizer.state:
+            return torch.zeros_like(parameter)
+        moment: Tensor = self._optimizer.state[parameter][kind]
+        return moment
+
+    def _restore(self, state: State | None) -> None:
+        """Take over rank 0's `state`; all ranks must call it."""
+        stands = [None if state is None else (state.step, state.position, state.norms)]
+        dist.broadcast_object_list(stands, 0)
+        assert stands[0] is not None, "rank 0 has a state"
+        self._step, self._position, norms = stands[0]
+        self._norms = GradientNorms(norms)
+        shapes = {spec.name: spec.shape for spec in self._shards.workload.specs}
+        strategy = self._strategy
+        tensors = strategy.spread({} if state is None else state.tensors, shapes)
+        moments = {
+            kind: strategy.spread({} if state is None else state.moments[kind], shapes)
+            for kind in MOMENTS
+        }
+        with torch.no_grad():
+            for name, parameter in strategy.trainable.items():
+                local(parameter).copy_(local(tensors[name]))
+                self._optimizer.state[parameter] = {
+                    "step": torch.tensor(float(self._step)),
+                    **{kind: moments[kind][name] for kind in MOMENTS},
+                }
+
+
+def _optimizer(scenario: Scenario, trainable: Mapping[str, nn.Parameter]) -> AdamW:
+    """Return AdamW. Matrices decay.
+
+    DTensors form groups of their own, as multi-tensor kernels take no mixture.
+    """
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for parameter in trainable.values():
+        is_matrix, is_distributed = parameter.dim() > 1, isinstance(parameter, DTensor)
+        groups.setdefault((is_matrix, is_distributed), []).append(parameter)
+    return AdamW(
+        [
+            {"params": group, "weight_decay": scenario.weight_decay if is_matrix else 0.0}
+            for (is_matrix, _), group in groups.items()
+        ],
+        lr=scenario.learning_rate,
+        betas=(BETA1, BETA2),
+        eps=EPSILON,
+    )
+
+
+class _Stopping:
+    """Notes signals to stop within its context: the step in work is finished, and saved."""
+
+    def __init__(self) -> None:
+        self.is_told = False
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> None:
+        for number in signals.taken():
+            self._before[number] = signal.signal(number, self._note)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        """Note the signal; the same one again has its usual effect."""
+        self.is_told = True
+        signal.signal(number, signal.SIG_DFL)

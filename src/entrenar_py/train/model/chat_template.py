@@ -1,0 +1,268 @@
+"""Finds which tokens of a conversation are learned, by a tokenizer's chat template.
+
+Which characters the assistant says is found in the rendered text. A template's own marks say it, if
+it has any (`{% generation %}`). Else a turn begins where the generation prompt ends. A template may
+write earlier turns in another way once later ones follow, as those that leave out earlier thoughts
+do; then a turn begins and ends where the text differs with another answer in its place.
+
+A token is learned if its last character is the assistant's. So a token that reaches into an answer
+from before it is learned, and one that reaches beyond its end is not.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from entrenar_py.shared.wording import counted
+from entrenar_py.train.model.conversations import BadConversationError, Conversation, Message
+from entrenar_py.train.model.rendering import (
+    THOUGHTS,
+    ChatTemplate,
+    EndlessTemplateError,
+    TemplateRefusalError,
+)
+from entrenar_py.train.model.row_parts import Parts
+from entrenar_py.train.model.token_ranges import Range, TokenRanges
+
+# Two texts in place of a turn. Neither begins or ends like the other, so what the conversation has
+# in common with both lies around the turn.
+_OTHERS = ("\u00a7 other", "\u00b6 another \u00a4")
+
+
+class ChatEncoder:
+    """Encodes conversations by one tokenizer. Not to be used by two threads at once."""
+
+    def __init__(self, tokenizer: Any, day: str | None = None) -> None:
+        """`day` is what a template with a clock is told; None for the present time."""
+        self._template = ChatTemplate(tokenizer, day)
+        self._ranges = TokenRanges(tokenizer)
+        added = tokenizer.added_tokens_decoder.values()
+        self._special = [token.content for token in added if token.special]
+
+    def prompt(self, conversation: Conversation) -> list[int]:
+        """Return the tokens of a conversation up to where an answer begins.
+
+        Raises BadConversationError if the template refuses it.
+        """
+        messages, tools = conversation.messages, conversation.tools
+        return self._ranges.tokens(self._template.text(messages, tools, prompt=True))
+
+    def encode(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
+        """Return the tokens of a conversation, and whether each is to be predicted.
+
+        Raises BadConversationError if the template refuses it or leaves out a part of it, or where
+        a turn begins can't be found.
+        """
+        try:
+            return self._encode(conversation)
+        except EndlessTemplateError:
+            raise
+        except BadConversationError as error:
+            if not any("tool_calls" in message for message in conversation.messages):
+                raise
+            as_texts = replace(conversation, messages=_with_texts(conversation.messages))
+            try:
+                return self._encode(as_texts)
+            except BadConversationError as other:  # tell what is not for the kind of arguments
+                raise (other if isinstance(error, TemplateRefusalError) else error) from None
+
+    def _encode(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
+        text = self._template.text(conversation.messages, conversation.tools)
+        places = Parts(self._template, conversation, text).places
+        runs = self._template.marked(conversation.messages, conversation.tools)
+        if runs is not None:
+            learned = _of_turns(conversation, runs, places)
+        else:
+            learned = [self._part(conversation, text, index) for index in conversation.learned]
+            _require_own(conversation, learned, places)
+        found = self._ranges.targets(text, learned)
+        if found is None:
+            raise BadConversationError(
+                "this tokenizer does not say where its tokens are, and they are others where the "
+                "text ends with a turn; use a checkpoint with a tokenizer.json"
+            )
+        if not any(found[1]):
+            raise BadConversationError("the chat template leaves out all that the assistant says")
+        return found
+
+    def _part(self, conversation: Conversation, text: str, index: int) -> Range:
+        """Return where the turn of message `index` begins and ends in the whole `text`."""
+        messages, tools = conversation.messages, conversation.tools
+        prompt = self._template.text(messages[:index], tools, prompt=True) if index else ""
+        if not text.startswith(prompt):
+            bare = [_without_thoughts(message) for message in messages[:index]]
+            prompt = self._template_text(bare, tools, prompt=True) or ""
+        turn = self._template_text(messages[: index + 1], tools)
+        begins = bool(prompt) and text.startswith(prompt)
+        ends = turn is not None and text.startswith(turn)
+        if begins and turn is not None and ends:
+            return len(prompt), len(turn)
+        # Earlier thoughts are left out. A turn of calls can't have another one in its place: some
+        # templates refuse results without their calls.
+        bare = [*messages[:index], _without_thoughts(messages[index])]
+        short = self._template_text(bare, tools) if begins and bare[-1] != messages[index] else None
+        if short is not None and text.startswith(short):
+            return len(prompt), len(short)
+        begin, rest = self._around(conversation, index, text)
+        end = len(text) - rest
+        if turn is not None and ends:
+            end = len(turn)
+        else:
+            so_far = replace(conversation, messages=messages[: index + 1])
+            end += self._closing(text[end:], so_far, turn)
+        return len(prompt) if begins else begin, end
+
+    def _template_text(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False
+    ) -> str | None:
+        """Return messages as `ChatTemplate.text` does; None if the template refuses them."""
+        try:
+            return self._template.text(messages, tools, prompt=prompt)
+        except EndlessTemplateError:
+            raise
+        except BadConversationError:
+            return None
+
+    def _closing(self, rest: str, so_far: Conversation, turn: str | None) -> int:
+        """Return how many characters at the beginning of `rest` close the last turn of `so_far`.
+
+        That is what closes it where it is the last of all, in the text `turn`. A template may close
+        earlier turns by another token, or refuse a conversation that ends there: one special token
+        closes it then.
+        """
+        try:
+            if turn is None:
+                return self._leading_special(rest)
+            _, length = self._around(so_far, len(so_far.messages) - 1, turn)
+        except BadConversationError:
+            return self._leading_special(rest)
+        closing = turn[len(turn) - length :]
+        shared = _shared(rest, closing)
+        if shared < self._leading_special(closing):
+            return self._leading_special(rest)
+        return self._before_special(closing, shared)
+
+    def _before_special(self, text: str, place: int) -> int:
+        """Return `place`, or where the special token of `text` begins that it lies within.
+
+        Such a token begins like what really follows: `</s>` like `<|user|>`, which may be no token.
+        """
+        begins = [
+            begin
+            for name in self._special
+            for begin in range(max(0, place - len(name) + 1), place)
+            if text.startswith(name, begin)
+        ]
+        return min(begins, default=place)
+
+    def _leading_special(self, text: str) -> int:
+        """Return the length of the special token that `text` begins with, 0 without one."""
+        return max((len(name) for name in self._special if text.startswith(name)), default=0)
+
+    def _around(self, conversation: Conversation, index: int, text: str) -> tuple[int, int]:
+        """Return how many characters of `text` come before and after the message `index`."""
+        messages = conversation.messages
+        before, after = len(text), len(text)
+        for other in _OTHERS:
+            replaced = [*messages[:index], {"role": "assistant", "content": other}]
+            changed = self._template.text([*replaced, *messages[index + 1 :]], conversation.tools)
+            before = min(before, _shared(text, changed))
+            after = min(after, _shared(text[::-1], changed[::-1]))
+        return before, after
+
+
+def _of_turns(
+    conversation: Conversation, runs: Sequence[Range], places: Sequence[tuple[int, Range]]
+) -> list[Range]:
+    """Return the marked runs of the turns that are learned.
+
+    A turn may have several, as one for its thought and one for its answer. Raises
+    BadConversationError unless each turn has one, and each run is a part of one turn.
+    """
+    roles = [message["role"] for message in conversation.messages]
+    turns = [index for index, role in enumerate(roles) if role == "assistant"]
+    if places:
+        owners = [_owner(run, roles, places) for run in runs]
+        turns = [turn for turn in turns if turn in {index for index, _ in places}]
+    else:
+        owners = turns if len(runs) == len(turns) else []
+    num_marked = len(set(owners)) if owners else len(runs)
+    if num_marked != len(turns) or not owners:
+        raise BadConversationError(
+            f"the chat template marks {counted(num_marked, 'run')} of text as generated "
+            f"({{% generation %}}), and the row has {counted(len(turns), 'turn')} of the "
+            "assistant; use a template that marks each turn, or none"
+        )
+    pairs = zip(owners, runs, strict=True)
+    return [run for owner, run in pairs if owner in conversation.learned]
+
+
+def _owner(run: Range, roles: Sequence[str], places: Sequence[tuple[int, Range]]) -> int:
+    """Return the index of the assistant's message that a marked run is a part of.
+
+    A run without a part of a message, such as an end token, belongs to the turn before it, or to
+    that after it.
+    """
+    within = {index for index, (begin, end) in places if begin < run[1] and run[0] < end}
+    others = [index for index in sorted(within) if roles[index] != "assistant"]
+    if others:
+        raise BadConversationError(
+            f"the chat template marks a part of message {others[0] + 1} ({roles[others[0]]}) as "
+            "generated ({% generation %}); use a template that marks the assistant's turns alone"
+        )
+    if len(within) > 1:
+        one, other, *_ = sorted(within)
+        raise BadConversationError(
+            f"the chat template marks messages {one + 1} and {other + 1} as one run of generated "
+            "text ({% generation %}); use a template that marks each turn"
+        )
+    if within:
+        return within.pop()
+    before = max(((end, index) for index, (_, end) in places if end <= run[0]), default=None)
+    after = min(((begin, index) for index, (begin, _) in places if begin >= run[1]), default=None)
+    for near in (before, after):
+        if near is not None and roles[near[1]] == "assistant":
+            return near[1]
+    raise BadConversationError(
+        "the chat template marks a text as generated ({% generation %}) that is no turn of the "
+        "assistant; use a template that marks the assistant's turns alone"
+    )
+
+
+def _require_own(
+    conversation: Conversation, learned: Sequence[Range], places: Sequence[tuple[int, Range]]
+) -> None:
+    """Raise BadConversationError if what is learned has a part of a message that is not."""
+    for index, (begin, end) in places:
+        if index in conversation.learned:
+            continue
+        if any(first < end and begin < last for first, last in learned):
+            role = conversation.messages[index]["role"]
+            raise BadConversationError(
+                f"where the assistant's turns begin and end can't be told: a part of message "
+                f"{index + 1} ({role}) is within one, as the chat template writes it; use a "
+                "template with marks ({% generation %})"
+            )
+
+
+def _without_thoughts(message: Message) -> Message:
+    return {name: value for name, value in message.items() if name not in THOUGHTS}
+
+
+def _with_texts(messages: Sequence[Message]) -> list[Message]:
+    """Return messages whose calls have their arguments as JSON, as some templates need them."""
+    changed = copy.deepcopy(list(messages))
+    for call in (call for message in changed for call in message.get("tool_calls", ())):
+        arguments = call["function"]["arguments"]
+        call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
+    return changed
+
+
+def _shared(one: str, other: str) -> int:
+    """Return the number of characters at which both texts begin alike."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))

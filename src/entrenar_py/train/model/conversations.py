@@ -1,0 +1,343 @@
+"""Reads conversations from the rows that people have: messages, ShareGPT's turns, or pairs.
+
+Which form a row has is told by its fields. What can't be learned from as it is, such as images or
+pairs of a better and a worse answer, is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from entrenar_py.shared.untrusted import json_text
+
+USUAL = "messages"  # the field with messages, unless settings name another
+_SHAREGPT = "conversations"
+# Pairs of a prompt and an answer, by their fields.
+_PAIRS = (
+    ("instruction", "output"),  # Alpaca
+    ("instruction", "response"),  # Dolly
+    ("prompt", "completion"),
+    ("prompt", "response"),
+    ("question", "answer"),
+    ("question", "response"),  # OpenOrca
+    ("query", "response"),
+)
+_MORE = ("input", "context")  # what a prompt is about, put after it
+_ROLES = {
+    **{role: role for role in ("system", "user", "assistant", "tool")},
+    "developer": "system",
+    "human": "user",
+    **dict.fromkeys(("gpt", "bot", "chatgpt", "model"), "assistant"),
+    **dict.fromkeys(("function", "observation", "tool_response", "ipython"), "tool"),
+    "function_call": "assistant",
+}
+# ShareGPT's role of an assistant that calls a function, and OpenAI's earlier field with the call.
+_CALL = "function_call"
+_MEDIA = ("images", "image", "videos", "audios", "audio")
+_PREFERENCES = (("chosen", "rejected"), ("chosen_messages", "rejected_messages"))
+# Keys of a message, or of a part of its content: 0 or false is not learned. OpenAI and OpenPipe say
+# weight, LLaMA-Factory loss_weight, axolotl train and training, ms-swift loss and loss_scale, verl
+# loss_mask.
+_WEIGHTS = (
+    *("weight", "loss_weight", "train", "training", "trainable", "train_on_turn"),
+    *("loss", "loss_scale", "loss_mask"),
+)
+_MASKS = ("masked",)  # 1 or true is not learned
+_DETAILS = ("train_detail", "training_detail")  # axolotl's, of which characters are learned
+_FUNCTION_DEPTH = json_text.DEPTH_MAX // 2  # of arguments and tools: rows have them in messages
+_FORMS = (
+    f"{USUAL}, {_SHAREGPT}, instruction and output, instruction and response, prompt and "
+    "completion, question and answer (each with input or context)"
+)
+
+Message: TypeAlias = dict[str, Any]
+
+
+class BadConversationError(ValueError):
+    """A row that has no conversation to learn from, and what to use."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """Messages as chat templates take them, and the functions that may be called.
+
+    `learned` has the indices of the assistant's messages whose tokens are to be predicted.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Any] | None
+    learned: Sequence[int]
+
+
+def read(fields: Mapping[str, Any], field: str) -> Conversation:
+    """Return the conversation of a row, whose messages are in `field`.
+
+    Rows without it may have one of the other forms, if it is the usual one. Raises
+    BadConversationError.
+    """
+    _require_good(fields, field)
+    name, given = _given(fields, field)
+    if not isinstance(given, list) or not given:
+        raise BadConversationError(
+            f"{name} is no list of messages ({given!r}); use [{{role, content}}, ...]"
+        )
+    pairs = [_message(name, number, one) for number, one in enumerate(given, 1)]
+    messages = [message for message, _ in pairs]
+    turns = [index for index, one in enumerate(messages) if one["role"] == "assistant"]
+    learned = [index for index in turns if pairs[index][1]]
+    if not learned:
+        told = "a weight of 0 in each turn" if turns else "no turn"
+        raise BadConversationError(f"{name}: {told} of the assistant, so nothing to predict")
+    for index in learned:
+        if not ((messages[index]["content"] or "").strip() or messages[index].get("tool_calls")):
+            raise BadConversationError(f"{name}: the assistant's message {index + 1} is empty")
+    before = [] if messages[0]["role"] == "system" else _system(fields)
+    return Conversation(
+        messages=[*before, *messages[: max(learned) + 1]],
+        tools=_tools(fields),
+        learned=[len(before) + index for index in learned],
+    )
+
+
+def prompt(fields: Mapping[str, Any], field: str) -> Conversation:
+    """Return what a row asks: its messages without the assistant's last turn, if it ends with one.
+
+    Nothing of it is learned. A row may lack the answer. Raises BadConversationError as `read` does.
+    """
+    _require_good(fields, field)
+    name, given = _given(_answered(fields, field), field)
+    if not isinstance(given, list) or not given:
+        raise BadConversationError(
+            f"{name} is no list of messages ({given!r}); use [{{role, content}}, ...]"
+        )
+    messages = [_message(name, number, one)[0] for number, one in enumerate(given, 1)]
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages or messages[-1]["role"] == "system":
+        raise BadConversationError(f"{name}: no turn of the user before an answer, so no prompt")
+    if not (messages[-1]["content"] or "").strip():
+        raise BadConversationError(f"{name}: the last message before the answer is empty")
+    before = [] if messages[0]["role"] == "system" else _system(fields)
+    return Conversation(messages=[*before, *messages], tools=_tools(fields), learned=())
+
+
+def _answered(fields: Mapping[str, Any], field: str) -> Mapping[str, Any]:
+    """Return a row of a pair's form that lacks the answer with an empty one."""
+    has = [name for name, value in fields.items() if value is not None]
+    if field != USUAL or field in has or _SHAREGPT in has:
+        return fields
+    asked = [(prompt, answer) for prompt, answer in _PAIRS if prompt in has]
+    if not asked or any(answer in has for _, answer in asked):
+        return fields
+    prompt, answer = asked[0]
+    return {**fields, answer: [] if isinstance(fields[prompt], list) else ""}
+
+
+def _require_good(fields: Mapping[str, Any], field: str) -> None:
+    """Refuse images, pairs of answers, and answers that are marked as bad ones."""
+    media = [name for name in _MEDIA if fields.get(name)]
+    if media:
+        raise BadConversationError(f"has {media[0]}; only text is learned, leave such rows out")
+    for better, worse in _PREFERENCES:
+        if field not in (better, worse) and fields.get(better) and fields.get(worse):
+            raise BadConversationError(
+                f"has {better} and {worse} answers, and no preference is learned; to learn what is "
+                f"{better}, make it a list of messages and set data.messages_field: {better}"
+            )
+    if fields.get("label") is False:
+        raise BadConversationError("label=False marks a bad answer; leave such rows out")
+
+
+def _given(fields: Mapping[str, Any], field: str) -> tuple[str, Any]:
+    """Return the name and the value of the field that has messages, or those of a pair."""
+    has = [name for name, value in fields.items() if value is not None]
+    if field in has:
+        return field, fields[field]
+    if field == USUAL and _SHAREGPT in has:
+        return _SHAREGPT, fields[_SHAREGPT]
+    for prompt, answer in _PAIRS if field == USUAL else ():
+        if prompt in has and answer in has:
+            return answer, list(_of_pair(fields, prompt, answer))
+    told = f"has no field {field!r}; it has {', '.join(has) or 'none'}"
+    raise BadConversationError(f"{told}; use {_FORMS}" if field == USUAL else told)
+
+
+def _of_pair(fields: Mapping[str, Any], prompt: str, answer: str) -> Iterator[Mapping[str, Any]]:
+    if isinstance(fields[prompt], list) and isinstance(fields[answer], list):
+        # TRL's: both are messages, and of those in the prompt none is learned.
+        for message in fields[prompt]:
+            yield {"weight": 0, **message} if isinstance(message, Mapping) else message
+        yield from fields[answer]
+        return
+    asked = [name for name in (prompt, *_MORE) if fields.get(name) is not None]
+    for name in (*asked, answer):
+        if not isinstance(fields[name], str):
+            raise BadConversationError(f"{name}={fields[name]!r}: use a text")
+    parts = [fields[name] for name in asked if fields[name]]
+    history = fields.get("history") or []
+    for pair in history if isinstance(history, list) else [history]:
+        if not isinstance(pair, list) or len(pair) != len(("user", "assistant")):
+            raise BadConversationError("history is no list of [prompt, answer]")
+        yield {"role": "user", "content": pair[0]}
+        yield {"role": "assistant", "content": pair[1]}
+    yield {"role": "user", "content": "\n\n".join(parts)}
+    yield {"role": "assistant", "content": fields[answer]}
+
+
+def _message(name: str, number: int, given: Any) -> tuple[Message, bool]:
+    """Return a message as templates take it, and whether it is learned."""
+    place = f"{name}: message {number}"
+    if not isinstance(given, Mapping):
+        raise BadConversationError(f"{place} is no object; use {{role, content}}")
+    # Parquet gives every message all keys.
+    message = {key: value for key, value in given.items() if value is not None}
+    if not message.get("tool_calls", True):  # many write an empty list, which templates refuse
+        del message["tool_calls"]
+    said = message.pop("role", None) or message.pop("from", None)
+    role = _ROLES.get(said) if isinstance(said, str) else None
+    if role is None:
+        raise BadConversationError(
+            f"{place} has role {said!r}; use one of {', '.join(dict.fromkeys(_ROLES.values()))}"
+        )
+    is_learned = _is_learned(place, message)
+    content = message.pop("content", message.pop("value", None))
+    if _CALL in message and "tool_calls" not in message:
+        message["tool_calls"] = message.pop(_CALL)
+    if said == _CALL:
+        message["tool_calls"], content = [_parsed(place, content)], ""
+    message |= {"role": role, **_content(place, content, calls="tool_calls" in message)}
+    if "tool_calls" in message:
+        message["tool_calls"] = [_call(place, one) for one in _listed(message["tool_calls"])]
+    return message, is_learned
+
+
+def _is_learned(place: str, message: Message) -> bool:
+    """Take from a message what says whether it is learned, and return that.
+
+    A truth value of another name might say so, too, and is refused.
+    """
+    weights = list[bool]()
+    for key in (*_WEIGHTS, *_MASKS):
+        if key in message:
+            value = message.pop(key)
+            if value not in (0, 1):
+                raise BadConversationError(f"{place} has {key} {value!r}; use 0 or 1")
+            weights.append(bool(value) is (key not in _MASKS))
+    if len(set(weights)) > 1:
+        raise BadConversationError(
+            f"{place} is learned by one of its keys, and not by another; leave one out"
+        )
+    _require_no_marks(place, message)
+    return all(weights)
+
+
+def _require_no_marks(place: str, fields: Mapping[str, Any]) -> None:
+    """Refuse a message, or a part of it, that says in an unknown way what is learned."""
+    for key, value in fields.items():
+        if isinstance(value, bool) or (key in _DETAILS and value):
+            raise BadConversationError(
+                f"{place} has {key}={value!r}; if it says that the turn is not learned, name it "
+                "weight (0 or 1), else take it out of the row"
+            )
+
+
+def _content(place: str, content: object, *, calls: bool) -> Message:
+    """Return the content as one text, with what was thought before it and calls, if given."""
+    if content is None and calls:
+        return {"content": None}
+    if isinstance(content, str):
+        return {"content": content}
+    if not isinstance(content, list):
+        raise BadConversationError(f"{place} has no text as its content ({content!r})")
+    texts, found = list[str](), dict[str, Any]()
+    for part in content:
+        if isinstance(part, Mapping):
+            _require_whole(place, part)
+        kind = part.get("type", "text") if isinstance(part, Mapping) else None
+        text = next((part[key] for key in ("text", "value") if part.get(key)), "") if kind else part
+        if kind == "reasoning":
+            found["reasoning_content"] = text
+        elif kind == "tool_call":
+            found.setdefault("tool_calls", []).append(_parsed(place, text))
+        elif kind in ("text", None) and isinstance(text, str):
+            texts.append(text)
+        else:
+            raise BadConversationError(
+                f"{place} has a part of type {kind!r}; only text is learned, leave such rows out"
+            )
+    return {"content": "".join(texts), **found}
+
+
+def _require_whole(place: str, part: Mapping[str, Any]) -> None:
+    """Refuse a part of a content that says whether it is learned: a turn is, or is not."""
+    if marks := [key for key in (*_WEIGHTS, *_MASKS) if part.get(key) is not None]:
+        raise BadConversationError(
+            f"{place} has a part with {marks[0]}={part[marks[0]]!r}, and a turn is learned as a "
+            "whole, or not; use weight (0 or 1) of the message"
+        )
+    _require_no_marks(place, part)
+
+
+def _parsed(place: str, text: object) -> Any:
+    """Return the object that `text` holds as JSON."""
+    try:
+        return _of_text(text) if isinstance(text, str) else text
+    except ValueError as error:
+        raise BadConversationError(f"{place} has a call that is not JSON ({error})") from error
+
+
+def _of_text(text: str) -> Any:
+    """Return what a text in a row holds, as the row itself was read. Raises ValueError."""
+    value = json_text.load(text, names_once=True)
+    json_text.require_texts(value)
+    return value
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _call(place: str, call: Any) -> Message:
+    """Return a call of a function as templates take it: its arguments are an object."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise BadConversationError(f"{place} has a call without a function's name")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):  # as OpenAI has them; many leave it empty where there are none
+        arguments = _parsed(place, arguments) if arguments.strip() else {}
+    try:
+        json_text.require_flat(arguments, _FUNCTION_DEPTH)
+    except ValueError as error:
+        raise BadConversationError(f"{place} has a call whose arguments are {error}") from error
+    about = {} if function is call else dict(call)
+    named = {"name": function["name"], "arguments": arguments}
+    return {"type": "function", **about, "function": {**function, **named}}
+
+
+def _system(fields: Mapping[str, Any]) -> list[Message]:
+    """Return what a row has as `system` or `system_prompt`, as a message, if it has one."""
+    name = "system" if fields.get("system") else "system_prompt"
+    said = fields.get(name)
+    if said is not None and not isinstance(said, str):
+        raise BadConversationError(f"{name}={said!r}: use a text")
+    return [{"role": "system", "content": said}] if said else []
+
+
+def _tools(fields: Mapping[str, Any]) -> Sequence[Any] | None:
+    """Return the functions that a row lets the assistant call, as templates take them."""
+    given = fields.get("tools") or fields.get("functions")  # the latter is OpenAI's earlier field
+    try:
+        if isinstance(given, str):
+            given = _of_text(given) if given.strip() else None
+        json_text.require_flat(given, _FUNCTION_DEPTH)
+    except ValueError as error:
+        raise BadConversationError(f"tools are not JSON ({error})") from error
+    if not given:
+        return None
+    if not isinstance(given, list) or not all(isinstance(tool, Mapping) for tool in given):
+        raise BadConversationError("tools are no list of objects")
+    return [
+        tool if "function" in tool else {"type": "function", "function": tool} for tool in given
+    ]

@@ -1,0 +1,172 @@
+"""Scores of a model on samples: its loss, and for classes the confusion of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from entrenar_py.train.model import precision
+from entrenar_py.train.model.modes import in_evaluation
+from entrenar_py.train.model.objectives import IGNORED
+from entrenar_py.train.model.samples import Samples
+from entrenar_py.train.model.settings import Settings
+from entrenar_py.train.model.workload import Rows
+
+_BATCH = 32
+_LOGITS_MAX = 2**26  # held at a time: 256 MiB in float32
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The mean loss over `weight` tokens or samples. `confusion[i, j]`: class i was taken for j.
+
+    `confusion` is int64 [classes, classes], empty without classes.
+    """
+
+    loss: float
+    weight: int
+    labels: tuple[str, ...]
+    confusion: NDArray[np.int64]
+
+    def recall(self, label: int) -> float:
+        """Return the share of the class's samples that were taken for it; NaN if it has none."""
+        return _share(self.confusion[label, label], self.confusion[label].sum())
+
+    def precision(self, label: int) -> float:
+        """Return the share of samples taken for the class that are of it; NaN if there are none."""
+        return _share(self.confusion[label, label], self.confusion[:, label].sum())
+
+    def f1(self, label: int) -> float:
+        """Return the harmonic mean of recall and precision; NaN if the class is in neither."""
+        found = self.confusion[label, label]
+        return _share(2 * found, self.confusion[label].sum() + self.confusion[:, label].sum())
+
+    @property
+    def accuracy(self) -> float:
+        """The share of samples that were taken for their class."""
+        return _share(int(np.trace(self.confusion)), int(self.confusion.sum()))
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the loss; infinite beyond float64."""
+        with np.errstate(over="ignore"):
+            return float(np.exp(self.loss))
+
+    def lines(self) -> Iterator[str]:
+        """Yield the scores in words, a line each."""
+        if not self.labels:
+            yield f"loss {self.loss:.4f} a token, perplexity {self.perplexity:.2f}"
+            yield f"{self.weight} tokens"
+            return
+        right = int(np.trace(self.confusion))
+        yield f"loss {self.loss:.4f}, {right} of {self.weight} right"
+        for number, label in enumerate(self.labels):
+            found, all_of_it = self.confusion[number, number], self.confusion[number].sum()
+            yield (
+                f"{label}: recall {_told(self.recall(number))} ({found} of {all_of_it}), "
+                f"precision {_told(self.precision(number))}, F1 {_told(self.f1(number))}"
+            )
+
+
+def _share(part: int, whole: int) -> float:
+    return float(part / whole) if whole else math.nan
+
+
+def _told(share: float) -> str:
+    return "-" if math.isnan(share) else f"{share:.3f}"
+
+
+class Examination:
+    """Samples to score a model on, in batches whose logits fit into memory.
+
+    Totals are float64 [2 + classes^2]: the summed loss, its weight, and the confusion. Those of
+    several batches are added. All classes have the same weight.
+    """
+
+    def __init__(
+        self,
+        found: Samples,
+        module: nn.Module,
+        *,
+        settings: Settings,
+        pad_token: int,
+        multiple: int = 1,
+    ) -> None:
+        """Rows are filled up to a multiple of `multiple` tokens."""
+        self._found, self._labels = found, settings.classes.labels
+        self._rows = Rows(found, pad_token)
+        self._rows.multiple = multiple
+        self._num_rows = _BATCH if self._labels else _num_rows(module, found)
+        self.totals_size = 2 + len(self._labels) ** 2
+
+    def __len__(self) -> int:
+        return -(-len(self._found) // self._num_rows)
+
+    def batch(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tokens and mask, int64 [n, t], and targets: classes [n], or tokens [n, t]."""
+        begin = number * self._num_rows
+        ids = range(begin, min(begin + self._num_rows, len(self._found)))
+        tokens, mask, targets = self._rows.batch(ids)
+        if self._labels:
+            targets = torch.from_numpy(self._found.labels[list(ids)].astype(np.int64))
+        return tokens, mask, targets
+
+    def totals(self, logits: Tensor, targets: Tensor) -> NDArray[np.float64]:
+        """Return the totals of a batch: `logits` are [n, classes] or [n, t, vocabulary]."""
+        logits, targets = logits.float(), targets.to(logits.device)
+        size = len(self._labels)
+        confusion = np.zeros((size, size))
+        if self._labels:
+            taken = logits.argmax(-1).tolist()
+            np.add.at(confusion, (targets.tolist(), taken), 1)
+        else:
+            logits, targets = logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten()
+        loss = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum").item()
+        weight = int((targets != IGNORED).sum())
+        return np.array([loss, weight, *confusion.flat])
+
+    def scores(self, totals: NDArray[np.float64]) -> Scores:
+        """Return the scores that the totals of all batches make."""
+        size, weight = len(self._labels), int(totals[1])
+        confusion = totals[2:].astype(np.int64).reshape(size, size)
+        return Scores(float(totals[0]) / max(weight, 1), weight, self._labels, confusion)
+
+
+def _num_rows(module: nn.Module, found: Samples) -> int:
+    """Return the number of rows whose logits, one for each token of the vocabulary, may be held."""
+    vocabulary: int = cast("Any", module).config.get_text_config().vocab_size
+    longest = int(np.diff(found.starts).max(initial=1))
+    return max(1, min(_BATCH, _LOGITS_MAX // (longest * vocabulary)))
+
+
+def scores(
+    module: nn.Module,
+    found: Samples,
+    *,
+    settings: Settings,
+    pad_token: int,
+    go_on: Callable[[], None] = lambda: None,
+) -> Scores:
+    """Return the scores of `module` in evaluation mode.
+
+    Products have the format of the run that `settings` describe. `go_on` is called before each
+    batch; what it raises ends the evaluation.
+    """
+    examination = Examination(found, module, settings=settings, pad_token=pad_token)
+    device = next(module.parameters()).device
+    totals = np.zeros(examination.totals_size)
+    with in_evaluation(module), precision.applied(precision.of_products(settings), device):
+        for number in range(len(examination)):
+            go_on()
+            tokens, mask, targets = (one.to(device) for one in examination.batch(number))
+            logits = module(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+            totals += examination.totals(logits, targets)
+    return examination.scores(totals)

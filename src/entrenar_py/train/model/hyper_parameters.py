@@ -1,0 +1,334 @@
+"""Rules C-HP-001 to 009: hyper-parameters that rarely do what was meant.
+
+Each rule looks at the settings and at facts about model and rows. It says what is unusual, and what
+to use. `docs/hyper-parameters.md` has the reason and the source of each limit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.wording import counted
+from entrenar_py.train.model import encoding, trust
+from entrenar_py.train.model.prepared import Prepared
+from entrenar_py.train.model.settings import Settings
+
+# The rate of QLoRA's models up to 13 billion parameters is 2e-4, that of larger ones 1e-4.
+# Highest rates of adapters by parameters of the model; of full fine-tuning they are a tenth.
+_RATES = ((10**8, 1e-2), (10**9, 5e-3), (20 * 10**9, 1e-3), (math.inf, 5e-4))
+_RATE_MIN = 1e-6
+_FULL = 0.1  # of the rates of adapters
+_BATCH_MAX = 128
+_STEPS_MIN = 10
+_ALPHA_SHARES = (0.25, 8.0)  # of alpha to rank: QLoRA's, and that of LoRA's GPT-2
+_LONGEST = 0.99
+_SLACK = 2.0  # of the longest row to the 99th percentile
+_ROUNDED = 8
+_SKIPPED_MAX = 0.01
+_WARMUP_MAX = 0.2
+_CLIPS = (0.05, 10.0)
+_DECAY_MAX = {"adapters": 0.1, "full": 0.3}
+_RARE = 0.1
+_SEEN_MAX = 40
+
+Level = Literal["warning", "error"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remark:
+    """A rule that is broken, at the key that breaks it. An error can't be trained at all."""
+
+    rule: str
+    keys: tuple[str, ...]
+    message: str
+    level: Level = "warning"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """The rows to train on, before copies: their lengths in tokens, and how many each class has.
+
+    `lengths` has also those that are too long. `num_skipped` counts these. `num_samples` counts
+    copies, too. `unlearned_ends` are the tokens that end an answer, if no row's targets have one.
+    """
+
+    lengths: tuple[int, ...]
+    num_skipped: int
+    class_counts: tuple[int, ...]
+    num_samples: int
+    unlearned_ends: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What rules look at. Rules that need what is None say nothing."""
+
+    settings: Settings
+    num_parameters: int | None = None
+    rows: Rows | None = None
+
+    @property
+    def num_steps(self) -> int | None:
+        """The steps of the whole run."""
+        if self.rows is None:
+            return None
+        training = self.settings.training
+        return training.epochs * -(-self.rows.num_samples // training.batch_size)
+
+
+def rows_of(prepared: Prepared) -> Rows:
+    """Return what rules look at in rows that were read."""
+    samples, counts = prepared.train, prepared.class_counts
+    too_long = [length for bad in samples.skipped if (length := encoding.length_of(bad))]
+    lengths = np.diff(samples.starts).tolist()[: sum(counts) or None]  # copies come last
+    if prepared.validation is not None and prepared.settings.data.validation is None:
+        lengths += np.diff(prepared.validation.starts).tolist()  # of the same rows, as skipped ones
+    return Rows(
+        lengths=(*lengths, *too_long),
+        num_skipped=len(too_long),
+        class_counts=counts,
+        num_samples=len(samples),
+        unlearned_ends=_unlearned_ends(prepared),
+    )
+
+
+def _unlearned_ends(prepared: Prepared) -> tuple[str, ...] | None:
+    """Return the tokens that end an answer, if none of them is to be predicted in any row."""
+    samples, tokenizer = prepared.train, prepared.tokenizer
+    if prepared.settings.task == "classify":
+        return None
+    ends = {tokenizer.eos_token_id, *_generation_ends(prepared.settings.model)} - {None}
+    if np.isin(samples.tokens[samples.is_target], sorted(ends)).any():
+        return None
+    return tuple(map(str, tokenizer.convert_ids_to_tokens(sorted(ends))))
+
+
+def _generation_ends(folder: Path) -> list[int]:
+    """Return the end tokens of a checkpoint's generation_config.json, if it names any."""
+    try:
+        named = trust.record(folder / "generation_config.json", str(folder))["eos_token_id"]
+    except (UsageError, LookupError):
+        return []  # generation reads it again, and tells
+    return [one for one in (named if isinstance(named, list) else [named]) if type(one) is int]
+
+
+def remarks(facts: Facts) -> list[Remark]:
+    """Return what all rules have to say, in the order of the rules."""
+    return [one for rule in RULES.values() for one in rule(facts)]
+
+
+def _rate(facts: Facts) -> Iterator[Remark]:
+    """C-HP-001: the rate, by the size of the model."""
+    rate, rule = facts.settings.training.learning_rate, "C-HP-001"
+    keys = ("training", "learning_rate")
+    if facts.num_parameters is None:
+        return
+    number = facts.num_parameters
+    share = 1.0 if facts.settings.adapts else _FULL
+    most = share * next(rate for size, rate in _RATES if number < size)
+    kind = "adapters" if facts.settings.adapts else "all weights"
+    told = f"learning_rate={rate:g} for {kind} of a model of {_amount(number)} parameters"
+    if rate > most:
+        yield Remark(rule=rule, keys=keys, message=f"{told}: it may diverge; use {most:g} or less")
+    elif rate < share * _RATE_MIN:
+        least = share * _RATE_MIN
+        yield Remark(
+            rule=rule, keys=keys, message=f"{told}: it hardly learns; use {least:g} or more"
+        )
+
+
+def _batch(facts: Facts) -> Iterator[Remark]:
+    """C-HP-002: the effective batch, which is of all workers together."""
+    size, rule, keys = facts.settings.training.batch_size, "C-HP-002", ("training", "batch_size")
+    if facts.settings.adapts and size > _BATCH_MAX:
+        yield Remark(
+            rule=rule,
+            keys=keys,
+            message=f"batch_size={size}: adapters lose more than full fine-tuning in large "
+            f"batches; use {_BATCH_MAX} rows or fewer",
+        )
+    steps = facts.num_steps
+    if steps is not None and steps < _STEPS_MIN and facts.rows is not None:
+        yield Remark(
+            rule=rule,
+            keys=keys,
+            message=f"batch_size={size}: {counted(facts.rows.num_samples, 'row')} in "
+            f"{counted(facts.settings.training.epochs, 'epoch')} make {counted(steps, 'step')}; "
+            "use fewer rows a step, or more epochs",
+        )
+
+
+def _alpha(facts: Facts) -> Iterator[Remark]:
+    """C-HP-003: alpha is twice the rank, or near it."""
+    lora = facts.settings.lora
+    share = lora.alpha / lora.rank
+    least, most = _ALPHA_SHARES
+    if facts.settings.adapts and not least <= share <= most:
+        yield Remark(
+            rule="C-HP-003",
+            keys=("lora", "alpha"),
+            message=f"alpha={lora.alpha:g} with rank={lora.rank}: an adapter's output is "
+            f"multiplied by {share:.3g}; use alpha: {2 * lora.rank} (twice the rank), or "
+            f"{least * lora.rank:g} to {most * lora.rank:g}",
+        )
+
+
+def _length(facts: Facts) -> Iterator[Remark]:
+    """C-HP-004: the longest row that is taken is about the 99th percentile."""
+    if facts.rows is None or not facts.rows.lengths:
+        return
+    most, rows = facts.settings.data.max_tokens, facts.rows
+    usual = math.ceil(np.quantile(rows.lengths, _LONGEST, method="higher") / _ROUNDED) * _ROUNDED
+    share = rows.num_skipped / len(rows.lengths)
+    longest = max((one for one in rows.lengths if one <= most), default=0)
+    told = f"the 99th percentile of the rows' lengths is {usual} tokens (a multiple of {_ROUNDED})"
+    rule, keys = "C-HP-004", ("data", "max_tokens")
+    if share > _SKIPPED_MAX:
+        yield Remark(
+            rule=rule,
+            keys=keys,
+            message=f"max_tokens={most} leaves out {share:.1%} of the rows: {told}; use {usual}",
+        )
+    elif longest > _SLACK * usual:
+        yield Remark(
+            rule=rule,
+            keys=keys,
+            message=f"max_tokens={most} takes a row of {longest} tokens, for which memory must "
+            f"suffice: {told}; use {usual} with on_error: skip",
+        )
+
+
+def _warmup(facts: Facts) -> Iterator[Remark]:
+    """C-HP-005: some warm-up where all weights are trained, and never a large part of the run."""
+    share, rule = facts.settings.training.warmup_share, "C-HP-005"
+    keys = ("training", "warmup_share")
+    if share > _WARMUP_MAX:
+        yield Remark(
+            rule=rule,
+            keys=keys,
+            message=f"warmup_share={share:g}: the rate rises for {share:.0%} of the steps; use "
+            f"0.03 to {_WARMUP_MAX:g}",
+        )
+    elif not share and not facts.settings.adapts:
+        yield Remark(
+            rule=rule,
+            keys=keys,
+            message="warmup_share=0 with all weights trained: AdamW's first steps go by moments "
+            "of few gradients; use 0.03 to 0.1",
+        )
+
+
+def _clip(facts: Facts) -> Iterator[Remark]:
+    """C-HP-006: the gradient's norm is clipped, and not in every step."""
+    clip, rule, keys = facts.settings.training.clip_norm, "C-HP-006", ("training", "clip_norm")
+    least, most = _CLIPS
+    if clip is None:
+        yield Remark(
+            rule=rule,
+            keys=keys,
+            message="clip_norm=null: one bad batch can undo what was learned; use 0.3 to 1",
+        )
+    elif not least <= clip <= most:
+        what = "clips no step but a broken one" if clip > most else "clips nearly every step"
+        yield Remark(
+            rule=rule, keys=keys, message=f"clip_norm={clip:g} {what}; use {least:g} to {most:g}"
+        )
+
+
+def _decay(facts: Facts) -> Iterator[Remark]:
+    """C-HP-007: weight decay is small, and never turns a weight's sign."""
+    training, rule, keys = facts.settings.training, "C-HP-007", ("training", "weight_decay")
+    decay = training.weight_decay
+    most = _DECAY_MAX["adapters" if facts.settings.adapts else "full"]
+    if decay * training.learning_rate >= 1:
+        yield Remark(
+            rule=rule,
+            keys=keys,
+            level="error",
+            message=f"weight_decay={decay:g} with learning_rate={training.learning_rate:g}: a step "
+            f"would take away all of every weight; use {most:g} or less",
+        )
+    elif decay > most:
+        yield Remark(
+            rule=rule,
+            keys=keys,
+            message=f"weight_decay={decay:g} pulls what was learned back to nothing; use {most:g} "
+            "or less",
+        )
+
+
+def _imbalance(facts: Facts) -> Iterator[Remark]:
+    """C-HP-008: a rare class counts, and its few rows are not learned by heart."""
+    rows, settings = facts.rows, facts.settings
+    if rows is None or not rows.class_counts:
+        return
+    counts, labels, rule = rows.class_counts, settings.classes.labels, "C-HP-008"
+    if not all(counts):
+        yield Remark(
+            rule=rule,
+            keys=("classes", "labels"),
+            message=f"labels has {labels[counts.index(0)]!r}, of which there is no row to train "
+            "on: no row will be taken for it; leave it out, or add rows",
+        )
+        return
+    rarest = int(np.argmin(counts))
+    share, name = counts[rarest] / sum(counts), labels[rarest]
+    copies = max(counts) / counts[rarest] if settings.classes.oversample else 1.0
+    seen = settings.training.epochs * copies
+    if settings.classes.weights == "none" and not settings.classes.oversample and share < _RARE:
+        yield Remark(
+            rule=rule,
+            keys=("classes", "weights"),
+            message=f"weights=none: {share:.1%} of the rows are {name!r}, and a model that never "
+            f"says so is right in {1 - share:.1%}; use sqrt_inverse, or oversample: true",
+        )
+    if share < _RARE and seen > _SEEN_MAX:
+        fewer = max(1, int(_SEEN_MAX / copies))
+        yield Remark(
+            rule=rule,
+            keys=("training", "epochs"),
+            message=f"epochs={settings.training.epochs}: each of {counts[rarest]} rows of {name!r} "
+            f"is seen {seen:.0f} times, and learned by heart; use epochs: {fewer}"
+            + (", or weights in place of oversample" if copies > _SEEN_MAX else ""),
+        )
+
+
+def _ending(facts: Facts) -> Iterator[Remark]:
+    """C-HP-009: some row teaches to end an answer."""
+    if facts.rows is None or facts.rows.unlearned_ends is None:
+        return
+    ends = " or ".join(facts.rows.unlearned_ends)
+    told = f"no row teaches to end an answer by {ends}" if ends else "no token ends an answer"
+    yield Remark(
+        rule="C-HP-009",
+        keys=("task",),
+        message=f"{told}, so the model may never stop; use a chat template that ends the "
+        "assistant's turns by the tokenizer's eos_token, or by one of generation_config.json",
+    )
+
+
+RULES: dict[str, Callable[[Facts], Iterator[Remark]]] = {
+    "C-HP-001": _rate,
+    "C-HP-002": _batch,
+    "C-HP-003": _alpha,
+    "C-HP-004": _length,
+    "C-HP-005": _warmup,
+    "C-HP-006": _clip,
+    "C-HP-007": _decay,
+    "C-HP-008": _imbalance,
+    "C-HP-009": _ending,
+}
+
+
+def _amount(number: int) -> str:
+    for factor, unit in ((10**9, "billion"), (10**6, "million")):
+        if number >= factor:
+            return f"{number / factor:.3g} {unit}"
+    return f"{number:,}"

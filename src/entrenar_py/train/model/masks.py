@@ -1,0 +1,136 @@
+"""Dropout of a model of others: what is dropped follows from a key, not from a generator's state.
+
+`Masks` takes the place of torch's functions of dropout, and of attention that drops, while it is
+entered. A mask is a function of the key, of the number of the call, and of an element's index, so
+that it is the same on every device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
+from torch import Tensor, overrides
+from torch.overrides import TorchFunctionMode
+
+from entrenar_py.compute import draws
+
+
+class Masks(TorchFunctionMode):
+    """While entered, dropout draws by `key`, int32 [2]; without a key nothing is dropped.
+
+    `first` is the number of the next draw.
+    """
+
+    def __init__(self, key: Tensor | None, first: int = 0) -> None:
+        super().__init__()
+        self._key = key
+        self._number = first
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        replaced = _REPLACED.get(func)
+        if replaced is None:
+            return func(*args, **(kwargs or {}))
+        return replaced(self, *args, **(kwargs or {}))
+
+    @property
+    def num_drawn(self) -> int:
+        """The number of the next draw."""
+        return self._number
+
+    def go_on_at(self, number: int) -> None:
+        """Let `number` be the number of the next draw."""
+        self._number = number
+
+    def again(self) -> Masks:
+        """Return masks that repeat those from here on, to compute a block once more."""
+        return Masks(self._key, self._number)
+
+    def drop(self, x: Tensor, share: float, shape: torch.Size, *, in_place: bool) -> Tensor:
+        """Return `x` with elements dropped by a mask of `shape`, the others scaled in return."""
+        if self._key is None or share == 0:
+            return x
+        kept = draws.kept(self._key, self._number, shape, share)
+        self._number += 1
+        factor = 1 / (1 - share) if share < 1 else 0.0
+        if in_place:
+            return x.mul_(kept.to(x.dtype) * factor)
+        return torch.where(kept, x * factor, 0.0)  # for the backward pass it keeps a byte each
+
+
+def entered() -> Masks | None:
+    """Return the masks that are entered now; None without any."""
+    modes = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return next((mode for mode in reversed(modes) if isinstance(mode, Masks)), None)
+
+
+def repetition() -> Masks:
+    """Return masks that repeat those entered now, from here on; without any, that drop nothing."""
+    found = entered()
+    return Masks(None) if found is None else found.again()
+
+
+def _dropout(
+    masks: Masks, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    return masks.drop(x, p, x.shape, in_place=inplace) if training else x
+
+
+def _channel_dropout(rank: int) -> Callable[..., Tensor]:
+    """Return the dropout of whole channels, each with `rank` dims: x [n, c, *] or [c, *]."""
+
+    def replaced(
+        masks: Masks, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
+        shape = torch.Size([*x.shape[: x.dim() - rank], *(1 for _ in range(rank))])
+        return masks.drop(x, p, shape, in_place=inplace) if training else x
+
+    return replaced
+
+
+def _attention(
+    masks: Masks,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Return attention, by products and a softmax if some of its weights are dropped."""
+    if not dropout_p:
+        return F.scaled_dot_product_attention(
+            *(query, key, value, attn_mask, 0.0, is_causal),
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+    if enable_gqa:
+        times = query.shape[-3] // key.shape[-3]
+        key, value = (one.repeat_interleave(times, -3) for one in (key, value))
+    scores = query @ key.transpose(-2, -1)
+    scores = scores * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -torch.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    weights = torch._safe_softmax(scores, -1)
+    return masks.drop(weights, dropout_p, weights.shape, in_place=False) @ value
+
+
+_REPLACED: dict[Any, Callable[..., Tensor]] = {
+    F.dropout: _dropout,
+    torch.dropout: _dropout,
+    F.dropout1d: _channel_dropout(1),
+    F.dropout2d: _channel_dropout(2),
+    F.dropout3d: _channel_dropout(3),
+    F.scaled_dot_product_attention: _attention,
+}

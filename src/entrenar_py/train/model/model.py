@@ -1,0 +1,346 @@
+"""Loads a checkpoint in Hugging Face's format, and puts adapters in by `peft`.
+
+Only safetensors are read, never pickles. Python code of the checkpoint runs only if the settings
+say so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.train.model import (
+    adapters,
+    blocks,
+    fitting,
+    model_class,
+    packing,
+    precision,
+    quantised,
+    recompute,
+    stock,
+    trust,
+)
+from entrenar_py.train.model.modes import in_evaluation
+from entrenar_py.train.model.settings import Settings
+
+_MARKERS = ("▁",)  # of a word's beginning, which tokenizers without files have
+_SHOWN = 12  # layers in a message
+_ROUNDED = 1e-4  # largest share of logits that rounding changes; what an encoder sees changes more
+
+
+def tokenizer(settings: Settings, folder: Path | None = None) -> Any:
+    """Return the tokenizer in `folder`, by default the checkpoint's.
+
+    Raises UsageError if it can't be read.
+    """
+    transformers, folder = model_class.library(), folder or settings.model
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: there is no such folder; give one with a checkpoint")
+    trust.require_tokenizer(folder)
+    with model_class.reading(folder, "tokenizer"):
+        found = transformers.AutoTokenizer.from_pretrained(
+            folder,
+            local_files_only=True,
+            trust_remote_code=settings.trust_remote_code,
+        )
+    if found.pad_token_id is None and found.eos_token_id is None:
+        raise UsageError(
+            f"{folder}: its tokenizer has neither a padding nor an end token; give "
+            "it one of them (tokenizer_config.json)"
+        )
+    if not set(found.get_vocab()) - {*found.all_special_tokens, *_MARKERS}:
+        raise UsageError(
+            f"{folder}: its tokenizer has no words, since no file with them is there (such as "
+            "tokenizer.json); copy the whole checkpoint"
+        )
+    return found
+
+
+def padding(found: Any) -> int:
+    """Return the token that fills up rows: the padding token, or without one the end token."""
+    return int(found.eos_token_id if found.pad_token_id is None else found.pad_token_id)
+
+
+def load(settings: Settings, pad_token: int) -> nn.Module:
+    """Return the model with its adapters on the CPU, in training mode.
+
+    What is trained is float32, frozen weights have the run's precision; with `method: qlora` frozen
+    layers are in NF4. New tensors (adapters, the head of a classifier) are drawn from the run's
+    seed. Raises UsageError if the checkpoint can't be read, or has no layer that the settings name.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        module, new = _base(settings)
+        _draw(settings.seed, module, new)
+        stock.require_padding(settings, module, pad_token)
+        stock.set_padding(module, pad_token)
+        adapters.freeze_beside(module)
+        if settings.adapts:
+            module = adapters.adapted(settings, module, new)
+    precision.prepare(module, settings)
+    if settings.task != "classify":
+        _require_causal(settings, module)
+    if settings.data.packing:
+        products = precision.of_products(settings)
+        with precision.applied(products, next(module.parameters()).device):
+            packing.require_apart(module, products, settings.model)
+    if settings.recompute == "blocks":
+        recompute.install(module)
+    return module.train()
+
+
+def plain(settings: Settings) -> nn.Module:
+    """Return the checkpoint's model on the CPU as it is, to be run: nothing is trained.
+
+    Its weights have the run's precision. Raises UsageError as `load` does.
+    """
+    with torch.random.fork_rng(devices=[]):
+        module, _ = _base(settings)
+    _require_causal(settings, module)
+    return module.requires_grad_(requires_grad=False).eval()
+
+
+def part(
+    settings: Settings,
+    pad_token: int,
+    shorten: Callable[[nn.Module], None],
+    trains: Container[str],
+    *,
+    unties: bool,
+) -> nn.Module:
+    """Return what `shorten` leaves of the model, with its adapters, as `load` does the whole.
+
+    Nothing else is read of the checkpoint's weights. Only parameters whose name `trains` has are
+    trained, and their values are not those that a run begins with.
+    """
+    module, new = _base(settings, shorten, unties=unties)
+    stock.set_padding(module, pad_token)
+    adapters.freeze_beside(module)
+    if settings.adapts:
+        targets = tuple(one for one in settings.lora.targets if adapters.has_target(module, one))
+        if targets:
+            lora = replace(settings.lora, targets=targets)
+            module = adapters.adapted(replace(settings, lora=lora), module, new)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name in trains)
+    precision.prepare(module, settings)
+    if settings.recompute == "blocks":
+        recompute.install(module)
+    return module.train()
+
+
+def without_weights(settings: Settings, pad_token: int) -> nn.Module:
+    """Return the model with adapters and new parts as `load` draws them, and no other weights.
+
+    Frozen weights have their shape, and are all zeros in the memory of one number.
+    """
+    aside = list[Callable[[], None]]()  # puts back what was taken out
+
+    def shorten(module: nn.Module) -> None:
+        model = cast("Any", module)
+        _, layers = blocks.place_of(module)
+        for index, block in enumerate(layers):
+            aside.append(partial(layers.__setitem__, index, block))
+            layers[index] = nn.Identity()
+        table, head = model.get_input_embeddings(), model.get_output_embeddings()
+        aside.append(partial(model.set_input_embeddings, table))
+        model.set_input_embeddings(nn.Identity())
+        if head is not None:
+            aside.append(partial(model.set_output_embeddings, head))
+            model.set_output_embeddings(nn.Identity())
+
+    plain = replace(settings, method="lora") if settings.method == "qlora" else settings
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        module, new = _base(plain, shorten, unties=True)
+        _draw(settings.seed, module, new)
+        for put_back in aside:
+            put_back()
+        for above in module.modules():
+            for name, tensor in list(above.named_parameters(recurse=False)):
+                if tensor.device.type == "meta":
+                    zero = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+                    setattr(above, name, nn.Parameter(zero, requires_grad=tensor.requires_grad))
+        stock.set_padding(module, pad_token)
+        adapters.freeze_beside(module)
+        module = adapters.adapted(settings, module, new)
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return module.train()
+
+
+def _draw(seed: int, module: nn.Module, new: Sequence[str]) -> None:
+    """Draw the parts `new` from `seed`; what is drawn next follows from it, too.
+
+    Some models (Qwen3.5) draw numbers for blocks whose weights are then read. A coordinator without
+    these blocks, which has to draw the same adapters, doesn't.
+    """
+    torch.manual_seed(seed)
+    model = cast("Any", module)
+    for name, part in module.named_modules():
+        if any(f".{name}".endswith(f".{one}") for one in new):
+            tensors: Iterator[Any] = part.parameters()
+            for tensor in tensors:
+                tensor._is_hf_initialized = False
+            for inner in part.modules():
+                model._init_weights(inner)
+
+
+def _require_causal(settings: Settings, module: nn.Module) -> None:
+    """Raise UsageError if the model predicts a token from itself or later ones.
+
+    An encoder whose head is that of a language model does: its loss would soon be 0. Rounding may
+    differ, where a later token changes how rows are grouped (experts).
+    """
+    tokens = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]])
+    with in_evaluation(module), precision.applied(precision.of_products(settings), tokens.device):
+        logits = module(input_ids=tokens, use_cache=False).logits
+    require_blind(settings, logits)
+
+
+def require_blind(settings: Settings, found: torch.Tensor) -> None:
+    """Raise UsageError if two rows of outputs differ before the last of four tokens.
+
+    `found` is [2, 4, d], of rows that have only their last token, or what is known of it, unlike.
+    """
+    one, other = found[:, :3].float()
+    if (one - other).norm() > _ROUNDED * one.norm():
+        raise UsageError(
+            f"model={settings.model}: it sees the tokens that it is to predict, as encoders do; "
+            f"use a causal language model for task: {settings.task}, or is_decoder in config.json"
+        )
+
+
+def trained(settings: Settings, folder: Path, pad_token: int) -> nn.Module:
+    """Return the model that a run with `settings` wrote to `folder`, in evaluation mode."""
+    if settings.method == "full":
+        settings = replace(settings, model=folder)
+    module, _ = _base(settings)
+    return _with_adapters(settings, folder, module, pad_token).eval()
+
+
+def decoded(settings: Settings, folder: Path, pad_token: int) -> nn.Module:
+    """Return the model of `trained` with the numbers that NF4 stands for as float32 weights."""
+    module, _ = _base(replace(settings, method="lora"))
+    quantised.decode(_base(settings)[0], module)
+    return _with_adapters(settings, folder, module, pad_token).eval()
+
+
+def _with_adapters(settings: Settings, folder: Path, module: Any, pad_token: int) -> nn.Module:
+    stock.set_padding(module, pad_token)
+    if settings.adapts:
+        import peft
+
+        trust.require_adapters(folder)
+        with model_class.reading(folder, "adapters"), adapters.quiet():
+            module = peft.PeftModel.from_pretrained(module, str(folder))
+    return cast("nn.Module", module)
+
+
+def shape(settings: Settings) -> nn.Module:
+    """Return the model with its adapters on torch's meta device, in training mode.
+
+    It has all shapes and no values, by config.json alone; with `method: qlora` weights that would
+    be in NF4 have their plain shape. Raises UsageError as `load` does, except for what only weights
+    can show.
+    """
+    return _of_config(settings, torch.device("meta"))
+
+
+def random(settings: Settings, *, num_blocks: int) -> nn.Module:
+    """Return a model like `shape`, with random weights on the CPU and its first blocks alone."""
+    return _of_config(settings, torch.device("cpu"), num_blocks)
+
+
+def _of_config(settings: Settings, place: torch.device, num_blocks: int | None = None) -> nn.Module:
+    kind, options = model_class.of(settings)
+    config = model_class.configuration(settings)
+    text = config.get_text_config()
+    if num_blocks is not None:
+        text.num_hidden_layers = num_blocks
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[:num_blocks]
+    for name, value in options.items():
+        setattr(config, name, value)
+    with place, model_class.reading(settings.model, "model"):
+        module: nn.Module = kind.from_config(
+            config,
+            dtype=precision.of_checkpoint(settings),
+            trust_remote_code=settings.trust_remote_code,
+        )
+    adapters.freeze_beside(module)
+    if settings.adapts:
+        with place:
+            module = adapters.adapted(settings, module, ())
+    precision.prepare(module, settings)
+    return module.train()
+
+
+def _names(settings: Settings, config: Any) -> set[str]:
+    """Return the names of all weights of the whole model with `config`."""
+    kind, _ = model_class.of(settings)
+    with torch.device("meta"), model_class.reading(settings.model, "model"):
+        whole = kind.from_config(config, trust_remote_code=settings.trust_remote_code)
+    return set(whole.state_dict())
+
+
+def _base(
+    settings: Settings, shorten: Callable[[nn.Module], None] | None = None, *, unties: bool = False
+) -> tuple[nn.Module, list[str]]:
+    """Return the checkpoint's model, and the names of its parts that the checkpoint lacks.
+
+    `shorten` removes parts of the model before any weights are read; those are not loaded. With
+    `unties` one of them may be a table that is also the head, or the head.
+    """
+    fitting.require_numbers(settings.model)
+    kind, options = model_class.of(settings)
+    config = model_class.configuration(settings)
+    if shorten is not None:
+        kind = model_class.shortened(kind, config, shorten, unties=unties)
+    quantising: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if settings.method == "qlora":
+        quantising = quantised.InThreads()  # type: ignore[no-untyped-call]
+        with model_class.reading(settings.model, "model"), torch.device("meta"):
+            empty = kind.from_config(config, trust_remote_code=settings.trust_remote_code)
+        options |= quantised.loading(empty, precision.of_products(settings))
+    with model_class.reading(settings.model, "model"), quantising:
+        module, loading = kind.from_pretrained(
+            settings.model,
+            dtype=precision.of_checkpoint(settings),
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=settings.trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # told below, with the weight's name
+            **options,
+        )
+    fitting.require_shapes(settings.model, loading["mismatched_keys"])
+    unexpected = set(loading["unexpected_keys"])
+    if shorten is None:
+        fitting.require_tied(settings.model, module)
+    elif unexpected:  # what was removed is no surplus
+        unexpected -= _names(settings, config)
+    for part in fitting.require_known(settings, module, unexpected):
+        model_class.note(
+            f"model={settings.model}: its files have {part}, which task: {settings.task} has no "
+            "use for; it is left out"
+        )
+    new = fitting.require_weights(settings.model, module, loading["missing_keys"])
+    if new and settings.task != "classify":
+        raise UsageError(
+            f"model={settings.model}: its files lack {', '.join(new)}, which predicts the next "
+            f"token; use {model_class.advice(settings.task, config)}"
+        )
+    if settings.method == "qlora":
+        quantised.settle(module)
+    return module, new

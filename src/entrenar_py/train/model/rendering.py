@@ -1,0 +1,296 @@
+"""Writes conversations by a tokenizer's chat template: the one place where templates run.
+
+A template is a program of whoever made the checkpoint. It runs in transformers' own sandbox, which
+keeps it from files and from the network. Four things are changed before it is compiled,
+and but for the time none changes what it writes:
+
+- Each round of a loop and each call of a macro counts as a step, and steps are bounded. The sandbox
+  bounds a range, but not loops within loops. Counting gives one verdict on every machine. A step
+  may itself be long (a sum over a range), so the CPU time of the thread is bounded too, widely.
+- What lengthens a text or a list is bounded: one such operation could take all memory. It is
+  refused before it is done.
+- A template that asks for the time is told the day that is given, or else the present.
+- Where the template marks what is generated, two characters are written that no text has.
+  Transformers counts what was written until then, which is wrong within macros.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from entrenar_py.train.model.conversations import BadConversationError, Message
+from entrenar_py.train.model.token_ranges import Range
+
+STEPS_MAX = 300_000  # a conversation of a hundred turns takes some thousand
+CPU_MAX_S = 20.0
+_CLOCK_EVERY = 64  # steps
+LENGTH_MAX = 2**26  # characters or items that one operation makes
+# In a format: a width or a precision that its arguments say, or of six digits.
+_WIDTH = re.compile(r"%(?:\([^)]*\))?[-+ #0]*\d*\.?(?:\*|\d{6})|\{[^{}]*:[^{}]*(?:\{|\d{6})")
+_MARKED = re.compile(r"\{%[-+]?\s*generation\b")
+_FIRST, _LAST = "\ufdd0", "\ufdd1"  # of what is marked as generated
+_CLOCK = "strftime_now"  # the name of the clock in transformers
+_GENERATION = "_generation_support"  # the name of {% generation %} in transformers
+# Names of what was thought before an answer; templates know one of the first two.
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+
+
+class TemplateRefusalError(BadConversationError):
+    """Raised when a chat template does, as by a call of raise_exception."""
+
+
+class EndlessTemplateError(BadConversationError):
+    """Raised when a chat template takes too many steps, or too long."""
+
+
+def has_clock(tokenizer: Any) -> bool:
+    """Return whether a tokenizer's chat template asks for the time."""
+    return _CLOCK in str(getattr(tokenizer, "chat_template", None))
+
+
+class ChatTemplate:
+    """A tokenizer's chat template. Not to be used by two threads at once."""
+
+    def __init__(self, tokenizer: Any, day: str | None) -> None:
+        """`day` is as 2026-11-28; None for the present time."""
+        self._tokenizer = tokenizer
+        now = None if day is None else datetime.fromisoformat(day)
+        self._globals = {} if now is None else {_CLOCK: now.strftime}
+        self._compiled: dict[tuple[str, bool], Any] = {}
+        self._steps, self._start_s = 0, 0.0
+
+    def text(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False
+    ) -> str:
+        """Return messages as the template writes them, with the beginning of an answer if asked.
+
+        Raises BadConversationError if the template refuses them, and EndlessTemplateError.
+        """
+        return self._rendered(messages, tools, prompt=prompt, is_marked=False)
+
+    def marked(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None
+    ) -> list[Range] | None:
+        """Return which characters of the text the template marks as generated, in runs.
+
+        No run is empty, and there is text between two. None if the template has no marks. Raises
+        BadConversationError as `text` does.
+        """
+        if not _MARKED.search(self._tokenizer.get_chat_template(None, tools)):
+            return None
+        rendered = self._rendered(messages, tools, prompt=False, is_marked=True)
+        runs, length, begin = list[Range](), 0, 0
+        for piece in re.split(f"([{_FIRST}{_LAST}])", rendered):
+            if piece == _FIRST:
+                begin = length
+            elif piece == _LAST and begin < length:
+                if runs and runs[-1][1] == begin:
+                    begin, _ = runs.pop()  # nothing is between them
+                runs.append((begin, length))
+            elif piece != _LAST:
+                length += len(piece)
+        plain = rendered.replace(_FIRST, "").replace(_LAST, "")
+        if plain != self.text(messages, tools):
+            raise BadConversationError(
+                "the chat template writes another text where its marks ({% generation %}) are "
+                "read; use a template that marks what it writes as it stands"
+            )
+        return runs
+
+    def _rendered(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        *,
+        prompt: bool,
+        is_marked: bool,
+    ) -> str:
+        shown = [_stock(message) for message in messages]
+        options = {"prompt": prompt, "is_marked": is_marked}
+        try:
+            return self._once(shown, tools, **options)
+        except TemplateRefusalError as error:
+            # A turn of calls alone has null as its content. Some templates look for that.
+            nulls = [message.get("content", "") is None for message in messages]
+            if not any(nulls):
+                raise
+            pairs = zip(shown, nulls, strict=True)
+            kept = [message | {"content": None} if null else message for message, null in pairs]
+            try:
+                return self._once(kept, tools, **options)
+            except TemplateRefusalError:
+                raise error from None
+
+    def _once(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        *,
+        prompt: bool,
+        is_marked: bool,
+    ) -> str:
+        key = (self._tokenizer.get_chat_template(None, tools), is_marked)
+        self._steps, self._start_s = 0, time.thread_time()
+        try:
+            template = self._compiled.get(key)
+            if template is None:
+                template = self._compiled[key] = self._compile(*key)
+            rendered = template.render(
+                messages=messages,
+                tools=None if tools is None else list(tools),
+                documents=None,
+                add_generation_prompt=prompt,
+                **self._tokenizer.special_tokens_map,
+            )
+        except EndlessTemplateError:
+            raise
+        except Exception as error:  # templates raise what they like
+            raise TemplateRefusalError(f"the chat template refuses it: {error}") from error
+        return str(rendered)
+
+    def _compile(self, source: str, is_marked: bool) -> Any:
+        """Return the template of `source`, which counts its steps and may write marks."""
+        from jinja2 import nodes
+        from transformers.utils import chat_template_utils
+
+        stock = chat_template_utils._compile_jinja_template("").environment
+        environment = stock.overlay()
+        environment.extend(count_step=self._count)
+        _bound(environment)
+        tree = environment.parse(source)
+        if tree.find(nodes.Pow):  # one power can take for ever, in compilation already
+            raise BadConversationError("it computes a power, and no text needs one")
+        for node in tree.find_all(nodes.Concat):  # as a filter of all that is joined
+            values = nodes.List(node.nodes)
+            node.nodes = [nodes.Filter(values, "join", [], [], None, None)]
+        for node in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
+            step = nodes.EnvironmentAttribute("count_step")
+            node.body.insert(0, nodes.ExprStmt(nodes.Call(step, [], [], None, None)))
+            if is_marked and isinstance(node, nodes.CallBlock) and _generates(node):
+                node.body.insert(0, nodes.Output([nodes.TemplateData(_FIRST)]))
+                node.body.append(nodes.Output([nodes.TemplateData(_LAST)]))
+        tree.set_lineno(1)  # of what was added
+        code = environment.compile(tree)
+        return environment.template_class.from_code(
+            environment, code, environment.make_globals(self._globals)
+        )
+
+    def _count(self) -> None:
+        self._steps += 1
+        if self._steps > STEPS_MAX or (
+            self._steps % _CLOCK_EVERY == 0 and time.thread_time() - self._start_s > CPU_MAX_S
+        ):
+            raise EndlessTemplateError(
+                f"the chat template takes more than {STEPS_MAX:,} steps, or {CPU_MAX_S:g} s; use "
+                "a shorter conversation, or the template of another checkpoint"
+            )
+
+
+def _bound(environment: Any) -> None:
+    """Let a sandbox refuse to make what is longer than LENGTH_MAX; it has tables of its own."""
+    plain, call = environment.binop_table, environment.call
+
+    def operated(_: Any, operator: str, left: Any, right: Any) -> Any:
+        _require_length(_LONGEST_OF[operator](left, right))
+        return plain[operator](left, right)
+
+    def called(context: Any, function: Any, *values: Any, **named: Any) -> Any:
+        method = getattr(function, "__wrapped__", function)  # the sandbox wraps `format`
+        own, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+        if isinstance(own, str) and name in _LONGEST:
+            values = _measured(name, own, *values, **named)[1:]
+        return call(context, function, *values, **named)
+
+    def filtered(name: str) -> Callable[..., Any]:
+        function = environment.filters[name]
+
+        @functools.wraps(function)  # it may ask for an argument of the environment's own
+        def bounded(*values: Any, **named: Any) -> Any:
+            own = len(values) and hasattr(function, "jinja_pass_arg")
+            return function(*values[:own], *_measured(name, *values[own:], **named), **named)
+
+        return bounded
+
+    environment.intercepted_binops = frozenset(_LONGEST_OF)
+    environment.call_binop, environment.call = operated, called
+    environment.filters = environment.filters | {
+        name: filtered(name) for name in _LONGEST if name in environment.filters
+    }
+
+
+def _measured(name: str, *values: Any, **named: Any) -> tuple[Any, ...]:
+    """Return the arguments of a filter or method if it makes nothing too long; lists are read."""
+    read = tuple(
+        [*one] if isinstance(one, Iterable) and not isinstance(one, str) else one for one in values
+    )
+    _require_length(_LONGEST[name](*read, *named.values()))
+    return read
+
+
+def _require_length(length: int) -> None:
+    if length > LENGTH_MAX:
+        raise EndlessTemplateError(
+            f"the chat template makes a text or a list of more than {LENGTH_MAX:,}; use the "
+            "template of another checkpoint"
+        )
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, str | bytes | list | tuple) else 0
+
+
+def _whole(*values: Any) -> int:
+    """Return the largest whole number of `values`."""
+    return max((one for one in values if isinstance(one, int)), default=0)
+
+
+def _of_format(text: Any, *_: Any) -> int:
+    return LENGTH_MAX + 1 if isinstance(text, str) and _WIDTH.search(text) else 0
+
+
+def _of_joined(*values: Any) -> int:
+    """Return the length of what is joined, with the longest text of `values` between."""
+    lists = [one for one in values if isinstance(one, list)]
+    between = max((_length(one) for one in values if isinstance(one, str)), default=0)
+    return sum(len(str(item)) + between for one in lists for item in one)
+
+
+def _of_replaced(text: Any, old: Any, new: Any, *_: Any) -> int:
+    return len(str(text)) + str(text).count(str(old)) * len(str(new))
+
+
+# Operator, or filter and method of a text -> how long its result is at most.
+_LONGEST_OF: Mapping[str, Callable[[Any, Any], int]] = {
+    "*": lambda left, right: max(_length(left), _length(right)) * _whole(left, right),
+    "+": lambda left, right: _length(left) + _length(right),
+    "%": _of_format,
+}
+_LONGEST: Mapping[str, Callable[..., int]] = {
+    **dict.fromkeys(("center", "ljust", "rjust", "zfill", "expandtabs"), _whole),
+    "indent": lambda text, *more: (len(text) + 1) * (1 + _whole(*more)),
+    "format": _of_format,
+    "join": _of_joined,
+    "replace": _of_replaced,
+}
+
+
+def _generates(node: Any) -> bool:
+    """Return whether a call block is {% generation %}."""
+    return getattr(node.call.node, "name", None) == _GENERATION
+
+
+def _stock(message: Mapping[str, Any]) -> Message:
+    """Return a message with the names of its thought that templates know, and without nulls.
+
+    As transformers does it from 5.23 on. Templates write null as a word.
+    """
+    known = {name: value for name, value in message.items() if value is not None}
+    thoughts = [known[name] for name in THOUGHTS if name in known]
+    if not thoughts:
+        return known
+    return {"thinking": thoughts[0], **known, "reasoning_content": thoughts[0]}

@@ -1,0 +1,286 @@
+"""The samples of a run: tokenised once, kept in a file that is named by what it was made from."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from entrenar_py.shared.errors import CheckpointError, RowsError, UsageError
+from entrenar_py.train.arithmetic import checkpoint
+from entrenar_py.train.model import rows
+from entrenar_py.train.model.encoding import Encoder, Sample
+from entrenar_py.train.model.rows import BadRow
+from entrenar_py.train.model.settings import Settings
+
+VERSION = 5  # of the file, and of what is learned of a row; another one is made anew
+_SHOWN = 20  # bad rows in a message
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Samples one after another: sample i has `tokens[starts[i]:starts[i + 1]]`.
+
+    `tokens` is int32 and `is_target` bool, [all tokens]; `starts` is int64 [n + 1]; `labels` is
+    int32 [n]. `skipped` are the rows that could not be used.
+    """
+
+    tokens: NDArray[np.int32]
+    is_target: NDArray[np.bool_]
+    starts: NDArray[np.int64]
+    labels: NDArray[np.int32]
+    skipped: tuple[BadRow, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def part(self, index: int) -> slice:
+        """Return where the tokens of sample `index` are."""
+        return slice(int(self.starts[index]), int(self.starts[index + 1]))
+
+    def length(self, index: int) -> int:
+        """Return the number of tokens of sample `index`."""
+        return int(self.starts[index + 1] - self.starts[index])
+
+    @cached_property
+    def num_targets(self) -> NDArray[np.int64]:
+        """The number of tokens to predict in each sample, int64 [n]."""
+        before = np.concatenate([[0], np.cumsum(self.is_target, dtype=np.int64)])
+        counts: NDArray[np.int64] = np.diff(before[self.starts])
+        return counts
+
+    @cached_property
+    def digest(self) -> str:
+        """32 hex digits over all samples."""
+        hasher = blake3()
+        for array in (self.tokens, self.is_target, self.starts, self.labels):
+            hasher.update(np.ascontiguousarray(array).data.cast("B"))
+        return hasher.hexdigest(16)
+
+    @property
+    def is_consistent(self) -> bool:
+        """Whether all four arrays are of the same samples; a file may hold anything."""
+        starts, num_tokens = self.starts, len(self.tokens)
+        shapes = (self.tokens.ndim, self.is_target.shape, starts.shape, self.labels.ndim)
+        return bool(
+            shapes == (1, (num_tokens,), (len(self.labels) + 1,), 1)
+            and starts.dtype == np.int64
+            and (starts[0], starts[-1]) == (0, num_tokens)
+            and (np.diff(starts) > 0).all()
+        )
+
+    def chosen(self, indices: Sequence[int]) -> Samples:
+        """Return the samples `indices`, in their order; one may come more than once."""
+        parts = [np.arange(self.starts[i], self.starts[i + 1]) for i in indices]
+        places = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+        lengths = [len(part) for part in parts]
+        return Samples(
+            tokens=self.tokens[places],
+            is_target=self.is_target[places],
+            starts=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
+            labels=self.labels[list(indices)],
+            skipped=self.skipped,
+        )
+
+
+def load(settings: Settings, path: Path, tokenizer: Any, *, cache: Path) -> Samples:
+    """Return the samples of the file at `path`, from the folder `cache` if they are there.
+
+    Raises UsageError for a file without a usable row, and RowsError, unless rows are skipped, for
+    rows that can't be used.
+    """
+    kept = cache / f"{_key(settings, path, tokenizer)}.samples"
+    found = read_kept(kept)
+    if found is None:
+        found = _encoded(settings, path, Encoder(settings, tokenizer))
+        _keep(kept, found)
+    if found.skipped and settings.data.on_error == "stop":
+        raise RowsError(_told(path, found))
+    if not len(found):
+        told = f"the first is {found.skipped[0]}" if found.skipped else "give one that has rows"
+        raise UsageError(f"data {path}: has no row that can be used; {told}")
+    return found
+
+
+def keep_chosen(found: Samples, folder: Path) -> Path:
+    """Keep samples in a file of `folder` that `read_kept` reads, and return it.
+
+    The file is named by their digest, and does not say which rows were skipped. Raises UsageError
+    if it can't be written.
+    """
+    path = folder / f"{found.digest}.samples"
+    if read_kept(path) is None:
+        _keep(path, replace(found, skipped=()))
+    return path
+
+
+def listed(skipped: Sequence[BadRow]) -> list[str]:
+    """Return a line for each of the first rows, and one that counts the others."""
+    more = len(skipped) - _SHOWN
+    return [f"  {one}" for one in skipped[:_SHOWN]] + ([f"  and {more} more"] if more > 0 else [])
+
+
+def _told(path: Path, found: Samples) -> str:
+    lines = [
+        f"data {path}: {len(found.skipped)} of {len(found.skipped) + len(found)} rows can't be "
+        "used; mend them, or set data.on_error: skip",
+        *listed(found.skipped),
+    ]
+    return "\n".join(lines)
+
+
+def _key(settings: Settings, path: Path, tokenizer: Any) -> str:
+    """Return a name that is another one if file, tokenizer or a setting that counts is another."""
+    data = settings.data
+    told = {
+        "version": VERSION,
+        "files": [[str(file), _file_digest(file)] for file in rows.files(path)],
+        "tokenizer": tokenizer_digest(tokenizer),
+        "transformers": metadata.version("transformers"),  # it renders chat templates
+        "task": settings.task,
+        "fields": [data.text_field, data.label_field, data.messages_field],
+        "max_tokens": data.max_tokens,
+        "date": data.date,
+        "labels": list(settings.classes.labels),
+    }
+    return blake3(json.dumps(told).encode()).hexdigest(16)
+
+
+def _file_digest(path: Path) -> str:
+    hasher = blake3()
+    try:
+        hasher.update_mmap(path)
+    except OSError as error:
+        problem = f"can't be read ({error.strerror or error}); give a file that can be read"
+        raise UsageError(f"data {path}: {problem}") from error
+    return hasher.hexdigest()
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Return 32 hex digits over a tokenizer: its rules, special tokens and chat template."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    told = [rules, special, getattr(tokenizer, "chat_template", None)]
+    return blake3(json.dumps(told, default=str).encode()).hexdigest(16)
+
+
+def read_kept(path: Path) -> Samples | None:
+    """Return the samples that are kept at `path`; None if there are none, or damaged ones."""
+    if not path.exists():
+        return None
+    try:
+        arrays, facts = checkpoint.load(path)
+        return Samples(
+            tokens=arrays["tokens"],
+            is_target=arrays["is_target"].astype(np.bool_),
+            starts=arrays["starts"],
+            labels=arrays["labels"],
+            skipped=tuple(BadRow(**one) for one in facts["skipped"]),
+        )
+    except (CheckpointError, KeyError, TypeError):
+        return None
+
+
+def _keep(path: Path, found: Samples) -> None:
+    arrays = {name: getattr(found, name) for name in ("tokens", "starts", "labels")}
+    arrays["is_target"] = found.is_target.astype(np.uint8)
+    # A name of its own: another process, or another host, may make the same samples meanwhile.
+    own = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        checkpoint.save(own, arrays, {"skipped": [asdict(one) for one in found.skipped]})
+        own.replace(path)
+    except OSError as error:
+        raise UsageError(
+            f"tokenised rows can't be kept in {path.parent} ({error.strerror or error}); make room "
+            "there, or set XDG_CACHE_HOME to another folder"
+        ) from error
+
+
+def _encoded(settings: Settings, path: Path, encoder: Encoder) -> Samples:
+    made, skipped = list[Sample](), list[BadRow]()
+    for one in _samples(path, encoder):
+        if isinstance(one, BadRow):
+            skipped.append(one)
+        else:
+            made.append(one)
+    lengths = [len(one.tokens) for one in made]
+    return Samples(
+        tokens=np.array([token for one in made for token in one.tokens], np.int32),
+        is_target=np.array([flag for one in made for flag in one.is_target], np.bool_),
+        starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        labels=np.array([one.label for one in made], np.int32),
+        skipped=tuple(skipped),
+    )
+
+
+def _samples(path: Path, encoder: Encoder) -> Iterator[Sample | BadRow]:
+    for row in rows.read(path):
+        yield row if isinstance(row, BadRow) else encoder.encode(row)
+
+
+# --- what a run makes of them ---------------------------------------------------------------------
+
+
+def split(found: Samples, share: float, rng: np.random.Generator) -> tuple[Samples, Samples]:
+    """Return samples to train on, and `share` of all, drawn by `rng`, to evaluate on."""
+    num_kept = round(share * len(found))
+    kept = np.sort(rng.permutation(len(found))[:num_kept])
+    rest = np.setdiff1d(np.arange(len(found)), kept)
+    return found.chosen(rest.tolist()), found.chosen(kept.tolist())
+
+
+def oversampled(found: Samples) -> Samples:
+    """Return the samples, then copies of those of rarer classes until all classes are as frequent.
+
+    Each copy is a sample of its own.
+    """
+    counts = Counter(found.labels.tolist())
+    most = max(counts.values())
+    copies = list[int]()
+    for label, count in sorted(counts.items()):
+        (own,) = np.nonzero(found.labels == label)
+        copies += np.resize(own, most - count).tolist()
+    return found.chosen([*range(len(found)), *copies])
+
+
+def class_counts(found: Samples, labels: Sequence[str]) -> tuple[int, ...]:
+    """Return the number of samples of each class."""
+    return tuple(np.bincount(found.labels, minlength=len(labels)).tolist())
+
+
+def require_rows(counts: Sequence[int], labels: Sequence[str], asked: str, other: str) -> None:
+    """Raise UsageError if a class has no sample, which a setting needs that was `asked` for.
+
+    `other` says what to do where the class is to stay.
+    """
+    if not all(counts):
+        raise UsageError(
+            f"{asked}: class {labels[int(np.argmin(counts))]!r} has no row to train on; leave it "
+            f"out of classes.labels, or {other}"
+        )
+
+
+def class_weights(found: Samples, kind: str, labels: Sequence[str]) -> tuple[float, ...]:
+    """Return each class's weight in the loss, whose mean over the samples is 1.
+
+    Raises UsageError if a class has no sample, unless all weights are 1.
+    """
+    if kind == "none":
+        return (1.0,) * len(labels)
+    counts = np.bincount(found.labels, minlength=len(labels))
+    require_rows(counts.tolist(), labels, f"classes.weights={kind}", "use none")
+    raw = (len(found) / counts) ** (1.0 if kind == "inverse" else 0.5)
+    mean = float((raw * counts).sum() / len(found))
+    return tuple(float(weight / mean) for weight in raw)

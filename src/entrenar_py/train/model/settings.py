@@ -1,0 +1,365 @@
+"""The settings of a run of `entrenar finetune`, one frozen record a section of its configuration.
+
+Each field is annotated with its meaning and its limits. `settings_file` reads a file by them, and
+writes the commented configuration and the JSON schema of the docs from them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.train.wire.terms import Timing
+
+USUAL = Timing()
+TASKS = ("instruct", "classify", "text")
+METHODS = ("lora", "qlora", "full")
+PRECISIONS = ("float32", "bfloat16")
+RECOMPUTED = ("none", "blocks")
+STRATEGIES = (
+    "ddp",
+    "ddp_canonical",
+    "fsdp",
+    "tensor_parallel",
+    "sequence_parallel",
+    "pipeline_parallel",
+)
+LAYER_PIPELINE = "layer_pipeline"  # whose stages are workers of `entrenar coordinator`
+BY_SHARDS = ("ddp", "ddp_canonical", "fsdp")  # in which a rank computes some shards, alone
+WHOLE_LAYERS = ("ddp", "ddp_canonical", "pipeline_parallel")  # strategies that cut no layer
+KINDS = ("cpu", "cuda", "wgpu")  # of backends
+TEACHER_PRECISIONS = ("float32", "bfloat16", "int8")
+CLASS_WEIGHTS = ("none", "inverse", "sqrt_inverse")
+
+
+class Key(NamedTuple):
+    """The meaning of a key, and its limits: a number within bounds, or one of `choices`."""
+
+    meaning: str
+    choices: tuple[str, ...] = ()
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """The rows to learn from, and which of their fields are used."""
+
+    train: Annotated[Path, Key("rows to train on: .jsonl, .json or .parquet; * is a pattern")]
+    validation: Annotated[Path | None, Key("rows to evaluate on: a file of the same kind")] = None
+    validation_share: Annotated[
+        float, Key("share of `train` that is kept for evaluation instead", least=0, below=1)
+    ] = 0.0
+    text_field: Annotated[str, Key("field with the text, for `classify` and `text`")] = "text"
+    label_field: Annotated[str, Key("field with the class, for `classify`")] = "label"
+    messages_field: Annotated[str, Key("field with a list of {role, content}, for `instruct`")] = (
+        "messages"
+    )
+    date: Annotated[
+        str | None,
+        Key("day that a chat template with a clock is told, as 2026-11-28; by default the start's"),
+    ] = None
+    max_tokens: Annotated[int, Key("a longer row can't be used", least=2)] = 512
+    packing: Annotated[
+        bool, Key("put several rows into a sequence of `max_tokens`; they don't see each other")
+    ] = False
+    on_error: Annotated[
+        str,
+        Key(
+            "what is done about a row that can't be used; skipped ones are counted and listed",
+            choices=("stop", "skip"),
+        ),
+    ] = "stop"
+
+    @property
+    def validates(self) -> bool:
+        """True if there are rows to evaluate on."""
+        return self.validation is not None or self.validation_share > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Classes:
+    """The classes of the task `classify`."""
+
+    labels: Annotated[tuple[str, ...], Key("all classes, in the order of the outputs")] = ()
+    weights: Annotated[
+        str,
+        Key(
+            "a class's weight in the loss: 1, one over its share, or the root of that",
+            choices=CLASS_WEIGHTS,
+        ),
+    ] = "none"
+    oversample: Annotated[
+        bool, Key("repeat rows of rarer classes until all classes are as frequent")
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """The adapters of the methods `lora` and `qlora`."""
+
+    rank: Annotated[int, Key("rank of an adapter", least=1, most=2**12)] = 16
+    alpha: Annotated[float, Key("an adapter's output is multiplied by alpha / rank", above=0)] = 32
+    dropout: Annotated[
+        float, Key("share of an adapter's inputs that are dropped", least=0, below=1)
+    ] = 0.0
+    targets: Annotated[
+        tuple[str, ...], Key("ends of the names of the layers that get an adapter")
+    ] = ("q_proj", "v_proj")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """The optimizer (AdamW), its schedule, and how batches are made up."""
+
+    epochs: Annotated[int, Key("times that every row is seen", least=1, most=10**6)] = 1
+    batch_size: Annotated[int, Key("rows a step, of all workers together", least=1)] = 16
+    num_shards: Annotated[
+        int, Key("parts of a batch that are shared out among workers", least=1, most=2**16)
+    ] = 4
+    learning_rate: Annotated[float, Key("the highest rate", above=0)] = 2e-4
+    schedule: Annotated[
+        str, Key("how the rate falls after the warm-up", choices=("constant", "linear", "cosine"))
+    ] = "cosine"
+    warmup_share: Annotated[
+        float, Key("share of the steps in which the rate rises", least=0, below=1)
+    ] = 0.03
+    weight_decay: Annotated[float, Key("AdamW's weight decay", least=0)] = 0.0
+    clip_norm: Annotated[float | None, Key("largest norm of a step's gradient", above=0)] = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completions:
+    """What `entrenar distill text` asks the teacher, and what becomes of its answers."""
+
+    prompts: Annotated[
+        Path, Key("rows to answer: .jsonl, .json or .parquet; for `instruct` up to the last answer")
+    ]
+    rows: Annotated[Path, Key("JSONL that is written, for data.train of a later run")]
+    endpoint: Annotated[
+        str | None,
+        Key("base URL of an OpenAI-compatible server (http://host:8000/v1), instead of `teacher`"),
+    ] = None
+    served_model: Annotated[str | None, Key("the model's name at the endpoint")] = None
+    key_variable: Annotated[str | None, Key("environment variable with the endpoint's API key")] = (
+        None
+    )
+    new_tokens: Annotated[int, Key("tokens of an answer, at most", least=1, most=2**17)] = 512
+    temperature: Annotated[
+        float, Key("of sampling; 0 takes the most likely token", least=0, most=10)
+    ] = 0.0
+    concurrent: Annotated[int, Key("requests at a time", least=1, most=2**10)] = 4
+    retries: Annotated[int, Key("how often a failed request is tried again", least=0, most=100)] = 4
+    timeout_s: Annotated[float, Key("seconds that an answer may take", above=0, most=86_400)] = (
+        300.0
+    )
+    synthetic_share: Annotated[
+        float, Key("share of the written rows that the teacher made", least=0.001, most=1)
+    ] = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distillation:
+    """A teacher's soft targets (`entrenar distill`), and the loss that learns from them."""
+
+    logits: Annotated[
+        Path | None,
+        Key("folder of the teacher's shards, which may still be written; `text` alone needs none"),
+    ] = None
+    teacher: Annotated[
+        Path | None, Key("folder with the teacher's checkpoint; training reads the shards alone")
+    ] = None
+    top_k: Annotated[
+        int, Key("most likely tokens that are kept at each position", least=1, most=2**24)
+    ] = 128
+    stored: Annotated[
+        str, Key("format of log-probabilities in a shard", choices=("float16", "float32"))
+    ] = "float16"
+    precision: Annotated[
+        str,
+        Key("what the teacher's weights are kept in; int8 is for CPUs", choices=TEACHER_PRECISIONS),
+    ] = "bfloat16"
+    shard_samples: Annotated[int, Key("samples in a shard", least=1, most=2**20)] = 256
+    batch_tokens: Annotated[
+        int, Key("tokens of a teacher's batch, at most, unless one row has more", least=1)
+    ] = 8192
+    wait_s: Annotated[
+        float,
+        Key("seconds that a student waits for a shard; 0: a missing one ends the run", least=0),
+    ] = 86400.0
+    alpha: Annotated[
+        float,
+        Key("share of the teacher's part of the loss; the rest is cross entropy", least=0, most=1),
+    ] = 0.5
+    temperature: Annotated[
+        float, Key("T of both distributions, whose divergence counts T * T", above=0, most=10**4)
+    ] = 2.0
+    text: Annotated[
+        Completions | None, Key("for `entrenar distill text`, which alone reads it")
+    ] = None
+
+    @property
+    def shards(self) -> Path:
+        """The folder of the teacher's shards. Raises UsageError if none is named."""
+        if self.logits is None:
+            raise UsageError(
+                "distill.logits is missing: the folder of the teacher's shards; only `entrenar "
+                "distill text` needs none (to train on its rows, leave the section distill out)"
+            )
+        return self.logits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tls:
+    """Certificates of `entrenar coordinator`, PEM."""
+
+    cert: Annotated[Path, Key("the coordinator's certificate; workers check its name")]
+    key: Annotated[Path, Key("its private key, without a passphrase")]
+    ca: Annotated[Path | None, Key("who signed the certificates that workers must show")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """How long coordinator and workers wait, in seconds."""
+
+    heartbeat_s: Annotated[float, Key("time between two signs of life of either end", above=0)] = (
+        USUAL.heartbeat_s
+    )
+    dead_after_s: Annotated[
+        float, Key("how long either end may be silent before it is given up", above=0)
+    ] = USUAL.dead_after_s
+    hello_s: Annotated[
+        float, Key("how long a new connection may take to prove the secret", above=0)
+    ] = USUAL.hello_s
+    gather_s: Annotated[
+        float, Key("how long the run waits for enough workers before it is given up", above=0)
+    ] = USUAL.gather_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """Where `entrenar coordinator` serves the run to workers on other machines, and to which."""
+
+    secret_file: Annotated[Path, Key("its bytes, less white space at both ends, are the secret")]
+    listen: Annotated[str, Key("where workers connect, host:port; port 0 is any free one")] = (
+        "127.0.0.1:7411"
+    )
+    tls: Annotated[Tls | None, Key("connections over TLS 1.3, and no others")] = None
+    wait_for: Annotated[
+        int, Key("workers that must be there before the first step", least=1, most=2**10)
+    ] = 1
+    audit_share: Annotated[
+        float,
+        Key(
+            "share of each step's shards that a second worker computes, too, at least one if not 0",
+            least=0,
+            most=1,
+        ),
+    ] = 0.0
+    timing: Annotated[Timeouts, Key("how long either end waits, in seconds")] = Timeouts()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """A stage of `strategy: layer_pipeline`."""
+
+    layers: Annotated[tuple[int, int], Key("its first block, and the one after its last")]
+    worker: Annotated[
+        tuple[str, ...],
+        Key("the worker that has it, by `entrenar worker --id`; several share its shards"),
+    ] = ()
+    backend: Annotated[
+        str | None, Key("the kind of backend that its workers need", choices=KINDS)
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """One run."""
+
+    model: Annotated[Path, Key("folder with a checkpoint in Hugging Face's format")]
+    task: Annotated[str, Key("what is learned", choices=TASKS)]
+    output: Annotated[Path, Key("folder for what was trained, and for the run's record")]
+    method: Annotated[
+        str,
+        Key(
+            "adapters, adapters of a model whose frozen weights are in NF4, or all weights",
+            choices=METHODS,
+        ),
+    ] = "lora"
+    precision: Annotated[
+        str,
+        Key(
+            "what frozen weights are kept in and products computed in; what is trained is float32",
+            choices=PRECISIONS,
+        ),
+    ] = "float32"
+    recompute: Annotated[
+        str,
+        Key(
+            "what is let go after the forward pass and computed again: less memory, more time",
+            choices=RECOMPUTED,
+        ),
+    ] = "none"
+    strategy: Annotated[
+        str | None,
+        Key(
+            "how alike GPUs share the work: for ranks that torchrun starts; or layer_pipeline: "
+            "workers of `entrenar coordinator` that have a stage of the model each",
+            choices=(*STRATEGIES, LAYER_PIPELINE),
+        ),
+    ] = None
+    stages: Annotated[
+        tuple[StagePlan, ...],
+        Key("the stages of `layer_pipeline`, in order; by default one a worker, of equal size"),
+    ] = ()
+    workers: Annotated[
+        int | None,
+        Key(
+            "processes that compute on this machine, on one thread each: by default as many as "
+            "cores, shards and memory allow; workers at a time of `entrenar coordinator` (1)",
+            least=1,
+            most=2**10,
+        ),
+    ] = None
+    devices: Annotated[
+        tuple[str, ...],
+        Key("what a run may use, as name:memory[:bandwidth]; by default what this machine has"),
+    ] = ()
+    seed: Annotated[int, Key("where all random numbers come from", least=0, most=2**63 - 1)] = 0
+    evaluate_every: Annotated[
+        int, Key("steps from one evaluation on the validation rows to the next", least=1)
+    ] = 50
+    checkpoint_every: Annotated[int, Key("steps from one checkpoint to the next", least=1)] = 50
+    compile: Annotated[
+        bool,
+        Key(
+            "compile the model on CUDA devices, which takes half a minute or more at the start; "
+            "not with a strategy, and not models that drop something, or recompute blocks"
+        ),
+    ] = True
+    trust_remote_code: Annotated[bool, Key("run Python that comes with the checkpoint")] = False
+    data: Annotated[Data, Key("the rows")]
+    classes: Annotated[Classes, Key("the classes of `task: classify`")] = Classes()
+    lora: Annotated[Lora, Key("the adapters of `method: lora` and `qlora`")] = Lora()
+    training: Annotated[Training, Key("the optimizer and its batches")] = Training()
+    distill: Annotated[
+        Distillation | None, Key("for `entrenar distill`: learn from a teacher, too")
+    ] = None
+    coordinator: Annotated[
+        Serving | None, Key("for `entrenar coordinator`, which alone reads it: other machines")
+    ] = None
+
+    @property
+    def num_workers(self) -> int:
+        """The workers that the configuration names; 1 if it names none."""
+        return self.workers or 1
+
+    @property
+    def adapts(self) -> bool:
+        """True if adapters are trained, and the model's own weights are frozen."""
+        return self.method != "full"

@@ -1,0 +1,348 @@
+"""A model of transformers and its samples, as the workload of the reference trainer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Self
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from entrenar_py.compute import draws
+from entrenar_py.train.arithmetic.dropout import Dropout
+from entrenar_py.train.arithmetic.tensors import (
+    Array,
+    Batch,
+    DropFunction,
+    LinearFunction,
+    Tensors,
+    TensorSpec,
+    Workload,
+)
+from entrenar_py.train.model import captured, compiled, packing, precision, quantised
+from entrenar_py.train.model.masks import Masks
+from entrenar_py.train.model.objectives import (
+    IGNORED,
+    PLACES,
+    ClassObjective,
+    Objective,
+    TokenObjective,
+)
+from entrenar_py.train.model.samples import Samples
+
+LENGTHS = 8  # rows are filled up to a multiple of this
+
+
+class Rows:
+    """Samples as rows of tokens, filled up to the longest row, and to a multiple of `multiple`.
+
+    With a `capacity`, a row has as many samples as there is room for in so many tokens.
+    """
+
+    multiple = 1
+
+    def __init__(self, samples: Samples, pad_token: int, capacity: int | None = None) -> None:
+        self._samples, self._pad_token, self._capacity = samples, pad_token, capacity
+        self._longest = int(np.diff(samples.starts).max(initial=0))
+
+    def batch(self, ids: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tokens, attention mask and tokens to predict (else IGNORED), int64 [n, t] each.
+
+        Packed rows have positions in place of a mask. n and t depend on the samples alone.
+        """
+        samples = self._samples
+        lengths = [samples.length(i) for i in ids]
+        rows = [[number] for number in range(len(ids))]
+        if self._capacity is not None:
+            rows = packing.rows_of(lengths, self._capacity)
+        longest = max(sum(lengths[number] for number in row) for row in rows)
+        # Not beyond the longest sample of all: a model may have no position for what fills up.
+        most = max(self._capacity or 0, self._longest)
+        length = min(-(-longest // LENGTHS) * LENGTHS, most)
+        shape = (len(rows), -(-length // self.multiple) * self.multiple)
+        tokens = np.full(shape, self._pad_token, np.int64)
+        mask, targets = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
+        for row, numbers in enumerate(rows):
+            start = 0
+            for number in numbers:
+                part, stop = samples.part(ids[number]), start + lengths[number]
+                held = samples.tokens[part]
+                tokens[row, start:stop] = held
+                mask[row, start:stop] = 1 if self._capacity is None else np.arange(len(held))
+                targets[row, start:stop] = np.where(samples.is_target[part], held, IGNORED)
+                start = stop
+            if self._capacity is not None:  # what fills up is a sample of its own
+                mask[row, start:] = np.arange(shape[1] - start)
+        return torch.from_numpy(tokens), torch.from_numpy(mask), torch.from_numpy(targets)
+
+
+class Tuned(Workload):
+    """Samples, and the trainable tensors of `module` that learn from them.
+
+    The weight of a sample is its number of tokens to predict, or its class's weight.
+    """
+
+    name = "finetune"
+    draws = True  # which layers of a model drop something is not to be known from outside
+
+    def __init__(
+        self,
+        module: nn.Module,
+        samples: Samples,
+        *,
+        pad_token: int,
+        class_weights: Sequence[float] = (),
+        packed_tokens: int | None = None,
+    ) -> None:
+        """With `class_weights` the classes are learned, without them the next tokens.
+
+        With `packed_tokens`, samples are packed into rows of so many tokens (`packing`).
+        """
+        self.module = module
+        self.specs = tuple(
+            TensorSpec(name, tuple(tensor.shape), "trainable", decayed=tensor.dim() > 1)
+            for name, tensor in module.named_parameters()
+            if tensor.requires_grad
+        )
+        self.pad_token, self.packed_tokens = pad_token, packed_tokens
+        self._class_weights = np.array(class_weights, np.float32)
+        self._take(samples)
+
+    def _take(self, samples: Samples) -> None:
+        self.num_samples = len(samples)
+        self.data_digest = samples.digest
+        self._samples = samples
+        self._rows, self._labels = Rows(samples, self.pad_token, self.packed_tokens), samples.labels
+        if self.has_classes:
+            self._weights = self._class_weights[samples.labels].astype(np.float64)
+        else:
+            self._weights = samples.num_targets.astype(np.float64)
+        self.weight_max = max(1, int(np.ceil(self._weights.max())))
+        self._longest = max(samples.length(index) for index in range(len(samples)))
+
+    def with_samples(self, samples: Samples) -> Self:
+        """Return the same workload on other samples, without a pass of the model."""
+        other = copy.copy(self)
+        other._take(samples)
+        return other
+
+    def initial(self, rng: np.random.Generator) -> dict[str, Array]:
+        """Return the module's own values, which `model.load` drew from the run's seed."""
+        held = dict(self.module.named_parameters())
+        return {spec.name: held[spec.name].detach().cpu().numpy().copy() for spec in self.specs}
+
+    def weight(self, ids: Sequence[int]) -> float:
+        return float(sum(self._weights[i] for i in ids))
+
+    def num_tokens(self, ids: Sequence[int]) -> int:
+        return sum(map(self._samples.length, ids))
+
+    @property
+    def decisive(self) -> dict[str, Any]:
+        """What else decides what is learned, by key; a run that is resumed must have the same."""
+        return {}
+
+    def require(self, ids: Sequence[int]) -> None:
+        """Wait until all that `batch` needs of these samples is there."""
+
+    @property
+    def has_classes(self) -> bool:
+        """True if classes are learned, not next tokens."""
+        return bool(len(self._class_weights))
+
+    @property
+    def is_packed(self) -> bool:
+        """True if a row may have several samples."""
+        return self.packed_tokens is not None
+
+    def rows(self, ids: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tokens, mask (of packed rows: positions) and tokens to predict, int64 [n, t]."""
+        return self._rows.batch(ids)
+
+    def classes(self, ids: Sequence[int]) -> Tensor:
+        """Return the class of each sample, int64 [n]."""
+        return torch.from_numpy(self._labels[list(ids)].astype(np.int64))
+
+    @property
+    def row_multiple(self) -> int:
+        """Rows are filled up to a multiple of so many tokens."""
+        return self._rows.multiple
+
+    def fill_up(self, multiple: int) -> None:
+        """Fill all rows up to a multiple of `multiple` tokens."""
+        self._rows.multiple = multiple
+
+    def batch(self, ids: Sequence[int]) -> tuple[Tensor, ...]:
+        """Return what the loss is a function of, int64.
+
+        For classes: tokens and attention mask [n, t], and classes [n]. Else tokens [n, t], places
+        with a target [m], of n * t, and these targets [m], filled up with IGNORED. If samples are
+        packed, their positions [n, t] follow.
+        """
+        tokens, mask, targets = self.rows(ids)
+        if self.has_classes:
+            return tokens, mask, self.classes(ids)
+        # The logits at a place are of the token after it.
+        after = F.pad(targets[:, 1:], (0, 1), value=IGNORED).flatten()
+        places = (after != IGNORED).nonzero().flatten()
+        room = -len(places) % PLACES
+        wanted = F.pad(after[places], (0, room), value=IGNORED)
+        positions = (mask,) if self.is_packed else ()
+        # In the last place there is no target.
+        return tokens, F.pad(places, (0, room), value=tokens.numel() - 1), wanted, *positions
+
+
+class Finetuning(Tuned):
+    """Next tokens, or classes, learned by the trainable tensors of `module`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        samples: Samples,
+        *,
+        pad_token: int,
+        class_weights: Sequence[float] = (),
+        products: torch.dtype = torch.float32,
+        packed_tokens: int | None = None,
+        compiles: bool = False,
+    ) -> None:
+        """Take the arguments of `Tuned`, and the format of products.
+
+        `products` is the format in which the model's products are computed. A model that `compiles`
+        does so where it is moved to a CUDA device, unless it drops something. The module
+        `objective` returns the summed loss of what `batch` returns.
+        """
+        super().__init__(
+            *(module, samples),
+            pad_token=pad_token,
+            class_weights=class_weights,
+            packed_tokens=packed_tokens,
+        )
+        self._device = torch.device("cpu")
+        self.products, self._compiles, self._is_compiled = products, compiles, False
+        self._shown: set[tuple[bool, ...]] = set()  # kinds of batches that are compiled
+        self._dropout_key: Tensor | None = None
+        with precision.applied(products, next(module.parameters()).device):
+            self.objective = self.new_objective(class_weights)
+        self.objective.train()
+        self.drops = self._has_drawn()
+
+    def of_part(self, part: nn.Module) -> Self:
+        """Return the same workload on a part of the module.
+
+        What passes of the whole module have shown, holds for the part: it is not tried.
+        """
+        ends = ((self.module, part), (_head(self.module), _head(part)))
+        known = {id(whole): own for whole, own in ends if whole is not None}
+        other = copy.copy(self)
+        other.module, other.objective = part, copy.deepcopy(self.objective, known)
+        return other
+
+    def new_objective(self, class_weights: Sequence[float]) -> Objective:
+        """Return the module that computes the summed loss of what `batch` returns."""
+        if class_weights:
+            return ClassObjective(self.module, class_weights)
+        return TokenObjective(self.module)
+
+    @property
+    def is_static(self) -> bool:
+        """See `Workload`. A recorded step would drop the same again, or pack rows the same."""
+        return self.objective.is_static and not self.drops and not self.is_packed
+
+    def _has_drawn(self) -> bool:
+        """Return whether the model draws anything, which its forward pass on an example shows."""
+        device = next(self.module.parameters()).device
+        batch = self.objective.example((False, False), LENGTHS)
+        before, masks = torch.get_rng_state(), Masks(torch.zeros(2, dtype=torch.int32).to(device))
+        with torch.no_grad(), self.formats(device), masks:
+            self.objective(*(one.to(device) for one in batch))
+        return masks.num_drawn > 0 or not torch.equal(before, torch.get_rng_state())
+
+    @property
+    def constants(self) -> Tensors:
+        """The weights of the module that are not trained, and what codes of them are decoded with.
+
+        They have the format in which they are stored.
+        """
+        frozen = [pair for pair in self.module.named_parameters() if not pair[1].requires_grad]
+        buffers = self.module.named_buffers()
+        tables = [pair for pair in buffers if pair[0].endswith(quantised.TABLES)]
+        # Codes have a class of their own, which no graph can hold.
+        return {name: held.detach().as_subclass(Tensor) for name, held in (*frozen, *tables)}
+
+    def loss_of(
+        self, tensors: Tensors, batch: Batch, *, linear: LinearFunction, drop: DropFunction
+    ) -> Tensor:
+        device = next(iter(tensors.values())).device
+        if device != self._device:
+            self._move(device, tensors)
+        if self._is_compiled and (kind := self.objective.kind(batch)) not in self._shown:
+            self._show(kind, tensors)
+        self.seed(drop)
+        return self._loss(tensors, batch)
+
+    def _loss(self, tensors: Tensors, batch: Batch) -> Tensor:
+        objective = partial(functional_call, self.objective, captured.named(tensors, batch))
+        return self.loss(objective, batch, self._device)
+
+    def seed(self, drop: DropFunction) -> None:
+        """Let all that the model draws follow from `drop`, until it is seeded again.
+
+        That is dropout, by a key, and what else torch's own generator draws. With a `drop` that has
+        no key, nothing is dropped.
+        """
+        self._dropout_key = draws.key_of(drop)
+        if isinstance(drop, Dropout):
+            torch.manual_seed(drop.seed())
+
+    def loss(
+        self, objective: Callable[[tuple[Tensor, ...]], Tensor], batch: Batch, device: torch.device
+    ) -> Tensor:
+        """Return the summed loss of `batch`, 0-d, of the objective that is called with it."""
+        given = tuple(one.to(device) for one in batch)
+        with self.formats_of(batch, device), self.masks(device):
+            return objective(given)
+
+    def masks(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Return a context in which dropout on `device` draws as it was seeded."""
+        key = self._dropout_key
+        if not self.drops:
+            return nullcontext()
+        return Masks(None if key is None else key.to(device))
+
+    def formats(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Return a context in which products on `device` have the run's format."""
+        return precision.applied(self.products, device)
+
+    def formats_of(self, batch: Batch, device: torch.device) -> AbstractContextManager[Any]:
+        """Return `formats`, or one without any while a graph is captured of a step on `batch`."""
+        return nullcontext() if captured.is_captured(batch) else self.formats(device)
+
+    def _move(self, device: torch.device, tensors: Tensors) -> None:
+        """Move frozen weights to `device`, and let the model compile there if that was asked."""
+        self.objective.to(device)
+        self._device = device
+        self._is_compiled = self._compiles and device.type == "cuda" and not self.drops
+        if self._is_compiled:
+            compiled.compile_blocks(self.module)
+
+    def _show(self, kind: tuple[bool, ...], tensors: Tensors) -> None:
+        """Let the model compile for batches of `kind`, on an example.
+
+        Which kernels are made may depend on the shapes that are seen first. So every process sees
+        the same ones first, whichever samples it gets.
+        """
+        self._shown.add(kind)
+        loss = self._loss(tensors, self.objective.example(kind, self._longest))
+        torch.autograd.grad(loss, [tensors[spec.name] for spec in self.specs])
+
+
+def _head(module: Any) -> Any:
+    """Return the layer that makes a language model's logits, or None."""
+    return module.get_output_embeddings()

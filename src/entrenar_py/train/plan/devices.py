@@ -1,0 +1,109 @@
+"""The devices of a run: this machine's, or described by hand as `name:memory[:bandwidth]`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from entrenar_py import compute as backends
+from entrenar_py.shared.errors import UsageError
+
+FORM = "name:memory[:bandwidth], such as rtx4090:24GB, 2 x h100:80GB:25GB/s or cpu:16GB:1Gbit"
+_DEVICE = re.compile(
+    r"(?:(?P<count>\d{1,4})\s*x\s+)?(?P<name>[^:]+):(?P<memory>[^:]+)(?::(?P<rate>[^:]+))?"
+)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|[KMGT]i?B)")
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(bit|B)(?:/s|ps)?")
+_FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_COUNT_MAX = 4096
+_MEMORY_MAX = 2**60
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A device: `memory` bytes that a worker may use, None if it reports none.
+
+    `kind` is cpu, cuda or wgpu; `bandwidth` of its link to the others is in bytes a second.
+    """
+
+    name: str
+    kind: str
+    memory: int | None
+    bandwidth: float | None = None
+
+
+def described(texts: Sequence[str]) -> list[Device]:
+    """Return the devices that texts describe; `2 x ...` stands for two of them.
+
+    A name that begins with cpu or wgpu is of that kind, any other is a GPU of CUDA. Raises
+    UsageError for a text of another form.
+    """
+    devices = list[Device]()
+    for text in texts:
+        found = _DEVICE.fullmatch(text.strip())
+        if found is None:
+            raise UsageError(f"device {text!r}: use {FORM}")
+        name, count = found["name"].strip(), int(found["count"] or 1)
+        if not 1 <= count <= _COUNT_MAX:
+            raise UsageError(f"device {text!r}: use 1 to {_COUNT_MAX} of them")
+        rate = found["rate"]
+        device = Device(
+            name=name,
+            kind=_kind(name),
+            memory=size(found["memory"]),
+            bandwidth=None if rate is None else bandwidth(rate),
+        )
+        devices += [device] * count
+    return devices
+
+
+def found() -> list[Device]:
+    """Return the devices of this machine that work, as `entrenar doctor` finds them."""
+    from entrenar_py.shared import machine
+
+    devices = []
+    for one in machine.found():
+        if one.serves and not one.software:
+            kind = backends.kind_of(one.name)
+            name = f"{one.name} ({one.device})"
+            memory = one.facts.get("free bytes")
+            devices.append(Device(name=name, kind=kind, memory=memory))
+    return devices
+
+
+def of_backend(name: str) -> Device:
+    """Return the device of this machine that a backend's name opens, with its free memory.
+
+    It is not tested: opening it is left to whoever computes.
+    """
+    from entrenar_py.shared import machine
+
+    return Device(name=name, kind=backends.kind_of(name), memory=machine.free_bytes(name))
+
+
+def size(text: str) -> int:
+    """Return the bytes of `24GB` (10^9) or `24GiB` (2^30)."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise UsageError(f"memory {text!r}: use a number with its unit, such as 24GB or 24GiB")
+    unit = found[2].removesuffix("B")
+    number = float(found[1]) * (_BINARY | _FACTORS)[unit]
+    if not 1 <= number <= _MEMORY_MAX:
+        raise UsageError(f"memory {text!r}: use 1B to {_MEMORY_MAX}B")
+    return int(number)
+
+
+def bandwidth(text: str) -> float:
+    """Return the bytes a second of `10Gbit` or `25GB/s`."""
+    found = _RATE.fullmatch(text.strip())
+    if found is None or not float(found[1]):
+        raise UsageError(
+            f"bandwidth {text!r}: use a number with its unit, such as 10Gbit, 1Gbit/s or 25GB/s"
+        )
+    return float(found[1]) * _FACTORS[found[2]] / (8 if found[3] == "bit" else 1)
+
+
+def _kind(name: str) -> str:
+    return next((kind for kind in ("cpu", "wgpu") if name.lower().startswith(kind)), "cuda")

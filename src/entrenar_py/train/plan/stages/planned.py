@@ -1,0 +1,275 @@
+"""Plans the stages of a layer pipeline: those of a configuration, or the best ones there are.
+
+Workers have stages in the order in which they are given. The order is part of what a user decides:
+the first worker sees the tokens, the last one what is to be predicted, and neighbours need a link.
+`faster_order` tries all orders of a few workers, and is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise, permutations
+
+import numpy as np
+
+from entrenar_py.shared import wording
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.train.model.settings import StagePlan
+from entrenar_py.train.plan.stages import partition
+from entrenar_py.train.plan.stages.partition import Costs
+from entrenar_py.train.plan.stages.stage_costs import Place, StageCosts, Terms, matrix
+from entrenar_py.train.plan.stages.stage_workers import StageWorker
+from entrenar_py.train.plan.units import size
+from entrenar_py.train.stages.cut import require_end
+
+ORDERS_OF_MAX = 6  # workers of which all orders are tried: 720
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedStage:
+    """A stage, the memory of each of its workers, and its traffic in bytes.
+
+    `seconds` of a shard are computing and sending; in blocks if no speed is known. `hidden_bytes`
+    go to the next stage for each shard, and as many come back: 0 in the last stage. In a step
+    `sent_bytes` go to the coordinator and `received_bytes` come from it.
+    """
+
+    blocks: range
+    workers: tuple[StageWorker, ...]
+    backend: str | None
+    terms: tuple[Terms, ...]
+    seconds: float
+    hidden_bytes: int
+    sent_bytes: int
+    received_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagesPlan:
+    """All stages. `step_seconds` is None if no speed is known."""
+
+    costs: StageCosts
+    stages: tuple[PlannedStage, ...]
+    has_speed: bool
+
+    @property
+    def bubble(self) -> float:
+        """The share of a step in which a stage is idle, if all are alike: (P - 1) / (S + P - 1)."""
+        ahead = len(self.stages) - 1
+        return ahead / (self.costs.num_shards + ahead)
+
+    @property
+    def slowest(self) -> float:
+        """The time of a shard in the slowest stage."""
+        return max(stage.seconds for stage in self.stages)
+
+    @property
+    def step_seconds(self) -> float | None:
+        """A step: a shard through all stages, each further one behind the slowest; and weights.
+
+        Gradients and weights pass the coordinator's link one after the other.
+        """
+        if not self.has_speed:
+            return None
+        passing = sum(stage.seconds for stage in self.stages)
+        passing += (self.costs.num_shards - 1) * self.slowest
+        moved = sum(stage.sent_bytes + stage.received_bytes for stage in self.stages)
+        return passing + moved / self.costs.run.bandwidth
+
+    def plan(self) -> tuple[StagePlan, ...]:
+        """Return the stages as settings have them."""
+        return tuple(
+            StagePlan(
+                layers=(stage.blocks.start, stage.blocks.stop),
+                worker=tuple(one.name for one in stage.workers if one.name),
+                backend=stage.backend,
+            )
+            for stage in self.stages
+        )
+
+
+def of_settings(costs: StageCosts, workers: Sequence[StageWorker]) -> StagesPlan:
+    """Return the stages of the run's settings, planned for those of `workers` that they name.
+
+    A stage without a name takes the next worker that no stage names; of a worker that is not in an
+    empty list of them nothing is known. Raises UsageError for stages that end elsewhere than the
+    model, and for workers that are not there.
+    """
+    planned = costs.run.settings.stages
+    require_end([range(*stage.layers) for stage in planned], costs.num_blocks)
+    by_name = {one.name: one for one in workers}
+    named = {name for stage in planned for name in stage.worker}
+    left = iter([one for one in workers if one.name not in named])
+    groups = []
+    for index, stage in enumerate(planned):
+        names, group = stage.worker, list[StageWorker]()
+        for name in names:
+            if workers and name not in by_name:
+                raise UsageError(
+                    f"stages[{index}] worker={name}: the workers are {', '.join(by_name)}; give "
+                    "all that stages name",
+                    field=f"stages.{index}.worker",
+                )
+            group.append(by_name.get(name, StageWorker(name=name, kind=stage.backend or "cpu")))
+        if not names:
+            unknown = StageWorker(name="", kind=stage.backend or "cpu")
+            one = next(left, None if workers else unknown)
+            if one is None:
+                raise UsageError(f"stages[{index}]: no worker is left for it; give one more")
+            group.append(one)
+        for one in group:
+            if stage.backend not in (None, one.kind):
+                raise UsageError(
+                    f"stages[{index}] backend={stage.backend}: worker {one.name} computes on "
+                    f"{one.kind}",
+                    field=f"stages.{index}.backend",
+                )
+        groups.append(tuple(group))
+    return _of(costs, [range(*stage.layers) for stage in planned], groups)
+
+
+def propose(costs: StageCosts, workers: Sequence[StageWorker]) -> StagesPlan:
+    """Return the stages with the fastest slowest stage that fit, one for each of `workers`.
+
+    They have stages in their order. Raises UsageError if there are more workers than blocks, or if
+    no cut fits, with the stage that lacks most in the cut that lacks least.
+    """
+    if len(workers) > costs.num_blocks:
+        raise UsageError(
+            f"{len(workers)} workers and {costs.num_blocks} blocks: a stage would have none; use "
+            f"{costs.num_blocks} workers or fewer"
+        )
+    found = partition.best(_costs(costs, workers))
+    if found is None:
+        shares = [_shares(costs, one, stage, len(workers)) for stage, one in enumerate(workers)]
+        found = partition.best(shares)
+        assert found is not None, "there are as many blocks as workers"
+        plan = _of(costs, found, [(one,) for one in workers])
+        require_fits(plan, "no cut fits, and the one that lacks least has ")
+    return _of(costs, found, [(one,) for one in workers])
+
+
+def faster_order(costs: StageCosts, workers: Sequence[StageWorker]) -> StagesPlan | None:
+    """Return the fastest plan of all orders of `workers`; None if none fits, or there are too many.
+
+    The dynamic program runs for each order, on matrices that are made once a worker and place.
+    """
+    if not 1 < len(workers) <= min(ORDERS_OF_MAX, costs.num_blocks):
+        return None
+    best: tuple[float, float, tuple[StageWorker, ...], tuple[range, ...]] | None = None
+    matrices: dict[tuple[int, StageWorker], Costs] = {}
+    for order in dict.fromkeys(permutations(workers)):
+        table = _costs(costs, order, matrices)
+        cut = partition.best(table)
+        if cut is None:
+            continue
+        value = partition.slowest(table, cut), partition.total(table, cut)
+        if best is None or value < best[:2]:
+            best = *value, order, cut
+    return None if best is None else _of(costs, best[3], [(one,) for one in best[2]])
+
+
+def require_fits(plan: StagesPlan, before: str = "") -> None:
+    """Raise UsageError for the stage that lacks most memory, if one does."""
+    lacking = [
+        (terms.needed / worker.memory, index, worker, terms)
+        for index, stage in enumerate(plan.stages)
+        for worker, terms in zip(stage.workers, stage.terms, strict=True)
+        if worker.memory is not None and terms.needed > worker.memory
+    ]
+    if not lacking:
+        return
+    _, index, worker, terms = max(lacking, key=lambda one: one[0])
+    part = wording.spanned("block", plan.stages[index].blocks)
+    raise UsageError(
+        f"{before}stage {index} ({worker.name or 'no name'}) with {part}: it needs "
+        f"{size(terms.needed)} (weights {size(terms.weights)}, activations {size(terms.kept)}), "
+        f"and {size(worker.memory or 0)} are there; use more workers or memory, more "
+        "training.num_shards (smaller ones), recompute: blocks or precision: bfloat16",
+        field=f"stages.{index}" if plan.costs.run.settings.stages else "",
+    )
+
+
+def _of(
+    costs: StageCosts, cut: Sequence[range], groups: Sequence[tuple[StageWorker, ...]]
+) -> StagesPlan:
+    """Return the plan of a cut; `groups` are the workers of each stage."""
+    num_stages = len(cut)
+    has_speed = all(one.has_speed for group in groups for one in group)
+    stages = []
+    for index, (own, group) in enumerate(zip(cut, groups, strict=True)):
+        share = -(-costs.num_shards // len(group))
+        backend = None
+        if any(one.name or one.memory for one in group) and len({o.kind for o in group}) == 1:
+            backend = group[0].kind
+        if costs.run.settings.stages:
+            backend = costs.run.settings.stages[index].backend
+        places = [_place(costs, index, num_stages, one.kind, len(group)) for one in group]
+        gradient = int(costs.trained_bytes(places[0], own.start, own.stop))
+        wire = _wire(costs, groups, index) if has_speed else 0.0
+        computing = max(
+            float(costs.work(place, own.start, own.stop)) / one.speed(costs.block_work)
+            for place, one in zip(places, group, strict=True)
+        )
+        stages.append(
+            PlannedStage(
+                blocks=own,
+                workers=group,
+                backend=backend,
+                terms=tuple(costs.terms(place, own.start, own.stop) for place in places),
+                seconds=(computing + wire) * share / costs.num_shards,
+                hidden_bytes=costs.hidden_bytes if index < num_stages - 1 else 0,
+                sent_bytes=gradient * costs.nodes(len(group)),
+                received_bytes=gradient * len(group),
+            )
+        )
+    return StagesPlan(costs=costs, stages=tuple(stages), has_speed=has_speed)
+
+
+def _place(costs: StageCosts, stage: int, num_stages: int, kind: str, sharing: int) -> Place:
+    """Return the place of one of the workers that share a stage."""
+    shards = -(-costs.num_shards // sharing)
+    return Place(stage=stage, num_stages=num_stages, kind=kind, shards=shards)
+
+
+def _costs(
+    costs: StageCosts,
+    workers: Sequence[StageWorker],
+    made: dict[tuple[int, StageWorker], Costs] | None = None,
+) -> list[Costs]:
+    """Return the seconds of a shard in each stage, infinite where its worker has too little memory.
+
+    `made` keeps what depends on a stage and its worker alone.
+    """
+    made, found = {} if made is None else made, []
+    has_speed = all(one.has_speed for one in workers)
+    for stage, one in enumerate(workers):
+        if (stage, one) not in made:
+            place = _place(costs, stage, len(workers), one.kind, 1)
+            work = matrix(costs, lambda a, b, place=place: costs.work(place, a, b))  # type: ignore[misc]
+            fits = _shares(costs, one, stage, len(workers)) <= 1
+            made[stage, one] = np.where(fits, work / one.speed(costs.block_work), np.inf)
+        wire = _wire(costs, [(one,) for one in workers], stage) if has_speed else 0.0
+        found.append(made[stage, one] + wire)
+    return found
+
+
+def _shares(costs: StageCosts, worker: StageWorker, stage: int, num_stages: int) -> Costs:
+    """Return the share of the worker's memory that each stage needs, 0 if it is not known."""
+    place = _place(costs, stage, num_stages, worker.kind, 1)
+    if worker.memory is None:
+        return matrix(costs, lambda a, b: 0)
+    needed = matrix(costs, lambda a, b: costs.terms(place, a, b).needed)
+    return needed / worker.memory
+
+
+def _wire(costs: StageCosts, groups: Sequence[tuple[StageWorker, ...]], stage: int) -> float:
+    """Return the seconds in which a stage sends hidden states on, and their gradients back.
+
+    A link is as fast as its slower end. No transfer is taken to overlap with computation.
+    """
+    slow = [min(one.bandwidth or costs.run.bandwidth for one in group) for group in groups]
+    links = [min(pair) for pair in pairwise(slow)]
+    beside = [links[at] for at in (stage - 1, stage) if 0 <= at < len(links)]
+    return sum(costs.hidden_bytes / link for link in beside)

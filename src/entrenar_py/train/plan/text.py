@@ -1,0 +1,105 @@
+"""A plan as text that fits a terminal of 100 columns."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from entrenar_py.train.plan.plan import Option, Run, Worker
+from entrenar_py.train.plan.shape import FLOAT_BYTES
+from entrenar_py.train.plan.units import seconds, short, size
+
+COLUMNS = 98
+_GAP = "  "
+
+
+def lines(
+    run: Run, found: Sequence[Option], chosen: Option | None, why: str, *, length_from: str
+) -> Iterator[str]:
+    """Yield the plan: the model, each worker's memory, each strategy's traffic, and the choice."""
+    yield from _head(run, length_from)
+    yield ""
+    yield "bytes of a worker, each part at its largest; +: with blocks computed again (recompute)"
+    yield from columns(_MEMORY, list(_memory_rows(found)))
+    yield ""
+    yield f"a step on the wire, at {size(run.link)}/s"
+    yield from columns(_WIRE, list(_wire_rows(run, found)))
+    yield ""
+    yield f"use: {chosen.strategy if chosen else 'none'}"
+    yield from textwrap.wrap(why, COLUMNS, initial_indent="why: ", subsequent_indent="     ")
+
+
+def _head(run: Run, length_from: str) -> Iterator[str]:
+    counts, config = run.shape.counts(), run.shape.config
+    number = run.shape.num_parameters
+    gradient = size(FLOAT_BYTES * counts.trained)
+    training = run.settings.training
+    yield f"model    {config.model_type}: {number:,} parameters, {run.shape.num_blocks} blocks"
+    yield f"trained  {counts.trained:,} by {run.settings.method}, {gradient} a gradient"
+    yield (
+        f"step     {training.batch_size} rows in {training.num_shards} micro-batches of "
+        f"{run.rows} x {run.length} tokens ({length_from})"
+    )
+    for device, count in Counter(run.devices).items():
+        times = f"{count} x " if count > 1 else ""
+        room = "reports no memory" if device.memory is None else size(device.memory)
+        yield f"device   {times}{device.name}: {room}"
+
+
+_MEMORY = (
+    *("strategy", "weights", "trained", "grads", "moments"),
+    *("kept", "kept+", "peak", "peak+", "fits", "fits+"),
+)
+_WIRE = "strategy", "a worker sends", "receives", "busiest link", "time"
+
+
+def _memory_rows(found: Sequence[Option]) -> Iterator[tuple[str, ...]]:
+    for option in found:
+        if option.problem:
+            yield (option.strategy, option.problem)
+            continue
+        kinds = dict[tuple[object, ...], Worker]()
+        for worker in option.workers:
+            kinds.setdefault((worker.device, worker.sharing), worker)
+        for worker in kinds.values():
+            place = f" {worker.device.name.split()[0]:.16}" if len(kinds) > 1 else ""
+            yield (f"{option.strategy}{place}", *_parts(worker))
+
+
+def _parts(worker: Worker) -> Iterator[str]:
+    plain, again = worker.memory, worker.recomputed
+    for number in (
+        plain.weights,
+        plain.trained,
+        plain.gradients,
+        plain.optimizer,
+        plain.activations,
+        again.activations,
+        plain.peak,
+        again.peak,
+    ):
+        yield short(number)
+    for recompute in (False, True):
+        yield {True: "yes", False: "no", None: "?"}[worker.fits(recompute=recompute)]
+
+
+def _wire_rows(run: Run, found: Sequence[Option]) -> Iterator[tuple[str, ...]]:
+    for option in found:
+        if not option.problem:
+            moved = option.traffic
+            sizes = (size(one) for one in (moved.sent, moved.received, moved.busiest))
+            yield (option.strategy, *sizes, seconds(moved.seconds(run.link)))
+
+
+def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield a table: the first column to the left, others to the right; a short row is a remark."""
+    whole = [row for row in (head, *rows) if len(row) == len(head)]
+    widths = [max(len(row[place]) for row in whole) for place in range(len(head))]
+    first = max([widths[0], *(len(row[0]) for row in rows)])
+    for row in (head, *rows):
+        if len(row) < len(head):
+            yield _GAP.join([row[0].ljust(first), *row[1:]])[:COLUMNS]
+            continue
+        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        yield _GAP.join([row[0].ljust(first), *cells])

@@ -1,0 +1,136 @@
+"""The reference trainer: a deterministic data-parallel trainer with all its workers in one process.
+
+It is the oracle of every other system. In a step each worker computes its logical shards and folds
+them along the tree. The nodes are added, divided and clipped once, and every worker steps its own
+replica. If a shard's loss or gradient is not finite, training halts before the step.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from entrenar_py.shared import membership, trace
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.train.arithmetic import checkpoint, reduction, sharding
+from entrenar_py.train.coordinator.replicas import Replicas, Worker
+
+
+def run(scenario: Scenario) -> trace.Trace:
+    """Train as `scenario` says; the trace promises `bitwise`, or `draws` if backends differ."""
+    trainer = Trainer(scenario)
+    status = trainer.train()
+    promises = ("bitwise",) if trainer.devices.alike else ("draws",)
+    return trainer.recorder.finish(promises=promises, status=status)
+
+
+class Trainer(Replicas):
+    """One run with every worker in this process."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario)
+        initial = self.initial()
+        ranks = membership.initial_ranks(scenario)
+        self.workers = {rank: self.new_worker(rank, initial) for rank in ranks}
+
+    def train(self) -> str:
+        """Run all steps; return `completed`, or `halted` if a non-finite value stopped training."""
+        for worker in self.workers.values():
+            self.record_start(worker, step=0)
+        for step in range(self.scenario.num_steps):
+            if step in self.scenario.stops:
+                self._stop_and_resume(step)
+            for fault in self._faults("join", step):
+                self._join(fault, step)
+            if not self.step(step):
+                return "halted"
+        return "completed"
+
+    # --- one step -----------------------------------------------------------------------------
+
+    def step(self, step: int) -> bool:
+        """Make `step`, the next one; if a value is not finite, record a Halt and return False."""
+        ids = self.batch()
+        shards = sharding.cut(ids, self.scenario.num_shards)
+        nodes: list[reduction.Node] = []
+        halt: trace.Halt | None = None
+        for worker, run in self._assignments(step):
+            leaves = []
+            for shard in run:
+                leaf = self.compute(worker, step, shard, shards[shard])
+                halt = halt or self.guard(leaf, worker, step, shard, shards[shard])
+                leaves.append(leaf)
+            if halt is None:
+                nodes += reduction.fold(leaves, self.scenario.num_shards)
+        if halt is not None:
+            self.recorder.emit(halt)
+            return False
+        total = reduction.root(nodes, self.scenario.num_shards)
+        self.apply(step, total)
+        self.advance(len(ids))
+        return True
+
+    def _assignments(self, step: int) -> Iterator[tuple[Worker, Sequence[int]]]:
+        """Yield each worker with its shards; the shards of a worker that dies go to the others."""
+        run_of = sharding.runs(range(self.scenario.num_shards), list(self.workers))
+        for fault in self._faults("leave", step):
+            orphaned = run_of.pop(self._leave(fault, step))
+            yield from self._pairs(sharding.runs(orphaned, list(self.workers)))
+        yield from self._pairs(run_of)
+
+    def _pairs(self, run_of: dict[int, Sequence[int]]) -> Iterator[tuple[Worker, Sequence[int]]]:
+        return ((self.workers[rank], run) for rank, run in run_of.items())
+
+    # --- membership, faults, checkpoints --------------------------------------------------------
+
+    def _leave(self, fault: Fault, step: int) -> int:
+        rank = self._rank_of(fault)
+        del self.workers[rank]
+        self.record_fault(fault, step)
+        self.recorder.emit(
+            trace.Membership(step=step, rank=rank, change="left", reason="died while computing")
+        )
+        return rank
+
+    def _join(self, fault: Fault, step: int) -> None:
+        rank = self._rank_of(fault)
+        donor = next(iter(self.workers.values()))
+        worker = self.new_worker(rank, donor.replica.arrays)
+        worker.state = {name: vector.copy() for name, vector in donor.state.items()}
+        self.workers = dict(sorted({**self.workers, rank: worker}.items()))
+        self.record_fault(fault, step)
+        self.recorder.emit(trace.Membership(step=step, rank=rank, change="joined"))
+        self.record_start(worker, step)
+
+    def _stop_and_resume(self, step: int) -> None:
+        """Write a checkpoint, drop every worker, and start again from the file."""
+        first = next(iter(self.workers.values()))
+        progress = self.progress(step)
+        self.recorder.emit(
+            trace.Saved(step=step, rank=first.rank, progress=progress, **self.state(first))
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "checkpoint")
+            checkpoint.save(path, first.checkpoint, progress)
+            ranks, self.workers = list(self.workers), {}
+            arrays, progress = checkpoint.load(path)
+        for rank in ranks:
+            worker = self.new_worker(rank, checkpoint.group_of(arrays, "tensors"))
+            saved = checkpoint.group_of(arrays, "optimizer")  # in any order, unlike `state`
+            worker.state = {name: saved[name].copy() for name in worker.state}
+            self.workers[rank] = worker
+        self.position = sharding.Position(progress["epoch"], progress["offset"])
+        self.schedule_step = progress["schedule_step"]
+        for worker in self.workers.values():
+            self.record_start(worker, step, resumed=True)
+
+    # --- small things ---------------------------------------------------------------------------
+
+    def _faults(self, kind: str, step: int) -> list[Fault]:
+        return [f for f in self.scenario.faults if f.kind == kind and f.step == step]
+
+    def _rank_of(self, fault: Fault) -> int:
+        assert fault.rank is not None, "faults.NEEDED has it"
+        return fault.rank

@@ -1,0 +1,301 @@
+"""`entrenar coordinator`: serves one run, from its first step or from a checkpoint, to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+
+from entrenar_py import systems
+from entrenar_py.shared import environment, trace
+from entrenar_py.shared.errors import SystemFailure, UsageError
+from entrenar_py.shared.page import console
+from entrenar_py.shared.trace import writer
+from entrenar_py.shared.trace.writer import Mark
+from entrenar_py.shared.untrusted import printing
+from entrenar_py.train.arithmetic.tensors import Array, Workload
+from entrenar_py.train.coordinator import topology
+from entrenar_py.train.coordinator.server import Server
+from entrenar_py.train.service import config, exit_codes, file_locks, memory_peak, progress, signals
+from entrenar_py.train.service.address import Address
+from entrenar_py.train.service.config import Config
+from entrenar_py.train.service.event_files import EventFiles
+from entrenar_py.train.service.host import Host, Stepped
+from entrenar_py.train.service.memory_peak import Memory
+from entrenar_py.train.service.metrics import Metrics
+from entrenar_py.train.service.run_events import Listener
+from entrenar_py.train.wire.coordinator import Coordinator
+from entrenar_py.train.wire.effects import Finish
+from entrenar_py.train.wire.package import Package
+from entrenar_py.train.wire.terms import Run
+from entrenar_py.train.wire_io.served_pieces import ReadPiece, no_piece
+from entrenar_py.train.wire_io.tcp import CoordinatorServer
+
+
+def run(
+    path: Path, *, resume: bool, halt_on_spike: bool = False, tensorboard: Path | None = None
+) -> int:
+    """Serve the run that the file at `path` describes; return the exit code.
+
+    Raises ContractError, UsageError or CheckpointError for a problem found before the run begins,
+    and SystemFailure if the ledger or the last checkpoint can't be written.
+    """
+    settings = config.load(path)
+    systems.require_possible(settings.scenario)
+    if halt_on_spike and topology.of(settings.scenario) is not topology.STAR:
+        raise UsageError(
+            "--halt-on-spike with topology=mesh: its workers make a step before the coordinator "
+            "knows the gradient's norm; use topology: star"
+        )
+    task = Task(halt_on_spike=halt_on_spike, tensorboard=tensorboard)
+    return serve(settings, task, resume=resume)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """A run that is over, with its tensors by name after `made` steps.
+
+    `digest` is that of weights and buffers, `ledger` the last line of the ledger, if there is one,
+    and `tell` tells the listeners.
+    """
+
+    finish: Finish
+    made: int
+    tensors: Mapping[str, Array]
+    digest: str
+    ledger: Mark | None
+    tell: Listener
+
+
+Listening: TypeAlias = Callable[[Address, Callable[[str], None]], None]
+
+
+def ignore(_address: Address, _give_up: Callable[[str], None]) -> None:
+    """Do nothing when workers may connect: they are started elsewhere."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A training to serve, and the callbacks that are told of it.
+
+    Without a `workload` it is the scenario's. `listening` is given the address once workers may
+    connect, and a function that ends the run for a reason. `memory` returns the peak of the run's
+    processes on this machine. `stepped` is called after each step of a star with the number of
+    steps made, the tensors by name, which it must copy, and a function that tells the listeners.
+    `complete` is called with the last tensors, and a function that tells the listeners, before a
+    run is said to be completed: what it raises ends one that is not. `ended` is called when the run
+    is over, before the listeners are closed. `halt_on_spike` halts a
+    star's run before a step whose gradient is far larger than those before it. Event files go to
+    the folder `tensorboard`, if there is one. `package` has the files that workers may fetch, which
+    `piece` reads. After a signal the step in work has `grace_s` seconds, as long as it takes by
+    default. `make_server` makes what does the coordinator's arithmetic, and `machine` is its
+    state machine, by default that of the scenario's topology.
+    """
+
+    workload: Workload | None = None
+    listening: Listening = ignore
+    memory: Callable[[], Memory] = memory_peak.here
+    stepped: Stepped = lambda made, tensors, tell: None
+    complete: Callable[[Mapping[str, Array], Listener], None] = lambda tensors, tell: None
+    ended: Callable[[Ended], None] = lambda _: None
+    halt_on_spike: bool = False
+    tensorboard: Path | None = None
+    package: Package | None = None
+    piece: ReadPiece = no_piece
+    grace_s: float | None = None
+    make_server: Callable[..., Server] = Server
+    machine: type[Coordinator] | None = None
+
+
+def serve(settings: Config, task: Task, *, resume: bool) -> int:
+    """Serve a run to its end; return the exit code. Raises what `run` does."""
+    torch.set_num_threads(1)  # how a sum is split over threads is part of its order
+    with ExitStack() as stack:
+        _claim(settings, stack)
+        path = None if settings.checkpoint is None else settings.checkpoint.path
+        require_intended(path, resume=resume)
+        shown = console.standard_output(color=True)
+        num_steps = settings.scenario.num_steps
+        listeners: list[Listener] = [
+            stack.enter_context(progress.opened(shown, num_steps=num_steps))
+        ]
+        if settings.metrics is not None:
+            metrics = Metrics(settings.metrics)
+            stack.callback(metrics.close)
+            listeners.append(metrics)
+        if task.tensorboard is not None:
+            listeners.append(stack.enter_context(closing(EventFiles(task.tensorboard))))
+        return _run(settings, task, listeners, resume=resume)
+
+
+def _claim(settings: Config, stack: ExitStack) -> None:
+    """Lock checkpoint and ledger until `stack` is closed; UsageError if a path can't be used."""
+    path = None if settings.checkpoint is None else settings.checkpoint.path
+    paths = {"checkpoint": path, "ledger": settings.ledger, "metrics": settings.metrics}
+    file_locks.require_distinct(paths)
+    for what in ("checkpoint", "ledger"):
+        if (locked := paths[what]) is not None:
+            stack.enter_context(file_locks.claimed(locked, what, warn=_warn))
+    if path is not None:
+        file_locks.require_writable(path)
+
+
+def _warn(text: str) -> None:
+    printing.warn(f"entrenar: {text}")
+
+
+def require_intended(path: Path | None, *, resume: bool) -> None:
+    """Raise UsageError if --resume is missing but needed, or given without a checkpoint's path."""
+    if path is None and resume:
+        raise UsageError("--resume: the configuration has no checkpoint to go on from; give it one")
+    if path is not None and path.exists() and not resume:
+        raise UsageError(
+            f"checkpoint {path}: it is there already; go on with --resume, or give another path"
+        )
+
+
+def _run(settings: Config, task: Task, listeners: Sequence[Listener], *, resume: bool) -> int:
+    path = None if settings.checkpoint is None else settings.checkpoint.path
+    host = Host(
+        settings.scenario,
+        checkpoint_path=path,
+        listeners=listeners,
+        workload=task.workload,
+        halt_on_spike=task.halt_on_spike,
+        stepped=task.stepped,
+        piece=task.piece,
+        make_server=task.make_server,
+    )
+    with closing(host):
+        first = host.resume() if resume else 0
+        if first == settings.scenario.num_steps:
+            _open_ledger(settings, host, resume=resume)
+            signals.ignore()
+            finish = Finish("completed", "it was complete already")
+        else:
+            finish = asyncio.run(_serve(settings, task, host, first, resume=resume))
+        arrays = host.server.replica.replica.arrays
+        if finish.status == "completed":
+            task.complete(arrays, host.tell)
+        host.finish(finish)
+        ended = Ended(
+            finish=finish,
+            made=host.made,
+            tensors=arrays,
+            digest=host.digest(),
+            ledger=host.ledger_end,
+            tell=host.tell,
+        )
+        task.ended(ended)
+    problem = host.broken or host.unsaved
+    if problem is not None:
+        raise SystemFailure(f"{problem}; make room or give access, and start it again")
+    return exit_codes.OF_FINISH[finish.status]
+
+
+async def _serve(settings: Config, task: Task, host: Host, first: int, *, resume: bool) -> Finish:
+    server = CoordinatorServer(
+        replace(_run_of(settings, host, first, resume=resume), package=task.package),
+        host.server,
+        timing=settings.timing,
+        secret=settings.secret,
+        kind=task.machine or topology.of(settings.scenario).coordinator,
+        notify=host.notify,
+    )
+    _open_ledger(settings, host, resume=resume)
+    try:
+        at = await server.listen(*settings.listen, context=settings.context)
+    except (OSError, UsageError) as error:
+        if settings.ledger is not None and not resume:
+            settings.ledger.unlink()  # it was just made, and would block the next attempt
+        if isinstance(error, UsageError):
+            raise
+        problem = f"can't listen there ({error.strerror or error}); use another one"
+        raise UsageError(f"listen={settings.listen}: {problem}") from error
+    loop = asyncio.get_running_loop()
+    host.traffic = lambda: (server.bytes_in, server.bytes_out)
+    host.memory = task.memory
+    peers = server.end.machine.peers
+    host.backends = lambda: {
+        peer.rank: peer.backend for peer in peers.values() if peer.rank is not None
+    }
+    host.give_up = lambda reason: _end_soon(loop, server, reason)
+    signals.deliver(_Stopper(server, host, task.grace_s).stop)
+    host.note("listening", f"listens at {Address(*at)}, from step {first} on")
+    task.listening(Address(*at), partial(_end_soon, loop, server))
+    finish = await server.finish()
+    signals.ignore()
+    number, last = server.strangers
+    if number:
+        here, why = last[-1]
+        text = f"{number} connections were not admitted; the last from {here}: {why}"
+        host.note("strangers", text)
+    return finish
+
+
+def _run_of(settings: Config, host: Host, first: int, *, resume: bool) -> Run:
+    scenario = settings.scenario
+    # The workers of a mesh hold the state. The coordinator has it at the end only if it asks then.
+    saves = set() if topology.of(scenario) is topology.STAR else {scenario.num_steps}
+    if settings.checkpoint is not None:
+        saves = {*range(first, scenario.num_steps, settings.checkpoint.every_steps)} - {first}
+        saves.add(scenario.num_steps)
+    run = host.server.run_between(first, scenario.num_steps)
+    if run.places is not None:
+        return replace(run, resumed=resume, saves=saves)
+    return replace(run, resumed=resume, num_awaited=settings.wait_for, saves=saves, by_speed=True)
+
+
+def _open_ledger(settings: Config, host: Host, *, resume: bool) -> None:
+    if settings.ledger is None:
+        return
+    head = trace.Trace(
+        scenario=settings.scenario,
+        environment=environment.describe(),
+        promises=(),
+        traits=systems.traits_of(settings.scenario),
+        events=(),
+    )
+    try:
+        if resume:
+            host.write_to(*writer.reopen(settings.ledger, head, since=host.since))
+        else:
+            host.write_to(writer.create(settings.ledger, head), writer.Standing())
+    except OSError as error:
+        problem = f"can't be written ({error.strerror}); give another path"
+        raise UsageError(f"ledger {settings.ledger}: {problem}") from error
+
+
+def _end_soon(loop: asyncio.AbstractEventLoop, server: CoordinatorServer, reason: str) -> None:
+    """Stop `server` in the loop's next turn, because `server` is in one of its callbacks."""
+    loop.call_soon(partial(server.stop, reason, at_once=True))
+
+
+class _Stopper:
+    """Ends a run on signals. The first lets the current step finish; the second ends it at once.
+
+    So does the end of `grace_s` seconds, for a step that may wait for long.
+    """
+
+    def __init__(self, server: CoordinatorServer, host: Host, grace_s: float | None) -> None:
+        self._server, self._host, self._grace_s = server, host, grace_s
+        self._again = False
+
+    def stop(self, number: signal.Signals) -> None:
+        """Handle the signal `number`."""
+        grace = "" if self._grace_s is None else f", {self._grace_s:g} s at most"
+        when = "now" if self._again else f"after the step in work{grace}"
+        self._host.note("stopping", f"{number.name}: stops {when}")
+        reason = f"the coordinator was stopped by {number.name}"
+        self._server.stop(reason, at_once=self._again)
+        if self._grace_s is not None and not self._again:
+            end = partial(self._server.stop, reason, at_once=True)
+            asyncio.get_running_loop().call_later(self._grace_s, end)
+        self._again = True

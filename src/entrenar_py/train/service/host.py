@@ -1,0 +1,348 @@
+"""The record of a run that may take weeks: its ledger, its checkpoints, its notes to listeners.
+
+Nothing that grows with the number of steps is kept in memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from entrenar_py.shared import trace
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace.writer import Mark, Standing, Writer
+from entrenar_py.shared.untrusted import files
+from entrenar_py.train.arithmetic.tensors import Array, Workload
+from entrenar_py.train.coordinator import topology, worker_records
+from entrenar_py.train.coordinator.server import Server
+from entrenar_py.train.service import gradient_norms, ledger_continuity, memory_peak
+from entrenar_py.train.service.figures import digits
+from entrenar_py.train.service.gradient_norms import GradientNorms
+from entrenar_py.train.service.ledger_account import weights_digest
+from entrenar_py.train.service.memory_peak import Memory
+from entrenar_py.train.service.run_events import Happening, Listener, Noted, StepMade
+from entrenar_py.train.service.stopwatch import Stopwatch
+from entrenar_py.train.wire import effects as do
+from entrenar_py.train.wire import pipeline
+from entrenar_py.train.wire.effects import Effect, Finish, Left
+from entrenar_py.train.wire.messages import (
+    Applied,
+    Commit,
+    Computed,
+    Message,
+    State,
+    Summed,
+    TreeNode,
+)
+from entrenar_py.train.wire_io.served_pieces import ReadPiece, no_piece
+
+UNLIKE = 1.25  # workers are, if one takes so many times longer for a shard than another
+SHARDS_A_WORKER = 2  # fewer can't be dealt in proportion to speeds
+Traffic = Callable[[], tuple[int, int]]
+Tensors = Callable[[], Mapping[str, Array]]
+Stepped = Callable[[int, Tensors, Listener], None]
+
+
+class Host:
+    """The record of one coordinator's run. Its `server` does the arithmetic.
+
+    `unsaved` says why the last checkpoint could not be written, `broken` why the ledger could not;
+    each is None otherwise. When the ledger can't be written, `give_up` is called. `traffic` returns
+    the bytes received and sent so far, `backends` the backend of each rank, and `memory` what the
+    run's processes here have used. `since` is None, or after a resume the Gap event with which a
+    new ledger starts. `ledger_end` is the last line of the ledger once that is closed.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        *,
+        checkpoint_path: Path | None,
+        listeners: Iterable[Listener],
+        clock: Callable[[], float] = time.monotonic,
+        workload: Workload | None = None,
+        halt_on_spike: bool = False,
+        stepped: Stepped = lambda made, tensors, tell: None,
+        piece: ReadPiece = no_piece,
+        make_server: Callable[..., Server] = Server,
+    ) -> None:
+        """`stepped` and `make_server` are those of `coordinator.Task`."""
+        self.scenario = scenario
+        self.server = make_server(
+            scenario,
+            checkpoint_path=checkpoint_path,
+            save=self.save,
+            clock=clock,
+            workload=workload,
+            objection=self._objection if halt_on_spike else None,
+            piece=piece,
+        )
+        self.unsaved: str | None = None
+        self.broken: str | None = None
+        self.since: trace.Gap | None = None
+        self.give_up: Callable[[str], None] = lambda reason: None
+        self.ledger_end: Mark | None = None
+        self.traffic: Traffic = lambda: (0, 0)
+        self.backends: Callable[[], Mapping[int, str]] = dict
+        self.memory: Callable[[], Memory] = memory_peak.here
+        self._in_star = topology.of(scenario) is topology.STAR  # else its workers hold the state
+        self._ledger: Writer | None = None
+        self._is_over = False  # the ledger says already that the run is completed
+        self._listeners = tuple(listeners)
+        self._stepped = stepped
+        self._watch = Stopwatch(clock)
+        self._step = 0  # the current step
+        self._held_step = 0  # the coordinator holds the state before this step
+        self._made_step = -1  # the last step that listeners were told of
+        self._saved: int | None = None  # the last checkpoint holds the state before this step
+        self._has_warned = False  # that there are too few shards for unlike workers
+        self._norms = GradientNorms()
+        self._spike: trace.Spike | None = None  # that `_objection` halts for
+        self._passes: dict[int, tuple[int, ...]] = {}  # of the step in work, by rank
+        self._told = (0, 0)  # the traffic at the last step that listeners were told of
+
+    # --- what the protocol wants done -------------------------------------------------------------
+
+    def notify(self, effect: Effect) -> None:
+        """Record `effect`, which the server has carried out, and notify the listeners."""
+        match effect:
+            case do.Joined(rank, step):
+                self._write()
+                self._watch.begin()
+                self.note("joined", f"worker {rank} takes part from step {step} on")
+            case do.Left(rank, step, reason):
+                self._write()
+                self.note("left", f"worker {rank} left in step {step}: {reason}")
+            case do.Gather(step):
+                self._step = step
+                self._passes.clear()
+                self._write()
+                self._watch.begin()
+            case do.Keep(rank, message) | do.Copy(rank, message):
+                self._kept(rank, message)
+            case do.Apply(step):
+                self._held_step = step + 1
+                average = self.server.average_held()
+                self._tell_made(step, average.loss, average.rate, average.norm)
+                self._stepped(step + 1, lambda: self.server.replica.replica.arrays, self.tell)
+            case do.Send(_, Commit()):
+                self._watch.exchanged()
+            case do.Dealt():
+                self._dealt(effect)
+            case do.Stop(_, _, reason):
+                if self._spike is not None:
+                    self.server.recorder.emit(self._spike)
+                self._write()
+                self.note("halted", reason)
+
+    def _kept(self, rank: int, message: Message) -> None:
+        """Record when a gradient was computed and delivered, and each step that a mesh made."""
+        if isinstance(message, Summed):
+            self._passes[rank] = message.times_us
+        if isinstance(message, Computed | Summed):
+            self._watch.computed(rank)
+            if not self._in_star:  # a mesh's gradients don't pass the coordinator
+                self._watch.delivered(rank)
+        elif isinstance(message, TreeNode):
+            self._watch.delivered(rank)
+        elif isinstance(message, State):
+            self._held_step = message.step
+        elif isinstance(message, Applied) and message.step > self._made_step:
+            update = worker_records.update_in(self.server.recorder.of(trace.Update))
+            assert update is not None, "a star's step was told before, a mesh's loss was required"
+            assert update.loss is not None
+            self._tell_made(message.step, update.loss, update.learning_rate, update.grad_norm)
+
+    def _dealt(self, dealt: do.Dealt) -> None:
+        """Say how many shards each worker gets, if their speeds were measured and differ."""
+        slowest, fastest = max(dealt.costs.values()), min(dealt.costs.values())
+        if slowest < UNLIKE * fastest:
+            return
+        parts = [
+            f"{count} to worker {rank} ({digits(1e3 * dealt.costs[rank])} ms each)"
+            for rank, count in dealt.counts.items()
+        ]
+        self.note("dealt", f"shards from step {dealt.step} on: {', '.join(parts)}")
+        num_shards, num_workers = self.scenario.num_shards, len(dealt.counts)
+        least = SHARDS_A_WORKER * num_workers
+        if num_shards < least and not self._has_warned:
+            self._has_warned = True
+            self.note(
+                "few_shards",
+                f"num_shards={num_shards} for {num_workers} workers of unlike speed: the slow ones "
+                f"hold up the others; use {least} or more in the next run",
+            )
+
+    def save(self, step: int) -> None:
+        """Write the ledger, and then the checkpoint, if one is configured.
+
+        If the checkpoint can't be written, a note says so and the run goes on. The previous
+        checkpoint stays whole, and the next save tries again.
+        """
+        self._write(sync=True)
+        path = self.server.checkpoint_path
+        if path is None or self.broken is not None or step == self._saved:
+            return  # a checkpoint newer than the ledger would leave a gap in the ledger
+        last = None if self._ledger is None else self._ledger.last
+        notes = {
+            ledger_continuity.KEY: ledger_continuity.to_record(last),
+            gradient_norms.KEY: self._norms.to_record(),
+        }
+        try:
+            self.server.write_checkpoint(step, notes)
+        except OSError as error:
+            told = files.problem(error, path.parent)
+            self.unsaved = f"checkpoint {path}: can't be written ({told})"
+            kept = "there is no earlier one"
+            if self._saved is not None:
+                kept = f"the one of step {self._saved} stays"
+            self.note("not_saved", f"{self.unsaved}; {kept}, and the run goes on")
+            return
+        self.unsaved, self._saved = None, step
+        self._write()
+        self.note("saved", f"checkpoint before step {step}: {path}")
+
+    # --- what the service wants done --------------------------------------------------------------
+
+    def resume(self) -> int:
+        """Restore the state from the checkpoint, if there is one; return the next step."""
+        path = self.server.checkpoint_path
+        if path is None or not path.exists():
+            return 0
+        first = self.server.restore()
+        self.since = ledger_continuity.since(self.server.notes, path)
+        self._norms = gradient_norms.of_checkpoint(self.server.notes, path)
+        self._step = self._held_step = self._saved = first
+        return first
+
+    def write_to(self, ledger: Writer, standing: Standing) -> None:
+        """Record in `ledger` from now on; `standing` is the state at its present end.
+
+        A new ledger starts with a gap if the run goes on from a checkpoint. If an old one does not
+        end with End, its coordinator died, and the ranks present are recorded as having left.
+        """
+        self._ledger = ledger
+        if self.since is not None and standing.is_new:
+            self.server.recorder.emit(self.since)
+            self._write()
+            self.note("gap", f"the ledger is new: {ledger_continuity.say(self.since)}")
+        elif self.since is not None and self.since.digest is None:
+            self.note("unchecked", ledger_continuity.unchecked(self.since))
+        self._is_over = standing.end is not None and standing.end.status == "completed"
+        if standing.end is None:
+            for rank in standing.present:
+                left = Left(rank, standing.step, "the coordinator died")
+                self.server.left(left)
+                self.notify(left)
+
+    def finish(self, finish: Finish) -> None:
+        """Record how the run ended, save the state if it failed or halted, and close the ledger."""
+        self._step = self._held_step
+        if finish.status in ("failed", "halted"):  # else the protocol has saved it already
+            self.save(self._step)
+        recorder = self.server.recorder
+        if not self._is_over:
+            status = "failed" if finish.status == "stopped" else finish.status
+            recorder.emit(trace.End(status=status, reason=finish.reason))
+        self._write()
+        self.close()
+        reason = f" ({finish.reason})" if finish.reason else ""
+        told = f"{finish.status}{reason}: step {self._step}, weights {self.digest()}"
+        self.note(finish.status, told)
+
+    def digest(self) -> str:
+        """Return 16 hex digits over weights and buffers."""
+        recorder, worker = self.server.recorder, self.server.replica.replica
+        return weights_digest(recorder.tensors(worker.weights), recorder.tensors(worker.buffers))
+
+    def close(self) -> None:
+        """Close the ledger."""
+        if self._ledger is not None:
+            self.ledger_end = self._ledger.last
+            self._ledger.close()
+            self._ledger = None
+
+    @property
+    def made(self) -> int:
+        """The number of steps that the state here has made."""
+        return self._held_step
+
+    def note(self, what: str, text: str) -> None:
+        """Send a note to the listeners."""
+        self.tell(Noted(what=what, step=self._step, text=text))
+
+    def _objection(self, norm: float) -> str | None:
+        """Return why training halts before a step whose gradient has this norm, or None."""
+        self._spike = self._norms.spike(self._step, norm)
+        return None if self._spike is None else gradient_norms.say_halted(self._spike)
+
+    def _look_for_spike(self, step: int, norm: float) -> None:
+        """Record and tell that the gradient of a step that was made is far larger than before."""
+        spike = self._norms.spike(step, norm)
+        self._norms.add(norm)
+        if spike is not None:
+            self.server.recorder.emit(spike)
+            self.note("spike", gradient_norms.say_made(spike, self.scenario.clip_norm))
+
+    def _tell_made(self, step: int, loss: float, rate: float, norm: float | None) -> None:
+        """Notify the listeners that `step` is made, with its workers, times and traffic."""
+        self._made_step = step
+        if norm is not None:
+            self._look_for_spike(step, norm)
+        num_tokens = self.server.workload.num_tokens(self.server.drawn)
+        times = self._watch.made(reduce_s=self.server.reduce_s, num_tokens=num_tokens)
+        before, self._told = self._told, self.traffic()
+        memory = self.memory()
+        self.tell(
+            StepMade(
+                step=step,
+                num_steps=self.scenario.num_steps,
+                loss=loss,
+                workers=tuple(sorted(self.server.present)),
+                step_ms=times.step_ms,
+                exchange_ms=times.exchange_ms,
+                reduce_ms=times.reduce_ms,
+                steps_per_s=times.steps_per_s,
+                bytes_in=self._told[0] - before[0],
+                bytes_out=self._told[1] - before[1],
+                last=self._watch.last(),
+                waits_ms=self._watch.waits_ms(sorted(self.server.present)),
+                learning_rate=rate,
+                grad_norm=norm,
+                tokens_per_s=times.tokens_per_s,
+                backends=dict(sorted(self.backends().items())),
+                memory_bytes=memory.host_bytes,
+                device_bytes=memory.device_bytes,
+                idle_share=pipeline.idle_share(
+                    {rank: pipeline.decode(times) for rank, times in self._passes.items()}
+                ),
+                passes_us=dict(sorted(self._passes.items())),
+            )
+        )
+        self._passes.clear()
+
+    def tell(self, happening: Happening) -> None:
+        """Send an event to the listeners."""
+        for listener in self._listeners:
+            listener(happening)
+
+    def _write(self, *, sync: bool = False) -> None:
+        """Move the recorded events to the ledger, or discard them if there is none.
+
+        If the ledger can't be written, the run is ended, because the ledger would have a gap.
+        """
+        events = self.server.recorder.drain()
+        if self._ledger is None:
+            return
+        try:
+            self._ledger.append(events)
+            if sync:
+                self._ledger.sync()
+        except (OSError, UsageError) as error:
+            path = self._ledger.path
+            reason = files.problem(error, path.parent) if isinstance(error, OSError) else error
+            self.broken = f"the ledger {path.name} can't be written ({reason})"
+            self._ledger = None
+            self.give_up(self.broken)

@@ -1,0 +1,114 @@
+"""SIGINT, SIGTERM and SIGHUP: they stop a run in progress, and are ignored once it is over.
+
+Before a run begins, while modules and weights are loaded, they interrupt: nothing is there that
+would have to be saved. Imports can swallow an interrupt. So a process that goes on all the same is
+ended a little later, unless the run has begun, which then stops. asyncio's own handlers would end
+with the loop, so that a signal just after the run could kill the process before it reports its exit
+code.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from entrenar_py.shared.untrusted import printing
+from entrenar_py.train.service import exit_codes
+
+if TYPE_CHECKING:
+    import asyncio  # takes a while, and `entrenar --help` has no use for it
+
+LOST_S = 3.0  # after an interrupt: by then it was swallowed
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+_noted: list[signal.Signals] = []  # the signals that interrupted this process
+_watch: list[threading.Timer] = []
+
+
+def interrupt() -> None:
+    """Let each signal raise KeyboardInterrupt, until `deliver` or `settle` is called."""
+    settle()
+    _noted.clear()
+    if threading.current_thread() is threading.main_thread():
+        for number in taken():
+            signal.signal(number, _interrupt)
+
+
+def settle() -> None:
+    """End the watch over interrupts: they have arrived, or are requests to stop from now on."""
+    while _watch:
+        _watch.pop().cancel()
+
+
+def noted() -> str | None:
+    """Return the name of the signal that interrupted; None if none did.
+
+    A library may have swallowed the interrupt, or made another exception of it.
+    """
+    return _noted[0].name if _noted else None
+
+
+def deliver(stop: Callable[[signal.Signals], None]) -> None:
+    """Make the running loop call `stop` with each signal that arrives, until `ignore` is called."""
+    import asyncio
+
+    settle()
+    loop = asyncio.get_running_loop()
+    for number in taken():
+        signal.signal(number, partial(_pass_on, loop, stop))
+    for number in _noted:  # whose interrupt got lost
+        loop.call_soon(stop, number)
+
+
+def ignore() -> None:
+    """Ignore the signals until this process ends. The run's result decides its exit code."""
+    for number in NUMBERS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def taken() -> list[signal.Signals]:
+    """Return the signals to handle: `nohup` has it that a hang-up is ignored."""
+    is_kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [one for one in NUMBERS if one is not signal.SIGHUP or not is_kept]
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    end_soon(signal.Signals(number))
+    raise KeyboardInterrupt
+
+
+def end_soon(number: signal.Signals) -> None:
+    """Note a signal, and end this process in some seconds, unless it has ended or settled then."""
+    _noted.append(number)
+    if not _watch:
+        _watch.append(threading.Timer(LOST_S, lambda: end()))
+        _watch[0].daemon = True
+        _watch[0].start()
+
+
+def end() -> None:
+    """Tell of the interrupt, and end this process at once, in any thread."""
+    printing.warn(say_interrupted())
+    os._exit(exit_codes.STOPPED)
+
+
+def say_interrupted() -> str:
+    """Return the line that tells of an interrupt."""
+    number = noted()
+    by = f" by {number}" if number else ""
+    return f"entrenar: interrupted{by} before anything had begun"
+
+
+def _pass_on(
+    loop: asyncio.AbstractEventLoop,
+    stop: Callable[[signal.Signals], None],
+    number: int,
+    frame: FrameType | None,
+) -> None:
+    if not loop.is_closed():  # a closed loop is failing already, and reports why
+        loop.call_soon_threadsafe(stop, signal.Signals(number))

@@ -1,0 +1,196 @@
+"""How a model is cut into stages: the blocks, tensors and places for workers of each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import Any, cast
+
+from blake3 import blake3
+from torch import nn
+
+from entrenar_py.shared import wording
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.train.arithmetic import sharding
+from entrenar_py.train.arithmetic.tensors import TensorSpec
+from entrenar_py.train.model import blocks
+from entrenar_py.train.model.settings import Settings, StagePlan
+from entrenar_py.train.stages.stage_blocks import StageBlocks
+from entrenar_py.train.wire.pipeline import Places
+from entrenar_py.train.wire.terms import Run, Terms
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """The stages of a model in order, each some of its `stages` of blocks.
+
+    `specs` are each stage's trainable tensors, in the order of the whole model's. `ranks` are the
+    places for workers of each stage. `names` has the worker of each rank, "" for any, and
+    `backends` the kind of backend that each stage needs, None for any.
+    """
+
+    stages: tuple[range, ...]
+    specs: tuple[tuple[TensorSpec, ...], ...]
+    ranks: tuple[tuple[int, ...], ...]
+    names: tuple[str, ...] = ()
+    backends: tuple[str | None, ...] = ()
+
+    @cached_property
+    def blocks(self) -> StageBlocks:
+        """The blocks in which gradients and weights travel."""
+        return StageBlocks([sum(prod(spec.shape) for spec in own) for own in self.specs])
+
+    @property
+    def places(self) -> Places:
+        """The places as the protocol knows them."""
+        return Places(self.ranks, tuple(self.blocks.of_stage), self.backends, self.names)
+
+    def stage_of_rank(self, rank: int) -> int:
+        """Return the stage of `rank`."""
+        return self.places.stage_of(rank)
+
+    def plan(self) -> tuple[StagePlan, ...]:
+        """Return the stages as settings have them."""
+        return tuple(
+            StagePlan(
+                layers=(own.start, own.stop),
+                worker=tuple(name for name in (self.names[rank] for rank in ranks) if name),
+                backend=backend,
+            )
+            for own, ranks, backend in zip(self.stages, self.ranks, self.backends, strict=True)
+        )
+
+    def rank_of(self, name: str) -> int:
+        """Return the place of the worker called `name`. Raises UsageError if the plan has none."""
+        if name not in self.names or not name:
+            known = ", ".join(one for one in self.names if one)
+            advice = f"they have {known}; use one of these" if known else "leave it out"
+            raise UsageError(
+                f"--id {name}: no stage of the run has a worker of that name; {advice}"
+            )
+        return self.names.index(name)
+
+    def terms(self, plain: Terms) -> Terms:
+        """Return the terms of a run with these stages; `plain` are those of its star."""
+        stages = [[own.start, own.stop] for own in self.stages]
+        text = json.dumps([plain.manifest, stages, self.ranks])
+        return replace(plain, manifest=str(blake3(text.encode()).hexdigest(16)))
+
+    def placed(self, run: Run) -> Run:
+        """Return `run` with the places of these stages."""
+        number = self.places.num_ranks
+        return replace(run, places=self.places, world_size=number, num_awaited=number)
+
+
+def specs_of(module: nn.Module, stages: Sequence[range]) -> tuple[tuple[TensorSpec, ...], ...]:
+    """Return the trainable tensors of each stage of `module`, which may be on the meta device.
+
+    Raises UsageError if some belong to no stage alone, or are out of order.
+    """
+    place, _ = blocks.place_of(module)
+    _require_untied(module)
+    specs: list[list[TensorSpec]] = [[] for _ in stages]
+    order: list[int] = []
+    is_after = False
+    for name, tensor in module.named_parameters():
+        is_after = is_after or name.startswith(f"{place}.")
+        if tensor.requires_grad:
+            stage = _stage_of(name, f"{place}.", stages, is_after)
+            order.append(stage)
+            spec = TensorSpec(name, tuple(tensor.shape), "trainable", decayed=tensor.dim() > 1)
+            specs[stage].append(spec)
+    if order != sorted(order):
+        raise UsageError(
+            f"strategy=layer_pipeline: {type(module).__name__} names what it trains after its "
+            "blocks before them, so stages have no consecutive parts; use method: lora, with "
+            "targets within blocks"
+        )
+    for stage, own in enumerate(specs):
+        if not own:
+            part = wording.spanned("block", stages[stage])
+            raise UsageError(
+                f"stages: stage {stage} has nothing to train in {part}; use lora.targets within "
+                "its blocks, or fewer stages",
+                field=f"stages.{stage}.layers",
+            )
+    return tuple(map(tuple, specs))
+
+
+def _require_untied(module: nn.Module) -> None:
+    """Raise UsageError if a table is trained that the first and the last stage would share."""
+    model = cast("Any", module)
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    weight = getattr(table, "weight", None)
+    if weight is not None and weight.requires_grad and weight is getattr(head, "weight", None):
+        raise UsageError(
+            f"strategy=layer_pipeline with method: full: {type(module).__name__} uses its table of "
+            "tokens as its head, too (tie_word_embeddings), and the first and the last stage would "
+            "both train it; use method: lora"
+        )
+
+
+def _stage_of(name: str, prefix: str, stages: Sequence[range], is_after: bool) -> int:
+    """Return the stage of the tensor called `name`; `is_after` if it stands after the blocks."""
+    if name.startswith(prefix):
+        index = int(name.removeprefix(prefix).partition(".")[0])
+        return next(stage for stage, own in enumerate(stages) if index in own)
+    return len(stages) - 1 if is_after else 0
+
+
+def of(settings: Settings, module: nn.Module) -> Cut:
+    """Return the cut that `settings` ask for; `module` is the model, perhaps without weights.
+
+    Raises UsageError if the stages don't fit the model, or one has nothing to train.
+    """
+    number = len(blocks.of(module))
+    planned = settings.stages or equal(number, settings.num_workers)
+    stages = tuple(range(*stage.layers) for stage in planned)
+    require_end(stages, number)
+    ranks, at = list[tuple[int, ...]](), 0
+    for stage in planned:
+        count = max(1, len(stage.worker))
+        ranks.append(tuple(range(at, at + count)))
+        at += count
+    return Cut(
+        stages=stages,
+        specs=specs_of(module, stages),
+        ranks=tuple(ranks),
+        names=tuple(name for stage in planned for name in (stage.worker or ("",))),
+        backends=tuple(stage.backend for stage in planned),
+    )
+
+
+def require_end(stages: Sequence[range], number: int) -> None:
+    """Raise UsageError unless consecutive `stages` end with the last of `number` blocks."""
+    if stages[-1].stop == number:
+        return
+    last = next((i for i, own in enumerate(stages) if own.stop > number), len(stages) - 1)
+    own = stages[last]
+    advice = f"use layers: [{own.start}, {number}]"
+    if own.start >= number:
+        advice = "leave it out"
+    elif last < len(stages) - 1:
+        advice += ", and leave out what comes after it"
+    raise UsageError(
+        f"stages[{last}] layers={[own.start, own.stop]}: the model has {number} blocks, 0 to "
+        f"{number - 1}; {advice}",
+        field=f"stages.{last}.layers",
+    )
+
+
+def equal(num_blocks: int, num_stages: int) -> tuple[StagePlan, ...]:
+    """Return stages of equally many blocks, the first ones with one more where that is needed.
+
+    Raises UsageError if there are more stages than blocks.
+    """
+    if num_stages > num_blocks:
+        raise UsageError(
+            f"workers={num_stages} with strategy: layer_pipeline: the model has {num_blocks} "
+            f"blocks, so a stage would have none; use workers <= {num_blocks}",
+            field="workers",
+        )
+    parts = sharding.cut(range(num_blocks), num_stages)
+    return tuple(StagePlan(layers=(part[0], part[-1] + 1)) for part in parts)

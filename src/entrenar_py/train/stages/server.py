@@ -1,0 +1,190 @@
+"""The coordinator's work in a layer pipeline: it has the whole state, and makes every step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+
+from entrenar_py.shared import trace, updates
+from entrenar_py.shared.errors import ProtocolError
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.train.arithmetic import reduction, sharding, state
+from entrenar_py.train.arithmetic.tensors import Workload
+from entrenar_py.train.coordinator import audited, replicas
+from entrenar_py.train.coordinator.server import Server
+from entrenar_py.train.stages.cut import Cut
+from entrenar_py.train.wire.effects import Stop
+from entrenar_py.train.wire.frames import Buffer
+from entrenar_py.train.wire.messages import Applied, Loaded, Message, TreeNode, Welcome
+from entrenar_py.train.wire.terms import Run, Terms
+
+
+class PipelineServer(Server):
+    """The run as its coordinator holds it; `cut` says which tensors are each stage's."""
+
+    def __init__(self, scenario: Scenario, *, cut: Cut, workload: Workload, **named: Any) -> None:
+        """Take the arguments of `Server`."""
+        super().__init__(scenario, workload=workload, **named)
+        self.cut_by(cut)
+        self._loss_known = False  # of the step in work, from the last stage
+        self._of_round: list[trace.Event] = []  # what workers have recorded in it
+        self._recorded: tuple[int, trace.Tensors] = (-1, {})  # a step, and the weights before it
+
+    def cut_by(self, cut: Cut) -> None:
+        """Cut the run as `cut` says from now on. Call this only while no worker takes part."""
+        assert not self.present, "workers have stages of the cut before"
+        self.cut = cut
+        self.blocks = cast(Any, cut.blocks)
+
+    @property
+    def terms(self) -> Terms:
+        """The digests of the run; the manifest's is that of tensors and stages."""
+        return self.cut.terms(super().terms)
+
+    def run_between(self, first: int, last: int) -> Run:
+        """See `Server`; the ranks are the places of the plan."""
+        run = super().run_between(first, last)
+        return self.cut.placed(run)
+
+    def _total_after(self, block: int, loss: float, weight: float) -> tuple[float, float]:
+        """Return what the last stage says, once it has: others don't know the loss."""
+        if self.cut.blocks.stage_of(block) == len(self.cut.stages) - 1:
+            self._loss_known = True
+            return loss, weight
+        return self._total if self._loss_known else (loss, weight)
+
+    def deliver(self, rank: int) -> None:
+        """See `Server`; what `rank` recorded counts once the step is made in this round."""
+        self._sums.deliver(rank)
+        self._of_round += self._events.pop(rank, [])
+
+    def gather(self, step: int) -> None:
+        """See `Server`; of a round that is void, faults alone are recorded."""
+        for recorded in (self._of_round, *self._events.values()):
+            self._record(audited.injected(recorded))
+        self._of_round.clear()
+        super().gather(step)
+        self._loss_known = False
+
+    def apply_average(self, step: int) -> None:
+        """See `Server`."""
+        self._settle()
+        super().apply_average(step)
+
+    def stop(self, effect: Stop) -> None:
+        """See `Server`."""
+        self._settle()
+        for recorded in self._events.values():
+            self._record(audited.injected(recorded))
+        super().stop(effect)
+
+    def _settle(self) -> None:
+        self._record(self._of_round)
+        self._of_round.clear()
+
+    def restore(self) -> int:
+        """See `Server`."""
+        self._recorded = (-1, {})
+        return super().restore()
+
+    def require(self, rank: int, message: Message, payload: Buffer) -> None:
+        """See `Server`; a worker that holds other weights than it was sent is refused, too."""
+        super().require(rank, message, payload)
+        if isinstance(message, TreeNode):
+            self._require_weight(message)
+        if isinstance(message, Loaded | Applied):
+            found = self._events_in(rank, message, payload)
+            told = [one for one in found if isinstance(one, trace.Start | trace.Update)]
+            kind = trace.Start if isinstance(message, Loaded) else trace.Update
+            if [type(one) for one in told] != [kind]:
+                raise ProtocolError(
+                    f"{type(message).__name__} of rank {rank} without the weights that it holds"
+                )
+            self._require_own(told[0])
+
+    def _require_weight(self, node: TreeNode) -> None:
+        """Raise ProtocolError unless a sum has the weight of the samples under it."""
+        num_shards = self.scenario.num_shards
+        shards = sharding.cut(self.batch(), num_shards)
+        none = np.zeros(0, np.float32)
+        leaves = [
+            reduction.Node(0, shard, none, 0.0, self._weight(shards[shard]))
+            for shard in reduction.shards_under(node.level, node.index, num_shards)
+        ]
+        due = [one.weight for one in reduction.fold(leaves, num_shards)]
+        if [node.weight] != due[:1]:
+            raise ProtocolError(
+                f"TreeNode level={node.level} index={node.index} weight={node.weight:g}: its "
+                f"samples have {due[0] if due else 0:g}"
+            )
+
+    def _weight(self, ids: sharding.Ids) -> float:
+        return float(self.workload.weight(ids)) if ids else 0.0
+
+    def _require_own(self, event: trace.Start | trace.Update) -> None:
+        """Raise ProtocolError unless a worker holds its stage's weights as they are here."""
+        names = [spec.name for spec in self.cut.specs[self.cut.stage_of_rank(event.rank)]]
+        if isinstance(event, trace.Start):
+            arrays = self.replica.replica.arrays
+            held = self.recorder.tensors({name: arrays[name] for name in names})
+        elif self._recorded[0] == event.step + 1:
+            held = self._recorded[1]
+        else:
+            return  # no such step is prepared: the machine refuses the message
+        for name in names:
+            theirs = event.weights.get(name)
+            if theirs is None or theirs.digest != held[name].digest:
+                raise ProtocolError(
+                    f"rank {event.rank} holds other weights than it was sent: {name}, step "
+                    f"{event.step}"
+                )
+
+    def _completed(self, event: trace.Event) -> trace.Event:
+        """Put the weights that a worker recorded of its stage together with other stages' weights.
+
+        So each worker's weights are those of the whole model of which it has a part.
+        """
+        event = super()._completed(event)
+        if not isinstance(event, trace.Start | trace.Update):
+            return event
+        held = self._held(event.step + isinstance(event, trace.Update))
+        if isinstance(event, trace.Update):
+            return replace(event, weights=held)
+        specs = self.workload.specs
+        return replace(
+            event,
+            weights=held,
+            trainable=tuple(spec.name for spec in specs),
+            decayed=tuple(spec.name for spec in specs if spec.decayed),
+        )
+
+    def prepare(self, step: int) -> tuple[float, float]:
+        """See `Server`; the new weights are recorded here, aside, too."""
+        total = super().prepare(step)
+        assert self._beside is not None, "it has just made the step"
+        self._recorded = step + 1, self._record_of(self._beside)
+        return total
+
+    def _held(self, step: int) -> trace.Tensors:
+        """Return the record of all weights before `step`, which are those held now."""
+        if self._recorded[0] != step:
+            self._recorded = step, self._record_of(self.replica)
+        return self._recorded[1]
+
+    def _record_of(self, worker: replicas.Worker) -> trace.Tensors:
+        arrays = worker.replica.arrays
+        return self.recorder.tensors({spec.name: arrays[spec.name] for spec in self.workload.specs})
+
+    def payload(self, message: Message) -> Buffer:
+        """Return the payload of `message`; a worker gets the state of its stage alone."""
+        if isinstance(message, Welcome):
+            return self._stage_state(self.cut.stage_of_rank(message.rank))
+        return super().payload(message)
+
+    def _stage_state(self, stage: int) -> Buffer:
+        arrays: Mapping[str, Any] = self.replica.replica.arrays
+        progress = state.Progress(position=self.position, schedule_step=self.schedule_step)
+        return state.dump(self.cut.specs[stage], updates.held(self.scenario), progress, arrays, {})

@@ -1,0 +1,399 @@
+"""The averaging coordinator: admits workers, assigns shards, and says what is to be averaged.
+
+It is a state machine: its methods take events (a connection, a message, a tick of the clock, an
+average that is done) and return effects. Each shard of a step is assigned to one worker at a time,
+and a worker has one shard at a time: neither GradientPayload nor BlockGradient names its shard. A
+part of the gradient is averaged as soon as every shard has delivered it, over the shards in order,
+and sent to all workers. A step ends when all parts are averaged.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from enum import StrEnum
+
+from entrenar_py.shared.errors import ProtocolError
+from entrenar_py.train.upstream import wire_effects as wire
+from entrenar_py.train.upstream import wire_messages as say
+from entrenar_py.train.upstream.averaging_worker import AveragingWorker, WirePhase
+from entrenar_py.train.upstream.wire_messages import UPLOADS, WHOLE, Part, Upload, part_of
+from entrenar_py.train.upstream.wire_terms import (
+    AveragingRun,
+    Extent,
+    Patience,
+    lacking,
+    parts_of,
+)
+from entrenar_py.train.wire import effects as do
+from entrenar_py.train.wire.effects import Effect, Peer
+
+
+class WireStage(StrEnum):
+    """The stage of a run."""
+
+    GATHERING = "gathering"  # waits for enough workers
+    AVERAGING = "averaging"  # in a step
+    OVER = "over"
+
+
+class Averager:
+    """The state machine. Times are seconds on a monotonic clock."""
+
+    def __init__(self, run: AveragingRun, *, patience: Patience, now: float) -> None:
+        self.run, self.patience = run, patience
+        self.stage, self.step = WireStage.GATHERING, 0
+        self.peers: dict[Peer, AveragingWorker] = {}
+        self.layout: dict[Part, Extent] | None = None  # of a gradient, once a shard was complete
+        self._known: dict[Part, Extent] = {}  # the parts that came, complete or not
+        self._num_blocks = 0  # as the first block said
+        self._shards: list[range] = []  # of this step
+        self._queue: list[int] = []  # shards that nobody has
+        self._weights: dict[Part, dict[int, int]] = {}  # part -> shard -> weight
+        self._requested: set[Part] = set()  # parts that are averaged, or are being
+        self._averaged: set[Part] = set()
+        self._results: dict[int, say.GradientPayload] = {}  # shard -> what came with its end
+        self._ended: dict[int, int] = {}  # shard -> the worker that delivered it
+        self._stopping: str | None = None
+        self._alone_since = now  # since when there were too few workers
+
+    # --- events -----------------------------------------------------------------------------------
+
+    def connected(self, peer: Peer, host: str, now: float) -> list[Effect]:
+        """Take a new connection from `host`."""
+        if self.stage is WireStage.OVER:
+            return [do.Close(peer, "the run is over")]
+        self.peers[peer] = AveragingWorker(host, now)
+        return []
+
+    def heard(self, peer: Peer, now: float) -> None:
+        """Note that bytes of `peer` came. They count once it takes part."""
+        worker = self.peers.get(peer)
+        if worker is not None and worker.phase is not WirePhase.CONNECTED:
+            worker.heard = now
+
+    def keeps(self, peer: Peer, upload: Upload) -> bool:
+        """Return whether to keep the gradients of `upload`, which has begun; False discards them.
+
+        Raises ProtocolError if it may not come now, or is not of this run.
+        """
+        worker = self.peers.get(peer)
+        if worker is None or self.stage is WireStage.OVER:
+            return False
+        worker.require_legal(upload)
+        if not worker.is_due(upload, self.step):
+            return False
+        worker.require_possible(upload, self.run)
+        self._require_like_others(upload)
+        return part_of(upload) not in self._requested
+
+    def receive(
+        self, peer: Peer, message: say.WireMessage, now: float, *, kept: bool = False
+    ) -> list[Effect]:
+        """Return the effects of a whole message; an illegal one ends the connection to `peer`.
+
+        `kept` tells whether its gradients were kept.
+        """
+        worker = self.peers.get(peer)
+        if worker is None or self.stage is WireStage.OVER:
+            return []
+        worker.heard = now
+        try:
+            worker.require_legal(message)
+            if isinstance(message, say.JoinRequest):
+                return self._join(peer, worker, message, now)
+            if isinstance(message, UPLOADS):
+                return self._upload(peer, worker, message, now, kept=kept)
+        except ProtocolError as error:
+            return self._drop(peer, str(error), now)
+        worker.beats = True
+        return []
+
+    def not_finite(self, peer: Peer, upload: Upload, element: int, value: float) -> list[Effect]:
+        """Halt the run: `element` of the gradients in `upload` is NaN or Inf."""
+        return self._halt(self.peers[peer], upload, f"gradients[{element}]={value} in")
+
+    def averaged(self, step: int, part: Part, now: float) -> list[Effect]:
+        """Take the result of AveragePart: send it to all workers, and go on."""
+        if self.stage is WireStage.OVER:
+            return []
+        assert step == self.step, f"an average of step {step} in step {self.step}"
+        self._averaged.add(part)
+        effects: list[Effect] = []
+        for peer, worker in self._workers().items():
+            if worker.takes_part:
+                effects += self._tell(peer, worker, part)
+        return effects + self._go_on(now)
+
+    def lost(self, peer: Peer, reason: str, now: float) -> list[Effect]:
+        """Note that the connection to `peer` is lost, or must end."""
+        return self._drop(peer, reason, now) if peer in self.peers else []
+
+    def tick(self, now: float) -> list[Effect]:
+        """Give up workers that take too long, and a run that has waited too long for workers."""
+        effects: list[Effect] = []
+        if self.stage is WireStage.OVER:
+            return []
+        for peer, worker in list(self.peers.items()):
+            if why := self._overdue(worker, now):
+                effects += self._drop(peer, why, now)
+        waited = now - self._alone_since
+        if not self._has_enough() and waited >= self.patience.gather_s:
+            here = len(self._workers())
+            reason = f"step {self.step} has waited {waited:.0f} s for workers; {here} are there"
+            effects += self._end("failed", reason)
+        return effects
+
+    def stop(self, reason: str, *, at_once: bool = False) -> list[Effect]:
+        """End the run before its next step, or `at_once`, and tell the workers."""
+        if self.stage is WireStage.OVER:
+            return []
+        if at_once or self.stage is WireStage.GATHERING or not self._workers():
+            return self._end("stopped", reason)
+        self._stopping = reason
+        return []
+
+    # --- joining and leaving ----------------------------------------------------------------------
+
+    def _join(
+        self, peer: Peer, worker: AveragingWorker, asked: say.JoinRequest, now: float
+    ) -> list[Effect]:
+        taken = {other.worker_id for other in self.peers.values()}
+        free = next((place for place in range(self.run.world_size) if place not in taken), None)
+        late = self.stage is WireStage.AVERAGING
+        if free is None:
+            size = self.run.world_size
+            raise ProtocolError(f"{asked.node_id!r} asks to join: all {size} places are taken")
+        if late and not self.run.late_joins:
+            raise ProtocolError(f"{asked.node_id!r} asks to join in step {self.step}: too late")
+        worker.worker_id, worker.node_id = free, asked.node_id
+        accepted = say.JoinAccepted(worker_id=free, total_workers=self.run.world_size)
+        effects: list[Effect] = [wire.Admit(peer), wire.Tell(peer, accepted)]
+        effects.append(wire.Enlist(free, self.step, late, asked))
+        if late:
+            return effects + self._deal(now)
+        return effects + (self._begin(now) if self._has_enough() else [])
+
+    def _drop(self, peer: Peer, reason: str, now: float) -> list[Effect]:
+        worker = self.peers.pop(peer)
+        effects: list[Effect] = [do.Close(peer, reason)]
+        if worker.worker_id is None:
+            return effects
+        effects.append(do.Left(worker.worker_id, self.step, reason))
+        if worker.shard is not None:
+            for part in set(worker.extents) - self._requested:
+                del self._weights[part][worker.shard]
+                effects.append(wire.VoidPart(worker.shard, part))
+            insort(self._queue, worker.shard)
+        if not self._workers() and self.stage is not WireStage.OVER:
+            self._alone_since = now
+            if self._stopping is not None:
+                return effects + self._end("stopped", self._stopping)
+        return effects + self._deal(now)
+
+    def _overdue(self, worker: AveragingWorker, now: float) -> str:
+        """Return why to give `worker` up; "" if it has time."""
+        silent = now - worker.heard
+        if worker.phase is WirePhase.CONNECTED:
+            return "no JoinRequest in time" if silent >= self.patience.hello_s else ""
+        if worker.phase is WirePhase.IDLE:
+            return ""
+        if worker.beats and silent >= self.patience.dead_after_s:
+            return f"silent for {silent:.1f} s"
+        busy = now - worker.since
+        return f"{busy:.0f} s over one shard" if busy >= self.patience.shard_s else ""
+
+    def _has_enough(self) -> bool:
+        num_workers = len(self._workers())
+        return num_workers >= (1 if self.stage is WireStage.AVERAGING else self.run.num_awaited)
+
+    def _workers(self) -> dict[Peer, AveragingWorker]:
+        return {peer: one for peer, one in self.peers.items() if one.worker_id is not None}
+
+    # --- a step -----------------------------------------------------------------------------------
+
+    def _begin(self, now: float) -> list[Effect]:
+        """Begin `step`, or end the run if it was the last or is to be stopped."""
+        if self.step == self.run.num_steps:
+            return self._end("completed", "")
+        if self._stopping is not None:
+            return self._end("stopped", self._stopping)
+        self.stage = WireStage.AVERAGING
+        self._shards = self.run.shards(self.step)
+        self._queue = list(range(len(self._shards)))
+        for state in (self._weights, self._requested, self._averaged, self._results, self._ended):
+            state.clear()
+        for worker in self._workers().values():
+            worker.begin_step()
+        return [wire.BeginStep(self.step), *self._deal(now)]
+
+    def _deal(self, now: float) -> list[Effect]:
+        """Assign shards that nobody has to idle workers, first to those that did least."""
+        idle = [(w.num_done, w.worker_id, peer) for peer, w in self._workers().items()]
+        idle = [one for one in idle if self.peers[one[2]].phase is WirePhase.IDLE]
+        effects: list[Effect] = []
+        for _, _, peer in sorted(idle, key=lambda one: one[:2]):
+            if not self._queue or self.stage is not WireStage.AVERAGING:
+                break
+            shard = self._queue.pop(0)
+            self.peers[peer].assign(shard, now)
+            ids = self._shards[shard]
+            assignment = say.ShardAssignment(step=self.step, start=ids.start, end=ids.stop)
+            effects.append(wire.Tell(peer, assignment))
+        return effects
+
+    def _upload(
+        self, peer: Peer, worker: AveragingWorker, upload: Upload, now: float, *, kept: bool
+    ) -> list[Effect]:
+        part, step = part_of(upload), self.step
+        if not worker.is_due(upload, step) or not (kept or part in self._requested):
+            worker.num_ignored += 1
+            return []
+        shard, place = worker.shard, worker.worker_id
+        assert shard is not None, "what is due is for a shard"
+        assert place is not None, "a shard has a worker"
+        worker.require_possible(upload, self.run)
+        self._require_like_others(upload)
+        if isinstance(upload, say.GradientPayload):
+            if not math.isfinite(upload.loss):
+                return self._halt(worker, upload, f"loss={upload.loss} with")
+            self._require_end(worker, upload)
+        worker.take(upload)
+        self._known.setdefault(part, worker.extents[part])
+        self._num_blocks = self._num_blocks or worker.num_blocks
+        effects: list[Effect] = []
+        if part not in self._requested:
+            total = upload.total if isinstance(upload, say.GradientPayload) else None
+            self._weights.setdefault(part, {})[shard] = (
+                len(self._shards[shard]) if total is None else total
+            )
+            effects.append(wire.KeepPart(place, shard, part))
+        if self._is_complete(worker, upload):
+            self._ended[shard] = place
+            self._end_shard(worker, shard, upload)
+        if part in self._averaged:
+            effects += self._tell(peer, worker, part)
+        return effects + self._request(part) + self._deal(now) + self._go_on(now)
+
+    def _require_like_others(self, upload: Upload) -> None:
+        """Raise ProtocolError unless the part is as long as it was before, and one of those."""
+        part, extent = part_of(upload), Extent.of(upload)
+        if isinstance(upload, say.BlockGradient) and self._num_blocks not in (0, upload.num_blocks):
+            raise ProtocolError(f"num_blocks={upload.num_blocks}: it was {self._num_blocks} before")
+        if self.layout is not None and part not in self.layout:
+            raise ProtocolError(f"{part}: a gradient of this run has none")
+        known = self._known.get(part, extent)
+        if known != extent:
+            raise ProtocolError(
+                f"{part}: gradients={extent.num_gradients} of components "
+                f"{list(extent.component_sizes)}: those that came first have "
+                f"{known.num_gradients} of {list(known.component_sizes)}"
+            )
+
+    def _is_complete(self, worker: AveragingWorker, upload: Upload) -> bool:
+        if self.run.components is None:
+            return isinstance(upload, say.GradientPayload)
+        expected = parts_of(self.run.components, max(worker.num_blocks, 1))
+        return set(worker.extents) == expected
+
+    def _require_end(self, worker: AveragingWorker, ending: say.GradientPayload) -> None:
+        """Raise ProtocolError if a shard can't end with `ending`."""
+        if ending.correct > ending.total:
+            raise ProtocolError(f"correct={ending.correct} of total={ending.total}: use fewer")
+        assert worker.shard is not None, "only a shard can end"
+        size = len(self._shards[worker.shard])
+        if ending.total > size:  # it would outweigh all others, and no ledger holds 64 bits
+            raise ProtocolError(
+                f"total={ending.total} of a shard with {size} samples: use at most {size}"
+            )
+        if not ending.gradients and not worker.extents:
+            raise ProtocolError("gradients=0: the shard has no gradient at all")
+        missing = lacking(worker.extents, worker.num_blocks)
+        came = {*worker.extents, WHOLE}
+        if self.layout is not None:
+            missing = sorted(set(self.layout) - came)
+        if missing:
+            raise ProtocolError(f"GradientPayload ends a shard that lacks {missing[0]}")
+        if self.layout is not None and (more := sorted(came - set(self.layout))):
+            raise ProtocolError(f"GradientPayload ends a shard that has {more[0]}, unlike others")
+
+    def _end_shard(self, worker: AveragingWorker, shard: int, ending: Upload) -> None:
+        if self.layout is None:
+            self.layout = dict(worker.extents)
+        if isinstance(ending, say.GradientPayload):
+            self._results[shard] = ending
+        worker.end_shard()
+
+    def _request(self, part: Part) -> list[Effect]:
+        """Request the average of `part` if it came for every shard."""
+        weights = self._weights.get(part, {})
+        if part in self._requested or len(weights) < len(self._shards):
+            return []
+        self._requested.add(part)
+        if not sum(weights.values()):
+            reason = f"no sample counts in step {self.step}: every total is 0"
+            return self._end("halted", reason)
+        ordered = tuple(weights[shard] for shard in sorted(weights))
+        return [wire.AveragePart(self.step, part, ordered)]
+
+    def _tell(self, peer: Peer, worker: AveragingWorker, part: Part) -> list[Effect]:
+        """Send the average of `part` to `worker`, unless it was sent in this step."""
+        if part in worker.told:
+            return []
+        worker.told.add(part)
+        step, extent = self.step, self._known[part]
+        num, message = extent.num_gradients, say.WireMessage()
+        if part == WHOLE:
+            message = say.AveragedGradient(step=step, gradients=num, loss=self._loss() or 0.0)
+        elif part.tag == say.BlockGradient.tag:
+            sizes = extent.component_sizes
+            message = say.AveragedBlock(
+                step=step, block=part.number, component_sizes=sizes, gradients=num
+            )
+        else:
+            message = say.AveragedNonBlock(step=step, component=part.number, gradients=num)
+        return [wire.Tell(peer, message, part)]
+
+    def _loss(self) -> float | None:
+        """Return the mean loss of the step, weighted by `total`; None if shards have none."""
+        results = [self._results[shard] for shard in sorted(self._results)]
+        total = sum(result.total for result in results)
+        if not total:
+            return None
+        return math.fsum(result.loss * result.total for result in results) / total
+
+    def _go_on(self, now: float) -> list[Effect]:
+        """End the step if all shards are delivered and all parts averaged, and begin the next."""
+        if self.stage is not WireStage.AVERAGING or self.layout is None:
+            return []
+        if len(self._ended) < len(self._shards) or self._averaged != set(self.layout):
+            return []
+        results = list(self._results.values())
+        made = wire.MadeStep(
+            step=self.step,
+            workers=tuple(sorted(set(self._ended.values()))),
+            parts=tuple(sorted(self.layout)),
+            num_samples=sum(map(len, self._shards)),
+            loss=self._loss(),
+            correct=sum(result.correct for result in results) if results else None,
+            total=sum(result.total for result in results) if results else None,
+        )
+        self.step += 1
+        return [made, *self._begin(now)]
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def _halt(self, worker: AveragingWorker, upload: Upload, what: str) -> list[Effect]:
+        reason = (
+            f"non-finite {what} {part_of(upload)} of step {upload.step} from {worker.name()}: "
+            "training halted, no average of it was sent"
+        )
+        return self._end("halted", reason)
+
+    def _end(self, status: str, reason: str) -> list[Effect]:
+        """Tell all workers that the run is over, and close every connection."""
+        self.stage = WireStage.OVER
+        tells = [wire.Tell(peer, say.Shutdown()) for peer in self._workers()]
+        closes = [do.Close(peer, reason or "the run is complete") for peer in self.peers]
+        self.peers.clear()
+        return [*tells, *closes, do.Finish(status, reason)]

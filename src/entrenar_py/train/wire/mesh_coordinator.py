@@ -1,0 +1,179 @@
+"""The coordinator of a mesh: it directs the workers, which send each other the blocks.
+
+As in a star a step is computed, staged by every worker, and then made. All results of a lost worker
+are lost, however: others compute its shards again, and the exchange starts again in a new round.
+The current state is with the workers. The coordinator requests it from one of them to save it, or
+to admit a worker. If all connections break at once, it asks those that come back, one at a time,
+whether they still hold the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+from entrenar_py.shared.errors import ProtocolError
+from entrenar_py.train.wire import effects as do
+from entrenar_py.train.wire import messages as say
+from entrenar_py.train.wire.effects import Effect, Peer
+from entrenar_py.train.wire.grouping import Grouping
+from entrenar_py.train.wire.member import Member
+from entrenar_py.train.wire.phases import MEMBERS, MESH_PEER_MAY_SAY, Stage
+from entrenar_py.train.wire.phases import PeerPhase as Phase
+from entrenar_py.train.wire.terms import Run, Timing
+
+
+class MeshCoordinator(Grouping):
+    """The state machine. Times are seconds on a monotonic clock."""
+
+    may_say = MESH_PEER_MAY_SAY
+
+    def __init__(self, run: Run, *, secret: bytes, timing: Timing, now: float) -> None:
+        super().__init__(run, secret=secret, timing=timing, now=now)
+        self._holders: dict[int, int] = {}  # shard -> rank, as the workers were told
+        self._held = run.first_step  # the state before this step is here
+        self._may_hold: set[int] = set()  # ranks lost since the step was handed out
+        self._committed = False  # all were told to make the current step, then all were lost
+
+    # --- a step -----------------------------------------------------------------------------------
+
+    def _computed(self, peer: Peer, member: Member, said: say.Computed, now: float) -> list[Effect]:
+        self._require_step(said.step)
+        member.require_assigned(said)
+        self._measure(member, said, now)
+        member.delivered += member.assigned.pop(0)
+        if not member.assigned:
+            member.phase = Phase.READY
+        return [do.Keep(member.in_rank(), said), *self._settle(now)]
+
+    def _staged(self, peer: Peer, member: Member, said: say.Staged, now: float) -> list[Effect]:
+        self._require_step(said.step)
+        if said.round == self._round:  # and not on its way when the round ended
+            if member.assigned:
+                raise ProtocolError(f"Staged: its shards {member.assigned[0]} are not computed")
+            member.phase = Phase.STAGED
+        return self._settle(now)
+
+    def _applied(self, peer: Peer, member: Member, said: say.Applied, now: float) -> list[Effect]:
+        self._require_step(said.step)
+        if member.phase is Phase.ASKED:
+            return self._made_before(member, said, now)
+        member.phase = Phase.READY
+        self._made = True
+        return [do.Keep(member.in_rank(), said), *self._settle(now)]
+
+    def _made_before(self, member: Member, said: say.Applied, now: float) -> list[Effect]:
+        """Continue with the next step: a returning worker made this one, as the Commit asked."""
+        if not self._committed:
+            raise ProtocolError(f"Applied step={said.step}: nobody was told to make it")
+        member.phase = Phase.WAITING
+        kept = do.Keep(member.in_rank(), said)
+        return [kept, *self._gather(self.step + 1, now), *self._settle(now)]
+
+    def _overflow(self, peer: Peer, member: Member, said: say.Overflow, now: float) -> list[Effect]:
+        self._require_step(said.step)
+        reason = "the average gradient or loss is not finite, though each worker's is finite"
+        return self._halt(do.Stop(said.step, None, reason))
+
+    def _state(self, peer: Peer, member: Member, said: say.State, now: float) -> list[Effect]:
+        self._require_step(said.step)
+        member.phase = Phase.WAITING if member.phase is Phase.ASKED else Phase.READY
+        self._held = self.step
+        return [do.Keep(member.in_rank(), said), *self._settle(now)]
+
+    def _leave(self, peer: Peer, member: Member, said: say.Leave, now: float) -> list[Effect]:
+        if member.phase is Phase.ASKED:  # it does not hold the state
+            self._may_hold.discard(member.in_rank())
+            if not self._may_hold:
+                return self._lost_state()
+        return super()._leave(peer, member, said, now)
+
+    _turns: ClassVar[Mapping[type[say.Message], Callable[..., list[Effect]]]] = {
+        **Grouping._turns,
+        say.Computed: _computed,
+        say.Staged: _staged,
+        say.Applied: _applied,
+        say.Overflow: _overflow,
+        say.State: _state,
+        say.Leave: _leave,
+    }
+
+    # --- how the run goes on ----------------------------------------------------------------------
+
+    def _is_staged(self) -> bool:
+        return self.stage is Stage.COMPUTING
+
+    def _commit(self) -> list[Effect]:
+        members = self._members().values()
+        return [*(do.Deliver(member.in_rank()) for member in members), *super()._commit()]
+
+    def _gather(self, step: int, now: float) -> list[Effect]:
+        self._committed = step == self.step and self.stage is Stage.APPLYING
+        for member in self.peers.values():
+            member.delivered.clear()
+        return super()._gather(step, now)
+
+    def _has_state(self, step: int) -> bool:
+        return self._held == step
+
+    def _begin(self, now: float) -> list[Effect] | None:
+        if self._members() or self._has_state(self.step):
+            return super()._begin(now)
+        if self._stopping is not None:
+            return self._stopped(self.step, self._stopping)
+        waiting = self._peers_in(Phase.WAITING)
+        if self._peers_in(Phase.ASKED) or not waiting:
+            return None
+        peer, member = next(iter(waiting.items()))
+        member.phase = Phase.ASKED
+        return [do.Send(peer, say.Fetch(step=self.step))]
+
+    def _give_up(self, waited: float) -> list[Effect]:
+        """Give up the run; the reason may be that no worker came back with the state."""
+        is_lost = not (self._members() or self._has_state(self.step))
+        return self._lost_state() if is_lost else super()._give_up(waited)
+
+    def _lost_state(self) -> list[Effect]:
+        reason = (
+            f"no worker is left that holds the state before step {self.step}: "
+            "go on from the last checkpoint"
+        )
+        return self._end(do.Finish("failed", reason), say.Shutdown(problem=say.brief(reason)))
+
+    def _drop(self, peer: Peer, reason: str, now: float) -> list[Effect]:
+        if self.peers[peer].phase in MEMBERS:
+            self._may_hold.add(self.peers[peer].in_rank())
+        return super()._drop(peer, reason, now)
+
+    def _fetch(self, now: float) -> list[Effect] | None:
+        if self._peers_in(Phase.GIVING):
+            return None
+        peer, giver = next(iter(self._members().items()))
+        giver.phase = Phase.GIVING
+        return [do.Send(peer, say.Fetch(step=self.step))]
+
+    def _hand_out(self, members: Mapping[Peer, Member], now: float) -> list[Effect]:
+        self._may_hold.clear()
+        assigned = super()._hand_out(members, now)
+        is_told = list(members) == self._group and _holders(members) == self._holders
+        return assigned if is_told else [*self._regroup(members, now), *assigned]
+
+    def _replace(self, lost: Member, members: Mapping[Peer, Member], now: float) -> list[Effect]:
+        if self.stage is not Stage.COMPUTING:
+            return []
+        orphaned = [*lost.delivered, *(shard for shards in lost.assigned for shard in shards)]
+        assigned = self._assign(sorted(orphaned), members, now)
+        return [*self._regroup(members, now), *assigned]
+
+    def _regroup(self, members: Mapping[Peer, Member], now: float) -> list[Effect]:
+        for member in members.values():
+            if member.phase is Phase.STAGED:
+                member.phase = Phase.READY
+        self._holders = _holders(members)
+        holders = [self._holders[shard] for shard in range(self.run.num_shards)]
+        return self._begin_round(members, holders)
+
+
+def _holders(members: Mapping[Peer, Member]) -> dict[int, int]:
+    """Return the rank that has, or has delivered, each shard of the step."""
+    return {shard: one.in_rank() for one in members.values() for shard in one.to_send()}

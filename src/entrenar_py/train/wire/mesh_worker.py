@@ -1,0 +1,272 @@
+"""A worker of a mesh: averages the blocks that it owns, and gets the others from their owners.
+
+To the coordinator it is a worker as in a star, but it sends its gradients to the other workers. An
+exchange belongs to a step and a round. Messages of a later one wait until it begins here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+from entrenar_py.shared.errors import ProtocolError
+from entrenar_py.train.arithmetic import reduction
+from entrenar_py.train.wire import effects as do
+from entrenar_py.train.wire import messages as say
+from entrenar_py.train.wire.effects import Effect, Peer
+from entrenar_py.train.wire.links import AGAIN, Links
+from entrenar_py.train.wire.phases import MESH_WORKER_MAY_HEAR
+from entrenar_py.train.wire.phases import WorkerPhase as Phase
+from entrenar_py.train.wire.terms import Terms, Timing
+from entrenar_py.train.wire.worker import Worker
+
+Exchanged: TypeAlias = say.TreeNode | say.Partial | say.Average
+IN_A_ROUND = (Phase.READY, Phase.COMPUTING, Phase.STAGED)
+
+
+class MeshWorker(Worker):
+    """The state machine of a worker. `port` is where the other workers connect to this one."""
+
+    may_hear = MESH_WORKER_MAY_HEAR
+    parts: tuple[type[say.Message], ...] = (
+        say.TreeNode,
+        say.Average,
+    )  # what workers say to each other
+
+    def __init__(
+        self,
+        terms: Terms,
+        *,
+        secret: bytes,
+        backend: str,
+        rank: int | None = None,
+        port: int | None = None,
+        timing: Timing,
+    ) -> None:
+        super().__init__(terms, secret=secret, backend=backend, rank=rank, port=port, timing=timing)
+        self.links = Links(terms, secret, backend, timing)
+        self._group: say.Group | None = None
+        self._holders: Sequence[int] = ()  # for each shard of `step`, the rank that computes it
+        self._own: list[say.TreeNode] = []  # all nodes of `step` that were computed here
+        self._missing: dict[int, set[int]] = {}  # owned block -> shards that have not come
+        self._num_postponed = 0
+        self._holds_state = False  # whether the state before `step` is here, even if disconnected
+        self._made: int | None = None  # the last step made since the state was loaded
+
+    # --- events -----------------------------------------------------------------------------------
+
+    def undialable(self, dial: do.Dial, reason: str) -> list[Effect]:
+        """Complain to the coordinator that `dial` failed, if its connection is still wanted."""
+        wanted = self.links.undialable(dial)
+        return self._complain(dial.rank, reason) if wanted else []
+
+    def receive_from(self, peer: Peer, message: say.Message, now: float) -> list[Effect]:
+        """Return the effects of another worker's message; an illegal one ends link and round."""
+        if not self.links.has(peer):
+            return []  # closed from here, while this was on its way
+        rank = self.links.rank_of(peer)
+        try:
+            if rank is None:
+                effects, again = self.links.greet(peer, message, now)
+                return effects + ([] if again is None else self._complain(again, AGAIN))
+            if isinstance(message, say.Heartbeat):
+                return []
+            return self._exchanged(peer, rank, message)
+        except ProtocolError as error:
+            return self.lost_link(peer, str(error))
+
+    def lost_link(self, peer: Peer, reason: str) -> list[Effect]:
+        """Close a link that broke or misbehaved, and complain to the coordinator."""
+        if not self.links.has(peer):
+            return []
+        effects, rank = self.links.lost(peer, reason)
+        return effects if rank is None else [*effects, *self._complain(rank, reason)]
+
+    def reduced(self, step: int, block: int, loss: float, weight: float) -> list[Effect]:
+        """Take the result of Reduce: an owned block is finite, and goes to the other workers."""
+        group = self._group
+        if group is None:
+            return []  # requested over a connection that has ended
+        average = say.Average(step=step, round=group.round, block=block, loss=loss, weight=weight)
+        return [*self._spread(average), *self._has(block)]
+
+    def overflowed(self, step: int, block: int) -> list[Effect]:
+        """Report that an owned block of the average is not finite: the coordinator will halt."""
+        overflow = do.Send(self._peer, say.Overflow(step=step, block=block))
+        return [] if self._group is None else [overflow]
+
+    def tick(self, now: float) -> list[Effect]:
+        """Send the heartbeats that are due, and disconnect from peers that are silent too long."""
+        effects = super().tick(now)
+        heartbeats, silent = self.links.tick(now)
+        lost = [effect for peer, reason in silent for effect in self.lost_link(peer, reason)]
+        return [*effects, *heartbeats, *lost]
+
+    # --- a round ----------------------------------------------------------------------------------
+
+    def _turn(self, message: say.Message) -> list[Effect]:
+        match message:
+            case say.Group():
+                return self._regroup(message)
+            case say.Fetch() if self.phase is Phase.GREETED:
+                return self._asked_back(message)
+            case say.Fetch():
+                self._require_step(message.step)
+                return [do.Send(self._peer, say.State(step=self.step))]
+            case say.Commit():
+                effects = super()._turn(message)
+                self._made = message.step
+                return effects
+            case _:
+                return super()._turn(message)
+
+    def _asked_back(self, fetch: say.Fetch) -> list[Effect]:
+        """Answer a coordinator that has lost every worker: send the state, if it is still here.
+
+        If the step was made before the connection broke, report that first.
+        """
+        if self._holds_state and fetch.step == self.step:
+            return [do.Send(self._peer, say.State(step=self.step))]
+        if self._holds_state and fetch.step == self._made:
+            return [do.Send(self._peer, say.Applied(step=fetch.step))]
+        reason = f"holds no state before step {fetch.step}"
+        return [do.Send(self._peer, say.Leave(reason=reason)), *self._drop(reason)]
+
+    def broken(self, reason: str) -> list[Effect]:
+        """End the connection after malformed bytes, which may have overwritten the state."""
+        self._holds_state = False
+        return super().broken(reason)
+
+    def _enter(self, welcome: say.Welcome) -> list[Effect]:
+        effects = super()._enter(welcome)
+        self._holds_state, self._made = True, None
+        return effects
+
+    def _regroup(self, group: say.Group) -> list[Effect]:
+        self._require_step(group.step)
+        if self.rank not in group.ranks or len(group.ranks) != len(group.addresses):
+            raise ProtocolError(f"Group ranks={group.ranks}: this worker or an address is missing")
+        self._group, self._holders = group, group.holders
+        others = dict(zip(group.ranks, group.addresses, strict=True))
+        own = self.rank
+        del others[own]
+        return [*self.links.group(own, others), *self._start_round()]
+
+    def _begin(self, step: int) -> list[Effect]:
+        super()._begin(step)
+        self._own.clear()
+        if self._group is None:
+            return []
+        return self._start_round()
+
+    def _start_round(self) -> list[Effect]:
+        """Begin a round of this step with only the tree nodes that this worker has computed."""
+        group = self._group
+        assert group is not None
+        self.phase = Phase.COMPUTING if self._work else Phase.READY
+        self._held.clear()
+        own = [block for block in range(self._num_blocks) if self._owner(block) == self.rank]
+        self._missing = {block: set(range(len(self._holders))) for block in own}
+        self._num_postponed = 0
+        return [do.Regroup(group.round), *self._send(self._own), do.Again()]
+
+    def _deliver(self, nodes: Sequence[say.TreeNode]) -> list[Effect]:
+        self._own += nodes
+        return [] if self._group is None else self._send(nodes)
+
+    def _send(self, nodes: Sequence[say.TreeNode]) -> list[Effect]:
+        """Send each node to the owner of its block."""
+        assert self._group is not None
+        assert self.rank is not None
+        effects: list[Effect] = []
+        for node in nodes:
+            message = replace(node, round=self._group.round)
+            owner = self._owner(node.block)
+            if owner == self.rank:
+                effects += [do.Contribute(message), *self._count(owner, message)]
+            else:
+                effects += self.links.say(owner, message)
+        return effects
+
+    def _spread(self, average: say.Average) -> list[Effect]:
+        """Send an averaged block to all other workers."""
+        assert self._group is not None
+        others = [rank for rank in self._group.ranks if rank != self.rank]
+        return [effect for rank in others for effect in self.links.say(rank, average)]
+
+    def _owner(self, block: int) -> int:
+        """Return the rank that averages `block`."""
+        assert self._group is not None
+        return self._group.ranks[block % len(self._group.ranks)]
+
+    def _exchanged(self, peer: Peer, rank: int, message: say.Message) -> list[Effect]:
+        if not isinstance(message, self.parts):
+            raise ProtocolError(f"{type(message).__name__} from another worker")
+        assert isinstance(message, say.TreeNode | say.Partial | say.Average)
+        group = self._group
+        if group is None or message.round > group.round or message.step > self.step:
+            return self._postpone(peer)
+        # A step ends only with all its messages, so one of an earlier step is illegal now.
+        if message.round < group.round and message.step == self.step:
+            return []  # was on its way when the round ended
+        self._require_step(message.step)
+        if rank not in group.ranks or message.block >= self._num_blocks:
+            raise ProtocolError(f"{type(message).__name__} block={message.block} of rank {rank}")
+        return self._part(peer, rank, message)
+
+    def _part(self, peer: Peer, rank: int, message: Exchanged) -> list[Effect]:
+        if isinstance(message, say.TreeNode):
+            return [do.Keep(rank, message), *self._count(rank, message)]
+        if self._owner(message.block) != rank or message.block in self._held:
+            raise ProtocolError(f"Average block={message.block}: not due from rank {rank}")
+        return [do.Hold(self.step, message.block), *self._has(message.block)]
+
+    def _postpone(self, peer: Peer) -> list[Effect]:
+        """Postpone a message that came early; ProtocolError if more do than a round can have."""
+        self._num_postponed += 1
+        most = self._num_blocks * (len(self._holders) + 1)
+        if self._group is not None and self._num_postponed > most:
+            raise ProtocolError("more early messages than a round can have")
+        return [do.Postpone(peer)]
+
+    def _count(self, rank: int, node: say.TreeNode) -> list[Effect]:
+        """Count a node of an owned block, and average the block once all shards are there."""
+        under = reduction.shards_under(node.level, node.index, len(self._holders))
+        missing = self._missing.get(node.block, set())
+        theirs = all(self._holders[shard] == rank for shard in under)
+        if not under or not theirs or not missing.issuperset(under):
+            raise ProtocolError(
+                f"TreeNode block={node.block} level={node.level} index={node.index}: not due from "
+                f"rank {rank}"
+            )
+        missing.difference_update(under)
+        if missing:
+            return []
+        del self._missing[node.block]
+        return [do.Reduce(self.step, node.block)]
+
+    def _has(self, block: int) -> list[Effect]:
+        """Record that `block` of the average is here; after the last one report Staged."""
+        self._held.add(block)
+        if len(self._held) < self._num_blocks:
+            return []
+        assert self._group is not None
+        self.phase = Phase.STAGED
+        return [do.Send(self._peer, say.Staged(step=self.step, round=self._group.round))]
+
+    def _complain(self, rank: int, reason: str) -> list[Effect]:
+        if self._group is None or self.phase not in IN_A_ROUND:
+            return []
+        complaint = say.Unreachable(round=self._group.round, rank=rank, reason=say.brief(reason))
+        return [do.Send(self._peer, complaint)]
+
+    # --- the end of a connection ------------------------------------------------------------------
+
+    def _drop(self, reason: str) -> list[Effect]:
+        self._group = None
+        return [*super()._drop(reason), *self.links.close()]
+
+    def _end(self, finish: do.Finish) -> list[Effect]:
+        self._group = None
+        return [*self.links.close(), *super()._end(finish)]

@@ -1,0 +1,127 @@
+"""The places of workers in a layer pipeline, and the order in which a stage takes shards."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from entrenar_py.shared.errors import ProtocolError
+from entrenar_py.train.arithmetic import sharding
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The ranks of each stage, and the blocks of the reduced vector that belong to it.
+
+    `backends` are the kinds of backend that stages need, None for any; empty if all are None.
+    `names` has the worker of each rank by its name, "" for any; empty if all are "".
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+    blocks: tuple[range, ...]
+    backends: tuple[str | None, ...] = ()
+    names: tuple[str, ...] = ()
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages."""
+        return len(self.ranks)
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of places for workers."""
+        return sum(map(len, self.ranks))
+
+    def stage_of(self, rank: int) -> int:
+        """Return the stage of `rank`."""
+        return next(stage for stage, ranks in enumerate(self.ranks) if rank in ranks)
+
+    def called(self, rank: int) -> str:
+        """Return the name of the worker that `rank` is kept for; "" for any worker."""
+        return self.names[rank] if self.names else ""
+
+    def unsuited(self, backend: str) -> set[int]:
+        """Return the ranks that a worker on `backend`, such as cuda or wgpu:1, can't have."""
+        kind = backend.partition(":")[0]
+        return {
+            rank
+            for needed, ranks in zip(self.backends, self.ranks, strict=False)
+            if needed not in (None, kind)
+            for rank in ranks
+        }
+
+    def empty(self, there: Collection[int]) -> list[int]:
+        """Return the stages of which none of the ranks `there` is."""
+        return [stage for stage, ranks in enumerate(self.ranks) if not set(ranks) & set(there)]
+
+    def holders(self, there: Collection[int], num_shards: int) -> list[int]:
+        """Return for each stage, and in it for each shard, the rank of `there` that computes it."""
+        holders: list[int] = []
+        for ranks in self.ranks:
+            present = [rank for rank in ranks if rank in there]
+            runs = sharding.runs(range(num_shards), present)
+            rank_of = {shard: rank for rank, shards in runs.items() for shard in shards}
+            holders += [rank_of[shard] for shard in range(num_shards)]
+        return holders
+
+
+class Timed(NamedTuple):
+    """When a stage made a pass, in microseconds since it was told to begin the step."""
+
+    shard: int
+    is_forward: bool
+    began: int
+    ended: int
+
+
+def encode(passes: Iterable[Timed]) -> tuple[int, ...]:
+    """Return passes as `Summed` has them."""
+    return tuple(
+        number
+        for one in passes
+        for number in (2 * one.shard + one.is_forward, one.began, one.ended)
+    )
+
+
+def decode(times_us: Sequence[int]) -> list[Timed]:
+    """Return the passes that `encode` wrote. Raises ProtocolError for anything else."""
+    triples = list(zip(*[iter(times_us)] * 3, strict=False))
+    if len(times_us) % 3 or any(ended < began for _, began, ended in triples):
+        raise ProtocolError("Summed times_us: use three numbers a pass, of which none ends early")
+    return [Timed(code // 2, bool(code % 2), began, ended) for code, began, ended in triples]
+
+
+def idle_share(passes: Mapping[int, Sequence[Timed]]) -> float | None:
+    """Return the share of the time in which stages waited, while any of them computed.
+
+    `passes` are those of each rank in one step; None without any. Each rank's clock starts when it
+    is told to begin the step, so what its message takes is not seen.
+    """
+    every = [one for of_rank in passes.values() for one in of_rank]
+    window = max((one.ended for one in every), default=0) - min(
+        (one.began for one in every), default=0
+    )
+    if window <= 0:
+        return None
+    busy = sum(one.ended - one.began for one in every)
+    return 1 - busy / (len(passes) * window)
+
+
+def order(shards: Sequence[int], *, stage: int, num_stages: int) -> list[tuple[int, bool]]:
+    """Return the passes of a stage: pairs of a shard and whether its pass is the forward one.
+
+    The schedule is 1F1B, with one shard more on its way than there are later stages, so that none
+    waits for the wire: so many forward passes, then one of each kind in turns. The last stage makes
+    both passes of a shard at once, in what counts as the forward one.
+    Backward passes come in the order of `shards`.
+    """
+    if stage == num_stages - 1:
+        return [(shard, True) for shard in shards]
+    ahead = min(num_stages - stage, len(shards))
+    passes = [(shard, True) for shard in shards[:ahead]]
+    for shard, next_one in zip(shards, [*shards[ahead:], *[None] * ahead], strict=True):
+        if next_one is not None:
+            passes.append((next_one, True))
+        passes.append((shard, False))
+    return passes

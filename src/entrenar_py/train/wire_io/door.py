@@ -1,0 +1,223 @@
+"""Accepts connections for a coordinator or a mesh worker, and does the TLS handshake.
+
+An error of one connection ends that connection, and is noted. Any other error is raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import resource
+import socket
+import ssl
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from entrenar_py.train.wire_io import tls
+from entrenar_py.train.wire_io.pending_connections import Attention, Places
+
+TAKEN_UP_MAX = 16  # in one turn of the loop: a burst of strangers must not delay the workers
+# The process, or the machine, has run out of files or memory.
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ENOSPC)
+REST_S = 1.0  # from that error to the next try
+# Errors of accept(2) about one connection, which is lost or which a firewall forbids.
+_OF_ONE = {
+    getattr(errno, name)
+    for name in (
+        *("ECONNABORTED", "ECONNRESET", "EPROTO", "EPERM", "ENOPROTOOPT", "EOPNOTSUPP"),
+        *("ENETDOWN", "ENETUNREACH", "EHOSTDOWN", "EHOSTUNREACH", "ENONET", "ETIMEDOUT"),
+    )
+    if hasattr(errno, name)
+}
+GRACES = 40  # graces of `Places` in a `patience_s`; over TLS half as many, for the handshake
+LOOKS = 10  # at the clock, in each grace
+NOTED_MAX = 64
+STRANGERS_MAX = 256
+SHARE_OF_FILES = 4
+NO_PLACE = "no place for one more"
+
+
+@dataclass(slots=True, eq=False)
+class Visit:
+    """One accepted connection from `host`. `end` closes it at once, for a given reason."""
+
+    host: str
+    end: Callable[[str], Any]
+    has_proved: bool = False
+
+
+class Door:
+    """Accepts connections from `listeners`, which it owns, until it is closed.
+
+    `opened` is called with every socket that is ready for use, and its visit. The callee sets the
+    visit's `end`, and calls the methods `proved`, `sent_away` and `left` as each happens.
+    `patience_s` limits the TLS handshake, if there is a `context`.
+
+    There are `strangers_max` `Places` for connections that have proved nothing, and for those that
+    were sent away but are not closed yet. While no place is to be had, others wait in the kernel.
+    `num_ended` counts the connections that ended without a proof; `ended` holds host and reason of
+    the last ones.
+    """
+
+    def __init__(
+        self,
+        listeners: Sequence[socket.socket],
+        opened: Callable[[socket.socket, Visit], None],
+        *,
+        strangers_max: int = STRANGERS_MAX,
+        context: ssl.SSLContext | None,
+        patience_s: float,
+    ) -> None:
+        self._listeners, self._opened = set(listeners), opened
+        grace_s = patience_s / GRACES * (1 if context is None else 2)
+        self._places: Places[Visit] = Places(_affordable(strangers_max), grace_s=grace_s)
+        self._held: list[
+            tuple[socket.socket, socket.socket, Visit]
+        ] = []  # (listener, socket, visit)
+        self._context, self._patience_s = context, patience_s
+        self._securing: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        self._look_s = grace_s / LOOKS
+        self._attention = Attention(self._loop.time(), most_s=2 * self._look_s)
+        self._looking: asyncio.TimerHandle | None = None
+        self.num_ended = 0
+        self.ended: deque[tuple[str, str]] = deque(maxlen=NOTED_MAX)
+        for listener in listeners:
+            self._await(listener)
+
+    def close(self) -> None:
+        """Stop accepting; close the connections that wait or are in the handshake."""
+        for listener in self._listeners:
+            self._loop.remove_reader(listener)
+            listener.close()
+        self._listeners.clear()
+        for _, sock, _ in self._held:
+            sock.close()
+        self._held.clear()
+        for task in self._securing:
+            task.cancel()
+        if self._looking is not None:
+            self._looking.cancel()
+
+    def proved(self, visit: Visit) -> None:
+        """Note that the peer proved itself: it needs no place any more."""
+        visit.has_proved = True
+        self._places.release(visit)
+
+    def sent_away(self, visit: Visit, reason: str) -> None:
+        """Note that the connection is being closed; it takes a place until `left` is called."""
+        if not visit.has_proved:
+            self._note(visit.host, reason)
+        self._places.linger(visit)
+
+    def left(self, visit: Visit) -> None:
+        """Note that the connection is closed."""
+        self._places.release(visit)
+
+    def _note(self, host: str, reason: str) -> None:
+        self.num_ended += 1
+        self.ended.append((host, reason))
+
+    # --- accepting --------------------------------------------------------------------------------
+
+    def _await(self, listener: socket.socket) -> None:
+        if listener not in self._listeners:  # closed while it rested
+            return
+        try:
+            self._loop.add_reader(listener, self._take_up, listener)
+        except OSError as error:
+            self._rest(listener, error)
+
+    def _rest(self, listener: socket.socket, error: OSError) -> None:
+        """Try again later if `error` may pass; else raise it."""
+        if error.errno not in _EXHAUSTED:
+            raise error
+        self._loop.remove_reader(listener)
+        self._loop.call_later(REST_S, self._await, listener)
+
+    def _take_up(self, listener: socket.socket) -> None:
+        for _ in range(TAKEN_UP_MAX):
+            try:
+                # Only `accept` is sure to return the address: a connection reset later has none.
+                sock, place = listener.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                if error.errno in _OF_ONE:
+                    self._note("an unknown address", str(error))
+                    continue
+                self._rest(listener, error)
+                return
+            sock.setblocking(False)
+            visit = Visit(place[0] if place else "", lambda reason: None)
+            if not self._meet(sock, visit):
+                self._loop.remove_reader(listener)
+                self._held.append((listener, sock, visit))
+                return
+
+    def _meet(self, sock: socket.socket, visit: Visit) -> bool:
+        """Let a connection prove itself; return False if there is no place for it yet."""
+        goes = self._places.enter(visit, visit.host, self._seconds())
+        if goes is visit:
+            return False
+        if goes is not None:
+            goes.end(NO_PLACE)
+        if self._context is None:
+            self._opened(sock, visit)
+            return True
+        task = self._loop.create_task(self._secure(sock, visit, self._context))
+        visit.end = task.cancel
+        self._securing.add(task)
+        task.add_done_callback(partial(self._secured, sock, visit))
+        return True
+
+    async def _secure(self, sock: socket.socket, visit: Visit, context: ssl.SSLContext) -> None:
+        try:
+            ready = await tls.secured(sock, context, server_side=True, patience_s=self._patience_s)
+        except OSError as error:
+            self._places.release(visit)
+            self._note(visit.host, f"TLS: {str(error) or 'no handshake in time'}")
+            return
+        self._opened(ready, visit)
+
+    def _secured(self, sock: socket.socket, visit: Visit, task: asyncio.Task[None]) -> None:
+        self._securing.discard(task)
+        sock.close()  # open only if the task was cancelled before it began
+        if task.cancelled():
+            self._places.release(visit)
+            self._note(visit.host, f"TLS: {NO_PLACE if self._listeners else 'the run is over'}")
+        else:
+            task.result()  # raises what `opened` raised, for the loop's exception handler
+
+    # --- time -------------------------------------------------------------------------------------
+
+    def _seconds(self) -> float:
+        """Return the clock of the graces. While any connection lacks its proof, only `_look`
+        advances it, a timer that runs after the loop has read what came.
+        """
+        if self._looking is None:
+            self._attention.look(self._loop.time())
+            self._looking = self._loop.call_later(self._look_s, self._look)
+        return self._attention.seconds
+
+    def _look(self) -> None:
+        self._looking = None
+        self._attention.look(self._loop.time())
+        waiting, self._held = self._held, []
+        for listener, sock, visit in waiting:
+            if self._meet(sock, visit):
+                self._await(listener)
+            else:
+                self._held.append((listener, sock, visit))
+        if self._looking is None and self._listeners and (self._held or len(self._places)):
+            self._looking = self._loop.call_later(self._look_s, self._look)
+
+
+def _affordable(strangers_max: int) -> int:
+    """Return `strangers_max`, or less: at most a quarter of the files that a process may open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = soft == resource.RLIM_INFINITY
+    return strangers_max if unlimited else max(1, min(strangers_max, soft // SHARE_OF_FILES))

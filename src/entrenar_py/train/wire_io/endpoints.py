@@ -1,0 +1,385 @@
+"""An end of the protocol: a state machine, its codecs and its hands, without the network.
+
+A driver passes received bytes and the time to an end. The end carries out the effects of its state
+machine, and writes to the driver's `Wire`. Hands do the arithmetic and record the run's events.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+from entrenar_py.shared.errors import ProtocolError
+from entrenar_py.train.wire import effects as do
+from entrenar_py.train.wire.coordinator import Coordinator
+from entrenar_py.train.wire.effects import Effect, Peer
+from entrenar_py.train.wire.frames import FROM_COORDINATOR, TO_COORDINATOR, Buffer, Received
+from entrenar_py.train.wire.messages import (
+    Average,
+    Message,
+    Piece,
+    Weights,
+    Welcome,
+)
+from entrenar_py.train.wire.worker import Worker
+from entrenar_py.train.wire_io.hands import MemberHands, ServerHands
+from entrenar_py.train.wire_io.message_faults import Speak, truthfully
+from entrenar_py.train.wire_io.served_pieces import ServedPieces
+from entrenar_py.train.wire_io.stream import Meter, Stream
+
+Outcome = TypeVar("Outcome")
+
+# An effect, and the message that it follows from.
+Follow: TypeAlias = tuple[Effect, Received | None]
+
+
+# Called with each effect after it was carried out.
+Notify = Callable[[Effect], None]
+
+
+def unnoticed(effect: Effect) -> None:
+    """Ignore the effect."""
+
+
+def payload_of(received: Received | None) -> Buffer:
+    """Return the payload of the message that an effect follows from."""
+    assert received is not None, "what is kept was received"
+    return received.payload
+
+
+class Wire(Protocol):
+    """The place to which an end writes its messages."""
+
+    def write(self, peer: Peer, message: Message, buffers: Iterable[Buffer]) -> None:
+        """Send `message`, which is encoded in `buffers`, after all earlier messages."""
+        ...
+
+    def close(self, peer: Peer, reason: str) -> None:
+        """Close the connection once everything is sent; the end gets no more events of it."""
+        ...
+
+
+class Beside(Protocol):
+    """A thread, or a simulated one, for an end's longer work."""
+
+    def run(self, work: Callable[[], Outcome], done: Callable[[Outcome], None]) -> None:
+        """Call `work` there, then `done` with its result; work is done in the order of calls."""
+        ...
+
+    def forget(self) -> None:
+        """Stop all work and wait for its end; `done` is not called for it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """The codecs of one connection, and the methods of the state machine that take its events."""
+
+    stream: Stream
+    heard: Callable[[float], None]
+    receive: Callable[[Message, float], list[Effect]]
+    broken: Callable[[str], list[Effect]]
+    lost: Callable[[str], list[Effect]]
+    pieces: ServedPieces = field(default_factory=ServedPieces)
+
+
+class End:
+    """The connections of one state machine, and the effects that coordinator and worker share.
+
+    `finished` is the Finish effect, None until the state machine requests it.
+    """
+
+    machine: Coordinator | Worker
+    hands: ServerHands | MemberHands
+
+    def __init__(
+        self,
+        wire: Wire,
+        clock: Callable[[], float],
+        *,
+        proved: Callable[[Peer], None],
+        notify: Notify,
+    ) -> None:
+        """`proved` is called with each peer that has proved that it knows the secret."""
+        self._wire, self._clock = wire, clock
+        self._proved, self._notify = proved, notify
+        self._sizes = self.hands.sizes()
+        self.finished: do.Finish | None = None
+        self.meter = Meter()
+        self._connections: dict[Peer, Connection] = {}
+
+    def buffer(self, peer: Peer) -> memoryview | None:
+        """Return the memory for the next bytes of `peer`; None if its connection is closed."""
+        connection = self._connections.get(peer)
+        return None if connection is None else connection.stream.decoder.buffer()
+
+    def filled(self, peer: Peer, num_bytes: int) -> None:
+        """Take the `num_bytes` that were written to `buffer(peer)`."""
+        now, connection = self._clock(), self._connections[peer]
+        decoder = connection.stream.decoder
+        num_frames = decoder.num_frames
+        try:
+            received = connection.stream.filled(num_bytes)
+            if decoder.num_frames > num_frames:
+                connection.heard(now)
+            if received is not None:
+                self._require(peer, received)
+                self._do(connection.receive(received.message, now), received)
+        except ProtocolError as error:
+            self._do(connection.broken(str(error)))
+
+    def lost(self, peer: Peer, reason: str) -> None:
+        """Tell the state machine that the connection is lost."""
+        if peer in self._connections:
+            self._do(self._connections[peer].lost(reason))
+
+    def tick(self) -> None:
+        """Tell the state machine the time."""
+        self._do(self.machine.tick(self._clock()))
+
+    def _stream(self, direction: int, meter: Meter) -> Stream:
+        return Stream(self._sizes, self.hands.room, direction, meter)
+
+    def _require(self, peer: Peer, received: Received) -> None:
+        """Raise ProtocolError if the hands reject the message."""
+        raise NotImplementedError
+
+    def _do(self, wanted: Iterable[Effect], received: Received | None = None) -> None:
+        """Carry out the `wanted` effects, and those that follow from them, in order.
+
+        `received` is the message that caused the `wanted` effects, if any.
+        """
+        waiting = deque((effect, received) for effect in wanted)
+        while waiting:
+            effect, source = waiting.popleft()
+            waiting.extend(self._one(effect, source))
+            self._notify(effect)
+
+    def _one(self, effect: Effect, received: Received | None) -> list[Follow]:
+        match effect:
+            case do.Send(peer, message):
+                self._send(peer, message)
+            case do.Secure(peer, key):
+                self._connections[peer].stream.secure(key)
+                self._proved(peer)
+            case do.Close(peer, reason):
+                del self._connections[peer]
+                self._wire.close(peer, reason)
+            case do.Finish():
+                self.finished = effect
+            case _:
+                raise AssertionError(f"{effect} is not one of {type(self).__name__}")
+        return []
+
+    def _send(self, peer: Peer, message: Message) -> None:
+        frames = self._connections[peer].stream.encode(message, self.hands.payload(message))
+        self._wire.write(peer, message, frames)
+
+
+class CoordinatorEnd(End):
+    """The coordinator's end."""
+
+    machine: Coordinator
+    hands: ServerHands
+
+    def __init__(
+        self,
+        machine: Coordinator,
+        hands: ServerHands,
+        wire: Wire,
+        clock: Callable[[], float],
+        beside: Beside,
+        reading: Beside,
+        *,
+        proved: Callable[[Peer], None] = lambda peer: None,
+        notify: Notify = unnoticed,
+    ) -> None:
+        """Blocks are reduced, copies compared and steps prepared in `beside`.
+
+        Files are read in `reading`, so that no step waits for a disk.
+        """
+        self.machine, self.hands = machine, hands
+        self._beside, self._reading = beside, reading
+        super().__init__(wire, clock, proved=proved, notify=notify)
+
+    def connected(self, peer: Peer, nonce: str, host: str = "") -> None:
+        """Take a connection from `host`; `nonce` is 32 random hex digits."""
+        machine, clock = self.machine, self._clock
+        self._connections[peer] = Connection(
+            self._stream(FROM_COORDINATOR, self.meter),
+            heard=partial(machine.heard, peer),
+            receive=partial(machine.receive, peer),
+            broken=lambda reason: machine.broken(peer, reason, clock()),
+            lost=lambda reason: machine.lost(peer, reason, clock()),
+        )
+        self._do(machine.connected(peer, nonce, clock(), host))
+
+    def stop(self, reason: str, *, at_once: bool) -> None:
+        """End the run after the current step, or `at_once`."""
+        self._do(self.machine.stop(reason, self._clock(), at_once=at_once))
+
+    def _require(self, peer: Peer, received: Received) -> None:
+        rank = self.machine.peers[peer].rank
+        if rank is not None:
+            self.hands.require(rank, received.message, received.payload)
+
+    def _one(self, effect: Effect, received: Received | None) -> list[Follow]:
+        hands = self.hands
+        match effect:
+            case do.Keep(rank, message):
+                hands.keep(rank, message, payload_of(received))
+            case do.Deliver(rank):
+                hands.deliver(rank)
+            case do.Joined():
+                hands.joined(effect)
+            case do.Left():
+                hands.left(effect)
+            case do.Serve(peer, piece):
+                return [(one, None) for one in self._serve(peer, piece)]
+            case do.Gather(step):
+                self._beside.forget()  # its work is for a step that is over, or did not happen
+                hands.gather(step)
+            case do.Copy(rank, message):
+                hands.copy(rank, message, payload_of(received))
+            case do.EndCopy(rank, shard):
+                hands.end_copy(rank, shard)
+            case do.Compare() | do.Reduce() | do.Prepare():
+                self._work(effect)
+            case do.Conclude():
+                hands.conclude(effect)
+            case do.Apply(step):
+                hands.apply_average(step)
+            case do.Save(step):
+                hands.save(step)
+            case do.Stop():
+                hands.stop(effect)
+            case do.Dealt():
+                pass  # it is for those who are notified
+            case do.Finish():
+                self._beside.forget()
+                return super()._one(effect, received)
+            case _:
+                return super()._one(effect, received)
+        return []
+
+    def _serve(self, peer: Peer, piece: Piece) -> list[Effect]:
+        """Read a piece aside, and send it."""
+        connection = self._connections[peer]
+        try:
+            connection.pieces.add(piece)
+        except ProtocolError as error:
+            return connection.broken(str(error))
+
+        def done(content: bytes | str) -> None:
+            if self._connections.get(peer) is not connection:
+                return  # it has ended
+            if isinstance(content, str):
+                self._do(self.machine.unreadable(peer, content, self._clock()))
+                return
+            frames = connection.pieces.encode(connection.stream, piece, content)
+            self._wire.write(peer, piece, frames)
+
+        self._reading.run(partial(self.hands.piece, piece), done)
+        return []
+
+    def _work(self, effect: do.Compare | do.Reduce | do.Prepare) -> None:
+        """Do the work of `effect` in `beside`, then tell the state machine its result."""
+        work: Callable[[], Any]
+        took: Callable[..., list[Effect]]
+        match effect:
+            case do.Compare(step, shard):
+                work, took = self.hands.compare(shard), partial(self.machine.compared, step, shard)
+            case do.Reduce(step, block):
+                self.hands.complete(block)
+                work = partial(self.hands.reduce, block)
+                took = partial(self.machine.reduced, step, block)
+            case do.Prepare(step):
+                work, took = partial(self.hands.prepare, step), partial(self.machine.prepared, step)
+
+        def done(outcome: Any) -> None:
+            if isinstance(outcome, str):  # why the average is not finite
+                self._do(self.machine.refused(step, outcome))
+            else:
+                self._do(took(*outcome, self._clock()))
+
+        self._beside.run(work, done)
+
+
+class WorkerEnd(End):
+    """A worker's end. The driver's `compute` does a Compute, then calls the method `computed`.
+    `speak` may change messages into lies. `meter` counts messages from and to the coordinator.
+    """
+
+    machine: Worker
+    hands: MemberHands
+
+    def __init__(
+        self,
+        machine: Worker,
+        hands: MemberHands,
+        wire: Wire,
+        clock: Callable[[], float],
+        compute: Callable[[Any], None],
+        speak: Speak = truthfully,
+        *,
+        proved: Callable[[Peer], None] = lambda peer: None,
+        notify: Notify = unnoticed,
+    ) -> None:
+        self.machine, self.hands = machine, hands
+        self._compute, self._speak = compute, speak
+        self.num_stays = 0  # how often it was admitted
+        super().__init__(wire, clock, proved=proved, notify=notify)
+
+    def connected(self, peer: Peer, nonce: str) -> None:
+        """Take a connection to the coordinator; `nonce` is 32 random hex digits."""
+        machine, stream = self.machine, self._stream(TO_COORDINATOR, self.meter)
+        self._connections[peer] = Connection(
+            stream, machine.heard, machine.receive, machine.broken, machine.lost
+        )
+        self._do(machine.connected(peer, nonce, self._clock()))
+
+    def work(self, asked: Any) -> Any:
+        """Do what the effect `asked` requests, in any thread, and return its outcome."""
+        return self.hands.work(asked.step, asked.shards)
+
+    def computed(self, asked: Any, outcome: Any) -> None:
+        """Take the `outcome` of the effect `asked`."""
+        self._do(self.machine.computed(asked, outcome))
+
+    def wants(self, asked: Any) -> bool:
+        """Return whether the effect `asked` is still to be done."""
+        return self.machine.wants(asked)
+
+    def leave(self, reason: str) -> None:
+        """Leave for good, and tell the coordinator why if it is connected."""
+        self._do(self.machine.leave(reason))
+
+    def _require(self, peer: Peer, received: Received) -> None:
+        self.hands.require(received.message, received.payload)
+
+    def _one(self, effect: Effect, received: Received | None) -> list[Follow]:
+        match effect:
+            case do.Load():
+                assert received is not None
+                assert isinstance(received.message, Welcome)
+                self.num_stays += 1
+                self.hands.load(received.message, received.payload)
+            case do.Compute():
+                self._compute(effect)
+            case do.Hold():
+                assert received is not None
+                assert isinstance(received.message, Average | Weights)
+                self.hands.hold(received.message, received.payload)
+            case do.Make(step):
+                self.hands.make_held(step)
+            case _:
+                return super()._one(effect, received)
+        return []
+
+    def _send(self, peer: Peer, message: Message) -> None:
+        stream = self._connections[peer].stream
+        for said, content in self._speak(message, self.hands.payload(message)):
+            self._wire.write(peer, said, stream.encode(said, content))

@@ -1,0 +1,232 @@
+"""Worker processes: forked from a fork server with all modules loaded, given jobs over a pipe.
+
+A process that is done waits for the next job; one that died is replaced. None outlives the process
+that started it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from multiprocessing.forkserver import _forkserver
+from multiprocessing.process import BaseProcess
+
+from entrenar_py.shared.errors import SystemFailure
+
+ENDING_S = 5.0
+_OF_GROUPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # sent to all processes of a group
+_FIRST = "entrenar_py.train.wire_io.fork_server"
+PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+
+
+class Job:
+    """The worker's end of its pipe: it receives jobs, and sends notes and one answer for each."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self.fileno = pipe.fileno
+
+    def next(self) -> bytes | None:
+        """Return the next job; None when there will be no more."""
+        try:
+            return self._pipe.recv_bytes()
+        except EOFError:
+            return None
+
+    def note(self, text: bytes) -> None:
+        """Send a note while the job is being done."""
+        self._send(b"+" + text)
+
+    def answer(self, text: bytes) -> None:
+        """Send the result of the job."""
+        self._send(b"=" + text)
+
+    def _send(self, message: bytes) -> None:
+        with suppress(OSError):  # who gave the job has ended, or wants to hear no more
+            self._pipe.send_bytes(message)
+
+
+@dataclass(eq=False)
+class Hand:
+    """One worker process. `answer` is the result of its job, None until it comes."""
+
+    process: BaseProcess
+    pipe: Connection
+    answer: bytes | None = None
+
+    def heard(self) -> bytes | None:
+        """Read a message of the process. Return a note; None for the answer or a closed pipe."""
+        try:
+            message = self.pipe.recv_bytes()
+        except (EOFError, OSError):
+            return None
+        if message[:1] == b"+":
+            return message[1:]
+        self.answer = message[1:]
+        return None
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        assert self.process.pid is not None, "it was started"
+        return self.process.pid
+
+    def kill(self) -> None:
+        """End the process at once, even if it is stopped."""
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+class Crew:
+    """Processes that run `main`. With `one_job` each ends after its job, else it gets more jobs."""
+
+    def __init__(
+        self, main: Callable[[Connection], None], *, preload: Sequence[str], one_job: bool = False
+    ) -> None:
+        self._main, self._one_job = main, one_job
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([_FIRST, *preload])
+        self._idle: list[Hand] = []
+        self._busy: list[Hand] = []
+
+    def give(self, job: bytes) -> Hand:
+        """Give `job` to an idle process, or to a new one. Raises SystemFailure if none starts."""
+        alive = [hand for hand in self._idle if hand.process.is_alive()]
+        hand = alive[0] if alive else self._new()
+        self._idle = alive[1:]
+        hand.answer = None
+        try:
+            hand.pipe.send_bytes(job)
+        except OSError as error:
+            raise SystemFailure(f"a process died before it had its job ({error})") from error
+        self._busy.append(hand)
+        return hand
+
+    def gather(self, timeout_s: float) -> None:
+        """Wait until all busy processes answered or died; kill those that do neither in time."""
+        deadline = time.monotonic() + timeout_s
+        for hand in self._busy:
+            while hand.answer is None and hand.process.is_alive():
+                if not hand.pipe.poll(max(0.0, deadline - time.monotonic())):
+                    break
+                hand.heard()
+            if hand.answer is None or self._one_job:
+                hand.kill()
+            else:
+                self._idle.append(hand)
+        self._busy.clear()
+
+    def dismiss(self) -> None:
+        """End every process."""
+        for hand in (*self._idle, *self._busy):
+            hand.pipe.close()
+            hand.process.join(ENDING_S)
+            if hand.process.is_alive():
+                hand.kill()
+        self._idle.clear()
+        self._busy.clear()
+
+    def _new(self) -> Hand:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_run, args=(self._main, theirs), daemon=True)
+        try:
+            with _signals_wait():
+                _start_fork_server()
+                process.start()
+        except (EOFError, OSError) as error:
+            raise SystemFailure(
+                f"no worker process starts: their fork server ended ({error}); start it again"
+            ) from error
+        finally:
+            theirs.close()
+        return Hand(process, ours)
+
+
+def _start_fork_server() -> None:
+    """Start the fork server if it does not run, and leave no name of its socket.
+
+    multiprocessing gives the socket a name in a temporary folder of its own, which outlives a
+    process that is killed. On Linux an open handle of the socket is enough to connect to it.
+    """
+    if sys.platform != "linux":
+        _forkserver.ensure_running()
+        return
+    own, before = multiprocessing.current_process(), _forkserver._forkserver_address  # type: ignore[attr-defined]
+    settings = own._config  # type: ignore[attr-defined]
+    given = settings.get("tempdir")
+    with tempfile.TemporaryDirectory(prefix="fork-") as settings["tempdir"]:
+        try:
+            _forkserver.ensure_running()
+            address = _forkserver._forkserver_address  # type: ignore[attr-defined]
+            if address != before:
+                handle = os.open(address, os.O_PATH | os.O_CLOEXEC)
+                _forkserver._forkserver_address = f"/proc/self/fd/{handle}"  # type: ignore[attr-defined]
+        finally:
+            settings["tempdir"] = given
+
+
+def load_ahead(preload: Sequence[str]) -> None:
+    """Start the fork server, which loads the modules `preload` beside this process.
+
+    A crew that is made later has the same ones: there is one fork server, and it loads once.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload([_FIRST, *preload])
+    with _signals_wait():
+        _start_fork_server()
+    atexit.register(_end_fork_server)
+
+
+def _end_fork_server() -> None:
+    """End the fork server, which else would load to the end for a run that was refused."""
+    pid = _forkserver._forkserver_pid  # type: ignore[attr-defined]
+    if pid is not None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Let signals to the whole group wait, for a fork server that is started now, too.
+
+    As a terminal or a service manager sends them, they would end one that is just loading modules.
+    It inherits that they wait. So does the tracker of resources, which knows of the first two
+    alone, and lets them come again.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_GROUPS)
+    try:
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, _OF_GROUPS)
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _run(main: Callable[[Connection], None], pipe: Connection) -> None:
+    """Run `main` in a worker process. It ends with the process that started it, even if stopped.
+
+    A stopped process does not notice the end of its pipe, but the kernel kills it together with its
+    parent, the fork server. The fork server ends when the last writer of its own pipe is closed.
+    Every child inherits such a writer, and has to close it here.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP):  # the process that started it handles these
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_GROUPS)
+    os.close(_forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+    _forkserver._forkserver_alive_fd = None  # type: ignore[attr-defined]
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    gc.freeze()  # of modules nothing is garbage; looking at their objects would copy their pages
+    main(pipe)

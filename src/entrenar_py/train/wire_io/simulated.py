@@ -1,0 +1,366 @@
+"""The protocol in virtual time: every state machine, one seeded scheduler, no sockets.
+
+Bytes arrive in order on each connection, as over TCP, after a random delay. Computing takes a
+random time. The same seed gives the same run. `meddle` is called for every message and may inject a
+fault.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import count
+from typing import Any, cast
+
+from entrenar_py.train.wire import effects as do
+from entrenar_py.train.wire.coordinator import Coordinator
+from entrenar_py.train.wire.effects import Peer
+from entrenar_py.train.wire.handshake import NONCE_BYTES
+from entrenar_py.train.wire.mesh_coordinator import MeshCoordinator
+from entrenar_py.train.wire.mesh_worker import MeshWorker
+from entrenar_py.train.wire.messages import Message
+from entrenar_py.train.wire.pipeline_coordinator import PipelineCoordinator
+from entrenar_py.train.wire.pipeline_worker import PipelineWorker
+from entrenar_py.train.wire.terms import Run, Timing
+from entrenar_py.train.wire.worker import Worker
+from entrenar_py.train.wire_io.endpoints import (
+    CoordinatorEnd,
+    Notify,
+    WorkerEnd,
+    unnoticed,
+)
+from entrenar_py.train.wire_io.hands import MemberHands, ServerHands
+from entrenar_py.train.wire_io.mesh_end import MeshEnd, MeshHands
+from entrenar_py.train.wire_io.message_faults import Fate, Meddle, Meddling, Speak, bent, truthfully
+from entrenar_py.train.wire_io.pipeline_end import PipelineEnd, PipelineHands
+from entrenar_py.train.wire_io.simulated_connections import Connection, Node, SimulatedWire, feed
+from entrenar_py.train.wire_io.uninvited_client import Guest
+from entrenar_py.train.wire_io.virtual_time import Action, Later, Timeline
+
+HOST = "simulated"
+LATENCY_S = (0.0001, 0.002)
+COMPUTING_S = (0.001, 0.05)
+REDUCING_S = (0.0, 0.003)
+RECONNECT_S = 0.5
+TICK_S = 0.5
+FAREWELL_S = 1.0  # how long the last messages may take
+
+
+class Simulation:
+    """One run. `start` starts a worker, `run` advances time until the coordinator is finished."""
+
+    def __init__(
+        self,
+        run: Run,
+        hands: ServerHands,
+        member: Callable[[], MemberHands],
+        *,
+        seed: int,
+        meddle: Meddle,
+        timing: Timing,
+        secret: bytes = b"",
+        worker: type[Worker] = Worker,
+        notify: Notify = unnoticed,
+    ) -> None:
+        self._time = Timeline()
+        self.nodes: list[Node] = []
+        self._num_started = 0
+        self._run, self._member, self._meddle = run, member, meddle
+        self._worker, self._notify = worker, notify
+        self._timing, self._secret = timing, secret
+        self._seed, self._random = seed, random.Random(seed)
+        self._numbers = count()
+        self._connections: dict[Peer, Connection] = {}
+        self._guests: dict[Peer, Guest] = {}
+        self._reducing = self._beside(lambda action: action())
+        self._reading = self._beside(lambda action: action())
+        self.coordinator = self._new_coordinator(run, hands)
+        self._tick(lambda: self.coordinator.tick(), lambda: True)
+
+    def start(self, rank: int | None, backend: str, speak: Speak = truthfully) -> Node:
+        """Start a worker process, which connects at once and requests `rank`, if not None."""
+        node = Node(self._num_started)
+        node.end = self._new_end(node, rank, backend, speak)
+        self._num_started += 1
+        self.nodes = [*(other for other in self.nodes if other.alive), node]
+        self._connect(node)
+        self._tick(lambda: self._to(node, node.end.tick), lambda: node.alive)
+        return node
+
+    def _new_end(self, node: Node, rank: int | None, backend: str, speak: Speak) -> WorkerEnd:
+        terms, member = self._run.terms, self._member()
+        wire = SimulatedWire(partial(self._said, node), partial(self._closed, node))
+        compute, clock = partial(self._work, node), self._time.clock
+        kept: dict[str, Any] = {"secret": self._secret, "backend": backend, "timing": self._timing}
+        kept["rank"] = rank
+        if not issubclass(self._worker, MeshWorker):
+            machine = self._worker(terms, **kept)
+            return WorkerEnd(machine, member, wire, clock, compute, speak)
+        kept["port"] = self._num_started
+        beside, dial = self._beside(partial(self._to, node)), partial(self._dial, node)
+        driven: Any = (wire, clock, compute, dial, beside, speak)
+        if issubclass(self._worker, PipelineWorker):
+            assert self._run.places is not None, "a pipeline has places"
+            stage = self._worker(terms, places=self._run.places, **kept)
+            return PipelineEnd(stage, cast(PipelineHands, member), *driven)
+        return MeshEnd(self._worker(terms, **kept), cast(MeshHands, member), *driven)
+
+    def visit(self, guest: Guest) -> None:
+        """Connect a client that is no worker."""
+        peer = next(self._numbers)
+        self._guests[peer] = guest
+        self.coordinator.connected(peer, self._nonce())
+
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
+        """Schedule `action` for `seconds` from now."""
+        self._time.later(seconds, action)
+
+    def restart(self, run: Run, hands: ServerHands) -> None:
+        """End the coordinator's process and its connections; start a new process for `run`."""
+        for connection in self._connections.values():
+            if connection.to is not None:
+                continue
+            connection.dead = True  # bytes on their way to the coordinator are lost
+            if not connection.ended:
+                connection.ended = True
+                self._end(connection, "the coordinator died", up=False)
+        self._connections.clear()
+        self._guests.clear()
+        self.coordinator = self._new_coordinator(run, hands)
+
+    def _new_coordinator(self, run: Run, hands: ServerHands) -> CoordinatorEnd:
+        machine = _coordinator_of(self._worker)(
+            run, secret=self._secret, timing=self._timing, now=self.now
+        )
+        for beside in (self._reducing, self._reading):
+            beside.forget()  # work of the previous process
+        down, clock = SimulatedWire(self._tell, self._sent_away), self._time.clock
+        return CoordinatorEnd(
+            machine, hands, down, clock, self._reducing, self._reading, notify=self._notify
+        )
+
+    def run(self, *, until_s: float) -> do.Finish:
+        """Run until the coordinator finishes; return its Finish, or a `failed` one at `until_s`."""
+        while self.coordinator.finished is None and self.now <= until_s:
+            self._time.next()
+        ended = self.now
+        while self._time.has_until(ended + FAREWELL_S):
+            self._time.next()
+        late = f"not finished after {ended:.0f} s of virtual time"
+        return self.coordinator.finished or do.Finish("failed", late)
+
+    # --- time -------------------------------------------------------------------------------------
+
+    @property
+    def now(self) -> float:
+        """Virtual seconds since the beginning."""
+        return self._time.now
+
+    def _tick(self, tick: Callable[[], None], going: Callable[[], bool]) -> None:
+        """Call `tick` every TICK_S, until `going` returns False."""
+
+        def again() -> None:
+            if going():
+                tick()
+                self.later(TICK_S, again)
+
+        self.later(self._random.uniform(0, TICK_S), again)
+
+    def _to(self, node: Node, action: Callable[[], None]) -> None:
+        """Do `action` in a worker: not if it is dead, and later if it is frozen."""
+        if node.alive and node.frozen_until > self.now:
+            self._time.at(node.frozen_until, lambda: self._to(node, action))
+        elif node.alive:
+            action()
+            self._settle(node)
+
+    def _settle(self, node: Node) -> None:
+        """End a worker's process if its state machine is finished; reconnect it if disconnected."""
+        if node.end.finished is not None:
+            node.alive = False
+        elif node.connection is None and not node.calling:
+            node.calling = True
+            self.later(RECONNECT_S, lambda: self._connect(node))
+
+    def _work(self, node: Node, asked: do.Compute | do.Pass | do.Load) -> None:
+        """Compute in a worker, which takes a random time."""
+
+        def done() -> None:
+            # A pass in a thread ends, whether or not its round is over.
+            is_wanted = node.end.wants(asked)
+            outcome = node.end.work(asked) if is_wanted or isinstance(asked, do.Pass) else None
+            if is_wanted:
+                node.end.computed(asked, outcome)
+
+        num_shards = len(asked.shards) if isinstance(asked, do.Compute) else 1
+        takes_s = num_shards * self._random.uniform(*COMPUTING_S)
+        self.later(takes_s, lambda: self._to(node, done))
+
+    def _beside(self, process: Callable[[Action], None]) -> Later:
+        """Return the simulated thread in which a process reduces blocks. It has its own random
+        generator, so that no other random value depends on the number of blocks.
+        """
+        drawn = random.Random(f"{self._seed} {self._num_started}")
+        return Later(self._time, drawn, REDUCING_S, process)
+
+    # --- connections ------------------------------------------------------------------------------
+
+    def _connect(self, node: Node) -> None:
+        node.calling = False
+        if not node.alive or node.connection is not None:
+            return
+        connection = node.connection = self._new_connection(node, None)
+        node.end.connected(connection.peer, self._nonce())
+        self.coordinator.connected(connection.peer, self._nonce(), HOST)
+
+    def _dial(self, node: Node, dial: do.Dial) -> None:
+        """Connect `node` to another worker: the one whose `number` is the port in `dial`."""
+        number = int(dial.address.rpartition(":")[2])
+        to = next((other for other in self.nodes if other.number == number and other.alive), None)
+
+        def connect() -> None:
+            assert isinstance(node.end, MeshEnd)
+            if to is None or not to.alive:
+                node.end.undialable(dial, "connection refused")
+                return
+            assert isinstance(to.end, MeshEnd)
+            connection = self._new_connection(node, to)
+            node.end.dialed(connection.peer, dial, self._nonce())
+            to.end.accepted(connection.peer, self._nonce())
+
+        self.later(LATENCY_S[1], lambda: self._to(node, connect))
+
+    def _new_connection(self, node: Node, to: Node | None) -> Connection:
+        connection = Connection(next(self._numbers), node, to)
+        self._connections[connection.peer] = connection
+        return connection
+
+    def _nonce(self) -> str:
+        return self._random.randbytes(NONCE_BYTES).hex()
+
+    def _tell(self, peer: Peer, message: Message, data: bytes) -> None:
+        """Send `message` from the coordinator to `peer`, a worker or a guest."""
+        if peer in self._guests:
+            guest = self._guests[peer]
+            self.later(LATENCY_S[1], lambda: self._talk(peer, guest.heard(data), guest.pace_s))
+        else:
+            self._send(self._connections[peer], False, message, data)
+
+    def _said(self, node: Node, peer: Peer, message: Message, data: bytes) -> None:
+        """Send `message` from a worker to `peer`, the coordinator or another worker."""
+        connection = self._connections.get(peer)
+        if node.alive and connection is not None:
+            self._send(connection, connection.node is node, message, data)
+
+    def _talk(self, peer: Peer, pieces: Iterable[bytes], pace_s: float | None) -> None:
+        end = self.coordinator
+
+        def arrive(piece: bytes) -> None:
+            if end is self.coordinator:  # else it was restarted
+                feed(end, peer, piece)
+
+        for place, piece in enumerate(pieces, start=1):
+            self.later(place * (pace_s or LATENCY_S[1]), partial(arrive, piece))
+
+    def _send(self, connection: Connection, up: bool, message: Message, data: bytes) -> None:
+        """Send a message, with any fault of `meddle`: it hits the worker (of two, the sender)."""
+        if connection.dead or connection.ended:
+            return
+        sender = connection.end(not up)
+        node = connection.node if sender is None else sender
+        is_of_worker = sender is not None
+        befalls = self._meddle(node.end.machine.rank, is_of_worker, message) or Meddling(None)
+        half = data[: len(data) // 2]
+        delay = self._random.uniform(*LATENCY_S)
+        way = connection.up if up else connection.down
+        match befalls.fate:
+            case Fate.KILL:
+                self._deliver(connection, up, half if is_of_worker else b"", delay)
+                self._die(node)
+                return
+            case Fate.CUT:
+                self._deliver(connection, up, half, delay)
+                self._break(connection, "connection reset")
+                return
+            case Fate.HALF_OPEN:
+                connection.dead = True
+                return
+            case Fate.REORDER:
+                way.held += data
+                return
+            case Fate.FREEZE if node.frozen_until <= self.now:  # else it would wake in between
+                node.frozen_until = self.now + befalls.seconds
+            case Fate.DELAY:
+                delay += befalls.seconds
+        data, way.held = bent(befalls, data, self._random) + way.held, b""
+        self._deliver(connection, up, data, delay)
+
+    def _die(self, node: Node) -> None:
+        node.alive = False
+        for connection in self._connections.values():
+            if node in (connection.node, connection.to) and not connection.ended:
+                self._break(connection, "the process died")
+
+    def _deliver(self, connection: Connection, up: bool, data: bytes, delay: float) -> None:
+        way = connection.up if up else connection.down
+        way.arrives = max(way.arrives, self.now + delay)
+        peer, there, coordinator = connection.peer, connection.end(up), self.coordinator
+
+        def arrive() -> None:
+            if connection.dead:
+                return
+            if there is None:
+                feed(coordinator, peer, data)
+            else:
+                self._to(there, lambda: feed(there.end, peer, data))
+
+        self._time.at(way.arrives, arrive)
+
+    def _break(self, connection: Connection, reason: str) -> None:
+        """Break a connection; each end notices after all that was sent to it has arrived."""
+        connection.ended = True
+        self._end(connection, reason, up=True)
+        self._end(connection, reason, up=False)
+
+    def _end(self, connection: Connection, reason: str, *, up: bool) -> None:
+        peer, there = connection.peer, connection.end(up)
+
+        def lose() -> None:
+            if there is None:
+                self.coordinator.lost(peer, reason)
+            else:
+                self._to(there, lambda: there.lose(connection, reason))
+
+        way = connection.up if up else connection.down
+        self._time.at(max(way.arrives, self.now) + LATENCY_S[0], lose)
+
+    def _sent_away(self, peer: Peer, reason: str) -> None:
+        """Close a connection for the coordinator; the worker notices after the last message."""
+        if self._guests.pop(peer, None) is not None:
+            return
+        connection = self._connections.pop(peer)
+        if not connection.ended and not connection.dead:
+            connection.ended = True
+            self._end(connection, f"closed by the coordinator: {reason}", up=False)
+
+    def _closed(self, node: Node, peer: Peer, reason: str) -> None:
+        """Close a connection for a worker."""
+        own, connection = node.connection, self._connections.get(peer)
+        if own is not None and own.peer == peer:
+            node.connection, connection = None, own  # the coordinator may have closed it before
+        if connection is None:
+            return
+        if connection.to is not None:
+            del self._connections[peer]
+        if not connection.ended and not connection.dead:
+            connection.ended = True
+            up = connection.node is node
+            self._end(connection, f"closed by the worker: {reason}", up=up)
+
+
+def _coordinator_of(worker: type[Worker]) -> type[Coordinator]:
+    """Return the coordinator that workers of a kind have."""
+    if issubclass(worker, PipelineWorker):
+        return PipelineCoordinator
+    return MeshCoordinator if issubclass(worker, MeshWorker) else Coordinator

@@ -1,0 +1,418 @@
+"""F-DP-002 on traces broken by hand, and on all correct ways to share samples."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from entrenar_py.check.clauses import untold_epochs
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import Membership, Shard, Start, Trace, Update
+from entrenar_py.shared.verdict import Finding, Tally, Verdict
+from tests.check.clauses import traces
+from tests.check.clauses.traces import altered, broken, scenario, without
+
+SUBJECT = scenario(workload="linear")
+
+
+def sampled(steps: Sequence[Sequence[Sequence[int]]], subject: Scenario) -> Trace:
+    """Return a run in which `steps[step][rank]` are a rank's ids, in epochs of all samples."""
+    events: list[Shard | Update] = []
+    drawn = 0
+    for step, by_rank in enumerate(steps):
+        epoch = drawn // subject.num_samples
+        for rank, ids in enumerate(by_rank):
+            drawn += len(ids)
+            events += [
+                Shard(
+                    step=step,
+                    epoch=epoch,
+                    rank=rank,
+                    shard=0,
+                    ids=tuple(ids),
+                    loss_sum=1.0,
+                    weight=float(len(ids)),
+                    finite=True,
+                ),
+                Update(
+                    step=step,
+                    rank=rank,
+                    loss=1.0,
+                    weight=1.0,
+                    learning_rate=0.1,
+                    finite=True,
+                    weights={},
+                ),
+            ]
+    return traces.hand_written(*events, subject=subject)
+
+
+def six_samples(steps: Sequence[object], **changes: Any) -> Scenario:
+    """Return a run of six samples in batches of four on two workers, with the given steps."""
+    usual = {"workload": "own", "num_samples": 6, "batch_size": 4, "world_size": 2}
+    return scenario(**{**usual, "num_steps": len(steps), **changes})
+
+
+def test_a_sample_drawn_twice_in_a_step() -> None:
+    """If two workers draw the same sample, the second is named, with the sample."""
+    trace = traces.run(SUBJECT)
+    first = traces.one(trace, Shard, step=1, shard=0)
+    second = traces.one(trace, Shard, step=1, shard=4)
+    at = {"step": 1, "shard": 4}
+    found = broken(traces.judge("coverage", [altered(trace, Shard, at, ids=first.ids[:1])]))
+    assert (found.step, found.rank, found.shard) == (1, second.rank, 4)
+    assert found.sample_ids == first.ids[:1]
+
+
+def test_a_sample_drawn_again_later_in_the_epoch() -> None:
+    """The message says where it was drawn first."""
+    trace = traces.run(SUBJECT)
+    early = traces.one(trace, Shard, step=0, shard=0).ids
+    at = {"step": 2, "shard": 0}
+    found = broken(traces.judge("coverage", [altered(trace, Shard, at, ids=early[:1])]))
+    assert (found.step, found.shard, found.sample_ids) == (2, 0, early[:1])
+    assert "first drawn in step 0" in found.message
+
+
+def test_padding_with_duplicates() -> None:
+    """A short batch that is padded with its own samples is falsified."""
+    subject = scenario(workload="linear", num_samples=3, batch_size=3, world_size=2, num_steps=1)
+    found = broken(traces.judge("coverage", [sampled([[[0, 1], [2, 0]]], subject)]))
+    assert (found.step, found.rank, found.sample_ids) == (0, 1, (0,))
+
+
+def test_ranks_that_share_a_shard_draw_the_same() -> None:
+    """A rank that draws other samples than the rank it shares a shard with is named."""
+    steps = [[[0, 1], [2, 3]]]
+    apart = six_samples(steps, num_samples=4)
+    assert traces.judge("coverage", [sampled(steps, apart)]).verdict is Verdict.HELD
+    shared = traces.was(sampled(steps, apart), shared=True)
+    found = broken(traces.judge("coverage", [shared]))
+    assert (found.step, found.rank, found.sample_ids) == (0, 1, (0, 1, 2, 3))
+    assert "drew other samples for shard 0 than rank 0" in found.message
+
+
+def test_a_dropped_tail() -> None:
+    """An epoch without its last samples is falsified in the step that lacks them."""
+    trace = altered(traces.run(SUBJECT), Shard, {"step": 2}, ids=(), weight=0.0)
+    found = broken(traces.judge("coverage", [trace]))
+    assert found.step == 2
+    assert (found.expected, found.got) == ("2", "0")
+
+
+def test_an_epoch_that_ends_early_names_what_it_missed() -> None:
+    """A skipped step is reported when the next epoch begins, with the samples left out."""
+    trace = traces.run(SUBJECT)
+    missed = {i for s in trace.of(Shard) if s.step == 2 for i in s.ids}
+    skipped = without(without(trace, Shard, step=2), Update, step=2)
+    found = broken(traces.judge("coverage", [skipped]))
+    assert found.step == 2
+    assert set(found.sample_ids) == missed
+
+
+def test_an_id_outside_the_data_set() -> None:
+    """A sample id outside the data set is falsified."""
+    trace = altered(traces.run(SUBJECT), Shard, {"step": 0, "shard": 1}, ids=(12,))
+    found = broken(traces.judge("coverage", [trace]))
+    assert (found.step, found.shard, found.sample_ids) == (0, 1, (12,))
+
+
+def test_other_batches_with_other_workers() -> None:
+    """Each step must draw the same samples with any number of workers."""
+    subject = scenario(workload="linear", num_samples=4, batch_size=2, num_steps=2, world_size=2)
+    one = sampled([[[0, 1]], [[2, 3]]], subject.with_(world_size=1))
+    other = sampled([[[0], [2]], [[1], [3]]], subject)
+    found = broken(traces.judge("coverage", [other, one]))
+    assert (found.step, found.sample_ids) == (0, (1, 2))
+    assert "1 workers than with 2" in found.message
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param([[[0, 2], [1, 3]], [[4], [5]], [[0, 2], [1, 3]]], id="strided"),
+        pytest.param([[[0, 1, 2], [3]], [[4, 5], []], [[0], [1, 2, 3]]], id="uneven"),
+        pytest.param([[[0, 1], [2, 3]], [[4], [5]]], id="one epoch"),
+        pytest.param([[[3, 1], [5, 0]], [[2], [4]], [[5, 4], [3, 0]]], id="shuffled"),
+    ],
+)
+def test_right_ways_to_share(steps: list[list[list[int]]]) -> None:
+    """Strided, uneven, unshuffled and short batches hold if they are complete and disjoint."""
+    subject = six_samples(steps)
+    assert traces.judge("coverage", [sampled(steps, subject)]).verdict is Verdict.HELD
+
+
+@pytest.mark.parametrize("traits", [{}, {"epochs": "untold"}, {"population": "guessed"}])
+def test_an_epoch_whose_end_was_not_seen_is_open(traits: dict[str, str]) -> None:
+    """A script that was ended within its first epoch is never said to draw every sample."""
+    steps = [[[0, 1], [2, 3]]]
+    trace = traces.was(sampled(steps, six_samples(steps)), **traits)
+    finding = traces.judge("coverage", [trace])
+    assert (finding.verdict, finding.compared > 0) == (Verdict.INCONCLUSIVE, True)
+    assert finding.reason.startswith("no run came to the end of an epoch")
+    replaced = traces.was(trace, replacement=True)
+    assert traces.judge("coverage", [replaced]).verdict is Verdict.HELD
+
+
+def test_a_shuffled_epoch_of_all_numbers_from_0_on_has_ended() -> None:
+    """A part of it would lack some of them. In order they may be the first ones of a data set."""
+    order = random.Random(0).sample(range(24), 24)
+    for ids, verdict in ((order, Verdict.HELD), (sorted(order), Verdict.INCONCLUSIVE)):
+        steps = [[ids[at : at + 2], ids[at + 2 : at + 4]] for at in range(0, 24, 4)]
+        trace = sampled(steps, six_samples(steps, num_samples=24))
+        guessed = traces.was(trace, population="guessed")
+        assert traces.judge("coverage", [guessed]).verdict is verdict
+
+
+def test_empty_shards_are_no_alarm() -> None:
+    """Empty shards, as with more shards than samples, are right."""
+    subject = scenario(workload="linear", num_shards=9, num_samples=4, batch_size=3)
+    assert traces.judge("coverage", traces.family("coverage", subject)).verdict is Verdict.HELD
+
+
+def test_steps_that_were_not_committed_do_not_count() -> None:
+    """Shards of a step without an update, as before a halt, are not counted."""
+    trace = without(traces.run(SUBJECT), Update)
+    assert traces.judge("coverage", [trace]).verdict is Verdict.INCONCLUSIVE
+
+
+def test_the_order_of_logical_shards_is_part_of_the_bits() -> None:
+    """Two workers that promise bits must draw a batch in the same order as one worker."""
+    model, trace = (traces.run(scenario(num_shards=2, world_size=n)) for n in (1, 2))
+    first = next(e for e in trace.events if isinstance(e, Shard) and len(e.ids) > 1)
+    turned = altered(trace, Shard, {"step": first.step, "shard": first.shard}, ids=first.ids[::-1])
+    finding = traces.judge("coverage", [model, turned])
+    assert finding.verdict is Verdict.FALSIFIED
+    assert broken(finding).step == first.step
+
+
+WRAPPED = [[[0, 1], [2, 3]], [[4, 5], [5, 0]], [[1, 2], [3, 4]]]
+
+
+def wrapped(steps: Sequence[Sequence[Sequence[int]]] = WRAPPED) -> Trace:
+    """Return a run whose step 1 takes the end of epoch 0 and, on rank 1, the begin of epoch 1."""
+    return altered(sampled(steps, six_samples(steps)), Shard, {"step": 1, "rank": 1}, epoch=1)
+
+
+def test_a_batch_may_straddle_two_epochs() -> None:
+    """A batch may take the end of one epoch and the begin of the next."""
+    assert traces.judge("coverage", [wrapped()]).verdict is Verdict.HELD
+
+
+@pytest.mark.parametrize(
+    ("second", "step", "ids"),
+    [
+        pytest.param([[4, 3], [5, 0]], 1, (3,), id="again in the epoch that ends"),
+        pytest.param([[4], [5, 0, 1]], 1, (5,), id="the end left out"),
+        pytest.param([[4, 5], [5, 5]], 1, (5,), id="twice in the epoch that begins"),
+        pytest.param([[4, 5], [5]], 1, (), id="a short batch"),
+    ],
+)
+def test_a_batch_that_straddles_hides_nothing(
+    second: list[list[int]], step: int, ids: tuple[int, ...]
+) -> None:
+    """Padding, gaps and lost samples are found in a batch that spans two epochs."""
+    trace = wrapped([WRAPPED[0], second, WRAPPED[2]])
+    found = broken(traces.judge("coverage", [trace]))
+    assert (found.step, found.sample_ids) == (step, ids)
+
+
+def test_steps_that_were_rolled_back_are_drawn_again() -> None:
+    """Samples drawn again after a resume from a checkpoint count once."""
+    steps = [[[0, 1], [2, 3]], [[4], [5]]]
+    trace = sampled(steps, six_samples(steps))
+    starts = [Start(step=0, rank=rank, weights={}) for rank in (0, 1)]
+    back = [replace(start, step=1, resumed=True) for start in starts]
+    again = [event for event in trace.events if getattr(event, "step", 0) == 1]
+    whole = replace(trace, events=(*starts, *trace.events[:-1], *back, *again, trace.events[-1]))
+    assert traces.judge("coverage", [whole]).verdict is Verdict.HELD
+    unmarked = replace(trace, events=(*starts, *trace.events[:-1], *again, trace.events[-1]))
+    assert broken(traces.judge("coverage", [unmarked])).step == 1
+
+
+DROPPED = [[[0, 1], [2, 3]], [[5, 4], [3, 2]]]
+
+
+def dropping(steps: Sequence[Sequence[Sequence[int]]], **changes: Any) -> Trace:
+    """Return a run of two epochs of six samples, each of one batch of four."""
+    return altered(sampled(steps, six_samples(steps, **changes)), Shard, {"step": 1}, epoch=1)
+
+
+def test_a_tail_that_is_dropped_on_purpose() -> None:
+    """A user's trainer may drop an incomplete last batch if it declares so."""
+    said = traces.was(dropping(DROPPED), drop_last=True)
+    assert traces.judge("coverage", [said]).verdict is Verdict.HELD
+    found = broken(traces.judge("coverage", [dropping(DROPPED)]))
+    assert (found.step, found.sample_ids) == (0, (4, 5))
+
+
+def test_no_more_than_the_tail_may_be_dropped() -> None:
+    """`drop_last` excuses neither a short batch nor a batch left out."""
+    short = traces.was(dropping([[[0, 1], [2]], DROPPED[1]]), drop_last=True)
+    found = broken(traces.judge("coverage", [short]))
+    assert (found.step, found.expected, found.got) == (0, "4", "3")
+    lost = traces.was(dropping(DROPPED, num_samples=8), drop_last=True)
+    assert broken(traces.judge("coverage", [lost])).sample_ids == (4, 5, 6, 7)
+
+
+def test_a_run_that_ends_early_is_not_completed() -> None:
+    """Missing steps are named in a run with status completed, but not in a halted one."""
+    trace = traces.run(SUBJECT)
+    kept = tuple(event for event in trace.events if getattr(event, "step", 0) < 4)
+    found = broken(traces.judge("coverage", [replace(trace, events=kept)]))
+    assert found.step == 4
+    assert "steps [4, 5] of num_steps=6 were never made" in found.message
+    halted = (*kept[:-1], replace(trace.end, status="halted"))
+    assert traces.judge("coverage", [replace(trace, events=halted)]).verdict is Verdict.HELD
+
+
+def test_the_second_half_of_a_run_is_no_short_run() -> None:
+    """A trace that begins with a resume must have the steps from there on."""
+    steps = [[[0, 1], [2, 3]], [[4], [5]], [[0, 1], [2, 3]]]
+    trace = sampled(steps, six_samples(steps))
+    late = [event for event in trace.events if getattr(event, "step", 2) == 2]
+    starts = [Start(step=2, rank=rank, weights={}, resumed=True) for rank in (0, 1)]
+    half = replace(trace, events=(*starts, *late))
+    finding = traces.judge("coverage", [half])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert finding.reason.startswith("no run came to the end of an epoch")
+
+
+@pytest.mark.parametrize("stranger", [3, 7])
+def test_a_shard_by_a_stranger(stranger: int) -> None:
+    """A shard by a rank that is no worker of the scenario is falsified."""
+    trace = altered(traces.run(SUBJECT), Shard, {"step": 3, "shard": 2}, rank=stranger)
+    found = broken(traces.judge("coverage", [trace]))
+    assert (found.step, found.rank, found.shard) == (3, stranger, 2)
+    assert "takes no part" in found.message
+
+
+def test_a_shard_by_who_has_left() -> None:
+    """A worker may compute in the step in which it leaves, and again once it is back."""
+    subject = scenario(workload="linear", faults=(traces.leave(1, 1), traces.join(1, 4)))
+    trace = traces.run(subject)
+    assert trace.of(Membership)
+    for step, verdict in ((1, Verdict.HELD), (2, Verdict.FALSIFIED), (4, Verdict.HELD)):
+        ghost = altered(trace, Shard, {"step": step, "shard": 0}, rank=1)
+        assert traces.judge("coverage", [ghost]).verdict is verdict
+
+
+def test_a_worker_whose_start_was_not_recorded_is_no_stranger() -> None:
+    """A scenario's worker without a start is missing evidence for F-DP-001, not for this."""
+    trace = without(traces.run(SUBJECT), Start, rank=1)
+    assert traces.judge("coverage", [trace]).verdict is Verdict.HELD
+
+
+def test_samples_that_are_counted_and_not_named() -> None:
+    """A run without sample ids is inconclusive, and is not compared with one that has them."""
+    trace = traces.run(SUBJECT)
+    bare = altered(trace, Shard, {}, ids=())
+    for found in ([bare], [bare, traces.run(SUBJECT.with_(world_size=1))]):
+        finding = traces.judge("coverage", found)
+        assert finding.verdict is Verdict.INCONCLUSIVE
+        unknown = "the samples of steps 0, 1, 2, 3, 4 and later are unknown"
+        assert finding.reason == f"{unknown}: record Shard.ids"
+
+
+def test_updates_alone_cover_nothing() -> None:
+    """Updates without shards prove nothing about samples; a rank without shards is named."""
+    trace = traces.run(SUBJECT)
+    finding = traces.judge("coverage", [without(trace, Shard)])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "record a Shard with ids" in finding.reason
+    found = broken(traces.judge("coverage", [without(trace, Shard, rank=1, step=3)]))
+    assert found.message.endswith("; ranks 1 recorded no Shard of it")
+    finding = traces.judge("coverage", [without(trace, Shard, rank=1)])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert finding.reason.startswith("rank 1 made steps without a micro-batch: record a Shard")
+
+
+@pytest.mark.parametrize("others", [(), (1,)])
+@pytest.mark.parametrize("gap", ["step", "rank", "names"])
+def test_samples_that_are_unknown_in_places(gap: str, others: tuple[int, ...]) -> None:
+    """Unrecorded steps, ranks or ids are gaps. A sample drawn twice after one is found."""
+    own = traces.run(SUBJECT.with_(num_steps=9))
+    bare = {
+        "step": without(own, Shard, step=1),
+        "rank": without(own, Shard, rank=1),
+        "names": altered(own, Shard, {"rank": 1}, ids=()),
+    }[gap]
+    beside = [traces.run(SUBJECT.with_(num_steps=9, world_size=n)) for n in others]
+    for family in ([bare, *beside], [*beside, bare]):
+        assert traces.judge("coverage", family).verdict is Verdict.INCONCLUSIVE
+    early = traces.one(own, Shard, step=3, rank=0).ids
+    again = altered(bare, Shard, {"step": 5, "rank": 0}, ids=early)
+    found = broken(traces.judge("coverage", [again, *beside]))
+    assert (found.step, found.rank) == (5, 0)
+
+
+def test_steps_before_a_gap_are_counted() -> None:
+    """A lost sample is found even if later steps are unknown."""
+    trace = altered(traces.run(SUBJECT), Shard, {"step": 1, "rank": 1}, ids=(), weight=0.0)
+    found = broken(traces.judge("coverage", [without(trace, Shard, step=4)]))
+    assert found.step == 1
+
+
+def test_replicas_that_draw_the_same_samples_with_replacement() -> None:
+    """Each is to draw its own, and by chance they never draw alike in every step."""
+    subject = six_samples([1, 2], num_samples=20, batch_size=10)
+    alike = [[[1, 5, 9, 2, 7], [1, 5, 9, 2, 7]], [[3, 0, 11, 4, 12], [3, 0, 11, 4, 12]]]
+    apart = [alike[0], [[3, 0, 11, 4, 12], [3, 0, 11, 4, 13]]]
+    runs = [traces.was(sampled(steps, subject), replacement=True) for steps in (alike, apart)]
+    found = broken(traces.judge("coverage", [runs[0]]))
+    assert (found.step, found.rank) == (0, 1)
+    assert "ranks 0 and 1 draw the same samples in every step" in found.message
+    assert traces.judge("coverage", [runs[1]]).verdict is not Verdict.FALSIFIED
+    shared = traces.was(runs[0], shared=True)
+    assert traces.judge("coverage", [shared]).verdict is not Verdict.FALSIFIED
+
+
+def test_samples_drawn_with_replacement() -> None:
+    """With declared replacement samples may repeat, but must be of the data set and the same in a
+    second run that was told its seed. With another number of workers they may differ.
+    """
+    steps = [[[0, 0], [3, 1]], [[0, 5], [2, 2]]]
+    subject = six_samples(steps)
+    assert "drawn again" in broken(judged(sampled(steps, subject))).message
+    alone = replacing([[[1, 1, 2, 3]], [[4, 4, 0, 1]]], subject.with_(world_size=1))
+    finding = judged(replacing(steps, subject), alone)
+    assert finding.verdict is Verdict.HELD, finding.reason
+    assert "drawn with replacement" in finding.notes[0]
+    strange = replacing([[[0, 0], [3, 6]], steps[1]], subject)
+    assert "outside 0 .. 5" in broken(judged(strange)).message
+    other = replacing([[[0, 1], [3, 1]], steps[1]], subject.with_(repeat=1))
+    unseeded = judged(replacing(steps, subject), other)
+    assert unseeded.verdict is Verdict.INCONCLUSIVE, unseeded
+    runs = [traces.was(run, seeded=True) for run in (replacing(steps, subject), other)]
+    assert "draws other samples" in broken(judged(*runs)).message
+
+
+def replacing(steps: Sequence[Sequence[Sequence[int]]], subject: Scenario) -> Trace:
+    """Return a run that draws with replacement."""
+    return traces.was(sampled(steps, subject), replacement=True)
+
+
+def judged(*runs: Trace) -> Finding:
+    """Judge coverage of `runs`."""
+    return traces.judge("coverage", runs)
+
+
+@pytest.mark.parametrize(
+    ("steps", "is_right"),
+    [
+        ([[0, 1], [2, 3], [4, 2], [0, 1], [3, 4]], True),  # two epochs of five samples
+        ([[0, 1], [2, 3], [3, 2], [0, 1], [3, 4]], False),
+        ([[0, 1], [2, 3], [4, 2], [2, 1], [3, 4]], False),
+    ],
+)
+def test_a_sampler_that_never_ends(steps: list[list[int]], is_right: bool) -> None:
+    """One pass through its loader has epoch after epoch; a step may have samples of two."""
+    own = scenario(num_samples=5, batch_size=2, num_steps=len(steps), world_size=2)
+    trace = sampled([[[first], [second]] for first, second in steps], own)
+    tally = Tally("F-DP-002")
+    untold_epochs.judge(tally, traces.was(trace, population="guessed"), trace)
+    assert (tally.broken is None and not tally.missing) is is_right, tally.missing

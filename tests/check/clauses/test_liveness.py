@@ -1,0 +1,487 @@
+"""F-TI-004 on handwritten traces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+
+from entrenar_py.shared.scenario import OBSERVED
+from entrenar_py.shared.trace import Declared, Ruled, Shard, Start, Trace, Update
+from entrenar_py.shared.verdict import Finding, Verdict
+from tests.check.clauses import traces
+from tests.check.clauses.traces import broken, scenario, values
+
+
+def moving(
+    weights: Sequence[float],
+    gradients: Sequence[float] | None = None,
+    frozen: Sequence[float] | None = None,
+    learning_rate: float = 0.1,
+) -> Trace:
+    """Return a run of one worker whose only weight takes `weights`, the first before step 0."""
+    frozen = frozen or [5.0] * len(weights)
+    start = Start(
+        step=0,
+        rank=0,
+        weights={"w": values(weights[0]), "e": values(frozen[0])},
+        trainable=("w",),
+        frozen=("e",),
+    )
+    updates = [
+        Update(
+            step=step,
+            rank=0,
+            loss=1.0,
+            weight=1.0,
+            learning_rate=learning_rate,
+            finite=True,
+            weights={"w": values(weight), "e": values(frozen[step + 1])},
+            gradient={} if gradients is None else {"w": values(gradients[step])},
+        )
+        for step, weight in enumerate(weights[1:])
+    ]
+    return traces.hand_written(start, *updates)
+
+
+def passes() -> list[Shard]:
+    """Return three steps' micro-batches, which gave the weight a gradient."""
+    return [
+        Shard(
+            step=step,
+            epoch=0,
+            rank=0,
+            shard=0,
+            ids=(0,),
+            loss_sum=1.0,
+            weight=1.0,
+            finite=True,
+            gradient={"w": values(0.5)},
+        )
+        for step in range(3)
+    ]
+
+
+def test_a_weight_that_never_moves() -> None:
+    """A trainable tensor that the optimizer does not hold never changes, and is named."""
+    trace = moving([1, 1, 1, 1, 1], gradients=[0.5] * 4)
+    found = broken(traces.judge("liveness", [trace]))
+    assert (found.step, found.rank, found.tensor) == (2, 0, "w")
+    assert found.got == values(1).digest
+
+
+@pytest.mark.parametrize(("names", "is_told"), [(("e",), True), (("e", "w"), False), ((), False)])
+def test_a_weight_that_is_in_no_group(names: tuple[str, ...], is_told: bool) -> None:
+    """That no optimizer has it is the cause, if it is known what they have."""
+    trace = moving([1, 1, 1, 1, 1], gradients=[0.5] * 4)
+    rule = Ruled(step=0, rank=0, rule="SGD", names=names, constants={})
+    trace = replace(trace, events=(rule, *trace.events))
+    message = broken(traces.judge("liveness", [trace])).message
+    assert ("no optimizer has it in a group" in message) == is_told
+
+
+def of_own(**weights: Sequence[float]) -> Trace:
+    """Return a run whose weights a class of the script's own steps. All have gradients."""
+    by_step = [
+        dict(zip(weights, map(values, some), strict=True))
+        for some in zip(*weights.values(), strict=True)
+    ]
+    trace = moving([1] * len(by_step))
+    names = (*weights,)
+    rule = Ruled(step=0, rank=0, rule="", names=names, constants={}, derived=True)
+    start = replace(trace.of(Start)[0], weights=by_step[0], trainable=names, frozen=())
+    gradient = dict.fromkeys(names, values(0.5))
+    return traces.hand_written(
+        rule,
+        start,
+        *(
+            replace(update, weights=after, gradient=gradient)
+            for update, after in zip(trace.of(Update), by_step[1:], strict=True)
+        ),
+    )
+
+
+def test_tensors_that_an_own_rule_steps_in_turn() -> None:
+    """One that moves later is alive. One whose turn did not come is open, and not dead."""
+    late = of_own(u=[1, 2, 2, 2, 2], v=[1, 1, 2, 3, 3], w=[1, 1, 1, 1, 2])
+    assert traces.judge("liveness", [late]).verdict is Verdict.HELD
+    never = of_own(u=[1, 2, 2, 2, 2], v=[1, 1, 2, 3, 4], w=[1, 1, 1, 1, 1])
+    found = traces.judge("liveness", [never])
+    assert found.verdict is Verdict.INCONCLUSIVE
+    assert "its turn did not come; run longer" in found.reason
+
+
+def test_a_tensor_that_an_own_rule_forgets() -> None:
+    """The others have no turns: they move in every step that moves any."""
+    forgetful = of_own(u=[1, 2, 2, 3, 4], v=[1, 2, 2, 3, 3], w=[1] * 5)
+    assert broken(traces.judge("liveness", [forgetful])).tensor == "w"
+
+
+def test_a_rate_of_its_own() -> None:
+    """A tensor whose parameter group has rate zero need not change; others must."""
+    trace = moving([1, 1, 1, 1, 1], gradients=[0.5] * 4)
+    events = [
+        replace(one, rates={"w": 0.0}) if isinstance(one, Update) else one for one in trace.events
+    ]
+    assert traces.judge("liveness", [replace(trace, events=tuple(events))]).counterexample is None
+
+
+def test_a_gradient_that_has_no_effect() -> None:
+    """A weight kept in bfloat16 stays unchanged under updates that float32 would show."""
+    trace = moving([1, 1, 1, 1], gradients=[0.0, 1e-3, 0.0])
+    assert broken(traces.judge("liveness", [trace])).tensor == "w"
+
+
+@pytest.mark.parametrize(
+    ("weights", "is_bfloat16"),
+    [
+        pytest.param([1.0] * 16, False, id="a norm's scale, still one"),
+        pytest.param([0.1875] * 16, False, id="one number"),
+        pytest.param([0.75 + n / 128 for n in range(16)], True, id="numbers of few bits"),
+        pytest.param([0.75 + n / 2**20 for n in range(16)], False, id="float32"),
+    ],
+)
+def test_the_precision_is_blamed_if_many_numbers_show_it(
+    weights: list[float], is_bfloat16: bool
+) -> None:
+    """A float32 tensor that the optimizer doesn't hold may be constant, and is not bfloat16."""
+    trace = moving([1] * 4, gradients=[0.5] * 3)
+    fixed = {"w": values(*weights), "e": values(5.0)}
+    trace = traces.altered(trace, Start, {}, weights=fixed)
+    slope = {"w": values(*[0.5] * len(weights))}
+    trace = traces.altered(trace, Update, {}, weights=fixed, gradient=slope)
+    message = broken(traces.judge("liveness", [trace])).message
+    assert ("bfloat16" in message) is is_bfloat16
+
+
+def test_a_frozen_tensor_that_moves() -> None:
+    """A frozen tensor changed by weight decay is found in the step in which it changes."""
+    found = broken(traces.judge("liveness", [moving([1, 2, 3, 4], frozen=[5, 5, 4, 4])]))
+    assert (found.step, found.rank, found.tensor, found.element) == (1, 0, "e", 0)
+    assert "frozen" in found.message
+
+
+@pytest.mark.parametrize(
+    "trace",
+    [
+        pytest.param(moving([1, 1, 1, 2]), id="rests for two steps, like LoRA's A"),
+        pytest.param(moving([1, 1, 1, 1], gradients=[0, 1e-7, 0]), id="below half an ulp"),
+        pytest.param(moving([1, 1, 1]), id="too short a run"),
+        pytest.param(moving([1, 1, 1, 1, 1], learning_rate=0.0), id="learning rate zero"),
+    ],
+)
+def test_a_tensor_may_rest(trace: Trace) -> None:
+    """A tensor without a reason to change may stay unchanged."""
+    assert traces.judge("liveness", [trace]).verdict is not Verdict.FALSIFIED
+
+
+def test_a_tensor_without_gradient() -> None:
+    """A tensor that never changes, and whose gradient is always zero, is inconclusive."""
+    finding = traces.judge("liveness", [moving([1, 1, 1, 1, 1], gradients=[0] * 4)])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert finding.reason.startswith("w never moved and its gradient was zero in all steps on rank")
+
+
+def test_an_expert_that_is_used_late() -> None:
+    """A tensor may stay unchanged while its gradient is exactly zero, if it changes later."""
+    trace = moving([1, 1, 1, 1, 1, 2], gradients=[0, 0, 0, 0, 1])
+    assert traces.judge("liveness", [trace]).verdict is Verdict.HELD
+
+
+@pytest.mark.parametrize("end", [1, 2])
+def test_a_late_gradient_without_effect(end: float) -> None:
+    """A gradient large enough to change its weight must do so, even if the weight changes later."""
+    trace = moving([1, 1, 1, 1, 1, end], gradients=[0, 0, 0, 0.5, 0.5])
+    assert broken(traces.judge("liveness", [trace])).tensor == "w"
+
+
+def test_a_tensor_that_is_recorded_now_and_then() -> None:
+    """After the first steps weights may be recorded in some steps only."""
+    trace = moving([1, 1, 1, 1, 5, 2], gradients=[0, 0, 0, 1, 1])
+    sparse = traces.altered(trace, Update, {"step": 3}, weights={"e": values(5.0)})
+    assert traces.judge("liveness", [sparse]).verdict is Verdict.HELD
+
+
+def test_clipping_shortens_what_must_move() -> None:
+    """A gradient clipped to below half an ulp may leave its weight at rest."""
+    trace = moving([1, 1, 1, 1], gradients=[1e-3] * 3)
+    clipped = traces.altered(trace, Update, {}, grad_norm=1e3, applied_norm=1e-2)
+    assert traces.judge("liveness", [clipped]).verdict is not Verdict.FALSIFIED
+
+
+def test_a_gradient_that_was_not_recorded() -> None:
+    """Without the gradient of an unchanged tensor the run is inconclusive, with advice."""
+    finding = traces.judge("liveness", [moving([1, 1, 1, 1])])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "record Start.weights and Update.gradient with values" in finding.reason
+
+
+def test_a_tensor_that_nothing_used() -> None:
+    """A tensor that alone has no gradient never had one; its values are not asked for."""
+    trace = moving([1, 1, 1, 1])
+    other = traces.altered(trace, Update, {}, gradient={"other": traces.values(1.0)})
+    finding = traces.judge("liveness", [other])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "never had a gradient on rank 0" in finding.reason
+
+
+def test_a_tensor_that_is_used_in_some_steps() -> None:
+    """A gradient that was zero where there was one is not said to have been zero in all steps."""
+    trace = moving([1, 1, 1, 1], gradients=[0] * 3)
+    other = traces.altered(trace, Update, {"step": 1}, gradient={"other": values(1.0)})
+    finding = traces.judge("liveness", [other])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "its gradient was zero in the steps that had one on rank 0" in finding.reason
+
+
+def test_a_gradient_that_never_came_to_the_optimizer() -> None:
+    """If a shard had a gradient and no update has one, a bug cleared it."""
+    trace = moving([1, 1, 1, 1])
+    shards = passes()
+    found = broken(traces.judge("liveness", [replace(trace, events=(*shards, *trace.events))]))
+    assert (found.step, found.tensor) == (2, "w")
+
+
+@pytest.mark.parametrize(("size", "is_open"), [(1, False), (2, True)])
+def test_a_gradient_that_a_script_takes_away_on_one_worker(size: int, is_open: bool) -> None:
+    """It may do so for an epoch, which is longer there; the run on several is judged."""
+    trace = moving([1, 1, 1, 1])
+    events = [
+        replace(event, gradient={"e": values(0.5)}) if isinstance(event, Update) else event
+        for event in trace.events
+    ]
+    shards = passes()
+    own = trace.scenario.with_(system=OBSERVED, workload="own", world_size=size)
+    run = replace(trace, scenario=own, events=(*shards, *events))
+    finding = traces.judge("liveness", [run])
+    assert (finding.verdict is Verdict.FALSIFIED) is is_open, finding.reason
+
+
+def test_weights_that_were_not_recorded() -> None:
+    """A declared tensor without recorded weights is missing, not falsified."""
+    trace = traces.altered(moving([1, 2, 3, 4]), Update, {"step": 1}, weights={})
+    finding = traces.judge("liveness", [trace])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "rank 0 recorded no weights of frozen e in step 1: record Start" in finding.reason
+
+
+def test_updates_without_a_start() -> None:
+    """Without a Start no tensor is declared trainable or frozen."""
+    finding = traces.judge("liveness", [traces.without(moving([1, 1, 1, 1]), Start)])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+
+
+def test_a_frozen_tensor_is_known_after_every_step() -> None:
+    """A frozen tensor without recorded weights in some step may have changed there."""
+    trace = moving([1, 2, 3, 4])
+    bare = traces.altered(trace, Update, {"step": 2}, weights={"w": values(4.0)})
+    finding = traces.judge("liveness", [bare])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "recorded no weights of frozen e in step 2: record" in finding.reason
+
+
+def test_one_rank_without_a_start() -> None:
+    """The trainable tensors of a rank without a Start are unknown, whatever others declared."""
+    trace = traces.without(traces.run(scenario()), Start, rank=1)
+    finding = traces.judge("liveness", [trace])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert finding.reason.startswith(
+        "rank 1 made updates from an unknown start in step 0: record a Start"
+    )
+
+
+def test_adapters_of_the_decoder_hold() -> None:
+    """LoRA's A stays unchanged in step 0, while B is zero; its frozen weights always do."""
+    subject = scenario(workload="decoder", num_samples=4, batch_size=4, num_steps=3)
+    finding = traces.judge("liveness", [traces.run(subject)])
+    assert finding.verdict is Verdict.HELD
+
+
+def test_tensors_that_were_not_declared_or_not_recorded() -> None:
+    """A Start that names no trainable tensor, or a frozen tensor without weights, is missing."""
+    for changes, missing in (
+        (
+            {"trainable": ()},
+            "rank 0 named no trainable tensor before the first step: record Start.tr",
+        ),
+        (
+            {"frozen": ("e", "f")},
+            "rank 0 recorded no weights of frozen f before the first step and later",
+        ),
+    ):
+        finding = traces.judge(
+            "liveness", [traces.altered(moving([1, 2, 3, 4]), Start, {}, **changes)]
+        )
+        assert finding.verdict is Verdict.INCONCLUSIVE
+        assert finding.reason.startswith(missing)
+
+
+def test_what_the_script_declares() -> None:
+    """A declaration counts, whatever requires a gradient; without one a change is inconclusive."""
+    trace = moving([1, 2, 3, 4], frozen=[5, 5, 4, 4])
+    begun, rest = trace.events[:1], trace.events[1:]
+
+    def judged(frozen: tuple[str, ...] | None) -> Finding:
+        declared = Declared(step=0, rank=0, frozen=frozen)
+        return traces.judge("liveness", [replace(trace, events=(*begun, declared, *rest))])
+
+    undeclared = judged(None)
+    assert undeclared.verdict is Verdict.INCONCLUSIVE
+    assert "e changed in step 1 without a gradient" in undeclared.reason
+    assert "which nobody declared" in undeclared.notes[0]
+    assert broken(judged(("e",))).message == "a frozen tensor changed: e differs"
+    assert judged(()).verdict is Verdict.HELD
+    assert broken(judged(("e", "w"))).message.startswith("a frozen tensor changed (it requires a")
+
+
+def test_a_tensor_that_should_train_and_requires_no_gradient() -> None:
+    """What is not declared frozen must train: a tensor without a gradient is named."""
+    trace = moving([1, 2, 3, 4])
+    declared = Declared(step=0, rank=0, frozen=())
+    events = (*trace.events[:1], declared, *trace.events[1:])
+    found = broken(traces.judge("liveness", [replace(trace, events=events)]))
+    assert (found.step, found.tensor) == (2, "e")
+    assert "requires no gradient" in found.message
+
+
+def named(
+    weights: Sequence[Mapping[str, Sequence[float]]], shapes: Mapping[str, tuple[int, ...]]
+) -> Trace:
+    """Return a script's run whose tensors take `weights`; those named `a` or `b` are trained."""
+    held = [{name: values(*numbers) for name, numbers in step.items()} for step in weights]
+    trained = tuple(name for name in shapes if name.rpartition(".")[2] in ("a", "b", "fast"))
+    start = Start(
+        step=0,
+        rank=0,
+        weights=held[0],
+        trainable=trained,
+        frozen=tuple(name for name in shapes if name not in trained),
+        shapes=shapes,
+    )
+    updates = [
+        Update(
+            step=step,
+            rank=0,
+            loss=None,
+            weight=1.0,
+            learning_rate=0.1,
+            finite=True,
+            weights=one,
+            gradient={name: values(*[0.5] * len(weights[0][name])) for name in trained},
+        )
+        for step, one in enumerate(held[1:])
+    ]
+    return traces.hand_written(start, *updates, Declared(step=0, rank=0))
+
+
+SHAPES = {"0.base": (2, 3), "0.a": (1, 3), "0.b": (2, 1), "1.base": (3,)}
+ADAPTERS = [([0.5, 1.0, -1.0 + step], [1.0 + step, 2.0]) for step in range(5)]
+
+
+def adapted(base: Sequence[Sequence[float]]) -> Trace:
+    """Return a run of adapters, whose frozen weight takes the values of `base`."""
+    steps = [
+        {"0.base": weight, "0.a": first, "0.b": second, "1.base": [1.0, 2.0, 3.0]}
+        for weight, (first, second) in zip(base, ADAPTERS, strict=True)
+    ]
+    return named(steps, SHAPES)
+
+
+def merged(scale: float, after: int) -> list[float]:
+    """Return a frozen weight of ones with the product of the adapters after a step."""
+    first, second = ADAPTERS[after]
+    return [1 + scale * row * column for row in second for column in first]
+
+
+def test_adapters_that_are_merged_and_go_on() -> None:
+    """A frozen weight that moves by the product of its adapters counts them twice from there."""
+    base = [[1.0] * 6, [1.0] * 6, merged(0.5, 1), merged(0.5, 1), merged(0.5, 1)]
+    found = broken(traces.judge("liveness", [adapted(base)]))
+    assert (found.step, found.tensor) == (1, "0.base")
+    assert "adapters were merged into what they adapt" in found.message
+
+
+@pytest.mark.parametrize("left", [0.0, 0.5])
+def test_adapters_that_are_emptied_as_they_are_merged(left: float) -> None:
+    """They may begin anew from a weight that holds what they have learned (ReLoRA)."""
+    base = [[1.0] * 6, [1.0] * 6, merged(0.5, 1), merged(0.5, 1), merged(0.5, 1)]
+    trace = traces.altered(adapted(base), Update, {"step": 1}, edited={"0.b": values(left, 0.0)})
+    due = Verdict.INCONCLUSIVE if left else Verdict.HELD
+    assert traces.judge("liveness", [trace]).verdict is due
+
+
+def test_adapters_that_are_merged_and_taken_out_again() -> None:
+    """A rounding is left of it, which is no move, and no multiple of their product."""
+    base = [[1.0] * 6, [1.0] * 6, [1.0 + 2.0**-23] * 6, [1.0] * 6, [1.0] * 6]
+    assert traces.judge("liveness", [adapted(base)]).verdict is Verdict.HELD
+
+
+def test_a_frozen_weight_that_moves_otherwise_is_left_open() -> None:
+    """A memory or a codebook may be written to on purpose."""
+    base = [[1.0 + step * n for n in range(6)] for step in range(5)]
+    finding = traces.judge("liveness", [adapted(base)])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "nobody declared whether it may" in finding.reason
+
+
+@pytest.mark.parametrize("num_shrunk", [1, 2])
+def test_weight_decay_by_hand_of_all_frozen_tensors(num_shrunk: int) -> None:
+    """What multiplies every frozen tensor by one number means other ones; one may be a memory."""
+    factors = [0.999**step for step in range(5)]
+    steps = [
+        {
+            "0.base": [factor * n for n in range(1, 7)],
+            "0.a": first,
+            "0.b": second,
+            "1.base": [(factor if num_shrunk == 2 else 1.0) * n for n in (1.0, 2.0, 3.0)],
+        }
+        for factor, (first, second) in zip(factors, ADAPTERS, strict=True)
+    ]
+    finding = traces.judge("liveness", [named(steps, SHAPES)])
+    due = Verdict.FALSIFIED if num_shrunk == 2 else Verdict.INCONCLUSIVE
+    assert finding.verdict is due
+    assert ("decays weights by hand" in finding.reason) is (num_shrunk == 2)
+
+
+def test_an_average_is_found_among_tensors_of_the_same_size() -> None:
+    """What a tensor without a gradient follows is the one that it moves to, not the first one."""
+    slow, steps = 0.0, []
+    for step in range(5):
+        steps.append(
+            {"x.fast": [step, 1.0], "y.fast": [-2.0 * step, 3.0], "slow.y.fast": [slow, 3.0]}
+        )
+        slow += 0.25 * (-2.0 * step - slow)
+    trace = named(steps, dict.fromkeys(steps[0], (2,)))
+    start = {"trainable": ("x.fast", "y.fast"), "frozen": ("slow.y.fast",)}
+    finding = traces.judge("liveness", [traces.altered(trace, Start, {}, **start)])
+    assert finding.verdict is Verdict.HELD
+
+
+@pytest.mark.parametrize("slope", [0.5, 0.0])
+def test_a_bias_that_the_loss_can_not_see(slope: float) -> None:
+    """Its layer's weight has a gradient, so it is used; a loss of differences cancels it out.
+
+    Some passes train another model.
+    """
+    trained = {"1.weight": (2, 2), "1.bias": (2,)}
+    weights = [{"1.weight": [1.0 + step, 1, 1, 1], "1.bias": [1.0, 1.0]} for step in range(5)]
+    gave = {"1.weight": values(*[slope] * 4), "1.bias": values(0.0, 0.0)}
+    trace = traces.altered(named(weights, trained), Start, {}, trainable=(*trained,), frozen=())
+    trace = traces.altered(trace, Update, {}, gradient=gave)
+    shards = [
+        Shard(
+            step=n,
+            epoch=0,
+            rank=0,
+            shard=0,
+            ids=(n,),
+            loss_sum=1.0,
+            weight=1.0,
+            finite=True,
+            gradient=gave if n % 2 else {"2.weight": values(1.0)},
+        )
+        for n in range(4)
+    ]
+    finding = traces.judge("liveness", [replace(trace, events=(*shards, *trace.events))])
+    assert (finding.verdict is Verdict.HELD) is (slope > 0)

@@ -1,0 +1,277 @@
+"""F-TI-003 on traces broken by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from entrenar_py.check.clauses import CHECKS
+from entrenar_py.check.evidence import rates
+from entrenar_py.shared.trace import Shard, Start, Trace, Update
+from entrenar_py.shared.verdict import Verdict
+from tests.check.clauses import traces
+from tests.check.clauses.traces import altered, broken, scenario, without
+
+SUBJECT = scenario(stops=(2, 4), dropout=0.3, optimizer="momentum", schedule="cosine")
+
+
+def pair() -> tuple[Trace, Trace]:
+    """Return the stopped run and the straight one."""
+    stopped, straight = traces.family("resume", SUBJECT)
+    return stopped, straight
+
+
+def test_other_samples_after_the_resume() -> None:
+    """A sampler that restarts is found, with the samples that moved."""
+    stopped, straight = pair()
+    shard = traces.one(stopped, Shard, step=3, shard=1)
+    at = {"step": 3, "shard": 1}
+    found = broken(traces.judge("resume", [altered(stopped, Shard, at, ids=(11,)), straight]))
+    assert (found.step, found.rank, found.shard) == (3, shard.rank, 1)
+    assert set(found.sample_ids) == {11} ^ set(shard.ids)
+
+
+def test_another_order_of_the_same_samples() -> None:
+    """The order of samples in a shard counts."""
+    subject = scenario(stops=(2,), num_shards=3, world_size=1)
+    stopped, straight = traces.family("resume", subject)
+    shard = traces.one(stopped, Shard, step=3, shard=0)
+    assert len(shard.ids) > 1
+    at = {"step": 3, "shard": 0}
+    turned = altered(stopped, Shard, at, ids=shard.ids[::-1])
+    assert broken(traces.judge("resume", [turned, straight])).sample_ids == shard.ids[::-1]
+
+
+def test_other_random_numbers() -> None:
+    """A random stream that was not restored is found."""
+    stopped, straight = pair()
+    changed = altered(stopped, Shard, {"step": 4, "shard": 0}, draws="other")
+    found = broken(traces.judge("resume", [changed, straight]))
+    assert (found.step, found.shard, found.got) == (4, 0, "other")
+
+
+@pytest.mark.parametrize("unseeded", [False, True])
+def test_what_a_script_that_seeds_nothing_draws_after_a_stop(unseeded: bool) -> None:
+    """Random numbers after a resume are new ones, unless the script seeds itself."""
+    stopped, straight = pair()
+    changed = altered(stopped, Shard, {"step": 4, "shard": 0}, draws="other")
+    runs = [_of_a_script(trace, unseeded=unseeded) for trace in (changed, straight)]
+    finding = traces.judge("resume", runs)
+    expected = Verdict.INCONCLUSIVE if unseeded else Verdict.FALSIFIED
+    assert finding.verdict is expected, finding.reason
+    assert ("seeds nothing" in finding.reason) is unseeded
+    whole = traces.judge(
+        "resume", [_of_a_script(trace, unseeded=unseeded) for trace in (stopped, straight)]
+    )
+    assert whole.verdict is Verdict.HELD, whole.reason
+
+
+def _of_a_script(trace: Trace, *, unseeded: bool) -> Trace:
+    own = trace.scenario.with_(system="command", workload="own")
+    return traces.was(replace(trace, scenario=own, promises=()), unseeded=unseeded)
+
+
+@pytest.mark.parametrize("part", ["weights", "optimizer", "buffers"])
+def test_another_state(part: str) -> None:
+    """State that was not restored is found in the first step after the resume."""
+    stopped, straight = pair()
+    tensors = getattr(stopped.of(Update)[0], part)
+    name = next(iter(tensors))
+    bad = {part: traces.swapped(tensors, name, traces.values(0.0))}
+    found = broken(
+        traces.judge("resume", [altered(stopped, Update, {"step": 2, "rank": 1}, **bad), straight])
+    )
+    assert (found.step, found.rank, found.tensor) == (2, 1, name)
+
+
+def test_another_learning_rate() -> None:
+    """A schedule that restarts is found, even if nothing else differs."""
+    stopped, straight = pair()
+    changed = altered(stopped, Update, {"step": 5, "rank": 2}, learning_rate=0.05)
+    found = broken(traces.judge("resume", [changed, straight]))
+    assert (found.step, found.rank, found.got) == (5, 2, "0.05")
+    assert "another learning rate, 0.05 and not " in found.message
+
+
+def test_a_rate_is_looked_for_in_other_steps_only_where_it_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All steps are searched for a wrong rate, and for no right one."""
+    sought: list[float] = []
+
+    def only_step(_name: object, rate: float, _updates: object) -> None:
+        sought.append(rate)
+
+    monkeypatch.setattr(rates, "only_step", only_step)
+    stopped, straight = pair()
+    assert traces.judge("resume", [stopped, straight]).verdict is Verdict.HELD
+    assert not sought
+    changed = altered(stopped, Update, {"step": 4}, learning_rate=0.05)
+    broken(traces.judge("resume", [changed, straight]))
+    assert sought == [0.05]
+
+
+def test_the_straight_run_is_needed() -> None:
+    """A stopped run without the straight one is inconclusive."""
+    finding = traces.judge("resume", [traces.run(SUBJECT)])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "record one with stops=() in its scenario" in finding.reason
+    other = traces.run(SUBJECT.with_(stops=(), num_steps=5))
+    finding = traces.judge("resume", [traces.run(SUBJECT), other])
+    assert finding.reason.endswith("the nearest other trace differs in num_steps (5, needed 6)")
+
+
+def test_a_run_is_not_compared_with_itself() -> None:
+    """A run that resumed, without a planned stop in its scenario, is no straight run."""
+    stopped, _ = pair()
+    finding = traces.judge("resume", [replace(stopped, scenario=SUBJECT.with_(stops=()))])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "must say so by stops=(2,) in its scenario" in finding.reason
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+@pytest.mark.parametrize(("field", "unknown"), [("ids", ()), ("draws", None), ("gradient", {})])
+def test_what_one_run_did_not_record(silent: int, field: str, unknown: object) -> None:
+    """Samples and draws that only one of the runs recorded are missing, not different."""
+    runs = list(pair())
+    runs[silent] = altered(runs[silent], Shard, {}, **{field: unknown})
+    for check in ("resume", "determinism"):
+        finding = traces.judge(check, [replace(one, scenario=SUBJECT) for one in runs])
+        assert finding.verdict is not Verdict.FALSIFIED, finding
+    finding = traces.judge("resume", runs)
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert f"record Shard.{field} in both" in finding.reason
+
+
+def test_a_resume_that_was_planned_and_not_seen() -> None:
+    """A planned stop without a resume, and one rank's missing steps, are inconclusive."""
+    stopped, straight = pair()
+    for bare, missing in (
+        (without(stopped, Start, resumed=True, step=4), "to stop before step 4, and no resume was"),
+        (without(stopped, Update, rank=1), "rank 1 recorded step 0 in one run only"),
+    ):
+        finding = traces.judge("resume", [bare, straight])
+        assert finding.verdict is Verdict.INCONCLUSIVE
+        assert missing in finding.reason
+
+
+@pytest.mark.parametrize("part", ["optimizer", "buffers"])
+def test_state_that_is_gone_after_the_resume(part: str) -> None:
+    """State recorded in every step before the resume, and in none after it, was lost."""
+    stopped, straight = pair()
+    for step in (2, 3, 4, 5):
+        stopped = altered(stopped, Update, {"step": step}, **{part: {}})
+    found = broken(traces.judge("resume", [stopped, straight]))
+    assert found.step == 2
+    assert f"({part}): only expected holds" in found.message
+
+
+def test_a_run_without_stops_shows_nothing() -> None:
+    """Two straight runs are inconclusive."""
+    finding = traces.judge("resume", [traces.run(scenario())])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "stopped and resumed" in finding.reason
+
+
+@pytest.mark.parametrize("system", ["reference", "textbook"])
+def test_a_resume_after_a_loss_holds(system: str) -> None:
+    """A resume with fewer workers than at the start holds, and so does a moved shard."""
+    subject = scenario(system=system, stops=(4,), faults=(traces.leave(0, 2),), dropout=0.2)
+    finding = traces.judge("resume", traces.family("resume", subject))
+    assert finding.verdict is Verdict.HELD, finding
+
+
+def test_a_shard_that_moved_is_left_to_its_step() -> None:
+    """A shard computed by another worker after the resume is judged by the step's sum."""
+    stopped, straight = pair()
+    moved = altered(stopped, Shard, {"step": 5, "shard": 0}, rank=2)
+    assert traces.judge("resume", [moved, straight]).verdict is Verdict.HELD
+
+
+# --- whether there is anything to resume from -----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seen", "why"),
+    [
+        ({"saves": "nothing"}, "the script writes no checkpoint: no rank saved its weights in 6"),
+        ({"saves": "weights", "loads": "nothing"}, "no line of it loads any"),
+        ({"saves": "nothing", "unreached": "train.py:7"}, ""),
+        (
+            {"saves": "nothing", "unreached": "train.py:7", "loads": "nothing"},
+            "the script may save its weights (train.py:7), and no line of it loads any",
+        ),
+        ({"saves": "weights"}, ""),
+        ({}, ""),
+    ],
+)
+def test_a_script_without_checkpoints_has_no_resume(seen: dict[str, Any], why: str) -> None:
+    """It writes none, or loads none; what it would have saved later, or nobody looked at, may."""
+    absent = CHECKS["resume"].absent([traces.observed(**seen)] * 2)
+    assert (why in absent) if why else absent == ""
+
+
+def test_one_run_with_a_checkpoint_is_enough() -> None:
+    """Nor does a clause fail to apply to a run that was stopped: somebody expects a resume."""
+    bare = traces.observed(saves="nothing")
+    assert CHECKS["resume"].absent([bare, traces.observed(saves="weights")]) == ""
+    late = traces.observed(saves="nothing", unreached="train.py:7", loads="nothing")
+    best = traces.observed(saves="weights", loads="nothing")
+    assert "no line of it loads any" in CHECKS["resume"].absent([late, best])
+    stopped = replace(bare, scenario=bare.scenario.with_(stops=(3,)))
+    assert CHECKS["resume"].absent([bare, stopped]) == ""
+
+
+def test_a_resumed_run_that_ends_too_early() -> None:
+    """It counts steps that nobody made."""
+    resumed, straight = (script(run) for run in pair())
+    cut = [event for event in resumed.events if getattr(event, "step", None) != 5]
+    finding = traces.judge("resume", [replace(resumed, events=tuple(cut)), straight])
+    assert broken(finding).step == 5
+    assert "ended by itself after 5 steps, and the one without stops after 6" in finding.reason
+
+
+@pytest.mark.parametrize(
+    ("ended", "verdict"), [({}, Verdict.INCONCLUSIVE), ({"ended": "by us"}, Verdict.HELD)]
+)
+def test_steps_beyond_those_of_the_straight_run(ended: dict[str, str], verdict: Verdict) -> None:
+    """They are compared with nothing; a run that the harness ended would have made them, too."""
+    resumed, straight = (script(run) for run in pair())
+    cut = [event for event in straight.events if getattr(event, "step", None) != 5]
+    short = replace(straight, events=tuple(cut), environment=ended)
+    assert traces.judge("resume", [resumed, short]).verdict is verdict
+
+
+def script(run: Trace) -> Trace:
+    """Return a run as one of a script."""
+    own = run.scenario.with_(system="command", workload="own")
+    return replace(run, scenario=own, promises=())
+
+
+def loaded_late(anew: Trace) -> Trace:
+    """Return a run whose second life has loaded its weights between a first pass and its steps."""
+    end, update = anew.events[-1], anew.of(Update)[0]
+    name, record = next(iter(anew.of(Update)[-1].weights.items()))
+    return replace(anew, events=(*anew.events[:-1], replace(update, edited={name: record}), end))
+
+
+def test_weights_that_are_loaded_for_a_test_at_the_end_are_no_resume() -> None:
+    """It is seen: a run that is started again beside them begins anew. One that reads them may."""
+    straight = traces.observed(saves="weights", saved_after=(2,), loads="late")
+    stopped = replace(straight, scenario=straight.scenario.with_(stops=(3,)))
+    again = (*straight.events[:-1], *straight.of(Start), straight.events[-1])
+    anew = replace(stopped, events=again)
+    absent = CHECKS["resume"].absent
+    assert "only once it has trained" in absent([straight, anew])
+    for other in (
+        traces.was(anew, read_back="train.py:3"),
+        traces.was(anew, loads=""),
+        traces.was(anew, saved_after=()),
+        traces.altered(anew, Start, {"rank": 1}, resumed=True),
+        loaded_late(anew),
+        stopped,
+    ):
+        assert absent([straight, other]) == "", other.traits
+    assert absent([straight]) == ""

@@ -1,0 +1,321 @@
+"""F-TI-008 on traces broken by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from entrenar_py.check.clauses import CHECKS, step_rule
+from entrenar_py.shared.trace import Event, Start, TensorRecord, Tensors, Trace, Update
+from entrenar_py.shared.verdict import Verdict
+from entrenar_py.train.arithmetic import schedule
+from tests.check.clauses import traces
+from tests.check.clauses.traces import altered, broken, one, scenario, without
+
+SUBJECT = scenario(detail="values", clip_norm=0.05, schedule="cosine", warmup_steps=2)
+
+
+def changed(**changes: Any) -> Trace:
+    """Return SUBJECT's run with `changes` in rank 1's update of step 3."""
+    return altered(traces.run(SUBJECT), Update, {"step": 3, "rank": 1}, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"learning_rate": 0.05}, "not the cosine schedule's"),
+        ({"grad_norm": 0.06}, "not that of the averaged gradient"),
+        ({"applied_norm": 0.06}, "not min(norm, 0.05)"),
+        ({"applied_norm": 0.01}, "not min(norm, 0.05)"),
+    ],
+)
+def test_a_number_that_is_off(changes: dict[str, float], message: str) -> None:
+    """A wrong rate, norm or clipped norm is found, with step and rank."""
+    found = broken(traces.judge("step_rule", [changed(**changes)]))
+    assert (found.step, found.rank) == (3, 1)
+    assert message in found.message
+    assert found.got == repr(next(iter(changes.values())))
+
+
+@pytest.mark.parametrize("name", ["hidden1.bias", "hidden2.bias"])
+@pytest.mark.parametrize("off", [1.0, -1e-3, math.nan, math.inf])
+def test_an_update_that_is_not_sgds(name: str, off: float) -> None:
+    """An element that did not move by SGD's formula is named."""
+    weights = traces.one(traces.run(SUBJECT), Update, step=3).weights
+    value = weights[name].values()
+    assert value is not None
+    wrong = traces.values(value[0], value[1] + off, value[2])
+    found = broken(
+        traces.judge("step_rule", [changed(weights=traces.swapped(weights, name, wrong))])
+    )
+    assert (found.step, found.rank, found.tensor, found.element) == (3, 1, name, 1)
+
+
+def test_clipping_by_half() -> None:
+    """An update half as long as the clipped gradient's is found."""
+    trace = traces.run(SUBJECT)
+    start = traces.one(trace, Start, rank=0)
+    after = traces.one(trace, Update, step=0, rank=0)
+    halves = {}
+    for name, record in after.weights.items():
+        before, now = start.weights[name].values(), record.values()
+        assert before is not None
+        assert now is not None
+        halves[name] = traces.values(*(before + (now - before) / 2))
+    slower = altered(trace, Update, {"step": 0, "rank": 0}, weights=halves)
+    found = broken(traces.judge("step_rule", [slower]))
+    assert (found.step, found.rank) == (0, 0)
+    assert "did not move by learning rate times clipped gradient" in found.message
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"grad_norm": math.nan, "finite": False},
+        {"gradient": {}},
+        {"weights": {}},
+        {"weights": {"hidden1.bias": traces.values(1.0)}},
+    ],
+)
+def test_what_is_unknown_is_missing(changes: dict[str, Any]) -> None:
+    """An update with unrecorded or non-finite values is missing, not falsified."""
+    trace = altered(traces.run(SUBJECT), Update, {"step": 5, "rank": 1}, **changes)
+    finding = traces.judge("step_rule", [trace])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert finding.reason.startswith(
+        "rank 1 made an update that can't be recomputed in step 5: record "
+    )
+
+
+def digests(tensors: Tensors, *names: str) -> Tensors:
+    """Return `tensors` with those of `names` (by default all) as digests only."""
+    bare = names or tuple(tensors)
+    return {n: TensorRecord(r.digest) if n in bare else r for n, r in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("bare", "reason"),
+    [
+        pytest.param(
+            lambda e: e if e.rank != 1 else replace(e, weights=digests(e.weights)),
+            "rank 1 made an update that can't be recomputed in step 0: record Start.weights",
+            id="a rank's weights",
+        ),
+        pytest.param(
+            lambda e: e if e.step == 0 else replace(e, weights=digests(e.weights)),
+            "ranks 0, 1, 2 made an update that can't be recomputed in step 1: record Update",
+            id="all steps but the first",
+        ),
+        pytest.param(
+            lambda e: replace(e, weights=digests(e.weights, "output.bias")),
+            "ranks 0, 1, 2 made an update that can't be recomputed in step 0: record Start.weights",
+            id="one tensor",
+        ),
+    ],
+)
+@pytest.mark.parametrize("declared", [True, False])
+def test_one_comparison_excuses_no_gap(
+    declared: bool, bare: Callable[[Any], Event], reason: str
+) -> None:
+    """A rank, step or tensor that can't be recomputed is named, even if others can."""
+    trace = traces.run(SUBJECT)
+    if not declared:
+        trace = altered(trace, Start, {}, trainable=())
+    events = (bare(e) if isinstance(e, Start | Update) else e for e in trace.events)
+    finding = traces.judge("step_rule", [replace(trace, events=tuple(events))])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert finding.reason.startswith(reason)
+
+
+def test_a_tensor_that_moved_without_a_gradient() -> None:
+    """A tensor that changed must be recomputed, even if its gradient was not recorded."""
+    calm = traces.run(SUBJECT.with_(clip_norm=None))
+    update = one(calm, Update, step=4, rank=2)
+    fewer = {name: record for name, record in update.gradient.items() if name != "output.bias"}
+    for trace in (calm, altered(calm, Start, {}, trainable=())):
+        at = {"step": 4, "rank": 2}
+        bare = altered(trace, Update, at, gradient=fewer, grad_norm=None, applied_norm=None)
+        finding = traces.judge("step_rule", [bare])
+        assert finding.verdict is Verdict.INCONCLUSIVE
+        assert "of the same names and sizes" in finding.reason
+
+
+def test_moments_after_an_unrecorded_gradient_are_unknown() -> None:
+    """A tensor that Adam moved by an unrecorded gradient isn't recomputed in later steps."""
+    trace = traces.run(scenario(detail="values", optimizer="adamw", clip_norm=None))
+    bare: dict[str, Any] = {"gradient": {}, "grad_norm": None, "applied_norm": None}
+    finding = traces.judge("step_rule", [altered(trace, Update, {"step": 0}, **bare)])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "made an update that can't be recomputed" in finding.reason
+
+
+def test_a_tensor_that_rests_needs_no_gradient() -> None:
+    """An unchanged tensor without a gradient counts as recomputed."""
+    weights, moved = {"w": traces.values(1.0), "e": traces.values(2.0)}, traces.values(0.5)
+    update = Update(
+        step=0,
+        rank=0,
+        loss=1.0,
+        weight=1.0,
+        learning_rate=0.5,
+        finite=True,
+        weights={**weights, "w": moved},
+        gradient={"w": traces.values(1.0)},
+    )
+    start = Start(step=0, rank=0, weights=weights, trainable=("w", "e"))
+    subject = scenario(learning_rate=0.5, clip_norm=None, workload="own")
+    trace = traces.hand_written(start, update, subject=subject)
+    assert traces.judge("step_rule", [trace]).verdict is Verdict.HELD
+    unseen = altered(trace, Update, {}, weights={"w": moved})
+    assert traces.judge("step_rule", [unseen]).verdict is Verdict.INCONCLUSIVE
+
+
+def test_a_gap_hides_no_rank() -> None:
+    """A rank with a wrong update is found, even if another recorded no values."""
+    wrong = traces.values(9.0, 9.0, 9.0)
+    trace = changed(weights=traces.swapped(one(traces.run(SUBJECT), Update).weights, "x", wrong))
+    bare = altered(trace, Start, {"rank": 0}, weights={})
+    assert broken(traces.judge("step_rule", [bare])).rank == 1
+
+
+@pytest.mark.parametrize("norm", ["grad_norm", "applied_norm"])
+def test_clipping_without_norms_is_unknown(norm: str) -> None:
+    """With clipping in the scenario both norms must be recorded."""
+    trace = altered(traces.run(SUBJECT), Update, {"step": 5, "rank": 1}, **{norm: None})
+    finding = traces.judge("step_rule", [trace])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "norms before and after clipping were not recorded" in finding.reason
+    assert "record Update.grad_norm and Update.applied_norm" in finding.reason
+
+
+def test_no_clipping_needs_no_norms() -> None:
+    """Without clipping, steps are recomputed without norms, and bugs are still found."""
+    calm = traces.run(SUBJECT.with_(clip_norm=None))
+    trace = altered(calm, Update, {}, grad_norm=None, applied_norm=None)
+    finding = traces.judge("step_rule", [trace])
+    assert finding.verdict is Verdict.HELD
+    clipped = traces.run(SUBJECT)
+    silent = altered(
+        replace(clipped, scenario=calm.scenario), Update, {}, grad_norm=None, applied_norm=None
+    )
+    assert "did not move" in broken(traces.judge("step_rule", [silent])).message
+
+
+def test_clipping_to_a_norm_that_nobody_told() -> None:
+    """A trainer that clips to an unknown norm may shorten its gradient, but not lengthen it."""
+    clipped = traces.run(SUBJECT)
+    own = replace(clipped, scenario=clipped.scenario.with_(clip_norm=None))
+    trace = traces.was(own, clipping="other")
+    assert traces.judge("step_rule", [trace]).verdict is Verdict.HELD
+    longer = altered(trace, Update, {"step": 1}, applied_norm=1e3)
+    assert broken(traces.judge("step_rule", [longer])).step == 1
+
+
+@pytest.mark.parametrize(
+    ("subject", "kind", "changes", "missing"),
+    [
+        (
+            {"weight_decay": 0.1},
+            Start,
+            {"decayed": None},
+            "under weight_decay=0.1 in step 0: record Start.decayed",
+        ),
+        ({}, Update, {"gradient": {}}, "record Update.gradient with values, record_tensor(array"),
+        ({}, Update, {"weights": {}}, "record Update.weights with values"),
+        (
+            {"optimizer": "adamw"},
+            Start,
+            {"step": 1},
+            "adamw has state, in step 0: record the run from step 0",
+        ),
+        ({"optimizer": "adamw"}, Start, {"weights": {}}, "record Start.weights with values"),
+        ({}, Update, {"finite": False}, "and finite=True where they are"),
+        ({}, Start, None, "record a Start of each rank, its weights with values"),
+    ],
+)
+def test_the_fact_that_is_missing_is_named(
+    subject: dict[str, Any], kind: type[Event], changes: dict[str, Any] | None, missing: str
+) -> None:
+    """The reason says why a step could not be recomputed, and what to record."""
+    trace = traces.run(SUBJECT.with_(clip_norm=None, **subject))
+    bare = without(trace, kind) if changes is None else altered(trace, kind, {}, **changes)
+    finding = traces.judge("step_rule", [bare])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert finding.reason.startswith("ranks 0, 1, 2 made an update that can't be recomputed")
+    assert missing in finding.reason
+
+
+def test_a_step_that_nobody_can_recompute_is_unknown() -> None:
+    """A step recorded as digests only is inconclusive."""
+    finding = traces.judge("step_rule", [traces.run(SUBJECT.with_(detail="digests"))])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "can't be recomputed" in finding.reason
+
+
+def test_a_small_error_of_the_rate_is_seen() -> None:
+    """A step made with 1.00005 times the recorded rate is found."""
+    calm = traces.run(SUBJECT.with_(clip_norm=None))
+    update = one(calm, Update, step=2, rank=1)
+    trace = altered(
+        calm, Update, {"step": 2, "rank": 1}, learning_rate=update.learning_rate * 1.00005
+    )
+    assert traces.judge("step_rule", [trace]).verdict is Verdict.FALSIFIED
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optimizer": "momentum"},
+        {"optimizer": "adamw"},
+        {"weight_decay": 0.1},
+        {"stops": (2, 4)},
+        {"faults": (traces.leave(1, 1), traces.join(1, 3))},
+        {"faults": (traces.leave(1, 1), traces.join(1, 3)), "optimizer": "adamw"},
+        {"system": "textbook"},
+        {"warmup_steps": 9, "schedule": "linear"},
+        {"clip_norm": 1e6},
+    ],
+)
+def test_other_right_rules_hold(changes: dict[str, Any]) -> None:
+    """Other optimizers, resumed, joined and independent trainers hold."""
+    assert traces.judge("step_rule", [traces.run(SUBJECT.with_(**changes))]).verdict is Verdict.HELD
+
+
+@given(
+    kind=st.sampled_from(["constant", "linear", "cosine"]),
+    warmup_steps=st.integers(0, 12),
+    num_steps=st.integers(1, 12),
+    step=st.integers(0, 11),
+)
+def test_two_closed_forms_agree(kind: str, warmup_steps: int, num_steps: int, step: int) -> None:
+    """The check's schedule and the trainer's, written independently, are the same function."""
+    subject = scenario(
+        schedule=kind, warmup_steps=warmup_steps, num_steps=num_steps, learning_rate=0.5
+    )
+    rate = schedule.learning_rate(
+        step, peak=0.5, kind=kind, warmup_steps=warmup_steps, num_steps=num_steps
+    )
+    assert math.isclose(step_rule.expected_rate(subject, step), rate, abs_tol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("seen", "applies"),
+    [
+        ({"rule": "own"}, False),
+        ({"rule": "other"}, True),
+        ({"rule": "own", "clip_norm": 1.0, "clip_source": "line"}, True),
+        ({}, True),
+    ],
+)
+def test_an_optimizer_of_the_user_s_own_has_its_own_rule(
+    seen: dict[str, Any], applies: bool
+) -> None:
+    """The clause does not apply to it, except for a clipping norm that is declared."""
+    absent = CHECKS["step_rule"].absent([traces.observed(**seen)])
+    assert bool(absent) is not applies

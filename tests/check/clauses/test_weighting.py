@@ -1,0 +1,241 @@
+"""F-TI-001 on traces broken by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from entrenar_py.shared.trace import Event, Shard, TensorRecord, Trace, Update
+from entrenar_py.shared.verdict import Verdict
+from tests.check.clauses import micro_batch_traces, traces
+from tests.check.clauses.traces import altered, broken, scenario, without
+
+SUBJECT = scenario(detail="values")
+
+
+def mean_of_means(trace: Trace, step: int) -> float:
+    """Return the mean of the shards' mean losses, a typical bug."""
+    means = [(s.loss_sum or 0.0) / s.weight for s in trace.of(Shard) if s.step == step and s.weight]
+    return sum(means) / len(means)
+
+
+def test_a_mean_of_means_is_found() -> None:
+    """With unequal shards a mean of means is found."""
+    trace = traces.run(scenario(num_shards=3))
+    wrong = mean_of_means(trace, 1)
+    changed = altered(trace, Update, {"step": 1, "rank": 2}, loss=wrong)
+    found = broken(traces.judge("weighting", [changed]))
+    assert (found.step, found.rank, found.got) == (1, 2, repr(wrong))
+    assert "weighted mean" in found.message
+
+
+def test_a_weight_that_is_not_the_shards() -> None:
+    """A rank that counts only its own samples is found."""
+    changed = altered(traces.run(SUBJECT), Update, {"step": 2, "rank": 1}, weight=1.0)
+    found = broken(traces.judge("weighting", [changed]))
+    assert (found.step, found.rank, found.expected, found.got) == (2, 1, "2.0", "1.0")
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_gradients_are_the_single_devices(step: int) -> None:
+    """A gradient weighted unlike the loss is found in its step, also in a short batch."""
+    own, *others = traces.family("weighting", SUBJECT)
+    right = traces.one(own, Update, step=step).gradient
+    gradient = traces.swapped(right, "hidden1.bias", traces.values(1, 2, 3))
+    changed = altered(own, Update, {"step": step, "rank": 1}, gradient=gradient)
+    found = broken(traces.judge("weighting", [changed, *others]))
+    assert (found.step, found.rank, found.tensor) == (step, 1, "hidden1.bias")
+
+
+def test_tokens_are_weighted() -> None:
+    """A language model's loss is a mean over tokens, since its lines differ in length."""
+    subject = scenario(workload="decoder", num_samples=5, num_steps=1, detail="values")
+    finding = traces.judge("weighting", traces.family("weighting", subject))
+    assert finding.verdict is Verdict.HELD
+
+
+def test_a_loss_that_overflowed_is_left_to_finiteness() -> None:
+    """A non-finite loss is judged by F-DP-003, not here."""
+    trace = altered(traces.run(SUBJECT), Shard, {"step": 3, "shard": 0}, loss_sum=math.nan)
+    assert traces.judge("weighting", [trace]).verdict is Verdict.INCONCLUSIVE
+
+
+def test_without_an_oracle_the_gradient_is_unknown() -> None:
+    """Losses alone don't show the weighting of gradients."""
+    finding = traces.judge("weighting", [traces.run(SUBJECT)])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "the gradient's weighting is unknown" in finding.reason
+
+
+def test_without_shards_nothing_is_known() -> None:
+    """A trainer without recorded shard losses is inconclusive."""
+    trace = traces.run(SUBJECT)
+    bare = replace(trace, events=tuple(e for e in trace.events if not isinstance(e, Shard)))
+    assert traces.judge("weighting", [bare]).verdict is Verdict.INCONCLUSIVE
+
+
+def test_what_was_not_recorded() -> None:
+    """Missing values, steps, weights and shards are each named, and nothing is falsified."""
+    own, *others = traces.family("weighting", SUBJECT)
+    bare = [replace(one, events=tuple(map(_digests, one.events))) for one in (own, *others)]
+    for found, missing in (
+        (
+            bare,
+            "record Update.gradient in both runs with values, record_tensor(array, values=True)",
+        ),
+        ([without(own, Update), *others], "record an Update for every rank and step"),
+        ([without(own, Shard), *others], "no micro-batch of steps 0, 1, 2, 3, 4"),
+        ([altered(own, Shard, {}, weight=0.0), *others], "no weight: record Shard.weight"),
+    ):
+        finding = traces.judge("weighting", found)
+        assert finding.verdict is Verdict.INCONCLUSIVE
+        assert missing in finding.reason
+
+
+def test_one_comparison_excuses_no_gap() -> None:
+    """One rank without a gradient, a run without any, or one step without shards is missing, even
+    if all else was compared.
+    """
+    own, one = traces.family("weighting", SUBJECT)[0], traces.run(SUBJECT.with_(world_size=1))
+    oracle = traces.family("weighting", SUBJECT)[-1]
+    bare = replace(own, events=tuple(map(_digests, own.events)))
+    for found, missing in (
+        ([altered(own, Update, {"rank": 1}, gradient={}), oracle], "rank 1 was not compared by gr"),
+        ([bare, one, oracle], "record Update.gradient in both runs with values"),
+        ([altered(own, Shard, {"step": 4}, gradient={}), oracle], "step 4 could not be added"),
+        ([without(own, Shard, rank=1), oracle], "rank 1 made steps without a micro-batch"),
+    ):
+        finding = traces.judge("weighting", found)
+        assert finding.verdict is Verdict.INCONCLUSIVE
+        assert missing in finding.reason
+
+
+def test_gradients_of_copies_are_not_the_models() -> None:
+    """An optimizer of copies applies gradients that the model's parameters don't have."""
+    own, *others = traces.family("weighting", SUBJECT)
+    bare = traces.was(altered(own, Update, {}, gradient={}), steps="copies")
+    finding = traces.judge("weighting", [bare, *others])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "the optimizer steps copies of the model's weights" in finding.reason
+
+
+def test_a_gradient_of_samples_without_names_counts() -> None:
+    """A shard without sample ids still counts in the sum."""
+    own, *others = traces.family("weighting", SUBJECT)
+    unnamed = altered(own, Shard, {"step": 1, "shard": 0}, ids=())
+    finding = traces.judge("weighting", [unnamed, *others])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "the samples of step 1 are unknown" in finding.reason
+
+
+def _digests(event: Event) -> Event:
+    if not isinstance(event, Update):
+        return event
+    return replace(event, gradient={n: TensorRecord(r.digest) for n, r in event.gradient.items()})
+
+
+def in_bfloat16(vector: Any) -> Any:
+    bits = vector.astype(np.float32).view(np.uint32) + np.uint32(0x8000)
+    return (bits & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def sent_in_bfloat16() -> Trace:
+    """Return a run whose ranks round their gradients by hand."""
+    applied = []
+    for step in range(micro_batch_traces.STEPS):
+        ranks = [micro_batch_traces.summed(step, ranks=[rank]) for rank in (0, 1)]
+        terms = [{name: in_bfloat16(v) for name, v in own.items()} for own in ranks]
+        applied.append(micro_batch_traces.plus(*terms))
+    return micro_batch_traces.trace_of(applied)
+
+
+def test_sums_in_bfloat16_are_compared_within_its_rounding() -> None:
+    """Roundings of what ranks send are seen, and are wrong only where float32 is declared."""
+    right = sent_in_bfloat16()
+    assert "bfloat16" not in traces.judge("weighting", [right]).reason
+    assert traces.judge("weighting", [right]).verdict is not Verdict.FALSIFIED
+    declared = traces.was(right, compressed="float32")
+    words = "sums of gradients are rounded to 16 bits, and float32 is declared"
+    assert words in broken(traces.judge("weighting", [declared])).message
+
+
+def two_networks(factor: float) -> Trace:
+    """Return a run of two networks, each trained by a micro-batch of its own.
+
+    The second one's gradient has a `factor`.
+    """
+    local = micro_batch_traces.LOCAL
+    own = {"a": 0, "b": 1}
+    applied = [
+        {
+            name: np.float32(factor if name == "b" else 0.5)
+            * np.sum([local[step][rank][at][name] for rank in (0, 1)], axis=0)
+            for name, at in own.items()
+        }
+        for step in range(micro_batch_traces.STEPS)
+    ]
+    trace = micro_batch_traces.trace_of(applied)
+    summed = {name: (at, at + 2) for name, at in own.items()}
+    for step in range(micro_batch_traces.STEPS):
+        for rank in (0, 1):
+            trace = altered(trace, Update, {"step": step, "rank": rank}, summed=summed)
+    return trace
+
+
+def test_two_networks_may_each_be_clipped_by_its_own_norm() -> None:
+    """Nothing adds their losses, so they may be divided by other numbers."""
+    for factor in (0.5, 0.1):
+        finding = traces.judge("weighting", [two_networks(factor)])
+        assert finding.verdict is not Verdict.FALSIFIED
+        assert "divided by one number" not in finding.reason
+    one = traces.judge(
+        "weighting",
+        [
+            micro_batch_traces.trace_of(
+                [
+                    micro_batch_traces.times(0.3, micro_batch_traces.summed(step), "b")
+                    for step in range(micro_batch_traces.STEPS)
+                ]
+            )
+        ],
+    )
+    assert "divided by one number" in one.reason
+
+
+def test_shares_of_one_loss_at_two_weights_are_added_up() -> None:
+    """A penalty of the gradient's norm takes a share of it before a climb, and one behind it."""
+    shares = [((8.0, 0.6 / 8, 8.0),), ((8.0, 0.4 / 8, 8.0),)]
+    finding = traces.judge(
+        "weighting",
+        [
+            micro_batch_traces.trace_of(
+                [*map(micro_batch_traces.summed, range(micro_batch_traces.STEPS))],
+                terms=[shares, shares],
+                mixed=("a", "b"),
+            )
+        ],
+    )
+    assert finding.counterexample is None
+    assert finding.compared > 0
+
+
+@pytest.mark.parametrize("share", [1.0, 0.3])
+def test_the_gradient_of_before_a_climb_stays_in(share: float) -> None:
+    """Both passes of a sharpness-aware step count in full. A share of the first may be meant."""
+    applied = [micro_batch_traces.summed(0)]
+    for step in (1, 2):
+        first, second = (micro_batch_traces.summed(step, which=slice(n, n + 1)) for n in (0, 1))
+        applied.append({n: np.float32(share) * first[n] + second[n] for n in first})
+    finding = traces.judge(
+        "weighting", [micro_batch_traces.trace_of(applied, mixed=("a", "b"), climbed=())]
+    )
+    if share == 1.0:
+        found = broken(finding)
+        assert (found.step, found.tensor) == (1, "a")
+        assert "holds that of the pass before its weights were moved" in found.message
+    else:
+        assert finding.verdict is Verdict.INCONCLUSIVE

@@ -1,0 +1,207 @@
+"""Traces to judge: real runs, and copies with one thing broken by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from entrenar_py import systems
+from entrenar_py.check.clauses import CHECKS
+from entrenar_py.check.contract import Invariant
+from entrenar_py.check.evidence.needs import ALONE, Runs
+from entrenar_py.check.harness import companions, roles
+from entrenar_py.check.harness.runner import combine
+from entrenar_py.shared.config.problems import Position
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import (
+    E,
+    End,
+    Event,
+    Shard,
+    Start,
+    TensorRecord,
+    Tensors,
+    Trace,
+    Traits,
+    Update,
+    record_tensor,
+)
+from entrenar_py.shared.verdict import Counterexample, Finding, Verdict
+
+FAILED = End(status="failed", reason="RuntimeError: out of luck")
+# The published tolerances; the other clauses are exact.
+TOLERANCES = {"parity": 0.01, "recovery": 50.0}
+
+
+def scenario(**changes: Any) -> Scenario:
+    """Return a scenario of two epochs: 12 samples in batches of 5, 5, 2, on 3 workers, 5 shards."""
+    usual: dict[str, Any] = {
+        "system": "reference",
+        "workload": "mlp",
+        "world_size": 3,
+        "seed": 4,
+        "num_shards": 5,
+        "num_samples": 12,
+        "batch_size": 5,
+        "num_steps": 6,
+        "width": 3,
+    }
+    return Scenario(**{**usual, **changes})
+
+
+@cache
+def run(subject: Scenario) -> Trace:
+    """Return the trace of a run that did not fail."""
+    trace = systems.run(subject)
+    assert trace.end.status != "failed", trace.end.reason
+    return trace
+
+
+def family(check: str, subject: Scenario) -> list[Trace]:
+    """Return the traces on which `check` judges `subject`, with its own first."""
+    runs = companions.of(CHECKS[check].needs, subject)
+    return [run(member) for member in dict.fromkeys((subject, *runs))]
+
+
+def clause(check: str, tolerance: float | None = None) -> Invariant:
+    """Return a clause that `check` decides; without `tolerance`, the published one."""
+    return Invariant(
+        id=CHECKS[check].id,
+        name=check,
+        statement="",
+        position=Position("tests.yaml", 1, 1),
+        tolerance=TOLERANCES.get(check) if tolerance is None else tolerance,
+    )
+
+
+def judge(check: str, traces: Sequence[Trace], tolerance: float | None = None) -> Finding:
+    """Return the finding on the first of `traces`, with the others as the runs it needs."""
+    row, invariant = CHECKS[check], clause(check, tolerance)
+    if not row.needs:
+        return row.judge(invariant, several(traces))
+    scenarios = {number: trace.scenario for number, trace in enumerate(traces)}
+    findings, left = [], [*scenarios]
+    while left:
+        runs = roles.of(row.needs, left[0], scenarios)
+        findings.append(row.judge(invariant, runs.chosen(lambda number: traces[number])))
+        done = {left[0], *runs, *(near.run for near in runs.near.values())}
+        left = [number for number in left if number not in done]
+    telling = [finding for finding in findings if not finding.vacuous]
+    return combine(telling or findings or [row.judge(invariant, Runs())])
+
+
+def several(traces: Sequence[Trace]) -> Runs[Trace]:
+    """Return Runs in which each run is judged by itself."""
+    return Runs(traces[0], {ALONE: tuple(traces[1:])}) if traces else Runs()
+
+
+def broken(finding: Finding) -> Counterexample:
+    """Return the counterexample of a falsified finding."""
+    assert finding.verdict is Verdict.FALSIFIED, finding
+    assert finding.counterexample is not None
+    return finding.counterexample
+
+
+def one(trace: Trace, kind: type[E], **at: Any) -> E:
+    """Return the first event of `kind` whose fields equal `at`."""
+    return next(event for event in trace.of(kind) if _matches(event, kind, at))
+
+
+def altered(trace: Trace, kind: type[Event], at: dict[str, Any], **changes: Any) -> Trace:
+    """Return `trace` with `changes` in each event of `kind` whose fields equal `at`."""
+    events = [
+        replace(event, **changes) if _matches(event, kind, at) else event for event in trace.events
+    ]
+    assert events != list(trace.events), f"no {kind.kind} at {at}, or nothing changed"
+    return replace(trace, events=tuple(events))
+
+
+def without_gradients(trace: Trace) -> Trace:
+    """Return `trace` with gradients of zero in all micro-batches and steps."""
+    events = (
+        replace(event, gradient={n: _zero(tensor) for n, tensor in event.gradient.items()})
+        if isinstance(event, Shard | Update)
+        else event
+        for event in trace.events
+    )
+    return replace(trace, events=tuple(events))
+
+
+def _zero(tensor: TensorRecord) -> TensorRecord:
+    return values(*[0.0] * (tensor.size or 0))
+
+
+def without_motion(trace: Trace, *, until: float = math.inf) -> Trace:
+    """Return `trace` in which no rank moves its weights before step `until`."""
+    first = {start.rank: start.weights for start in reversed(trace.of(Start)) if start.step == 0}
+    events = (
+        replace(event, weights=first[event.rank])
+        if isinstance(event, Start | Update) and event.step < until
+        else event
+        for event in trace.events
+    )
+    return replace(trace, events=tuple(events))
+
+
+def without(trace: Trace, kind: type[Event], **at: Any) -> Trace:
+    """Return `trace` without the events of `kind` whose fields equal `at`."""
+    events = tuple(event for event in trace.events if not _matches(event, kind, at))
+    assert len(events) < len(trace.events), f"no {kind.kind} at {at}"
+    return replace(trace, events=events)
+
+
+def failed(subject: Scenario) -> Trace:
+    """Return the trace of a run that crashed."""
+    return replace(hand_written(subject=subject), events=(FAILED,))
+
+
+def hand_written(*events: Event, subject: Scenario | None = None) -> Trace:
+    """Return a completed trace of `events`."""
+    end = End(status="completed")
+    subject = subject or scenario()
+    traits = systems.traits_of(subject) if subject.system in systems.SYSTEMS else Traits()
+    return Trace(
+        scenario=subject, environment={}, promises=(), events=(*events, end), traits=traits
+    )
+
+
+def was(trace: Trace, **traits: Any) -> Trace:
+    """Return `trace` with other traits."""
+    return replace(trace, traits=replace(trace.traits, **traits))
+
+
+def observed(subject: Scenario | None = None, **traits: Any) -> Trace:
+    """Return the run of a script, with these traits."""
+    trace = run(subject or scenario())
+    own = trace.scenario.with_(system="command", workload="own")
+    return was(replace(trace, scenario=own, promises=()), **traits)
+
+
+def values(*numbers: float, dtype: str = "float32") -> TensorRecord:
+    """Return the record of a vector, with its values."""
+    return record_tensor(np.array(numbers, dtype), values=True)
+
+
+def swapped(tensors: Tensors, name: str, record: TensorRecord) -> Tensors:
+    """Return `tensors` with another record under `name`."""
+    return {**tensors, name: record}
+
+
+def leave(rank: int, step: int) -> Fault:
+    """Return the fault that worker `rank` dies in `step`."""
+    return Fault(kind="leave", rank=rank, step=step)
+
+
+def join(rank: int, step: int) -> Fault:
+    """Return the fault that worker `rank` comes back before `step`."""
+    return Fault(kind="join", rank=rank, step=step)
+
+
+def _matches(event: Event, kind: type[Event], at: dict[str, Any]) -> bool:
+    return isinstance(event, kind) and all(getattr(event, k) == v for k, v in at.items())

@@ -1,0 +1,94 @@
+"""The error that is reported for a failed command, out of its launcher's output."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from entrenar_py.check.command import script_errors
+
+SCRIPT = """Traceback (most recent call last):
+  File "train.py", line 1, in <module>
+    import nosuchmodule
+    ^^^^^^^^^^^^^^^^^^^
+ModuleNotFoundError: No module named 'nosuchmodule'
+"""
+TORCHRUN = """E1122 18:49:26 api.py:1015] failed (exitcode: 1) local_rank: 0 (pid: 1)
+Traceback (most recent call last):
+  File "torchrun", line 7, in <module>
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+====
+Root Cause (first observed failure):
+  traceback : To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html
+"""
+PEER = """Traceback (most recent call last):
+  File "/home/me/train.py", line 9, in step
+    loss.backward()
+  File "/venv/lib/python3.11/site-packages/torch/_tensor.py", line 630, in backward
+RuntimeError: [../gloo/pair.cc] Connection closed by peer
+"""
+ACCELERATE = """Traceback (most recent call last):
+  File "launch.py", line 1423, in <module>
+subprocess.CalledProcessError: Command '['python', 'train.py']' returned exit status 1.
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (SCRIPT + TORCHRUN, "ModuleNotFoundError: No module named 'nosuchmodule' (train.py:1)"),
+        (SCRIPT + PEER + TORCHRUN, "No module named 'nosuchmodule' (train.py:1)"),
+        (PEER + TORCHRUN, "RuntimeError: [../gloo/pair.cc] Connection closed by peer (train.py:9)"),
+        (SCRIPT + ACCELERATE, "ModuleNotFoundError: No module named 'nosuchmodule'"),
+        (SCRIPT.replace("\n", "\n[rank1]: ") + TORCHRUN, "ModuleNotFoundError: No module named"),
+        (SCRIPT + "During handling of this\n" + SCRIPT.replace("such", "thing"), "nothingmodule"),
+        ("Traceback (most recent call last):\n  File\nKeyboardInterrupt\n", "KeyboardInterrupt"),
+        (TORCHRUN, ""),
+        ("step 1\nError: loss: nan\n", ""),
+        ("", ""),
+    ],
+)
+def test_the_error_of_the_script(tmp_path: Path, text: str, error: str) -> None:
+    """The last error that is not a launcher's is reported, or none if there is no other."""
+    path = tmp_path / "output.txt"
+    path.write_text(text)
+    found = script_errors.find(path)
+    assert error in found
+    assert bool(found) == bool(error)
+    assert script_errors.find(tmp_path / "none") == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("usage: train.py\ntrain.py: error: no --dir\n" + TORCHRUN, "train.py: error: no --dir"),
+        ("[rank1]: out of data\n" + TORCHRUN + "left\n", "out of data"),
+        (SCRIPT + ACCELERATE, "ModuleNotFoundError: No module named 'nosuchmodule'"),
+        (TORCHRUN, ""),
+        ("----\n", ""),
+    ],
+)
+def test_the_last_line_of_the_script(tmp_path: Path, text: str, line: str) -> None:
+    """What a script printed last is reported, not what its launcher adds."""
+    path = tmp_path / "output.txt"
+    path.write_text(text)
+    assert script_errors.last_line(path, []) == line
+    assert script_errors.last_line(tmp_path / "none", text.splitlines()) == line or "[rank" in text
+
+
+@pytest.mark.parametrize(
+    ("frame", "loads"),
+    [
+        ('/site-packages/torch/serialization.py", line 1530, in load', True),
+        ('/site-packages/torch/nn/modules/module.py", line 26, in load_state_dict', True),
+        ('/site-packages/torch/distributed/checkpoint/state_dict_loader.py", line 5, in run', True),
+        ('/site-packages/torch/serialization.py", line 980, in save', False),
+    ],
+)
+def test_an_error_of_loading_a_checkpoint(tmp_path: Path, frame: str, loads: bool) -> None:
+    """The frames of the traceback tell, and other ranks' errors don't count."""
+    path = tmp_path / "output.txt"
+    text = SCRIPT.replace("    import", f'  File "{frame}\n    import')
+    path.write_text(text + PEER + TORCHRUN)
+    assert script_errors.of_loading(path) == (script_errors.find(path) if loads else "")

@@ -1,0 +1,30 @@
+"""What several tests of scripts' texts need."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from entrenar_py.check.observing import call_sites
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Make a text that of the only module of the script, and return that module, not yet run."""
+
+    def write(text: str) -> ModuleType:
+        file = tmp_path / "selected.py"
+        file.write_text(text)
+        module = ModuleType("selected")
+        module.__file__ = str(file)
+        own = call_sites.is_own
+        monkeypatch.setattr(call_sites, "is_own", lambda name: name == str(file) and own(name))
+        monkeypatch.setitem(sys.modules, "selected", module)
+        monkeypatch.chdir(tmp_path)
+        return module
+
+    return write

@@ -1,0 +1,215 @@
+"""Checkpoint files: exact, whole, or refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from blake3 import blake3
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import numpy as safetensors
+
+from entrenar_py.shared.errors import CheckpointError
+from entrenar_py.train.arithmetic import checkpoint
+
+PROGRESS = {"step": 3, "epoch": 1, "offset": 12, "rng": {"state": 2**100}, "note": "é"}
+ARRAYS: checkpoint.Arrays = {
+    "tensors/w": np.array([[1.5, -0.0], [np.nan, np.inf]], np.float32),
+    "tensors/b": np.zeros(0, np.float32),
+    "optimizer/count": np.array([7.0], np.float32),
+    "rng": np.array([2**64 - 1], np.uint64),
+}
+
+
+@pytest.fixture(scope="module")
+def content() -> bytes:
+    """Return the bytes of a good checkpoint."""
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint.save(Path(folder, "c"), ARRAYS, PROGRESS)
+        return Path(folder, "c").read_bytes()
+
+
+def _bits(arrays: checkpoint.Arrays) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    return {name: (str(a.dtype), a.shape, a.tobytes()) for name, a in arrays.items()}
+
+
+def _load(content: bytes) -> tuple[checkpoint.Arrays, dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "c")
+        path.write_bytes(content)
+        return checkpoint.load(path)
+
+
+def _refused(content: bytes) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        _load(content)
+    return str(caught.value)
+
+
+def _signed(payload: bytes) -> bytes:
+    """Return a checkpoint of `payload` with a valid digest."""
+    return checkpoint.MAGIC + blake3(payload).hexdigest().encode() + b"\n" + payload
+
+
+def test_a_checkpoint_is_exact(content: bytes) -> None:
+    """Load returns every bit of every array, the dtypes, the shapes and the progress."""
+    arrays, progress = _load(content)
+    assert _bits(arrays) == _bits(ARRAYS)
+    assert progress == PROGRESS
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=20))
+def test_any_bit_pattern_survives(patterns: list[int]) -> None:
+    """NaN payloads, signalling NaNs and subnormals come back unchanged."""
+    array = np.array(patterns, np.uint32).view(np.float32)
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint.save(Path(folder, "c"), {"w": array}, {})
+        loaded, progress = checkpoint.load(Path(folder, "c"))
+    assert loaded["w"].tobytes() == array.tobytes()
+    assert progress == {}
+
+
+def test_memory_order_does_not_matter(tmp_path: Path) -> None:
+    """Transposed and strided arrays are saved by value."""
+    square = np.arange(16, dtype=np.float32).reshape(4, 4)
+    checkpoint.save(tmp_path / "c", {"t": square.T, "s": square[::2, 1::2]}, {})
+    arrays, _ = checkpoint.load(tmp_path / "c")
+    assert np.array_equal(arrays["t"], square.T)
+    assert np.array_equal(arrays["s"], square[::2, 1::2])
+
+
+@given(st.data())
+def test_truncation_is_refused(content: bytes, data: st.DataObject) -> None:
+    """A file cut at any byte is refused."""
+    _refused(content[: data.draw(st.integers(0, len(content) - 1))])
+
+
+@given(st.data())
+def test_any_flipped_bit_is_refused(content: bytes, data: st.DataObject) -> None:
+    """A flipped bit is refused in the magic, the digest, the header and the values."""
+    changed = bytearray(content)
+    changed[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    _refused(bytes(changed))
+
+
+@pytest.mark.parametrize("extra", [b"\n", b"\0", b"more"])
+def test_appended_bytes_are_refused(content: bytes, extra: bytes) -> None:
+    """The digest covers the whole rest."""
+    assert "truncated or was changed" in _refused(content + extra)
+
+
+@pytest.mark.parametrize("content_", [b"", b"\n", b"PK\x03\x04", b"entrenar-checkpoint 2 x\n"])
+def test_other_files_are_refused(content_: bytes) -> None:
+    """Empty files, foreign files and files of another version are refused."""
+    assert "its first line is not a checkpoint's" in _refused(content_)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"short",
+        b"\xff" * 64,
+        safetensors.save({"w": np.zeros(2, np.float32)}),
+        safetensors.save({"w": np.zeros(2, np.float32)}, {"note": "no progress"}),
+        safetensors.save({"w": np.zeros(2, np.float32)}, {"progress": "{"}),
+        safetensors.save({"w": np.zeros(2, np.float32)}, {"progress": "3"}),
+    ],
+)
+def test_edited_content_under_a_right_digest_is_refused(payload: bytes) -> None:
+    """Edited content with a recomputed digest raises CheckpointError, too."""
+    assert "its content is not a checkpoint's" in _refused(_signed(payload))
+
+
+def test_what_can_not_be_read_is_refused(tmp_path: Path) -> None:
+    """A missing file and a folder are refused."""
+    with pytest.raises(CheckpointError, match=r"can't be read \(No such file"):
+        checkpoint.load(tmp_path / "absent")
+    with pytest.raises(CheckpointError, match=r"can't be read \(Is a directory\)"):
+        checkpoint.load(tmp_path)
+
+
+@pytest.mark.parametrize("broken", ["fsync", "replace"])
+def test_a_crash_while_writing_keeps_the_old_file(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash before the sync or the rename keeps the old file, and saving works again after it."""
+    path = tmp_path / "c"
+    checkpoint.save(path, ARRAYS, {"step": 1})
+
+    def crash(*_: object) -> None:
+        raise OSError("power cut")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(*((os, "fsync", crash) if broken == "fsync" else (Path, "replace", crash)))
+        with pytest.raises(OSError, match="power cut"):
+            checkpoint.save(path, {"w": np.ones(3, np.float32)}, {"step": 2})
+    arrays, progress = checkpoint.load(path)
+    assert (_bits(arrays), progress) == (_bits(ARRAYS), {"step": 1})
+    assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
+    checkpoint.save(path, {"w": np.ones(3, np.float32)}, {"step": 3})
+    assert checkpoint.load(path)[1] == {"step": 3}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
+
+
+def test_content_is_synced_before_it_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order is sync, rename, sync of the folder. Any other could leave an empty file."""
+    calls: list[str] = []
+    sync, rename = os.fsync, Path.replace
+
+    def logged_sync(descriptor: int) -> None:
+        calls.append("sync folder" if os.path.isdir(f"/proc/self/fd/{descriptor}") else "sync")  # noqa: PTH112
+        sync(descriptor)
+
+    def logged_rename(path: Path, target: Path) -> Path:
+        calls.append("rename")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", logged_sync)
+    monkeypatch.setattr(Path, "replace", logged_rename)
+    checkpoint.save(tmp_path / "c", ARRAYS, {})
+    assert calls == ["sync", "rename", "sync folder"]
+
+
+def test_groups_come_apart_as_they_went_together() -> None:
+    """Groups come back, also with a slash in a name. A missing group is empty."""
+    one, two = {"a/b": np.zeros(1, np.float32)}, {"a": np.ones(1, np.float32)}
+    arrays = checkpoint.as_arrays(tensors=one, optimizer=two)
+    assert list(arrays) == ["tensors/a/b", "optimizer/a"]
+    assert checkpoint.group_of(arrays, "tensors") == one
+    assert checkpoint.group_of(arrays, "optimizer") == two
+    assert checkpoint.group_of(arrays, "tensor") == {}
+
+
+def test_progress_is_json(content: bytes) -> None:
+    """Other tools can read the payload: safetensors with JSON in its metadata."""
+    payload = content.partition(b"\n")[2]
+    length = int.from_bytes(payload[:8], "little")
+    metadata = json.loads(payload[8 : 8 + length])["__metadata__"]
+    assert json.loads(metadata["progress"]) == PROGRESS
+
+
+@pytest.mark.parametrize(
+    ("noted", "told"),
+    [
+        ({"seed": 2, "options": {"alpha": 4}}, "a run with seed=2, this one has seed=1"),
+        ({"seed": 1, "options": {"alpha": 8}}, "a run with alpha=8, this one has alpha=4"),
+        ({"seed": 1, "options": {}}, "a run with alpha=None, this one has alpha=4"),
+        ({"seed": 1, "options": {"alpha": 4, "r": 2}}, "a run with r=2, this one has r=None"),
+        (None, "a run with seed=None, this one has seed=1"),
+    ],
+)
+def test_the_checkpoint_of_another_run(noted: object, told: str) -> None:
+    """The first difference is named, also one of the scenario's options."""
+    own = {"seed": 1, "options": {"alpha": 4}}
+    checkpoint.require_own(Path("c"), {"scenario": own}, own)
+    with pytest.raises(CheckpointError, match=told):
+        checkpoint.require_own(Path("c"), {"scenario": noted}, own)

@@ -1,0 +1,73 @@
+"""Weights have the same bits on 1, 2 and 4 ranks, but not with a bug in the reduction."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.train.canonical import ranks
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+Digests = dict[str, dict[str, list[str]]]  # {variant: {world size: [of each rank]}}
+
+
+def trained(kind: str, variants: Iterable[str]) -> Digests:
+    """Return the digests of the final weights of each of `variants`, trained on real ranks."""
+    settings = {"OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    found = subprocess.run(
+        [sys.executable, "-m", "tests.train.canonical.ranks", kind, *variants],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", **settings},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert found.returncode == 0, found.stderr
+    return dict(json.loads(found.stdout))
+
+
+@pytest.fixture(scope="module")
+def digests() -> Digests:
+    """Train all variants on CPUs, with and without planted bugs."""
+    return trained("cpu", ranks.RIGHT | ranks.PLANTED)
+
+
+@pytest.mark.parametrize("variant", list(ranks.RIGHT))
+def test_the_same_bits_on_any_world_size(digests: Digests, variant: str) -> None:
+    """The bits are the same on any world size, for all dtypes, buckets and weight layouts."""
+    found = digests[variant]
+    assert {size: len(of_ranks) for size, of_ranks in found.items()} == {"1": 1, "2": 2, "4": 4}
+    assert len({digest for of_ranks in found.values() for digest in of_ranks}) == 1
+
+
+def test_buckets_change_no_bit(digests: Digests) -> None:
+    """The size of buckets changes no bit. Another dtype does."""
+    assert digests["fp32"] == digests["small buckets"] == digests["bucket views"]
+    assert digests["bf16"] == digests["small bf16 bucket views"] != digests["fp32"]
+
+
+@pytest.mark.parametrize("variant", list(ranks.PLANTED))
+def test_a_planted_bug_changes_bits(digests: Digests, variant: str) -> None:
+    """Each planted bug makes the weights depend on the world size."""
+    assert len({digest for of_ranks in digests[variant].values() for digest in of_ranks}) > 1
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
+def test_the_same_bits_on_gpus() -> None:
+    """The bits are the same on any number of GPUs, over NCCL and through peer memory."""
+    digests = trained("cuda", ranks.RIGHT | ranks.ON_GPUS)
+    for variant, found in digests.items():
+        assert len(found) > 1
+        assert len({one for of_ranks in found.values() for one in of_ranks}) == 1, variant
+    assert digests["symmetric fp32"] == digests["fp32"]
+    assert digests["symmetric bf16"] == digests["bf16"]

@@ -1,0 +1,239 @@
+"""The reducer on one rank in this process: gradients, and refused arguments."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import entrenar_py
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.train.canonical import admission, settings
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Start a process group of one rank, with deterministic algorithms, also with GPUs."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    store = torch._C._distributed_c10d.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    dist.destroy_process_group()
+
+
+def wrapped(module: nn.Module | None = None, **options: Any) -> DistributedDataParallel:
+    """Wrap a small model in DistributedDataParallel."""
+    return DistributedDataParallel(nn.Linear(3, 2) if module is None else module, **options)
+
+
+def test_the_mean_of_all_micro_batches(alone: None) -> None:
+    """`.grad` after the loop is the gradient of the mean loss, without any earlier gradient."""
+    ddp = wrapped()
+    reducer = entrenar_py.canonical_all_reduce(ddp, micro_batches=4)
+    inputs = torch.randn(4, 5, 3)
+    expected = torch.autograd.grad(ddp.module(inputs).square().mean(), ddp.module.weight)[0]
+    for _ in range(2):
+        for batch in reducer.fold(inputs):
+            ddp(batch).square().mean().backward()
+        torch.testing.assert_close(ddp.module.weight.grad, expected)
+
+
+def test_shards_are_named_while_they_are_in_hand(alone: None) -> None:
+    """`reducer.shard` is the index in the global batch, and an error outside of the loop."""
+    ddp = wrapped()
+    reducer = entrenar_py.canonical_all_reduce(ddp, micro_batches=2)
+    seen = []
+    for batch in reducer.fold(iter(torch.randn(5, 1, 3))):
+        seen.append(reducer.shard)
+        ddp(batch).sum().backward()
+    assert seen == list(reducer.shards) == [0, 1]
+    with pytest.raises(UsageError, match="outside of the loop over fold"):
+        _ = reducer.shard
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "world_size", "words"),
+    [
+        (6, 2, "micro_batches=6: only a power of two"),
+        (0, 1, "micro_batches=0"),
+        ("8", 2, "micro_batches='8': only a power of two"),
+        (8.0, 2, "micro_batches=8.0: only a power of two"),
+        (8, 3, "world_size=3: the canonical all-reduce needs a power of two"),
+        (2, 4, "micro_batches=2 with world_size=4: every rank needs one"),
+    ],
+)
+def test_numbers_without_a_tree(micro_batches: Any, world_size: int, words: str) -> None:
+    """Numbers that are no powers of two, or fewer micro-batches than ranks, are refused."""
+    with pytest.raises(UsageError, match=words):
+        admission.require_numbers(micro_batches=micro_batches, world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "words"),
+    [
+        (nn.Linear(3, 2).double(), {}, "weight has dtype torch.float64"),
+        (nn.BatchNorm1d(3), {}, "is a BatchNorm1d"),
+        (nn.Embedding(3, 2, sparse=True), {}, "makes sparse gradients"),
+        (nn.Linear(3, 2), {"find_unused_parameters": True}, "find_unused_parameters=True"),
+        (nn.Linear(3, 2), {"static_graph": True}, "static_graph=True"),
+    ],
+)
+def test_models_without_a_promise(
+    alone: None, module: nn.Module, options: dict[str, Any], words: str
+) -> None:
+    """Unsupported models are refused before training."""
+    with pytest.raises(UsageError, match=words):
+        entrenar_py.canonical_all_reduce(wrapped(module, **options), micro_batches=2)
+
+
+def test_a_model_that_is_not_wrapped() -> None:
+    """A model that is not wrapped is refused with the call that wraps it."""
+    with pytest.raises(UsageError, match="model is a Linear: wrap it first"):
+        entrenar_py.canonical_all_reduce(nn.Linear(3, 2), micro_batches=2)  # type: ignore[arg-type]
+
+
+def test_a_model_that_has_a_hook(alone: None) -> None:
+    """A model with a communication hook, here of an earlier call, is refused."""
+    model = wrapped()
+    entrenar_py.canonical_all_reduce(model, micro_batches=2)
+    with pytest.raises(UsageError, match="the model has a communication hook"):
+        entrenar_py.canonical_all_reduce(model, micro_batches=2)
+
+
+def test_memory_of_peers_is_for_gpus(alone: None) -> None:
+    """`symmetric_memory=True` is refused for a model on a CPU."""
+    with pytest.raises(UsageError, match="symmetric_memory=True with a model on cpu"):
+        entrenar_py.canonical_all_reduce(wrapped(), micro_batches=2, symmetric_memory=True)
+
+
+def test_frozen_batch_norm_is_let_in(alone: None) -> None:
+    """Batch norm in eval mode is allowed: it doesn't mix samples."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3).eval())
+    entrenar_py.canonical_all_reduce(wrapped(model), micro_batches=2)
+
+
+def test_too_few_batches(alone: None) -> None:
+    """Too few batches raise an error with the first micro-batch that is missing."""
+    ddp = wrapped()
+    reducer = entrenar_py.canonical_all_reduce(ddp, micro_batches=4)
+
+    def train() -> None:
+        for batch in reducer.fold(torch.randn(3, 1, 3)):
+            ddp(batch).sum().backward()
+
+    with pytest.raises(UsageError, match="before micro-batch 3, of this rank's 0 to 3"):
+        train()
+
+
+@pytest.mark.parametrize("left_out", [1, 3])
+def test_a_micro_batch_without_backward_pass(alone: None, left_out: int) -> None:
+    """A missing backward pass is an error, also in the last micro-batch, where the hook runs."""
+    ddp = wrapped()
+    reducer = entrenar_py.canonical_all_reduce(ddp, micro_batches=4)
+
+    def train() -> None:
+        for batch in reducer.fold(torch.randn(4, 1, 3)):
+            if reducer.shard != left_out:
+                ddp(batch).sum().backward()
+
+    with pytest.raises(UsageError, match=f"micro-batch {left_out}.* no gradient for bias"):
+        train()
+
+
+def test_a_backward_pass_outside_of_the_loop(alone: None) -> None:
+    """A training loop that doesn't use `fold` is an error."""
+    ddp = wrapped()
+    entrenar_py.canonical_all_reduce(ddp, micro_batches=1)
+    with pytest.raises(UsageError, match="outside of the loop over fold"):
+        ddp(torch.randn(1, 3)).sum().backward()
+
+
+def test_a_second_backward_pass(alone: None) -> None:
+    """A second backward pass is an error: its sums would depend on the world size."""
+    ddp = wrapped()
+    reducer = entrenar_py.canonical_all_reduce(ddp, micro_batches=1)
+    batches = reducer.fold(torch.randn(1, 5, 3))
+    batch = next(batches)
+    ddp(batch).sum().backward()
+    loss = ddp(batch).sum()
+    with pytest.raises(UsageError, match="a second backward pass in micro-batch 0"):
+        loss.backward()
+
+
+def test_a_batch_left_early_leaves_nothing_behind(alone: None) -> None:
+    """A loop that ends with a break doesn't change the next batch's gradients."""
+    ddp = wrapped()
+    reducer = entrenar_py.canonical_all_reduce(ddp, micro_batches=2)
+    found = []
+    for leave in (False, True, False):
+        for batch in reducer.fold(torch.ones(2, 1, 3)):
+            ddp(batch).sum().backward()
+            if leave:
+                break
+        found.append(ddp.module.weight.grad.clone())
+    assert torch.equal(found[0], found[2])
+
+
+def test_settings_are_checked_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One error lists all settings that are not deterministic."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    with pytest.raises(UsageError) as caught:
+        entrenar_py.require_deterministic()
+    lines = str(caught.value).splitlines()[1:]
+    assert [line.partition(" = ")[0].partition("=")[0] for line in lines] == [
+        "torch.are_deterministic_algorithms_enabled()",
+        "torch.backends.cudnn.benchmark",
+        "CUBLAS_WORKSPACE_CONFIG",
+    ]
+
+
+def test_a_warning_is_not_enough() -> None:
+    """warn_only=True is refused, since it allows nondeterministic kernels."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with pytest.raises(UsageError, match="warn_only=True"):
+            entrenar_py.require_deterministic()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_setting_moved_during_training(alone: None) -> None:
+    """A setting that changed since the reducer was made is an error at the next batch."""
+    reducer = entrenar_py.canonical_all_reduce(wrapped(), micro_batches=1)
+    kept = torch.get_num_threads()
+    torch.set_num_threads(kept + 1)
+    try:
+        with pytest.raises(UsageError, match=rf"get_num_threads\(\) = {kept + 1}, and was {kept}"):
+            next(iter(reducer.fold([torch.ones(1, 3)])))
+    finally:
+        torch.set_num_threads(kept)
+
+
+def test_ranks_that_differ(monkeypatch: pytest.MonkeyPatch, alone: None) -> None:
+    """The error for different settings has the rank, the setting and both values."""
+
+    def answers(everyone: list[Any], facts: Any, *, group: Any) -> None:
+        everyone[:] = [facts, {**facts, "micro_batches": 4}]
+
+    group = wrapped().process_group
+    monkeypatch.setattr(dist, "get_world_size", lambda _: 2)
+    monkeypatch.setattr(dist, "all_gather_object", answers)
+    with pytest.raises(UsageError, match="micro_batches = 4 on rank 1 and 8 on rank 0"):
+        settings.require_same({"micro_batches": 8, **settings.switches()}, group)
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    """`import entrenar_py` doesn't import torch."""
+    code = "import entrenar_py, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

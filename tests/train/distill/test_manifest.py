@@ -1,0 +1,162 @@
+"""The list of a folder's shards: chained, appended by several, and never half a line."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.train.distill import manifest
+from entrenar_py.train.distill.claims import Claims
+from entrenar_py.train.distill.manifest import Entry, Writer
+from tests.train.distill.made import FACTS
+
+
+def entry(shard: int, **changes: object) -> Entry:
+    made = Entry(shard=shard, rows=FACTS.rows[shard], bytes=10, digest=f"{shard:032x}")
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def written(folder: Path, *shards: int, part: tuple[int, int] | None = None) -> None:
+    with closing(Claims(folder)) as claims:
+        writer = Writer(folder, FACTS, part, claims)
+        for shard in shards:
+            writer.add(entry(shard))
+
+
+def test_nothing_yet(tmp_path: Path) -> None:
+    assert manifest.read(tmp_path) is None
+    (tmp_path / "manifest.jsonl").write_text('{"what":"head",')  # its writer was killed
+    assert manifest.read(tmp_path) is None
+    written(tmp_path, 1)
+    found = manifest.read(tmp_path)
+    assert found is not None
+    assert (found.facts, found.missing) == (FACTS, [0, 2])
+
+
+def test_the_last_line_of_a_shard_counts(tmp_path: Path) -> None:
+    written(tmp_path, 0, 1)
+    written(tmp_path, 2)
+    with closing(Claims(tmp_path)) as claims:
+        Writer(tmp_path, FACTS, None, claims).add(entry(1, bytes=11))
+        found = manifest.read(tmp_path)
+        assert found is not None
+        assert found.shards == {0: entry(0), 1: entry(1, bytes=11, remade=1), 2: entry(2)}
+        # A list whose name comes earlier counts as well.
+        Writer(tmp_path, FACTS, (1, 2), claims).add(entry(1, bytes=12))
+    found = manifest.read(tmp_path)
+    assert found is not None
+    assert found.shards[1] == entry(1, bytes=12, remade=2)
+
+
+@pytest.mark.parametrize("cut", [1, 30])
+def test_a_line_that_was_not_finished_is_written_over(tmp_path: Path, cut: int) -> None:
+    written(tmp_path, 0, 1)
+    path = tmp_path / "manifest.jsonl"
+    path.write_bytes(path.read_bytes()[:-cut])
+    found = manifest.read(tmp_path)
+    assert found is not None
+    assert set(found.shards) == {0}
+    written(tmp_path, 2)
+    found = manifest.read(tmp_path)
+    assert found is not None
+    assert set(found.shards) == {0, 2}
+
+
+def test_a_list_that_grows_is_read_on(tmp_path: Path) -> None:
+    """From where the last look ended; a list in its place, as of another copy, is read anew."""
+    written(tmp_path, 0)
+    path, lists = tmp_path / "manifest.jsonl", manifest.Lists(tmp_path)
+    first = lists.read()
+    assert first is not None
+    assert set(first.shards) == {0}
+    written(tmp_path, 1)
+    grown = lists.read()
+    assert grown is not None
+    assert (set(first.shards), set(grown.shards)) == ({0}, {0, 1})
+    path.unlink()
+    assert lists.read() is None
+    written(tmp_path, 2, 1, 0)
+    other = lists.read()
+    assert other is not None
+    assert set(other.shards) == {0, 1, 2}
+    path.write_bytes(path.read_bytes()[:-2] + b"x\n")
+    assert lists.read() == other  # what was read counts until the list is read again
+    with pytest.raises(UsageError, match="the line was edited"):
+        manifest.read(tmp_path)
+
+
+def test_parts_are_read_together(tmp_path: Path) -> None:
+    written(tmp_path, 0, 2, part=(1, 2))
+    written(tmp_path, 1, part=(2, 2))
+    found = manifest.read(tmp_path)
+    assert found is not None
+    assert found.missing == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [(b'"rows":5', b'"rows":6'), (b'"shard":1', b'"shard":0'), (b"head", b"hat")]
+)
+def test_a_line_that_was_edited(tmp_path: Path, old: bytes, new: bytes) -> None:
+    written(tmp_path, 0, 1)
+    path = tmp_path / "manifest.jsonl"
+    path.write_bytes(path.read_bytes().replace(old, new, 1))
+    with pytest.raises(UsageError, match=r"manifest.jsonl:\d: the line was edited, moved or"):
+        manifest.read(tmp_path)
+
+
+def test_lines_in_another_order(tmp_path: Path) -> None:
+    written(tmp_path, 0, 1)
+    path = tmp_path / "manifest.jsonl"
+    head, one, other = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(head + other + one)
+    with pytest.raises(UsageError, match=r"manifest\.jsonl:2: the line was edited, moved"):
+        manifest.read(tmp_path)
+
+
+def test_shards_of_another_run(tmp_path: Path) -> None:
+    written(tmp_path, 0)
+    other = replace(FACTS, teacher="f" * 32, top_k=3)
+    with (
+        closing(Claims(tmp_path)) as claims,
+        pytest.raises(UsageError, match=r"teacher 1+ and f+, top_k 4 and 3 here"),
+    ):
+        Writer(tmp_path, other, None, claims)
+    (tmp_path / "manifest-1-of-2.jsonl").write_bytes(b"")
+    assert manifest.read(tmp_path) is not None
+    with closing(Claims(tmp_path / "..")) as claims:
+        folder = tmp_path / "other"
+        folder.mkdir()
+        Writer(folder, other, (1, 2), claims)
+    (folder / "manifest-1-of-2.jsonl").rename(tmp_path / "manifest-1-of-2.jsonl")
+    with pytest.raises(
+        UsageError, match=r"it is of other shards .*teacher 1+ and f+, top_k 4 and 3"
+    ):
+        manifest.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"version": 9}, "version=9: this is version 2"),
+        ({"rows": [1, -1]}, "rows="),
+        ({"rows": []}, "don't fit each other"),
+        ({"top_k": True}, "top_k=True"),
+        ({"extra": 1}, "extra: it is missing, or of no use"),
+    ],
+)
+def test_facts_that_are_none(tmp_path: Path, changes: dict[str, object], told: str) -> None:
+    from entrenar_py.shared.trace import ledger
+
+    line, _ = ledger.dump_line("", {"what": "head", **FACTS.to_dict(), **changes})
+    (tmp_path / "manifest.jsonl").write_text(line + "\n")
+    with pytest.raises(UsageError, match=told):
+        manifest.read(tmp_path)
+
+
+def test_a_record_is_json() -> None:
+    assert type(FACTS).from_dict(json.loads(json.dumps(FACTS.to_dict()))) == FACTS

@@ -1,0 +1,132 @@
+"""Ranks as torchrun starts them, forked from a process with all modules loaded: a second, not ten.
+
+Also tiny checkpoints, and the run of one process that all strategies are compared with.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import sys
+import tempfile
+from functools import cache
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NoReturn
+
+from entrenar_py.shared.patience import Patience
+from entrenar_py.train.wire_io.processes import Crew, Hand, Job
+
+PATIENCE_S = 90.0
+PRELOADED = (
+    "entrenar_py.train.finetune.strategies.launch",
+    "peft",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
+    "torch._dynamo.aot_compile",
+    "torch.distributed.pipelining",
+)
+
+
+@cache
+def crew() -> Crew:
+    """Return the processes of the ranks; they end with this process."""
+    made = Crew(main, preload=PRELOADED, one_job=True)
+    atexit.register(made.dismiss)
+    return made
+
+
+def torchrun(
+    config: Path,
+    world_size: int,
+    *options: str,
+    dies_before: int | None = None,
+    spike_factor: float | None = None,
+    on_gpus: bool = False,
+) -> tuple[list[int | None], str]:
+    """Run the configuration by `world_size` ranks; return their exit codes, and what they said.
+
+    All ranks die before step `dies_before`. A rank that died has no exit code. A norm of more than
+    `spike_factor` medians is a spike. Ranks see no GPU unless they are to run `on_gpus`.
+    """
+    with tempfile.TemporaryDirectory(prefix="entrenar-ranks-") as folder:
+        jobs = [
+            {
+                "argv": [str(config), *options],
+                "folder": folder,
+                "dies_before": dies_before,
+                "spike_factor": spike_factor,
+                "environment": {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(world_size),
+                    "LOCAL_WORLD_SIZE": str(world_size),
+                },
+                "variables": {
+                    "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", folder),
+                    **({} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}),
+                },
+            }
+            for rank in range(world_size)
+        ]
+        hands = [crew().give(json.dumps(job).encode()) for job in jobs]
+        _gather(hands)
+        told = [Path(folder, f"{rank}.txt").read_text("utf-8") for rank in range(world_size)]
+        codes = [None if hand.answer is None else int(hand.answer) for hand in hands]
+        return codes, "".join(told)
+
+
+def _gather(hands: list[Hand]) -> None:
+    """Wait until every rank has answered or died, or patience with the others has run out."""
+    patience, waiting = Patience(PATIENCE_S), list(hands)
+    while waiting:
+        ready = connection.wait([hand.pipe for hand in waiting], patience.interval_s)
+        if not ready and patience.look():
+            break
+        for hand in [one for one in waiting if one.pipe in ready]:
+            hand.heard()
+            waiting.remove(hand)
+    crew().gather(0.0)
+
+
+def main(pipe: Connection) -> NoReturn:
+    """Be one rank, and end at once: gloo's threads sometimes hang when torch is shut down."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    desk = Job(pipe)
+    message = desk.next()
+    if message is not None:
+        job = json.loads(message)
+        rank = job["environment"]["RANK"]
+        with Path(job["folder"], f"{rank}.txt").open("wb") as output:
+            os.dup2(output.fileno(), sys.stdout.fileno())
+            os.dup2(output.fileno(), sys.stderr.fileno())
+        os.environ.update(job["variables"])
+        from entrenar_py.train.finetune import rank_command as module
+        from entrenar_py.train.service import gradient_norms
+
+        if job["dies_before"] is not None:
+            _plant_death(job["dies_before"])
+        gradient_norms.FACTOR = job["spike_factor"] or gradient_norms.FACTOR
+        rendezvous = f"file://{job['folder']}/rendezvous"
+        code = module.main(job["argv"], job["environment"], rendezvous)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        desk.answer(str(code).encode())
+    os._exit(0)
+
+
+def _plant_death(step: int) -> None:
+    """Let this process die before it trains `step`."""
+    from entrenar_py.train.finetune.strategies.training_loop import Loop
+
+    train = Loop._train
+
+    def mortal(loop: Loop) -> bool:
+        if loop._step == step:
+            os._exit(9)
+        return train(loop)
+
+    Loop._train = mortal  # type: ignore[method-assign, assignment]

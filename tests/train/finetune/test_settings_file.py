@@ -1,0 +1,276 @@
+"""A configuration is read whole or refused with all its problems, each at its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from docs import finetune_schema
+from entrenar_py.shared.errors import ContractError
+from entrenar_py.train.finetune import foreign_keys, settings_file, settings_text
+from entrenar_py.train.model.settings import Settings
+
+SMALL = """\
+model: model
+task: text
+output: out
+data: {train: rows.jsonl}
+"""
+CLASSES = """\
+model: model
+task: classify
+output: out
+data: {train: rows.jsonl}
+classes: {labels: [a, b]}
+"""
+
+
+def load(folder: Path, text: str) -> Settings:
+    """Return the settings of a file with `text`."""
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return settings_file.load(path)
+
+
+def problems(folder: Path, text: str) -> list[str]:
+    """Return the problems of a file with `text`, without its folder."""
+    with pytest.raises(ContractError) as raised:
+        load(folder, text)
+    return [line.removeprefix(f"{folder}/") for line in raised.value.problems]
+
+
+def test_relative_paths_start_from_the_files_folder(tmp_path: Path) -> None:
+    settings = load(tmp_path, SMALL.replace("output: out", "output: /elsewhere/out"))
+    assert settings.model == tmp_path / "model"
+    assert settings.data.train == tmp_path / "rows.jsonl"
+    assert settings.output == Path("/elsewhere/out")
+    assert (
+        load(tmp_path, SMALL.replace("output: out", "output: a/../out")).output == tmp_path / "out"
+    )
+
+
+def test_a_way_up_from_a_link_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "far" / "inner").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "far" / "inner")
+    settings = load(tmp_path, SMALL.replace("output: out", "output: link/../out"))
+    assert settings.output.resolve() == tmp_path / "far" / "out"
+
+
+def test_the_template_is_a_configuration_at_its_defaults(tmp_path: Path) -> None:
+    settings = load(tmp_path, settings_text.template())
+    plain = load(
+        tmp_path,
+        "model: path/to/checkpoint\ntask: instruct\noutput: out\ndata: {train: train.jsonl}\n",
+    )
+    assert settings == plain
+
+
+def test_every_key_of_the_template_can_be_uncommented(tmp_path: Path) -> None:
+    lines = settings_text.template().splitlines()
+    keys = {field.name for field in settings_file.fields_of(Settings)}
+    shown = yaml.safe_load("\n".join(line.removeprefix("# ") for line in lines if _is_key(line)))
+    assert set(shown) == keys
+
+
+def _is_key(line: str) -> bool:
+    """Return whether a line of the template is a key, perhaps behind a comment's sign."""
+    text = line.removeprefix("# ")
+    name = text.strip().partition(":")[0]
+    return name.isidentifier() and not text.startswith(" ")
+
+
+def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+    text = """\
+modle: m
+task: clasify
+data: {train: rows.jsonl, max_tokens: 1, on_eror: stop}
+training: {learning_rate: fast, batch_size: 2.5, num_shards: 0}
+workers: yes
+"""
+    found = problems(tmp_path, text)
+    assert found == [
+        "run.yaml:1:1: error: configuration: key 'modle' is not read; did you mean 'model'?",
+        "run.yaml:1:1: error: configuration: model is missing: folder with a checkpoint in "
+        "Hugging Face's format",
+        "run.yaml:1:1: error: configuration: output is missing: folder for what was trained, and "
+        "for the run's record",
+        "run.yaml:2:7: error: configuration: task='clasify': use instruct or classify or text",
+        "run.yaml:3:39: error: data: max_tokens=1: use a number >= 2",
+        "run.yaml:3:42: error: data: key 'on_eror' is not read; did you mean 'on_error'?",
+        "run.yaml:4:27: error: training: learning_rate='fast': use a number",
+        "run.yaml:4:45: error: training: batch_size=2.5: use a whole number",
+        "run.yaml:4:62: error: training: num_shards=0: use a number >= 1 and <= 65536",
+        "run.yaml:5:10: error: configuration: workers=True: use a whole number",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            SMALL + "classes: {labels: [a, b]}\n",
+            "5:19: error: task: text has no classes; leave labels out",
+        ),
+        (
+            SMALL + "method: full\nlora: {rank: 4}\n",
+            "6:14: error: method: full has no adapters; leave rank out",
+        ),
+        (
+            SMALL.replace("rows.jsonl", "rows.jsonl, label_field: y"),
+            "4:40: error: task: text does not read label_field; leave it out",
+        ),
+        (
+            SMALL.replace("rows.jsonl", "r.jsonl, validation: v.jsonl, validation_share: 0.1"),
+            "4:63: error: validation and validation_share: give one",
+        ),
+        (
+            CLASSES.replace("[a, b]", "[a]"),
+            "5:19: error: task: classify needs two classes.labels or more",
+        ),
+        (
+            CLASSES.replace("[a, b]", "[a, a]"),
+            "5:19: error: classes.labels has a class twice; name each once",
+        ),
+        (
+            SMALL + "training: {batch_size: 2}\n",
+            "5:11: error: num_shards=4 with batch_size=2: a shard would have no row; use "
+            "num_shards <= batch_size",
+        ),
+        (
+            SMALL + "workers: 8\n",
+            "5:10: error: workers=8 with num_shards=4: a worker would have no shard; use workers "
+            "<= num_shards",
+        ),
+        (
+            SMALL + "strategy: ddp\nworkers: 2\n",
+            "6:10: error: strategy: ddp does not read workers; leave it out, and give torchrun "
+            "--nproc_per_node",
+        ),
+        (
+            CLASSES.replace("rows.jsonl", "rows.jsonl, packing: true"),
+            "4:36: error: packing with task: classify: a class is predicted from the end of a "
+            "sequence; leave packing out",
+        ),
+        (
+            SMALL + "strategy: fsdp\nmethod: qlora\n",
+            "5:11: error: strategy: fsdp with method: qlora: quantised weights can't be cut; use "
+            "ddp or ddp_canonical or pipeline_parallel",
+        ),
+        (
+            SMALL + "strategy: ddp_canonical\ntraining: {num_shards: 3}\n",
+            "6:24: error: num_shards=3 with strategy: ddp_canonical: ranks share a tree evenly; "
+            "use 1, 2, 4, 8 ...",
+        ),
+        (
+            SMALL + "strategy: ddp\ncompile: false\n",
+            "6:10: error: strategy: ddp does not read compile: ranks of torchrun run the model as "
+            "it is; leave it out",
+        ),
+        (
+            SMALL + "compile: true\nrecompute: blocks\n",
+            "5:10: error: compile: true with recompute: blocks: blocks that are computed again are "
+            "not compiled; leave one of both out",
+        ),
+        (
+            CLASSES.replace("b]", "b], weights: inverse, oversample: true"),
+            "5:36: error: weights=inverse with oversample: true: all classes are as frequent then, "
+            "so each weight would be 1; give one of both",
+        ),
+        (
+            SMALL + "training: {epochs: }\n",
+            "5:20: error: training: epochs: it has no value; give one, or leave the key out",
+        ),
+        (
+            SMALL + "training: {learning_rate: .inf}\n",
+            "5:27: error: training: learning_rate=inf: use a finite number",
+        ),
+        (
+            SMALL + "lora: {targets: []}\n",
+            "5:17: error: targets is empty: name a layer to adapt, such as q_proj",
+        ),
+        (
+            SMALL + "training: {learning_rate: .nan}\n",
+            "5:27: error: training: learning_rate=nan: use a number > 0",
+        ),
+    ],
+)
+def test_keys_that_do_not_go_together(tmp_path: Path, text: str, told: str) -> None:
+    assert problems(tmp_path, text) == [f"run.yaml:{told}"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [SMALL, CLASSES, CLASSES.replace("b]", "\U0001f4a3]"), SMALL + "method: full\nseed: 3\n"],
+)
+def test_settings_come_back_from_their_text(tmp_path: Path, text: str) -> None:
+    settings = load(tmp_path, text)
+    written = settings_file.to_text(settings_file.to_record(settings))
+    assert settings_file.of_text(written, "written") == settings
+    assert load(tmp_path, written) == settings
+
+
+def test_settings_of_half_a_character() -> None:
+    with pytest.raises(ContractError, match=r"^written:1:\d+: error: not UTF-8"):
+        settings_file.of_text('{"task": "\ud83d"}', "written")
+
+
+def test_the_schema_of_the_docs_is_current() -> None:
+    """If not, run `python -m docs.finetune_schema`."""
+    path = Path(finetune_schema.__file__).parent / finetune_schema.NAME
+    assert path.read_text(encoding="utf-8") == finetune_schema.text()
+
+
+def test_the_schema_takes_what_is_read(tmp_path: Path) -> None:
+    schema = settings_text.schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    check = jsonschema.Draft202012Validator(schema)
+    assert check.is_valid(yaml.safe_load(CLASSES))
+    assert check.is_valid(settings_file.to_record(load(tmp_path, CLASSES)))
+    assert not check.is_valid(yaml.safe_load(SMALL.replace("task: text", "task: talk")))
+    assert not check.is_valid(yaml.safe_load(SMALL + "modle: a\n"))
+    assert not check.is_valid(yaml.safe_load(SMALL + "lora: {rank: 0}\n"))
+
+
+def test_keys_of_other_tools_are_told_with_ours(tmp_path: Path) -> None:
+    """Each at its place, all at once; so are our own keys in another section."""
+    text = SMALL + (
+        "lr: 1e-4\ngradient_accumulation_steps: 8\nmax_steps: 10\nbf16: true\nthreads: 4\n"
+        "batch_size: 4\nlora: {r: 8, targets: all-linear, seed: 3}\noptim: adamw_torch\n"
+    )
+    told = problems(tmp_path, text)
+    parts = [
+        ("5:1", "key 'lr' is not read; did you mean training.learning_rate?"),
+        ("6:1", "did you mean training.batch_size? the rows of a step: their product"),
+        ("7:1", "did you mean training.epochs? steps are rows * epochs / batch_size"),
+        ("8:1", "did you mean precision? float32 or bfloat16"),
+        ("9:1", "did you mean workers? a worker computes on one thread"),
+        ("10:1", "key 'batch_size' is not read; did you mean training.batch_size?"),
+        ("11:8", "lora: key 'r' is not read; did you mean lora.rank?"),
+        ("11:23", "targets=all-linear: name the ends of the layers' names; of most models"),
+        ("11:35", "did you mean seed outside of this section?"),
+        ("12:1", "leave it out: the optimizer is AdamW"),
+    ]
+    assert len(told) == len(parts)
+    for line, (place, part) in zip(told, parts, strict=True):
+        assert line.startswith(f"run.yaml:{place}: error: "), line
+        assert part in line
+
+
+def test_what_other_tools_keys_lead_to_is_read() -> None:
+    """Every key of ours in the table exists, and no name of another tool is one, at its place."""
+    known = set(_keys(settings_text.schema()))
+    for row in foreign_keys.ROWS:
+        assert not row.ours or row.ours in known, row
+        assert row.ours or row.note, row
+
+
+def _keys(schema: dict[str, Any], before: str = "") -> Iterator[str]:
+    for name, one in schema["properties"].items():
+        yield before + name
+        if "properties" in one:
+            yield from _keys(one, f"{before}{name}.")

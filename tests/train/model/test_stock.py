@@ -1,0 +1,188 @@
+"""What is exported is what stock libraries read, also on rows that are filled up."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from entrenar_py.shared.errors import SystemFailure, UsageError
+from entrenar_py.train.model import model, saving, stock
+from entrenar_py.train.model.settings import Classes, Data, Lora, Settings
+from tests.train.model import checkpoints
+
+# peft asks for what a later transformers will lack.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+
+TOKENS = torch.tensor([[5, 6, 7, 8, 9, 10], [7, 8, 9, 0, 0, 0]])  # the second row is filled up
+MASK = (TOKENS != 0).long()
+
+
+def settings(folder: Path, **changes: Any) -> Settings:
+    usual: dict[str, Any] = {
+        "model": folder,
+        "task": "classify",
+        "output": folder.parent / "out",
+        "data": Data(train=folder / "rows.jsonl"),
+        "classes": Classes(labels=("safe", "unsafe", "unknown")),
+        "lora": Lora(rank=2, targets=("q_proj", "v_proj")),
+    }
+    chosen = Settings(**{**usual, **changes})
+    return chosen if chosen.task == "classify" else replace(chosen, classes=Classes())
+
+
+@pytest.fixture
+def checkpoint(small: Path, tmp_path: Path) -> Path:
+    """The small Qwen3, whose config.json and tokenizer both fill up with token 0."""
+    shutil.copytree(small / "model", tmp_path / "model")
+    return tmp_path / "model"
+
+
+def change(path: Path, **keys: Any) -> None:
+    """Set keys of the JSON file at `path`."""
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | keys), encoding="utf-8")
+
+
+def exported(chosen: Settings) -> tuple[Any, Mapping[str, Any]]:
+    """Write a model with trained tensors that are drawn; return it, and them."""
+    module: Any = model.load(chosen, 0)
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, tensor in module.named_parameters():
+            if tensor.requires_grad and ("lora_" in name or "score" in name):
+                tensor.copy_(torch.randn(tensor.shape, generator=draw))
+    trained = {
+        name: tensor.detach().numpy().copy()
+        for name, tensor in module.named_parameters()
+        if tensor.requires_grad
+    }
+    saving.save(module, trained, model.tokenizer(chosen), chosen.output)
+    return module, trained
+
+
+def agree(chosen: Settings, module: Any, trained: Mapping[str, Any]) -> None:
+    stock.require_agreement(chosen, module, trained, pad_token=0, folder=chosen.output)
+
+
+@pytest.mark.parametrize("noted", [None, 3])
+def test_a_classifier_that_stock_peft_would_score_otherwise_is_refused(
+    noted: int | None, checkpoint: Path
+) -> None:
+    """It looks for the last token that is no padding, by the checkpoint's config.json alone."""
+    change(checkpoint / "config.json", pad_token_id=noted)
+    told = f"pad_token_id={noted}, and its tokenizer fills up rows with token 0: .* pad_token_id: 0"
+    with pytest.raises(UsageError, match=told):
+        model.load(settings(checkpoint), 0)
+    model.load(settings(checkpoint, task="text"), 0)  # no language model looks for it
+    change(checkpoint / "config.json", pad_token_id=0)
+    model.load(settings(checkpoint), 0)
+
+
+def test_a_whole_classifier_is_exported_with_the_token_that_fills_up_its_rows(
+    checkpoint: Path,
+) -> None:
+    """Stock transformers scores rows of unlike lengths as the run's own model does."""
+    transformers = pytest.importorskip("transformers")
+    change(checkpoint / "config.json", pad_token_id=None)
+    chosen = settings(checkpoint, method="full")
+    module, trained = exported(chosen)
+    agree(chosen, module, trained)
+    read = transformers.AutoModelForSequenceClassification.from_pretrained(chosen.output).eval()
+    with torch.no_grad():
+        theirs = read(input_ids=TOKENS, attention_mask=MASK).logits
+        alone = read(input_ids=TOKENS[1:, :3]).logits
+    torch.testing.assert_close(theirs[1:], alone)
+
+
+def test_an_encoder_needs_no_padding_token_in_its_configuration(
+    small: Path, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = transformers.BertConfig(vocab_size=512, num_attention_heads=2, **sizes)
+    config.pad_token_id = 3
+    transformers.BertForPreTraining(config).save_pretrained(tmp_path)
+    model.load(settings(tmp_path, lora=Lora(rank=2, targets=("query",))), 0)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "classes": {},
+    "classes, narrow and recomputed": {"precision": "bfloat16", "recompute": "blocks"},
+    "texts": {"task": "text", "lora": Lora(rank=2, targets=("q_proj", "lm_head"))},
+    "all weights": {"task": "text", "method": "full"},
+}
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings:UserWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_stock_libraries_read_what_is_exported(kind: str, checkpoint: Path) -> None:
+    """No weight below the adapters is read or held again."""
+    chosen = settings(checkpoint, **KINDS[kind])
+    module, trained = exported(chosen)
+    agree(chosen, module, trained)
+
+
+def test_stock_peft_reads_adapters_of_a_quantised_model(small: Path, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    config = checkpoints.llama()
+    config.update({"hidden_size": 64, "intermediate_size": 64, "pad_token_id": 0})
+    whole = checkpoints.settings(small, tmp_path / "model", config)
+    chosen = settings(whole.model, method="qlora")
+    module, trained = exported(chosen)
+    agree(chosen, module, trained)
+    change(chosen.output / "adapter_config.json", lora_alpha=1)
+    with pytest.raises(SystemFailure, match="its logits of two rows of unlike lengths are up to"):
+        agree(chosen, module, trained)
+
+
+def another_alpha(folder: Path) -> None:
+    change(folder / "adapter_config.json", lora_alpha=1)
+
+
+def another_tensor(folder: Path) -> None:
+    torch_files = pytest.importorskip("safetensors.torch")
+    held = torch_files.load_file(folder / "adapter_model.safetensors")
+    name = next(name for name in held if "lora_B" in name)
+    torch_files.save_file({**held, name: held[name] + 1}, folder / "adapter_model.safetensors")
+
+
+def no_padding(folder: Path) -> None:
+    change(folder / "config.json", pad_token_id=None)
+
+
+def another_norm(folder: Path) -> None:
+    change(folder / "config.json", rms_norm_eps=1.0)
+
+
+@pytest.mark.parametrize(
+    ("damage", "method", "told"),
+    [
+        (another_alpha, "lora", "its logits of two rows of unlike lengths are up to"),
+        (another_tensor, "lora", r"lora_B\.default\.weight has other values"),
+        (no_padding, "full", "it can't compute two rows of unlike lengths"),
+        (another_norm, "full", "its logits of two rows of unlike lengths are up to"),
+    ],
+)
+def test_a_folder_that_says_something_else_is_told(
+    damage: Callable[[Path], None], method: str, told: str, checkpoint: Path
+) -> None:
+    chosen = settings(checkpoint, method=method)
+    module, trained = exported(chosen)
+    damage(chosen.output)
+    with pytest.raises(SystemFailure, match=f"is not the model of this run: .*{told}"):
+        agree(chosen, module, trained)
+
+
+def test_a_folder_that_cannot_be_read_back_is_a_failure_of_the_run(checkpoint: Path) -> None:
+    """It is no mistake of the configuration, whose exit code it had."""
+    chosen = settings(checkpoint)
+    module, trained = exported(chosen)
+    (chosen.output / "adapter_config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(SystemFailure, match=r"can't be read back by stock libraries: .*adapters"):
+        agree(chosen, module, trained)

@@ -1,0 +1,274 @@
+"""The coordinator's configuration: valid ones load, problems are reported with their place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from entrenar_py import systems
+from entrenar_py.shared.errors import ContractError, UsageError
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.train.service import config, config_keys
+from entrenar_py.train.service.address import Address
+from entrenar_py.train.wire.terms import Timing
+from entrenar_py.train.wire_io import tls
+from tests.train.wire_io.certificates import Authority
+
+SMALL = """\
+workload: mlp
+world_size: 2
+seed: 1
+secret_file: secret
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a folder with a secret in it."""
+    (tmp_path / "secret").write_bytes(b"  open sesame, soon \n")
+    return tmp_path
+
+
+def load(folder: Path, text: str) -> config.Config:
+    """Return the configuration of the YAML `text`."""
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return config.load(path)
+
+
+def problems(folder: Path, text: str) -> list[str]:
+    """Return the problems of `text`, without the folder in them."""
+    with pytest.raises(ContractError) as caught:
+        load(folder, text)
+    return [one.replace(f"{folder}/", "") for one in caught.value.problems]
+
+
+def test_the_least_of_one(folder: Path) -> None:
+    """The smallest configuration has the defaults of the docs."""
+    found = load(folder, SMALL)
+    assert found == config.Config(
+        scenario=Scenario(system="parameter_server", workload="mlp", world_size=2, seed=1),
+        listen=Address("127.0.0.1", 7411),
+        secret=b"open sesame, soon",
+        context=None,
+        wait_for=1,
+        timing=Timing(),
+        checkpoint=None,
+        metrics=None,
+        ledger=None,
+    )
+
+
+def test_all_of_one(folder: Path) -> None:
+    """Every key is used, and paths start from the file's own folder."""
+    found = load(
+        folder,
+        SMALL.replace("world_size: 2", "world_size: 3")
+        + """\
+num_steps: 9
+learning_rate: 1e-3
+clip_norm: null
+optimizer: adamw
+listen: "[::1]:5000"
+wait_for: 3
+timing: {heartbeat_s: 1, dead_after_s: 2.5, gather_s: 60}
+checkpoint: {path: state/run.ckpt, every_steps: 10}
+metrics: /var/log/run.jsonl
+ledger: ledger.jsonl
+audit_share: 0.1
+updates: server
+""",
+    )
+    assert (found.scenario.num_steps, found.scenario.learning_rate) == (9, 1e-3)
+    assert (found.scenario.clip_norm, found.scenario.optimizer) == (None, "adamw")
+    assert found.listen == Address("::1", 5000)
+    assert found.wait_for == 3
+    assert found.timing == Timing(heartbeat_s=1, dead_after_s=2.5, gather_s=60)
+    assert found.checkpoint == config.Checkpoint(path=folder / "state/run.ckpt", every_steps=10)
+    assert found.metrics == Path("/var/log/run.jsonl")
+    assert found.ledger == folder / "ledger.jsonl"
+    assert found.scenario.options == {"audit_share": 0.1, "updates": "server"}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            SMALL + "num_step: 9\n",
+            ["run.yaml:5:1: error: configuration: key 'num_step' is not read; "
+             "did you mean 'num_steps'?"],
+        ),
+        (
+            SMALL + "seed: 2\n",
+            ["run.yaml:5:1: error: key 'seed' is given twice, on lines 3 and 5; keep one"],
+        ),
+        (
+            SMALL + "batch_size: 0\nlearning_rate: fast\n",
+            ["run.yaml:5:13: error: batch_size=0: use a whole number >= 1",
+             "run.yaml:6:16: error: learning_rate='fast': use a finite number >= 0"],
+        ),
+        (
+            SMALL + "batch_size: 64\n",
+            ["run.yaml:5:13: error: batch_size=64 with num_samples=50: use batch_size<=50"],
+        ),
+        (
+            "workload: mpl\nworld_size: 2\nseed: 1\nsecret_file: secret\n",
+            ["run.yaml:1:11: error: workload='mpl': allowed are linear, mlp, decoder,"],
+        ),
+        (
+            SMALL.replace("mlp", "own"),
+            ["run.yaml:1:11: error: workload='own': only stored traces have it; use another one"],
+        ),
+        (
+            "workload: mlp\n",
+            ["run.yaml:1:1: error: secret_file is missing; give the file of the secret",
+             "run.yaml:1:1: error: seed is missing; give it",
+             "run.yaml:1:1: error: world_size is missing; give it"],
+        ),
+        (
+            SMALL + "backends: [cpu]\n",
+            ["run.yaml:5:1: error: configuration: key 'backends' is not read; known are"],
+        ),
+        (
+            SMALL + "listen: 127.0.0.1\n",
+            ["run.yaml:5:9: error: address='127.0.0.1': use host:port, e.g."],
+        ),
+        (
+            SMALL + "wait_for: 3\n",
+            ["run.yaml:5:11: error: wait_for=3: world_size is 2; wait for no more"],
+        ),
+        (
+            SMALL + "audit_share: 2\n",
+            ["run.yaml:5:14: error: audit_share=2: use a number from 0 to 1"],
+        ),
+        (
+            SMALL + "updates: client\n",
+            ["run.yaml:5:10: error: updates='client': use workers or server"],
+        ),
+        (
+            SMALL.replace("mlp", "decoder") + "width: 64\n",
+            ["run.yaml:5:8: error: width=64: decoder has one size; leave it out, or use mlp or"],
+        ),
+        (
+            SMALL + "topology: ring\n",
+            ["run.yaml:5:11: error: topology='ring': use star or mesh"],
+        ),
+        (
+            SMALL + "topology: mesh\naudit_share: 0.5\nupdates: server\n",
+            ["run.yaml:6:14: error: audit_share=0.5 with topology: mesh: no gradient passes",
+             "run.yaml:7:10: error: updates='server' with topology: mesh: no gradient passes"],
+        ),
+        (
+            SMALL + "wait_for: some\n",
+            ["run.yaml:5:11: error: wait_for='some': use a whole number >= 1"],
+        ),
+        (
+            SMALL + "timing: {heartbeat_s: 9, dead_after: 3}\n",
+            ["run.yaml:5:26: error: timing: key 'dead_after' is not read; "
+             "did you mean 'dead_after_s'?"],
+        ),
+        (
+            SMALL + "timing: {heartbeat_s: 9, dead_after_s: 3}\n",
+            ["run.yaml:5:23: error: heartbeat_s=9.0 with dead_after_s=3.0: every worker"],
+        ),
+        (
+            SMALL + "checkpoint: {path: here}\n",
+            ["run.yaml:5:13: error: checkpoint: every_steps is missing; give it"],
+        ),
+        (
+            SMALL + "checkpoint: here\n",
+            ["run.yaml:5:13: error: checkpoint is a mapping of path, every_steps"],
+        ),
+        (
+            SMALL.replace("secret\n", "gone\n"),
+            ["run.yaml:4:14: error: secret_file=gone: can't be read (No such file or directory)"],
+        ),
+        ("", ["run.yaml:1:1: error: a configuration is a mapping (workload, world_size,"]),
+        ("a: [", ["run.yaml:2:1: error: invalid YAML: while parsing a flow node"]),
+        ("a: 1\n---\nb: 2", ["run.yaml:2:1: error: invalid YAML: a second document; only one is"]),
+    ],
+)  # fmt: skip
+def test_a_wrong_one_says_where(folder: Path, text: str, expected: list[str]) -> None:
+    """Every problem is reported at once with file, line and column."""
+    found = problems(folder, text)
+    assert len(found) == len(expected), found
+    for line, start in zip(found, expected, strict=True):
+        assert line.startswith(start)
+
+
+def test_a_mesh(folder: Path) -> None:
+    """A mesh is a system of its own. An option that it lacks may be turned off explicitly."""
+    found = load(folder, f"{SMALL}topology: mesh\naudit_share: 0\nupdates: workers\n").scenario
+    assert (found.system, found.options) == ("mesh", {})
+    systems.require_possible(found)
+
+
+def test_tls(folder: Path) -> None:
+    """With a CA workers must show a certificate. The error names an unfit file."""
+    authority = Authority(folder, "ca")
+    own = authority.signed("coordinator")
+    names = f"cert: {own.cert.name}, key: {own.key.name}"
+    found = load(folder, f"{SMALL}tls: {{{names}}}\n")
+    assert found.context is not None
+    assert not tls.proves_identity(found.context)
+    found = load(folder, f"{SMALL}tls: {{{names}, ca: ca.pem}}\n")
+    assert found.context is not None
+    assert tls.proves_identity(found.context)
+    (line,) = problems(folder, f"{SMALL}tls: {{{names}, ca: gone.pem}}\n")
+    assert line.startswith("run.yaml:5:6: error: TLS ca=gone.pem: No such file or directory")
+    (line,) = problems(folder, f"{SMALL}tls: {{cert: {own.cert.name}}}\n")
+    assert line == "run.yaml:5:6: error: tls: key is missing; give its file"
+
+
+def test_no_file(tmp_path: Path) -> None:
+    """The error names the missing file."""
+    with pytest.raises(
+        ContractError, match=r"absent\.yaml:1:1: error: can't be read: No such file"
+    ):
+        config.load(tmp_path / "absent.yaml")
+
+
+def test_a_nul_is_in_no_path(folder: Path) -> None:
+    """Each path with a NUL is reported at its place."""
+    text = SMALL + 'ledger: "a\\0"\nmetrics: "\\0"\ncheckpoint: {path: "b\\0", every_steps: 1}\n'
+    assert problems(folder, text) == [
+        "run.yaml:5:9: error: ledger='a\\x00': a path can't contain a NUL; remove it",
+        "run.yaml:6:10: error: metrics='\\x00': a path can't contain a NUL; remove it",
+        "run.yaml:7:20: error: path='b\\x00': a path can't contain a NUL; remove it",
+    ]
+
+
+def test_a_checkpoint_behind_a_link_is_what_the_link_leads_to(folder: Path) -> None:
+    """A link is resolved, so both names have one lock, and a rename does not replace the link."""
+    (folder / "link").symlink_to("real")
+    found = load(folder, SMALL + "checkpoint: {path: link, every_steps: 1}\n").checkpoint
+    assert found is not None
+    assert found.path == folder / "real"
+
+
+def test_a_secret_that_is_too_short(tmp_path: Path) -> None:
+    """A short secret is refused, because it could be guessed, and is not printed."""
+    path = tmp_path / "secret"
+    path.write_bytes(b" short \n")
+    with pytest.raises(UsageError, match="5 bytes; use at least 16") as caught:
+        config.secret(path)
+    assert "short" not in str(caught.value)
+
+
+def test_every_key_has_its_place() -> None:
+    """Each scenario field is a key or left out on purpose. No key is in both tables."""
+    left_out = {"system", "backends", "faults", "stops", "repeat", "detail", "mutant", "options"}
+    assert {*config_keys.TRAINING} | left_out == {*Scenario.__dataclass_fields__}
+    assert not {*config_keys.TRAINING} & {*config_keys.SERVICE}
+    assert {*config_keys.TIMING} == {*Timing.__dataclass_fields__}
+
+
+def test_the_example_in_the_docs(folder: Path) -> None:
+    """The docs' example is a valid configuration."""
+    page = (Path(__file__).parents[3] / "docs" / "entrenar.md").read_text(encoding="utf-8")
+    text = page.partition("<<'EOF'\n")[2].partition("EOF\n")[0]
+    (folder / "run.secret").write_bytes(b"open sesame, soon")
+    found = load(folder, text)
+    assert (found.scenario.workload, found.wait_for) == ("decoder", 2)
+    assert found.ledger == folder / "run.jsonl"

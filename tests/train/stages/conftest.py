@@ -1,0 +1,40 @@
+"""What several tests of layer pipelines use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from entrenar_py.train import cli
+from entrenar_py.train.service import exit_codes
+from tests.train.finetune.runs import adapters
+from tests.train.finetune.strategies import runs
+from tests.train.service.cluster import Cluster, cluster
+from tests.train.stages.test_machines import configured
+
+# 48 steps: one for each death, and none is killed near the end, which may be over before it is.
+EPOCHS = 8
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[Cluster]:
+    """Processes that are ended with the test."""
+    with cluster(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def llama(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of four blocks, whose head is not its table of tokens."""
+    return runs.llama(small, tmp_path_factory.mktemp("llama") / "model")
+
+
+@pytest.fixture(scope="session")
+def undisturbed(small: Path, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The adapters that one process trains in EPOCHS."""
+    folder = tmp_path_factory.mktemp("alone")
+    configured(folder, small, llama, training={"epochs": EPOCHS})
+    assert cli.main(["finetune", str(folder / "run.yaml")]) == exit_codes.DONE
+    return adapters(folder / "out")

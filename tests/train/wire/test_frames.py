@@ -1,0 +1,478 @@
+"""Frames: any split decodes; anything lost, changed, reordered or too long is refused."""
+
+from __future__ import annotations
+
+import struct
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from hypothesis import given
+from hypothesis import strategies as st
+
+from entrenar_py.shared.errors import ProtocolError
+from entrenar_py.train.wire import frames
+from entrenar_py.train.wire.frames import (
+    CHUNK_BYTES,
+    NO_KEY,
+    PREFIX_BYTES,
+    UNKEYED,
+    UNKEYED_HEADER_BYTES_MAX,
+    Decoder,
+    Encoder,
+)
+from entrenar_py.train.wire.messages import (
+    MESSAGES,
+    VERSION,
+    Assign,
+    Average,
+    Challenge,
+    Commit,
+    Computed,
+    Heartbeat,
+    Hello,
+    Message,
+    Refuse,
+    TreeNode,
+    Welcome,
+)
+from tests.train.wire.speech import KEY, anything, feed, refused, said, written
+
+CARRYING = [kind for kind in MESSAGES.values() if kind.carries]
+LIMIT = 2**20
+NODE = TreeNode(step=3, round=0, block=0, level=1, index=2, loss=0.5, weight=8.0)
+MIB = 2**20
+
+
+@contextmanager
+def short_chunks() -> Iterator[None]:
+    """Use chunks of 16 bytes, so that a small payload takes many frames."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(frames, "CHUNK_BYTES", 16)
+        yield
+
+
+def decoder(limit: int = LIMIT, key: bytes = KEY) -> Decoder:
+    """Return a decoder that allows payloads of `limit` bytes."""
+    return Decoder(lambda kind: limit, key)
+
+
+def signed(frame: bytes, key: bytes = KEY) -> bytes:
+    """Return `frame` with the right checksum for its content."""
+    checksum = AESGCM(key).encrypt(frame[4:16], b"", frame[:32] + frame[48:])
+    return frame[:32] + checksum + frame[48:]
+
+
+def changed(frame: bytes, at: int, form: str, value: int) -> bytes:
+    """Return `frame` with another value at byte `at` of its prefix, and a checksum that fits."""
+    copy = bytearray(frame)
+    struct.pack_into(form, copy, at, value)
+    return signed(bytes(copy))
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """Return the most memory that `work` had allocated at once."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+# --- what is said is heard --------------------------------------------------------------------
+
+
+@given(
+    sent=st.lists(
+        st.tuples(anything(CARRYING), st.binary(max_size=100))
+        | st.tuples(anything(), st.just(b"")),
+        max_size=5,
+    ),
+    cuts=st.lists(st.integers(min_value=0), max_size=40),
+)
+def test_any_split_is_put_together(sent: list[tuple[Message, bytes]], cuts: list[int]) -> None:
+    """Messages come complete and in order, wherever the stream was cut."""
+    with short_chunks():
+        encoder = Encoder(KEY)
+        data = b"".join(frame for one in sent for frame in written(encoder, *one))
+        got = feed(decoder(), data, cuts)
+    assert [(repr(one.message), bytes(one.payload)) for one in got] == [
+        (repr(message), payload) for message, payload in sent
+    ]
+
+
+@pytest.mark.parametrize(
+    "size", [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 2 * CHUNK_BYTES]
+)
+def test_chunks_of_full_size(size: int) -> None:
+    """A payload around a multiple of the chunk size takes the right number of frames."""
+    payload = (bytes(range(251)) * (size // 251 + 1))[:size]
+    sent = written(Encoder(KEY), NODE, payload)
+    assert len(sent) == max(1, -(-size // CHUNK_BYTES))
+    (got,) = feed(decoder(2 * CHUNK_BYTES), b"".join(sent))
+    assert got.message == NODE
+    assert got.payload == payload
+
+
+def test_a_payload_keeps_its_bits() -> None:
+    """NaN payloads and -0.0 arrive unchanged."""
+    payload = struct.pack("<4I", 0x7FC00001, 0xFFC12345, 0x7F800001, 0x80000000)
+    (got,) = feed(decoder(), b"".join(written(Encoder(KEY), NODE, payload)))
+    assert got.payload == payload
+
+
+def test_the_key_may_come_between_messages() -> None:
+    """A session starts without a key and continues with one, on one stream."""
+    reader, encoder = decoder(key=NO_KEY), Encoder()
+    challenge = Challenge(version=VERSION, nonce="0" * 32)
+    (first,) = feed(reader, b"".join(written(encoder, challenge)))
+    reader.key = encoder.key = KEY
+    (second,) = feed(reader, b"".join(written(encoder, Heartbeat())))
+    assert (first.message, second.message) == (challenge, Heartbeat())
+
+
+# --- what is not as it was sent ---------------------------------------------------------------
+
+
+@given(message=anything(CARRYING), payload=st.binary(max_size=40), place=st.integers(min_value=0))
+def test_a_flipped_bit_is_never_delivered(message: Message, payload: bytes, place: int) -> None:
+    """It causes an error, at once or when more bytes have come."""
+    with short_chunks():
+        data = bytearray(b"".join(written(Encoder(KEY), message, payload)))
+        place %= 8 * len(data)
+        data[place // 8] ^= 1 << place % 8
+        # A bit of a length may make it wait for more.
+        assert refused(decoder(limit=40), bytes(data), bytes(2 * frames.HEADER_BYTES_MAX)) == []
+
+
+@given(payload=st.binary(max_size=60), data=st.data())
+def test_what_is_cut_off_is_not_delivered(payload: bytes, data: st.DataObject) -> None:
+    """No message is returned before its last byte has come."""
+    with short_chunks():
+        whole = b"".join(written(Encoder(KEY), NODE, payload))
+        end = data.draw(st.integers(0, len(whole) - 1))
+        assert feed(decoder(), whole[:end]) == []
+
+
+@given(data=st.data())
+def test_every_frame_has_its_place(data: st.DataObject) -> None:
+    """A repeated, swapped or dropped frame is refused; messages before it are right."""
+    sent: tuple[tuple[Message, bytes], ...] = (
+        (NODE, bytes(range(50))),
+        (Commit(step=1), b""),
+        (NODE, b"x" * 20),
+        (Heartbeat(), b""),
+    )
+    with short_chunks():
+        encoder = Encoder(KEY)
+        row = [frame for one in sent for frame in written(encoder, *one)]
+        first = data.draw(st.integers(0, len(row) - 2))
+        later = data.draw(st.integers(first + 1, len(row) - 1))
+        fate = data.draw(st.sampled_from(["repeated", "swapped", "dropped"]))
+        if fate == "repeated":
+            row.insert(later, row[first])
+        elif fate == "swapped":
+            row[first], row[later] = row[later], row[first]
+        else:
+            del row[first]
+        got = refused(decoder(), *row, why="due")
+    told = [(one.message, bytes(one.payload)) for one in got]
+    assert told == list(sent[: len(got)])
+
+
+@given(message=anything([one for one in MESSAGES.values() if one not in UNKEYED]))
+def test_another_key_is_refused(message: Message) -> None:
+    """A frame of another session, or without a key, is refused."""
+    for key in (bytes(32), bytes(range(1, 33))):
+        with pytest.raises(ProtocolError, match="checksum"):
+            feed(decoder(), b"".join(written(Encoder(key), message)))
+
+
+def test_the_key_covers_all_of_a_frame() -> None:
+    """No byte of a frame can be changed without the key."""
+    (frame,) = written(Encoder(KEY), NODE, b"12345678")
+    for place in range(len(frame)):
+        forged = bytearray(frame)
+        forged[place] ^= 1
+        more = bytes(2 * frames.HEADER_BYTES_MAX)
+        assert refused(decoder(), signed(bytes(forged), NO_KEY), more) == []
+
+
+def test_a_frame_sent_back_is_refused() -> None:
+    """An end never accepts its own frames as the other end's."""
+    ours = Encoder(KEY, direction=frames.FROM_COORDINATOR)
+    (frame,) = written(ours, Heartbeat())
+    with pytest.raises(ProtocolError, match="out of its turn"):
+        feed(decoder(), frame)
+
+
+# --- what is not a frame, or not now ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("at", "form", "value", "complaint"),
+    [
+        (0, "B", 0, "magic=b'\\\\x00NTP': not a frame"),
+        (4, "B", 1, "version=1: this end speaks 3"),
+        (5, "B", 0, "tag=0: no message has it"),
+        (6, "B", 0, "out of its turn"),
+        (6, "B", 2, "out of its turn"),
+        (7, "B", 1, "out of its turn"),
+        (8, "<Q", 1, "frame 1 came where 0 was due"),
+        (8, "<Q", 2**63, "frame 9223372036854775808 came where 0 was due"),
+        (16, "<I", 0, "TreeNode header_bytes=0: use 1 to"),
+        (16, "<I", 2**21 + 1, "TreeNode header_bytes=2097153: use 1 to 2097152"),
+        (16, "<I", 2**32 - 1, "TreeNode header_bytes=4294967295: use 1 to 2097152"),
+        (20, "<I", 0, "chunk_bytes=0: use 8"),
+        (20, "<I", 2**32 - 1, "chunk_bytes=4294967295: use 8"),
+        (24, "<Q", 7, "chunk_bytes=8: use 7"),
+        (24, "<Q", 2**20 + 1, "a payload of 1048577 bytes: 1048576 are allowed now"),
+        (24, "<Q", 2**62, "a payload of 4611686018427387904 bytes: 1048576 are allowed now"),
+    ],
+)
+def test_a_wrong_prefix_is_refused(at: int, form: str, value: int, complaint: str) -> None:
+    """Even with a right checksum, at its last byte; the error names the wrong field."""
+    (frame,) = written(Encoder(KEY), NODE, b"12345678")
+    reader = decoder()
+    wrong = changed(frame, at, form, value)
+    assert feed(reader, wrong[: PREFIX_BYTES - 1]) == []
+    with pytest.raises(ProtocolError, match=complaint):
+        feed(reader, wrong[PREFIX_BYTES - 1 : PREFIX_BYTES])
+
+
+@pytest.mark.parametrize("claim", [2**20 + 1, 2**40, 2**62, 2**64 - 1])
+def test_a_claimed_size_allocates_nothing(claim: int) -> None:
+    """48 bytes that announce 2**62 are refused before any allocation."""
+    frame = changed(written(Encoder(KEY), NODE, b"12345678")[0], 24, "<Q", claim)
+    reader = decoder()
+
+    def read() -> None:
+        assert feed(reader, frame[:41]) == []
+        with pytest.raises(ProtocolError, match="are allowed now"):
+            feed(reader, frame[41:PREFIX_BYTES])
+
+    assert peak_bytes(read) < 64 * 1024
+
+
+def test_the_limit_is_of_the_kind_and_of_the_moment() -> None:
+    """Each kind of message has its own limit, and limits may change during a connection."""
+    allowed: dict[type[Message], int] = {TreeNode: 8}
+    reader = Decoder(lambda kind: allowed.get(kind, 0), KEY)
+    encoder = Encoder(KEY)
+    assert feed(reader, written(encoder, NODE, b"12345678")[0])
+    allowed[TreeNode] = 7
+    with pytest.raises(ProtocolError, match="TreeNode with a payload of 8 bytes: 7 are allowed"):
+        feed(reader, written(encoder, NODE, b"12345678")[0])
+    average = written(Encoder(KEY), Average(step=0, round=0, block=0, loss=0.0, weight=1.0), b"1")
+    with pytest.raises(ProtocolError, match="Average with a payload of 1 bytes: 0 are allowed"):
+        feed(Decoder(lambda kind: allowed.get(kind, 0), KEY), average[0])
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in MESSAGES.values() if not kind.carries], ids=lambda kind: kind.__name__
+)
+@given(data=st.data())
+def test_what_carries_nothing_brings_nothing(kind: type[Message], data: st.DataObject) -> None:
+    """A kind without payload can't be sent or received with one."""
+    message = data.draw(said(kind, short=True))
+    with pytest.raises(AssertionError, match="carries nothing"):
+        written(Encoder(KEY), message, b"x")
+    (frame,) = written(Encoder(KEY), message)
+    key = NO_KEY if kind in UNKEYED else KEY
+    forged = bytearray(frame)
+    struct.pack_into("<IQ", forged, 20, 1, 1)
+    with pytest.raises(ProtocolError, match=f"{kind.__name__} with a payload of 1 bytes: 0 are"):
+        feed(decoder(), signed(bytes(forged) + b"x", key))
+
+
+def test_a_message_is_finished_before_the_next() -> None:
+    """Frames of another message, of another size, or with a second header are refused."""
+    with short_chunks():
+        encoder = Encoder(KEY)
+        first, second, *_ = written(encoder, NODE, bytes(60))
+        other = changed(written(Encoder(KEY), Heartbeat())[0], 8, "<Q", 1)
+        computed = Computed(step=3, shards=(0,))
+        later = written(Encoder(KEY), computed, bytes(60))[1]
+        for wrong, complaint in (
+            (other, "a frame out of its turn"),
+            (changed(other, 6, "B", 0), "a frame of another message came in between"),
+            (later, "a frame of another message came in between"),
+            (changed(second, 16, "<I", 1), "a frame of another message came in between"),
+            (changed(second, 24, "<Q", 61), "payload_bytes=61: it began with 60"),
+            (changed(second, 20, "<I", 15), "chunk_bytes=15: use 16"),
+            (changed(second, 6, "B", 1), "a frame out of its turn"),
+        ):
+            reader = decoder()
+            assert feed(reader, first) == []
+            with pytest.raises(ProtocolError, match=complaint):
+                feed(reader, wrong)
+
+
+def test_a_header_is_checked_like_any() -> None:
+    """A frame with a right checksum and a bad header is refused."""
+    (frame,) = written(Encoder(KEY), Commit(step=1))
+    wrong = signed(frame.replace(b'{"step":1}', b'{"step":x}'))
+    with pytest.raises(ProtocolError, match="Commit: its header can't be read"):
+        feed(decoder(), wrong)
+
+
+def test_an_end_refuses_to_send_what_no_end_would_take() -> None:
+    """Sending a header that is too long is an assertion error."""
+    hello = Hello(
+        version=VERSION,
+        run="\U0001f600" * 400,
+        manifest="m",
+        data="d",
+        backend="cpu",
+        rank=None,
+        port=None,
+        nonce="0" * 32,
+        proof="0" * 64,
+    )
+    with pytest.raises(AssertionError, match="too long"):
+        written(Encoder(), hello)
+
+
+# --- strangers --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [kind for kind in MESSAGES.values() if kind not in UNKEYED],
+    ids=lambda kind: kind.__name__,
+)
+@given(data=st.data())
+def test_a_stranger_says_nothing_else(kind: type[Message], data: st.DataObject) -> None:
+    """Without a key only handshake messages are read; others fail at the prefix."""
+    (frame,) = written(Encoder(), data.draw(said(kind, short=True)))
+    with pytest.raises(ProtocolError, match=f"{kind.__name__} from a stranger"):
+        feed(decoder(key=NO_KEY), frame[:PREFIX_BYTES])
+
+
+@pytest.mark.parametrize("kind", UNKEYED, ids=lambda kind: kind.__name__)
+def test_a_stranger_is_brief(kind: type[Message]) -> None:
+    """Messages before any proof are limited to 4 KiB, with or without a key."""
+    message = {
+        Challenge: Challenge(version=VERSION, nonce="0" * 32),
+        Hello: Hello(
+            version=VERSION,
+            run="r",
+            manifest="m",
+            data="d",
+            backend="b",
+            rank=0,
+            port=7000,
+            nonce="0" * 32,
+            proof="0" * 64,
+        ),
+        Refuse: Refuse(reason="no", retry=False),
+    }[kind]
+    assert UNKEYED_HEADER_BYTES_MAX == 4096
+    frame = bytearray(written(Encoder(), message)[0])
+    for claim, most in ((4096, None), (4097, 4096), (2**21, 4096)):
+        struct.pack_into("<I", frame, 16, claim)
+        for key in (NO_KEY, KEY):
+            reader = decoder(key=key)
+            if most is None:
+                assert feed(reader, bytes(frame)) == []
+                continue
+            with pytest.raises(ProtocolError, match=f"header_bytes={claim}: use 1 to 4096"):
+                feed(reader, bytes(frame))
+
+
+@pytest.mark.parametrize(("said_bytes", "each_kib"), [(0, 2), (47, 2), (48 + 4095, 6)])
+def test_a_thousand_strangers_cost_little(said_bytes: int, each_kib: int) -> None:
+    """The codecs of a connection take 2 KiB while silent, 6 KiB for the longest hello."""
+    frame = bytearray(written(Encoder(), Refuse(reason="", retry=False))[0].ljust(48 + 4095, b"x"))
+    struct.pack_into("<I", frame, 16, 4096)
+    held = []
+
+    def listen() -> None:
+        for _ in range(1000):
+            held.append((decoder(key=NO_KEY), Encoder()))
+            assert feed(held[-1][0], bytes(frame[:said_bytes])) == []
+
+    assert peak_bytes(listen) < 1000 * each_kib * 1024
+
+
+# --- memory -----------------------------------------------------------------------------------
+
+
+def test_a_payload_goes_where_the_receiver_says() -> None:
+    """It is written into its room, over all frames; an empty payload needs none."""
+    own = bytearray(60)
+    asked: list[tuple[Message, int]] = []
+
+    def room(message: Message, num_bytes: int) -> memoryview:
+        asked.append((message, num_bytes))
+        return memoryview(own)[:num_bytes]
+
+    reader = Decoder(lambda kind: 60, KEY, room=room)
+    encoder = Encoder(KEY)
+    with short_chunks():
+        for payload in (bytes(range(60)), b"", b"x" * 17):
+            (got,) = feed(reader, b"".join(written(encoder, NODE, payload)))
+            assert bytes(got.payload) == payload
+            assert own.startswith(payload)
+        assert feed(reader, b"".join(written(encoder, Heartbeat())))
+    assert asked == [(NODE, 60), (NODE, 17)]
+
+
+def test_a_message_may_have_no_room() -> None:
+    """`room` may refuse a message."""
+
+    def room(message: Message, num_bytes: int) -> memoryview:
+        raise ProtocolError(f"{num_bytes} bytes of nobody's")
+
+    (frame,) = written(Encoder(KEY), NODE, b"12345678")
+    with pytest.raises(ProtocolError, match="8 bytes of nobody's"):
+        feed(Decoder(lambda kind: 8, KEY, room=room), frame)
+
+
+@pytest.mark.parametrize("num_bytes", [7, 9])
+def test_room_of_another_size_is_our_mistake(num_bytes: int) -> None:
+    """Room of a wrong size is an assertion error."""
+    reader = Decoder(lambda kind: 8, KEY, room=lambda *_: memoryview(bytearray(num_bytes)))
+    (frame,) = written(Encoder(KEY), NODE, b"12345678")
+    with pytest.raises(AssertionError, match=f"room of {num_bytes} bytes for 8"):
+        feed(reader, frame)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "complaint"),
+    [(5, 0, "no message has it"), (24, 9, "9 bytes: 8 are allowed"), (48, 0, "can't be read")],
+)
+def test_no_room_is_asked_for_what_is_refused(place: int, value: int, complaint: str) -> None:
+    """`room` is called after prefix, sizes and header were checked."""
+
+    def room(message: Message, num_bytes: int) -> memoryview:
+        raise AssertionError("asked")
+
+    frame = bytearray(written(Encoder(KEY), NODE, b"12345678")[0])
+    frame[place] = value
+    with pytest.raises(ProtocolError, match=complaint):
+        feed(Decoder(lambda kind: 8, KEY, room=room), bytes(frame))
+
+
+def test_a_large_payload_is_held_once() -> None:
+    """Both ends together take less than 3 MiB more than the 64 MiB of payload."""
+    payload = bytes(64 * MIB)
+    welcome = Welcome(rank=0, step=0, blocks=1, resumed=False, proof="0" * 64)
+    reader = decoder(64 * MIB)
+
+    def cross() -> None:
+        pieces = Encoder(KEY).encode(welcome, payload)
+        (got,) = (one for piece in pieces for one in reader.feed(piece))
+        assert got.payload == payload
+
+    assert peak_bytes(cross) < 67 * MIB
+
+
+def test_a_long_list_fits() -> None:
+    """The shards of a large run fit in one message."""
+    assign = Assign(step=0, shards=tuple(range(2**16)))
+    (got,) = feed(decoder(), b"".join(written(Encoder(KEY), assign)))
+    assert got.message == assign
