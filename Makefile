@@ -90,7 +90,7 @@ soak-others: setup
 	$(BIN)/entrenar-check --contract reduction-v1.yaml
 	$(BIN)/python -m tests.systems.soak_hour
 	$(BIN)/python -m tests.check.harness.test_no_false_alarm 1000
-	$(BIN)/python -m pytest -q --hypothesis-profile=soak tests/contract tests/protocol tests/trace \
+	$(BIN)/python -m pytest -q --hypothesis-profile=soak tests/check/contract tests/train/wire tests/shared/trace \
 		tests/check/observing/test_changes_nothing.py
 
 # Real processes over TCP, killed, frozen, cut off and damaged at random, run after run. Then ten

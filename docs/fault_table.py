@@ -10,6 +10,7 @@ from entrenar_py import systems
 from entrenar_py.shared import faults, trace
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.systems import SYSTEMS
 
 # Three processes, momentum, five steps; a silence of a second is death.
 STAR = Scenario(
@@ -33,7 +34,7 @@ COLUMNS = ("what happens in step 2, to worker 1", "at message", "seen", "the run
 
 def cases(scenario: Scenario) -> Iterator[Fault]:
     """Yield every kind of fault at every place that the system of `scenario` has."""
-    places = systems.SYSTEMS[scenario.system].places
+    places = SYSTEMS[scenario.system].places
     for kind in faults.ON_THE_WAY:
         for seconds in SECONDS if "seconds" in faults.NEEDED[kind] else (None,):
             for at in places:
@@ -46,10 +47,10 @@ def cases(scenario: Scenario) -> Iterator[Fault]:
     for value in faults.STRANGERS:
         rank = RANK if value == "taken_rank" else None
         yield Fault(kind="stranger", step=STEP, rank=rank, value=value)
-    if "restart" in systems.SYSTEMS[scenario.system].faults:
+    if "restart" in SYSTEMS[scenario.system].faults:
         for at in places:
             yield Fault(kind="restart", step=STEP, at=at)
-    if "audit_share" in systems.SYSTEMS[scenario.system].options:
+    if "audit_share" in SYSTEMS[scenario.system].options:
         yield Fault(kind="corrupt_gradient", step=STEP, rank=RANK, shard=SHARD, value="0.5")
         yield Fault(kind="corrupt_worker", step=STEP, rank=RANK, value="0.5")
 

@@ -21,8 +21,8 @@ from entrenar_py.shared import mutants, scenario
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.faults import KINDS, LIE_PLACES, LIES, NEEDED, OPTIONAL, STRANGERS
 from entrenar_py.shared.scenario import CHOICES, Scenario
+from entrenar_py.shared.systems import SYSTEMS
 from entrenar_py.shared.verdict import Counterexample
-from entrenar_py.systems import SYSTEMS
 from entrenar_py.train.finetune import foreign_keys
 from entrenar_py.train.service import config_keys, exit_codes
 from entrenar_py.train.wire import attendance, frames, messages, package, phases

@@ -20,6 +20,7 @@ from entrenar_py.check.evidence import evidence
 from entrenar_py.check.evidence.needs import ALONE, CALM, KILLED, TWIN, Runs
 from entrenar_py.check.harness import companions
 from entrenar_py.shared import faults, shipped, trace
+from entrenar_py.shared import systems as table
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import CHOICES, Scenario
@@ -163,7 +164,7 @@ def _with(scenario: Scenario, fault: Fault) -> Scenario:
     """Return `scenario` with `fault`, or unchanged if `fault` is impossible there."""
     try:
         more = scenario.with_(faults=(*scenario.faults, fault))
-        systems.require_possible(more)
+        table.require_possible(more)
     except UsageError:  # the worker is absent, already present, or the last one
         return scenario
     return more
@@ -171,7 +172,7 @@ def _with(scenario: Scenario, fault: Fault) -> Scenario:
 
 def _fault(scenario: Scenario, rng: random.Random, rank: int, step: int | None) -> Fault:
     """Draw a fault of worker `rank` in `step`, or a non-finite value in a shard, which halts."""
-    chance, places = rng.random(), systems.SYSTEMS[scenario.system].places
+    chance, places = rng.random(), table.SYSTEMS[scenario.system].places
     if chance < 0.08:
         kind = rng.choice(("non_finite_gradient", "non_finite_loss"))
         shard = rng.randrange(scenario.num_shards)

@@ -14,11 +14,10 @@ import pytest
 from hypothesis import settings
 
 from entrenar_py import compute as backends
-from entrenar_py import systems
 from entrenar_py.check import kill_matrix
 from entrenar_py.check.contract import Invariant
 from entrenar_py.check.kill_matrix import Row
-from entrenar_py.shared import mutants
+from entrenar_py.shared import mutants, systems
 from entrenar_py.shared.errors import BackendUnavailable
 from entrenar_py.shared.mutants import Variant
 from entrenar_py.shared.verdict import Finding

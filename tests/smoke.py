@@ -30,7 +30,7 @@ def reuse_bytecode() -> None:
 
 def main(folder: Path, backend: str) -> None:
     """Judge a small contract, train as a service, and verify the ledger."""
-    from entrenar_py.train import cli as service
+    from entrenar_py import entrenar as service
     from entrenar_py.train.service import coordinator, worker  # noqa: F401  (torch, before the fork)
     from tests.train.service.cluster import Cluster
 

@@ -35,10 +35,10 @@ NUM_SLOWEST = 100
 # forks others: by the beginning of their node id.
 TOGETHER = {
     "tests/train/canonical/test_canonical.py": "canonical",
-    "tests/finetune/": "small checkpoint",
-    "tests/pipeline/": "stages and students",
-    "tests/distill/": "stages and students",
-    "tests/tuning/": "small checkpoint, without processes",
+    "tests/train/finetune/": "small checkpoint",
+    "tests/train/stages/": "stages and students",
+    "tests/train/distill/": "stages and students",
+    "tests/train/model/": "small checkpoint, without processes",
     "tests/systems/finetuned/": "small checkpoint, without processes",
     "tests/check/clauses/test_local_sgd.py": "local SGD",
     "tests/check/clauses/test_wire.py": "wire",
@@ -67,7 +67,7 @@ def _compile_alone() -> None:
     collected, or by the system if the process dies.
     """
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
-    last = max(Path(__file__).parent.glob("*/test_*.py"))
+    last = max(Path(__file__).parent.rglob("test_*.py"))
     is_compiled = any(last.parent.glob(f"__pycache__/{last.stem}.*-pytest-*.pyc"))
     if run is None or is_compiled or sys.dont_write_bytecode:
         return

@@ -1,4 +1,4 @@
-"""The architecture: floors, two wings without imports between them, no cycles, short files."""
+"""The architecture: five wings, two products that never meet, no cycles, short files."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import entrenar_py
 from entrenar_py.check.clauses import CHECKS
+from entrenar_py.shared.systems import SYSTEMS
 from entrenar_py.shared.trace import traits
-from entrenar_py.systems import SYSTEMS
 
 SOURCE = Path(entrenar_py.__file__).parent
 LINES_MAX = 700
@@ -22,51 +22,21 @@ WALL_CLOCKS = (
     *("datetime.now", "datetime.utcnow", "datetime.today", "date.today"),
 )
 
-# The room of a module is the first part of its name. Each room has a floor.
-FLOORS = {
-    "codec": 0,
-    "errors": 0,
-    "extras": 0,
-    "hook_calls": 0,
-    "process": 0,
-    "untrusted": 0,
-    "backends": 1,
-    "canonical": 1,
-    "protocol": 2,
-    "training": 2,
-    "drivers": 3,
-    "": 4,  # entrenar_py itself: the version, and what a training script calls
-    "contract": 4,
-    "distill": 4,
-    "faults": 4,
-    "mutants": 4,
-    "observing": 4,
-    "outer": 4,
-    "rank_files": 4,
-    "scenario": 4,
-    "shipped": 4,
-    "trace": 4,
-    "tuning": 4,
-    "verdict": 4,
-    "watch": 4,
-    "wording": 0,
-    "systems": 5,
-    "checks": 5,
-    "integrations": 5,
-    "command": 6,
-    "harness": 6,
-    "kill_matrix": 6,
-    "options": 6,
-    "reports": 6,
-    "cli": 7,
-    "doctor": 7,
-    "finetune": 7,
-    "pipeline": 5,
-    "planning": 7,
-    "project": 7,
-    "pytest_plugin": 7,
-    "service": 7,
+# What each wing may import. Doors, the modules beside the wings, may import all.
+WINGS: dict[str, frozenset[str]] = {
+    "shared": frozenset(),
+    "compute": frozenset({"shared"}),
+    "train": frozenset({"shared", "compute"}),
+    "check": frozenset({"shared", "compute"}),
+    "systems": frozenset({"shared", "compute", "train", "check"}),
 }
+DOORS = {"", "entrenar", "finetune", "integrations", "pytest_plugin", "trace"}
+# Rooms that judge traces. They know nothing of torch, sockets and devices.
+JUDGES = ("check.clauses", "check.causes", "check.evidence")
+# The rooms of the checker that run systems. They import the table of `systems`, nothing below it.
+RUNNERS = ("check.harness",)
+# What systems use of the checker: what a user's process observes, and the files that it writes.
+OBSERVERS = ("check.observing", "check.rank_files")
 
 
 @cache
@@ -109,39 +79,73 @@ def _module_level(tree: ast.Module) -> list[ast.stmt]:
     return [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
-def room(module: str) -> str:
-    """Return the room of a module: its first part."""
+def wing(module: str) -> str:
+    """Return the wing of a module, or the door: its first part."""
     return module.partition(".")[0]
 
 
-def test_every_module_has_a_floor() -> None:
-    """Every module has a floor, so that a new room is placed deliberately."""
-    assert {room(module) for module in modules()} == set(FLOORS)
+def room(module: str) -> str:
+    """Return the room of a module: the wing and what is below it, as `check.clauses`."""
+    return ".".join(module.split(".")[:2])
 
 
-def test_a_floor_imports_only_floors_below_it() -> None:
-    """No module imports from a higher floor, not even inside a function."""
+def reached(start: str, graph: dict[str, set[str]]) -> set[str]:
+    """Return the modules that importing `start` imports, packages on the way included."""
+    found: set[str] = set()
+    left = [start]
+    while left:
+        module = left.pop()
+        parts = module.split(".")
+        for name in (".".join(parts[: n + 1]) for n in range(len(parts))):
+            if name not in found:
+                found.add(name)
+                left.extend(graph.get(name, ()))
+    return found
+
+
+def test_every_module_is_in_a_wing_or_a_door() -> None:
+    """Every module is in a wing or a door, so that a new room is placed deliberately."""
+    assert {wing(module) for module in modules()} == {*WINGS, *DOORS}
+
+
+def test_a_wing_imports_only_the_wings_below_it() -> None:
+    """No module imports from a wing that its own may not, not even inside a function."""
+    for module, path in modules().items():
+        if wing(module) in DOORS:
+            continue
+        for imported in imports(path, everywhere=True) - {""}:  # "": the version
+            allowed = {wing(module), *WINGS[wing(module)]}
+            allowed |= {"systems"} if room(module) in RUNNERS else set()
+            assert wing(imported) in allowed, f"{module} imports {imported}"
+            if wing(module) == "check":
+                assert not imported.startswith("systems."), f"{module} imports {imported}"
+            if wing(module) == "systems" and wing(imported) == "check":
+                assert room(imported) in OBSERVERS, f"{module} imports {imported}"
+
+
+def test_the_two_products_never_meet() -> None:
+    """No chain of imports leads from the checker to the trainer, or from the trainer to it.
+
+    What a function imports counts for the trainer. The checker runs systems by their names.
+    """
     known = modules()
-    for module, path in known.items():
-        for imported in imports(path, everywhere=True):
-            if room(imported) != room(module):
-                above = FLOORS[room(imported)] > FLOORS[room(module)]
-                assert not above, f"{module} imports {imported}"
+    graph = {module: imports(path, everywhere=False) - {""} for module, path in known.items()}
+    whole = {module: imports(path, everywhere=True) - {""} for module, path in known.items()}
+    for module in known:
+        if wing(module) == "check":
+            assert not {one for one in reached(module, graph) if wing(one) == "train"}, module
+        if wing(module) == "train":
+            assert not {one for one in reached(module, whole) if wing(one) == "check"}, module
 
 
-def test_the_two_wings_never_meet() -> None:
-    """Systems import no checks and contracts; checks import no systems, torch or sockets."""
-    known = modules()
-    for module, path in known.items():
-        rooms = {room(name) for name in imports(path, everywhere=True)}
-        if room(module) == "systems":
-            assert not rooms & {"checks", "contract"}, module
-        if room(module) == "checks":
-            assert not rooms & {"systems", "backends", "training"}, module
+def test_judges_know_no_devices() -> None:
+    """Clauses, causes and evidence import no systems, backends, torch or sockets."""
+    for module, path in modules().items():
+        if room(module) in JUDGES:
+            wings = {wing(name) for name in imports(path, everywhere=True)}
+            assert not wings & {"systems", "compute"}, module
             text = path.read_text(encoding="utf-8")
-            assert not any(f"import {name}" in text for name in ("torch", "socket", "wgpu")), module
-        if room(module) == "service":
-            assert not rooms & {"checks", "harness", "reports", "mutants"}, module
+            assert not re.search(r"\bimport (torch|socket|wgpu)\b", text), module
 
 
 def test_wgpu_has_one_door() -> None:
@@ -149,16 +153,17 @@ def test_wgpu_has_one_door() -> None:
     for module, path in modules().items():
         text = path.read_text(encoding="utf-8")
         if re.search(r"^ *(import|from) wgpu\b|import_module\(.wgpu", text, flags=re.MULTILINE):
-            assert module == "backends.adapters"
+            assert module == "compute.adapters"
 
 
 def test_rank_files_are_read_without_torch() -> None:
     """Reading ranks' files imports no torch, so stored runs are judged quickly and anywhere."""
     known = modules()
     for module, path in known.items():
-        if room(module) == "rank_files":
-            rooms = {room(name) for name in imports(path, everywhere=True)}
-            assert not rooms & {"observing", "watch", "training", "backends", "canonical"}, module
+        if room(module) == "check.rank_files":
+            found = imports(path, everywhere=True)
+            assert not {room(name) for name in found} & {"check.observing", "check.watch"}, module
+            assert "compute" not in {wing(name) for name in found}, module
             text = path.read_text(encoding="utf-8")
             assert not any(f"{word} torch" in text for word in ("import", "from")), module
 
@@ -166,22 +171,22 @@ def test_rank_files_are_read_without_torch() -> None:
 # Modules that read JSON without bounds: only what another process of the same run has written to
 # a pipe or the environment, or a text that the module's own room has made.
 OF_OWN_PROCESSES = {
-    "command.forks.messages",
-    "command.forks.parent",
-    "finetune.local",
-    "finetune.worker_process",
-    "observing.auto",
-    "observing.auto.seeding",
-    "observing.planned_faults",
-    "observing.planned_rates",
-    "reports.drawn_runs",
+    "check.command.forks.messages",
+    "check.command.forks.parent",
+    "train.finetune.local",
+    "train.finetune.worker_process",
+    "check.observing.auto",
+    "check.observing.auto.seeding",
+    "check.observing.planned_faults",
+    "check.observing.planned_rates",
+    "check.reports.drawn_runs",
     "systems.finetuned.by_ranks",
     "systems.probes.memory",
     "systems.single.textbook_replica",
     "systems.star.processes",
     "systems.star.worker_process",
     "systems.torch.ranks",
-    "untrusted.json_text",
+    "shared.untrusted.json_text",
 }
 
 
@@ -222,9 +227,9 @@ def test_no_name_crosses_the_wings() -> None:
     # Words that are the name of a check too, or of a topology.
     words = {*CHECKS, *traits.CHOICES["topology"]}
     for module, path in modules().items():
-        if room(module) == "checks" and not module.endswith(".plans"):
+        if room(module) in JUDGES and not module.endswith(".plans"):
             assert not {*texts(path, outside="plan")} & (SYSTEMS.keys() - words), module
-        if room(module) == "command":
+        if room(module) == "check.command":
             assert not {*texts(path)} & CHECKS.keys(), module
 
 
@@ -238,7 +243,7 @@ def test_options_are_what_was_asked() -> None:
         followed = {"updates", *(("schedule",) if name == "pipeline_parallel" else ())}
         assert not names & {*system.options} - followed, name
     for module, path in modules().items():
-        if room(module) in ("checks", "command", "rank_files"):
+        if room(module) in (*JUDGES, "check.command", "check.rank_files"):
             found = re.findall(r'options(?:\.get\(|\[)"(\w+)"', path.read_text(encoding="utf-8"))
             assert not names & {*found}, module
 
@@ -262,27 +267,31 @@ def package(module: str) -> str:
 def test_no_cycles_between_packages() -> None:
     """No package imports, at import or later, a package that imports it."""
     known = modules()
-    reached: dict[str, set[str]] = {}
+    closure: dict[str, set[str]] = {}
     for module, path in known.items():
-        found = {package(name) for name in imports(path, everywhere=True)}
-        reached.setdefault(package(module), set()).update(found)
-    for _ in reached:  # the transitive closure
-        for found in reached.values():
-            found |= {far for near in found for far in reached.get(near, ())}
+        found = {package(name) for name in imports(path, everywhere=True)} - {""}  # "": the version
+        closure.setdefault(package(module), set()).update(found)
+    for _ in closure:
+        for found in closure.values():
+            found |= {far for near in found for far in closure.get(near, ())}
     tangled = {
         (one, other)
-        for one in reached
-        for other in reached[one]
-        if one < other and one in reached.get(other, ()) and not other.startswith(f"{one}.")
+        for one in closure
+        for other in closure[one]
+        if one < other and one in closure.get(other, ()) and not other.startswith(f"{one}.")
     }
-    assert not tangled - {pair for pair in tangled if "" in pair}
+    assert not {pair for pair in tangled if "" not in pair}
 
 
 def test_no_decision_follows_the_wall_clock() -> None:
     """A wall clock jumps. It is read for what people read, in a few places; waits are monotonic."""
-    of_metrics = {"service.metrics": {"time.time"}}  # a line's time
-    of_locks = {"service.file_locks": {"time.strftime"}}  # since when a lock is held, for a message
-    of_days = {"tuning.prepared": {"datetime.now"}}  # what a chat template with a clock is told
+    of_metrics = {"train.service.metrics": {"time.time"}}  # a line's time
+    of_locks = {
+        "train.service.file_locks": {"time.strftime"}
+    }  # since when a lock is held, for a message
+    of_days = {
+        "train.model.prepared": {"datetime.now"}
+    }  # what a chat template with a clock is told
     read: dict[str, set[str]] = {}
     for module, path in modules().items():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

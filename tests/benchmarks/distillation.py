@@ -233,7 +233,7 @@ def of_student(given: argparse.Namespace) -> dict[str, Any]:
             "logits": str(folder / "shards"),
             "top_k": given.top_k,
         }
-        command = [sys.executable, "-m", "entrenar_py.train.cli"]
+        command = [sys.executable, "-m", "entrenar_py.entrenar"]
         path = configured(folder, given, distill=section)
         _run([*command, "distill", "logits", str(path), "--backend", given.backend])
         found: dict[str, list[float]] = {"with": [], "without": []}

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-ENTRENAR = (sys.executable, "-m", "entrenar_py.train.cli")
+ENTRENAR = (sys.executable, "-m", "entrenar_py.entrenar")
 EPOCHS_OF_TEACHER = 6
 
 

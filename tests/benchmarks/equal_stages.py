@@ -25,7 +25,7 @@ PATIENT = "--sleeping"  # the first argument of a worker's process
 
 def worker(pass_ms: float, arguments: list[str]) -> int:
     """Be a worker whose passes take `pass_ms`."""
-    from entrenar_py.train import cli
+    from entrenar_py import entrenar as cli
     from entrenar_py.train.stages.member import StageMember
 
     plain = StageMember._run

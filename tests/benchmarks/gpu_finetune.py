@@ -199,7 +199,7 @@ def ours(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
         },
     }
     (folder / "run.yaml").write_text(json.dumps(config), encoding="utf-8")
-    command = [sys.executable, "-m", "entrenar_py.train.cli", "finetune"]
+    command = [sys.executable, "-m", "entrenar_py.entrenar", "finetune"]
     began = time.time()
     subprocess.run(
         [*command, str(folder / "run.yaml"), "--backend", "cuda"], check=True, stdout=sys.stderr

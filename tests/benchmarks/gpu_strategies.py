@@ -83,7 +83,7 @@ def planned_gb(config: Path, strategy: str, ranks: int) -> float:
     device = "h100:80GB:25GB/s" if torch.cuda.is_available() else "cpu:24GB"
     told = config.with_suffix(".json")
     options = ["--device", f"{ranks} x {device}", "--json", str(told)]
-    command = [sys.executable, "-m", "entrenar_py.train.cli", "plan", str(config), *options]
+    command = [sys.executable, "-m", "entrenar_py.entrenar", "plan", str(config), *options]
     subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
     plans = json.loads(told.read_text("utf-8"))["options"]
     needs = next(plan for plan in plans if plan["strategy"] == strategy)["workers"][0]

@@ -35,7 +35,7 @@ from tests.benchmarks import gpu_finetune
 from tests.train.wire_io.fakes import free_port
 
 UNCOUNTED = 4  # steps before the clock starts
-ENTRENAR = (sys.executable, "-m", "entrenar_py.train.cli")
+ENTRENAR = (sys.executable, "-m", "entrenar_py.entrenar")
 
 
 def checkpoint(folder: Path, given: argparse.Namespace) -> None:

@@ -25,8 +25,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from entrenar_py.entrenar import main as entrenar
 from entrenar_py.shared import trace
-from entrenar_py.train.cli import main as entrenar
 from entrenar_py.train.coordinator.replicas import Replicas
 from entrenar_py.train.wire.pace import NEEDED
 from tests.train.service.cluster import Cluster, cluster, metrics, weights

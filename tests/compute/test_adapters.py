@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from entrenar_py import entrenar as cli
 from entrenar_py.compute import adapters, chain
 from entrenar_py.compute.adapters import PROVEN, Probe, choose, ranked
 from entrenar_py.compute.wgpu.device import LIMITS, open_device
 from entrenar_py.shared.errors import BackendUnavailable
-from entrenar_py.train import cli
 
 DIES = "import os\nos.kill(os.getpid(), 11)\n"
 

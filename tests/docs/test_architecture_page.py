@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import entrenar_py
-from tests.test_architecture import FLOORS
+from tests.test_architecture import DOORS, WINGS
 
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(entrenar_py.__file__).parent
@@ -26,16 +26,13 @@ def test_every_room_has_a_row() -> None:
     } == set()
 
 
-def test_every_room_is_on_its_floor() -> None:
-    """The drawing has each room on the floor that tests/test_architecture.py requires."""
-    drawing = PAGE.partition("## Floors")[2].partition("```\n")[2].partition("```")[0]
-    drawn = {
-        word: int(line.split()[0])
-        for line in drawing.splitlines()
-        for word in re.findall(r"[a-z_]+", line)
-        if word in FLOORS
-    }
-    assert drawn == {name: floor for name, floor in FLOORS.items() if name}
+def test_every_wing_and_door_is_drawn() -> None:
+    """The drawing has each wing and each door that tests/test_architecture.py knows."""
+    drawing = PAGE.partition("## Wings")[2].partition("```\n")[2].partition("```")[0]
+    doors, *rows = drawing.splitlines()
+    assert set(re.findall(r"[a-z_]+", doors.partition("  ")[0])) == DOORS - {""}
+    drawn = {name for row in rows for name in re.findall(r"\b([a-z]+)/ ", row)}
+    assert drawn == set(WINGS)
 
 
 def test_every_path_is_there() -> None:

@@ -23,6 +23,7 @@ from entrenar_py import systems
 from entrenar_py.shared import faults, mutants
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.systems import SYSTEMS, require_possible
 from entrenar_py.shared.trace import End, Event, Halt, Injected, Membership, Shard, Trace, Update
 from falsification import schedules
 from falsification.schedules import Attempt
@@ -114,7 +115,7 @@ def test_every_system_ends_right(turn: int) -> None:
     assert found.wrong == {}
     assert {kind for kind, _ in found.struck} >= {"leave", "join", "restart", *faults.ON_THE_WAY}
     system = schedules.SYSTEMS[turn]
-    due = set(systems.SYSTEMS[system].places) | ({"Weights"} if system == schedules.STAR else set())
+    due = set(SYSTEMS[system].places) | ({"Weights"} if system == schedules.STAR else set())
     assert {place for _, place in found.struck} >= due
 
 
@@ -155,7 +156,7 @@ def test_schedules_are_possible_and_differ() -> None:
     """Each can be run as it is written, and they reach what they are for."""
     drawn = [schedules.draw(seed) for seed in range(600)]
     for scenario in drawn:
-        systems.require_possible(scenario)
+        require_possible(scenario)
         assert Scenario.from_dict(json.loads(json.dumps(scenario.to_dict()))) == scenario
     for system in schedules.SYSTEMS:
         sizes = {1, 2, 3, 4, 5} - ({1} if system != schedules.STAR else set())
@@ -164,7 +165,7 @@ def test_schedules_are_possible_and_differ() -> None:
     assert any(_strikes_last(one) for one in drawn if one.system == schedules.STAR)
     assert {len(scenario.faults) for scenario in drawn} == {0, 1, 2, 3, 4}
     assert {fault.kind for scenario in drawn for fault in scenario.faults} >= set(
-        systems.SYSTEMS[schedules.STAR].faults
+        SYSTEMS[schedules.STAR].faults
     ) - {"huge_gradient"}
     sizes_drawn = {(one.workload, one.options["block_bytes"]) for one in drawn}
     assert sizes_drawn == {(name, n) for name, of in schedules.BLOCK_BYTES.items() for n in of}

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from entrenar_py import entrenar as service
 from entrenar_py.check import cli
 from entrenar_py.check.doctor import Examination
-from entrenar_py.train import cli as service
 from tests.fuzz import bad_contents
 
 SECONDS_MAX, HEAVY_S, BYTES_MAX = 20, 18, 2**31

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from entrenar_py import compute as backends
+from entrenar_py.compute import machine
 from entrenar_py.compute.cpu import open_cpu
-from entrenar_py.shared import machine
 from entrenar_py.shared.errors import BackendUnavailable
 
 

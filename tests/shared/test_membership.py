@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from entrenar_py import systems
+from entrenar_py.shared import systems
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.faults import Fault
 from tests.systems.stars import SIMULATED, subject

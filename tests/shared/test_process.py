@@ -8,7 +8,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("command", ["entrenar_py.check.cli", "entrenar_py.train.cli"])
+@pytest.mark.parametrize("command", ["entrenar_py.check.cli", "entrenar_py.entrenar"])
 def test_no_crash_is_silent(command: str) -> None:
     """A command that dies of a signal has said which one, and in which line it was."""
     code = (

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from entrenar_py import systems
-from entrenar_py.shared import updates
+from entrenar_py.shared import systems, updates
 from entrenar_py.shared.errors import ProtocolError, UsageError
 from entrenar_py.shared.faults import SERVED_PLACES, Fault
 from entrenar_py.shared.scenario import Scenario

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from entrenar_py import systems
 from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.systems import traits_of
 from entrenar_py.shared.trace import Trace
 from entrenar_py.systems.star.scenario_run import ScenarioRun
 from entrenar_py.systems.star.simulated import SimulatedTransport
@@ -34,7 +34,7 @@ class Between(ScenarioRun):
         before = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            return replace(super().train(), traits=systems.traits_of(self.scenario))
+            return replace(super().train(), traits=traits_of(self.scenario))
         finally:
             torch.set_num_threads(before)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from entrenar_py import systems
+from entrenar_py.shared import systems
 from entrenar_py.train.coordinator.server import Server
 from tests.systems import soak_hour, soak_real
 from tests.systems.holdings import Holdings

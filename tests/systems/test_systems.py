@@ -15,13 +15,14 @@ from entrenar_py.shared import trace
 from entrenar_py.shared.errors import SystemFailure, UsageError
 from entrenar_py.shared.faults import KINDS, NEEDED, OF_WITNESSES, OPTIONAL, Fault
 from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.systems import SYSTEMS
 from entrenar_py.train import reference
 
 GONE = Fault(kind="absent", backend="wgpu")
 USUAL = Scenario(system="reference", workload="linear", world_size=1, seed=0, num_steps=1)
 
 
-@pytest.mark.parametrize("name", systems.SYSTEMS)
+@pytest.mark.parametrize("name", SYSTEMS)
 def test_every_system_is_there(name: str) -> None:
     """Every system has a module whose `run` takes a scenario."""
     module = systems.module_of(name)
@@ -85,7 +86,7 @@ def test_runs_are_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_fault_kind_has_a_system() -> None:
     """Every kind of fault can be injected by some system, or else in a user's script."""
-    injected = {kind for one in systems.SYSTEMS.values() for kind in one.faults}
+    injected = {kind for one in SYSTEMS.values() for kind in one.faults}
     assert injected | {*OF_WITNESSES} == set(KINDS)
     assert injected.isdisjoint(OF_WITNESSES)
 
@@ -102,7 +103,7 @@ def test_the_docs_have_the_tables() -> None:
     """docs/contract-format.md has what each system accepts, and what faults do and need."""
     page = Path(__file__).parents[2] / "docs" / "contract-format.md"
     lines = page.read_text(encoding="utf-8").splitlines()
-    for name, one in systems.SYSTEMS.items():
+    for name, one in SYSTEMS.items():
         assert f"| `{name}` | {one.what} | {_code(one.faults)} | {_code(one.options)} |" in lines
     for kind, what in KINDS.items():
         needed, optional = NEEDED[kind], OPTIONAL.get(kind, ())

@@ -13,6 +13,7 @@ from entrenar_py import systems
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.systems import require_possible
 from entrenar_py.shared.trace import (
     Halt,
     Injected,
@@ -229,7 +230,7 @@ def test_impossible_faults_are_refused(faults: list[Fault], message: str) -> Non
         scenario = USUAL.with_(system=system, faults=tuple(faults))
         expected = message.replace("reference", system)
         with pytest.raises(UsageError) as caught:
-            systems.require_possible(scenario)
+            require_possible(scenario)
         assert expected in str(caught.value)
         end = systems.run(scenario).end
         assert end.status == "failed"

@@ -5,11 +5,11 @@ Callers pass and receive float32 tensors on the CPU. A backend copies them to it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from entrenar_py.compute.steps import Model, Stepper
-from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.backend_names import kind_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,8 +80,7 @@ def _open_wgpu(index: int | None = None) -> Backend:
     return wgpu.open_wgpu(index)
 
 
-# Kinds of which a machine may have several devices: `wgpu:1` is the second.
-INDEXED: dict[str, Callable[[int | None], Backend]] = {"cuda": _open_cuda, "wgpu": _open_wgpu}
+_BY_INDEX: dict[str, Callable[[int | None], Backend]] = {"cuda": _open_cuda, "wgpu": _open_wgpu}
 BACKENDS: dict[str, Callable[[], Backend]] = {
     "cuda": _open_cuda,
     "wgpu": _open_wgpu,
@@ -98,22 +97,4 @@ def open_backend(name: str) -> Backend:
     kind = kind_of(name)
     if name == kind:
         return BACKENDS[kind]()
-    return INDEXED[kind](int(name.removeprefix(f"{kind}:")))
-
-
-def kind_of(name: str) -> str:
-    """Return the kind of backend that `name` selects: `wgpu` for `wgpu` and `wgpu:1`.
-
-    Raises UsageError for an unknown or malformed name.
-    """
-    kind, colon, index = name.partition(":")
-    known = kind in INDEXED if colon else kind in BACKENDS
-    if not known or (colon and not (index.isascii() and index.isdigit() and len(index) <= 4)):
-        raise UsageError(f"backend={name!r}: allowed are {allowed(BACKENDS)}")
-    return kind
-
-
-def allowed(kinds: Iterable[str]) -> str:
-    """Return the names that select a backend of `kinds`, for a message."""
-    indexed = [f"{kind}:N" for kind in kinds if kind in INDEXED]
-    return ", ".join([*kinds, *indexed])
+    return _BY_INDEX[kind](int(name.removeprefix(f"{kind}:")))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from entrenar_py.shared.errors import UsageError, did_you_mean
 
-PACKAGE = Path(__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parents[1]
 # Either one alone misses bugs that the other finds: a forgotten set_epoch, a sampler that pads.
 FOR_SCRIPTS = ("distributed-training-v1.yaml", "training-integrity-v1.yaml")
 # What nobody means who trains a language model. Where no contract was named, these clauses are

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from entrenar_py import systems
 from entrenar_py.check import clauses as checks
 from entrenar_py.check.clauses import local_sgd
 from entrenar_py.check.evidence.needs import Runs
 from entrenar_py.check.harness import runner
+from entrenar_py.shared import systems
 from entrenar_py.shared.trace import (
     End,
     Halt,

@@ -19,6 +19,7 @@ from entrenar_py.check.harness.runner import combine
 from entrenar_py.shared.config.problems import Position
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.systems import SYSTEMS, traits_of
 from entrenar_py.shared.trace import (
     E,
     End,
@@ -165,7 +166,7 @@ def hand_written(*events: Event, subject: Scenario | None = None) -> Trace:
     """Return a completed trace of `events`."""
     end = End(status="completed")
     subject = subject or scenario()
-    traits = systems.traits_of(subject) if subject.system in systems.SYSTEMS else Traits()
+    traits = traits_of(subject) if subject.system in SYSTEMS else Traits()
     return Trace(
         scenario=subject, environment={}, promises=(), events=(*events, end), traits=traits
     )

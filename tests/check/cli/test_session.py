@@ -575,7 +575,7 @@ def test_mutants(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_foreign_contract(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A contract written by others gets a verdict per clause; Rust code in it is not executed."""
-    foreign = Path(__file__).parents[2] / "contract" / "data" / "foreign-trainer-v1.yaml"
+    foreign = Path(__file__).parents[1] / "contract" / "data" / "foreign-trainer-v1.yaml"
     json = tmp_path / "r.json"
     arguments = ("--contract", foreign, "--examples", 1, "--json", json)
     assert check(*arguments, "--exclude", "F-DP-005") == 4

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from entrenar_py.check.doctor import Found, Reach, reach
+from entrenar_py.check.doctor import Reach, reach
+from entrenar_py.compute.machine import Found
 
 CPU = Found(name="cpu", serves=True, device="x86_64")
 NO_CUDA = Found(name="cuda", serves=False, reason="no driver")

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py.check.doctor import SCHEMA, Examination, Found, Reach, Trainer, reach, visit
-from entrenar_py.shared import machine
-from entrenar_py.train import cli
+from entrenar_py import entrenar as cli
+from entrenar_py.check.doctor import SCHEMA, Examination, Reach, Trainer, reach, visit
+from entrenar_py.compute import machine
+from entrenar_py.compute.machine import Found
 
 EXAMINED = Examination(
     versions={"torch": "2.0"},

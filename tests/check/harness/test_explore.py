@@ -13,6 +13,7 @@ from entrenar_py import systems
 from entrenar_py.check.harness import explore
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.systems import require_sizes
 
 
 def scenario(**changes: Any) -> Scenario:
@@ -104,7 +105,7 @@ def test_near_its_base(base: Scenario, data: st.DataObject) -> None:
     assert near.seed >= base.seed
     if base.world_size > 1:
         assert near.world_size > 1
-    systems.require_sizes(near)
+    require_sizes(near)
     if base.num_steps > 8:
         assert near.num_steps == base.num_steps
     if len(base.faults) > 1:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DataObject, SearchStrategy
 
 from entrenar_py.check.reports import html
+from entrenar_py.check.reports.curves import Curve, training
 from entrenar_py.check.reports.report import Report
 from entrenar_py.shared.page import document
-from entrenar_py.shared.page.curves import Curve, training
 from entrenar_py.shared.scenario import Scenario
 
 VOID = {"meta", "line", "circle", "polyline"}

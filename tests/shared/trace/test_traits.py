@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from entrenar_py import systems
-from entrenar_py.shared import trace
+from entrenar_py.shared import systems, trace
 from entrenar_py.shared.errors import TraceError, UsageError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Traits, ledger

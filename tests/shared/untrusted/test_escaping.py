@@ -22,17 +22,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from entrenar_py import entrenar as service
 from entrenar_py.check import cli
-from entrenar_py.check.doctor import Examination, Found
+from entrenar_py.check.doctor import Examination
 from entrenar_py.check.doctor import visit as doctor_visit
 from entrenar_py.check.pytest_clauses import Judged
 from entrenar_py.check.reports import github, html, json_format, junit, sarif, terminal
 from entrenar_py.check.reports.report import Report, ending
+from entrenar_py.compute.machine import Found
 from entrenar_py.shared import trace
 from entrenar_py.shared.config.problems import Position
 from entrenar_py.shared.page import console, output_file
 from entrenar_py.shared.untrusted import escaping, printing
-from entrenar_py.train import cli as service
 from entrenar_py.train.service import progress
 from entrenar_py.train.service.metrics import Metrics
 from entrenar_py.train.service.run_events import Noted
@@ -344,18 +345,23 @@ def test_the_doctor() -> None:
 # module imports nothing of ours, and its sentences are its own. A forked rank prints
 # the text that its script exits with, as Python does; it goes to the run's output.
 PRINTERS = {
-    *("untrusted.printing", "cli.console", "systems.probes.memory"),
-    "backends.adapters",
-    "command.forks.interpreter",
-    "observing.auto.startup.sitecustomize",
+    *("shared.untrusted.printing", "shared.page.console", "systems.probes.memory"),
+    "compute.adapters",
+    "check.command.forks.interpreter",
+    "check.observing.auto.startup.sitecustomize",
 }
 # TOML has escapes of its own. What is read back as YAML can have no pairs of surrogates. Rows and
 # replies are written to find out that they can be, and then forgotten. What chats say is for a
 # tokenizer; what a checkpoint says goes on to `escaping`.
 WRITERS = {
-    *("tuning.chat_template", "tuning.row_parts", "tuning.trust"),
-    *("untrusted.escaping", "project.init", "tuning.rows", "distill.replies"),
-    *("finetune.settings_file", "planning.stages.plan_text"),  # as YAML
+    *("train.model.chat_template", "train.model.row_parts", "train.model.trust"),
+    *(
+        "shared.untrusted.escaping",
+        "check.project.init",
+        "train.model.rows",
+        "train.distill.replies",
+    ),
+    *("train.finetune.settings_file", "train.plan.stages.plan_text"),  # as YAML
 }
 FORBIDDEN = ("print", "Console", "rich.print", "traceback.print_exc", "warnings.warn")
 
@@ -411,7 +417,7 @@ def test_a_full_disk_is_told_of_once(
     )
 
 
-@pytest.mark.parametrize("main", ["entrenar_py.check.cli", "entrenar_py.train.cli"])
+@pytest.mark.parametrize("main", ["entrenar_py.check.cli", "entrenar_py.entrenar"])
 def test_help_on_a_full_disk(main: str) -> None:
     """One message, exit code 3, and no traceback of the interpreter's."""
     usual = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from entrenar_py import entrenar as service
 from entrenar_py.check import cli
 from entrenar_py.check.harness import counterexamples, plan, stored
 from entrenar_py.check.rank_files import rank_trace, stored_run
@@ -17,7 +18,6 @@ from entrenar_py.shared.errors import CheckpointError, TraceError, UsageError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import ledger
 from entrenar_py.shared.untrusted import files
-from entrenar_py.train import cli as service
 from entrenar_py.train.coordinator.server import Server
 from tests.fuzz import bad_contents
 from tests.fuzz.bad_files import KINDS

@@ -13,8 +13,8 @@ from entrenar_py.check.harness.runner import Runner
 from entrenar_py.shared import extras, trace
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.systems import SYSTEMS
 from entrenar_py.shared.verdict import Finding, Verdict
-from entrenar_py.systems import SYSTEMS
 from entrenar_py.systems.finetuned.asked import Asked
 from tests.conftest import shipped_invariants
 

@@ -151,7 +151,7 @@ def test_nodes_are_counted_as_they_fold(start: int, count: int) -> None:
         for shard in range(start, start + count)
     ]
     folded = reduction.fold(leaves, num_shards=256)
-    assert memory.num_nodes(start, start + count) == len(folded)
+    assert reduction.num_nodes(start, start + count) == len(folded)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from entrenar_py import systems
+from entrenar_py.shared import systems
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario

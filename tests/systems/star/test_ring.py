@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from entrenar_py import systems
-from entrenar_py.shared import faults
+from entrenar_py.shared import faults, systems
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.faults import LIE_PLACES, RING_PLACES, STRANGERS, Fault
 from entrenar_py.shared.scenario import Scenario

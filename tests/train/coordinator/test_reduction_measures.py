@@ -11,6 +11,7 @@ import pytest
 from entrenar_py import systems
 from entrenar_py.shared.faults import PLACES, RING_PLACES, Fault
 from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.systems import SYSTEMS
 from entrenar_py.shared.trace import Reduced, Start, Traffic, Update
 from entrenar_py.train.arithmetic.tensors import Array
 from entrenar_py.train.arithmetic.vectors import GivenVectors
@@ -84,7 +85,7 @@ def test_whatever_one_sends_another_gets(system: str) -> None:
         way = "up" if up else "down"
         key = (one.message, over_coordinator, way if over_coordinator else "", one.direction)
         total[key] += one.bytes
-    assert {message for message, *_ in total} == set(systems.SYSTEMS[system].places)
+    assert {message for message, *_ in total} == set(SYSTEMS[system].places)
     for (message, over, way, direction), num_bytes in total.items():
         other = {"sent": "got", "got": "sent"}[direction]
         assert total[message, over, way, other] == num_bytes, (message, over, way)

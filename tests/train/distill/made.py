@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from entrenar_py.train import cli
+from entrenar_py import entrenar as cli
 from entrenar_py.train.distill import schema
 from entrenar_py.train.distill.manifest import Entry
 from entrenar_py.train.distill.schema import Facts

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from entrenar_py.train import cli
+from entrenar_py import entrenar as cli
 from entrenar_py.train.service import exit_codes
 from tests.train.distill import server as servers
 from tests.train.distill.configured import chats, config

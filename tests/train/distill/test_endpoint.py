@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from entrenar_py.train import cli
+from entrenar_py import entrenar as cli
 from entrenar_py.train.distill import endpoint
 from entrenar_py.train.service import exit_codes
 from tests.train.distill import server as servers

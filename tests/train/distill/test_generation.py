@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from entrenar_py.train import cli
+from entrenar_py import entrenar as cli
 from entrenar_py.train.distill import generation
 from entrenar_py.train.service import exit_codes
 from tests.train.distill.configured import chats, config, said, written

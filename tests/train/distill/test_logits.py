@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import torch
 
+from entrenar_py import entrenar as cli
 from entrenar_py.shared.errors import SystemFailure, UsageError
-from entrenar_py.train import cli
 from entrenar_py.train.distill import claims, manifest, shards, student, teacher
 from entrenar_py.train.distill.shards import File
 from entrenar_py.train.distill.teacher import Teacher

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from entrenar_py import entrenar as cli
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.train import cli
 from entrenar_py.train.distill import student
 from entrenar_py.train.finetune import settings_file
 from entrenar_py.train.model import prepared as preparing

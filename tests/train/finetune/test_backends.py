@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from entrenar_py import entrenar as cli
 from entrenar_py.compute import open_backend
 from entrenar_py.compute.wgpu import WgpuBackend, open_wgpu
 from entrenar_py.shared.errors import BackendUnavailable
-from entrenar_py.train import cli
 from entrenar_py.train.arithmetic import dropout
 from entrenar_py.train.arithmetic.engine import Engine
 from entrenar_py.train.finetune import local, settings_file

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from entrenar_py import entrenar as cli
 from entrenar_py.shared.errors import SystemFailure
-from entrenar_py.train import cli
 from entrenar_py.train.arithmetic import checkpoint
 from entrenar_py.train.finetune import folder as folders
 from entrenar_py.train.finetune import rank_command as ranks

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from entrenar_py.train import cli
+from entrenar_py import entrenar as cli
 from entrenar_py.train.service import exit_codes
 from tests.train.finetune import runs
 from tests.train.service import doomed

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from entrenar_py.train import cli
+from entrenar_py import entrenar as cli
 from entrenar_py.train.finetune import evaluator as evaluating
 from entrenar_py.train.finetune import settings_file
 from entrenar_py.train.finetune.evaluator import Evaluator

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from entrenar_py import entrenar as cli
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.train import cli
 from entrenar_py.train.finetune import foresight, settings_file
 from entrenar_py.train.model import prepared
 from entrenar_py.train.service import exit_codes

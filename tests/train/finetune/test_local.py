@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from entrenar_py import entrenar as cli
 from entrenar_py.shared.errors import SystemFailure
-from entrenar_py.train import cli
 from entrenar_py.train.finetune import foresight, local, worker_process
 from entrenar_py.train.service import exit_codes
 from entrenar_py.train.wire_io.processes import Crew, Hand

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from entrenar_py.train import cli
+from entrenar_py import entrenar as cli
 from entrenar_py.train.service import exit_codes
 from entrenar_py.train.wire.package import PIECE_BYTES, WANTED_MAX
 from tests.train.finetune import runs

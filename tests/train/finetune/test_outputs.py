@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from entrenar_py import entrenar as cli
 from entrenar_py.shared.errors import SystemFailure
-from entrenar_py.train import cli
 from entrenar_py.train.finetune import export, settings_file
 from entrenar_py.train.model import fitting, saving
 from entrenar_py.train.model import prepared as preparing

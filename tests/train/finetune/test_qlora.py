@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from entrenar_py.train import cli
+from entrenar_py import entrenar as cli
 from entrenar_py.train.finetune import local, settings_file
 from entrenar_py.train.model import model
 from entrenar_py.train.service import exit_codes

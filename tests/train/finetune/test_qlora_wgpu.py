@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from entrenar_py import entrenar as cli
 from entrenar_py.compute.wgpu import WgpuBackend, open_wgpu
 from entrenar_py.compute.wgpu.bounds import sensitivity
 from entrenar_py.compute.wgpu.bounds.sensitivity import Deviation
 from entrenar_py.shared.errors import BackendUnavailable
-from entrenar_py.train import cli
 from entrenar_py.train.arithmetic import dropout
 from entrenar_py.train.arithmetic.engine import Engine
 from entrenar_py.train.finetune import settings_file

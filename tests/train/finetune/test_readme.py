@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py.train import cli
+from entrenar_py import entrenar as cli
 from entrenar_py.train.service import exit_codes
 from tests.train.finetune import runs
 
@@ -56,7 +56,7 @@ def test_three_commands(
 def _started(arguments: list[str]) -> str:
     """Run `entrenar` with `arguments` in a process of its own; return its standard output."""
     done = subprocess.run(
-        [sys.executable, "-m", "entrenar_py.train.cli", *arguments],
+        [sys.executable, "-m", "entrenar_py.entrenar", *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

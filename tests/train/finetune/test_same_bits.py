@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from entrenar_py.train import cli
+from entrenar_py import entrenar as cli
 from entrenar_py.train.finetune import staffing
 from entrenar_py.train.service import exit_codes, gradient_norms
 from tests.train.finetune import runs

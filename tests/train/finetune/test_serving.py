@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from entrenar_py import entrenar as cli
 from entrenar_py.shared.errors import ContractError
-from entrenar_py.train import cli
 from entrenar_py.train.finetune import serving, settings_file
 from entrenar_py.train.service import exit_codes
 

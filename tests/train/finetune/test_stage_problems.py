@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from entrenar_py import entrenar as cli
 from entrenar_py.shared.errors import ContractError, UsageError
-from entrenar_py.train import cli
 from entrenar_py.train.finetune import serving
 from entrenar_py.train.finetune.strategies import launch
 from entrenar_py.train.model import model

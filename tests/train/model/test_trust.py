@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from entrenar_py import entrenar as cli
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.train import cli
 from entrenar_py.train.model import fitting, model, model_class, trust
 from entrenar_py.train.model.settings import Data, Settings
 from entrenar_py.train.service import exit_codes

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py.train import cli
+from entrenar_py import entrenar as cli
 from entrenar_py.train.finetune import staffing
 from entrenar_py.train.plan import devices
 from entrenar_py.train.plan.devices import Device

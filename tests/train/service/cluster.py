@@ -67,7 +67,7 @@ class Process:
         told = [*map(str, arguments)]
         self._process: subprocess.Popen[str] | nursery.Child
         if anew:
-            command = [sys.executable, "-m", "entrenar_py.train.cli", *told]
+            command = [sys.executable, "-m", "entrenar_py.entrenar", *told]
             pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
             self._process = subprocess.Popen(command, text=True, **pipes)
         else:

@@ -260,7 +260,7 @@ def _become(
     strikes: list[Strike],
 ) -> NoReturn:
     """Run the command in this forked process, and exit."""
-    from entrenar_py.train import cli
+    from entrenar_py import entrenar as cli
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if cache is not None:

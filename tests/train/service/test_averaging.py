@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from entrenar_py.train import cli
+from entrenar_py import entrenar as cli
 from entrenar_py.train.service import exit_codes
 from tests.train.service.cluster import Process
 from tests.train.upstream import original as send

@@ -13,8 +13,8 @@ from typing import NoReturn
 
 import pytest
 
+from entrenar_py import entrenar as cli
 from entrenar_py.shared.errors import BackendUnavailable, CheckpointError
-from entrenar_py.train import cli
 from entrenar_py.train.service import exit_codes, ledger_verification, signals
 
 HEAVY = ("torch", "numpy", "rich", "yaml", "wgpu", "blake3", "asyncio")

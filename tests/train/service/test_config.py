@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py import systems
+from entrenar_py.shared import systems
 from entrenar_py.shared.errors import ContractError, UsageError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.train.service import config, config_keys

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from entrenar_py import entrenar as cli
 from entrenar_py.shared.errors import SystemFailure
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.train import cli
 from entrenar_py.train.arithmetic import checkpoint
 from entrenar_py.train.service import config, coordinator, exit_codes, signals
 from entrenar_py.train.service.coordinator import Task

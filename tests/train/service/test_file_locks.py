@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from entrenar_py import entrenar as cli
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.train import cli
 from entrenar_py.train.service import exit_codes, file_locks
 from tests.train.service.cluster import cluster
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from entrenar_py import entrenar as cli
 from entrenar_py.shared import trace
 from entrenar_py.shared.errors import CheckpointError
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.train import cli
 from entrenar_py.train.coordinator.server import Server
 from entrenar_py.train.service import exit_codes, gradient_norms
 from entrenar_py.train.service.gradient_norms import FACTOR, STEPS_KEPT, STEPS_LEAST, GradientNorms

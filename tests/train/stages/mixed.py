@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from entrenar_py.train import cli
+from entrenar_py import entrenar as cli
 from entrenar_py.train.finetune import settings_file
 from entrenar_py.train.model import model
 from entrenar_py.train.service import exit_codes

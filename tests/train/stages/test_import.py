@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from entrenar_py import entrenar as cli
 from entrenar_py.shared.errors import ContractError
-from entrenar_py.train import cli
 from entrenar_py.train.finetune import settings_file
 from entrenar_py.train.model.settings import StagePlan
 from entrenar_py.train.plan.stages import old_configuration

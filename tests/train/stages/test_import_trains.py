@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py.train import cli
+from entrenar_py import entrenar as cli
 from entrenar_py.train.service import exit_codes
 from tests.train.finetune import runs
 from tests.train.service.cluster import Cluster, Process

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py.train import cli
+from entrenar_py import entrenar as cli
 from entrenar_py.train.finetune import settings_file
 from entrenar_py.train.model.settings import StagePlan
 from entrenar_py.train.service import config, exit_codes

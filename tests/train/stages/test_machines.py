@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from entrenar_py import entrenar as cli
 from entrenar_py.check import cli as checking
-from entrenar_py.train import cli
 from entrenar_py.train.service import exit_codes
 from tests import command_line
 from tests.train.finetune import runs

@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
+from entrenar_py import entrenar as cli
 from entrenar_py.shared.errors import ContractError
-from entrenar_py.train import cli
 from entrenar_py.train.finetune import settings_file
 from entrenar_py.train.model.settings import StagePlan, Training
 from entrenar_py.train.plan import memory

@@ -16,7 +16,7 @@ from entrenar_py.check.observing.auto import Settings
 from entrenar_py.check.project import launchers
 from entrenar_py.shared import shipped
 from entrenar_py.shared.errors import ContractError, UsageError
-from entrenar_py.systems import require_trainer
+from entrenar_py.shared.systems import require_trainer
 
 _UNKNOWN = contract.Vocabulary(checks=None, mutants=lambda: None)
 

@@ -18,6 +18,7 @@ from entrenar_py.check.harness import falsify
 from entrenar_py.check.harness.runner import Listener, ignore
 from entrenar_py.check.project import exclusions
 from entrenar_py.check.reports import (
+    curves,
     github,
     html,
     json_format,
@@ -28,7 +29,7 @@ from entrenar_py.check.reports import (
 )
 from entrenar_py.check.reports.report import Configuration, Entry, NotApplying, Report
 from entrenar_py.check.reports.report import ending as end
-from entrenar_py.shared.page import curves, output_file
+from entrenar_py.shared.page import output_file
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.shared.verdict import Verdict, inconclusive
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from entrenar_py import systems
 from entrenar_py.check.causes import knob_pairs, own_sums
 from entrenar_py.check.clauses import met_rounds
 from entrenar_py.check.clauses.knobs import KNOBS
@@ -23,7 +22,7 @@ from entrenar_py.check.rank_files import (
 from entrenar_py.check.rank_files.arranged import Arrangement
 from entrenar_py.check.rank_files.rank_file import SUFFIX
 from entrenar_py.check.rank_files.rank_trace import RankTrace
-from entrenar_py.shared import trace
+from entrenar_py.shared import systems, trace
 from entrenar_py.shared.faults import JOINED, LONGER
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Event, Traits, Update

@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from entrenar_py.compute.machine import Found
+
 SCHEMA = "entrenar-doctor/1"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """One backend as `--backend` names it: it works here, or `reason` says why not.
-
-    `facts` are reported by its library: limits, features, memory in bytes.
-    """
-
-    name: str
-    serves: bool
-    device: str = ""
-    software: bool = False
-    reason: str = ""
-    facts: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,13 +8,13 @@ from pathlib import Path
 from entrenar_py.check import contract
 from entrenar_py.check.cli import session
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.doctor import Found, Reach, Trainer
+from entrenar_py.check.doctor import Reach, Trainer
 from entrenar_py.check.harness import plan
 from entrenar_py.check.reports.report import NotApplying
+from entrenar_py.compute.machine import Found
 from entrenar_py.shared import shipped
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.shared.system import AUTO
-from entrenar_py.systems import SYSTEMS
+from entrenar_py.shared.systems import AUTO, SYSTEMS
 
 PROC = Path("/proc/self/clear_refs")
 

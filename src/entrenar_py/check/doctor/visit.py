@@ -9,9 +9,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from entrenar_py.check.doctor import Examination, Found, reach
+from entrenar_py.check.doctor import Examination, reach
 from entrenar_py.check.reports import terminal
-from entrenar_py.shared import machine
+from entrenar_py.compute import machine
+from entrenar_py.compute.machine import Found
 from entrenar_py.shared.page import console, output_file
 from entrenar_py.shared.untrusted import escaping
 

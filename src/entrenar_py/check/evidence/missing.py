@@ -16,8 +16,8 @@ from entrenar_py.check.evidence.facts import Fact
 from entrenar_py.check.evidence.needs import Need, Traces
 from entrenar_py.shared import wording
 from entrenar_py.shared.scenario import OBSERVED
+from entrenar_py.shared.trace import Event, Gap, Saved, Shard, Start, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Tally
-from entrenar_py.trace import Event, Gap, Saved, Shard, Start, Tensors, Trace, Update
 
 
 def tally_for(invariant: Invariant, runs: Iterable[Trace]) -> Tally:

@@ -24,8 +24,7 @@ from entrenar_py.check.evidence.needs import (
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.faults import SILENT, SURVIVED
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.systems import SYSTEMS
-from entrenar_py.systems.tuned_options import unplaced
+from entrenar_py.shared.systems import SYSTEMS, unplaced
 
 _WORKERS = (1, 2, 3, 4, 5, 8)
 _POWERS_OF_TWO = (1, 2, 4, 8)

@@ -10,11 +10,11 @@ from unittest.mock import patch
 import hypothesis
 from hypothesis import strategies as st
 
-from entrenar_py import systems
+from entrenar_py.shared import systems
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import CHOICES, Scenario
-from entrenar_py.systems.tuned_options import unplaced
+from entrenar_py.shared.systems import unplaced
 
 _LOCAL_CONSTANTS = "hypothesis.internal.conjecture.providers._get_local_constants"
 

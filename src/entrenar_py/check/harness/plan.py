@@ -13,11 +13,12 @@ from entrenar_py.check.contract import Contract, Invariant, selection
 from entrenar_py.check.harness import counterexamples
 from entrenar_py.check.reports.report import NotApplying
 from entrenar_py.shared import mutants
+from entrenar_py.shared import systems as table
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.scenario import Scenario, expand
+from entrenar_py.shared.systems import SYSTEMS, TRAINERS
 from entrenar_py.shared.verdict import Finding, inconclusive
 from entrenar_py.shared.wording import counted
-from entrenar_py.systems import SYSTEMS, TRAINERS
 
 _HOW_TO_BIND = "--suggest drafts a binding for it (docs/bindings.md)"
 # Limits of a run in the harness. Larger ones would pass their deadline, or fill the memory.
@@ -48,7 +49,7 @@ class Plan:
     saved_folder: Path = counterexamples.FOLDER
 
     def __post_init__(self) -> None:
-        systems.require_trainer(self.system, self.backends)
+        table.require_trainer(self.system, self.backends)
 
     @property
     def fixed(self) -> tuple[str, ...]:
@@ -170,7 +171,9 @@ def require_known(scenario: Scenario, where: str, *, is_run: bool = True) -> Non
         given = f"num_shards={scenario.num_shards} with accumulation={scenario.accumulation}"
         raise UsageError(f"{where}: {given}: use at most {PARTS_MAX} micro-batches a step")
     try:
-        systems.require_possible(scenario, is_run=is_run)
+        table.require_possible(scenario)
+        if is_run:
+            systems.require_workload(scenario)
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from error
     if scenario.mutant is not None and scenario.mutant not in mutants.catalogue():
@@ -213,7 +216,7 @@ def _fitted(own: Iterable[Scenario], plan: Plan) -> dict[Scenario, bool]:
     """Return each scenario as it is run, and whether its size was changed to fit its system."""
     fitted: dict[Scenario, bool] = {}
     for wanted in (adapted for scenario in own for adapted in _adapted(scenario, plan)):
-        runnable = systems.fitted(wanted, fixed=plan.fixed)
+        runnable = table.fitted(wanted, fixed=plan.fixed)
         fitted[runnable] = fitted.get(runnable, False) or runnable != wanted
     return fitted
 

@@ -12,8 +12,8 @@ from entrenar_py.check.evidence.needs import Traces
 from entrenar_py.check.harness import companions, interrupts, stopping
 from entrenar_py.shared import trace
 from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.systems import SYSTEMS
 from entrenar_py.shared.verdict import Finding, Verdict, first_few, inconclusive, worst
-from entrenar_py.systems import SYSTEMS
 
 # Above the patience of systems that start processes. These end their processes without harm to
 # this one.

@@ -21,9 +21,9 @@ from entrenar_py.check.reports.report import Entry
 from entrenar_py.shared import faults
 from entrenar_py.shared import trace as trace_file
 from entrenar_py.shared.errors import TraceError, UsageError
+from entrenar_py.shared.systems import SYSTEMS
 from entrenar_py.shared.trace import Called, Trace
 from entrenar_py.shared.verdict import Finding, Verdict, first_few, not_applied
-from entrenar_py.systems import SYSTEMS
 
 _PATTERN = frozenset("*?[")
 

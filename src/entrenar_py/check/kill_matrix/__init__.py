@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
 
-from entrenar_py import systems
 from entrenar_py.check import clauses as checks
 from entrenar_py.check import contract
 from entrenar_py.check.contract import Invariant
@@ -21,7 +20,7 @@ from entrenar_py.check.kill_matrix import tables
 from entrenar_py.check.kill_matrix.rows import Row, all_right, summary
 from entrenar_py.check.reports import terminal
 from entrenar_py.check.reports.report import EXIT_INCONCLUSIVE
-from entrenar_py.shared import mutants, shipped
+from entrenar_py.shared import mutants, shipped, systems
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.mutants import Variant
 

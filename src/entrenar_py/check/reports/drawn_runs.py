@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from entrenar_py.check.reports import evidence
+from entrenar_py.check.reports.curves import Curve
 from entrenar_py.check.reports.report import Report
-from entrenar_py.shared.page.charts import Line, chart
-from entrenar_py.shared.page.curves import Curve, Points
+from entrenar_py.shared.page.charts import Line, Points, chart
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.untrusted import escaping
 from entrenar_py.shared.wording import counted

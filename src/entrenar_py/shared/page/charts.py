@@ -9,13 +9,15 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from entrenar_py.shared.page.curves import Points
 from entrenar_py.shared.untrusted import escaping
 
 WIDTH, HEIGHT = 440, 240
 LEFT, RIGHT, TOP, BOTTOM = 58, 10, 12, 36  # room for the numbers at the axes
 NUM_COLOURS = 6
 _TICKS = 4
+
+
+Points = tuple[tuple[int, float], ...]  # step and value, ascending
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from weakref import finalize
 
 from entrenar_py import compute as backends
 from entrenar_py.compute import Backend
+from entrenar_py.shared import backend_names
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ def measure(name: str, *, before: Work, work: Work) -> Measured:
 
     Raises BackendUnavailable when the backend can't be opened or fails.
     """
-    return MEASURES[backends.kind_of(name)](name, before, work)
+    return MEASURES[backend_names.kind_of(name)](name, before, work)
 
 
 def _of_cuda(name: str, before: Work, work: Work) -> Measured:

@@ -25,7 +25,7 @@ import torch
 
 from entrenar_py import compute as backends
 from entrenar_py.compute import Backend
-from entrenar_py.shared import mutants, trace
+from entrenar_py.shared import backend_names, mutants, trace
 from entrenar_py.shared.errors import BackendUnavailable, SystemFailure, UsageError
 from entrenar_py.shared.patience import Patience
 from entrenar_py.shared.scenario import Scenario
@@ -141,7 +141,7 @@ def estimate_device_bytes(scenario: Scenario, rank: int, specs: Sequence[TensorS
         for part in sharding.cut(shards[shard], scenario.accumulation)
     ]
     sizes = set(parts) - {0}
-    if backends.kind_of(scenario.backend_of(rank)) == "cuda":
+    if backend_names.kind_of(scenario.backend_of(rank)) == "cuda":
         sizes = {max(sizes, default=0)}
     floats = sum(
         DEVICE_VECTORS * trainable + 2 * others + size * _activations(scenario) for size in sizes
@@ -162,17 +162,7 @@ def _activations(scenario: Scenario) -> int:
 
 def _nodes_max(run: Sequence[int]) -> int:
     """Return the most nodes that `reduction.fold` holds at once, including the next leaf."""
-    return 1 + max(num_nodes(run[0], leaf) for leaf in run)
-
-
-def num_nodes(start: int, end: int) -> int:
-    """Return the least number of tree nodes that shards `start` to `end - 1` fold into."""
-    count = 0
-    while start < end:
-        longest = 1 << ((end - start).bit_length() - 1)
-        start += min(start & -start or longest, longest)  # a node starts at a multiple of its width
-        count += 1
-    return count
+    return 1 + max(reduction.num_nodes(run[0], leaf) for leaf in run)
 
 
 def _run_of(scenario: Scenario, rank: int) -> Sequence[int]:

@@ -16,7 +16,7 @@ from typing import Protocol
 from entrenar_py.shared import faults, membership, trace
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.shared.system import AUTO
+from entrenar_py.shared.systems import AUTO
 from entrenar_py.systems.star import strangers
 from entrenar_py.train.arithmetic.tensors import Workload
 from entrenar_py.train.arithmetic.vectors import GivenVectors

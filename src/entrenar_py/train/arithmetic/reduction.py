@@ -106,3 +106,13 @@ def _name(node: Node) -> str:
 
 def _at_ragged_edge(node: Node, num_shards: int) -> bool:
     return node.index % 2 == 0 and (node.index + 1) << node.level >= num_shards
+
+
+def num_nodes(start: int, end: int) -> int:
+    """Return the least number of tree nodes that shards `start` to `end - 1` fold into."""
+    count = 0
+    while start < end:
+        longest = 1 << ((end - start).bit_length() - 1)
+        start += min(start & -start or longest, longest)  # a node starts at a multiple of its width
+        count += 1
+    return count

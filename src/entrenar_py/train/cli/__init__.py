@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from entrenar_py.shared import process
 from entrenar_py.shared.errors import (
@@ -19,14 +19,19 @@ from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.cli import distill_options, options, pipeline_options
 from entrenar_py.train.service import exit_codes, signals
 
+Others = Mapping[str, Callable[[argparse.Namespace], int]]
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code. `--help` and `--version` raise SystemExit."""
+
+def main(argv: Sequence[str] | None, others: Others) -> int:
+    """Run the command and return its exit code. `--help` and `--version` raise SystemExit.
+
+    `others` run the commands that are not the trainer's, by their names.
+    """
     if argv is None:
         process.begin()
     signals.interrupt()
     try:
-        code = _run(options.parse(sys.argv[1:] if argv is None else argv))
+        code = _run(options.parse(sys.argv[1:] if argv is None else argv), others)
         return exit_codes.FAILED if printing.lost() and code == exit_codes.DONE else code
     except SystemExit as left:  # --help, --version
         if printing.lost():
@@ -67,8 +72,10 @@ def _failed(error: Exception) -> int:
     return exit_codes.FAILED
 
 
-def _run(given: argparse.Namespace) -> int:
+def _run(given: argparse.Namespace, others: Others) -> int:
     """Run the chosen command. Heavy modules are imported only here, so that `--help` is fast."""
+    if given.command in others:
+        return others[given.command](given)
     if given.command == "coordinator" and given.wire == options.WIRE_2:
         from entrenar_py.train.service import averaging
 
@@ -89,10 +96,6 @@ def _run(given: argparse.Namespace) -> int:
         from entrenar_py.train.service import worker
 
         return worker.run(given, joining.obtain)
-    if given.command == options.WATCH:
-        from entrenar_py.check.watch import watching
-
-        return watching.run(given)
     if given.command in ("finetune", "plan", "infer", "merge", "eval"):
         from entrenar_py.train.finetune import cli
 
@@ -105,11 +108,6 @@ def _run(given: argparse.Namespace) -> int:
         from entrenar_py.train.finetune import cli
 
         return cli.distill(given)
-    if given.command == "doctor":
-        from entrenar_py.check.doctor import visit
-
-        visit.run(given.json, clauses=given.clauses, color=not given.no_color)
-        return exit_codes.DONE
     from entrenar_py.train.service import ledger_verification
 
     return ledger_verification.verify(given.path, replay=given.replay)

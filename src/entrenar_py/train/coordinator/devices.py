@@ -8,7 +8,7 @@ from entrenar_py import compute as backends
 from entrenar_py.compute import Backend, chain
 from entrenar_py.shared import trace
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.shared.system import AUTO
+from entrenar_py.shared.systems import AUTO
 from entrenar_py.train.coordinator.recorder import Recorder
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from entrenar_py import compute as backends
-from entrenar_py.shared import extras
+from entrenar_py.shared import backend_names, extras
 from entrenar_py.shared.errors import SystemFailure, UsageError
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.distill.shards import Places, Rows, joined
@@ -168,7 +168,7 @@ def device_of(name: str) -> torch.device:
 
     Raises UsageError for one on which no teacher runs, and BackendUnavailable if it isn't there.
     """
-    kind = backends.kind_of(name)
+    kind = backend_names.kind_of(name)
     if kind not in ("cpu", "cuda"):
         raise UsageError(f"--backend={name}: a teacher runs on cpu or cuda; use one of these")
     backends.open_backend(name)  # a device that is missing ends the command here

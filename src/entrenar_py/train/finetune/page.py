@@ -13,8 +13,7 @@ from typing import Any
 
 from entrenar_py.shared import environment
 from entrenar_py.shared.page import document
-from entrenar_py.shared.page.charts import Line, chart
-from entrenar_py.shared.page.curves import Points
+from entrenar_py.shared.page.charts import Line, Points, chart
 from entrenar_py.shared.trace.writer import Mark
 from entrenar_py.shared.untrusted import escaping
 from entrenar_py.train.finetune import timeline

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from entrenar_py import compute as backends
+from entrenar_py.shared import backend_names
 from entrenar_py.shared.errors import UsageError
 
 FORM = "name:memory[:bandwidth], such as rtx4090:24GB, 2 x h100:80GB:25GB/s or cpu:16GB:1Gbit"
@@ -61,12 +61,12 @@ def described(texts: Sequence[str]) -> list[Device]:
 
 def found() -> list[Device]:
     """Return the devices of this machine that work, as `entrenar doctor` finds them."""
-    from entrenar_py.shared import machine
+    from entrenar_py.compute import machine
 
     devices = []
     for one in machine.found():
         if one.serves and not one.software:
-            kind = backends.kind_of(one.name)
+            kind = backend_names.kind_of(one.name)
             name = f"{one.name} ({one.device})"
             memory = one.facts.get("free bytes")
             devices.append(Device(name=name, kind=kind, memory=memory))
@@ -78,9 +78,9 @@ def of_backend(name: str) -> Device:
 
     It is not tested: opening it is left to whoever computes.
     """
-    from entrenar_py.shared import machine
+    from entrenar_py.compute import machine
 
-    return Device(name=name, kind=backends.kind_of(name), memory=machine.free_bytes(name))
+    return Device(name=name, kind=backend_names.kind_of(name), memory=machine.free_bytes(name))
 
 
 def size(text: str) -> int:

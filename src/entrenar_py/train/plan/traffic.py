@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from entrenar_py.systems.probes.memory import num_nodes
 from entrenar_py.train.arithmetic import sharding
+from entrenar_py.train.arithmetic.reduction import num_nodes
 from entrenar_py.train.plan.shape import FLOAT_BYTES, Shape
 
 

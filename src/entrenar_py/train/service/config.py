@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from entrenar_py import systems
-from entrenar_py.shared import updates
+from entrenar_py.shared import systems, updates
 from entrenar_py.shared.config import composer
 from entrenar_py.shared.config.fields import Record
 from entrenar_py.shared.config.problems import Problems

@@ -13,8 +13,7 @@ from typing import TypeAlias
 
 import torch
 
-from entrenar_py import systems
-from entrenar_py.shared import environment, trace
+from entrenar_py.shared import environment, systems, trace
 from entrenar_py.shared.errors import SystemFailure, UsageError
 from entrenar_py.shared.page import console
 from entrenar_py.shared.trace import writer

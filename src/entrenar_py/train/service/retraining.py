@@ -15,7 +15,7 @@ from entrenar_py import compute as backends
 from entrenar_py.shared import environment, trace
 from entrenar_py.shared.errors import BackendUnavailable, UsageError
 from entrenar_py.shared.scenario import OF_USERS, Scenario
-from entrenar_py.shared.system import AUTO
+from entrenar_py.shared.systems import AUTO
 from entrenar_py.shared.trace import ledger
 from entrenar_py.shared.untrusted import files, printing
 from entrenar_py.train.reference import Trainer

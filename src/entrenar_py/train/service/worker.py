@@ -18,7 +18,7 @@ from entrenar_py.compute import Backend, chain
 from entrenar_py.shared import trace
 from entrenar_py.shared.errors import SystemFailure, UsageError
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.shared.system import AUTO
+from entrenar_py.shared.systems import AUTO
 from entrenar_py.shared.untrusted import json_text, printing
 from entrenar_py.train.arithmetic.tensors import Workload
 from entrenar_py.train.coordinator import topology

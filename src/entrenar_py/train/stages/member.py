@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from entrenar_py import compute as backends
 from entrenar_py.compute import Backend
-from entrenar_py.shared import trace
+from entrenar_py.shared import backend_names, trace
 from entrenar_py.shared.errors import ProtocolError, UsageError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.train.arithmetic import dropout, engine, reduction
@@ -55,7 +54,7 @@ class StageBackend:
         Raises UsageError for a backend that no `StageStep` knows.
         """
         backend: Any = self._backend
-        match backends.kind_of(backend.name):
+        match backend_names.kind_of(backend.name):
             case "cpu":
                 return TorchStage(workload, tensors, place=torch.device("cpu"), scale=scale)
             case "cuda":

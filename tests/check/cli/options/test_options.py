@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py import systems
 from entrenar_py.check.cli.options import modes, outputs, parser, typed
 from entrenar_py.compute import BACKENDS
+from entrenar_py.shared import systems
 from entrenar_py.shared.errors import UsageError
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "help.txt"

@@ -21,7 +21,7 @@ from tests.check.contract.known import NOTHING
 from tests.check.contract.validation.mutated import mutated
 from tests.check.contract.validation.written import CLAUSES, KERNEL, validated, written
 
-DATA = Path(__file__).parents[2] / "data"
+DATA = Path(__file__).parents[1] / "data"
 SCHEMA = Path(__file__).parents[4] / "docs" / "validation-schema-v1.json"
 TEXTS = (
     KERNEL,

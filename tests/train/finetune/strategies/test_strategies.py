@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from entrenar_py import entrenar as cli
 from entrenar_py.shared import trace
 from entrenar_py.shared.trace import ledger
-from entrenar_py.train import cli
 from entrenar_py.train.finetune import export, settings_file
 from entrenar_py.train.finetune import rank_command as module
 from entrenar_py.train.finetune.strategies import table

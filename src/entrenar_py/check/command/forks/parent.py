@@ -22,7 +22,7 @@ from .messages import receive, send, tell
 from .processes import FORWARDED, fork
 
 AUTO = "ENTRENAR_AUTO"
-STARTUP = Path(__file__).parents[3] / "observing" / "auto" / "startup" / "sitecustomize.py"
+STARTUP = Path(__file__).parents[2] / "observing" / "auto" / "startup" / "sitecustomize.py"
 Warden = Callable[[Sequence[str], Callable[[Sequence[str]], Any]], None]
 
 

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from entrenar_py.systems.probes.memory import num_nodes
 from entrenar_py.train.arithmetic import sharding
+from entrenar_py.train.arithmetic.reduction import num_nodes
 from entrenar_py.train.model import precision
 from entrenar_py.train.plan import memory
 from entrenar_py.train.plan.plan import Run

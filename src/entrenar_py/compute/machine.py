@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,25 @@ import torch
 import torch.distributed as dist
 
 from entrenar_py import compute as backends
-from entrenar_py.check.doctor import Found
 from entrenar_py.compute import adapters, chain
 from entrenar_py.shared import environment
 from entrenar_py.shared.errors import BackendUnavailable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """One backend as `--backend` names it: it works here, or `reason` says why not.
+
+    `facts` are reported by its library: limits, features, memory in bytes.
+    """
+
+    name: str
+    serves: bool
+    device: str = ""
+    software: bool = False
+    reason: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+
 
 NONE = "not installed"
 PACKAGES = ("triton", "wgpu", "transformers", "peft", "accelerate", "lightning")

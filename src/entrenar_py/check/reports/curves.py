@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from entrenar_py.check.evidence import evidence
+from entrenar_py.shared.page.charts import Points
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Tensors, Trace
 
@@ -20,8 +21,6 @@ _FREE = (
     *("system", "world_size", "num_shards", "backends", "faults", "stops", "repeat", "mutant"),
     *("detail", "accumulation"),
 )
-
-Points = tuple[tuple[int, float], ...]  # step and value, ascending
 
 
 @dataclass(frozen=True, kw_only=True)

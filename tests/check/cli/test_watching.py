@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from entrenar_py import entrenar as cli
 from entrenar_py.check.observing.auto import STARTUP, Settings
-from entrenar_py.train import cli
 from entrenar_py.train.service import exit_codes
 
 

@@ -1,0 +1,35 @@
+"""The command `entrenar`: the trainer's commands, and two with which the checker looks on.
+
+The trainer's wing imports nothing of the checker's, so this module gives it these two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from entrenar_py.train import cli
+from entrenar_py.train.service import exit_codes
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code. `--help` and `--version` raise SystemExit."""
+    return cli.main(argv, {"watch": _watch, "doctor": _doctor})
+
+
+def _watch(given: argparse.Namespace) -> int:
+    from entrenar_py.check.cli import watching
+
+    return watching.run(given)
+
+
+def _doctor(given: argparse.Namespace) -> int:
+    from entrenar_py.check.doctor import visit  # brings torch
+
+    visit.run(given.json, clauses=given.clauses, color=not given.no_color)
+    return exit_codes.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,393 @@
+"""The table of systems: their names, and what a scenario may ask of each.
+
+A system is what the harness runs. This table knows none of their code: `entrenar_py.systems` finds
+the module of a system by its name, so that the harness can plan runs without loading a trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from entrenar_py.shared import faults, membership, trace, updates
+from entrenar_py.shared.backend_names import KINDS, allowed, kind_of
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.faults import PIPELINE_PLACES, PLACES, RING_PLACES, Fault
+from entrenar_py.shared.scenario import DEFAULTS, Scenario
+from entrenar_py.shared.trace import Traits
+from entrenar_py.shared.trace.traits import USUAL
+
+# The backend name that makes a trainer use the first working backend of the fallback chain.
+AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """One system: its module, its description, and what a scenario may ask of it.
+
+    `room` is its package below `systems`, or its module if there is a dot in it; `what` describes
+    the system. `faults` lists the fault kinds that it can inject, `places` the messages at which a
+    fault can strike, `options` the options that it accepts. `only` lists the backend names that it
+    accepts, if it does not accept all. `in_step` is False if each worker makes some steps without
+    the others: clauses on steps made by all together then do not apply. `bitwise` is False if the
+    number of workers changes the bits: no clause then requires equal bits. With `powers_of_two` the
+    numbers of workers and of micro-batches must be powers of two. `traits` hold for each run.
+    """
+
+    room: str
+    what: str
+    faults: tuple[str, ...] = ()
+    places: tuple[str, ...] = PLACES
+    options: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
+    in_step: bool = True
+    bitwise: bool = True
+    powers_of_two: bool = False
+    traits: Traits = USUAL
+
+    @property
+    def is_probe(self) -> bool:
+        """True if the system tests one thing without training."""
+        return self.room.startswith("probes")
+
+    @property
+    def trains(self) -> bool:
+        """True if the system trains the workload that a scenario names, and not one of its own."""
+        return not self.is_probe and not self.room.startswith("finetuned")
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """The kinds of backend that a scenario may name for this system."""
+        if self.only:
+            return self.only
+        return (*KINDS, AUTO) if self.trains else KINDS
+
+    def require_backend(self, name: str, where: str) -> None:
+        """Raise UsageError unless a scenario may name backend `name` for this system."""
+        kind = name if name in self.backends or self.only else name.partition(":")[0]
+        if kind not in self.backends:
+            names = ", ".join(self.only) or allowed(self.backends)
+            raise UsageError(f"backend={name!r}{where}: allowed are {names}")
+        if kind != AUTO:
+            kind_of(name)
+
+
+TUNED = (
+    *("task", "method", "family", "rank", "alpha", "class_weights", "oversample", "blocks"),
+    "marks",
+)
+OWN = (*TUNED, "facts", "recompute")  # of what the trainer itself fine-tunes
+BY_RANKS = (*TUNED, "strategy")
+# Those that say which part of the model each worker has.
+_PARTS = ("cuts",)
+DISTILLED = (*TUNED, "packing", "facts", "top_k", "temperature", "share")
+STAGED = (*OWN, *_PARTS, "network_seed")
+
+_TERMS = "terms"  # an option of the workload `vectors`
+_REAL_OPTIONS = (
+    *("heartbeat_s", "dead_after_s", "deadline_s", "block_bytes", "socket_bytes"),
+    _TERMS,
+)
+_VALUE_FAULTS = ("non_finite_gradient", "non_finite_loss", "huge_gradient")
+_TRAINING_FAULTS = (*_VALUE_FAULTS, "leave", "join")
+_FAULTS = (*_TRAINING_FAULTS, *faults.ON_THE_WAY, "lie", "stranger", "restart")
+_STAR, _MESH, _RING = (Traits(topology=one, masks="shard") for one in ("star", "mesh", "ring"))
+# A trainer over torch.distributed, by gloo or NCCL.
+_OVER_TORCH = System(
+    room="torch",
+    what="",
+    faults=_TRAINING_FAULTS,
+    options=("deadline_s",),
+    only=("cpu", "cuda"),
+    bitwise=False,
+)
+
+# The systems by name. The module of the same name in `room` has `run`, unless `room` is a module.
+SYSTEMS: dict[str, System] = {
+    "reference": System(
+        room="single",
+        what="the deterministic data-parallel trainer, all workers in this process",
+        faults=_TRAINING_FAULTS,
+        options=(_TERMS,),
+        traits=Traits(masks="shard"),
+    ),
+    "textbook": System(
+        room="single",
+        what="a plain torch data-parallel loop, independent of the reference",
+        faults=_TRAINING_FAULTS,
+        bitwise=False,
+    ),
+    "parameter_server": System(
+        room="star.processes",
+        what="a parameter server over TCP, each worker a process of its own",
+        faults=(*_FAULTS, *faults.SILENT),
+        options=(*_REAL_OPTIONS, "audit_share", "updates"),
+        traits=_STAR,
+    ),
+    "parameter_server_simulated": System(
+        room="star.simulated",
+        what="a parameter server and its workers, under a seeded simulator of network and time",
+        faults=(*_FAULTS, *faults.SILENT),
+        options=("block_bytes", "network_seed", "audit_share", "updates", _TERMS),
+        traits=_STAR,
+    ),
+    "mesh": System(
+        room="star.processes",
+        what="workers that exchange blocks with each other over TCP, each a process of its own",
+        faults=_FAULTS,
+        options=_REAL_OPTIONS,
+        traits=_MESH,
+    ),
+    "mesh_simulated": System(
+        room="star.simulated",
+        what="workers that exchange blocks with each other, under the same simulator",
+        faults=_FAULTS,
+        options=("block_bytes", "network_seed", _TERMS),
+        traits=_MESH,
+    ),
+    "ring": System(
+        room="star.processes",
+        what="workers that send blocks around a ring over TCP, each a process of its own",
+        faults=_FAULTS,
+        places=RING_PLACES,
+        options=_REAL_OPTIONS,
+        traits=_RING,
+    ),
+    "ring_simulated": System(
+        room="star.simulated",
+        what="workers that send blocks around a ring, under the same simulator",
+        faults=_FAULTS,
+        places=RING_PLACES,
+        options=("block_bytes", "network_seed", _TERMS),
+        traits=_RING,
+    ),
+    "ddp": replace(
+        _OVER_TORCH,
+        what="torch's DistributedDataParallel, each rank a process of its own",
+    ),
+    "tensor_parallel": replace(
+        _OVER_TORCH,
+        what="layers cut over ranks by torch's parallelize_module, groups of them data-parallel",
+        options=("deadline_s", "tp"),
+    ),
+    "sequence_parallel": replace(
+        _OVER_TORCH,
+        what="tensor parallelism where, between the layers, each rank has a part of each sequence",
+        options=("deadline_s", "tp"),
+    ),
+    "pipeline_parallel": replace(
+        _OVER_TORCH,
+        what="layers in stages, a rank each, by torch's pipelining, groups of them data-parallel",
+        options=("deadline_s", "pp", "schedule"),
+    ),
+    "ddp_canonical": replace(
+        _OVER_TORCH,
+        what="DDP with the canonical all-reduce: the same bits for 1, 2, 4, 8 workers",
+        faults=_VALUE_FAULTS,
+        bitwise=True,
+        powers_of_two=True,
+        traits=Traits(masks="shard_apart"),
+    ),
+    "fsdp": replace(
+        _OVER_TORCH,
+        what="torch's fully_shard (FSDP2), each rank a process with a piece of each tensor",
+        options=("deadline_s", "precision"),
+    ),
+    "local_sgd": replace(
+        _OVER_TORCH,
+        what="DiLoCo: workers that step alone, brought together by an outer optimizer",
+        options=("deadline_s", "inner_steps", "outer_learning_rate", "outer_momentum"),
+        in_step=False,
+    ),
+    "finetuned": System(
+        room="finetuned.trained",
+        what="a small checkpoint fine-tuned as `entrenar finetune` does, over the simulated star",
+        faults=(*_FAULTS, *faults.SILENT),
+        options=OWN,
+        traits=_STAR,
+    ),
+    "finetuned_by_peer": System(
+        room="finetuned.peer", what="the same by transformers.Trainer", options=TUNED, only=("cpu",)
+    ),
+    "finetuned_by_ranks": System(
+        room="finetuned.by_ranks",
+        what="the same by torchrun's ranks",
+        options=BY_RANKS,
+        only=("cpu",),
+    ),
+    "finetuned_by_stages": System(
+        room="finetuned.by_stages",
+        what="the same by a layer pipeline: each worker has a stage of the model, simulated",
+        faults=(*_VALUE_FAULTS, "leave", *faults.ON_THE_WAY, "restart"),
+        places=PIPELINE_PLACES,
+        options=STAGED,
+        only=("cpu",),
+        traits=Traits(masks="shard", updates="server"),
+    ),
+    "distilled": System(
+        room="finetuned.distilled",
+        what="a small student that learns from a teacher's shards, over the simulated star",
+        faults=(*_FAULTS, *faults.SILENT),
+        options=DISTILLED,
+        only=("cpu",),
+        traits=_STAR,
+    ),
+    "soft_targets": System(
+        room="probes",
+        what="a distillation's loss and gradient of rows of logits, with what is kept of them",
+        options=("pairs", "vocabulary", "top_k", "alpha", "temperatures", "spread", "alike"),
+        only=("cpu",),
+    ),
+    "language_model": System(
+        room="probes",
+        what="a small decoder on tokens: what its losses are over, and what its outputs depend on",
+        options=("rows",),
+        only=("cpu",),
+    ),
+    "matmul": System(
+        room="probes.products",
+        what="matrix products on one backend against the CPU and float64",
+        options=("m", "k", "n", "shapes", "layout", "magnitude"),
+    ),
+    "backend_chain": System(
+        room="probes",
+        what="the fallback chain under failing backends",
+        only=KINDS,
+        faults=(
+            *("absent", "init_error", "out_of_memory", "non_finite_output"),
+            *faults.OF_ADAPTERS,
+        ),
+        options=("m", "k", "n", "layout", "magnitude"),
+    ),
+    "manifest": System(room="probes", what="the gradients that each backend really produces"),
+    "wgpu_steps": System(
+        room="probes",
+        what="training steps on a wgpu adapter: each one's calls to the device, and its results",
+        only=("wgpu",),
+        options=("samples",),
+    ),
+    "wgpu_operations": System(
+        room="probes",
+        what="each operation alone on a wgpu adapter, compared with float64, and with a NaN",
+        only=("wgpu",),
+        options=("operations",),
+    ),
+    "wgpu_refusals": System(
+        room="probes",
+        what="operations without a kernel, and empty tensors, which a wgpu adapter must refuse",
+        only=("wgpu",),
+    ),
+    "wire": System(
+        room="probes", what="the wire's codec and admission of peers, on valid and damaged bytes"
+    ),
+    "averaging": System(room="probes", what="averages for workers of the original system"),
+    "memory": System(
+        room="probes",
+        what="each worker's share in a process of its own, its memory measured",
+        options=("budget_bytes",),
+    ),
+}
+
+TRAINERS = tuple(name for name, system in SYSTEMS.items() if system.trains)
+
+
+def require_trainer(name: str | None, backends: Collection[str]) -> None:
+    """Raise UsageError unless trainer `name` (None: the default one) can train on `backends`."""
+    if name is not None and name not in TRAINERS:
+        raise UsageError.of("system", name, f"allowed are {', '.join(TRAINERS)}")
+    for backend in backends:
+        SYSTEMS[name or DEFAULTS["system"]].require_backend(backend, "")
+
+
+def traits_of(scenario: Scenario) -> Traits:
+    """Return the traits of a run of `scenario`; its system must be one of SYSTEMS."""
+    traits = SYSTEMS[scenario.system].traits
+    if updates.by_server(scenario):
+        return replace(traits, updates="server")
+    return traits
+
+
+def require_possible(scenario: Scenario) -> None:
+    """Raise UsageError if the system of `scenario` can't run it as written.
+
+    The error names the first backend, option, number of workers or shards, fault, or place of a
+    fault that is not possible. Whether this machine has the backends is not checked, nor what
+    takes the workload itself: `entrenar_py.systems.require_workload` does that.
+    """
+    require("system", scenario.system, tuple(SYSTEMS))
+    system, where = SYSTEMS[scenario.system], f" on system {scenario.system}"
+    for backend in scenario.backends:
+        system.require_backend(backend, where)
+    for option in scenario.options:
+        require("option", option, system.options, where)
+    require_sizes(scenario)
+    places = updates.places(scenario, system.places)
+    for fault in scenario.faults:
+        require("fault kind", fault.kind, system.faults, where)
+        if fault.at is not None:
+            require(f"fault {fault.kind} at", fault.at, places, where)
+        if fault.backend is not None:
+            require(f"fault {fault.kind} backend", fault.backend, KINDS)
+    if not system.is_probe:
+        membership.require_possible(scenario)
+
+
+def require_sizes(scenario: Scenario) -> None:
+    """Raise UsageError if the system can't have the scenario's number of workers or shards."""
+    if not SYSTEMS[scenario.system].powers_of_two:
+        return
+    for name, value in (
+        ("world_size", scenario.world_size),
+        ("num_shards * accumulation", scenario.num_shards * scenario.accumulation),
+    ):
+        least = _power_of_two(value)
+        if value != least:
+            where = f"{name}={value} on system {scenario.system}"
+            raise UsageError(f"{where}: use a power of two, as {least}")
+
+
+def fitted(scenario: Scenario, *, fixed: Collection[str] = ()) -> Scenario:
+    """Return `scenario` with sizes rounded up to powers of two, if its system requires these.
+
+    If `fixed` contains "world_size", that field is kept, even if the system then refuses it.
+    `num_samples` is raised to the number of workers if it is lower.
+    """
+    known = SYSTEMS.get(scenario.system)
+    if known is None or not known.powers_of_two:
+        return scenario
+    world_size = scenario.world_size
+    if "world_size" not in fixed:
+        world_size = _power_of_two(world_size)
+    return scenario.with_(
+        world_size=world_size,
+        num_shards=_power_of_two(max(scenario.num_shards, world_size)),
+        accumulation=_power_of_two(scenario.accumulation),
+        num_samples=max(scenario.num_samples, world_size),
+    )
+
+
+def unplaced(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `options` for another number of workers than they have places for."""
+    return {name: value for name, value in options.items() if name not in _PARTS}
+
+
+def _power_of_two(number: int) -> int:
+    """Return the least power of two that is at least `number`."""
+    return 1 << (number - 1).bit_length()
+
+
+def require(what: str, name: str, names: tuple[str, ...], where: str = "") -> None:
+    """Raise UsageError unless `name` is one of `names`."""
+    if name not in names:
+        allowed_names = ", ".join(names) or "none"
+        raise UsageError(f"{what}={name!r}{where}: allowed are {allowed_names}", field=what)
+
+
+def missed(result: trace.Trace) -> Fault | None:
+    """Return the first planned fault that never struck though its step was reached, or None."""
+    halts = result.of(trace.Halt)
+    reached = halts[0].step if halts else result.scenario.num_steps
+    struck = [event.fault for event in result.of(trace.Injected)]
+    planned = (fault for fault in result.scenario.faults if (fault.step or 0) < reached)
+    return next((fault for fault in planned if fault.to_dict() not in struck), None)
