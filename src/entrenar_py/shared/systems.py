@@ -26,7 +26,7 @@ AUTO = "auto"
 class System:
     """One system: its module, its description, and what a scenario may ask of it.
 
-    `room` is its package below `systems`, or its module if there is a dot in it; `what` describes
+    `room` is its package below `systems`, or its module if there is a dot in it, also of `train`; `what` describes
     the system. `faults` lists the fault kinds that it can inject, `places` the messages at which a
     fault can strike, `options` the options that it accepts. `only` lists the backend names that it
     accepts, if it does not accept all. `in_step` is False if each worker makes some steps without
@@ -106,7 +106,7 @@ _OVER_TORCH = System(
 # The systems by name. The module of the same name in `room` has `run`, unless `room` is a module.
 SYSTEMS: dict[str, System] = {
     "reference": System(
-        room="single",
+        room="train.reference",
         what="the deterministic data-parallel trainer, all workers in this process",
         faults=_TRAINING_FAULTS,
         options=(_TERMS,),

@@ -50,7 +50,8 @@ def module_of(system: str) -> ModuleType:
     """Return the module that holds the `run` of `system`, which is one of SYSTEMS."""
     room = systems.SYSTEMS[system].room
     name = room if "." in room else f"{room}.{system}"
-    return import_module(f"entrenar_py.systems.{name}")
+    package = "entrenar_py" if name.startswith("train.") else "entrenar_py.systems"
+    return import_module(f"{package}.{name}")
 
 
 def load(scenario: Scenario) -> None:
