@@ -32,7 +32,8 @@ from entrenar_py.train.wire.pipeline_worker import PipelineWorker
 from entrenar_py.train.wire.ring_worker import RingWorker
 from entrenar_py.train.wire.terms import Timing
 from entrenar_py.train.wire_io import door
-from falsification import classes, user_integrations, user_knobs, user_trainers
+from falsification import classes
+from falsification.twins import every
 from tests.check.command import twins
 
 DOCS = Path(__file__).parent
@@ -140,7 +141,7 @@ def pages(rows: Sequence[Row]) -> dict[str, str]:
 def scripts() -> list[tuple[str, ...]]:
     """A row per broken twin of an example script; none of them is run."""
     found: list[tuple[str, ...]] = []
-    for one in (*user_trainers.TWINS, *user_knobs.BUGS, *user_integrations.TWINS):
+    for one in every(("trainers", "knobs", "integrations")):
         place = Counterexample(message="", step=one.step, rank=one.rank, tensor=one.tensor).place()
         where = ", ".join(filter(None, (place, f"“{one.words}”" if one.words else "")))
         script = f"[`{one.script}`](../examples/user_trainers/{one.script})"
@@ -249,7 +250,7 @@ def your_trainer(page: str) -> str:
 def auto(page: str) -> str:
     """Return `page` with the current numbers of scripts by class."""
     head = ("by", "class", "broken scripts", "right scripts")
-    return _filled(page, {"classes": _table(head, [*classes.counts(twins.EVERY)])})
+    return _filled(page, {"classes": _table(head, [*classes.counts(twins.every())])})
 
 
 def configuration(page: str) -> str:

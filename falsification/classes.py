@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from falsification.user_trainers import Twin
+from falsification.twins import Twin
 
 # What explains an error -> beginnings of names, of broken scripts and of right ones.
 EXPLAINED: dict[str, tuple[str, ...]] = {

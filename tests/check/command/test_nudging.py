@@ -14,7 +14,7 @@ from entrenar_py.check.evidence.needs import NUDGED, REPEATED
 from entrenar_py.check.harness import stored
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.verdict import Verdict
-from falsification import user_chaos
+from falsification.twins import family
 from tests.check.causes.test_sensitivity import moved
 from tests.check.command import twins
 from tests.conftest import shipped_invariants
@@ -59,7 +59,7 @@ def test_no_check_needs_it() -> None:
 
 def test_a_chaotic_training_is_no_bug(tmp_path: Path) -> None:
     """It is compared up to the step from which on rounding decides, also when judged again."""
-    right, *_ = user_chaos.VARIANTS
+    right = next(twin for twin in family("chaos") if not twin.check)
     found = twins.findings(right, tmp_path, witnesses=True)
     assert twins.problem(right, found) == ""
     assert found["parity"].verdict is Verdict.HELD
@@ -74,5 +74,5 @@ def test_a_chaotic_training_is_no_bug(tmp_path: Path) -> None:
 
 def test_a_bug_in_a_chaotic_training(tmp_path: Path) -> None:
     """It is found in the step that rounding does not decide."""
-    bug, *_ = user_chaos.BUGS
+    bug = next(twin for twin in family("chaos") if twin.check)
     assert twins.problem(bug, twins.findings(bug, tmp_path, witnesses=True)) == ""

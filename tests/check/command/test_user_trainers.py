@@ -14,8 +14,7 @@ from entrenar_py.check.command.asked import Asked
 from entrenar_py.check.command.launch import OUTPUT, Ended
 from entrenar_py.check.contract import Binding, Position
 from entrenar_py.shared.verdict import Verdict
-from falsification import user_knobs, user_reported
-from falsification.user_trainers import TWINS, Twin
+from falsification.twins import Twin, family
 from tests.check.clauses import traces
 from tests.check.clauses.traces import clause, scenario
 from tests.check.command import scripts, twins, zygote
@@ -38,9 +37,9 @@ OPEN = {
 TRIED = ("GA-MEAN", "GA-STEP-EACH", "CLIP-BEFORE", "TP-PARTIAL", "weights are not")
 REPORTED = ("units are drawn anew", "a share of the parameters")
 BROKEN = (
-    *TWINS,
-    *(one for one in user_knobs.BUGS if one.name.startswith(TRIED)),
-    *(one for one in user_reported.BUGS if one.name.startswith(REPORTED)),
+    *family("trainers"),
+    *(one for one in family("knobs") if one.name.startswith(TRIED)),
+    *(one for one in family("reported") if one.check and one.name.startswith(REPORTED)),
 )
 LANGUAGE = {check.name for check in language_model.ROWS}
 WANTED = ("coverage", "finiteness", "determinism", "resume", "parity")
