@@ -192,25 +192,29 @@ def test_a_run_that_was_not_resumed(
 
 
 @pytest.mark.parametrize(
-    ("lives", "printed", "status"),
+    ("lives", "code", "printed", "interrupted", "status"),
     [
-        (2, "OSError: port", "failed"),
-        (3, "OSError: port", "completed"),  # as the process group was taken down
-        (2, LOADING, "completed"),  # `unresumed` says so
+        (2, 1, "OSError: port", False, "failed"),
+        (3, 1, "OSError: port", False, "completed"),  # as the process group was taken down
+        (2, 1, LOADING, True, "completed"),  # `unresumed` says so
+        (2, 1, LOADING, False, "failed"),
+        (2, None, LOADING, False, "failed"),
+        (3, None, "", False, "completed"),  # as the process group was taken down
     ],
 )
 def test_a_last_launch_that_recorded_nothing(
-    lives: int, printed: str, status: str, tmp_path: Path
+    lives: int, code: int | None, printed: str, interrupted: bool, status: str, tmp_path: Path
 ) -> None:
     """What ranks have recorded is of the launches before it, and is not the whole run."""
     output = tmp_path / "output.txt"
     output.write_text(printed)
-    ended = Ended(code=1, seconds=9, output=output, tail=(printed,), num_left=0)
+    ended = Ended(code=code, seconds=9, output=output, tail=(printed,), num_left=0)
     ranks = [replace(one, life=life) for life in range(lives) for one in BOTH]
-    asked = Asked(world_size=2, seed=0, stops=(1, 2))
+    asked = Asked(world_size=2, seed=0, stops=(1, 2), interrupted=interrupted)
     got, why = ending.of(ranks, steps(2, 2), asked, ended, [])
     assert got == status
-    assert ("after the stop before step 2: exit code 1" in why) is (status == "failed")
+    words = printed.splitlines()[-1] if printed else "none"
+    assert (f"after the stop before step 2: {ended.how}: {words}" in why) is (status == "failed")
 
 
 def passes(*made: int) -> list[Shard]:

@@ -43,7 +43,7 @@ def of(
     what is wrong with the ranks' files.
     """
     last = LastLives(ranks, events)
-    error = script_errors.find(ended.output) if ended.code else ""
+    error = script_errors.find(ended.output) if ended.code != 0 else ""
     ended_by = f"{ended.how}: {_last_words(last, error, ended)}"
     how = f"{ended_by} (its output is in {_shown(ended.output)})"
     folder = ended.output.parent
@@ -165,7 +165,9 @@ def _of_ranks(
     last: LastLives, asked: Asked, ended: Ended, ended_by: str, how: str
 ) -> tuple[str, str]:
     """Return status and reason of a run whose ranks have recorded something."""
-    if ended.code in (0, None) and not last.problem:
+    num_lives = 1 + max(rank.life for rank in last.ranks.values())
+    is_earlier = ended.code != 0 and num_lives <= len(asked.stops)  # what was recorded
+    if ended.code in (0, None) and not last.problem and not is_earlier:
         return "completed", ""
     if last.met_a_planted_value:
         return "halted", ended_by
@@ -173,9 +175,8 @@ def _of_ranks(
         return "failed", NOT_RESTARTED
     if "leave" in last.struck:
         return "failed", f"after the restart of workers: {how}"
-    num_lives = 1 + max(rank.life for rank in last.ranks.values())
-    if ended.code and num_lives <= len(asked.stops) and not script_errors.of_loading(ended.output):
-        # What was recorded is of an earlier launch.
+    is_told = ended.code and asked.interrupted and script_errors.of_loading(ended.output)
+    if is_earlier and not is_told:  # by `unresumed`
         return "failed", f"after the stop before step {asked.stops[num_lives - 1]}: {how}"
     if last.all_made_the_same(asked.world_size) and not last.problem:
         return "completed", ""
