@@ -130,6 +130,8 @@ class _Orders:
 def _orders_of(trace: Trace) -> _Orders:
     orders: dict[int, list[int]] = {}
     by_rank: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+    once: dict[tuple[int, int], list[tuple[int, ...]]] = {}  # without what pads an epoch
+    seen: dict[int, set[int]] = defaultdict(set)
     reached: dict[int, int] = {}
     mixed: set[int] = set()
     first_step: dict[int, int] = {}
@@ -137,13 +139,16 @@ def _orders_of(trace: Trace) -> _Orders:
         for shard in shards:
             orders.setdefault(shard.epoch, []).extend(shard.ids)
             by_rank.setdefault((shard.epoch, shard.rank), []).append(shard.ids)
+            new = tuple(id_ for id_ in shard.ids if id_ not in seen[shard.epoch])
+            once.setdefault((shard.epoch, shard.rank), []).append(new)
             first_step.setdefault(shard.epoch, step)
         for epoch in {shard.epoch for shard in shards}:
-            ids = [i for shard in shards if shard.epoch == epoch for i in shard.ids]
+            ids = {i for shard in shards if shard.epoch == epoch for i in shard.ids} - seen[epoch]
             if ids and min(ids) <= reached.get(epoch, -1):
                 mixed.add(epoch)
             reached[epoch] = max(ids, default=reached.get(epoch, -1))
-    shuffled = mixed & {epoch for (epoch, _), drawn in by_rank.items() if not in_turns(drawn)}
+            seen[epoch] |= ids
+    shuffled = mixed & {epoch for (epoch, _), drawn in once.items() if not in_turns(drawn)}
     of_ranks = {place: [*chain.from_iterable(drawn)] for place, drawn in by_rank.items()}
     return _Orders(orders, shuffled, first_step, of_ranks)
 
