@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from entrenar_py.check.clauses import untold_epochs
+from entrenar_py.check.clauses import coverage, untold_epochs
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Membership, Shard, Start, Trace, Update
 from entrenar_py.shared.verdict import Finding, Tally, Verdict
@@ -76,6 +76,26 @@ def test_a_sample_drawn_again_later_in_the_epoch() -> None:
     found = broken(traces.judge("coverage", [altered(trace, Shard, at, ids=early[:1])]))
     assert (found.step, found.shard, found.sample_ids) == (2, 0, early[:1])
     assert "first drawn in step 0" in found.message
+
+
+class Counted(int):
+    """The id of a sample, which counts how often one is compared with another."""
+
+    compared = 0
+    __hash__ = int.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether the numbers are equal."""
+        Counted.compared += 1
+        return int.__eq__(self, other)
+
+
+def test_a_step_with_a_whole_epoch() -> None:
+    """A shard may have a million samples: each is looked up, not compared with all before it."""
+    ids = [*map(Counted, range(2000)), Counted(0)]
+    Counted.compared = 0
+    assert coverage._drawn_before(ids, {5}) == (5, 0)
+    assert Counted.compared < len(ids)
 
 
 def test_padding_with_duplicates() -> None:

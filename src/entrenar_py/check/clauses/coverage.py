@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import islice
 
 from entrenar_py.check.causes import presuppositions, sample_numbers
@@ -215,7 +215,7 @@ def _silent(trace: Trace, step: int, shards: Sequence[Shard]) -> str:
 def _count(
     tally: Tally, trace: Trace, shard: Shard, drawn: dict[int, Shard], population: Population
 ) -> None:
-    again = tuple(i for n, i in enumerate(shard.ids) if i in drawn or i in shard.ids[:n])
+    again = _drawn_before(shard.ids, drawn)
     strange = population.strange(shard.ids)
     place = evidence.place(trace, shard)
     if shard.ids or trace.scenario.num_shards == 1:
@@ -229,6 +229,17 @@ def _count(
         message = f"sample ids outside {population.in_words}: {list(strange)[:8]}"
         tally.check(not strange, message, sample_ids=strange, **place)
     drawn.update(dict.fromkeys(shard.ids, shard))
+
+
+def _drawn_before(ids: Sequence[int], drawn: Container[int]) -> tuple[int, ...]:
+    """Return the `ids` that were drawn before, or come earlier in them. There may be millions."""
+    earlier: set[int] = set()
+    again = []
+    for id_ in ids:
+        if id_ in drawn or id_ in earlier:
+            again.append(id_)
+        earlier.add(id_)
+    return tuple(again)
 
 
 def _first_drawn(shard: Shard, again: Sequence[int], drawn: Mapping[int, Shard]) -> str:
