@@ -1,11 +1,11 @@
-"""torch's DistributedSampler, as picotron makes it, draws a sample again at the end of an epoch."""
+"""torch's DistributedSampler draws a sample again at the end of an epoch with an odd number."""
 
 from torch.utils.data import DistributedSampler
 
-blocks = range(263)  # that the stories make: an odd number
+samples = range(263)  # as picotron's stories make; torch's imagenet example has 1281167
 drawn = []
-for rank in range(2):  # as in picotron/data.py
-    drawn += DistributedSampler(blocks, num_replicas=2, rank=rank, shuffle=False)
+for rank in range(2):
+    drawn += DistributedSampler(samples, num_replicas=2, rank=rank, shuffle=False)
 again = sorted({one for one in drawn if drawn.count(one) > 1})
 assert again == [0], again
-print(f"seen: of {len(blocks)} samples {len(drawn)} are drawn in an epoch, {again} twice")
+print(f"seen: of {len(samples)} samples {len(drawn)} are drawn in an epoch, {again} twice")
