@@ -26,8 +26,7 @@ from entrenar_py.train.finetune.package import File
 from entrenar_py.train.finetune.received_files import ReceivedFiles
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.messages import Piece
-from entrenar_py.train.wire.package import PIECE_BYTES, Package
-from entrenar_py.train.wire.terms import Timing
+from entrenar_py.train.wire.terms import PIECE_BYTES, Package, Timing
 from entrenar_py.train.wire.worker import Worker
 from entrenar_py.train.wire_io import file_fetch
 from entrenar_py.train.wire_io.tcp import CoordinatorServer, WorkerClient

@@ -42,7 +42,7 @@ from entrenar_py.train.upstream.wire_messages import (
     WireMessage,
 )
 from entrenar_py.train.wire import effects as do
-from entrenar_py.train.wire import frames, headers
+from entrenar_py.train.wire import frames
 from entrenar_py.train.wire.frames import FIELDS, HEADER_BYTES_MAX, NO_KEY, Decoder, Encoder
 from entrenar_py.train.wire.messages import VERSION, Hello, Message
 from entrenar_py.train.wire_io.simulated_connections import feed
@@ -100,8 +100,8 @@ def read_frames(data: bytes) -> None:
 def read_header(data: bytes) -> None:
     """Read a message's tag and header; writing it again gives the same."""
     with suppress(ProtocolError):
-        message = headers.parse(data[0] if data else 0, data[1:])
-        assert headers.dump(message) == data[1:]
+        message = frames.parse_header(data[0] if data else 0, data[1:])
+        assert frames.dump_header(message) == data[1:]
 
 
 # --- the door ---------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def knock(data: bytes) -> None:
 def greet(data: bytes) -> None:
     """A peer with the secret sends any hello: it is admitted if it agrees; nothing else happens."""
     try:
-        hello = headers.parse(Hello.tag, data)
+        hello = frames.parse_header(Hello.tag, data)
     except ProtocolError:
         return
     assert isinstance(hello, Hello)
@@ -182,7 +182,7 @@ def spoken(data: bytes, key: bytes, *, direction: int) -> Iterator[bytes]:
 
 def script(*said: tuple[Message, bytes]) -> bytes:
     """Return the items from which `spoken` makes these messages."""
-    items = ((one.tag, headers.dump(one), payload) for one, payload in said)
+    items = ((one.tag, frames.dump_header(one), payload) for one, payload in said)
     return b"".join(
         ITEM.pack(tag, len(header), len(payload)) + header + payload
         for tag, header, payload in items

@@ -20,7 +20,7 @@ from entrenar_py.train.model import prepared as preparing
 from entrenar_py.train.model.workload import Finetuning
 from entrenar_py.train.wire.effects import Finish
 from entrenar_py.train.wire.messages import Piece
-from entrenar_py.train.wire.package import Package
+from entrenar_py.train.wire.terms import Package
 from entrenar_py.train.wire_io.tcp import CoordinatorServer
 from tests.train.finetune import runs
 from tests.train.wire_io.fakes import LOOPBACK, SECRET, TIMING, FakeServer, run_of

@@ -40,7 +40,7 @@ from entrenar_py.train.stages.stage_workload import Received, StageWorkload
 from entrenar_py.train.stages.wgpu_stage import WgpuStage
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.messages import Activation, ActivationGradient, Welcome
-from entrenar_py.train.wire.pipeline_worker import Passed
+from entrenar_py.train.wire.pipeline_peers import Passed
 from entrenar_py.train.wire.terms import UNKNOWN
 
 transformers = pytest.importorskip("transformers")

@@ -9,7 +9,7 @@ import pytest
 
 from entrenar_py.shared.errors import ProtocolError
 from entrenar_py.train.wire import effects as do
-from entrenar_py.train.wire import handshake
+from entrenar_py.train.wire import terms
 from entrenar_py.train.wire.applicant import Applicant
 from entrenar_py.train.wire.coordinator import Coordinator
 from entrenar_py.train.wire.messages import (
@@ -68,7 +68,7 @@ def test_it_asks_and_is_told() -> None:
     said = hello(machine)
     assert (said.run, said.manifest, said.data, said.rank) == ("", "", "", None)
     secure, send, close = above.receive("down", said, 0.0)
-    key = handshake.session_key(SECRET, CHALLENGE, said)
+    key = terms.session_key(SECRET, CHALLENGE, said)
     assert secure == do.Secure("down", key)
     assert isinstance(send, do.Send)
     assert isinstance(send.message, Offer)
@@ -86,7 +86,7 @@ def test_the_key_is_set_before_anything_else_is_read() -> None:
     said, secure = machine.receive(CHALLENGE)
     assert isinstance(said, do.Send)
     assert isinstance(said.message, Hello)
-    assert secure == do.Secure(PEER, handshake.session_key(SECRET, CHALLENGE, said.message))
+    assert secure == do.Secure(PEER, terms.session_key(SECRET, CHALLENGE, said.message))
 
 
 @pytest.mark.parametrize("proof", ["0" * 64, "worker's own"])
@@ -120,7 +120,7 @@ def test_half_a_question_is_none(given: str) -> None:
     """A hello with only part of the run's terms asks to join, and is refused."""
     named: dict[str, Any] = {given: "x"}
     said = replace(hello(new()), **named)
-    said = replace(said, proof=handshake.proof_of_worker(SECRET, CHALLENGE, said))
+    said = replace(said, proof=terms.proof_of_worker(SECRET, CHALLENGE, said))
     send, _ = coordinator().receive("down", said, 0.0)
     assert isinstance(send, do.Send)
     assert isinstance(send.message, Refuse)
@@ -133,7 +133,7 @@ def test_another_version_is_told_so() -> None:
     finish = new().receive(later)[-1]
     assert finish == do.Finish("failed", f"version={VERSION + 1}: this worker speaks {VERSION}")
     said = replace(hello(new()), version=VERSION + 1)
-    said = replace(said, proof=handshake.proof_of_worker(SECRET, CHALLENGE, said))
+    said = replace(said, proof=terms.proof_of_worker(SECRET, CHALLENGE, said))
     send, _ = coordinator().receive("down", said, 0.0)
     reason = f"version={VERSION + 1}: this run has {VERSION}"
     assert send == do.Send("down", Refuse(reason=reason, retry=False))

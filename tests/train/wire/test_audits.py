@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import pytest
 
-from entrenar_py.train.wire.audits import Audit, Verdict, verdict
+from entrenar_py.train.wire.shard_assignment import Audit, Verdict, verdict
 
 
 @pytest.mark.parametrize(

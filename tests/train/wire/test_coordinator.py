@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from entrenar_py.train.wire import effects as do
-from entrenar_py.train.wire import headers
+from entrenar_py.train.wire import frames
 from entrenar_py.train.wire.coordinator import Coordinator
 from entrenar_py.train.wire.effects import Effect
 from entrenar_py.train.wire.messages import (
@@ -164,7 +164,7 @@ def test_a_halt_is_heard_whatever_it_names() -> None:
     star, link = alone()
     said = NonFinite(step=0, shard=0, tensor="w" * 1_000, element=1, loss=1.0, ids=())
     sent = [one.message for one in star.say_above(link, said) if isinstance(one, do.Send)]
-    assert [headers.parse(one.tag, headers.dump(one)) for one in sent] == sent
+    assert [frames.parse_header(one.tag, frames.dump_header(one)) for one in sent] == sent
 
 
 def test_nobody_joins_what_is_over() -> None:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from entrenar_py.shared.errors import ProtocolError
 from entrenar_py.train.wire import effects as do
+from entrenar_py.train.wire.applicant import Fetcher
 from entrenar_py.train.wire.attendance import FETCHING_MAX
 from entrenar_py.train.wire.coordinator import Coordinator
-from entrenar_py.train.wire.fetcher import Fetcher
 from entrenar_py.train.wire.messages import (
     Heartbeat,
     Hello,
@@ -26,13 +26,13 @@ from entrenar_py.train.wire.messages import (
     Shutdown,
     Want,
 )
-from entrenar_py.train.wire.package import PIECE_BYTES, WANTED_MAX, Package, Part, piece_bytes
 from entrenar_py.train.wire.phases import (
     APPLICANT_MOVES,
     FETCHING_PEER_MOVES,
     ApplicantPhase,
     PeerPhase,
 )
+from entrenar_py.train.wire.terms import PIECE_BYTES, WANTED_MAX, Package, Part, piece_bytes
 from tests.train.wire.moves import Follower
 from tests.train.wire.star import SECRET, TIMING, run_of
 
@@ -383,8 +383,8 @@ def test_nobody_fetches_where_there_is_nothing() -> None:
 
 def test_a_package_is_of_digests() -> None:
     """Wire forms: a digest that isn't one is refused before anything else."""
-    from entrenar_py.train.wire import headers
+    from entrenar_py.train.wire import frames
 
-    header = headers.dump(Want(file=LIST, offset=0)).replace(b"0" * 64, b"../etc/passwd")
+    header = frames.dump_header(Want(file=LIST, offset=0)).replace(b"0" * 64, b"../etc/passwd")
     with pytest.raises(ProtocolError, match="use 64 lower-case hex digits"):
-        headers.parse(Want.tag, header)
+        frames.parse_header(Want.tag, header)

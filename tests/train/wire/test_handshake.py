@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entrenar_py.train.wire.frames import NO_KEY
-from entrenar_py.train.wire.handshake import (
+from entrenar_py.train.wire.messages import VERSION, Challenge, Hello
+from entrenar_py.train.wire.terms import (
     NONCE_BYTES,
     proof_of_coordinator,
     proof_of_worker,
     session_key,
 )
-from entrenar_py.train.wire.messages import VERSION, Challenge, Hello
 from tests.train.wire.speech import said
 
 USES = (proof_of_worker, proof_of_coordinator, session_key)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from entrenar_py.shared.errors import ProtocolError
-from entrenar_py.train.wire import frames, headers
+from entrenar_py.train.wire import frames
 from entrenar_py.train.wire.messages import (
     LIST_MAX,
     MESSAGES,
@@ -59,7 +59,7 @@ def header(record: object) -> bytes:
 def refusal(tag: int, sent: bytes) -> str | None:
     """Return why `sent` is refused, or None; then `dump` must write the same bytes."""
     try:
-        assert headers.dump(headers.parse(tag, sent)) == sent
+        assert frames.dump_header(frames.parse_header(tag, sent)) == sent
     except ProtocolError as error:
         return str(error)
     return None
@@ -71,7 +71,7 @@ def refusal(tag: int, sent: bytes) -> str | None:
 def test_what_is_written_is_read_back(kind: type[Message], data: st.DataObject) -> None:
     """Every field keeps its bits: -0.0, NaN, infinities, largest numbers, any script."""
     message = data.draw(said(kind))
-    assert repr(headers.parse(kind.tag, headers.dump(message))) == repr(message)
+    assert repr(frames.parse_header(kind.tag, frames.dump_header(message))) == repr(message)
 
 
 @KINDS
@@ -80,7 +80,7 @@ def test_what_is_written_is_read_back(kind: type[Message], data: st.DataObject) 
 def test_two_messages_never_look_alike(kind: type[Message], data: st.DataObject) -> None:
     """Headers are equal exactly if the messages are."""
     one, other = data.draw(said(kind)), data.draw(said(kind))
-    assert (headers.dump(one) == headers.dump(other)) == (repr(one) == repr(other))
+    assert (frames.dump_header(one) == frames.dump_header(other)) == (repr(one) == repr(other))
 
 
 @KINDS
@@ -104,7 +104,7 @@ def test_junk_is_refused(kind: type[Message], junk: bytes) -> None:
 )
 def test_any_value_in_any_field(kind: type[Message], data: st.DataObject, value: object) -> None:
     """A field's value is read exactly, or refused with the field's name."""
-    record = json.loads(headers.dump(data.draw(said(kind, short=True))))
+    record = json.loads(frames.dump_header(data.draw(said(kind, short=True))))
     name = data.draw(st.sampled_from(sorted(record) or ["odd"]))
     changed = header(record | {name: value})
     complaint = refusal(kind.tag, changed)
@@ -152,7 +152,7 @@ def test_a_wrong_field_is_named(tag: int, changes: dict[str, object], complaint:
     """The error has message, field, the value, shortened, and the allowed ones."""
     usual: dict[str, object] = {2: HELLO, 3: WELCOME, 12: NODE}.get(tag, {})
     with pytest.raises(ProtocolError, match=f"^{complaint}") as caught:
-        headers.parse(tag, header({**usual, **changes}))
+        frames.parse_header(tag, header({**usual, **changes}))
     assert len(str(caught.value)) < 200
 
 
@@ -188,7 +188,7 @@ def test_a_wrong_field_is_named(tag: int, changes: dict[str, object], complaint:
 def test_another_form_is_refused(sent: bytes, complaint: str) -> None:
     """Invalid, deep, long or doubled JSON is refused, and any spelling but `dump`'s."""
     with pytest.raises(ProtocolError) as caught:
-        headers.parse(16, sent)
+        frames.parse_header(16, sent)
     assert str(caught.value).startswith("Commit")
     assert complaint in str(caught.value)
     assert len(str(caught.value)) < 200
@@ -200,14 +200,14 @@ def test_numbers_have_one_spelling(spelled: bytes) -> None:
     assert refusal(12, header(NODE)) is None
     sent = header(NODE).replace(b'"loss":1.0', b'"loss":' + spelled)
     with pytest.raises(ProtocolError, match="TreeNode"):
-        headers.parse(12, sent)
+        frames.parse_header(12, sent)
 
 
 @pytest.mark.parametrize("tag", [0, 19, 26, 255])
 def test_an_unknown_tag_is_refused(tag: int) -> None:
     """The error names the tag."""
     with pytest.raises(ProtocolError, match=f"tag={tag}: no message has it"):
-        headers.parse(tag, b"{}")
+        frames.parse_header(tag, b"{}")
 
 
 def test_the_longest_of_everything_fits_a_frame() -> None:
@@ -220,6 +220,6 @@ def test_the_longest_of_everything_fits_a_frame() -> None:
         loss=-math.pi * 1e-300,
         ids=(INT_MAX,) * LIST_MAX,
     )
-    sent = headers.dump(longest)
+    sent = frames.dump_header(longest)
     assert len(sent) <= frames.HEADER_BYTES_MAX
-    assert headers.parse(longest.tag, sent) == longest
+    assert frames.parse_header(longest.tag, sent) == longest

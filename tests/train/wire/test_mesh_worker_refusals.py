@@ -6,7 +6,7 @@ import pytest
 
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.effects import Dial
-from entrenar_py.train.wire.links import AGAIN
+from entrenar_py.train.wire.mesh_worker import AGAIN
 from entrenar_py.train.wire.messages import (
     MESSAGES,
     Average,

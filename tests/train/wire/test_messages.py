@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from entrenar_py.train.wire import headers, messages
+from entrenar_py.train.wire import frames, messages
 from entrenar_py.train.wire.messages import MESSAGES, TEXT_CHARS_MAX, Message
 
 
@@ -23,4 +23,4 @@ def test_a_brief_text_fits(text: str) -> None:
     brief = messages.brief(text)
     assert len(brief) <= TEXT_CHARS_MAX
     assert brief == text or (text.startswith(brief[:300]) and text.endswith(brief[-300:]))
-    headers.parse(21, headers.dump(messages.Leave(reason=brief)))
+    frames.parse_header(21, frames.dump_header(messages.Leave(reason=brief)))

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from entrenar_py.train.arithmetic import sharding
 from entrenar_py.train.wire import effects as do
-from entrenar_py.train.wire import pace
+from entrenar_py.train.wire import shard_assignment
 from entrenar_py.train.wire.messages import Assign, Group
-from entrenar_py.train.wire.pace import MEASURED, NEEDED, Pace, length, proportional
+from entrenar_py.train.wire.shard_assignment import MEASURED, NEEDED, Pace, proportional
+from entrenar_py.train.wire.shard_assignment import makespan as length
 from tests.train.wire.mesh import Mesh
 from tests.train.wire.star import Star, run_of
 
@@ -84,9 +85,11 @@ def test_a_change_of_speed_is_followed() -> None:
     assert after(dealer, {0: 1.0, 1: 1.0}, 16, MEASURED)[-1] == 8.0
 
 
-def deals(costs: Sequence[float], num_shards: int, noise: float, seed: int) -> list[pace.Counts]:
+def deals(
+    costs: Sequence[float], num_shards: int, noise: float, seed: int
+) -> list[shard_assignment.Counts]:
     """Return the deals of 60 steps, each once, with times that vary by a share of `noise`."""
-    draw, dealer, told = random.Random(seed), Pace(), list[pace.Counts]()
+    draw, dealer, told = random.Random(seed), Pace(), list[shard_assignment.Counts]()
     for _ in range(60):
         counts = dealer.deal(num_shards, range(len(costs)))
         if dealer.counts not in told[-1:]:
@@ -142,7 +145,7 @@ def test_who_is_too_slow_is_tried_again() -> None:
     lengths = after(dealer, slow, 4, 1000)
     retries = [at for at, one in enumerate(lengths) if one == 30.0]
     assert len(retries) > 2
-    assert sum(lengths) <= 4.0 * 1000 * (1 + 1 / pace.RETRY)
+    assert sum(lengths) <= 4.0 * 1000 * (1 + 1 / shard_assignment.RETRY)
     after(dealer, {0: 1.0, 1: 1.0}, 4, 200)
     assert dealer.counts == {0: 2, 1: 2}
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.train.wire import frames, handshake, headers, messages
+from entrenar_py.train.wire import frames, messages, terms
 from entrenar_py.train.wire.messages import VERSION, Challenge, Hello, Refuse
 from entrenar_py.train.wire.terms import Admission, Terms, Timing, admit
 from tests.train.wire.speech import said
@@ -37,7 +37,7 @@ def hello(*, secret: bytes = SECRET, **changes: Any) -> Hello:
         "proof": "",
     }
     said = Hello(**{**fields, **changes})
-    return replace(said, proof=handshake.proof_of_worker(secret, CHALLENGE, said))
+    return replace(said, proof=terms.proof_of_worker(secret, CHALLENGE, said))
 
 
 def answer(
@@ -90,7 +90,7 @@ def test_a_stranger_learns_nothing(stranger: Hello, taken: set[int]) -> None:
 def test_a_proof_is_of_this_challenge() -> None:
     """A proof for another connection's challenge is refused."""
     other = Challenge(version=VERSION, nonce="f" * 32)
-    said = replace(hello(), proof=handshake.proof_of_worker(SECRET, other, hello()))
+    said = replace(hello(), proof=terms.proof_of_worker(SECRET, other, hello()))
     assert answer(said) == Refuse(reason="wrong secret", retry=False)
 
 
@@ -103,8 +103,8 @@ def test_a_worker_is_let_in(rank: int | None, taken: Collection[int | None], giv
     said = hello(rank=rank)
     assert answer(said, taken=taken) == Admission(
         rank=given,
-        proof=handshake.proof_of_coordinator(SECRET, CHALLENGE, said),
-        key=handshake.session_key(SECRET, CHALLENGE, said),
+        proof=terms.proof_of_coordinator(SECRET, CHALLENGE, said),
+        key=terms.session_key(SECRET, CHALLENGE, said),
     )
 
 
@@ -116,9 +116,9 @@ def test_every_refusal_fits_its_frame(name: str, data: st.DataObject) -> None:
     changes: dict[str, Any] = {name: text + "x"}
     refusal = answer(hello(**changes))
     assert isinstance(refusal, Refuse)
-    header = headers.dump(refusal)
+    header = frames.dump_header(refusal)
     assert len(header) <= frames.UNKEYED_HEADER_BYTES_MAX
-    assert headers.parse(Refuse.tag, header) == refusal
+    assert frames.parse_header(Refuse.tag, header) == refusal
 
 
 @pytest.mark.parametrize(
@@ -141,8 +141,8 @@ def test_one_who_asks_is_answered() -> None:
     """An applicant with the secret is answered, even if all ranks are taken."""
     said = hello(run="", manifest="", data="", rank=9)
     assert answer(said, taken=(0, 1, 2)) == Admission(
-        proof=handshake.proof_of_coordinator(SECRET, CHALLENGE, said),
-        key=handshake.session_key(SECRET, CHALLENGE, said),
+        proof=terms.proof_of_coordinator(SECRET, CHALLENGE, said),
+        key=terms.session_key(SECRET, CHALLENGE, said),
     )
     stranger = hello(secret=b"other", run="", manifest="", data="")
     assert answer(stranger) == Refuse(reason="wrong secret", retry=False)

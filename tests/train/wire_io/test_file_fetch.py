@@ -16,11 +16,11 @@ import pytest
 
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.wire import effects as do
+from entrenar_py.train.wire.applicant import Fetcher
 from entrenar_py.train.wire.coordinator import Coordinator
-from entrenar_py.train.wire.fetcher import Fetcher
 from entrenar_py.train.wire.frames import FROM_COORDINATOR, Buffer, Decoder, Encoder
 from entrenar_py.train.wire.messages import Heartbeat, Message, Piece, Want
-from entrenar_py.train.wire.package import PIECE_BYTES, WANTED_MAX, Package, Part, piece_bytes
+from entrenar_py.train.wire.terms import PIECE_BYTES, WANTED_MAX, Package, Part, piece_bytes
 from entrenar_py.train.wire_io import file_fetch
 from entrenar_py.train.wire_io.endpoints import CoordinatorEnd
 from entrenar_py.train.wire_io.file_fetch import Source

@@ -8,7 +8,7 @@ import pytest
 
 from entrenar_py.shared.errors import ProtocolError
 from entrenar_py.train.wire import effects as do
-from entrenar_py.train.wire import handshake
+from entrenar_py.train.wire import terms
 from entrenar_py.train.wire.effects import Peer
 from entrenar_py.train.wire.frames import FROM_COORDINATOR, Buffer, Encoder
 from entrenar_py.train.wire.messages import (
@@ -113,10 +113,10 @@ class Bench:
         self.end.accepted(peer, NONCE)
         challenge = Challenge(version=VERSION, nonce=NONCE)
         hello = _hello(0)
-        proof = handshake.proof_of_worker(SECRET, challenge, hello)
+        proof = terms.proof_of_worker(SECRET, challenge, hello)
         self._encoders[peer] = Encoder()
         self.say_from(peer, _hello(0, proof))
-        self._encoders[peer].key = handshake.session_key(SECRET, challenge, hello)
+        self._encoders[peer].key = terms.session_key(SECRET, challenge, hello)
 
     def _enter(self) -> None:
         self.end.connected("coordinator", NONCE)
@@ -124,8 +124,8 @@ class Bench:
         self.say(challenge)
         (_, hello) = self.said[0]
         assert isinstance(hello, Hello)
-        self._down.key = handshake.session_key(SECRET, challenge, hello)
-        proof = handshake.proof_of_coordinator(SECRET, challenge, hello)
+        self._down.key = terms.session_key(SECRET, challenge, hello)
+        proof = terms.proof_of_coordinator(SECRET, challenge, hello)
         self.say(Welcome(rank=1, step=0, blocks=3, resumed=False, proof=proof), CONTENT)
 
 

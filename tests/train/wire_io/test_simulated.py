@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from entrenar_py.train.wire import effects as do
-from entrenar_py.train.wire.fetcher import Fetcher
+from entrenar_py.train.wire.applicant import Fetcher
 from entrenar_py.train.wire.frames import FROM_COORDINATOR, Buffer, Decoder, Encoder
 from entrenar_py.train.wire.messages import MESSAGES, Message
-from entrenar_py.train.wire.package import PIECE_BYTES, Package, Part
-from entrenar_py.train.wire.terms import Run, Timing
+from entrenar_py.train.wire.terms import PIECE_BYTES, Package, Part, Run, Timing
 from entrenar_py.train.wire_io.message_faults import Fate, Meddle, Meddling, unmeddled
 from entrenar_py.train.wire_io.simulated import LATENCY_S, Simulation
 from entrenar_py.train.wire_io.uninvited_client import Guest

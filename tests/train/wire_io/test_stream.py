@@ -9,7 +9,7 @@ from entrenar_py.train.wire.frames import (
     TO_COORDINATOR,
     new_room,
 )
-from entrenar_py.train.wire.headers import dump
+from entrenar_py.train.wire.frames import dump_header as dump
 from entrenar_py.train.wire.messages import Heartbeat, Message, TreeNode
 from entrenar_py.train.wire_io.stream import Count, Meter, Stream
 

@@ -27,7 +27,7 @@ from entrenar_py.train.model.workload import Finetuning
 from entrenar_py.train.service.worker import Joining
 from entrenar_py.train.wire.effects import Finish
 from entrenar_py.train.wire.frames import Buffer
-from entrenar_py.train.wire.package import PIECE_BYTES, Part
+from entrenar_py.train.wire.terms import PIECE_BYTES, Part
 from entrenar_py.train.wire_io import file_fetch
 from entrenar_py.train.wire_io.file_fetch import Source
 

@@ -33,7 +33,7 @@ from entrenar_py.train.stages.stage_hands import StageHands
 from entrenar_py.train.stages.stage_workload import hidden_bytes_max, width_of
 from entrenar_py.train.wire.effects import Effect, Finish, Send
 from entrenar_py.train.wire.messages import Loaded
-from entrenar_py.train.wire.pipeline_worker import PipelineWorker
+from entrenar_py.train.wire.pipeline_peers import PipelineWorker
 from entrenar_py.train.wire.terms import Terms, Timing
 from entrenar_py.train.wire_io import file_fetch
 from entrenar_py.train.wire_io.file_fetch import Source

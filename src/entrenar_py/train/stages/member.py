@@ -33,7 +33,7 @@ from entrenar_py.train.wire.messages import (
     Summed,
     Welcome,
 )
-from entrenar_py.train.wire.pipeline_worker import Passed
+from entrenar_py.train.wire.pipeline_peers import Passed
 from entrenar_py.train.wire.terms import Terms
 
 _DTYPES = {

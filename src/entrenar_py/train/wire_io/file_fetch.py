@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from entrenar_py.shared.errors import ProtocolError
 from entrenar_py.train.wire import effects as do
+from entrenar_py.train.wire.applicant import Fetcher
 from entrenar_py.train.wire.effects import Effect
-from entrenar_py.train.wire.fetcher import Fetcher
 from entrenar_py.train.wire.frames import (
     FROM_COORDINATOR,
     TO_COORDINATOR,
@@ -23,10 +23,8 @@ from entrenar_py.train.wire.frames import (
     Encoder,
     Received,
 )
-from entrenar_py.train.wire.handshake import NONCE_BYTES
 from entrenar_py.train.wire.messages import Message, Offer, Piece
-from entrenar_py.train.wire.package import PIECE_BYTES, Part, piece_bytes
-from entrenar_py.train.wire.terms import Timing
+from entrenar_py.train.wire.terms import NONCE_BYTES, PIECE_BYTES, Part, Timing, piece_bytes
 from entrenar_py.train.wire_io import run_query, sockets
 
 READ_BYTES = 2**18

@@ -15,9 +15,8 @@ from entrenar_py.train.wire.frames import (
     Buffer,
     Received,
 )
-from entrenar_py.train.wire.mesh_worker import MeshWorker
+from entrenar_py.train.wire.mesh_worker import MeshWorker, RingWorker
 from entrenar_py.train.wire.messages import Partial, TreeNode
-from entrenar_py.train.wire.ring_worker import RingWorker
 from entrenar_py.train.wire_io.endpoints import (
     Beside,
     Connection,

@@ -8,7 +8,7 @@ from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.effects import Effect
 from entrenar_py.train.wire.frames import Buffer, Received
 from entrenar_py.train.wire.messages import Message, NonFinite, Welcome
-from entrenar_py.train.wire.pipeline_worker import Passed, PipelineWorker
+from entrenar_py.train.wire.pipeline_peers import Passed, PipelineWorker
 from entrenar_py.train.wire_io.endpoints import Follow, payload_of
 from entrenar_py.train.wire_io.mesh_end import MeshEnd, MeshHands
 

@@ -22,8 +22,8 @@ from entrenar_py.train.wire.frames import (
     Encoder,
     Received,
 )
-from entrenar_py.train.wire.handshake import NONCE_BYTES
 from entrenar_py.train.wire.messages import Message, Offer
+from entrenar_py.train.wire.terms import NONCE_BYTES
 from entrenar_py.train.wire_io import sockets
 
 ANSWER_S = 10.0  # from connecting to the answer

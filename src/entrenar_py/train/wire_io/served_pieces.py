@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from entrenar_py.shared.errors import ProtocolError
 from entrenar_py.train.wire.frames import Buffer
 from entrenar_py.train.wire.messages import Piece
-from entrenar_py.train.wire.package import WANTED_MAX
+from entrenar_py.train.wire.terms import WANTED_MAX
 from entrenar_py.train.wire_io.stream import Stream
 
 # Returns the bytes of a piece, or why they can't be read.

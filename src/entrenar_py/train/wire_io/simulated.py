@@ -16,13 +16,11 @@ from typing import Any, cast
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.coordinator import Coordinator
 from entrenar_py.train.wire.effects import Peer
-from entrenar_py.train.wire.handshake import NONCE_BYTES
 from entrenar_py.train.wire.mesh_coordinator import MeshCoordinator
 from entrenar_py.train.wire.mesh_worker import MeshWorker
 from entrenar_py.train.wire.messages import Message
-from entrenar_py.train.wire.pipeline_coordinator import PipelineCoordinator
-from entrenar_py.train.wire.pipeline_worker import PipelineWorker
-from entrenar_py.train.wire.terms import Run, Timing
+from entrenar_py.train.wire.pipeline_peers import PipelineCoordinator, PipelineWorker
+from entrenar_py.train.wire.terms import NONCE_BYTES, Run, Timing
 from entrenar_py.train.wire.worker import Worker
 from entrenar_py.train.wire_io.endpoints import (
     CoordinatorEnd,

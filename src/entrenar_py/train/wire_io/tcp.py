@@ -21,9 +21,8 @@ from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.coordinator import Coordinator
 from entrenar_py.train.wire.effects import Peer
 from entrenar_py.train.wire.frames import Buffer
-from entrenar_py.train.wire.handshake import NONCE_BYTES
 from entrenar_py.train.wire.messages import Message
-from entrenar_py.train.wire.terms import Run, Timing
+from entrenar_py.train.wire.terms import NONCE_BYTES, Run, Timing
 from entrenar_py.train.wire.worker import Worker
 from entrenar_py.train.wire_io import sockets, tls
 from entrenar_py.train.wire_io.background_thread import Thread

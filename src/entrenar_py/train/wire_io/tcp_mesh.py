@@ -19,8 +19,8 @@ from typing import cast
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.effects import Peer
-from entrenar_py.train.wire.handshake import NONCE_BYTES
 from entrenar_py.train.wire.mesh_worker import MeshWorker
+from entrenar_py.train.wire.terms import NONCE_BYTES
 from entrenar_py.train.wire.worker import Worker
 from entrenar_py.train.wire_io import sockets
 from entrenar_py.train.wire_io.background_thread import Thread

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import cast
 
-from entrenar_py.train.wire.pipeline_worker import PipelineWorker
+from entrenar_py.train.wire.pipeline_peers import PipelineWorker
 from entrenar_py.train.wire.worker import Worker
 from entrenar_py.train.wire_io.background_thread import Thread
 from entrenar_py.train.wire_io.endpoints import Notify
