@@ -33,8 +33,7 @@ from entrenar_py.train.wire.messages import (
 from entrenar_py.train.wire.terms import Run, Terms, Timing
 from entrenar_py.train.wire.worker import Worker
 from entrenar_py.train.wire_io.processes import Job
-from entrenar_py.train.wire_io.tcp import CoordinatorServer, WorkerClient
-from entrenar_py.train.wire_io.tcp_mesh import MeshClient
+from entrenar_py.train.wire_io.tcp import CoordinatorServer, MeshClient, WorkerClient
 
 TERMS = Terms(run="lean", manifest="m", data="d")
 TIMING = Timing(heartbeat_s=2.0, dead_after_s=60.0, gather_s=60.0)

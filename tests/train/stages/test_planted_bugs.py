@@ -16,7 +16,7 @@ from entrenar_py.train.wire.mesh_coordinator import Grouping
 from entrenar_py.train.wire.mesh_worker import MeshWorker
 from entrenar_py.train.wire.phases import PeerPhase, Stage
 from entrenar_py.train.wire.pipeline_peers import PipelineCoordinator, PipelineWorker
-from entrenar_py.train.wire_io.message_faults import Fate
+from entrenar_py.train.wire_io.injections import Fate
 from tests.train.stages.linear import Plan, alone
 from tests.train.stages.stages import LinearStage
 from tests.train.stages.test_simulated import Parted

@@ -15,8 +15,8 @@ from entrenar_py.shared import trace
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.probes import original_frames
 from entrenar_py.train.coordinator.recorder import Recorder
-from entrenar_py.train.upstream.wire_frames import Received as OriginallyReceived
-from entrenar_py.train.upstream.wire_messages import WireMessage
+from entrenar_py.train.upstream.frames import Received as OriginallyReceived
+from entrenar_py.train.upstream.messages import WireMessage
 from entrenar_py.train.wire import effects, frames, messages, terms
 from entrenar_py.train.wire.coordinator import Coordinator
 from entrenar_py.train.wire.frames import CHUNK_BYTES, Buffer, Decoder, Encoder, Received

@@ -28,10 +28,8 @@ from entrenar_py.train.wire.effects import Conclude, Effect, Finish, Gather, Lef
 from entrenar_py.train.wire.messages import Assign, Message
 from entrenar_py.train.wire.terms import Run
 from entrenar_py.train.wire.worker import Worker
-from entrenar_py.train.wire_io.endpoints import CoordinatorEnd, WorkerEnd
-from entrenar_py.train.wire_io.hands import MemberHands
-from entrenar_py.train.wire_io.message_faults import Fate, Meddling
-from entrenar_py.train.wire_io.uninvited_client import Guest
+from entrenar_py.train.wire_io.endpoints import CoordinatorEnd, MemberHands, WorkerEnd
+from entrenar_py.train.wire_io.injections import Fate, Guest, Meddling
 
 
 class Transport(Protocol):

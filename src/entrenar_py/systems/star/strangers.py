@@ -10,7 +10,7 @@ from entrenar_py.shared.faults import Fault
 from entrenar_py.train.wire.frames import CHUNK_BYTES, FIELDS, MAGIC, TO_COORDINATOR, Encoder
 from entrenar_py.train.wire.messages import VERSION, Challenge, Hello
 from entrenar_py.train.wire.terms import Terms, proof_of_worker
-from entrenar_py.train.wire_io.uninvited_client import Guest
+from entrenar_py.train.wire_io.injections import Guest
 
 GARBAGE_BYTES = 1_000
 CLAIMED_BYTES = 2**62

@@ -29,7 +29,7 @@ from entrenar_py.train.coordinator.member import Member
 from entrenar_py.train.wire.effects import Finish
 from entrenar_py.train.wire.messages import Message
 from entrenar_py.train.wire.terms import Terms, Timing
-from entrenar_py.train.wire_io.message_faults import Fate, Meddling
+from entrenar_py.train.wire_io.injections import Fate, Meddling
 from entrenar_py.train.wire_io.processes import Job
 from entrenar_py.train.wire_io.tcp import WorkerClient
 

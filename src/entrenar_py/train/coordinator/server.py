@@ -37,7 +37,7 @@ from entrenar_py.train.wire.messages import (
     Welcome,
 )
 from entrenar_py.train.wire.terms import Run
-from entrenar_py.train.wire_io.served_pieces import ReadPiece, no_piece
+from entrenar_py.train.wire_io.endpoints import ReadPiece, no_piece
 
 # Room for the events of a message: names, numbers and digests, of each shard and tensor.
 _EVENTS_BYTES = 2**20

@@ -16,8 +16,7 @@ from entrenar_py.train.wire.mesh_coordinator import MeshCoordinator
 from entrenar_py.train.wire.mesh_worker import MeshWorker, RingWorker
 from entrenar_py.train.wire.messages import Assign, Average, Commit, Message, Weights
 from entrenar_py.train.wire.worker import Worker
-from entrenar_py.train.wire_io.tcp import WorkerClient
-from entrenar_py.train.wire_io.tcp_mesh import MeshClient
+from entrenar_py.train.wire_io.tcp import MeshClient, WorkerClient
 
 _SIMULATED = "_simulated"
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entrenar_py.shared.errors import ProtocolError
-from entrenar_py.train.upstream import wire_messages as say
-from entrenar_py.train.upstream.wire_frames import (
+from entrenar_py.train.upstream import messages as say
+from entrenar_py.train.upstream.frames import (
     COMPONENTS_MAX,
     COUNT,
     LAYOUTS,
@@ -23,7 +23,7 @@ from entrenar_py.train.upstream.wire_frames import (
     Received,
     encode,
 )
-from entrenar_py.train.upstream.wire_messages import WIRE_MESSAGES, WireMessage
+from entrenar_py.train.upstream.messages import WIRE_MESSAGES, WireMessage
 from tests.train.upstream import original
 
 NARROW = struct.Struct("<I")

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.train.upstream.wire_terms import Patience
+from entrenar_py.train.upstream.server import AveragingServer
+from entrenar_py.train.upstream.terms import Patience
 from entrenar_py.train.wire import effects as do
-from entrenar_py.train.wire_io import averaging_server, door
-from entrenar_py.train.wire_io.averaging_server import AveragingServer
+from entrenar_py.train.wire_io import door
 from tests.train.upstream import original as send
-from tests.train.wire_io.averaging import run_of
-from tests.train.wire_io.original_worker import Hall, OriginalWorker, hall, mean_of_samples
-from tests.train.wire_io.test_averaging_end import STRANGE
+from tests.train.upstream.averaging import run_of
+from tests.train.upstream.original_worker import Hall, OriginalWorker, hall, mean_of_samples
+from tests.train.upstream.test_averaging_end import STRANGE
 
 COMPLETED = do.Finish("completed")
 
@@ -156,7 +156,8 @@ def test_a_stranger_is_sent_away(case: str) -> None:
 def test_more_connections_than_places(monkeypatch: pytest.MonkeyPatch) -> None:
     """Strangers that say nothing can't keep a worker out."""
     monkeypatch.setattr(
-        averaging_server, "Door", lambda *given, **more: door.Door(*given, strangers_max=8, **more)
+        "entrenar_py.train.upstream.server.Door",
+        lambda *given, **more: door.Door(*given, strangers_max=8, **more),
     )
     with hall(world_size=1, num_steps=1, hello_s=2.0) as place:
         for _ in range(50):
@@ -227,7 +228,7 @@ def test_a_bug_ends_the_run_loudly(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*given: object) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr("entrenar_py.train.wire_io.averaging_end.weighted_mean", broken)
+    monkeypatch.setattr("entrenar_py.train.upstream.server.weighted_mean", broken)
     with hall(world_size=1) as place:
         worker = place.worker()
         assert worker.hear()[0] == 3

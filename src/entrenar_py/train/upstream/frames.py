@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 from entrenar_py.shared.errors import ProtocolError
-from entrenar_py.train.upstream.wire_messages import WIRE_MESSAGES, WireMessage
+from entrenar_py.train.upstream.messages import WIRE_MESSAGES, WireMessage
 from entrenar_py.train.wire.frames import Buffer
 
 LENGTH = struct.Struct(">I")

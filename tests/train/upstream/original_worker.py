@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from entrenar_py.train.upstream.wire_terms import Patience
+from entrenar_py.train.upstream.server import AveragingServer
+from entrenar_py.train.upstream.terms import Patience
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.effects import Effect
-from entrenar_py.train.wire_io.averaging_server import AveragingServer
 from tests.train.upstream import original as send
-from tests.train.wire_io.averaging import run_of
+from tests.train.upstream.averaging import run_of
 
 TIMEOUT_S = 20.0
 

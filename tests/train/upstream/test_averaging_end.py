@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from entrenar_py.train.upstream import wire_effects as wire
-from entrenar_py.train.upstream.averaging_worker import IGNORED_MAX
-from entrenar_py.train.upstream.wire_messages import WHOLE
+from entrenar_py.train.upstream import terms as wire
+from entrenar_py.train.upstream.averager import IGNORED_MAX
+from entrenar_py.train.upstream.messages import WHOLE
 from entrenar_py.train.wire import effects as do
 from tests.train.upstream import original as send
-from tests.train.wire_io.averaging import FRAME_BYTES_MAX, PATIENCE, Office
+from tests.train.upstream.averaging import FRAME_BYTES_MAX, PATIENCE, Office
 
 SHUTDOWN = (7,)
 NAN = float("nan")

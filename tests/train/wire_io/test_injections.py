@@ -1,14 +1,17 @@
-"""The client answers a challenge, notices whether it is admitted, and ends when disconnected."""
+"""Faults of messages, and a client that takes no part."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from entrenar_py.train.wire.frames import FROM_COORDINATOR, Encoder
 from entrenar_py.train.wire.messages import VERSION, Challenge, Heartbeat, Message, Refuse
-from entrenar_py.train.wire_io.uninvited_client import Guest, visit
+from entrenar_py.train.wire_io.injections import Fate, Guest, Meddling, bent, unmeddled, visit
 from tests.train.wire_io.fakes import (
     COMPLETED,
     LOOPBACK,
@@ -20,6 +23,34 @@ from tests.train.wire_io.fakes import (
     run_of,
     take_part,
 )
+
+DATA = st.binary(min_size=1, max_size=99)
+
+
+@given(DATA, st.integers())
+def test_one_bit_is_flipped(data: bytes, seed: int) -> None:
+    """Exactly one bit, and the same one for the same seed."""
+    flipped = bent(Meddling(Fate.FLIP), data, random.Random(seed))
+    assert len(flipped) == len(data)
+    assert sum((a ^ b).bit_count() for a, b in zip(data, flipped, strict=True)) == 1
+    assert flipped == bent(Meddling(Fate.FLIP), data, random.Random(seed))
+
+
+@given(DATA)
+def test_what_changes_the_bytes(data: bytes) -> None:
+    """Duplicate, truncation and flip change the bytes; other faults don't."""
+    rng = random.Random(0)
+    assert bent(Meddling(Fate.DUPLICATE), data, rng) == data * 2
+    assert data.startswith(bent(Meddling(Fate.TRUNCATE), data, rng))
+    assert len(bent(Meddling(Fate.TRUNCATE), data, rng)) == len(data) // 2
+    for fate in set(Fate) - {Fate.DUPLICATE, Fate.TRUNCATE, Fate.FLIP}:
+        assert bent(Meddling(fate), data, rng) == data
+
+
+def test_nothing_befalls_anything() -> None:
+    """The default injects no fault."""
+    unmeddled(0, True, Heartbeat())
+
 
 CHALLENGE = Challenge(version=VERSION, nonce="0" * 32)
 KEY = bytes(range(32))

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from entrenar_py.train.upstream.averager import Averager
-from entrenar_py.train.upstream.wire_messages import WireMessage
-from entrenar_py.train.upstream.wire_terms import AveragingRun, Patience
+from entrenar_py.train.upstream.messages import WireMessage
+from entrenar_py.train.upstream.server import AveragingEnd
+from entrenar_py.train.upstream.terms import AveragingRun, Patience
 from entrenar_py.train.wire.effects import Effect, Peer
 from entrenar_py.train.wire.frames import Buffer
-from entrenar_py.train.wire_io.averaging_end import AveragingEnd
 from tests.train.upstream import original
 from tests.train.wire_io.fakes import AtOnce
 

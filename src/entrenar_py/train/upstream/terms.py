@@ -1,4 +1,4 @@
-"""The terms of a run over the original system's wire: its steps, its shards, its bounds."""
+"""The terms of a run over the original system's wire, and the effects of its machine."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from dataclasses import dataclass
 
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.arithmetic import sharding
-from entrenar_py.train.upstream.wire_messages import (
+from entrenar_py.train.upstream.messages import (
     BlockGradient,
+    JoinRequest,
     NonBlock,
     Part,
     Upload,
+    WireMessage,
 )
+from entrenar_py.train.wire.effects import Effect, Peer
 
 BLOCKS_MAX = 2**16
 
@@ -95,3 +98,74 @@ def lacking(parts: Collection[Part], num_blocks: int) -> list[Part]:
     if not any(part.tag == BlockGradient.tag for part in parts):
         return []
     return sorted(parts_of((), num_blocks).difference(parts))
+
+
+class Tell(Effect):
+    """Send `message` to `peer`, with the average of `part` if it is of one."""
+
+    peer: Peer
+    message: WireMessage
+    part: Part | None = None
+
+
+class Admit(Effect):
+    """Take what a worker sends from `peer`, which takes part from now on."""
+
+    peer: Peer
+
+
+class Enlist(Effect):
+    """`worker` takes part from now on, as `asked`; `late` if `step` had begun without it."""
+
+    worker: int
+    step: int
+    late: bool
+    asked: JoinRequest
+
+
+class KeepPart(Effect):
+    """Keep the gradients just received from `worker`: they are `part` of `shard`."""
+
+    worker: int
+    shard: int
+    part: Part
+
+
+class VoidPart(Effect):
+    """Forget `part` of `shard`: the worker left before the shard was complete."""
+
+    shard: int
+    part: Part
+
+
+class AveragePart(Effect):
+    """Average `part` of `step`, kept for every shard; then call `averaged`.
+
+    `weights` has a weight for each shard, in order.
+    """
+
+    step: int
+    part: Part
+    weights: tuple[int, ...]
+
+
+class BeginStep(Effect):
+    """`step` is next; forget the averages of the one before."""
+
+    step: int
+
+
+class MadeStep(Effect):
+    """All parts of `step` are averaged. `workers` computed shards of it; `parts` are in order.
+
+    `loss` is the weighted mean loss, `correct` and `total` are summed; all are None if the shards
+    end without GradientPayload, which has them.
+    """
+
+    step: int
+    workers: tuple[int, ...]
+    parts: tuple[Part, ...]
+    num_samples: int
+    loss: float | None
+    correct: int | None
+    total: int | None

@@ -1,10 +1,11 @@
-"""Fetches files of a run's package over TCP, and goes on with the rest after a lost connection."""
+"""Asks a coordinator over TCP which run it has, and fetches the files of its package."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import secrets
+import socket
 import ssl
 import time
 from asyncio import StreamReader, StreamWriter
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 
 from entrenar_py.shared.errors import ProtocolError
 from entrenar_py.train.wire import effects as do
-from entrenar_py.train.wire.applicant import Fetcher
+from entrenar_py.train.wire.applicant import Applicant, Fetcher
 from entrenar_py.train.wire.effects import Effect
 from entrenar_py.train.wire.frames import (
     FROM_COORDINATOR,
@@ -25,7 +26,110 @@ from entrenar_py.train.wire.frames import (
 )
 from entrenar_py.train.wire.messages import Message, Offer, Piece
 from entrenar_py.train.wire.terms import NONCE_BYTES, PIECE_BYTES, Part, Timing, piece_bytes
-from entrenar_py.train.wire_io import run_query, sockets
+from entrenar_py.train.wire_io import sockets
+
+ANSWER_S = 10.0  # from connecting to the answer
+CLOSE_S = 1.0  # for closing a connection
+SCENARIO_BYTES_MAX = 2**16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """The answer of a coordinator that knows the secret. `scenario` is a JSON object.
+
+    `package` is the digest of the run's files; None if there are none to fetch.
+    """
+
+    scenario: bytes
+    heartbeat_s: float
+    dead_after_s: float
+    package: str | None
+
+
+async def ask(
+    host: str,
+    port: int,
+    *,
+    secret: bytes,
+    backend: str,
+    context: ssl.SSLContext | None,
+    patience_s: float,
+    alone: Callable[[str], None],
+) -> Told | do.Finish:
+    """Return the coordinator's answer; a `failed` Finish if it refuses, or after `patience_s`.
+
+    A `context` is for TLS. `alone` is called with the problem before each new try.
+    """
+    since = time.monotonic()
+    wait_s = sockets.BACKOFF_S[0]
+    while True:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await _answer(host, port, context, secret, backend)
+        except TimeoutError:
+            problem = f"no answer within {ANSWER_S:g} s"
+            if context is None:
+                problem += "; a coordinator with TLS does not answer plain TCP: give --tls-ca"
+        except (OSError, ProtocolError) as error:
+            problem = reason(error, host)
+        if time.monotonic() - since > patience_s:
+            return do.Finish("failed", f"not admitted at {host}:{port}: {problem}")
+        alone(problem)
+        await asyncio.sleep(wait_s)
+        wait_s = min(2 * wait_s, sockets.BACKOFF_S[1])
+
+
+def reason(error: Exception, host: str) -> str:
+    """Return why `host` could not be asked; an unknown host is named."""
+    if isinstance(error, socket.gaierror):
+        return f"unknown host {host!r} ({error.strerror})"
+    return str(error) or "closed by the other end"  # asyncio may give no text
+
+
+async def _answer(
+    host: str, port: int, context: ssl.SSLContext | None, secret: bytes, backend: str
+) -> Told | do.Finish:
+    reader, writer = await asyncio.open_connection(host, port, ssl=context)
+    try:
+        nonce = secrets.token_hex(NONCE_BYTES)
+        return await _talk(reader, writer, Applicant(0, nonce, secret=secret, backend=backend))
+    finally:
+        writer.transport.abort()
+        with contextlib.suppress(OSError):  # why it ended, which asyncio would log otherwise
+            async with asyncio.timeout(CLOSE_S):
+                await writer.wait_closed()
+
+
+async def _talk(reader: StreamReader, writer: StreamWriter, machine: Applicant) -> Told | do.Finish:
+    """Carry out the effects of `machine` until it is finished; return the answer."""
+    decoder = Decoder(_offer_limit, direction=FROM_COORDINATOR)
+    encoder = Encoder(direction=TO_COORDINATOR)
+    while data := await reader.read(SCENARIO_BYTES_MAX):
+        for received in decoder.feed(data):
+            for effect in machine.receive(received.message):
+                match effect:
+                    case do.Send(_, message):
+                        writer.writelines(encoder.encode(message))
+                    case do.Secure(_, key):
+                        decoder.key = encoder.key = key
+                    case do.Finish():
+                        offer = machine.offer
+                        return effect if offer is None else _told(offer, received)
+    raise ConnectionError("closed by the other end")
+
+
+def _offer_limit(kind: type[Message]) -> int:
+    return SCENARIO_BYTES_MAX if kind is Offer else 0
+
+
+def _told(offer: Offer, received: Received) -> Told:
+    return Told(
+        scenario=bytes(received.payload),
+        heartbeat_s=offer.heartbeat_s,
+        dead_after_s=offer.dead_after_s,
+        package=offer.package,
+    )
+
 
 READ_BYTES = 2**18
 LOOKS_A_HEARTBEAT = 4
@@ -60,11 +164,11 @@ async def fetch(
     while True:
         parts = missing()
         try:
-            return await _connection(source, parts, store)
+            return await _fetched(source, parts, store)
         except TimeoutError:
-            problem = f"no answer within {run_query.ANSWER_S:g} s"
+            problem = f"no answer within {ANSWER_S:g} s"
         except (OSError, ProtocolError) as error:
-            problem = run_query.reason(error, source.host)
+            problem = reason(error, source.host)
         if [part.start for part in missing()] != [part.start for part in parts]:
             since, wait_s = time.monotonic(), sockets.BACKOFF_S[0]
         elif time.monotonic() - since >= source.patience_s:
@@ -74,10 +178,10 @@ async def fetch(
         wait_s = min(2 * wait_s, sockets.BACKOFF_S[1])
 
 
-async def _connection(
+async def _fetched(
     source: Source, parts: Sequence[Part], store: Callable[[str, int, Buffer], None]
 ) -> do.Finish:
-    async with asyncio.timeout(run_query.ANSWER_S):
+    async with asyncio.timeout(ANSWER_S):
         reader, writer = await asyncio.open_connection(source.host, source.port, ssl=source.context)
     machine = Fetcher(
         0,
@@ -97,7 +201,7 @@ async def _connection(
     finally:
         writer.transport.abort()
         with contextlib.suppress(OSError):  # why it ended, which asyncio would log otherwise
-            async with asyncio.timeout(run_query.CLOSE_S):
+            async with asyncio.timeout(CLOSE_S):
                 await writer.wait_closed()
 
 
@@ -115,7 +219,7 @@ class _Talk:
     ) -> None:
         self._machine, self._reader, self._writer = machine, reader, writer
         self._sizes, self._store, self._list = sizes, store, list_file
-        self._decoder = Decoder(_limit, direction=FROM_COORDINATOR)
+        self._decoder = Decoder(_piece_limit, direction=FROM_COORDINATOR)
         self._encoder = Encoder(direction=TO_COORDINATOR)
         self._finish: do.Finish | None = None
 
@@ -171,5 +275,5 @@ class _Talk:
         self._store(file, offset, payload)
 
 
-def _limit(kind: type[Message]) -> int:
-    return {Offer: run_query.SCENARIO_BYTES_MAX, Piece: PIECE_BYTES}.get(kind, 0)
+def _piece_limit(kind: type[Message]) -> int:
+    return {Offer: SCENARIO_BYTES_MAX, Piece: PIECE_BYTES}.get(kind, 0)
