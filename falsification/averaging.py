@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from entrenar_py.shared.mutants import Variant
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.train.arithmetic.reduction import Vector
-from entrenar_py.train.arithmetic.weighted_average import weighted_mean
+from entrenar_py.train.arithmetic.reduction import Vector, weighted_mean
 from entrenar_py.train.upstream import frames
 from entrenar_py.train.upstream.averager import Averager, AveragingWorker
 from entrenar_py.train.upstream.frames import Decoder

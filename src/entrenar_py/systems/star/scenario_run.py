@@ -19,7 +19,7 @@ from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.systems import AUTO
 from entrenar_py.systems.star import strangers
 from entrenar_py.train.arithmetic.tensors import Workload
-from entrenar_py.train.arithmetic.vectors import GivenVectors
+from entrenar_py.train.arithmetic.workload import GivenVectors
 from entrenar_py.train.coordinator import reduction_measures, topology
 from entrenar_py.train.coordinator.member import Member
 from entrenar_py.train.coordinator.server import Server

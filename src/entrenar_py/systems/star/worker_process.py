@@ -22,7 +22,7 @@ import torch
 from entrenar_py.shared import mutants, trace
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.train.arithmetic.vectors import GivenVectors
+from entrenar_py.train.arithmetic.workload import GivenVectors
 from entrenar_py.train.coordinator import reduction_measures, topology
 from entrenar_py.train.coordinator.lies import Liar
 from entrenar_py.train.coordinator.member import Member

@@ -9,7 +9,7 @@ import numpy as np
 from entrenar_py.shared import trace
 from entrenar_py.train.arithmetic import sharding
 from entrenar_py.train.arithmetic.tensors import Array
-from entrenar_py.train.arithmetic.vectors import GivenVectors
+from entrenar_py.train.arithmetic.workload import GivenVectors
 from entrenar_py.train.wire_io.endpoints import CoordinatorEnd, Meter, WorkerEnd
 from entrenar_py.train.wire_io.peer_ends import MeshEnd
 

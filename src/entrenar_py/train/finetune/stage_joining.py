@@ -17,7 +17,7 @@ from entrenar_py.shared import wording
 from entrenar_py.shared.errors import SystemFailure
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.untrusted import files as own_files
-from entrenar_py.train.arithmetic.layout import Layout
+from entrenar_py.train.arithmetic.blocks import Layout
 from entrenar_py.train.finetune import received_run
 from entrenar_py.train.finetune.package import WEIGHTS, Contents, File
 from entrenar_py.train.finetune.received_files import ReceivedFiles

@@ -16,8 +16,7 @@ import numpy as np
 from blake3 import blake3
 
 from entrenar_py.shared.errors import ProtocolError, UsageError
-from entrenar_py.train.arithmetic.reduction import Vector
-from entrenar_py.train.arithmetic.weighted_average import first_not_finite, weighted_mean
+from entrenar_py.train.arithmetic.reduction import Vector, first_not_finite, weighted_mean
 from entrenar_py.train.upstream import terms as wire
 from entrenar_py.train.upstream.averager import Averager, WireStage
 from entrenar_py.train.upstream.frames import SHORT_BYTES_MAX, Decoder, Received, encode

@@ -1,8 +1,9 @@
-"""The rounding bound accepts every correct product and rejects wrong ones."""
+"""Matrix products: the layer, and the error that rounding explains."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -11,8 +12,46 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from entrenar_py.compute import rounding
-from entrenar_py.compute.rounding import bound, compare, gamma
+from entrenar_py.compute import Pair, products
+from entrenar_py.compute.products import bound, compare, gamma
+from entrenar_py.compute.wgpu import WgpuBackend
+
+
+class Counted:
+    """Products on the CPU. Records the number of products of each call."""
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+
+    def __call__(self, pairs: Sequence[Pair]) -> list[Tensor]:
+        self.batches.append(len(pairs))
+        return [a @ b for a, b in pairs]
+
+
+@pytest.mark.parametrize(
+    ("trained", "batches"), [("xw", [1, 2]), ("x", [1, 1]), ("w", [1, 1]), ("b", [1])]
+)
+def test_only_the_products_needed(trained: str, batches: list[int]) -> None:
+    """Backward computes only the gradients that autograd needs, in one call."""
+    leaves = {"x": torch.ones(4, 3), "w": torch.ones(2, 3), "b": torch.ones(2)}
+    for name in trained:
+        leaves[name].requires_grad_()
+    counted = Counted()
+    products.apply(counted, *leaves.values()).sum().backward()  # type: ignore[no-untyped-call]
+    assert counted.batches == batches
+    assert {name for name, leaf in leaves.items() if leaf.grad is not None} == set(trained)
+
+
+@pytest.mark.wgpu
+def test_one_submission_each_way(wgpu_backend: WgpuBackend) -> None:
+    """Forward takes one submission, and the two products of backward take one, too."""
+    x, weight = torch.ones(4, 3, requires_grad=True), torch.ones(2, 3, requires_grad=True)
+    before = wgpu_backend.submissions
+    loss = wgpu_backend.linear(x, weight, None).sum()
+    assert wgpu_backend.submissions == before + 1
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert wgpu_backend.submissions == before + 2
+
 
 NEAREST = 2.0**-24
 
@@ -42,7 +81,7 @@ def test_right_products_are_explained(
 
 def flushed(values: Tensor) -> Tensor:
     """Return `values` with subnormal numbers replaced by zero."""
-    return torch.where(values.abs() < rounding.FLUSHED, torch.zeros(()), values)
+    return torch.where(values.abs() < products.FLUSHED, torch.zeros(()), values)
 
 
 @given(seed=st.integers(0, 10**6), exponent=st.integers(-44, -15))

@@ -1,8 +1,9 @@
-"""NVIDIA GPUs through torch, in true float32: no TF32."""
+"""The CPU and NVIDIA GPUs through torch, in true float32: no TF32."""
 
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,10 +14,44 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 
-from entrenar_py.compute import Pair, linear
+from entrenar_py.compute import Pair, products
+from entrenar_py.compute.products import check_operands
 from entrenar_py.compute.steps import Array, DropFunction, Model, Stepper
 from entrenar_py.shared.errors import BackendUnavailable
 from entrenar_py.shared.untrusted import printing
+
+
+@dataclass(frozen=True)
+class CpuBackend:
+    """See `Backend`. `device` names the architecture and the widest vector unit torch uses."""
+
+    device: str
+    name: str = "cpu"
+    software: bool = False
+    unit_roundoff: float = 2.0**-24
+
+    def stepper(self, workload: Model, tensors: Mapping[str, Tensor], *, scale: float) -> Stepper:
+        """Return a function that calls `workload.gradients`."""
+        return lambda ids, drop: workload.gradients(tensors, ids, drop=drop, scale=scale)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Call `torch.nn.functional.linear`."""
+        return F.linear(x, weight, bias)
+
+    def matmul(self, a: Tensor, b: Tensor) -> Tensor:
+        """Multiply with torch's `@`."""
+        check_operands(a, b, backend=self.name)
+        return a.detach() @ b.detach()
+
+    def products(self, pairs: Sequence[Pair]) -> list[Tensor]:
+        """Compute the products one after another."""
+        return [self.matmul(a, b) for a, b in pairs]
+
+
+def open_cpu() -> CpuBackend:
+    """Return the CPU backend, which every machine has."""
+    return CpuBackend(f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}")
+
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -40,11 +75,11 @@ class CudaBackend:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the products of forward and backward on the GPU. Add the bias on the CPU."""
-        return linear.apply(self.products, x, weight, bias)
+        return products.apply(self.products, x, weight, bias)
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
         """Multiply with torch's `@` on the GPU."""
-        linear.check_operands(a, b, backend=self.name)
+        products.check_operands(a, b, backend=self.name)
         return (a.detach().to(self.place) @ b.detach().to(self.place)).cpu()
 
     def products(self, pairs: Sequence[Pair]) -> list[Tensor]:
