@@ -16,13 +16,11 @@ from torch import Tensor
 from entrenar_py.compute import nf4, products
 from entrenar_py.compute.wgpu import WgpuBackend
 from entrenar_py.compute.wgpu.capture import capture
-from entrenar_py.compute.wgpu.codings import LEVELS_BYTES, NF4, Coding
-from entrenar_py.compute.wgpu.device import Device
-from entrenar_py.compute.wgpu.emitter import Buffer
+from entrenar_py.compute.wgpu.device import Device, upload
+from entrenar_py.compute.wgpu.emitter import LEVELS_BYTES, NF4, Buffer, Coding
 from entrenar_py.compute.wgpu.product import product_kernel
 from entrenar_py.compute.wgpu.program import compile_graph, compile_step
 from entrenar_py.compute.wgpu.tiles import MEDIUM, SMALL, Layout, Product, Tiling
-from entrenar_py.compute.wgpu.uploads import upload
 from entrenar_py.shared.errors import UsageError
 from tests.compute.wgpu.agreement import agrees
 from tests.compute.wgpu.test_product import OTHERS, TILINGS, dispatch, operand

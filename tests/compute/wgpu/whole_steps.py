@@ -13,9 +13,8 @@ import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 
 from entrenar_py.compute.wgpu.capture import Function
-from entrenar_py.compute.wgpu.device import Device, open_device
+from entrenar_py.compute.wgpu.device import Array, Device, open_device
 from entrenar_py.compute.wgpu.program import compile_step
-from entrenar_py.compute.wgpu.uploads import Array
 from entrenar_py.train.arithmetic import engine, workload
 from entrenar_py.train.arithmetic.tensors import Workload
 
