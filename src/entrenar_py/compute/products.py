@@ -14,6 +14,10 @@ from torch.autograd.function import once_differentiable
 from entrenar_py.compute import Pair
 from entrenar_py.shared.errors import UsageError
 
+# The error of a float32 matrix product, and the largest error that rounding explains.
+#
+# The bound is derived in docs/numerics.md.
+
 FLUSHED = 2.0**-126  # the smallest normal float32: a GPU may round smaller numbers to zero
 FLOAT64_ROUNDOFF = sys.float_info.epsilon / 2
 
@@ -73,6 +77,10 @@ def compare(result: Tensor, a: Tensor, b: Tensor, *, unit_roundoff: float) -> Co
         finite=True, element=worst, error=float(errors[worst]), bound=float(allowed[worst])
     )
 
+
+# A linear layer that computes its products on a device, and the check of a product's operands.
+#
+# Autograd sees only CPU tensors, so backward runs in the calling thread on every backend.
 
 Products = Callable[[Sequence[Pair]], list[Tensor]]
 

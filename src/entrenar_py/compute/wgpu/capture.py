@@ -28,6 +28,10 @@ from entrenar_py.compute.wgpu import decompositions
 from entrenar_py.compute.wgpu.graph import drop_empties, fold_constants
 from entrenar_py.shared.errors import UsageError
 
+# The values of tensors that follow from no input, while a function is traced without values.
+#
+# A branch on such a tensor (a mask made of positions, say) is decided while capturing.
+
 NUM_ELEMENTS_MAX = 2**18  # of a tensor whose values are followed
 
 _RANDOM = torch.Tag.nondeterministic_seeded

@@ -19,6 +19,11 @@ from entrenar_py.compute.wgpu import index as at
 from entrenar_py.compute.wgpu.emitter import STORAGE, Buffer, Emitter, Loop, Statement
 from entrenar_py.compute.wgpu.index import Atom, Index
 
+# WGSL functions that kernels call where the built-in ones are missing or inaccurate; literals.
+#
+# WGSL has no literals for infinity and NaN, and compilers may assume that neither occurs. Kernels
+# get both from the bits of a variable, which compilers don't evaluate.
+
 
 def _nf4_level() -> str:
     found = [f"{level!r}f" for level in nf4.LEVELS]

@@ -15,6 +15,13 @@ import torch
 from torch import Tensor
 from torch._decomp import core_aten_decompositions, get_decompositions
 
+# Convolutions, forward and backward, as matrix products of patches; and the maximum of a patch.
+#
+# A patch is what the kernel covers at one place of the output. Patches are views of the padded
+# input: they overlap in memory until a product reads them. Any number of spatial dims, any
+# stride, padding, dilation and number of groups. Transposed convolutions aren't made of these and
+# have no kernel.
+
 
 @dataclass(frozen=True)
 class Window:
@@ -206,6 +213,12 @@ def _spread(x: Tensor, dim: int, step: int) -> Tensor:
     padded = torch.constant_pad_nd(last.unsqueeze(-1), [0, step - 1])
     flat = padded.reshape(*last.shape[:-1], last.shape[-1] * step)
     return flat.narrow(-1, 0, (last.shape[-1] - 1) * step + 1).movedim(-1, dim)
+
+
+# Sorting by counting, and products of rows by the matrix of their group (experts).
+#
+# An element's place is the number of elements before it. So n elements take n^2 comparisons,
+# which a device makes at once, and equal elements keep their order.
 
 
 def sort(x: Tensor, dim: int = -1, descending: bool = False, **_: Any) -> tuple[Tensor, Tensor]:

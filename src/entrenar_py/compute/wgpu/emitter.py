@@ -179,6 +179,11 @@ class Emitter:
         return loop
 
 
+# Weights in device memory that take fewer bits than a float32, and the WGSL that decodes them.
+#
+# `bf16` and `f16` are two numbers a u32, the first in the low half. `nf4` is as in
+# `compute.nf4`: eight codes a u32, with tables for the scales of their blocks.
+
 NF4 = "nf4"
 BITS = {"bf16": 16, "f16": 16, NF4: 4}
 LEVELS_BYTES = 64  # of the levels in workgroup memory

@@ -230,6 +230,15 @@ def four(row: str, at: str, *, scalars: bool) -> str:
     return f"vec4<f32>({', '.join(f'{row}[({at}) * 4u + {lane}u]' for lane in range(4))})"
 
 
+# The WGSL of one matrix product, with all sizes and strides as literals and inner loops unrolled.
+#
+# A workgroup computes one tile of c. It goes along k in steps: it copies a tile of a and one of b
+# to workgroup memory, both with k outermost, so a row-major a is transposed. While the next tiles
+# are loaded to registers, each thread reads four elements at a time from the current tiles and
+# adds their outer products to its sums. No variable indexes a register. The innermost reads of
+# workgroup memory have one variable index, the same for all k, so that naga, wgpu's compiler,
+# checks its bounds once.
+
 RASTER = 8  # rows of tiles in a band
 NUM_LEVELS = 16
 

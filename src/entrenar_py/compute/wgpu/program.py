@@ -21,6 +21,11 @@ from entrenar_py.compute.wgpu.lower import Lowered, lower
 from entrenar_py.compute.wgpu.values import Step
 from entrenar_py.shared.errors import BackendUnavailable, UsageError
 
+# Memory for intermediate results that the programs of one workload share.
+#
+# A program uses it from the beginning of a run to its end, and programs of one device run one
+# after another. So a program for smaller shapes than those before takes no memory of its own.
+
 
 class Scratch:
     """Pieces of device memory, which grow in number and never shrink."""
@@ -55,6 +60,11 @@ class Scratch:
             taken[index] = memory
         return [taken[index] for index in range(len(sizes))]
 
+
+# Assigns memory to the buffers of a schedule, and reuses it.
+#
+# All inputs of a run are in one block. A dispatch never writes to memory that it reads: WebGPU
+# doesn't allow one buffer to be read and written in the same dispatch.
 
 ALIGNMENT = 256  # WebGPU's largest min-storage-buffer-offset-alignment
 

@@ -18,6 +18,11 @@ from entrenar_py.train.arithmetic.reduction import Node, Vector
 from entrenar_py.train.arithmetic.state import Buffer
 from entrenar_py.train.arithmetic.tensors import TensorSpec
 
+# The place of each tensor in the flat vector that is reduced.
+#
+# The vector holds the gradients of the trainable tensors in the specs' order, then the statistics
+# of the buffers, so that both travel along the same tree.
+
 
 @dataclass(frozen=True)
 class Layout:

@@ -157,6 +157,12 @@ def share_out(
             done.result()
 
 
+# The weighted mean of vectors, along the fixed tree.
+#
+# A float32 times a weight below 2**29 is exact in float64, and a sum of such products can't
+# overflow there. So the mean is rounded to float32 once, and the mean of one vector is that
+# vector.
+
 ELEMENTS = 2**16  # that are averaged at a time; each takes 8 bytes a vector
 
 

@@ -34,6 +34,10 @@ from entrenar_py.train.arithmetic.tensors import (
     uniform,
 )
 
+# Data that needs no download: handwritten digits (digits.md), the standard library's source.
+#
+# Nothing is shuffled. Every process gets the same first rows.
+
 NUM_PIXELS = 64
 NUM_DIGITS = 10
 LINE_BYTES_MIN = 2  # one byte to read and one to predict
@@ -96,6 +100,11 @@ def _require(workload: str, num_samples: int, available: int) -> None:
             f"samples; use num_samples<={available}"
         )
 
+
+# The workload `vectors`: every sample's gradient is a vector that is known beforehand.
+#
+# The loss is linear in the only tensor, so the average gradient does not depend on the weights.
+# This tests a reduction by itself, at any length.
 
 WEIGHTS = 3  # samples weigh 1, 2 or 3 in turn
 DRAWN = "drawn"  # as `terms`: vectors are drawn, and every sample weighs 1

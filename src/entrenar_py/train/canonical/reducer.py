@@ -17,6 +17,12 @@ from entrenar_py.train.canonical import exchange, requirements
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
+# Adds the gradients of one rank's micro-batches along the tree, one micro-batch after another.
+#
+# A binary counter: after k micro-batches, it holds one tree node for each bit set in k, the sum
+# of as many micro-batches as the bit's value. Before the last of 2^i micro-batches, all levels
+# have a node.
+
 Gradients = dict[Tensor, Tensor]  # parameter -> gradient
 
 

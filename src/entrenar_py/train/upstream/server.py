@@ -37,6 +37,10 @@ from entrenar_py.train.wire_io.door import Door, Visit
 from entrenar_py.train.wire_io.endpoints import Beside, Notify, unnoticed
 from entrenar_py.train.wire_io.link import FAREWELL_S, Link
 
+# The averaging coordinator without the network: its machine, codecs, and the gradients it holds.
+#
+# A gradient is held from its first byte until its part is averaged, an average until it is sent.
+
 
 class Wire(Protocol):
     """The place to which the end writes its messages."""

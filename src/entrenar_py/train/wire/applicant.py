@@ -76,6 +76,12 @@ class Applicant:
         return [do.Close(self._peer, finish.reason or finish.status), finish]
 
 
+# A fetcher gets files of a run's package from the coordinator, before it is a worker.
+#
+# It is an applicant that stays: it asks which run there is, and wants a few pieces at a time. Its
+# driver stores them, and connects again for what is missing when a connection is lost.
+
+
 class Fetcher(Applicant):
     """The state machine of one connection. Times are seconds on a monotonic clock."""
 

@@ -34,6 +34,12 @@ from entrenar_py.train.wire.phases import WorkerPhase as Phase
 from entrenar_py.train.wire.terms import Terms, Timing, proof_of_coordinator, session_key
 from entrenar_py.train.wire.worker import Worker
 
+# A worker's links to the other workers of a mesh: connections, handshakes and timeouts.
+#
+# Of two workers the one of lower rank connects. The handshake is as with the coordinator: the
+# worker that accepts sends a challenge, the one that connects sends a hello, and both prove that
+# they know the secret. Messages for a worker wait until its link is ready.
+
 AGAIN = "it has connected again"
 
 
@@ -460,6 +466,13 @@ class MeshWorker(Worker):
     def _end(self, finish: do.Finish) -> list[Effect]:
         self._group = None
         return [*self.links.close(), *super()._end(finish)]
+
+
+# A worker of a ring: each block is summed on its way around, then its average goes around.
+#
+# This is the classic ring all-reduce, coordinated as in a mesh. Each worker sends 2 (N - 1) / N
+# of the vector to the next one. Sums are added in ring order, so every worker and every run gets
+# the same bits. A different number of workers rounds differently.
 
 
 class RingWorker(MeshWorker):

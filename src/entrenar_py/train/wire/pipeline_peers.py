@@ -25,6 +25,13 @@ from entrenar_py.train.wire.phases import (
 from entrenar_py.train.wire.pipeline import Places
 from entrenar_py.train.wire.terms import Run, Terms, Timing
 
+# The coordinator of a layer pipeline: each worker has a stage of the model.
+#
+# It has the state, makes the steps, and sends each stage its new weights, as in a star whose
+# server makes the updates. Shards pass through all stages, from worker to worker. If a worker is
+# lost or a link breaks before a step is committed, the step did not happen: once every stage has
+# a worker again, a new round computes all of its shards anew, with the same bits.
+
 
 class PipelineCoordinator(Grouping):
     """The state machine. Times are seconds on a monotonic clock."""
@@ -221,6 +228,12 @@ class PipelineCoordinator(Grouping):
     def _blocks_of(self, member: Member) -> range:
         return self.places.blocks[self.places.stage_of(member.in_rank())]
 
+
+# A worker of a layer pipeline: passes shards through its stage, forward and backward.
+#
+# Hidden states come from the stage before, and their gradients from the one after it, straight
+# from worker to worker. The sum of this worker's gradients goes to the coordinator, which makes
+# the step and sends back the stage's new weights.
 
 ROUNDS_MAX = 32  # that may begin while a worker hears nothing of the coordinator
 

@@ -22,6 +22,11 @@ from entrenar_py.train.wire.messages import Assign, Computed, TreeNode
 from entrenar_py.train.wire.phases import PeerPhase as Phase
 from entrenar_py.train.wire.terms import Run, Timing
 
+# Audits: several workers compute copies of one shard, which are compared bit for bit.
+#
+# A copy counts when two workers agree on it. This module picks workers, and finds one that is
+# wrong.
+
 
 @dataclass(slots=True)
 class Audit:
@@ -96,6 +101,10 @@ def verdict(copies: Sequence[int], alike: Sequence[int]) -> Verdict | None:
             return Verdict(first, next(iter(others), None))
     return None
 
+
+# Measures how fast each worker computes, and decides how many shards of a step it gets.
+#
+# Shards are logical and the tree over them is fixed, so who computes one changes no bit.
 
 MEASURED = 9  # steps; the median of the last ones counts
 NEEDED = 3  # fewer say nothing: the first step of a worker may compile its kernels

@@ -12,6 +12,10 @@ from entrenar_py.train.wire import frames
 from entrenar_py.train.wire.messages import VERSION, Challenge, Hello, Offer, Refuse
 from entrenar_py.train.wire.pipeline import Places
 
+# The files of a run, which workers fetch from the coordinator: named by their SHA-256, in pieces.
+#
+# A package is a set of files. Its own digest is that of one of them, which lists the others.
+
 PIECE_BYTES = 2**20  # a late worker's pieces come between the messages of a step
 WANTED_MAX = 4  # pieces that a worker wants before the first of them has come
 
@@ -41,6 +45,12 @@ def piece_bytes(num_bytes: int, offset: int) -> int:
     """Return the size of the piece at `offset` of a file of `num_bytes`."""
     return min(PIECE_BYTES, num_bytes - offset)
 
+
+# Both ends prove that they know a secret without sending it, and derive the session's key.
+#
+# Proofs and key are HMAC-SHA256 over a purpose label, the challenge and the hello. Both messages
+# hold fresh nonces, so no proof can be used twice. With an empty secret the proofs still bind a
+# session to its nonces, but anyone can compute them.
 
 NONCE_BYTES = 16
 

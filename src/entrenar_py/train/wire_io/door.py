@@ -19,6 +19,12 @@ from typing import Any, Generic, TypeVar
 
 from entrenar_py.train.wire_io import tls
 
+# Places for connections that have proved nothing yet: how many there are, and which of them is
+# closed when one more comes.
+#
+# A connection that proves itself frees its place. So whoever takes all places can only delay
+# others, and the delay is bounded: no place is kept for long while a connection waits for it.
+
 Guest = TypeVar("Guest", bound=Hashable)
 
 

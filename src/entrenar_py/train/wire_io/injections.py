@@ -69,6 +69,10 @@ def bent(meddling: Meddling, data: bytes, rng: random.Random) -> bytes:
             return data
 
 
+# A client that connects to a coordinator once, sends some bytes, and reads until disconnected.
+#
+# It is no worker: it takes no part even if it is admitted, but it records that it was.
+
 CHUNK_BYTES = 2**16
 
 

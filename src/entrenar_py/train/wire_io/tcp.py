@@ -368,6 +368,11 @@ class WorkerClient:
             self._link.abort()
 
 
+# A worker of a mesh over TCP: other workers connect to it, and it connects to others.
+#
+# Others reach a worker at the local address of its connection to the coordinator. Over TLS it is
+# a server there, and its certificate must name that address.
+
 _TAKEN = (errno.EADDRINUSE, errno.EACCES)
 AGAIN_S = 0.05  # from being sent away to the next try
 

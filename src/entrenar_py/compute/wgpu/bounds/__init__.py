@@ -24,6 +24,11 @@ from entrenar_py.compute.wgpu.bounds import intervals, rules
 from entrenar_py.compute.wgpu.bounds.intervals import Bounded, Interval
 from entrenar_py.shared.errors import UsageError
 
+# Sums of sums and products of products, which a device may compute in any order.
+#
+# WGSL allows it ("Reassociation and fusion"): `a * (b * 3.0)` may be computed as `(a * b) * 3.0`,
+# which Mesa's compiler does. The exact result is the same, and each order rounds as often.
+
 _ATEN = torch.ops.aten
 _SUMS = (_ATEN.add.Tensor, _ATEN.sub.Tensor)
 _PRODUCTS = (_ATEN.mul.Tensor, _ATEN.pow.Tensor_Scalar)

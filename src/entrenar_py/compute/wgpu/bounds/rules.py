@@ -19,6 +19,13 @@ from entrenar_py.compute.wgpu.bounds import intervals
 from entrenar_py.compute.wgpu.bounds.intervals import UNIT, Bounded, Interval
 from entrenar_py.shared.errors import UsageError
 
+# The accuracy of each function on a device that conforms to WGSL, as a rule for intervals.
+#
+# Source: the WGSL specification, section "Floating Point Accuracy" (table "Accuracy of concrete
+# floating point operations" and the table of built-in functions); u = 2^-23 >= 1 ULP. For a
+# function that WGSL lacks, the bound is that of the formula in its docstring or comment, and
+# kernels must be at least as accurate. Derivations: docs/numerics.md.
+
 Rule = Callable[..., Interval]
 _ATEN = torch.ops.aten
 
