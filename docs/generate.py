@@ -25,11 +25,10 @@ from entrenar_py.shared.systems import SYSTEMS
 from entrenar_py.shared.verdict import Counterexample
 from entrenar_py.train.finetune import foreign_keys
 from entrenar_py.train.service import config_keys, exit_codes
-from entrenar_py.train.wire import attendance, frames, messages, package, phases
-from entrenar_py.train.wire.mesh_worker import MeshWorker
+from entrenar_py.train.wire import attendance, frames, messages, phases, terms
+from entrenar_py.train.wire.mesh_worker import MeshWorker, RingWorker
 from entrenar_py.train.wire.messages import MESSAGES, Accept, Message
-from entrenar_py.train.wire.pipeline_worker import PipelineWorker
-from entrenar_py.train.wire.ring_worker import RingWorker
+from entrenar_py.train.wire.pipeline_peers import PipelineWorker
 from entrenar_py.train.wire.terms import Timing
 from entrenar_py.train.wire_io import door
 from falsification import classes
@@ -456,8 +455,8 @@ def bounds() -> str:
         ("list in a header", f"{messages.LIST_MAX} numbers"),
         ("payload in one frame", f"{frames.CHUNK_BYTES} bytes"),
         ("payload of a message", "what its receiver allows: the manifest says how much is right"),
-        ("piece of a file", f"{package.PIECE_BYTES} bytes"),
-        ("pieces that a worker wants before the first has come", f"{package.WANTED_MAX}"),
+        ("piece of a file", f"{terms.PIECE_BYTES} bytes"),
+        ("pieces that a worker wants before the first has come", f"{terms.WANTED_MAX}"),
         (
             "connections that fetch files, beside one for each rank",
             f"{attendance.FETCHING_MAX}",

@@ -63,15 +63,15 @@ class Backend(Stepping, Protocol):
 
 
 def _open_cpu() -> Backend:
-    from entrenar_py.compute import cpu
+    from entrenar_py.compute import on_torch
 
-    return cpu.open_cpu()
+    return on_torch.open_cpu()
 
 
 def _open_cuda(index: int | None = None) -> Backend:
-    from entrenar_py.compute import cuda
+    from entrenar_py.compute import on_torch
 
-    return cuda.open_cuda(index)
+    return on_torch.open_cuda(index)
 
 
 def _open_wgpu(index: int | None = None) -> Backend:

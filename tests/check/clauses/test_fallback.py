@@ -12,7 +12,7 @@ from entrenar_py import systems
 from entrenar_py.check.clauses.fallback import ORDER, judge, plan
 from entrenar_py.check.contract import Invariant
 from entrenar_py.compute import Backend
-from entrenar_py.compute.cpu import open_cpu
+from entrenar_py.compute.on_torch import open_cpu
 from entrenar_py.shared.config.problems import Position
 from entrenar_py.shared.errors import BackendUnavailable
 from entrenar_py.shared.faults import Fault

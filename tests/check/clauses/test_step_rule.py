@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from entrenar_py.check.clauses import CHECKS, step_rule
 from entrenar_py.shared.trace import Event, Start, TensorRecord, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Verdict
-from entrenar_py.train.arithmetic import schedule
+from entrenar_py.train.arithmetic import optimizer
 from tests.check.clauses import traces
 from tests.check.clauses.traces import altered, broken, one, scenario, without
 
@@ -298,7 +298,7 @@ def test_two_closed_forms_agree(kind: str, warmup_steps: int, num_steps: int, st
     subject = scenario(
         schedule=kind, warmup_steps=warmup_steps, num_steps=num_steps, learning_rate=0.5
     )
-    rate = schedule.learning_rate(
+    rate = optimizer.learning_rate(
         step, peak=0.5, kind=kind, warmup_steps=warmup_steps, num_steps=num_steps
     )
     assert math.isclose(step_rule.expected_rate(subject, step), rate, abs_tol=1e-12)

@@ -21,14 +21,14 @@ from hypothesis import strategies as st
 
 from entrenar_py import systems
 from entrenar_py.check.harness import interrupts
-from entrenar_py.compute.cpu import open_cpu
+from entrenar_py.compute.on_torch import open_cpu
 from entrenar_py.shared.errors import BackendUnavailable, SystemFailure
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Attempt, Memory
 from entrenar_py.shared.verdict import Verdict
 from entrenar_py.systems.probes import memory
-from entrenar_py.train.arithmetic import dropout, engine, reduction
+from entrenar_py.train.arithmetic import engine, reduction
 from entrenar_py.train.arithmetic.tensors import TensorSpec
 from entrenar_py.train.coordinator import models
 from tests.check.clauses import traces
@@ -175,7 +175,7 @@ def test_a_share_is_computed_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     shard = engine.Engine.shard
 
     def watched(self: engine.Engine, ids: Any, *, accumulation: int, drop: Any) -> Any:
-        seen.append((accumulation, drop is dropout.none))
+        seen.append((accumulation, drop is engine.no_dropout))
         return shard(self, ids, accumulation=accumulation, drop=drop)
 
     monkeypatch.setattr(engine.Engine, "shard", watched)

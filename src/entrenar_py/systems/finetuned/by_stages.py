@@ -32,7 +32,7 @@ from entrenar_py.train.stages.member import StageMember
 from entrenar_py.train.stages.server import PipelineServer
 from entrenar_py.train.stages.stage_hands import StageHands
 from entrenar_py.train.stages.stage_workload import hidden_bytes_max, width_of
-from entrenar_py.train.wire.pipeline_worker import PipelineWorker
+from entrenar_py.train.wire.pipeline_peers import PipelineWorker
 from entrenar_py.train.wire.terms import Run
 
 _FACTS = ("gradients",)

@@ -25,7 +25,7 @@ from entrenar_py.shared.trace import Tensors, Trace
 from entrenar_py.systems.finetuned import samples_seen, small
 from entrenar_py.systems.finetuned.asked import Asked
 from entrenar_py.systems.finetuned.small import LABELS, Made
-from entrenar_py.train.arithmetic import optimizer, schedule, sharding
+from entrenar_py.train.arithmetic import optimizer, sharding
 from entrenar_py.train.coordinator.recorder import Recorder
 
 IGNORED = -100
@@ -205,7 +205,7 @@ class _Notes:
 
     def share_of_rate(self, step: int) -> float:
         """Return the learning rate of `step` as a share of the highest."""
-        return schedule.learning_rate(
+        return optimizer.learning_rate(
             step,
             peak=1.0,
             kind=self._scenario.schedule,

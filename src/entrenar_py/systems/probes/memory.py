@@ -30,7 +30,7 @@ from entrenar_py.shared.errors import BackendUnavailable, SystemFailure, UsageEr
 from entrenar_py.shared.patience import Patience
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.probes import device_memory
-from entrenar_py.train.arithmetic import dropout, engine, optimizer, reduction, sharding
+from entrenar_py.train.arithmetic import engine, optimizer, reduction, sharding
 from entrenar_py.train.arithmetic.tensors import TensorSpec
 from entrenar_py.train.coordinator import models
 from entrenar_py.train.coordinator.recorder import Recorder
@@ -295,11 +295,11 @@ def _share(
     shards = sharding.cut(ids, scenario.num_shards)
 
     def leaf(shard: int) -> reduction.Node:
-        drop = dropout.Dropout(scenario.dropout, scenario.rng("dropout", step, shard))
+        drop = engine.Dropout(scenario.dropout, scenario.rng("dropout", step, shard))
         vector, loss, weight = replica.shard(
             shards[shard],
             accumulation=scenario.accumulation,
-            drop=drop if scenario.dropout else dropout.none,
+            drop=drop if scenario.dropout else engine.no_dropout,
         )
         return reduction.Node(0, shard, vector, loss, weight)
 

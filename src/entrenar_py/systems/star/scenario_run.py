@@ -19,7 +19,7 @@ from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.systems import AUTO
 from entrenar_py.systems.star import strangers
 from entrenar_py.train.arithmetic.tensors import Workload
-from entrenar_py.train.arithmetic.vectors import GivenVectors
+from entrenar_py.train.arithmetic.workload import GivenVectors
 from entrenar_py.train.coordinator import reduction_measures, topology
 from entrenar_py.train.coordinator.member import Member
 from entrenar_py.train.coordinator.server import Server
@@ -28,10 +28,8 @@ from entrenar_py.train.wire.effects import Conclude, Effect, Finish, Gather, Lef
 from entrenar_py.train.wire.messages import Assign, Message
 from entrenar_py.train.wire.terms import Run
 from entrenar_py.train.wire.worker import Worker
-from entrenar_py.train.wire_io.endpoints import CoordinatorEnd, WorkerEnd
-from entrenar_py.train.wire_io.hands import MemberHands
-from entrenar_py.train.wire_io.message_faults import Fate, Meddling
-from entrenar_py.train.wire_io.uninvited_client import Guest
+from entrenar_py.train.wire_io.endpoints import CoordinatorEnd, MemberHands, WorkerEnd
+from entrenar_py.train.wire_io.injections import Fate, Guest, Meddling
 
 
 class Transport(Protocol):

@@ -12,7 +12,7 @@ from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.train.arithmetic import blocks, engine, reduction, sharding, state
 from entrenar_py.train.arithmetic.tensors import Workload
-from entrenar_py.train.arithmetic.vectors import GivenVectors
+from entrenar_py.train.arithmetic.workload import GivenVectors
 from entrenar_py.train.coordinator import models, reduction_measures, topology
 from entrenar_py.train.coordinator.exchanges import Held, RingExchange, TreeExchange
 from entrenar_py.train.coordinator.replicas import Replicas, Worker

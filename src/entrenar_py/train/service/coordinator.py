@@ -32,9 +32,8 @@ from entrenar_py.train.service.metrics import Metrics
 from entrenar_py.train.service.run_events import Listener
 from entrenar_py.train.wire.coordinator import Coordinator
 from entrenar_py.train.wire.effects import Finish
-from entrenar_py.train.wire.package import Package
-from entrenar_py.train.wire.terms import Run
-from entrenar_py.train.wire_io.served_pieces import ReadPiece, no_piece
+from entrenar_py.train.wire.terms import Package, Run
+from entrenar_py.train.wire_io.endpoints import ReadPiece, no_piece
 from entrenar_py.train.wire_io.tcp import CoordinatorServer
 
 

@@ -22,7 +22,7 @@ from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import writer
 from entrenar_py.shared.trace.writer import Mark, Standing
 from entrenar_py.shared.untrusted import printing
-from entrenar_py.train.arithmetic import checkpoint, layout, optimizer, sharding
+from entrenar_py.train.arithmetic import blocks, checkpoint, optimizer, sharding
 from entrenar_py.train.arithmetic.tensors import TensorSpec
 from entrenar_py.train.finetune.strategies.step import Step
 from entrenar_py.train.finetune.strategies.strategy import Arrays
@@ -83,7 +83,7 @@ class Record:
         """Event files go to the folder `tensorboard`, if any. `backends` has each rank's device."""
         self._backends = backends
         self._folder, self._scenario, self._tensorboard = folder, scenario, tensorboard
-        self._layout = layout.Layout(specs)
+        self._layout = blocks.Layout(specs)
         self._stack = ExitStack()
         self._listeners: list[Listener] = []
         self._ledger: writer.Writer | None = None
