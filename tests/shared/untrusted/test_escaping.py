@@ -24,8 +24,8 @@ from rich.console import Console
 
 from entrenar_py import entrenar as service
 from entrenar_py.check import cli
+from entrenar_py.check import doctor as doctor_visit
 from entrenar_py.check.doctor import Examination
-from entrenar_py.check.doctor import visit as doctor_visit
 from entrenar_py.check.pytest_clauses import Judged
 from entrenar_py.check.reports import github, html, json_format, junit, sarif, terminal
 from entrenar_py.check.reports.report import Report, ending

@@ -1,4 +1,4 @@
-"""The matrix: every mutant is killed at its planted place, every benign variant passes."""
+"""The kill matrix: its rows and tables, and every planted bug against the clauses that claim it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,163 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 
 from entrenar_py.check import clauses as checks
 from entrenar_py.check import kill_matrix
 from entrenar_py.check.kill_matrix import Row
+from entrenar_py.check.reports import terminal
 from entrenar_py.shared import mutants, shipped
 from entrenar_py.shared.errors import ContractError, UsageError
 from entrenar_py.shared.mutants import Variant
-from entrenar_py.shared.verdict import Finding
-from tests.check.kill_matrix.rows import BENIGN, HELD, MUTANT, UNKNOWN, falsified
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.verdict import Counterexample, Finding, Verdict, inconclusive
 from tests.conftest import has_adapter, has_peft
+
+SCENARIO = Scenario(system="reference", workload="linear", world_size=2, seed=0)
+MUTANT = Variant(
+    name="planted",
+    summary="a bug",
+    plants={},
+    scenario=SCENARIO,
+    source="somewhere #1",
+    invariants=("F-DP-001",),
+    place={"step": 1, "rank": 0},
+)
+BENIGN = Variant(
+    name="harmless", summary="no bug", plants={}, scenario=SCENARIO, tried=("F-DP-001",)
+)
+HELD = Finding(invariant="F-DP-001", verdict=Verdict.HELD, compared=3)
+UNKNOWN = inconclusive("F-DP-001", "the run crashed")
+
+
+def falsified(step: int | None = None, rank: int | None = None) -> Finding:
+    """Return a finding whose counterexample has this place."""
+    found = Counterexample(message="broken", step=step, rank=rank)
+    return Finding(
+        invariant="F-DP-001",
+        verdict=Verdict.FALSIFIED,
+        compared=1,
+        reason="broken",
+        counterexample=found,
+    )
+
+
+def row(variant: Variant, finding: Finding, *, invariant: str = "F-DP-001") -> Row:
+    """Return the row of `variant` judged by `invariant`."""
+    return Row(variant=variant, invariant=invariant, finding=finding)
+
+
+def test_a_mutant_is_killed_at_the_planted_place_only() -> None:
+    """Another place is a wrong reason; a crash or a held clause means that the mutant survived."""
+    right = row(MUTANT, falsified(step=1, rank=0))
+    elsewhere = row(MUTANT, falsified(step=1, rank=1))
+    assert (right.killed, right.place_right, right.right) == (True, True, True)
+    assert (elsewhere.killed, elsewhere.place_right, elsewhere.right) == (True, False, False)
+    for finding in (HELD, UNKNOWN):
+        survivor = row(MUTANT, finding)
+        assert (survivor.killed, survivor.place_right, survivor.right) == (False, False, False)
+        assert survivor.outcome == "SURVIVED"
+
+
+def test_a_benign_variant_must_hold_where_it_is_tried() -> None:
+    """A crashed run is not a held clause, so the row is wrong."""
+    assert row(BENIGN, HELD).right
+    assert not row(BENIGN, UNKNOWN).right
+    assert not row(BENIGN, falsified(step=0)).right
+    assert row(BENIGN, UNKNOWN).outcome == "INCONCLUSIVE"
+
+
+def test_a_benign_variant_may_not_alarm_elsewhere() -> None:
+    """Other clauses may be inconclusive on a benign variant, but not falsified."""
+    assert row(BENIGN, HELD, invariant="F-DP-006").right
+    assert not row(BENIGN, falsified(step=0), invariant="F-DP-006").right
+    unknown = row(BENIGN, UNKNOWN, invariant="F-DP-006")
+    assert unknown.right
+    assert not unknown.silent
+    assert unknown.outcome == "inconclusive"
+
+
+def test_all_right_needs_rows() -> None:
+    """Without rows the matrix is not right."""
+    killed = row(MUTANT, falsified(step=1, rank=0))
+    assert kill_matrix.all_right([row(BENIGN, HELD), killed])
+    assert not kill_matrix.all_right([row(BENIGN, HELD), row(MUTANT, HELD)])
+    assert not kill_matrix.all_right([])
+
+
+def test_one_wrong_row_spoils_its_variant() -> None:
+    """The summary counts variants, not rows."""
+    rows = [
+        row(MUTANT, falsified(step=1, rank=0)),
+        row(MUTANT, HELD, invariant="F-DP-005"),
+        row(BENIGN, HELD),
+        row(BENIGN, UNKNOWN, invariant="F-DP-006"),
+    ]
+    assert kill_matrix.summary(rows) == (
+        "0 of 1 mutants killed for the right reason, 1 of 1 benign variants silent"
+    )
+
+
+def printed(table: Table, *, tty: bool) -> list[str]:
+    """Return the lines on a terminal of 100 columns or in a pipe, without colour."""
+    file = io.StringIO()
+    console = Console(file=file, width=100, force_terminal=tty, color_system=None)
+    terminal.print_table(console, table)
+    return file.getvalue().splitlines()
+
+
+def test_a_terminal_of_100_columns_shows_all(matrix: list[Row]) -> None:
+    """No line is wider than the terminal, and no name or clause is broken."""
+    for table in (kill_matrix.mutants_table(matrix), kill_matrix.benign_table(matrix)):
+        lines = printed(table, tty=True)
+        assert max(map(len, lines)) <= 100
+    names = {row.variant.name for row in matrix}
+    lines = printed(kill_matrix.mutants_table(matrix), tty=True) + printed(
+        kill_matrix.benign_table(matrix), tty=True
+    )
+    assert names <= {line.split()[0] for line in lines if line.strip()}
+
+
+def test_in_a_pipe_a_row_is_a_line(matrix: list[Row]) -> None:
+    """Name, source and place of every mutant are complete on its line."""
+    lines = printed(kill_matrix.mutants_table(matrix), tty=False)
+    for one in matrix:
+        found = one.finding.counterexample
+        if not one.variant.benign and found is not None:
+            whole = (one.variant.name, one.variant.source, one.invariant, found.place())
+            assert any(all(text in line for text in whole) for line in lines), one.variant.name
+
+
+def test_a_benign_variant_is_one_row(matrix: list[Row]) -> None:
+    """A benign variant has one row, however many clauses judged it."""
+    names = [row.variant.name for row in matrix if row.variant.benign]
+    lines = printed(kill_matrix.benign_table(matrix), tty=False)
+    assert [line.split()[0] for line in lines if line.split()[:1] and line.split()[0] in names] == [
+        *dict.fromkeys(names)
+    ]
+
+
+def test_what_went_wrong_is_marked() -> None:
+    """Survivors, wrong places and false alarms are marked by words, not by colour alone."""
+    rows = [
+        row(MUTANT, falsified(step=1, rank=0)),
+        row(MUTANT, falsified(step=2)),
+        row(MUTANT, HELD),
+    ]
+    text = "\n".join(printed(kill_matrix.mutants_table(rows), tty=True))
+    for words in ("somewhere #1", "step 1, rank 0", "right", "wrong", "SURVIVED"):
+        assert words in text
+    judged = [
+        row(BENIGN, falsified(step=0)),
+        row(BENIGN, UNKNOWN, invariant="F-DP-006"),
+        row(BENIGN, HELD, invariant="F-DP-002"),
+    ]
+    (line,) = [
+        line for line in printed(kill_matrix.benign_table(judged), tty=True) if "harmless" in line
+    ]
+    cells = [cell.strip() for cell in line.split("  ") if cell.strip()]
+    assert cells == ["harmless", "1 of 3", "F-DP-006", "F-DP-001 FALSIFIED"]
 
 
 def test_every_mutant_is_killed_for_the_right_reason(matrix: list[Row]) -> None:
