@@ -13,7 +13,7 @@ import pytest
 
 from entrenar_py.check import contract
 from entrenar_py.check.cli import session
-from entrenar_py.check.contract import Contract, binding_file, selection
+from entrenar_py.check.contract import Contract, bindings, records
 from entrenar_py.check.harness import falsify, interrupts, plan
 from entrenar_py.check.project import exclusions, location, reading
 from entrenar_py.check.reports import evidence
@@ -132,10 +132,10 @@ def _configured(mark: pytest.Mark, root: Path) -> dict[str, Any]:
                 "does not; give system=NAME to try a trainer of entrenar-py"
             )
         contracts, files = project.values["contract"], project.values.get("bind", ())
-        bind = {name: binding_file.for_contract(files, name, contracts) for name in contracts}
+        bind = {name: bindings.for_contract(files, name, contracts) for name in contracts}
         loaded = {name: load(name, bind[name]) for name in contracts}
-        ids = {id_: name for name, read in loaded.items() for id_ in selection.ids_of(read)}
-        selection.require_ids(mark.args, ids, f"the contracts of {project.place.file}")
+        ids = {id_: name for name, read in loaded.items() for id_ in records.ids_of(read)}
+        records.require_ids(mark.args, ids, f"the contracts of {project.place.file}")
         name = ids[mark.args[0]]
         selected = plan.select(loaded[name], only=mark.args)
     except EntrenarError as error:

@@ -11,7 +11,7 @@ from entrenar_py.check import contract
 from entrenar_py.check.cli.options.outputs import per_contract
 from entrenar_py.check.cli.options.parser import PROG
 from entrenar_py.check.command.warm import Parents
-from entrenar_py.check.contract import Contract, binding_file, selection
+from entrenar_py.check.contract import Contract, bindings, records
 from entrenar_py.check.observing.auto import Settings
 from entrenar_py.check.project import launchers
 from entrenar_py.shared import shipped
@@ -57,10 +57,10 @@ def parents(options: argparse.Namespace) -> Parents:
 
 def require_ids(options: argparse.Namespace, contracts: Sequence[Contract]) -> dict[str, None]:
     """Return the ids in all contracts; raise UsageError if an id of the options is in none."""
-    ids = {name: None for loaded in contracts for name in selection.ids_of(loaded)}
+    ids = {name: None for loaded in contracts for name in records.ids_of(loaded)}
     where = contracts[0].name if len(contracts) == 1 else "the contracts"
-    selection.require_ids(options.only, ids, where, field="only")
-    selection.require_ids(options.exclude, ids, where)
+    records.require_ids(options.only, ids, where, field="only")
+    records.require_ids(options.exclude, ids, where)
     return ids
 
 
@@ -84,5 +84,5 @@ def each_contract(options: argparse.Namespace) -> list[argparse.Namespace]:
                 field="bind",
             )
     for own in calls:
-        own.bind = binding_file.for_contract(options.bind, own.contract, options.contract)
+        own.bind = bindings.for_contract(options.bind, own.contract, options.contract)
     return calls

@@ -23,7 +23,7 @@ from entrenar_py.check.cli.options.outputs import FILES
 from entrenar_py.check.cli.options.parser import PROG
 from entrenar_py.check.cli.reporting import Work
 from entrenar_py.check.command import launch, placeholders, runs
-from entrenar_py.check.contract import Contract, Invariant, selection, suggestions
+from entrenar_py.check.contract import Contract, Invariant, records, suggestions
 from entrenar_py.check.harness import counterexamples, falsify, plan, stored
 from entrenar_py.check.project import exclusions, launchers
 from entrenar_py.check.reports import evidence
@@ -171,10 +171,10 @@ def _chosen(
         return
     if options.mode == "replay":
         broken = counterexamples.load(options.replay).invariant
-        selection.require_ids((broken,), ids, "the contracts")
+        records.require_ids((broken,), ids, "the contracts")
         loaded = [pair for pair in loaded if broken in {one.id for one in pair[1].invariants}]
     for own, known in loaded:
-        present = selection.ids_of(known)
+        present = records.ids_of(known)
         own.only = tuple(clause for clause in options.only if clause in present)
         own.exclude = tuple(clause for clause in options.exclude if clause in present)
         if own.only or not options.only:

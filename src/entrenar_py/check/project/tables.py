@@ -12,8 +12,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from entrenar_py.check.contract.validation import LEVELS, Suppression, levels, suppressions
-from entrenar_py.check.contract.validation.rules import DEFAULTS, FIXED
+from entrenar_py.check.contract import rules, validation
+from entrenar_py.check.contract.rules import DEFAULTS, FIXED
+from entrenar_py.check.contract.validation import LEVELS, Suppression
 from entrenar_py.check.project import positions
 from entrenar_py.check.project.keys import EXCLUSION, HOLDS, KINDS
 from entrenar_py.shared.config.problems import Position, Problems
@@ -132,7 +133,7 @@ def rule_levels(table: Table, key: str, value: Any) -> dict[str, str]:
         try:
             if not isinstance(level, str):
                 raise UsageError(f"level {level!r}: give one of {', '.join(LEVELS)}")
-            levels.resolve(DEFAULTS, {rule: level}, fixed=FIXED)
+            rules.resolve(DEFAULTS, {rule: level}, fixed=FIXED)
             level_by_rule[rule] = level
         except UsageError as error:
             table.error(f"{key}: {error}", key, rule)
@@ -146,7 +147,7 @@ def suppressed(table: Table, key: str, value: Any) -> tuple[Suppression, ...]:
         try:
             if entry is not None:
                 at = table.at(key, number)
-                parsed.append(suppressions.read(entry, source="a suppression", at=at))
+                parsed.append(validation.read(entry, source="a suppression", at=at))
         except UsageError as error:
             table.error(f"{key}: {error}", key, number)
     return tuple(parsed)
