@@ -21,7 +21,7 @@ from entrenar_py.check.clauses import CHECKS
 from entrenar_py.check.contract import Invariant, Vocabulary, validation
 from entrenar_py.check.harness import counterexamples, plan, stored
 from entrenar_py.check.harness.plan import Task
-from entrenar_py.check.project import reading
+from entrenar_py.check.project import configuration
 from entrenar_py.shared import scenario, trace
 from entrenar_py.shared.config.problems import Position
 from entrenar_py.shared.errors import (
@@ -294,7 +294,7 @@ def read_configuration(data: bytes) -> None:
     """Read a project's configuration; each problem has a line of the file."""
     path = _written(data)
     try:
-        reading.load(path)
+        configuration.load(path)
     except ContractError as error:
         lines = data.count(b"\n") + 1
         for problem in error.problems:

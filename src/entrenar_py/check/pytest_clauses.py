@@ -15,7 +15,7 @@ from entrenar_py.check import contract
 from entrenar_py.check.cli import session
 from entrenar_py.check.contract import Contract, bindings, records
 from entrenar_py.check.harness import falsify, interrupts, plan
-from entrenar_py.check.project import exclusions, location, reading
+from entrenar_py.check.project import configuration, toml_file
 from entrenar_py.check.reports import evidence
 from entrenar_py.check.reports.report import Entry, Report
 from entrenar_py.shared import shipped
@@ -119,13 +119,13 @@ def wish_of(mark: pytest.Mark, usual: str | None, root: Path) -> Wish:
 def _configured(mark: pytest.Mark, root: Path) -> dict[str, Any]:
     """Return the clause's options in the project's configuration, as keywords of Wish."""
     try:
-        path = location.find(root)
+        path = toml_file.find(root)
         if path is None:
             _refuse(
                 f"{mark}: no contract is named; give contract=FILE, or pytest --contract FILE, or "
                 "configure the project (docs/configuration.md)"
             )
-        project = reading.load(path)
+        project = configuration.load(path)
         if project.command and "system" not in mark.kwargs:
             _refuse(
                 f"{mark}: {project.place} names a command, which entrenar-check runs and pytest "
@@ -140,7 +140,7 @@ def _configured(mark: pytest.Mark, root: Path) -> dict[str, Any]:
         selected = plan.select(loaded[name], only=mark.args)
     except EntrenarError as error:
         _refuse(str(error))
-    standing = exclusions.apply(selected, project.exclusions)
+    standing = configuration.apply(selected, project.exclusions)
     why = [f"is excluded {clause.why}" for clause in standing.excluded]
     why += [f"does not apply: {clause.reason}" for clause in standing.not_applying]
     values = {name: project.values[name] for name in _CONFIGURABLE if name in project.values}

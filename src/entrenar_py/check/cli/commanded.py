@@ -29,8 +29,8 @@ from entrenar_py.check.evidence.needs import PROBED
 from entrenar_py.check.harness import falsify, stored
 from entrenar_py.check.harness.plan import Task
 from entrenar_py.check.harness.runner import Listener
-from entrenar_py.check.project import launchers, script
-from entrenar_py.check.project.exclusions import Standing
+from entrenar_py.check.project import commands
+from entrenar_py.check.project.configuration import Standing
 from entrenar_py.check.rank_files import shown_scenario
 from entrenar_py.check.rank_files.arranged import Arrangement
 from entrenar_py.check.reports.report import Entry
@@ -70,7 +70,7 @@ def work(options: argparse.Namespace, standing: Standing, shared: Shared) -> Wor
     """
     tasks = judging.tasks(standing.selected)
     probed = {PROBED} if names_no_contract(options) else set()
-    usual = launchers.usual_variables(options.command)
+    usual = commands.usual_variables(options.command)
     make_plan = partial(
         run_plan.Plan,
         command=options.command,
@@ -192,7 +192,7 @@ def _advised(entry: Entry, unnamed: Mapping[str, Check]) -> Entry:
 def _expected(options: argparse.Namespace) -> list[str]:
     """Return in a line what is likely to be found, as far as the text of the script shows."""
     path = _script(options)
-    told = script.without_a_test_for_nan(path) if path is not None else ""
+    told = commands.without_a_test_for_nan(path) if path is not None else ""
     told, _, _ = told.partition(": ")  # the finding says what to add
     return [f"expected: {told}"] if told else []
 
@@ -200,8 +200,8 @@ def _expected(options: argparse.Namespace) -> list[str]:
 def _likely(options: argparse.Namespace) -> Traits:
     """Return the traits of the first run on which others depend, as far as the texts show them."""
     path, command = _script(options), options.command
-    known = script.read(path) if path is not None else None
-    starts_again = declarations.restarts(command) or not launchers.is_torchs(command)
+    known = commands.read_script(path) if path is not None else None
+    starts_again = declarations.restarts(command) or not commands.is_torchs(command)
     return Traits(
         saves="weights" if known and known.saves else "",
         loads="" if known and known.loads else "nothing",
@@ -211,9 +211,9 @@ def _likely(options: argparse.Namespace) -> Traits:
 
 def _script(options: argparse.Namespace) -> Path | None:
     """Return the script that the command runs; None if that can't be told."""
-    if launchers.is_for_shell(options.command):
+    if commands.is_for_shell(options.command):
         return None
-    return launchers.script(options.command, options.command_folder or Path.cwd())[1]
+    return commands.script(options.command, options.command_folder or Path.cwd())[1]
 
 
 def _beginning(options: argparse.Namespace) -> dict[str, Position]:

@@ -16,7 +16,7 @@ from rich.console import Console
 from entrenar_py.check.contract import Contract, Position
 from entrenar_py.check.harness import falsify
 from entrenar_py.check.harness.runner import Listener, ignore
-from entrenar_py.check.project import exclusions
+from entrenar_py.check.project import configuration
 from entrenar_py.check.reports import (
     curves,
     github,
@@ -68,7 +68,7 @@ class Job:
     options: argparse.Namespace
     contract: Contract
     work: Work
-    standing: exclusions.Standing
+    standing: configuration.Standing
     is_aside: bool = False
 
 
@@ -202,7 +202,7 @@ def _named(entry: Entry) -> Entry:
     return replace(entry, finding=inconclusive(entry.invariant.id, reason))
 
 
-def _noted(entry: Entry, standing: exclusions.Standing) -> Entry:
+def _noted(entry: Entry, standing: configuration.Standing) -> Entry:
     """Return `entry` with notes on its clause added, and whether its falsification is accepted."""
     binding = entry.invariant.binding
     told = [f"its binding: {one}" for one in (binding.departures if binding else ())]

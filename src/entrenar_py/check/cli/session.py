@@ -19,13 +19,12 @@ from entrenar_py import compute as backends
 from entrenar_py.check import clauses as checks
 from entrenar_py.check import contract, kill_matrix
 from entrenar_py.check.cli import commanded, early, reporting, validation
-from entrenar_py.check.cli.options.outputs import FILES
-from entrenar_py.check.cli.options.parser import PROG
+from entrenar_py.check.cli.command_line import FILES, PROG
 from entrenar_py.check.cli.reporting import Work
 from entrenar_py.check.command import launch, placeholders, runs
 from entrenar_py.check.contract import Contract, Invariant, records, suggestions
 from entrenar_py.check.harness import counterexamples, falsify, plan, stored
-from entrenar_py.check.project import exclusions, launchers
+from entrenar_py.check.project import commands, configuration
 from entrenar_py.check.reports import evidence
 from entrenar_py.check.reports.report import EXIT_NOTHING_SELECTED
 from entrenar_py.shared import shipped
@@ -82,14 +81,14 @@ def _look(options: argparse.Namespace) -> None:
 
 def _fill_in_workers(options: argparse.Namespace) -> None:
     """Put {world_size} where the command's launcher has its number of workers."""
-    launchers.require_one_machine(options.command)
-    launched = launchers.of(options.command)
+    commands.require_one_machine(options.command)
+    launched = commands.of(options.command)
     options.command, options.command_changes = launched.command, launched.changes
     if launched.world_size is not None and not options.world_size:
         options.world_size = (launched.world_size,)
-    elif not options.world_size and launchers.starts_one(options.command):
+    elif not options.world_size and commands.starts_one(options.command):
         options.world_size = (1,)
-        options.command_changes = (*launched.changes, launchers.ALONE)
+        options.command_changes = (*launched.changes, commands.ALONE)
 
 
 def _called(options: argparse.Namespace, arguments: Sequence[str]) -> str:
@@ -99,12 +98,12 @@ def _called(options: argparse.Namespace, arguments: Sequence[str]) -> str:
     return shlex.join((PROG, *told, *arguments))
 
 
-def _standing(options: argparse.Namespace, loaded: Contract) -> exclusions.Standing:
+def _standing(options: argparse.Namespace, loaded: Contract) -> configuration.Standing:
     """Return which clauses of a contract are selected, and what the configuration leaves out."""
     selected = plan.select(
         loaded, only=options.only, exclude=options.exclude, severities=options.severity
     )
-    return exclusions.apply(
+    return configuration.apply(
         selected,
         options.project.exclusions if options.project and options.mode != "replay" else (),
         options.project.acceptances if options.project else (),
@@ -165,7 +164,7 @@ def _chosen(
     ids = early.require_ids(options, [known for _, known in loaded])
     if "contract" in options.used:  # the configuration names exactly these contracts
         known = options.project
-        exclusions.require_known(known.exclusions, ids, known.acceptances)
+        configuration.require_known(known.exclusions, ids, known.acceptances)
     if len(loaded) == 1:
         yield from loaded
         return
@@ -224,7 +223,7 @@ def _suggested(loaded: Contract) -> int:
     return 0
 
 
-def _list(standing: exclusions.Standing, output: Console) -> int:
+def _list(standing: configuration.Standing, output: Console) -> int:
     """Print a line per clause, in columns, then the clauses left out; no line is wrapped."""
     selected = standing.selected
     rows: list[tuple[str, ...]] = [("id", "name", "severity", "check", "place")]
@@ -307,7 +306,7 @@ def _replaying(options: argparse.Namespace, loaded: Contract) -> Work:
     )
 
 
-def _judging(options: argparse.Namespace, standing: exclusions.Standing) -> Work:
+def _judging(options: argparse.Namespace, standing: configuration.Standing) -> Work:
     traces = stored.load(options.judge)
     if kept := runs.stored(traces):
         return commanded.stored_work(options, standing, kept)

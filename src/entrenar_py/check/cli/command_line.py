@@ -1,8 +1,14 @@
-"""The options of `entrenar-check`: their spelling, help texts and defaults."""
+"""The command line of `entrenar-check` as data: its options, and which of them go together.
+
+Imports nothing heavy, so that `--help` is instant. The keys of a project's configuration, whose
+values apply where the command line gives none, are parsed by these options too.
+"""
 
 from __future__ import annotations
 
 import argparse
+import shlex
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -178,3 +184,184 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     rows = "also show a row for each clause, the notes, the places in the contract, the environment"
     add("-v", rows, dest="verbose")
     add("--no-color", "no colours")
+
+
+FILES = ("json", "junit", "sarif", "html")  # options that write a report to a file
+_OUTPUTS = (*FILES, "trace_dir")
+_CONTRACT_NAME = "{contract}"  # in the path of an output, replaced by the contract's name
+
+
+def per_contract(options: argparse.Namespace) -> list[argparse.Namespace]:
+    """Return a copy of the options for each contract, with its path and its own output files."""
+    copies = []
+    for contract in options.contract:
+        own = argparse.Namespace(**vars(options))
+        own.contract = contract
+        for name in _OUTPUTS:
+            path = getattr(options, name)
+            if path is not None:
+                setattr(own, name, Path(str(path).replace(_CONTRACT_NAME, _stem(contract))))
+        copies.append(own)
+    return copies
+
+
+def require_distinct(options: argparse.Namespace) -> None:
+    """Raise UsageError if an output would overwrite another output or a file that is read."""
+    read = [(name, path) for name in ("contract", "bind") for path in getattr(options, name)]
+    single = ("config", "replay", *_OUTPUTS)
+    outputs = [(name, path) for name in single if (path := getattr(options, name)) is not None]
+    by_path: dict[Path, str] = {}
+    for name, path in (*read, *outputs):
+        other = by_path.setdefault(Path(path).absolute(), name)
+        if other != name and name in _OUTPUTS:
+            message = f"{flag(other)} and {flag(name)} are both {path}; give two files"
+            raise UsageError(message, field=name)
+    _require_apart(options)
+
+
+def _require_apart(options: argparse.Namespace) -> None:
+    """Raise UsageError if one contract's report would overwrite another's."""
+    if len(options.contract) < 2 or options.mode == "validate":  # it writes one report of all
+        return
+    stems = [_stem(contract) for contract in options.contract]
+    for name in _OUTPUTS:
+        path = getattr(options, name)
+        if path is None:
+            continue
+        if _CONTRACT_NAME not in str(path):
+            raise UsageError(
+                f"{flag(name)} {path}: {len(stems)} contracts need a report each; give a path "
+                f"with {_CONTRACT_NAME}, which is replaced by the contract's name",
+                field=name,
+            )
+        if len(set(stems)) < len(stems):
+            raise UsageError(
+                f"{flag(name)} {path}: two contracts have the same name ({', '.join(stems)}); "
+                "rename one, or check them one by one",
+                field=name,
+            )
+
+
+def _stem(contract: str) -> str:
+    return Path(contract).name.removesuffix(".yaml").removesuffix(".yml")
+
+
+# Only with a user's command behind --.
+COMMANDED = ("steps", "epochs", "deadline", "auto", "in_place", "launcher")
+_RULES = ("rule", "suppress")  # only with --validate
+# Option that has an effect only in one mode -> description of that mode.
+_ALONE = {
+    **dict.fromkeys(COMMANDED, "a command behind --"),
+    **dict.fromkeys(_RULES, "--validate"),
+}
+
+_CONTRACT = ("contract", "bind", "strict", "no_color")
+_CONFIGURED = ("config", "no_config")
+_SELECTION = ("only", "exclude", "severity")
+_REPORT = (*FILES, "github", "allow_inconclusive", "quiet", "verbose")
+_VARIATION = ("system", "world_size", "backend", "seed")
+
+# Mode, which replaces the search for counterexamples -> its options; all others are refused.
+# Without a mode every option is allowed but those in _ALONE.
+MODES: dict[str, tuple[str, ...]] = {
+    "list": (*_CONTRACT, *_CONFIGURED, *_SELECTION),
+    "validate": (*_CONTRACT, "json", "sarif", "github", *_CONFIGURED, *_RULES),
+    "suggest": (*_CONTRACT, *_CONFIGURED),
+    "judge": (*_CONTRACT, *_CONFIGURED, *_SELECTION, *_VARIATION, *_REPORT),
+    "replay": (*_CONTRACT, "trace_dir", *_CONFIGURED, *_REPORT),
+    "mutants": ("no_color",),
+    "command": (
+        *(*_CONTRACT, "world_size", "seed", *COMMANDED, "trace_dir"),
+        *(*_CONFIGURED, *_SELECTION, *_REPORT),
+    ),
+}
+
+
+def require_compatible(options: argparse.Namespace, *, mode: str = "") -> None:
+    """Raise UsageError if an option that was typed has no effect with the other options.
+
+    `mode` describes `options.mode` in messages, if it was set by something other than an option.
+    """
+    for action in build()._actions:
+        name, option = action.dest, action.option_strings[0]
+        if name not in options.typed:
+            continue
+        if options.mode is None:
+            if name in _ALONE:
+                raise UsageError(f"{option} has an effect only with {_ALONE[name]}; leave it out")
+        elif name not in (options.mode, *MODES[options.mode]):
+            beside = mode or _described(options.mode)
+            raise UsageError(f"{option} has no effect with {beside}; leave it out")
+    if options.command and options.mode != "command":
+        raise UsageError(f"a command behind -- has no effect with --{options.mode}; leave it out")
+
+
+def _described(mode: str) -> str:
+    return "a command behind --" if mode == "command" else f"--{mode}"
+
+
+def read(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the options as typed, without checking whether they go together.
+
+    `mode` is a name in MODES, or None. `typed` holds the names of the options that were typed.
+    Raises UsageError for an unknown option and for an invalid value.
+    """
+    cli = build()
+    own_arguments, command = split(arguments, cli)
+    defaults = {action.dest: action.default for action in cli._actions}
+    options = cli.parse_args(own_arguments, argparse.Namespace(**dict.fromkeys(defaults)))
+    options.typed = frozenset(name for name, value in vars(options).items() if value is not None)
+    for name, default in defaults.items():
+        if name not in options.typed:
+            setattr(options, name, default)
+    options.contract = tuple(dict.fromkeys(options.contract or ()))
+    options.command, options.command_folder, options.knobs = command, None, {}
+    options.command_changes = ()
+    options.mode = next((name for name in MODES if getattr(options, name)), None)
+    return options
+
+
+def split(
+    arguments: Sequence[str], cli: argparse.ArgumentParser
+) -> tuple[Sequence[str], tuple[str, ...]]:
+    """Return the arguments before `--`, which `cli` parses, and the command after it.
+
+    Raises UsageError if no command follows `--`, or if a command is there without it.
+    """
+    place = list(arguments).index("--") if "--" in arguments else len(arguments)
+    _require_options(arguments[:place], cli)
+    if place == len(arguments):
+        return arguments, ()
+    if place == len(arguments) - 1:
+        raise UsageError(
+            "no command after --; write the command that trains: -- torchrun ... my_train.py"
+        )
+    return arguments[:place], tuple(arguments[place + 1 :])
+
+
+def _require_options(arguments: Sequence[str], cli: argparse.ArgumentParser) -> None:
+    """Raise UsageError if a word is neither an option of `cli` nor an option's value.
+
+    Nothing is said after an unknown option, since the word may be its value.
+    """
+    values = {name: one.nargs for one in cli._actions for name in one.option_strings}
+    at = 0
+    while at < len(arguments):
+        name, equals, _ = arguments[at].partition("=")
+        if not name.startswith("-"):
+            raise UsageError(_misplaced(arguments, at, cli.prog))
+        if name not in values:
+            return
+        at += 1
+        if not equals and values[name] is None:
+            at += 1
+        while values[name] == "+" and at < len(arguments) and arguments[at][:1] != "-":
+            at += 1
+
+
+def _misplaced(arguments: Sequence[str], at: int, prog: str) -> str:
+    before, word, after = arguments[:at], arguments[at], arguments[at:]
+    if word.endswith((".yaml", ".yml")):
+        return f"{word}: a contract is given as --contract {word}"
+    meant = f"{prog} {shlex.join((*before, '--', *after))}"
+    return f"{word}: the command that trains stands behind --, as in: {meant}"
