@@ -14,11 +14,11 @@ import pytest
 from entrenar_py.check import contract
 from entrenar_py.check.cli import session
 from entrenar_py.check.contract import Contract, bindings, records
-from entrenar_py.check.harness import falsify, interrupts, plan
+from entrenar_py.check.harness import falsify, plan
 from entrenar_py.check.project import configuration, toml_file
 from entrenar_py.check.reports import evidence
 from entrenar_py.check.reports.report import Entry, Report
-from entrenar_py.shared import shipped
+from entrenar_py.shared import process, shipped
 from entrenar_py.shared.errors import EntrenarError
 from entrenar_py.shared.untrusted import escaping
 from entrenar_py.shared.verdict import Verdict
@@ -160,7 +160,7 @@ def judge(wish: Wish) -> Judged:
         if not_applying:
             why = f"{wish.clause} does not apply to {wish.system}: {not_applying[0].reason}"
             pytest.skip(evidence.one_line(why))
-        with interrupts.deferred():
+        with process.deferred_interrupts():
             (entry,) = falsify.falsify(tasks, wish.plan())
     except EntrenarError as error:
         _refuse(str(error))

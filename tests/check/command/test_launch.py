@@ -16,7 +16,7 @@ import pytest
 
 from entrenar_py.check.command import launch, leash, placeholders, run_plan
 from entrenar_py.check.command.launch import Ended
-from entrenar_py.check.harness import interrupts
+from entrenar_py.shared import process
 from entrenar_py.shared.errors import UsageError
 from tests.check.command import scripts, zygote
 
@@ -211,7 +211,7 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
 def test_an_interrupt(tmp_path: Path) -> None:
     """An interrupt ends the command and all its processes before it is raised."""
     code = f"import os, signal, time; os.kill({os.getpid()}, signal.SIGTERM); time.sleep(600)"
-    with interrupts.deferred(numbers=(signal.SIGTERM,)), pytest.raises(KeyboardInterrupt):
+    with process.deferred_interrupts(numbers=(signal.SIGTERM,)), pytest.raises(KeyboardInterrupt):
         launched(code, tmp_path, deadline_s=60.0)
     assert not left_of(tmp_path)
 

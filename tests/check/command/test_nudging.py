@@ -11,7 +11,7 @@ from entrenar_py.check.command import judging
 from entrenar_py.check.command.asked import Asked, Turn
 from entrenar_py.check.command.nudging import Nudging
 from entrenar_py.check.evidence.needs import NUDGED, REPEATED
-from entrenar_py.check.harness import stored
+from entrenar_py.check.harness import judgement
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.verdict import Verdict
 from falsification import user_chaos
@@ -64,9 +64,9 @@ def test_a_chaotic_training_is_no_bug(tmp_path: Path) -> None:
     assert twins.problem(right, found) == ""
     assert found["parity"].verdict is Verdict.HELD
     assert any("rounding alone moves" in note for note in found["parity"].notes)
-    kept = stored.load([tmp_path / "runs"])
+    kept = judgement.load_stored([tmp_path / "runs"])
     assert "1-worker-nudged" in {file.stem for file in kept}
-    (entry,) = stored.judge_stored(
+    (entry,) = judgement.judge_stored(
         [task for task in TASKS if task.invariant.id == "F-DP-005"], kept
     )
     assert entry.verdict is Verdict.HELD

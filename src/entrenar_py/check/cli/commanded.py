@@ -26,9 +26,9 @@ from entrenar_py.check.command import (
 from entrenar_py.check.command.asked import Asked
 from entrenar_py.check.contract import Position
 from entrenar_py.check.evidence.needs import PROBED
-from entrenar_py.check.harness import falsify, stored
+from entrenar_py.check.harness import falsify, judgement
+from entrenar_py.check.harness.judgement import Listener
 from entrenar_py.check.harness.plan import Task
-from entrenar_py.check.harness.runner import Listener
 from entrenar_py.check.project import commands
 from entrenar_py.check.project.configuration import Standing
 from entrenar_py.check.rank_files import shown_scenario
@@ -123,11 +123,11 @@ def work(options: argparse.Namespace, standing: Standing, shared: Shared) -> Wor
         doubts.update(declarations.doubts(left_out, options.command, shared.folders))
 
     def environment() -> Mapping[str, object]:
-        recorded = stored.environment(run.trace for run in runs_by_file.values())
+        recorded = judgement.environment(run.trace for run in runs_by_file.values())
         return {**recorded, "launched": options.parents.told()}
 
     def places() -> Mapping[str, Position]:
-        return stored.places(run.trace for run in runs_by_file.values()) or _beginning(options)
+        return judgement.places(run.trace for run in runs_by_file.values()) or _beginning(options)
 
     return Work(
         entries=entries,
@@ -162,8 +162,8 @@ def stored_work(
 
     return Work(
         entries=entries,
-        environment=partial(stored.environment, traces),
-        places=partial(stored.places, traces),
+        environment=partial(judgement.environment, traces),
+        places=partial(judgement.places, traces),
         system=shown_scenario.SYSTEM,
         seed=options.seed,
         num_traces=len(traces),

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from entrenar_py.check.contract import Contract, Position
 from entrenar_py.check.harness import falsify
-from entrenar_py.check.harness.runner import Listener, ignore
+from entrenar_py.check.harness.judgement import Listener, ignore
 from entrenar_py.check.project import configuration
 from entrenar_py.check.reports import (
     curves,

@@ -23,7 +23,7 @@ from entrenar_py.check.cli.command_line import FILES, PROG
 from entrenar_py.check.cli.reporting import Work
 from entrenar_py.check.command import launch, placeholders, runs
 from entrenar_py.check.contract import Contract, Invariant, records, suggestions
-from entrenar_py.check.harness import counterexamples, falsify, plan, stored
+from entrenar_py.check.harness import counterexamples, falsify, judgement, plan
 from entrenar_py.check.project import commands, configuration
 from entrenar_py.check.reports import evidence
 from entrenar_py.check.reports.report import EXIT_NOTHING_SELECTED
@@ -307,14 +307,14 @@ def _replaying(options: argparse.Namespace, loaded: Contract) -> Work:
 
 
 def _judging(options: argparse.Namespace, standing: configuration.Standing) -> Work:
-    traces = stored.load(options.judge)
+    traces = judgement.load_stored(options.judge)
     if kept := runs.stored(traces):
         return commanded.stored_work(options, standing, kept)
     tasks, not_applying = plan.divide(standing.selected, replace(_plan(options), is_run=False))
     return Work(
-        entries=lambda show, judged: stored.judge_stored(tasks, traces, on_judged=judged),
-        environment=partial(stored.environment, traces.values()),
-        places=partial(stored.places, traces.values()),
+        entries=lambda show, judged: judgement.judge_stored(tasks, traces, on_judged=judged),
+        environment=partial(judgement.environment, traces.values()),
+        places=partial(judgement.places, traces.values()),
         system=plan.systems_of(trace.scenario for trace in traces.values()),
         seed=options.seed,
         num_traces=len(traces),
@@ -324,9 +324,9 @@ def _judging(options: argparse.Namespace, standing: configuration.Standing) -> W
 
 def _environment() -> dict[str, str]:
     """Return versions, and the devices of this machine that can be used."""
-    from entrenar_py.shared import environment  # brings torch
+    from entrenar_py.shared import process
 
-    described = environment.describe()
+    described = process.environment()
     for name in ("cpu", "cuda"):  # wgpu is described if it was opened, which takes its time
         try:
             described[name] = backends.open_backend(name).device

@@ -28,9 +28,9 @@ from entrenar_py.check.evidence.needs import (
     Need,
     Runs,
 )
-from entrenar_py.check.harness import companions, plan, roles, stored
+from entrenar_py.check.harness import companions, judgement, plan
+from entrenar_py.check.harness.judgement import Listener, ignore
 from entrenar_py.check.harness.plan import Task
-from entrenar_py.check.harness.runner import Listener, ignore
 from entrenar_py.check.reports.report import Entry, NotApplying
 from entrenar_py.shared.faults import MERGED, OF_RECORDS, are_of_witnesses, are_shortened, steps_of
 from entrenar_py.shared.trace import Trace
@@ -96,7 +96,7 @@ def judge(
     for task in tasks:
         check = task.check
         if check is None:
-            yield stored.judge_each(task, {}, {})
+            yield judgement.judge_each(task, {}, {})
             continue
         traces = {file: run.trace for file, run in runs.items() if _is_for(check, run)}
         if not traces:
@@ -108,7 +108,7 @@ def judge(
             groups = {file: of for file, of in groups.items() if having in (file, *of)}
             if not groups:
                 continue
-        entry = stored.judge_each(
+        entry = judgement.judge_each(
             task,
             {_name(file): group.chosen(_name) for file, group in groups.items()},
             {
@@ -202,8 +202,8 @@ def _beside(check: Check, file: Path, runs: Mapping[Path, Run]) -> Runs[Path]:
             return replace(chosen, beside={**chosen.beside, ALONE: (replayed,)})
     for alone in chosen.of(ALONE):
         meant = companions.plain(runs[file].trace.scenario, world_size=1)
-        fields = roles.differences(runs[alone].trace.scenario, meant)
-        unlike = {name: pair for name, pair in fields.items() if name not in roles.free(ALONE)}
+        fields = companions.differences(runs[alone].trace.scenario, meant)
+        unlike = {name: pair for name, pair in fields.items() if name not in companions.free(ALONE)}
         if unlike:
             rest = {need: those for need, those in chosen.beside.items() if need is not ALONE}
             if (merged := _joined(runs, runs[file].trace, MERGED)) is not None:
@@ -228,12 +228,12 @@ def _joined(runs: Mapping[Path, Run], base: Trace, *kinds: str) -> Path | None:
     It came by them by a fault of one of the `kinds`.
     """
     meant = companions.plain(base.scenario, world_size=1)
-    due = {*roles.free(ALONE), "faults"}
+    due = {*companions.free(ALONE), "faults"}
     for file, run in runs.items():
         faults = run.asked.faults
         if len(faults) != 1 or faults[0].kind not in kinds or _failed(run):
             continue
-        if not roles.differences(run.trace.scenario, meant).keys() - due:
+        if not companions.differences(run.trace.scenario, meant).keys() - due:
             return file
     return None
 

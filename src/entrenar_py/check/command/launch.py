@@ -18,8 +18,8 @@ from typing import IO
 
 from entrenar_py.check.command import stacks, subreaper, warm
 from entrenar_py.check.command.leash import MERCY_S, Leash
-from entrenar_py.check.harness import interrupts
 from entrenar_py.check.observing import FOLDER
+from entrenar_py.shared import process
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.untrusted import escaping
 
@@ -98,7 +98,7 @@ def launch(
     processes are forked by `parents`, where these can.
 
     Raises UsageError if the command can't be started. Raises KeyboardInterrupt, after ending the
-    command, if an interrupt was noted (`harness.interrupts`).
+    command, if an interrupt was noted (`process.deferred_interrupts`).
     """
     folder.mkdir(parents=True, exist_ok=True)
     output, started = folder / OUTPUT, time.monotonic()
@@ -138,7 +138,7 @@ def _wait(
     """Return the exit code, or None if the command did not end in time."""
     deadline, leaving = time.monotonic() + deadline_s, False
     while (remaining_s := deadline - time.monotonic()) > 0 and not is_called_off():
-        interrupts.check()
+        process.check_interrupts()
         code = leash.wait(min(remaining_s, LOOK_EVERY_S))
         if code is not None:
             return code

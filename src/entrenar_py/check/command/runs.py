@@ -26,10 +26,9 @@ from entrenar_py.check.command.launch import OUTPUT, Ended
 from entrenar_py.check.command.nudging import Nudging
 from entrenar_py.check.command.run_plan import Plan
 from entrenar_py.check.command.shortening import Shortening
-from entrenar_py.check.harness import interrupts
 from entrenar_py.check.observing import BATCHES, BATCHES_KEPT, FAULTS, RATES, STOP
 from entrenar_py.check.rank_files import auto_notes, checkpoints
-from entrenar_py.shared import trace
+from entrenar_py.shared import process, trace
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.faults import JOINED, MIRRORED, REPEATED, steps_of
 from entrenar_py.shared.scenario import OBSERVED
@@ -104,7 +103,7 @@ def _recorded(plan: Plan, show: Show, ahead: _Ahead) -> Iterator[tuple[Path, Run
     while planned:
         name = next(iter(planned))
         asked = planned.pop(name)
-        interrupts.check()
+        process.check_interrupts()
         if asked.stops and asked.unstopped not in likes:
             continue  # the run that it would be compared with has failed
         like = _like(asked, likes)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from entrenar_py.check.command import asked, judging
 from entrenar_py.check.command.runs import Run
+from entrenar_py.check.harness.judgement import Listener, ignore
 from entrenar_py.check.harness.plan import Task
-from entrenar_py.check.harness.runner import Listener, ignore
 from entrenar_py.check.reports.report import Entry
 from entrenar_py.shared.verdict import Verdict
 

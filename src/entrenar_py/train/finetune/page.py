@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
 
-from entrenar_py.shared import environment
+from entrenar_py.shared import process
 from entrenar_py.shared.page import document
 from entrenar_py.shared.page.charts import Line, Points, chart
 from entrenar_py.shared.trace.writer import Mark
@@ -68,7 +68,7 @@ def _document(settings: Settings, outcome: Outcome, history: History) -> Iterato
     yield "<section><h2>Settings</h2>"
     yield from _facts(_flat(asdict(settings)))
     yield "</section><section><h2>Versions</h2>"
-    yield from _facts([*environment.describe().items(), *_versions()])
+    yield from _facts([*process.environment().items(), *_versions()])
     yield f"</section>\n{document.END}"
 
 

@@ -1,34 +1,118 @@
-"""Judges stored traces. Nothing is run."""
+"""Judgements: a check's decision on the traces that it compares, and how several combine.
+
+The traces may have been made just now, or be stored: nothing is run here.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from entrenar_py.check.clauses import Check
-from entrenar_py.check.contract import Position
-from entrenar_py.check.evidence.needs import TWIN, Runs
-from entrenar_py.check.harness import companions, roles
+from entrenar_py.check.contract import Invariant, Position
+from entrenar_py.check.evidence.needs import TWIN, Runs, Traces
+from entrenar_py.check.harness import companions
 from entrenar_py.check.harness.plan import Task, is_trainer
-from entrenar_py.check.harness.runner import Judgement, Listener, combine, ignore, judge
 from entrenar_py.check.rank_files import stored_run
 from entrenar_py.check.rank_files.rank_file import SUFFIX
 from entrenar_py.check.reports.report import Entry
-from entrenar_py.shared import faults
-from entrenar_py.shared import trace as trace_file
+from entrenar_py.shared import faults, process, trace
 from entrenar_py.shared.errors import TraceError, UsageError
 from entrenar_py.shared.systems import SYSTEMS
-from entrenar_py.shared.trace import Called, Trace
-from entrenar_py.shared.verdict import Finding, Verdict, first_few, not_applied
+from entrenar_py.shared.trace import Called, Planted, Trace
+from entrenar_py.shared.verdict import Finding, Verdict, first_few, inconclusive, not_applied, worst
+
+_ALONE = (
+    "does not apply to a run whose workers step alone and only synchronise after some steps: "
+    "check such a run by local-sgd-v1.yaml"
+)
+
+
+# Called with the traces of each judgement: the judged one, then those it is compared with.
+Listener = Callable[[Sequence[Trace]], None]
+
+
+def ignore(traces: Sequence[Trace]) -> None:
+    """Do nothing: the default listener."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """A finding, and whether something went wrong: a run failed or the check crashed."""
+
+    finding: Finding
+    failed: bool
+
+
+def judge(invariant: Invariant, check: Check, runs: Traces) -> Judgement:
+    """Return the check's judgement of `runs`.
+
+    The judgement is inconclusive, with the reason, if the check crashes or does not apply to one of
+    the runs, or if the clause would be held although the planted bug took no part.
+    """
+    process.check_interrupts()
+    decide: Callable[[Invariant, Traces], Finding] | None = check.judge
+    if check.in_step and any("rounds" in run.promises for run in runs):
+        is_own = all(run.scenario.workload == "own" for run in runs)
+        decide = check.in_rounds if is_own else None
+    if decide is None:
+        return Judgement(finding=inconclusive(invariant.id, _ALONE), failed=False)
+    try:
+        finding = decide(invariant, runs)
+    except Exception as error:  # noqa: BLE001  (a checker that crashed knows nothing)
+        reason = f"the check {check.name} crashed: {type(error).__name__}: {error}"
+        return Judgement(finding=inconclusive(invariant.id, reason), failed=True)
+    idle = _idle_mutant(runs)
+    if finding.verdict is Verdict.HELD and idle is not None:
+        reason = f"mutant {idle} took no part: no function that it replaces was called in this run"
+        finding = inconclusive(invariant.id, reason, finding.compared)
+    return Judgement(finding=finding, failed=any(run.end.status == "failed" for run in runs))
+
+
+def _idle_mutant(traces: Iterable[Trace]) -> str | None:
+    """Return the mutant of `traces` if it took part in none of them, else None.
+
+    Traces of a user's own trainer don't count. Such a trainer plants its bugs itself, and `mutant`
+    is only a name.
+    """
+    ours = [one for one in traces if one.scenario.system in SYSTEMS]
+    mutated = [one for one in ours if one.scenario.mutant is not None]
+    if not mutated or any(one.of(Planted) for one in mutated):
+        return None
+    return mutated[0].scenario.mutant
+
+
+def telling(explored: Sequence[Judgement]) -> list[Finding]:
+    """Return the findings, except inconclusive ones of runs in which nothing went wrong."""
+    return [
+        judgement.finding
+        for judgement in explored
+        if judgement.failed or judgement.finding.verdict is not Verdict.INCONCLUSIVE
+    ]
+
+
+def combine(findings: Sequence[Finding]) -> Finding:
+    """Combine findings: the worst verdict, all comparisons, the first break, every note."""
+    verdict = worst(finding.verdict for finding in findings)
+    first = next(finding for finding in findings if finding.verdict is verdict)
+    reasons = list(dict.fromkeys(f.reason for f in findings if f.verdict is verdict and f.reason))
+    return replace(
+        first,
+        compared=sum(finding.compared for finding in findings),
+        reason=first.reason if verdict is Verdict.FALSIFIED else first_few(reasons),
+        notes=tuple(dict.fromkeys(note for finding in findings for note in finding.notes)),
+        vacuous=all(finding.vacuous for finding in findings),
+    )
+
 
 _PATTERN = frozenset("*?[")
 
 
-def load(paths: Sequence[Path]) -> dict[Path, Trace]:
+def load_stored(paths: Sequence[Path]) -> dict[Path, Trace]:
     """Return the traces in `paths`, by file. A path is a file, a folder of `*.jsonl`, or a pattern.
 
     The files of one run's ranks (`*.rank.jsonl`) form one trace, under the path of their folder.
@@ -49,12 +133,12 @@ def _load(file: Path) -> Trace:
 
     Reading a trace does not validate options, because each system defines its own.
     """
-    trace = trace_file.load(file)
+    stored = trace.load(file)
     try:
-        companions.of((TWIN,), trace.scenario)
+        companions.of((TWIN,), stored.scenario)
     except UsageError as error:
         raise TraceError(f"trace file {file}: scenario: {error}") from error
-    return trace
+    return stored
 
 
 def _files(path: Path) -> list[Path]:
@@ -86,8 +170,8 @@ def environment(traces: Iterable[Trace]) -> Mapping[str, Any]:
 
 def places(traces: Iterable[Trace]) -> dict[str, Position]:
     """Return the lines of the script that the first of the traces with any of them shows."""
-    for trace in traces:
-        called = sorted(trace.of(Called), key=lambda event: -event.rank)
+    for one_trace in traces:
+        called = sorted(one_trace.of(Called), key=lambda event: -event.rank)
         if called:
             return {event.what: Position(event.file, event.line, 1) for event in called}
     return {}
@@ -107,7 +191,7 @@ def judge_stored(
         if task.check is not None:
             kinds = {_kind(planned.system) for planned in task.scenarios}
             runs = {
-                file: roles.of(task.check.needs, file, scenarios)
+                file: companions.among(task.check.needs, file, scenarios)
                 for file, scenario in scenarios.items()
                 if _kind(scenario.system) in kinds and not faults.are_of_witnesses(scenario.faults)
             }
@@ -129,10 +213,12 @@ def judge_each(
     """
     started = time.monotonic()
     check = task.check
-    judged = [_judge(task, check, own, beside, traces) for own, beside in runs.items() if check]
+    judged = [
+        _judge_file(task, check, own, beside, traces) for own, beside in runs.items() if check
+    ]
     for judgement in judged:
         on_judged([traces[file] for file in judgement.files])
-    deciding = _telling(judged)
+    deciding = _deciding(judged)
     findings = _located(deciding, form) if len(traces) > 1 else [each.finding for each in deciding]
     finding = combine(findings or [_unseen(task)])
     return Entry(
@@ -198,7 +284,7 @@ class _Judged:
         return f"{own} (with {first_few(others, separator=', ')})" if others else own
 
 
-def _judge(
+def _judge_file(
     task: Task, check: Check, own: Path, runs: Runs[Path], traces: Mapping[Path, Trace]
 ) -> _Judged:
     """Return the judgement of the trace in the file `own`, which is one of `runs`."""
@@ -210,7 +296,7 @@ def _judge(
     )
 
 
-def _telling(judged: Sequence[_Judged]) -> list[_Judged]:
+def _deciding(judged: Sequence[_Judged]) -> list[_Judged]:
     """Return the judgements that decide the verdict, or all of them if none decides.
 
     An inconclusive judgement decides only if a run failed, or if it is `recorded` and not vacuous.
