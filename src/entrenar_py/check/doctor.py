@@ -20,7 +20,7 @@ from entrenar_py.check.reports.report import NotApplying
 from entrenar_py.compute import machine
 from entrenar_py.compute.machine import Found
 from entrenar_py.shared import shipped
-from entrenar_py.shared.page import console, output_file
+from entrenar_py.shared.page import arguments, console
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.systems import AUTO, SYSTEMS
 from entrenar_py.shared.untrusted import escaping
@@ -178,11 +178,11 @@ def run(path: Path | None, *, clauses: bool, color: bool) -> None:
     Raises UsageError if `path` can't be written.
     """
     if path is not None:
-        output_file.require_writable(path, "json")
+        arguments.require_writable(path, "json")
     examined = examine(clauses=clauses or path is not None)
     show(examined, clauses=clauses, console=console.standard_output(color=color))
     if path is not None:
-        output_file.write(examined.to_dict(), path)
+        arguments.write_file(examined.to_dict(), path)
 
 
 def examine(*, clauses: bool) -> Examination:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import entrenar_py
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.shared.page import values
+from entrenar_py.shared.page import arguments
 
 PROG = "entrenar-check"
 
@@ -100,9 +100,9 @@ def _add_configuration(group: argparse._ActionsContainer) -> None:
 
 def _add_selection(group: argparse._ActionsContainer) -> None:
     add = partial(_add, group, default=())
-    add("--only ID[,ID]", "only the invariants with these ids", type=values.words)
-    add("--exclude ID[,ID]", "all invariants but these", type=values.words)
-    add("--severity P0[,P1]", "only invariants of these severities", type=values.severities)
+    add("--only ID[,ID]", "only the invariants with these ids", type=arguments.words)
+    add("--exclude ID[,ID]", "all invariants but these", type=arguments.words)
+    add("--severity P0[,P1]", "only invariants of these severities", type=arguments.severities)
 
 
 def _add_runs(group: argparse._ActionsContainer) -> None:
@@ -115,27 +115,27 @@ def _add_runs(group: argparse._ActionsContainer) -> None:
     )
     add("--system NAME", trainers)
     workers = "numbers of workers, instead of the contract's"
-    add("--world-size N[,N]", workers, type=values.counts, default=())
+    add("--world-size N[,N]", workers, type=arguments.counts, default=())
     backends = (
         "the workers' backends in turn: cpu, wgpu, cuda, auto (a GPU, else cpu); wgpu:1 and cuda:1 "
         "are the second adapter and GPU"
     )
-    add("--backend NAME[,NAME]", backends, type=values.words, default=())
-    add("--seed N", "added to every seed (default 0)", type=values.natural, default=0)
+    add("--backend NAME[,NAME]", backends, type=arguments.words, default=())
+    add("--seed N", "added to every seed (default 0)", type=arguments.natural, default=0)
     examples = "random scenarios to explore per invariant (default 20)"
-    add("--examples N", examples, type=values.natural, default=20)
-    add("--timeout S", "start no new run after S seconds", type=values.seconds)
+    add("--examples N", examples, type=arguments.natural, default=20)
+    add("--timeout S", "start no new run after S seconds", type=arguments.seconds)
     auto = (
         "observe a command whose script doesn't call observe(); without {steps} or {epochs} in the "
         "command, each run ends after --steps optimizer steps"
     )
     add("--auto", auto)
     deadline = "end each run of a command after S seconds (default 300)"
-    add("--deadline S", deadline, type=values.seconds, default=300.0)
+    add("--deadline S", deadline, type=arguments.seconds, default=300.0)
     steps = "the value of {steps} in a command: optimizer steps of a run (default 8)"
-    add("--steps N", steps, type=lambda text: values.natural(text, least=1), default=8)
+    add("--steps N", steps, type=lambda text: arguments.natural(text, least=1), default=8)
     epochs = "the value of {epochs} in a command: epochs of a run (default 2)"
-    add("--epochs N", epochs, type=lambda text: values.natural(text, least=1), default=2)
+    add("--epochs N", epochs, type=lambda text: arguments.natural(text, least=1), default=2)
     own = "run a command in this folder itself, instead of in a copy of it for each run"
     add("--in-place", own)
     launcher = (

@@ -29,7 +29,7 @@ from entrenar_py.check.reports import evidence
 from entrenar_py.check.reports.report import EXIT_NOTHING_SELECTED
 from entrenar_py.shared import shipped
 from entrenar_py.shared.errors import BackendUnavailable, ContractError, UsageError
-from entrenar_py.shared.page import console, output_file
+from entrenar_py.shared.page import arguments, console
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.shared.wording import counted
 
@@ -252,7 +252,7 @@ def _make_trace_folder(folder: Path | None) -> None:
     except OSError as error:
         message = f"--trace-dir {folder}: {error.strerror}; give a folder that can be created"
         raise UsageError(message, field="trace_dir") from error
-    output_file.require_writable(folder / "trace.jsonl", "trace_dir")
+    arguments.require_writable(folder / "trace.jsonl", "trace_dir")
 
 
 def _plan(options: argparse.Namespace) -> plan.Plan:

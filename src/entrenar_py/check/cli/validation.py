@@ -13,7 +13,6 @@ from entrenar_py.check.contract import Invariant, Vocabulary, validation
 from entrenar_py.check.contract.validation import Policy, Validation
 from entrenar_py.check.harness import plan
 from entrenar_py.check.reports import validation as report
-from entrenar_py.check.reports import validation_sarif
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.untrusted import printing
 
@@ -80,7 +79,7 @@ def _tell(found: Validation, options: argparse.Namespace, command: str, output: 
         options,
         {
             "json": lambda: report.dump(found, command=command),
-            "sarif": lambda: validation_sarif.dump(found, root=root, command=command),
+            "sarif": lambda: report.dump_sarif(found, root=root, command=command),
         },
     )
     if options.github:

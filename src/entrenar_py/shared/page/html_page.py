@@ -1,6 +1,7 @@
-"""Line charts as inline SVG, without scripts, fonts or styles of their own; the page has the style.
+"""Self-contained HTML pages: their frame and style, and line charts as inline SVG.
 
-Lines on top of each other stay visible: each is thinner than the one below it.
+A page's policy allows no scripts and no requests. Charts have no styles of their own. Lines on top
+of each other stay visible: each is thinner than the one below it.
 """
 
 from __future__ import annotations
@@ -8,8 +9,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from entrenar_py.shared.untrusted import escaping
+
+STYLE = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+END = "</body>\n</html>"
+
+
+def begin(title: str) -> Iterator[str]:
+    """Yield the lines of a page called `title`, which is escaped here, up to its body."""
+    yield '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">'
+    yield f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+    yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    yield '<meta name="color-scheme" content="light dark">'
+    yield f"<title>{escaping.html(title)}</title>"
+    yield f"<style>\n{STYLE}</style>\n</head>\n<body>"
+
 
 WIDTH, HEIGHT = 440, 240
 LEFT, RIGHT, TOP, BOTTOM = 58, 10, 12, 36  # room for the numbers at the axes
