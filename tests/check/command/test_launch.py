@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py.check.command import launch, leash, placeholders, run_plan
+from entrenar_py.check.command import launch, placeholders, run_plan
 from entrenar_py.check.command.launch import Ended
 from entrenar_py.shared import process
 from entrenar_py.shared.errors import UsageError
@@ -60,7 +60,7 @@ def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
 
 def test_one_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A command that hangs is ended with all its processes, even those that ignore SIGTERM."""
-    monkeypatch.setattr(leash, "MERCY_S", 0.5)
+    monkeypatch.setattr(launch, "MERCY_S", 0.5)
     code = (
         "import signal, subprocess, sys, time\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"

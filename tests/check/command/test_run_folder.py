@@ -12,7 +12,7 @@ import pytest
 
 from entrenar_py.check import cli
 from entrenar_py.check.cli import commanded
-from entrenar_py.check.command import run_folder
+from entrenar_py.check.command import folders
 from entrenar_py.check.project import commands
 from entrenar_py.check.reports.report import Entry
 from entrenar_py.shared.errors import UsageError
@@ -46,7 +46,7 @@ def test_a_folder_for_temporary_files(
 ) -> None:
     """A temporary folder is removed with its runs, or named if a finding refers to them."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with run_folder.temporary() as kept:
+    with folders.temporary() as kept:
         (kept.path / "2-workers.jsonl").write_text("")
         kept.see(entry(verdict, reason.format(kept.path)))
     assert kept.path.exists() is stays

@@ -12,7 +12,7 @@ import pytest
 from entrenar_py import systems
 from entrenar_py.check import clauses as checks
 from entrenar_py.check.command import judging
-from entrenar_py.check.command.asked import Asked
+from entrenar_py.check.command.run_settings import RunSettings
 from entrenar_py.check.command.runs import Run
 from entrenar_py.check.contract import Invariant
 from entrenar_py.check.harness import judgement
@@ -301,7 +301,7 @@ def test_who_wants_to_hear_of_judgements(is_command: bool) -> None:
 
     if is_command:
         made = {
-            file: Run(asked=Asked(world_size=one.scenario.world_size, seed=0), trace=one)
+            file: Run(settings=RunSettings(world_size=one.scenario.world_size, seed=0), trace=one)
             for file, one in traces.items()
         }
         entries = judging.judge([task], made, on_judged=hear)

@@ -12,18 +12,8 @@ from pathlib import Path
 
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.cli.reporting import Work
-from entrenar_py.check.command import (
-    declarations,
-    judging,
-    launch,
-    own_folder,
-    placeholders,
-    run_folder,
-    run_plan,
-    runs,
-    verdicts,
-)
-from entrenar_py.check.command.asked import Asked
+from entrenar_py.check.command import folders, judging, launch, placeholders, run_plan, runs
+from entrenar_py.check.command.run_settings import RunSettings
 from entrenar_py.check.contract import Position
 from entrenar_py.check.evidence.needs import PROBED
 from entrenar_py.check.harness import falsify, judgement
@@ -46,17 +36,17 @@ class Shared:
     """
 
     def __init__(self) -> None:
-        self.made: dict[Asked, Trace] = {}
+        self.made: dict[RunSettings, Trace] = {}
         self.arrangements: dict[int, Arrangement] = {}
         self.folders: list[Path] = []
-        self._temporary: run_folder.RunFolder | None = None
+        self._temporary: folders.RunFolder | None = None
         self.stack = ExitStack()
 
-    def folder(self, named: Path | None) -> run_folder.RunFolder:
+    def folder(self, named: Path | None) -> folders.RunFolder:
         """Return the folder `named` by the user, or the temporary one of all contracts."""
-        kept = run_folder.RunFolder(named) if named is not None else self._temporary
+        kept = folders.RunFolder(named) if named is not None else self._temporary
         if kept is None:
-            kept = self._temporary = self.stack.enter_context(run_folder.temporary())
+            kept = self._temporary = self.stack.enter_context(folders.temporary())
         self.folders.append(kept.path)
         return kept
 
@@ -98,7 +88,7 @@ def work(options: argparse.Namespace, standing: Standing, shared: Shared) -> Wor
     foreseen = [f"command: {change}" for change in options.command_changes]
     plan = make_plan(folder=Path())
     planned, more = plan.foreseen(_likely(options))
-    for size in {asked.world_size for asked in plan.plain().values()}:
+    for size in {settings.world_size for settings in plan.plain().values()}:
         words = placeholders.fill(options.command, {"world_size": str(size)}, {})
         folder = options.command_folder
         options.parents.prepare(words, {**usual, **os.environ, **plan.observing()}, folder)
@@ -117,10 +107,10 @@ def work(options: argparse.Namespace, standing: Standing, shared: Shared) -> Wor
         recorded: Iterable[tuple[Path, runs.Run]] = ()
         if any(one.check is not None for one in tasks):  # else no run would be judged
             recorded = runs.record(make_plan(folder=kept.path), partial(show, "runs", 0, 0))
-        known = verdicts.as_known(tasks, recorded, runs_by_file, on_judged=judged)
+        known = judging.verdicts_as_known(tasks, recorded, runs_by_file, on_judged=judged)
         yield from (_advised(kept.see(entry), unnamed) for entry in known)
-        yield from map(kept.see, declarations.refuted(left_out, runs_by_file, declared))
-        doubts.update(declarations.doubts(left_out, options.command, shared.folders))
+        yield from map(kept.see, judging.refuted(left_out, runs_by_file, declared))
+        doubts.update(judging.doubts(left_out, options.command, shared.folders))
 
     def environment() -> Mapping[str, object]:
         recorded = judgement.environment(run.trace for run in runs_by_file.values())
@@ -158,7 +148,7 @@ def stored_work(
 
     def entries(_: falsify.Progress, judged: Listener) -> Iterator[Entry]:
         yield from judging.judge(judging.tasks(standing.selected), kept, on_judged=judged)
-        yield from declarations.refuted(left_out, kept, declared)
+        yield from judging.refuted(left_out, kept, declared)
 
     return Work(
         entries=entries,
@@ -201,7 +191,7 @@ def _likely(options: argparse.Namespace) -> Traits:
     """Return the traits of the first run on which others depend, as far as the texts show them."""
     path, command = _script(options), options.command
     known = commands.read_script(path) if path is not None else None
-    starts_again = declarations.restarts(command) or not commands.is_torchs(command)
+    starts_again = judging.restarts(command) or not commands.is_torchs(command)
     return Traits(
         saves="weights" if known and known.saves else "",
         loads="" if known and known.loads else "nothing",
@@ -225,5 +215,5 @@ def _beginning(options: argparse.Namespace) -> dict[str, Position]:
 def _copied_folder(options: argparse.Namespace) -> Path | None:
     """Return the folder of which each run gets a copy to work in; None if runs are to share it."""
     folder: Path = (options.command_folder or Path.cwd()).resolve()
-    shared = options.in_place or own_folder.runs_elsewhere(options.command)
+    shared = options.in_place or folders.runs_elsewhere(options.command)
     return None if shared or folder == Path(folder.anchor) else folder

@@ -1,12 +1,15 @@
-"""The working folder of a run: the user's folder as it was, in which the run alone writes.
+"""The folder of a command's runs, and the working folder of each: the user's folder as it was.
 
-Otherwise one run would find the checkpoint that another has left, and go on from there.
+A run alone writes in its working folder. Otherwise it would find the checkpoint that another has
+left, and go on from there. The folder of all runs is kept if the user named it, or if a finding
+needs it.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -16,7 +19,9 @@ from typing import Any
 
 from entrenar_py.check import observing
 from entrenar_py.check.command.launch import Ended
+from entrenar_py.check.reports.report import Entry
 from entrenar_py.shared.untrusted import printing
+from entrenar_py.shared.verdict import Verdict
 
 FOLDER = observing.COPY
 ENTRIES_MAX = 4000  # of a run's folder; what is past it is linked, a folder at a time
@@ -41,7 +46,7 @@ def runs_elsewhere(command: Sequence[str]) -> bool:
 
 
 @contextmanager
-def of(source: Path | None, root: Path) -> Iterator[OwnFolder | None]:
+def own_folder(source: Path | None, root: Path) -> Iterator[OwnFolder | None]:
     """Make a copy of the folder `source` below `root`, and clear it in the end.
 
     Yields None if `source` is None, or if no copy can be made: then the command runs in the
@@ -199,3 +204,38 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 def _stamp(file: Path) -> tuple[int, int]:
     status = file.lstat()
     return status.st_mtime_ns, status.st_size
+
+
+@dataclass
+class RunFolder:
+    """The folder `path`; `is_needed` is set by a finding that is falsified, or that names the
+    folder or one of the runs in it.
+    """
+
+    path: Path
+    is_needed: bool = False
+
+    def see(self, entry: Entry) -> Entry:
+        """Note whether the folder must be kept because of `entry`, and return `entry`."""
+        finding = entry.finding
+        text = " ".join((finding.reason, *finding.notes))
+        names = [str(self.path), *(file.stem for file in self.path.glob("*.jsonl"))]
+        self.is_needed |= finding.verdict is Verdict.FALSIFIED
+        self.is_needed |= any(name in text for name in names)
+        return entry
+
+
+@contextmanager
+def temporary() -> Iterator[RunFolder]:
+    """Yield a new folder. It is removed again, unless it `is_needed`: then its path is printed."""
+    made = RunFolder(Path(tempfile.mkdtemp(prefix="entrenar-")))
+    try:
+        yield made
+    finally:
+        if made.is_needed:
+            printing.warn(
+                f"the runs are kept in {made.path}: --judge judges them again, --trace-dir "
+                "sets another folder"
+            )
+        else:
+            shutil.rmtree(made.path, ignore_errors=True)

@@ -40,7 +40,7 @@ class Turn:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class RunSettings:
     """The settings that a run was launched with.
 
     The run is stopped before each step in `stops` and launched again: by a smaller {steps}, or if
@@ -57,7 +57,7 @@ class Asked:
     turn: Turn | None = None
 
     @classmethod
-    def of(cls, scenario: Scenario) -> Asked:
+    def of(cls, scenario: Scenario) -> RunSettings:
         """Return the settings of a run, as the scenario of its trace has them.
 
         Whether it was `interrupted`, and by which `option` it went on, decides no verdict.
@@ -98,46 +98,47 @@ class Asked:
         return self.is_plain or (are_of_witnesses(self.faults) and not self.stops)
 
     @property
-    def unstopped(self) -> Asked:
+    def unstopped(self) -> RunSettings:
         """The same settings without stops."""
         return replace(self, stops=(), interrupted=False, option="")
 
 
-def judges(check: Check, asked: Asked) -> bool:
+def judges(check: Check, settings: RunSettings) -> bool:
     """Return whether `check` judges a run with these settings.
 
     A run with faults, stops or a turned knob is judged only by checks that are made for such runs.
     """
-    struck = {fault.kind for fault in asked.faults}
+    struck = {fault.kind for fault in settings.faults}
     borne = {"non_finite_gradient" for need in check.needs if need is POISONED}
     borne |= {"leave" for need in check.needs if need is KILLED}
-    borne |= {LONGER} if asked.stops else set()
+    borne |= {LONGER} if settings.stops else set()
     takes_resumed = check.takes_resumed or bool({RESUMED, SAVED}.intersection(check.needs))
-    stops = takes_resumed or not asked.stops
-    return struck <= borne and stops and (check.takes_turned or asked.turn is None)
+    stops = takes_resumed or not settings.stops
+    return struck <= borne and stops and (check.takes_turned or settings.turn is None)
 
 
-def beside(needs: Collection[Need], asked: Asked) -> Runs[Asked]:
-    """Return the settings `asked` and those of the runs that a check with `needs` compares with it.
+def beside(needs: Collection[Need], settings: RunSettings) -> Runs[RunSettings]:
+    """Return `settings`, and those of the runs that a check with `needs` compares with it.
 
-    If `asked` is the killed, resumed or turned run, its base is the same run without that change.
+    If `settings` are of the killed, resumed or turned run, its base is the same run without that
+    change.
     """
     for need in needs:
-        base = asked
+        base = settings
         if need is KILLED:
-            base = replace(asked, faults=())
+            base = replace(settings, faults=())
         elif need in (RESUMED, SAVED):
-            base = asked.unstopped
-        elif asked.turn is not None and need.knob == asked.turn.knob and not asked.stops:
-            base = replace(asked, turn=None)
-        if base != asked:
-            return Runs(base, {need: (asked,)})
+            base = settings.unstopped
+        elif settings.turn is not None and need.knob == settings.turn.knob and not settings.stops:
+            base = replace(settings, turn=None)
+        if base != settings:
+            return Runs(base, {need: (settings,)})
     runs = {
-        ALONE: replace(asked, world_size=1, repeat=0, faults=(), stops=(), option=""),
-        REPEATED: replace(asked, repeat=asked.repeat + 1),
+        ALONE: replace(settings, world_size=1, repeat=0, faults=(), stops=(), option=""),
+        REPEATED: replace(settings, repeat=settings.repeat + 1),
     }
-    if asked.turn is not None:
-        return Runs(asked)
+    if settings.turn is not None:
+        return Runs(settings)
     return Runs(
-        asked, {need: (run,) for need, run in runs.items() if need in needs and run != asked}
+        settings, {need: (run,) for need, run in runs.items() if need in needs and run != settings}
     )
