@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import entrenar_py
-from entrenar_py.shared import backend_names
+from entrenar_py.shared import scenario
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.page import arguments
 from entrenar_py.train.cli import distill_options, pipeline_options
@@ -365,7 +365,7 @@ def _address(text: str) -> address.Address:
 def _backend(text: str) -> str:
     if text != AUTO:
         try:
-            backend_names.kind_of(text)
+            scenario.backend_kind(text)
         except UsageError as error:
             raise argparse.ArgumentTypeError(f"{error}, {AUTO}") from error
     return text
@@ -375,7 +375,7 @@ def _backends(text: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(","))
     for name in names:
         try:
-            backend_names.kind_of(name)
+            scenario.backend_kind(name)
         except UsageError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
     return names

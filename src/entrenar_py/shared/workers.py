@@ -1,11 +1,19 @@
-"""The workers that take part in each step, according to the faults of a scenario."""
+"""The workers of a scenario: which take part in each step, and who makes it.
+
+Faults decide who is present. By the option `updates` a star's steps are made by every worker, or by
+the server for all. `Outer` has the settings and the schedule of the outer step, which synchronises
+workers that have stepped alone.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.shared.faults import MOVING, Fault
+from entrenar_py.shared.faults import MOVING, SERVED_PLACES, Fault
 from entrenar_py.shared.scenario import Scenario
 
 _FREE = "use an earlier step"
@@ -73,3 +81,63 @@ def _in_order(scenario: Scenario) -> list[Fault]:
         return fault.step or 0, place
 
     return sorted(scenario.faults, key=turn)
+
+
+OPTION = "updates"
+WORKERS, SERVER = "workers", "server"
+# The optimizer of workers if the server makes the steps: plain SGD, which has no state.
+_STATELESS = "sgd"
+
+
+def by_server(scenario: Scenario) -> bool:
+    """Return whether the server makes the steps; by default the workers do."""
+    who = scenario.options.get(OPTION, WORKERS)
+    if who not in (WORKERS, SERVER):
+        raise UsageError.of(OPTION, who, f"use {WORKERS} or {SERVER}")
+    return bool(who == SERVER)
+
+
+def optimizer_of_workers(scenario: Scenario) -> str:
+    """Return the name of the optimizer whose state workers hold: `sgd` if the server steps."""
+    return _STATELESS if by_server(scenario) else scenario.optimizer
+
+
+def places_of_faults(scenario: Scenario, usual: tuple[str, ...]) -> tuple[str, ...]:
+    """Return a step's messages at which a fault can strike: `usual` if workers make the step."""
+    return SERVED_PLACES if by_server(scenario) else usual
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    """DiLoCo's settings: each worker makes `inner_steps` locally, then all make one Nesterov step.
+
+    The defaults are the paper's. Raises UsageError when a value is out of range.
+    Source: Douillard et al. 2023, arXiv:2311.08105, algorithm 1 and section 3.
+    """
+
+    inner_steps: int = 500
+    outer_learning_rate: float = 0.7
+    outer_momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        steps = self.inner_steps
+        if type(steps) is not int or steps < 1:
+            raise UsageError(f"inner_steps={steps!r}: use a whole number >= 1")
+        for name, most in (("outer_learning_rate", math.inf), ("outer_momentum", 1.0)):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 <= value < most:
+                raise UsageError(f"{name}={value!r}: use a number >= 0 and below {most:g}")
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Outer:
+        """Return the settings in a scenario's `options`, with defaults for those not given."""
+        names = cls.__dataclass_fields__
+        return cls(**{name: value for name, value in options.items() if name in names})
+
+    def round_end(self, step: int, num_steps: int) -> int:
+        """Return the first step after the round that `step` is in. The last round may be short."""
+        return min((step // self.inner_steps + 1) * self.inner_steps, num_steps)
+
+    def ends_round(self, step: int, num_steps: int) -> bool:
+        """Return whether the workers synchronise after `step`."""
+        return step + 1 == self.round_end(step, num_steps)
