@@ -16,7 +16,7 @@ from entrenar_py.check.clauses import CHECKS, Check
 from entrenar_py.check.contract import Invariant
 from entrenar_py.check.contract.validation import RULES
 from entrenar_py.check.kill_matrix import Row
-from entrenar_py.check.project import keys as project_keys
+from entrenar_py.check.project import configuration as project_keys
 from entrenar_py.shared import mutants, scenario
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.faults import KINDS, LIE_PLACES, LIES, NEEDED, OPTIONAL, STRANGERS

@@ -19,9 +19,9 @@ from blake3 import blake3
 from entrenar_py.check import contract
 from entrenar_py.check.clauses import CHECKS
 from entrenar_py.check.contract import Invariant, Vocabulary, validation
-from entrenar_py.check.harness import counterexamples, plan, stored
+from entrenar_py.check.harness import counterexamples, judgement, plan
 from entrenar_py.check.harness.plan import Task
-from entrenar_py.check.project import reading
+from entrenar_py.check.project import configuration
 from entrenar_py.shared import scenario, trace
 from entrenar_py.shared.config.problems import Position
 from entrenar_py.shared.errors import (
@@ -290,7 +290,7 @@ def read_configuration(data: bytes) -> None:
     """Read a project's configuration; each problem has a line of the file."""
     path = _written(data)
     try:
-        reading.load(path)
+        configuration.load(path)
     except ContractError as error:
         lines = data.count(b"\n") + 1
         for problem in error.problems:
@@ -321,14 +321,14 @@ def read_rank_file(data: bytes) -> None:
 def require_judged(paths: Sequence[Path]) -> None:
     """Require that files are refused, or that every check of any training judges them."""
     try:
-        traces = stored.load(paths)
+        traces = judgement.load_stored(paths)
     except UsageError:
         return
     for name in JUDGES:
         clause = Invariant(id="F-X", name="x", statement="", position=Position("c.yaml", 1, 1))
         planned = tuple(one.scenario for one in traces.values())
         task = Task(invariant=clause, check=CHECKS[name], planned=planned)
-        for entry in stored.judge_stored([task], traces):
+        for entry in judgement.judge_stored([task], traces):
             assert "crashed" not in entry.finding.reason, entry.finding.reason
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from entrenar_py.compute.steps import Model, Stepper
-from entrenar_py.shared.backend_names import kind_of
+from entrenar_py.shared.scenario import backend_kind
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,7 +94,7 @@ def open_backend(name: str) -> Backend:
     Raises UsageError for an unknown name, and BackendUnavailable with the device library's message
     if the device is missing or does not start.
     """
-    kind = kind_of(name)
+    kind = backend_kind(name)
     if name == kind:
         return BACKENDS[kind]()
     return _BY_INDEX[kind](int(name.removeprefix(f"{kind}:")))

@@ -10,11 +10,16 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from entrenar_py.shared import faults, membership, trace, updates
-from entrenar_py.shared.backend_names import KINDS, allowed, kind_of
+from entrenar_py.shared import faults, trace, workers
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.faults import PIPELINE_PLACES, PLACES, RING_PLACES, Fault
-from entrenar_py.shared.scenario import DEFAULTS, Scenario
+from entrenar_py.shared.scenario import (
+    BACKENDS,
+    DEFAULTS,
+    Scenario,
+    backend_kind,
+    backends_in_words,
+)
 from entrenar_py.shared.trace import Traits
 from entrenar_py.shared.trace.traits import USUAL
 
@@ -62,16 +67,16 @@ class System:
         """The kinds of backend that a scenario may name for this system."""
         if self.only:
             return self.only
-        return (*KINDS, AUTO) if self.trains else KINDS
+        return (*BACKENDS, AUTO) if self.trains else BACKENDS
 
     def require_backend(self, name: str, where: str) -> None:
         """Raise UsageError unless a scenario may name backend `name` for this system."""
         kind = name if name in self.backends or self.only else name.partition(":")[0]
         if kind not in self.backends:
-            names = ", ".join(self.only) or allowed(self.backends)
+            names = ", ".join(self.only) or backends_in_words(self.backends)
             raise UsageError(f"backend={name!r}{where}: allowed are {names}")
         if kind != AUTO:
-            kind_of(name)
+            backend_kind(name)
 
 
 TUNED = (
@@ -257,7 +262,7 @@ SYSTEMS: dict[str, System] = {
     "backend_chain": System(
         room="systems.probes",
         what="the fallback chain under failing backends",
-        only=KINDS,
+        only=BACKENDS,
         faults=(
             *("absent", "init_error", "out_of_memory", "non_finite_output"),
             *faults.OF_ADAPTERS,
@@ -310,7 +315,7 @@ def require_trainer(name: str | None, backends: Collection[str]) -> None:
 def traits_of(scenario: Scenario) -> Traits:
     """Return the traits of a run of `scenario`; its system must be one of SYSTEMS."""
     traits = SYSTEMS[scenario.system].traits
-    if updates.by_server(scenario):
+    if workers.by_server(scenario):
         return replace(traits, updates="server")
     return traits
 
@@ -329,15 +334,15 @@ def require_possible(scenario: Scenario) -> None:
     for option in scenario.options:
         require("option", option, system.options, where)
     require_sizes(scenario)
-    places = updates.places(scenario, system.places)
+    places = workers.places_of_faults(scenario, system.places)
     for fault in scenario.faults:
         require("fault kind", fault.kind, system.faults, where)
         if fault.at is not None:
             require(f"fault {fault.kind} at", fault.at, places, where)
         if fault.backend is not None:
-            require(f"fault {fault.kind} backend", fault.backend, KINDS)
+            require(f"fault {fault.kind} backend", fault.backend, BACKENDS)
     if not system.is_probe:
-        membership.require_possible(scenario)
+        workers.require_possible(scenario)
 
 
 def require_sizes(scenario: Scenario) -> None:

@@ -21,7 +21,7 @@ from entrenar_py.check.evidence.needs import (
     SHORTENED,
     Runs,
 )
-from entrenar_py.check.harness import roles
+from entrenar_py.check.harness import companions
 from entrenar_py.shared.faults import MERGED, MIRRORED, Fault
 from entrenar_py.shared.trace import Injected, Noticed, Shard, Start, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Finding, Verdict
@@ -454,7 +454,7 @@ def test_witnesses_are_found_among_stored_runs() -> None:
     short = Fault(kind="shortened_epochs", step=0, value="2")
     stored["short"] = usual.with_(faults=(short,))
     for name in stored:
-        witnesses = roles.of(CHECKS["parity"].needs, name, stored).witnesses
+        witnesses = companions.among(CHECKS["parity"].needs, name, stored).witnesses
         assert witnesses == {
             ALONE: ("alone",),
             REPEATED: ("usual", "again"),
@@ -464,8 +464,8 @@ def test_witnesses_are_found_among_stored_runs() -> None:
             SHORTENED: ("short",),
         }, name
     del stored["again"], stored["alone"], stored["common"], stored["short"]
-    assert not any(roles.of((), "turned", stored).witnesses.values())
-    assert roles.of((), 0, {0: SUBJECT, 1: SUBJECT.with_(repeat=1)}).witnesses == {}
+    assert not any(companions.among((), "turned", stored).witnesses.values())
+    assert companions.among((), 0, {0: SUBJECT, 1: SUBJECT.with_(repeat=1)}).witnesses == {}
 
 
 @pytest.mark.parametrize(

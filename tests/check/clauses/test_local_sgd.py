@@ -10,7 +10,7 @@ import pytest
 from entrenar_py.check import clauses as checks
 from entrenar_py.check.clauses import local_sgd
 from entrenar_py.check.evidence.needs import Runs
-from entrenar_py.check.harness import runner
+from entrenar_py.check.harness import judgement
 from entrenar_py.shared import systems
 from entrenar_py.shared.trace import (
     End,
@@ -137,7 +137,9 @@ def test_parity_asks_for_rounds_of_one_step(trace: Trace) -> None:
 
 def test_what_presupposes_common_steps_does_not_apply(trace: Trace) -> None:
     """A clause that needs common steps is not judged on a stored run in rounds."""
-    found = runner.judge(clause("replica_identity"), checks.CHECKS["replica_identity"], Runs(trace))
+    found = judgement.judge(
+        clause("replica_identity"), checks.CHECKS["replica_identity"], Runs(trace)
+    )
     assert found.finding.verdict is Verdict.INCONCLUSIVE
     assert "local-sgd-v1.yaml" in found.finding.reason
 

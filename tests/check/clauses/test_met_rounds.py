@@ -14,7 +14,7 @@ from entrenar_py.check.causes.compared import Compared
 from entrenar_py.check.clauses import CHECKS, met_rounds
 from entrenar_py.check.evidence import rounds
 from entrenar_py.check.evidence.needs import Runs
-from entrenar_py.check.harness import runner
+from entrenar_py.check.harness import judgement
 from entrenar_py.shared.trace import (
     Event,
     Shard,
@@ -176,7 +176,7 @@ def recorded(vectors: Vectors) -> Tensors:
 
 def judged(check: str, trace: Trace) -> Finding:
     """Return the finding as the harness makes it."""
-    return runner.judge(traces.clause(check), CHECKS[check], Runs(trace)).finding
+    return judgement.judge(traces.clause(check), CHECKS[check], Runs(trace)).finding
 
 
 RIGHT = {

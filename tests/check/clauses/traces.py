@@ -14,8 +14,8 @@ from entrenar_py import systems
 from entrenar_py.check.clauses import CHECKS
 from entrenar_py.check.contract import Invariant
 from entrenar_py.check.evidence.needs import ALONE, Runs
-from entrenar_py.check.harness import companions, roles
-from entrenar_py.check.harness.runner import combine
+from entrenar_py.check.harness import companions
+from entrenar_py.check.harness.judgement import combine
 from entrenar_py.shared.config.problems import Position
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
@@ -89,7 +89,7 @@ def judge(check: str, traces: Sequence[Trace], tolerance: float | None = None) -
     scenarios = {number: trace.scenario for number, trace in enumerate(traces)}
     findings, left = [], [*scenarios]
     while left:
-        runs = roles.of(row.needs, left[0], scenarios)
+        runs = companions.among(row.needs, left[0], scenarios)
         findings.append(row.judge(invariant, runs.chosen(lambda number: traces[number])))
         done = {left[0], *runs, *(near.run for near in runs.near.values())}
         left = [number for number in left if number not in done]

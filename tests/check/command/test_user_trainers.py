@@ -10,8 +10,8 @@ import pytest
 from entrenar_py.check.clauses import CHECKS, language_model
 from entrenar_py.check.clauses import knobs as knob_table
 from entrenar_py.check.command import judging, run_plan, runs
-from entrenar_py.check.command.asked import Asked
 from entrenar_py.check.command.launch import OUTPUT, Ended
+from entrenar_py.check.command.run_settings import RunSettings
 from entrenar_py.check.contract import Binding, Position
 from entrenar_py.shared.verdict import Verdict
 from falsification.twins import Twin, family
@@ -77,7 +77,7 @@ def test_knobs_are_turned_one_by_one() -> None:
     command = ("train", "{world_size}", "{clip}", "{loss_scale}")
     usual = run_plan.Plan(command=command, needs=CHECKS["parity"].needs, folder=Path())
     trace = traces.hand_written()
-    turned = {name: asked.turn for name, asked in usual.pairs(trace).items()}
+    turned = {name: settings.turn for name, settings in usual.pairs(trace).items()}
     assert list(turned) == ["2-workers-clip-0.001", "2-workers-loss_scale-1024"]
     first = turned["2-workers-clip-0.001"]
     assert first is not None
@@ -123,6 +123,6 @@ def test_knobs_that_a_command_does_not_have() -> None:
     """An entry has the missing knobs that its check compares runs by."""
     trace = traces.hand_written(subject=scenario(system="command", workload="own"))
     (task,) = [one for one in judging.tasks([clause("parity")]) if one.check is not None]
-    run = runs.Run(asked=Asked(world_size=2, seed=0), trace=trace)
+    run = runs.Run(settings=RunSettings(world_size=2, seed=0), trace=trace)
     (entry,) = judging.judge([task], {Path("2-workers.jsonl"): run})
     assert set(entry.untried) == set(knob_table.KNOBS)

@@ -20,8 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entrenar_py import systems
-from entrenar_py.check.harness import interrupts
 from entrenar_py.compute.on_torch import open_cpu
+from entrenar_py.shared import process
 from entrenar_py.shared.errors import BackendUnavailable, SystemFailure
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
@@ -81,7 +81,6 @@ SUBJECTS = [USUAL.with_(**{"world_size": 1, "width": 2304, **changes}) for chang
 # Measures each scenario in a fork of one process that has loaded torch.
 ONE_BY_ONE = """
 import io, os, sys
-from entrenar_py.systems.probes import memory
 
 for line in sys.stdin.read().splitlines():
     if os.fork() == 0:
@@ -228,7 +227,7 @@ def test_a_child_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "took longer than 0.2 s" in end.reason
 
 
-@pytest.mark.parametrize("harness", [interrupts.deferred, nullcontext])
+@pytest.mark.parametrize("harness", [process.deferred_interrupts, nullcontext])
 def test_an_interrupt_ends_the_child_at_once(
     harness: Callable[[], AbstractContextManager[None]],
     tmp_path: Path,
@@ -243,7 +242,7 @@ def test_an_interrupt_ends_the_child_at_once(
         with pytest.raises(KeyboardInterrupt):
             systems.run(USUAL)
         assert signal.getsignal(signal.SIGINT) is handler
-        interrupts.check()
+        process.check_interrupts()
     assert _children() == before
     assert capfd.readouterr() == ("", "")
 

@@ -22,8 +22,8 @@ from entrenar_py.compute.wgpu import WgpuBackend, open_wgpu
 from entrenar_py.compute.wgpu.bounds import sensitivity
 from entrenar_py.compute.wgpu.program import compile_graph
 from entrenar_py.compute.wgpu.resident import Resident
-from entrenar_py.shared import updates
 from entrenar_py.shared.errors import BackendUnavailable, UsageError
+from entrenar_py.shared.workers import optimizer_of_workers
 from entrenar_py.systems.probes import device_meter
 from entrenar_py.train.arithmetic import engine, sharding, state
 from entrenar_py.train.arithmetic.engine import Dropout, Engine
@@ -437,7 +437,7 @@ def members(settings: Settings, names: Sequence[str]) -> list[StageMember]:
             spec.name: rng.normal(0, 0.1, spec.shape).astype(np.float32) for spec in workload.specs
         }
         progress = state.Progress(position=sharding.Position(), schedule_step=0)
-        held = updates.held(scenario)
+        held = optimizer_of_workers(scenario)
         welcome = Welcome(
             rank=stage, step=0, blocks=cut.blocks.count, resumed=False, proof="0" * 64
         )

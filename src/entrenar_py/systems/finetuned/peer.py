@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from entrenar_py.shared import extras, trace
+from entrenar_py.shared import shipped, trace
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Tensors, Trace
@@ -42,7 +42,7 @@ def run(scenario: Scenario) -> Trace:
             import_module("accelerate")
         except ImportError as error:
             raise UsageError(
-                f"transformers.Trainer needs {error.name}; {extras.advice('integrations')}"
+                f"transformers.Trainer needs {error.name}; {shipped.extra_advice('integrations')}"
             ) from error
         module = _model(made, asked)
         _train(scenario, made, module, recorder, Path(folder, "peer"))

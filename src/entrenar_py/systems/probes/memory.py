@@ -25,10 +25,10 @@ import torch
 
 from entrenar_py import compute as backends
 from entrenar_py.compute import Backend
-from entrenar_py.shared import backend_names, mutants, trace
+from entrenar_py.shared import mutants, trace
 from entrenar_py.shared.errors import BackendUnavailable, SystemFailure, UsageError
 from entrenar_py.shared.patience import Patience
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.scenario import Scenario, backend_kind
 from entrenar_py.systems.probes import device_memory
 from entrenar_py.train.arithmetic import engine, optimizer, reduction, sharding
 from entrenar_py.train.arithmetic.tensors import TensorSpec
@@ -141,7 +141,7 @@ def estimate_device_bytes(scenario: Scenario, rank: int, specs: Sequence[TensorS
         for part in sharding.cut(shards[shard], scenario.accumulation)
     ]
     sizes = set(parts) - {0}
-    if backend_names.kind_of(scenario.backend_of(rank)) == "cuda":
+    if backend_kind(scenario.backend_of(rank)) == "cuda":
         sizes = {max(sizes, default=0)}
     floats = sum(
         DEVICE_VECTORS * trainable + 2 * others + size * _activations(scenario) for size in sizes

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from entrenar_py.shared import membership, trace
+from entrenar_py.shared import trace, workers
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.single import textbook_faults, textbook_replica
 from entrenar_py.systems.single.textbook_replica import Replica, Setup
@@ -38,7 +38,7 @@ def train(scenario: Scenario, recorder: Recorder) -> str:
     setup = Setup(scenario, models.model_of(scenario), recorder, Devices(scenario, recorder))
     for rank in range(scenario.world_size):
         setup.devices.of(rank)  # fails before training starts if a device is missing
-    ranks = membership.initial_ranks(scenario)
+    ranks = workers.initial_ranks(scenario)
     replicas = [textbook_replica.build_replica(setup, rank) for rank in ranks]
     textbook_replica.broadcast(replicas)
     position = sharding.Position()

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from entrenar_py.shared import faults, membership, trace
+from entrenar_py.shared import faults, trace, workers
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.systems import AUTO
@@ -69,7 +69,7 @@ class ScenarioRun:
         self.server = Server(scenario, workload=workload) if server is None else server
         self.transport = transport(self)
         self._waiting = [one for one in scenario.faults if one.kind in faults.SURVIVED]
-        self._ranks = set(membership.initial_ranks(scenario))  # present, or about to come back
+        self._ranks = set(workers.initial_ranks(scenario))  # present, or about to come back
         self._caught: Counter[int] = Counter()
         self._awaited: dict[int, set[int]] = {}
         self._guests: list[tuple[Fault, Guest]] = []  # the strangers that came

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from entrenar_py.shared import environment, patience, trace
+from entrenar_py.shared import patience, process, trace
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.train.arithmetic import reduction
 
@@ -63,7 +63,7 @@ class Recorder:
         self.emit(trace.End(status=status, reason=reason))
         return trace.Trace(
             scenario=self.scenario,
-            environment=environment.describe(),
+            environment=process.environment(),
             promises=tuple(promises),
             events=tuple(self._events),
         )

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from entrenar_py.compute import Stepping
-from entrenar_py.shared import faults, trace, updates
+from entrenar_py.shared import faults, trace, workers
 from entrenar_py.shared.errors import ProtocolError
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
@@ -277,7 +277,7 @@ class Replicas:
     def dump(self, worker: Worker) -> Buffer:
         """Return a worker's whole state as bytes: progress, tensors, moments (`training.state`)."""
         stands = state.Progress(position=self.position, schedule_step=self.schedule_step)
-        specs, kind = self.workload.specs, updates.held(self.scenario)
+        specs, kind = self.workload.specs, workers.optimizer_of_workers(self.scenario)
         return state.dump(specs, kind, stands, worker.replica.arrays, worker.state)
 
     def take_over(self, rank: int, payload: Buffer) -> Worker:
@@ -285,7 +285,7 @@ class Replicas:
 
         Raises ProtocolError if the state does not fit this run.
         """
-        specs, kind = self.workload.specs, updates.held(self.scenario)
+        specs, kind = self.workload.specs, workers.optimizer_of_workers(self.scenario)
         self.require_progress(payload)
         progress, tensors, moments = state.load(specs, kind, payload)
         self.position, self.schedule_step = progress.position, progress.schedule_step

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from entrenar_py import compute as backends
-from entrenar_py.shared import trace, updates
+from entrenar_py.shared import trace, workers
 from entrenar_py.shared.errors import ProtocolError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.train.arithmetic import blocks, checkpoint, reduction, sharding, state
@@ -82,7 +82,7 @@ class Server(Replicas):
         self._objection = objection
         self._clock = clock
         self._topology = topology.of(scenario)
-        self._updates = updates.by_server(scenario)
+        self._updates = workers.by_server(scenario)
         self._beside: replicas.Worker | None = None  # the replica on which steps are prepared
         self.blocks = blocks.Blocks(
             self.layout.num_elements, topology.num_blocks(scenario, self.layout.num_elements)

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import torch
 
-from entrenar_py.shared import environment, systems, trace
+from entrenar_py.shared import process, systems, trace
 from entrenar_py.shared.errors import SystemFailure, UsageError
 from entrenar_py.shared.page import console
 from entrenar_py.shared.trace import writer
@@ -256,7 +256,7 @@ def _open_ledger(settings: Config, host: Host, *, resume: bool) -> None:
         return
     head = trace.Trace(
         scenario=settings.scenario,
-        environment=environment.describe(),
+        environment=process.environment(),
         promises=(),
         traits=systems.traits_of(settings.scenario),
         events=(),

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from entrenar_py.compute import Backend
-from entrenar_py.shared import backend_names, trace
+from entrenar_py.shared import trace
 from entrenar_py.shared.errors import ProtocolError, UsageError
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.scenario import Scenario, backend_kind
 from entrenar_py.train.arithmetic import engine, reduction
 from entrenar_py.train.arithmetic.tensors import Workload
 from entrenar_py.train.coordinator.exchanges import Held
@@ -54,7 +54,7 @@ class StageBackend:
         Raises UsageError for a backend that no `StageStep` knows.
         """
         backend: Any = self._backend
-        match backend_names.kind_of(backend.name):
+        match backend_kind(backend.name):
             case "cpu":
                 return TorchStage(workload, tensors, place=torch.device("cpu"), scale=scale)
             case "cuda":

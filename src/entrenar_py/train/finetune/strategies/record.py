@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from entrenar_py.shared import environment, trace
+from entrenar_py.shared import process, trace
 from entrenar_py.shared.errors import SystemFailure, UsageError
 from entrenar_py.shared.page import console
 from entrenar_py.shared.scenario import Scenario
@@ -158,7 +158,7 @@ class Record:
     def _open_ledger(self, *, resume: bool) -> None:
         path = self._folder / LEDGER
         head = trace.Trace(
-            scenario=self._scenario, environment=environment.describe(), promises=(), events=()
+            scenario=self._scenario, environment=process.environment(), promises=(), events=()
         )
         if resume:
             self._ledger, self._standing = writer.reopen(path, head, since=self._since)
