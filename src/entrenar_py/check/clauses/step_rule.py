@@ -20,7 +20,6 @@ from entrenar_py.check.clauses import (
     declared_clipping,
     knobs,
     own_schedule,
-    parameter_order,
     plans,
     step_notes,
     stepped_twice,
@@ -29,7 +28,7 @@ from entrenar_py.check.clauses import (
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
 from entrenar_py.check.evidence import closeness, evidence, factors, facts, missing, skips
-from entrenar_py.check.evidence.needs import ALONE, REORDERED, REPEATED, SHORTENED, Traces, turned
+from entrenar_py.check.evidence.needs import ALONE, REPEATED, SHORTENED, Traces, turned
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Ruled, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Finding, Tally
@@ -47,7 +46,6 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
     knobs.compare(tally, runs)
     if tally.observed:
         own_schedule.compare(tally, runs)
-        parameter_order.compare(tally, runs)
         for trace in (*runs, *runs.witnesses.get(SHORTENED, ())):
             own_schedule.compare_metrics(tally, trace)
     for trace in runs:
@@ -147,11 +145,6 @@ def _follow(tally: Tally, trace: Trace) -> None:
     gaps.tell(tally)
     if rested and rested >= {update.step for update in trace.of(Update)}:
         tally.miss(f"nothing was recomputed: the run {skips.told(rested)}, and made no other step")
-
-
-def is_recomputed(trace: Trace) -> bool:
-    """Return whether an optimizer of the user's steps by the rule of torch's that it is made of."""
-    return torch_rules.are_known(trace) and _is_as_derived(trace)
 
 
 def _is_as_derived(trace: Trace) -> bool:
@@ -379,7 +372,7 @@ ROWS = (
         plan=plans.step_rules,
         explores=True,
         needs=(turned("clip"),),
-        witnesses=(REPEATED, ALONE, SHORTENED, REORDERED),
+        witnesses=(REPEATED, ALONE, SHORTENED),
         tolerance_kinds=("relative",),
         takes_tolerance=True,
         takes_turned=True,
