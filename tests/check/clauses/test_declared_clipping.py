@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from entrenar_py.check.causes import reduction_format
-from entrenar_py.check.clauses import declared_clipping
+from entrenar_py.check.clauses import clipping
 from entrenar_py.shared.trace import Shard, Start, Tensors, Trace, Traits, Update, record_tensor
 from entrenar_py.shared.verdict import Tally, Verdict
 from tests.check.clauses import traces
@@ -108,7 +108,7 @@ def run(step: Callable[[Batches], Vectors], *, reduced: bool = False, seeds: int
 def judged(trace: Trace) -> Tally:
     """Return what was compared of a run."""
     tally = Tally("F-TI-008")
-    declared_clipping.compare(tally, trace)
+    clipping.compare(tally, trace)
     return tally
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from entrenar_py.check.clauses import device_steps
+from entrenar_py.check.clauses import devices
 from entrenar_py.compute.wgpu import program
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import End, Event, Explained, Stepped, Trace, record_tensor
@@ -137,7 +137,7 @@ def test_a_step_that_costs_more_is_found(changed: dict[str, Any], message: str) 
 @pytest.mark.parametrize(("dispatches", "submissions"), [(256, 1), (257, 2), (1817, 8)])
 def test_many_dispatches_are_submitted_in_parts(dispatches: int, submissions: int) -> None:
     """The backend submits as many together as the check allows, so that it isn't waited for."""
-    assert program.DISPATCHES == device_steps.DISPATCHES
+    assert program.DISPATCHES == devices.DISPATCHES
     long = replace(AGAIN, step=2, dispatches=dispatches, submissions=submissions)
     right = traces.judge("device_cost", [trace(FIRST, AGAIN, long)])
     assert right.verdict is Verdict.HELD

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from entrenar_py.check.clauses import endurance
+from entrenar_py.check.clauses import wire
 from entrenar_py.shared.faults import LIES, ON_THE_WAY, STRANGERS, Fault
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import End, TensorRecord, Trace, Update
@@ -68,7 +68,7 @@ def test_what_could_not_be_run_or_compared() -> None:
 
 def test_the_plan_tries_everything() -> None:
     """The plan has every kind of fault, and several in one run."""
-    plan = endurance.plan(traces.clause("endurance"))
+    plan = wire.plan_faults(traces.clause("endurance"))
     kinds = {fault.kind for one in plan for fault in one.faults}
     assert kinds == {"restart", "lie", "stranger", *ON_THE_WAY}
     assert {fault.value for one in plan for fault in one.faults} == {*LIES, *STRANGERS, None}

@@ -9,7 +9,7 @@ import pytest
 
 from entrenar_py import compute as backends
 from entrenar_py import systems
-from entrenar_py.check.clauses.fallback import ORDER, judge, plan
+from entrenar_py.check.clauses.backends import ORDER, judge_chains, plan_chains
 from entrenar_py.check.contract import Invariant
 from entrenar_py.compute import Backend
 from entrenar_py.compute.cpu import open_cpu
@@ -74,7 +74,7 @@ def test_honest_chains_hold() -> None:
     served = trace(NO_CUDA, NO_WGPU, BY_CPU, RESULT)
     halted = trace(NO_CUDA, NO_WGPU, NO_CPU, HALT, faults=(CUDA, WGPU, CPU))
     short = trace(NO_WGPU, BY_CPU, RESULT, faults=(WGPU,), order=("wgpu", "cpu"))
-    finding = judge(INVARIANT, several([served, halted, short]))
+    finding = judge_chains(INVARIANT, several([served, halted, short]))
     assert (finding.verdict, finding.reason) == (Verdict.HELD, "")
     assert finding.compared > 10
 
@@ -82,7 +82,7 @@ def test_honest_chains_hold() -> None:
 def test_own_failures_and_software_are_noted() -> None:
     """A backend that failed without a planned fault is noted, and so is a software adapter."""
     result = replace(RESULT, backend="wgpu")
-    finding = judge(INVARIANT, several([trace(NO_CUDA, BY_WGPU, result, faults=())]))
+    finding = judge_chains(INVARIANT, several([trace(NO_CUDA, BY_WGPU, result, faults=())]))
     assert finding.verdict is Verdict.HELD
     assert finding.notes == ("cuda failed by itself: cuda is full", "software adapter llvmpipe")
 
@@ -90,13 +90,13 @@ def test_own_failures_and_software_are_noted() -> None:
 def test_stand_ins_are_noted() -> None:
     """A note says which device was simulated."""
     played = replace(NO_CUDA, device="stand-in, for backend cuda: no driver")
-    finding = judge(INVARIANT, several([trace(played, NO_WGPU, BY_CPU, RESULT)]))
+    finding = judge_chains(INVARIANT, several([trace(played, NO_WGPU, BY_CPU, RESULT)]))
     assert finding.notes == ("cuda was simulated by a stand-in, for backend cuda: no driver",)
 
 
 def test_a_fault_that_never_struck_is_inconclusive() -> None:
     """A planned fault that never struck is named, and makes the run inconclusive."""
-    finding = judge(
+    finding = judge_chains(
         INVARIANT, several([trace(NO_CUDA, NO_WGPU, BY_CPU, RESULT, struck=False, faults=(WGPU,))])
     )
     assert finding.verdict is Verdict.INCONCLUSIVE
@@ -129,7 +129,7 @@ def test_a_fault_that_never_struck_is_inconclusive() -> None:
 )
 def test_dishonest_chains_are_falsified(wrong: Trace, message: str) -> None:
     """Skipped backends, faked results, crashes and missing reasons are each falsified."""
-    finding = judge(INVARIANT, several([wrong]))
+    finding = judge_chains(INVARIANT, several([wrong]))
     assert finding.verdict is Verdict.FALSIFIED
     assert message in finding.reason
     assert finding.counterexample is not None
@@ -146,7 +146,7 @@ def test_dishonest_chains_are_falsified(wrong: Trace, message: str) -> None:
 )
 def test_nothing_to_compare_is_inconclusive(traces: list[Trace], reason: str) -> None:
     """No trace, another system's trace, and a failed run are inconclusive, with a reason."""
-    finding = judge(INVARIANT, several(traces))
+    finding = judge_chains(INVARIANT, several(traces))
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert reason in finding.reason
 
@@ -155,11 +155,11 @@ def test_plan_covers_every_fault() -> None:
     """Each backend, each pair and all three fail in every way, and after no working backend."""
     planned = [
         tuple((fault.backend, fault.kind) for fault in scenario.faults)
-        for scenario in plan(INVARIANT)
+        for scenario in plan_chains(INVARIANT)
     ]
     assert [len(faults) for faults in planned] == [0] + [1] * 12 + [2] * 48 + [3] * 64 + [1, 2] * 3
     assert len(set(planned)) == len(planned)
-    for scenario in plan(INVARIANT):
+    for scenario in plan_chains(INVARIANT):
         failing = tuple(fault.backend for fault in scenario.faults)
         assert scenario.backends[: len(failing)] == failing
         assert scenario.backends[-1] == "cpu"
@@ -175,7 +175,9 @@ def test_the_plan_holds_on_any_machine(gpus: str, monkeypatch: pytest.MonkeyPatc
     for name in ("cuda", "wgpu") if gpus != "real" else ():
         present = partial(replace, open_cpu(), name=name)
         monkeypatch.setitem(backends.BACKENDS, name, present if gpus == "present" else no_device)
-    finding = judge(INVARIANT, several([systems.run(scenario) for scenario in plan(INVARIANT)]))
+    finding = judge_chains(
+        INVARIANT, several([systems.run(scenario) for scenario in plan_chains(INVARIANT)])
+    )
     assert (finding.verdict, finding.reason) == (Verdict.HELD, "")
     played = any("simulated by a stand-in" in note for note in finding.notes)
     assert gpus == "real" or played == (gpus == "absent")

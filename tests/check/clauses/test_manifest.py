@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from entrenar_py.check.clauses.manifest import judge, plan
+from entrenar_py.check.clauses.backends import judge_manifests, plan_manifests
 from entrenar_py.check.contract import Invariant
 from entrenar_py.shared.config.problems import Position
 from entrenar_py.shared.scenario import Scenario
@@ -34,7 +34,7 @@ def trace(*events: Event, status: str = "completed") -> Trace:
 
 def test_equal_manifests_hold() -> None:
     """Equal manifests hold; a skipped backend and a software adapter are named."""
-    finding = judge(INVARIANT, several([trace(ON_CPU, ON_WGPU, NO_CUDA)]))
+    finding = judge_manifests(INVARIANT, several([trace(ON_CPU, ON_WGPU, NO_CUDA)]))
     assert (finding.verdict, finding.compared) == (Verdict.HELD, 4)
     assert finding.notes == ("skipped: cuda (no driver)", "software adapter llvmpipe")
 
@@ -42,12 +42,12 @@ def test_equal_manifests_hold() -> None:
 def test_the_models_word_is_no_backend() -> None:
     """The model's manifest is compared first wherever it stands, and is no backend's."""
     declared = replace(ON_CPU, backend="model")
-    held = judge(INVARIANT, several([trace(ON_CPU, ON_WGPU, declared)]))
+    held = judge_manifests(INVARIANT, several([trace(ON_CPU, ON_WGPU, declared)]))
     assert (held.verdict, held.compared) == (Verdict.HELD, 6)
-    alone = judge(INVARIANT, several([trace(declared, ON_CPU)]))
+    alone = judge_manifests(INVARIANT, several([trace(declared, ON_CPU)]))
     assert "given: cpu; skipped: none" in alone.reason
     both = [replace(manifest, entries=(WEIGHT,)) for manifest in (ON_CPU, ON_WGPU)]
-    finding = judge(INVARIANT, several([trace(declared, *both)]))
+    finding = judge_manifests(INVARIANT, several([trace(declared, *both)]))
     assert finding.reason == "gradient 1 on cpu is not the one on model"
 
 
@@ -66,7 +66,9 @@ def test_different_manifests_are_falsified(
     entries: tuple[tuple[str, tuple[int, ...], str], ...], position: int, tensor: str
 ) -> None:
     """Order, shape, dtype, name, and length each falsify; the first difference is named."""
-    finding = judge(INVARIANT, several([trace(ON_CPU, replace(ON_WGPU, entries=entries))]))
+    finding = judge_manifests(
+        INVARIANT, several([trace(ON_CPU, replace(ON_WGPU, entries=entries))])
+    )
     assert finding.verdict is Verdict.FALSIFIED
     assert finding.reason == f"gradient {position} on wgpu is not the one on cpu"
     assert finding.counterexample is not None
@@ -76,7 +78,7 @@ def test_different_manifests_are_falsified(
 def test_no_gradients_at_all_is_falsified() -> None:
     """Two empty manifests are equal but falsified, since no gradient was produced."""
     empty = [replace(manifest, entries=()) for manifest in (ON_CPU, ON_WGPU)]
-    finding = judge(INVARIANT, several([trace(*empty)]))
+    finding = judge_manifests(INVARIANT, several([trace(*empty)]))
     assert finding.reason == "cpu produced no gradient at all"
 
 
@@ -92,12 +94,12 @@ def test_no_gradients_at_all_is_falsified() -> None:
 )
 def test_too_few_backends_are_inconclusive(traces: list[Trace], reason: str) -> None:
     """Fewer than two backends in a run are inconclusive, and skipped backends are named."""
-    finding = judge(INVARIANT, several(traces))
+    finding = judge_manifests(INVARIANT, several(traces))
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert reason in finding.reason
 
 
 def test_plan_covers_every_workload() -> None:
     """The plan has every workload's gradient on every backend."""
-    assert [s.workload for s in plan(INVARIANT)] == ["linear", "mlp", "decoder"]
-    assert {s.backends for s in plan(INVARIANT)} == {("cpu", "wgpu", "cuda")}
+    assert [s.workload for s in plan_manifests(INVARIANT)] == ["linear", "mlp", "decoder"]
+    assert {s.backends for s in plan_manifests(INVARIANT)} == {("cpu", "wgpu", "cuda")}

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from entrenar_py.check.clauses.matmul import judge, plan
+from entrenar_py.check.clauses.devices import judge_products, plan_products
 from entrenar_py.check.contract import Invariant
 from entrenar_py.shared.config.problems import Position
 from entrenar_py.shared.scenario import Scenario
@@ -49,7 +49,7 @@ def trace(*events: Event, status: str = "completed", reason: str = "") -> Trace:
 def test_right_products_hold() -> None:
     """Right products hold, the stated one by both bounds, and a software adapter is noted."""
     elsewhere = replace(RIGHT, shape=(3, 1024, 2), result_shape=(3, 2), stated=False, error_cpu=9.0)
-    finding = judge(INVARIANT, several([trace(RIGHT, elsewhere)]))
+    finding = judge_products(INVARIANT, several([trace(RIGHT, elsewhere)]))
     assert (finding.verdict, finding.compared) == (Verdict.HELD, 4 + 3)
     assert finding.notes == ("software adapter llvmpipe (Vulkan)",)
 
@@ -67,7 +67,7 @@ def test_right_products_hold() -> None:
 )
 def test_wrong_products_are_falsified(wrong: Product, message: str) -> None:
     """Each kind of wrong product is falsified, with shape, layout and element in the message."""
-    finding = judge(INVARIANT, several([trace(RIGHT), trace(wrong)]))
+    finding = judge_products(INVARIANT, several([trace(RIGHT), trace(wrong)]))
     assert finding.verdict is Verdict.FALSIFIED
     assert finding.counterexample is not None
     assert message in finding.counterexample.message
@@ -76,7 +76,9 @@ def test_wrong_products_are_falsified(wrong: Product, message: str) -> None:
 
 def test_element_of_the_counterexample() -> None:
     """The counterexample names the element that broke its bound."""
-    found = judge(INVARIANT, several([trace(replace(RIGHT, error_f64=1.0))])).counterexample
+    found = judge_products(
+        INVARIANT, several([trace(replace(RIGHT, error_f64=1.0))])
+    ).counterexample
     assert found is not None
     assert (found.place(), found.expected, found.got) == ("tensor product[5]", "<= 0.0002", "1")
 
@@ -84,9 +86,9 @@ def test_element_of_the_counterexample() -> None:
 def test_absolute_tolerance_applies_where_stated() -> None:
     """The tolerance applies to the stated shape only. Without one a note says so."""
     unstated = replace(RIGHT, stated=False, error_cpu=1.0)
-    hardware = judge(INVARIANT, several([trace(replace(unstated, software=False))]))
+    hardware = judge_products(INVARIANT, several([trace(replace(unstated, software=False))]))
     assert (hardware.verdict, hardware.notes) == (Verdict.HELD, ())
-    finding = judge(
+    finding = judge_products(
         replace(INVARIANT, tolerance=None), several([trace(replace(RIGHT, error_cpu=1.0))])
     )
     assert finding.verdict is Verdict.HELD
@@ -107,16 +109,16 @@ NO_PRODUCT = "no matrix product was computed on a GPU: F-WGPU-001 is decided by 
 )
 def test_nothing_to_compare_is_inconclusive(traces: list[Trace], reason: str) -> None:
     """No trace, no product, the CPU alone, or no adapter is inconclusive, with a reason."""
-    finding = judge(INVARIANT, several(traces))
+    finding = judge_products(INVARIANT, several(traces))
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert finding.reason.startswith(reason)
 
 
 def test_plan_covers_the_hard_cases() -> None:
     """The plan holds the stated shape, transposed views, ragged tiles, long sums, large values."""
-    options = [scenario.options for scenario in plan(INVARIANT)]
+    options = [scenario.options for scenario in plan_products(INVARIANT)]
     assert {"m": 64, "k": 64, "n": 64} in options
     assert {o.get("k") for o in options} >= {1, 15, 17, 31, 67, 512, 1024}
     assert {o.get("layout") for o in options} >= {"a_transposed", "b_transposed", "both_transposed"}
     assert any(o.get("magnitude", 1) > 1 for o in options)
-    assert all(scenario.backends == ("wgpu",) for scenario in plan(INVARIANT))
+    assert all(scenario.backends == ("wgpu",) for scenario in plan_products(INVARIANT))

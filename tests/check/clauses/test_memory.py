@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from entrenar_py.check.clauses import memory
+from entrenar_py.check.clauses import backends
 from entrenar_py.shared.trace import Attempt, Memory, Trace
 from entrenar_py.shared.verdict import Verdict
 from tests.check.clauses import traces
@@ -85,7 +85,7 @@ def test_real_workers_hold() -> None:
 
     Of the first scenario of the plan; `make verify` runs all of it.
     """
-    subject = memory.plan(traces.clause("memory"))[0]
+    subject = backends.plan_memory(traces.clause("memory"))[0]
     finding = traces.judge("memory", [traces.run(subject)])
     assert finding.verdict is Verdict.HELD, finding
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from entrenar_py.check.causes import brought_together
 from entrenar_py.check.causes.compared import Compared
-from entrenar_py.check.clauses import CHECKS, met_rounds
+from entrenar_py.check.clauses import CHECKS, local_sgd
 from entrenar_py.check.evidence import rounds
 from entrenar_py.check.evidence.needs import Runs
 from entrenar_py.check.harness import runner
@@ -166,7 +166,7 @@ def ran(
     subject = traces.scenario(
         world_size=2, num_steps=NUM_STEPS, optimizer="sgd", learning_rate=0.1, num_shards=2
     ).with_(system="command", workload="own", options=options or {})
-    return met_rounds.seen(traces.hand_written(*events, subject=subject))
+    return local_sgd.seen(traces.hand_written(*events, subject=subject))
 
 
 def recorded(vectors: Vectors) -> Tensors:
@@ -273,6 +273,6 @@ def test_what_are_no_rounds(outer: Outer, shared: Sequence[str]) -> None:
 def test_declared_rounds_are_left_as_they_are() -> None:
     """What a script says counts."""
     trace = ran(mean)
-    assert met_rounds.seen(trace) is trace
+    assert local_sgd.seen(trace) is trace
     assert all(event.collectives_alone is None for event in trace.of(Synchronised))
     assert judged("outer_schedule", replace(trace)).verdict is Verdict.INCONCLUSIVE

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from entrenar_py.check.clauses import outer_causes
-from entrenar_py.check.clauses.outer_causes import Round, Vectors
+from entrenar_py.check.clauses import outer_step
+from entrenar_py.check.clauses.outer_step import Round, Vectors
 
 ROUND = Round(
     before={"w": np.array([1.0, 2.0])},
@@ -55,6 +55,6 @@ def flipped(round_: Round) -> Round:
 )
 def test_the_cause_is_named(got: Vectors, words: str) -> None:
     """Each cause is recognised by its weights; others are not."""
-    found = outer_causes.explain(ROUND, got, 1, step, plain)
+    found = outer_step.explain(ROUND, got, 1, step, plain)
     assert words in found
     assert bool(words) == bool(found)

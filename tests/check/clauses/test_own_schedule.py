@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from entrenar_py.check.clauses import own_schedule
+from entrenar_py.check.clauses import step_rule
 from entrenar_py.check.evidence.needs import ALONE, REPEATED, Need, Runs
 from entrenar_py.shared.trace import End, Trace, Update
 from entrenar_py.shared.verdict import Tally
@@ -43,7 +43,7 @@ def compared(**witnesses: Trace) -> Tally:
     needs: dict[str, Need] = {"again": REPEATED, "alone": ALONE}
     beside = {needs[name]: (run,) for name, run in witnesses.items()}
     tally = Tally("F-TI-008", observed=True)
-    own_schedule.compare(tally, Runs(scheduled(), witnesses=beside))
+    step_rule.compare_schedule(tally, Runs(scheduled(), witnesses=beside))
     return tally
 
 
@@ -76,7 +76,7 @@ def test_other_metrics_are_a_reason_for_other_rates() -> None:
     alone = scored(scheduled(factor=2.0, world_size=1), {**best, 2: 0.45})
     again = scored(scheduled(repeat=1), best)
     beside = {REPEATED: (again,), ALONE: (alone,)}
-    own_schedule.compare(tally, Runs(scored(scheduled(), best), witnesses=beside))
+    step_rule.compare_schedule(tally, Runs(scored(scheduled(), best), witnesses=beside))
     num_steps = len({update.step for update in again.of(Update)})
     assert (tally.compared, tally.missing) == (num_steps + 2, [])
 
@@ -88,7 +88,7 @@ def test_one_metric_is_no_reason_for_other_rates() -> None:
         tally = Tally("F-TI-008", observed=True)
         other = scored(scheduled(factor=2.0, **changes), others)
         beside: dict[Need, tuple[Trace, ...]] = {ALONE: (other,)}
-        own_schedule.compare(tally, Runs(scored(scheduled(), best), witnesses=beside))
+        step_rule.compare_schedule(tally, Runs(scored(scheduled(), best), witnesses=beside))
         assert len(tally.missing) == 1
 
 
@@ -100,7 +100,7 @@ def test_a_difference_is_told_once() -> None:
     for base in (several, again, alone):
         tally = Tally("F-TI-008", observed=True)
         beside = {REPEATED: (several, again), ALONE: (alone,)}
-        own_schedule.compare(tally, Runs(base, witnesses=beside))
+        step_rule.compare_schedule(tally, Runs(base, witnesses=beside))
         found |= set(tally.missing)
     assert len(found) == 1
 
@@ -125,7 +125,7 @@ def following(*metrics: float | None) -> Tally:
         for event in ran.events
     )
     tally = Tally("F-TI-008", observed=True)
-    own_schedule.compare_metrics(tally, replace(ran, events=events))
+    step_rule.compare_metrics(tally, replace(ran, events=events))
     return tally
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from entrenar_py.check.clauses import resumed_step
+from entrenar_py.check.clauses import resume
 from entrenar_py.shared.trace import Start, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Counterexample, Tally
 from tests.check.clauses import traces
@@ -53,7 +53,7 @@ STRAIGHT = traces.hand_written(
 def found(trace: Trace) -> Counterexample:
     """Return the counterexample of the first step after the resume."""
     tally = Tally("")
-    resumed_step.compare(tally, STRAIGHT, trace)
+    resume.compare_first_steps(tally, STRAIGHT, trace)
     assert tally.broken is not None
     return tally.broken
 

@@ -10,7 +10,7 @@ import pytest
 
 from entrenar_py.check.causes import sample_numbers
 from entrenar_py.check.causes.compared import Compared
-from entrenar_py.check.clauses import CHECKS, untold_epochs
+from entrenar_py.check.clauses import CHECKS, coverage
 from entrenar_py.check.clauses.coverage import LISTED_MAX
 from entrenar_py.check.evidence import evidence
 from entrenar_py.check.evidence.needs import ALONE, Runs
@@ -130,7 +130,7 @@ def test_one_worker_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     told = {"epochs": "untold", "population": "guessed"}
     several, alone = (was(run([*each] * 9), **told) for each in (SHORT, [[[0, 1, 2, 3]]]))
     monkeypatch.setattr(evidence, "shards", counted)
-    untold_epochs.judge(Tally(""), several, alone)
+    coverage._judge_without_epochs(Tally(""), several, alone)
     assert len(read) == 2
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from entrenar_py.check.clauses import step_notes
+from entrenar_py.check.clauses import step_rule
 from entrenar_py.shared.trace import Start, Trace, Update
 from entrenar_py.shared.verdict import Tally
 from tests.check.clauses import traces
@@ -16,7 +16,7 @@ RUN = trace_of([summed(step) for step in range(3)])
 def notes(trace: Trace) -> list[str]:
     """Return what is noted of a run."""
     tally = Tally("F-TI-008")
-    step_notes.tell(tally, trace)
+    step_rule.tell_notes(tally, trace)
     return tally.notes
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from entrenar_py.check.clauses import stopped_run
+from entrenar_py.check.clauses import resume
 from entrenar_py.shared.trace import End, Event, Shard, Start, Trace, Update
 from entrenar_py.shared.verdict import Tally, Verdict
 from tests.check.clauses import traces
@@ -151,12 +151,12 @@ def test_more_steps_than_without_a_stop() -> None:
 
 def test_a_script_that_does_not_heed_its_number_of_steps() -> None:
     """A run that goes on where it was to stop was not stopped by {steps}."""
-    assert not stopped_run.differed_before(STRAIGHT, RESUMED)
-    assert stopped_run.differed_before(STRAIGHT, replace(STRAIGHT, scenario=STOPPED))
+    assert not resume.differed_before(STRAIGHT, RESUMED)
+    assert resume.differed_before(STRAIGHT, replace(STRAIGHT, scenario=STOPPED))
 
 
 def test_the_first_life_ends_where_a_rank_is_started_again() -> None:
     """Events of the second life don't belong to the first."""
-    assert [*stopped_run.first_life(RESUMED)] == list(RESUMED.events[:5])
+    assert [*resume.first_life(RESUMED)] == list(RESUMED.events[:5])
     tally = Tally("F")
-    assert stopped_run.repeats(tally, STRAIGHT, replace(RESUMED, events=RESUMED.events[:5]))
+    assert resume.repeats(tally, STRAIGHT, replace(RESUMED, events=RESUMED.events[:5]))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from entrenar_py.check.clauses import traffic
+from entrenar_py.check.clauses import reductions
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Shard, Traffic
 from entrenar_py.train.arithmetic import blocks, reduction
@@ -20,7 +20,7 @@ def subject(system: str, **changes: object) -> Scenario:
     return traces.scenario(system=system, **{**usual, **options, **changes})
 
 
-def expected(system: str, ranks: tuple[int, ...] = (0, 0, 1, 2)) -> traffic.Bytes | None:
+def expected(system: str, ranks: tuple[int, ...] = (0, 0, 1, 2)) -> reductions.Bytes | None:
     """Return the expected bytes if `ranks` computed a shard each."""
     shards = [
         Shard(
@@ -28,7 +28,7 @@ def expected(system: str, ranks: tuple[int, ...] = (0, 0, 1, 2)) -> traffic.Byte
         )
         for shard, rank in enumerate(ranks)
     ]
-    return traffic.expected_bytes(traces.hand_written(*shards, subject=subject(system)))
+    return reductions.expected_bytes(traces.hand_written(*shards, subject=subject(system)))
 
 
 def test_around_a_ring() -> None:
@@ -69,7 +69,7 @@ def test_what_can_not_be_counted() -> None:
     """None is returned for a shard of no rank, or without the blocks' size."""
     assert expected("mesh", (0, 1, 2)) is None
     bare = subject("ring", options={})
-    assert traffic.expected_bytes(traces.hand_written(subject=bare)) is None
+    assert reductions.expected_bytes(traces.hand_written(subject=bare)) is None
 
 
 def test_in_a_star() -> None:
@@ -91,9 +91,11 @@ NOTHING = {
 @given(st.integers(2, 8), st.integers(1, 500), st.integers(4, 600))
 def test_a_ring_sends_what_the_formula_says(world_size: int, length: int, block_bytes: int) -> None:
     """All ranks together send and get 2 (N - 1) times the vector, in any blocks."""
-    sizes = traffic.block_bytes(subject("ring", width=length, options={"block_bytes": block_bytes}))
+    sizes = reductions.block_bytes(
+        subject("ring", width=length, options={"block_bytes": block_bytes})
+    )
     assert sizes is not None
-    found = traffic._ring(sizes, [1] * world_size)
+    found = reductions._ring(sizes, [1] * world_size)
     for direction in ("sent", "got"):
         total = sum(n for (_, _, way), n in found.items() if way == direction)
         assert total == 2 * (world_size - 1) * 4 * length
@@ -102,7 +104,9 @@ def test_a_ring_sends_what_the_formula_says(world_size: int, length: int, block_
 @given(st.integers(1, 500), st.integers(4, 600))
 def test_blocks_are_cut_as_the_trainers_cut_them(length: int, block_bytes: int) -> None:
     """The check's sizes of blocks equal the trainers'."""
-    sizes = traffic.block_bytes(subject("ring", width=length, options={"block_bytes": block_bytes}))
+    sizes = reductions.block_bytes(
+        subject("ring", width=length, options={"block_bytes": block_bytes})
+    )
     assert sizes is not None
     cut = blocks.Blocks(length, len(sizes))
     assert sizes == [cut.num_bytes(block) for block in range(cut.count)]
@@ -114,7 +118,7 @@ def test_nodes_are_folded_as_the_trainers_fold_them(num_shards: int, data: st.Da
     """The check's number of nodes equals the trainers', for any shards of any tree."""
     held = data.draw(st.sets(st.integers(0, num_shards - 1), min_size=1))
     leaves = [reduction.Node(0, shard, blocks.vector_of(bytes(4)), 0.0, 0.0) for shard in held]
-    assert traffic.num_nodes(held, num_shards) == len(reduction.fold(leaves, num_shards))
+    assert reductions.num_nodes(held, num_shards) == len(reduction.fold(leaves, num_shards))
 
 
 @pytest.mark.parametrize(
@@ -131,4 +135,4 @@ def test_what_may_come_beside_payloads(messages: int, payload_bytes: int, most: 
         payload_bytes=payload_bytes,
         bytes=0,
     )
-    assert traffic.beside_bytes_max(one) == most
+    assert reductions.beside_bytes_max(one) == most

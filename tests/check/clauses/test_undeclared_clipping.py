@@ -10,7 +10,7 @@ import pytest
 from entrenar_py.check.causes import explanations
 from entrenar_py.check.causes.clipping_errors import Clipped
 from entrenar_py.check.causes.explanations import Explanation
-from entrenar_py.check.clauses import undeclared_clipping
+from entrenar_py.check.clauses import clipping
 from entrenar_py.shared.trace import Trace
 from tests.check.clauses.micro_batch_traces import Vectors, summed, times, trace_of
 
@@ -35,7 +35,7 @@ def _of_norm(norm: float, vectors: Vectors) -> Vectors:
 )
 def test_a_limit_over_a_power_of_two_is_recognised(norms: Sequence[float], words: str) -> None:
     """The first step is named; the scale may double or halve."""
-    found = undeclared_clipping.first(run(*norms))
+    found = clipping.first(run(*norms))
     assert found is not None
     assert found[0] == 0
     assert words in found[1].words
@@ -53,7 +53,7 @@ def test_a_limit_over_a_power_of_two_is_recognised(norms: Sequence[float], words
 )
 def test_other_norms_are_left_alone(norms: Sequence[float]) -> None:
     """A limit without a scale, no limit, or too few steps."""
-    assert undeclared_clipping.first(run(*norms)) is None
+    assert clipping.first(run(*norms)) is None
 
 
 NAMES = ("inp.weight", "inp.bias", "out.weight", "out.bias")
@@ -87,8 +87,8 @@ def found(applied: Sequence[Vectors]) -> Explanation | None:
         for one, whole in zip(applied, WHOLE, strict=False)
     ]
     return explanations.first(
-        undeclared_clipping.LIST,
-        undeclared_clipping.Steps(
+        clipping.LIST,
+        clipping.Steps(
             norms={step: one.norm(NAMES) for step, one in enumerate(steps)},
             clipped=dict(enumerate(steps)),
             weights=dict.fromkeys(range(len(steps)), 1.0),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from entrenar_py.check.clauses.population import has_ended_epoch
+from entrenar_py.check.clauses.coverage import has_ended_epoch
 from entrenar_py.check.command.asked import Asked
 from entrenar_py.check.command.controlling import Controlling
 from entrenar_py.check.command.shortening import Shortening

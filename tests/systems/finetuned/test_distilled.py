@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from entrenar_py import systems
-from entrenar_py.check.clauses import teacher_rows
+from entrenar_py.check.clauses import distillation
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.trace import Shard, Sharded, Softened, TeacherRow, TurnedAway
 from entrenar_py.systems.probes import soft_targets
@@ -25,7 +25,7 @@ def test_what_a_run_records() -> None:
     assert (stopped.complete, len(stopped.digests), stopped.due) == (False, 1, 3)
     assert at_once.digests == resumed.digests
     assert len({(one.sample, one.position) for one in done.of(TeacherRow)}) > 12
-    assert [one.what for one in done.of(TurnedAway)] == list(teacher_rows.REFUSALS)
+    assert [one.what for one in done.of(TurnedAway)] == list(distillation.REFUSALS)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any, Self
 
-from entrenar_py.check.clauses import stopped_run
+from entrenar_py.check.clauses import resume
 from entrenar_py.check.clauses.knobs import KNOBS, UNCLIPPED
 from entrenar_py.check.command import controlling, own_folder, placeholders, run_trace
 from entrenar_py.check.command.arranging import Arranging, Made
@@ -122,7 +122,7 @@ def _recorded(plan: Plan, show: Show, ahead: _Ahead) -> Iterator[tuple[Path, Run
             again = name.replace("-resumed", "-interrupted")
             planned = {again: replace(asked, interrupted=True), **planned}
             continue
-        if asked.option and not stopped_run.is_telling(recorded):
+        if asked.option and not resume.is_telling(recorded):
             planned = {name: replace(asked, option=""), **planned}  # it means something else
             continue
         if controlling.source_of(asked) and recorded.end.status == "failed":
@@ -385,7 +385,7 @@ def _was_told_otherwise(asked: Asked, like: Trace, recorded: Trace) -> bool:
     """Return whether a smaller {steps}, given to stop the run, changed it before the stop."""
     if not asked.stops or asked.interrupted or recorded.end.status == "failed":
         return False
-    return stopped_run.differed_before(like, recorded)
+    return resume.differed_before(like, recorded)
 
 
 def _clear(folder: Path) -> None:

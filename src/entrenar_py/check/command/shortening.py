@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from entrenar_py.check.clauses import randomness
-from entrenar_py.check.clauses.population import has_ended_epoch, in_epochs
+from entrenar_py.check.clauses.coverage import has_ended_epoch, in_epochs
 from entrenar_py.check.command.asked import Asked
 from entrenar_py.check.command.run_plan import LONGER_MAX
 from entrenar_py.check.evidence.needs import SHORTENED, Need, Runs
