@@ -7,7 +7,7 @@ import pytest
 from entrenar_py.shared.trace import Tensors, Trace, Update
 from entrenar_py.shared.verdict import Verdict
 from tests.check.clauses import traces
-from tests.check.clauses.test_replica_identity import updated
+from tests.check.clauses.test_replicas import updated
 from tests.check.clauses.traces import altered, broken, one, scenario, values
 
 SUBJECT = scenario(optimizer="momentum")

@@ -15,7 +15,7 @@ from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.trace import Trace
 from tests.check.causes.test_presuppositions import own
 from tests.check.clauses import traces
-from tests.check.clauses.test_controlled import (
+from tests.check.clauses.test_parity import (
     COUPLED,
     MASKED,
     alone,
@@ -26,7 +26,7 @@ from tests.check.clauses.test_controlled import (
     reordered,
     repeated,
 )
-from tests.check.clauses.test_controlled import planned as planned_in
+from tests.check.clauses.test_parity import planned as planned_in
 
 TWO, ONE = Asked(world_size=2, seed=0), Asked(world_size=1, seed=0)
 

@@ -1,22 +1,24 @@
-"""F-TI-008 on runs whose script declares a clipping norm: each error is named by its cause."""
+"""A script's clipping, with a declared norm and without."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from entrenar_py.check.causes import reduction_format
+from entrenar_py.check.causes import explanations, reduction_format
+from entrenar_py.check.causes.clipping_errors import Clipped
+from entrenar_py.check.causes.explanations import Explanation
 from entrenar_py.check.clauses import clipping
 from entrenar_py.shared.trace import Shard, Start, Tensors, Trace, Traits, Update, record_tensor
 from entrenar_py.shared.verdict import Tally, Verdict
 from tests.check.clauses import traces
+from tests.check.clauses.micro_batch_traces import Vectors, summed, times, trace_of
 
 LIMIT = 0.5
-Vectors = Mapping[str, np.ndarray[tuple[int], np.dtype[np.float64]]]
 Batches = Sequence[Sequence[Vectors]]  # of each rank
 SIZES = {"a": 6, "b": 3, "c": 2}
 
@@ -38,7 +40,7 @@ def added(parts: Sequence[Vectors]) -> Vectors:
 
 def mean(ranks: Batches) -> Vectors:
     """Return the gradient of a step: its micro-batches' added, and divided by four."""
-    return times(added([batch for own in ranks for batch in own]), 1 / 4)
+    return scaled(added([batch for own in ranks for batch in own]), 1 / 4)
 
 
 def length(vectors: Vectors) -> float:
@@ -46,14 +48,14 @@ def length(vectors: Vectors) -> float:
     return float(np.sqrt(sum(np.square(value).sum() for value in vectors.values())))
 
 
-def times(vectors: Vectors, factor: float) -> Vectors:
+def scaled(vectors: Vectors, factor: float) -> Vectors:
     """Return the tensors times a number."""
     return {name: factor * value for name, value in vectors.items()}
 
 
 def clipped(vectors: Vectors, limit: float = LIMIT) -> Vectors:
     """Return the tensors as clipping by their norm leaves them."""
-    return times(vectors, min(1.0, limit / (length(vectors) + 1e-6)))
+    return scaled(vectors, min(1.0, limit / (length(vectors) + 1e-6)))
 
 
 def recorded(vectors: Vectors) -> Tensors:
@@ -114,14 +116,14 @@ def judged(trace: Trace) -> Tally:
 
 def each_rank(ranks: Batches) -> Vectors:
     """Clip each rank's gradient, and average."""
-    return times(added([clipped(times(added(own), 1 / 2)) for own in ranks]), 1 / 2)
+    return scaled(added([clipped(scaled(added(own), 1 / 2)) for own in ranks]), 1 / 2)
 
 
 def counting_twice(ranks: Batches) -> Vectors:
     """Clip by a norm in which one tensor counts twice."""
     whole = mean(ranks)
     total = np.hypot(length(whole), np.linalg.norm(whole["b"]))
-    return times(whole, min(1.0, LIMIT / total))
+    return scaled(whole, min(1.0, LIMIT / total))
 
 
 def scaled_twice(ranks: Batches) -> Vectors:
@@ -136,7 +138,7 @@ ERRORS: Mapping[str, Callable[[Batches], Vectors]] = {
     "each element was clipped": lambda ranks: {
         name: np.clip(4 * value, -LIMIT, LIMIT) for name, value in mean(ranks).items()
     },
-    "clipped by the maximum": lambda ranks: times(
+    "clipped by the maximum": lambda ranks: scaled(
         mean(ranks), LIMIT / max(float(np.abs(value).max()) for value in mean(ranks).values())
     ),
     "clipped in parts": lambda ranks: {
@@ -144,9 +146,9 @@ ERRORS: Mapping[str, Callable[[Batches], Vectors]] = {
         for group in (("a",), ("b", "c"))
         for name, value in clipped({one: 4 * mean(ranks)[one] for one in group}).items()
     },
-    "divided by the 2 micro-batches": lambda ranks: times(clipped(mean(ranks)), 1 / 2),
-    "still scaled by 4096": lambda ranks: times(clipped(times(mean(ranks), 4096)), 1 / 4096),
-    "divided by something after": lambda ranks: times(clipped(mean(ranks)), 1 / 3),
+    "divided by the 2 micro-batches": lambda ranks: scaled(clipped(mean(ranks)), 1 / 2),
+    "still scaled by 4096": lambda ranks: scaled(clipped(scaled(mean(ranks), 4096)), 1 / 4096),
+    "divided by something after": lambda ranks: scaled(clipped(mean(ranks)), 1 / 3),
     "counts b twice": counting_twice,
     "b is twice among": scaled_twice,
 }
@@ -163,7 +165,7 @@ def test_errors(words: str) -> None:
 
 def early(clip: Callable[[Sequence[Vectors]], Vectors]) -> Callable[[Batches], Vectors]:
     """Return the step that clips the micro-batches of each rank, by their sum, before adding."""
-    return lambda ranks: times(added([clip(own) for own in ranks]), 1 / 2)
+    return lambda ranks: scaled(added([clip(own) for own in ranks]), 1 / 2)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +192,7 @@ def test_clipped_before_the_reduction(
 @pytest.mark.parametrize("reduced", [False, True])
 def test_right(scale: float, *, reduced: bool) -> None:
     """A whole gradient that is clipped, always or now and then, is right."""
-    tally = judged(run(lambda ranks: clipped(times(mean(ranks), scale))))
+    tally = judged(run(lambda ranks: clipped(scaled(mean(ranks), scale))))
     assert (tally.broken, tally.missing) == (None, [])
     assert tally.compared > 0
     assert judged(run(lambda ranks: clipped(mean(ranks)), reduced=reduced)).broken is None
@@ -248,15 +250,15 @@ def test_no_direction_is_known_if_steps_rest_until_gradients_are_compressed(*, r
 
 def test_nothing_to_clip() -> None:
     """A note says that clipping was not exercised."""
-    assert "nothing was clipped" in judged(run(lambda ranks: times(mean(ranks), 0.01))).notes[0]
+    assert "nothing was clipped" in judged(run(lambda ranks: scaled(mean(ranks), 0.01))).notes[0]
 
 
 def test_norms_that_the_script_showed() -> None:
     """With `obs.reduced()` the length is known, and a shorter gradient is an error."""
-    found = judged(run(lambda ranks: times(clipped(mean(ranks)), 0.7), reduced=True)).broken
+    found = judged(run(lambda ranks: scaled(clipped(mean(ranks)), 0.7), reduced=True)).broken
     assert found is not None
     assert "has not the length min(norm, clip_norm=0.5)" in found.message
-    scaled = judged(run(lambda ranks: times(mean(ranks), 2.0**-10), reduced=True))
+    scaled = judged(run(lambda ranks: scaled(mean(ranks), 2.0**-10), reduced=True))
     assert scaled.broken is None
     assert "obs.reduced() came before gradients were unscaled" in scaled.missing[0]
 
@@ -265,7 +267,7 @@ def test_what_can_not_be_told() -> None:
     """An error of another kind, or lengths that nothing explains, are no errors of clipping."""
     other = judged(run(lambda ranks: {**added(ranks[0]), "b": 0.1 * ranks[1][0]["b"]}, seeds=1))
     assert other.broken is None or "longer" in other.broken.message
-    own = judged(run(lambda ranks: times(mean(ranks), 0.1 / (1 + abs(ranks[0][0]["a"][0])))))
+    own = judged(run(lambda ranks: scaled(mean(ranks), 0.1 / (1 + abs(ranks[0][0]["a"][0])))))
     assert own.broken is None
     assert "can't be told: call obs.reduced()" in own.missing[0] or "record" in own.missing[0]
 
@@ -287,7 +289,7 @@ def test_sums_in_16_bits(name: str) -> None:
 
     def step(ranks: Batches) -> Vectors:
         terms = [{n: rounded(v) for n, v in added(own).items()} for own in ranks]
-        return times(added(terms), 1 / 4)
+        return scaled(added(terms), 1 / 4)
 
     assert reduction_format.undeclared(run(step), 1e-4) == name
     assert reduction_format.undeclared(run(each_rank), 1e-4) == ""
@@ -299,7 +301,7 @@ def test_a_small_factor_is_no_rounding(elements: slice, monkeypatch: pytest.Monk
     monkeypatch.setitem(SIZES, "a", 40)
 
     def step(ranks: Batches) -> Vectors:
-        sums = times(added([added(own) for own in ranks]), 1 / 4)
+        sums = scaled(added([added(own) for own in ranks]), 1 / 4)
         for value in sums.values():
             value[elements] *= 1.01
         return sums
@@ -341,7 +343,7 @@ def test_a_gradient_that_was_seen_before_it_was_clipped_needs_no_micro_batches(s
 @pytest.mark.parametrize("factor", [0.5, 1.5])
 def test_a_gradient_that_is_not_what_clipping_left_of_it_is_not_held(factor: float) -> None:
     """Something else came between, or the norm was another one."""
-    tally = judged(called(run(lambda ranks: times(clipped(mean(ranks)), factor)), whole_of))
+    tally = judged(called(run(lambda ranks: scaled(clipped(mean(ranks)), factor)), whole_of))
     assert tally.finding(nothing="").verdict is Verdict.INCONCLUSIVE
 
 
@@ -360,7 +362,7 @@ def test_gradients_that_are_zeros_when_they_are_clipped() -> None:
     """They were cleared just before, and what is applied came after that: nothing to divide by."""
 
     def cleared(update: Update) -> Tensors:
-        return recorded(times(mean(batches(update.step)), 0.0))
+        return recorded(scaled(mean(batches(update.step)), 0.0))
 
     tally = judged(called(run(mean), cleared))
     assert tally.finding(nothing="").verdict is Verdict.INCONCLUSIVE
@@ -389,7 +391,139 @@ def test_pieces_that_are_scaled_to_no_limit_are_not_explained() -> None:
     """Elements may be scaled on purpose: their norms are not the limit then."""
 
     def other(ranks: Batches) -> Vectors:
-        return times(in_halves(mean(ranks)), 0.9)
+        return scaled(in_halves(mean(ranks)), 0.9)
 
     tally = judged(called(run(other), whole_of))
     assert tally.finding(nothing="").verdict is Verdict.INCONCLUSIVE
+
+
+# --- without a declared norm ----------------------------------------------------------------------
+
+
+def undeclared(*norms: float) -> Trace:
+    """Return a run whose applied gradients have these norms."""
+    return trace_of([_of_norm(norm, summed(step)) for step, norm in enumerate(norms)])
+
+
+def _of_norm(norm: float, vectors: Vectors) -> Vectors:
+    return times(norm / np.sqrt(sum(np.square(v).sum() for v in vectors.values())), vectors)
+
+
+@pytest.mark.parametrize(
+    ("norms", "words"),
+    [
+        ([2.0**-16] * 3, "1 divided by 65536"),
+        ([0.25 * 2.0**-16] * 3, "0.25 divided by 65536"),
+        ([0.5 * 2.0**-17] * 3, "0.25 divided by 65536"),
+        ([2.0**-15, 2.0**-16, 2.0**-16], "2 divided by 65536"),  # the scale grew
+    ],
+)
+def test_a_limit_over_a_power_of_two_is_recognised(norms: Sequence[float], words: str) -> None:
+    """The first step is named; the scale may double or halve."""
+    found = clipping.first(undeclared(*norms))
+    assert found is not None
+    assert found[0] == 0
+    assert words in found[1].words
+
+
+@pytest.mark.parametrize(
+    "norms",
+    [
+        [1.0, 1.0, 1.0],  # clipped at a limit that people write
+        [1e-5, 1e-5, 1e-5],
+        [0.3, 2.0**-16, 0.7],
+        [0.001234567] * 3,
+        [2.0**-16] * 2,
+    ],
+)
+def test_other_norms_are_left_alone(norms: Sequence[float]) -> None:
+    """A limit without a scale, no limit, or too few steps."""
+    assert clipping.first(undeclared(*norms)) is None
+
+
+NAMES = ("inp.weight", "inp.bias", "out.weight", "out.bias")
+DECAYED, OTHERS = NAMES[::2], NAMES[1::2]
+GIVEN = np.random.default_rng(5)
+WHOLE = [{name: GIVEN.normal(size=6) for name in NAMES} for _ in range(6)]
+
+
+def cut(whole: Vectors, limit: float, *groups: Iterable[str]) -> Vectors:
+    """Return a gradient whose groups are each clipped to a norm, as torch does it."""
+    applied = {name: 0.5 * value for name, value in whole.items()}
+    for group in groups:
+        size = np.sqrt(sum(np.square(applied[name]).sum() for name in group))
+        applied |= {name: min(1.0, limit / (size + 1e-6)) * applied[name] for name in group}
+    return applied
+
+
+def found(applied: Sequence[Vectors]) -> Explanation | None:
+    """Return the explanation of a run that applied these gradients."""
+    steps = [
+        Clipped(
+            applied=one,
+            sizes={name: float(np.square(value).sum()) for name, value in one.items()},
+            large=False,
+            limit=np.nan,
+            bound=1e-4,
+            whole=whole,
+            by_rank={},
+            given={},
+        )
+        for one, whole in zip(applied, WHOLE, strict=False)
+    ]
+    return explanations.first(
+        clipping.LIST,
+        clipping.Steps(
+            norms={step: one.norm(NAMES) for step, one in enumerate(steps)},
+            clipped=dict(enumerate(steps)),
+            weights=dict.fromkeys(range(len(steps)), 1.0),
+        ),
+    )
+
+
+def test_groups_of_parameters_that_are_clipped_by_their_own_norms() -> None:
+    """They divide the layers, as the lists with and without weight decay do."""
+    why = found([cut(whole, 0.5, DECAYED, OTHERS) for whole in WHOLE])
+    assert why is not None
+    assert why.tensor in NAMES
+    assert "have the norm 0.5 by themselves" in why.words
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        (NAMES[:2], NAMES[2:]),  # two networks, each clipped apart
+        tuple((name,) for name in NAMES),  # a limit for each tensor
+        (NAMES,),
+        (DECAYED,),
+        (),
+    ],
+)
+def test_what_may_be_clipped_apart_on_purpose(groups: Sequence[Sequence[str]]) -> None:
+    """Nothing is said of whole layers, of single tensors, and of the whole gradient."""
+    assert found([cut(whole, 0.5, *groups) for whole in WHOLE]) is None
+
+
+def test_one_step_of_groups_is_too_few() -> None:
+    """Two norms may be equal by chance."""
+    applied = [
+        cut(whole, 0.5, *([DECAYED, OTHERS] if n == 2 else [])) for n, whole in enumerate(WHOLE)
+    ]
+    assert found(applied) is None
+
+
+def test_a_generator_of_parameters_is_exhausted_by_the_first_step() -> None:
+    """The first gradient alone is clipped, and the others are longer."""
+    once = [cut(whole, 0.5, *([NAMES] if n == 0 else [])) for n, whole in enumerate(WHOLE)]
+    why = found(once)
+    assert why is not None
+    assert "is clipped, to 0.5, and later ones are longer" in why.words
+    assert found(once[:4]) is None, "too few steps"
+    assert (
+        found([cut(whole, 0.5123, *([NAMES] if n == 0 else [])) for n, whole in enumerate(WHOLE)])
+        is None
+    )
+    some = [cut(whole, 0.5, *([NAMES] if n in (0, 3) else [])) for n, whole in enumerate(WHOLE)]
+    assert found(some) is None, "now and then"
+    short = [{n: 0.01 * v for n, v in one.items()} if k else one for k, one in enumerate(once)]
+    assert found(short) is None, "the others need no clipping"
