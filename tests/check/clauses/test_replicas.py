@@ -17,7 +17,6 @@ from entrenar_py.shared.trace import (
     Saved,
     Shard,
     Start,
-    Tensors,
     Trace,
     Update,
 )
@@ -29,20 +28,6 @@ from tests.check.clauses.traces import altered, broken, one, scenario, values, w
 SUBJECT = scenario(optimizer="momentum")
 STOPPED = scenario(optimizer="momentum", stops=(4,))
 BAD = values(1.0, 2.0)
-
-
-def updated(step: int, rank: int, weights: Tensors, optimizer: Tensors | None = None) -> Update:
-    """Return an update with default values for fields that are no state."""
-    return Update(
-        step=step,
-        rank=rank,
-        loss=1.0,
-        weight=1.0,
-        learning_rate=0.1,
-        finite=True,
-        weights=weights,
-        optimizer=optimizer or {},
-    )
 
 
 def test_ranks_that_part_at_an_epochs_end_are_found_in_short_epochs() -> None:
@@ -187,10 +172,10 @@ def test_who_died_before_a_rollback_is_not_missed() -> None:
     """A worker that died before a rollback to step 2 is not expected in later steps."""
     weights = [{"w": values(float(step))} for step in range(4)]
     starts = [Start(step=0, rank=rank, weights=weights[0]) for rank in range(3)]
-    made = [updated(step, rank, weights[step]) for step in range(3) for rank in range(3)]
+    made = [traces.updated(step, rank, weights[step]) for step in range(3) for rank in range(3)]
     dead = Membership(step=3, rank=2, change="left")
     back = [Start(step=2, rank=rank, weights=weights[1], resumed=True) for rank in (0, 1)]
-    again = [updated(step, rank, weights[step]) for step in (2, 3) for rank in (0, 1)]
+    again = [traces.updated(step, rank, weights[step]) for step in (2, 3) for rank in (0, 1)]
     trace = traces.hand_written(*starts, *made, dead, *back, *again)
     assert traces.judge("replica_identity", [trace]).verdict is Verdict.HELD
     found = broken(traces.judge("replica_identity", [without(trace, Update, step=3, rank=1)]))
@@ -275,7 +260,7 @@ def trained_alone(*, ids: tuple[tuple[int, ...], ...], alone: bool = True) -> Tr
                 finite=True,
                 gradient={"w": values(1.0 * ids[rank][0])},
             )
-            events += [shard, updated(step, rank, {"w": values(2.0 + step)})]
+            events += [shard, traces.updated(step, rank, {"w": values(2.0 + step)})]
     subject = scenario(world_size=2).with_(system=OBSERVED, workload="own", optimizer="sgd")
     return traces.was(traces.hand_written(*events, subject=subject), alone=alone)
 
