@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from entrenar_py.check.causes import first_weights
-from entrenar_py.check.clauses import stepped_twice
+from entrenar_py.check.clauses import step_rule
 from entrenar_py.shared.trace import Noticed, Start, Trace, Update
 from entrenar_py.shared.verdict import Tally
 from tests.check.clauses import traces
@@ -87,7 +87,7 @@ def test_weights_after_a_resume() -> None:
 def test_stepped_twice(noticed: dict[str, Any], optimizer: str, words: str) -> None:
     """A tensor that is stepped twice is an error, but for two parameters under plain SGD."""
     tally = Tally("F-TI-008")
-    twice = stepped_twice.judge(tally, begun(optimizer=optimizer, **noticed))
+    twice = step_rule.judge_doubled(tally, begun(optimizer=optimizer, **noticed))
     assert twice == set(noticed["doubled"])
     assert (tally.broken is not None) == bool(words)
     assert words in (tally.broken.message if tally.broken else "")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from entrenar_py.check.clauses.optimizer_state import judge
+from entrenar_py.check.clauses.replicas import judge_state
 from entrenar_py.check.evidence.needs import SAVED, Runs
 from entrenar_py.shared.trace import Event, Start, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Finding, Verdict
@@ -50,7 +50,7 @@ STRAIGHT = traces.hand_written(
 
 def judged(trace: Trace) -> Finding:
     """Return the finding of F-TI-002 on a stopped run."""
-    return judge(clause("optimizer_state"), Runs(STRAIGHT, {SAVED: (trace,)}))
+    return judge_state(clause("optimizer_state"), Runs(STRAIGHT, {SAVED: (trace,)}))
 
 
 def test_what_was_restored_is_held() -> None:

@@ -7,7 +7,6 @@ import pytest
 from entrenar_py.shared.trace import Tensors, Trace, Update
 from entrenar_py.shared.verdict import Verdict
 from tests.check.clauses import traces
-from tests.check.clauses.test_replica_identity import updated
 from tests.check.clauses.traces import altered, broken, one, scenario, values
 
 SUBJECT = scenario(optimizer="momentum")
@@ -18,7 +17,7 @@ def sharing(*held: Tensors) -> Trace:
     """Return a run of one step after which each rank holds this optimizer state."""
     subject = scenario(world_size=len(held), optimizer="momentum")
     weights = {"w": values(1.0)}
-    updates = [updated(0, rank, weights, tensors) for rank, tensors in enumerate(held)]
+    updates = [traces.updated(0, rank, weights, tensors) for rank, tensors in enumerate(held)]
     return traces.hand_written(*updates, subject=subject)
 
 

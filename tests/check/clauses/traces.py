@@ -189,6 +189,20 @@ def values(*numbers: float, dtype: str = "float32") -> TensorRecord:
     return record_tensor(np.array(numbers, dtype), values=True)
 
 
+def updated(step: int, rank: int, weights: Tensors, optimizer: Tensors | None = None) -> Update:
+    """Return an update with default values for fields that are no state."""
+    return Update(
+        step=step,
+        rank=rank,
+        loss=1.0,
+        weight=1.0,
+        learning_rate=0.1,
+        finite=True,
+        weights=weights,
+        optimizer=optimizer or {},
+    )
+
+
 def swapped(tensors: Tensors, name: str, record: TensorRecord) -> Tensors:
     """Return `tensors` with another record under `name`."""
     return {**tensors, name: record}

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from entrenar_py.check.clauses.population import has_ended_epoch
+from entrenar_py.check.clauses.coverage import has_ended_epoch
 from entrenar_py.check.command.run_settings import RunSettings
 from entrenar_py.check.command.witnesses import Controlling, Shortening
 from entrenar_py.check.evidence.needs import CONTROLLED, NUDGED, SHORTENED
@@ -14,7 +14,7 @@ from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.trace import Trace
 from tests.check.causes.test_presuppositions import own
 from tests.check.clauses import traces
-from tests.check.clauses.test_controlled import (
+from tests.check.clauses.test_parity import (
     COUPLED,
     MASKED,
     alone,
@@ -25,7 +25,7 @@ from tests.check.clauses.test_controlled import (
     reordered,
     repeated,
 )
-from tests.check.clauses.test_controlled import planned as planned_in
+from tests.check.clauses.test_parity import planned as planned_in
 
 TWO, ONE = RunSettings(world_size=2, seed=0), RunSettings(world_size=1, seed=0)
 

@@ -23,7 +23,6 @@ from entrenar_py.check.evidence.needs import (
     CONTROLLED,
     KILLED,
     NUDGED,
-    REORDERED,
     REPEATED,
     RESUMED,
     SAVED,
@@ -249,8 +248,8 @@ def _witnesses(runs: Mapping[Path, Run]) -> dict[Need, tuple[Path, ...]]:
     """Return the files of the runs that show whether others can be compared, if there are any.
 
     REPEATED: two runs that should be equal. ALONE: the run on one worker. NUDGED: a run, and the
-    same run with nudged weights. REORDERED: the like, with parameters in another order. CONTROLLED:
-    all runs with equal random numbers or shares. SHORTENED: those with short epochs, or more steps.
+    same run with nudged weights. CONTROLLED: all runs with equal random numbers or shares.
+    SHORTENED: those with short epochs, or more steps.
     """
     plain = {run.settings: file for file, run in runs.items() if run.settings.is_witness}
     pairs = [(replace(again, repeat=0), again) for again in plain if again.repeat]
@@ -259,13 +258,12 @@ def _witnesses(runs: Mapping[Path, Run]) -> dict[Need, tuple[Path, ...]]:
     changed = [pair for pair in changed if pair[0] in plain]
     alone = [run for run in plain if run.is_plain and run.world_size == 1 and not run.repeat]
     short = [run for run in plain if are_shortened(run.faults) or steps_of(run.faults)]
-    others = {run for run in plain if run.is_plain or run.is_nudged or run.is_reordered}
+    others = {run for run in plain if run.is_plain or run.is_nudged}
     controlled = [run for run in plain if run not in others and run not in short]
     witnesses = {
         REPEATED: twice,
         ALONE: alone,
         NUDGED: next((pair for pair in changed if pair[1].is_nudged), ()),
-        REORDERED: next((pair for pair in changed if pair[1].is_reordered), ()),
         CONTROLLED: controlled,
         SHORTENED: short,
     }

@@ -17,7 +17,7 @@ from entrenar_py.check.evidence.needs import (
     Need,
     Runs,
 )
-from entrenar_py.shared.faults import LONGER, Fault, are_nudged, are_of_witnesses, are_reordered
+from entrenar_py.shared.faults import LONGER, Fault, are_nudged, are_of_witnesses
 from entrenar_py.shared.scenario import Scenario
 
 
@@ -86,11 +86,6 @@ class RunSettings:
     def is_nudged(self) -> bool:
         """True if the first weights were moved by some roundings."""
         return are_nudged(self.faults)
-
-    @property
-    def is_reordered(self) -> bool:
-        """True if the optimizer was built with its parameters in another order."""
-        return are_reordered(self.faults)
 
     @property
     def is_witness(self) -> bool:

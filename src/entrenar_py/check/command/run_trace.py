@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from entrenar_py.check.causes import knob_pairs, own_sums
-from entrenar_py.check.clauses import met_rounds
+from entrenar_py.check.clauses import local_sgd
 from entrenar_py.check.clauses.knobs import KNOBS
 from entrenar_py.check.command import folders, launch
 from entrenar_py.check.command.launch import Ended
@@ -524,7 +524,7 @@ def of(
         )
     if why := unresumed(ranks, settings, ended, saved.read_only):
         recorded = replace(recorded, environment={**recorded.environment, "unresumed": why})
-    return _with_its_faults(met_rounds.seen(own_sums.seen_through(recorded)))
+    return _with_its_faults(local_sgd.seen(own_sums.seen_through(recorded)))
 
 
 def have_closed(folder: Path, world_size: int, life: int) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any, Self
 
-from entrenar_py.check.clauses import stopped_run
+from entrenar_py.check.clauses import resume
 from entrenar_py.check.clauses.knobs import KNOBS, UNCLIPPED
 from entrenar_py.check.command import folders, placeholders, run_trace, witnesses
 from entrenar_py.check.command.launch import OUTPUT, Ended
@@ -118,7 +118,7 @@ def _recorded(plan: Plan, show: Show, ahead: _Ahead) -> Iterator[tuple[Path, Run
             again = name.replace("-resumed", "-interrupted")
             planned = {again: replace(settings, interrupted=True), **planned}
             continue
-        if settings.option and not stopped_run.is_telling(recorded):
+        if settings.option and not resume.is_telling(recorded):
             planned = {name: replace(settings, option=""), **planned}  # it means something else
             continue
         if witnesses.source_of(settings) and recorded.end.status == "failed":
@@ -386,7 +386,7 @@ def _was_told_otherwise(settings: RunSettings, like: Trace, recorded: Trace) -> 
     """Return whether a smaller {steps}, given to stop the run, changed it before the stop."""
     if not settings.stops or settings.interrupted or recorded.end.status == "failed":
         return False
-    return stopped_run.differed_before(like, recorded)
+    return resume.differed_before(like, recorded)
 
 
 def _clear(folder: Path) -> None:

@@ -19,9 +19,9 @@ from dataclasses import replace
 
 from entrenar_py.check.causes import run_comparison, sensitivity
 from entrenar_py.check.causes.compared import Compared
-from entrenar_py.check.clauses import controlled, randomness
+from entrenar_py.check.clauses import parity, randomness
+from entrenar_py.check.clauses.coverage import has_ended_epoch, in_epochs
 from entrenar_py.check.clauses.knobs import KNOBS
-from entrenar_py.check.clauses.population import has_ended_epoch, in_epochs
 from entrenar_py.check.command.run_plan import LONGER_MAX
 from entrenar_py.check.command.run_settings import RunSettings
 from entrenar_py.check.evidence import evidence
@@ -233,9 +233,9 @@ class Controlling:
         by_content = [run.traits.sample_ids == "content" for run in runs]
         if all(by_content):
             alone, several = map(_micro_batches, runs)
-            if is_short or (alone == several and controlled.has_other_rows(*runs)):
+            if is_short or (alone == several and parity.has_other_rows(*runs)):
                 return _fault(REPLAYED, size)
-            in_turn = alone == size * several and controlled.has_other_rows(*runs)
+            in_turn = alone == size * several and parity.has_other_rows(*runs)
             return _fault(IN_TURN, size) if in_turn else None
         return _fault(MERGED, size) if is_short and not any(by_content) else None
 
@@ -245,16 +245,16 @@ class Controlling:
         alone = self._joined[size][1] if size in self._joined else self._plain[1]
         runs = Runs(several, {ALONE: (alone,)}, witnesses={CONTROLLED: self._witnesses})
         plain = Compared(runs=runs, model=alone, trace=several)
-        is_ordered = not controlled.is_ordered_otherwise(plain)
-        if is_ordered and not controlled.is_prevented(plain):
+        is_ordered = not parity.is_ordered_otherwise(plain)
+        if is_ordered and not parity.is_prevented(plain):
             return []
         kinds = {fault.kind for fault in last.faults} - {*JOINED}
         first = COMMON if is_ordered else ORDERED
-        if not kinds and not (is_ordered and not controlled.is_by_chance(plain)):
+        if not kinds and not (is_ordered and not parity.is_by_chance(plain)):
             return [(size, first), (1, first)]
-        if kinds <= {first} and controlled.alike(plain, first) is None:
+        if kinds <= {first} and parity.alike(plain, first) is None:
             return [(size, MIRRORED), (1, MIRRORED)]
-        if MIRRORED in kinds and controlled.mirrored(plain) is None:
+        if MIRRORED in kinds and parity.mirrored(plain) is None:
             return [(1, REPEATED)]
         return []
 

@@ -20,7 +20,6 @@ from entrenar_py.check.evidence.needs import (
     ON_CPU,
     ORACLE,
     PEER,
-    REORDERED,
     REPEATED,
     RESUMED,
     SHORTENED,
@@ -227,8 +226,8 @@ def _witnesses(subject: Scenario, scenarios: Mapping[K, Scenario]) -> dict[Need,
     """Return the runs of a user's trainer that show whether others can be compared, if any.
 
     REPEATED: two runs that should be equal. ALONE: the run on one worker. NUDGED: a run, and the
-    same run with nudged weights. REORDERED: the like, with parameters in another order. CONTROLLED:
-    all runs with equal random numbers or shares. SHORTENED: those with short epochs, or more steps.
+    same run with nudged weights. CONTROLLED: all runs with equal random numbers or shares.
+    SHORTENED: those with short epochs, or more steps.
 
     A run on one worker is also found if it had another batch.
     """
@@ -241,29 +240,25 @@ def _witnesses(subject: Scenario, scenarios: Mapping[K, Scenario]) -> dict[Need,
     if again := _nearest(subject, undisturbed.with_(repeat=1), REPEATED, others):
         first = keys.get(others[again[0]].with_(repeat=0))
         twice = () if first is None else (first, again[0])
-    turned = {key: one for key, one in scenarios.items() if faults.are_reordered(one.faults)}
-
-    def pair(changed: Mapping[K, Scenario]) -> tuple[K, ...]:
-        for key, scenario in changed.items():
-            meant = undisturbed.with_(world_size=scenario.world_size)
-            if still := _nearest(subject, meant, ALONE, others):
-                return still[0], key
-        return ()
-
+    pair: tuple[K, ...] = ()
+    for key, scenario in nudged.items():
+        meant = undisturbed.with_(world_size=scenario.world_size)
+        if still := _nearest(subject, meant, ALONE, others):
+            pair = still[0], key
+            break
     longer = {key for key, one in scenarios.items() if faults.steps_of(one.faults)}
     shortened = {key for key, one in scenarios.items() if faults.are_shortened(one.faults)}
     short = tuple(
         key for key, one in scenarios.items() if key in longer | shortened and not one.stops
     )
     controlled = tuple(
-        key for key in scenarios if key not in {*nudged, *turned, *others, *shortened, *longer}
+        key for key in scenarios if key not in {*nudged, *others, *shortened, *longer}
     )
     once = () if alone is None else (alone[0],)
     return {
         ALONE: once,
         REPEATED: twice,
-        NUDGED: pair(nudged),
-        REORDERED: pair(turned),
+        NUDGED: pair,
         CONTROLLED: controlled,
         SHORTENED: short,
     }
