@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from entrenar_py.check.evidence import evidence
+from entrenar_py.check.evidence import closeness, evidence
 from entrenar_py.shared.faults import NEEDED, ON_THE_WAY, Fault
 from entrenar_py.shared.trace import Shard, Start, TensorRecord, Update, record_tensor
 from entrenar_py.shared.verdict import Tally
@@ -119,7 +119,7 @@ def test_the_first_difference(
 ) -> None:
     """A difference names the element if values are known, else the sizes, else the digests."""
     tally = Tally("F-XX-001")
-    evidence.compare_exact(tally, {"w": expected}, {"w": got}, "differ", step=1)
+    closeness.compare_exact(tally, {"w": expected}, {"w": got}, "differ", step=1)
     shown = found(tally)
     assert shown.tensor == "w"
     assert {name: getattr(shown, name) for name in place} == place
@@ -134,17 +134,17 @@ def test_any_flipped_bit_is_found(numbers: list[float], at: int, bit: int) -> No
     flipped.view(np.uint32)[at] ^= np.uint32(1 << bit)
     tally = Tally("F-XX-001")
     right, wrong = {"w": values(*numbers)}, {"w": record_tensor(flipped, values=True)}
-    evidence.compare_exact(tally, right, wrong, "differ")
+    closeness.compare_exact(tally, right, wrong, "differ")
     assert found(tally).element == at
 
 
 def test_equal_tensors_count_and_missing_ones_are_named() -> None:
     """Each tensor is one comparison; a tensor on one side only is a difference."""
     tally = Tally("F-XX-001")
-    evidence.compare_exact(tally, {"a": values(1), "b": values(2)}, {"a": values(1)}, "differ")
+    closeness.compare_exact(tally, {"a": values(1), "b": values(2)}, {"a": values(1)}, "differ")
     assert tally.compared == 2
     assert found(tally).tensor == "b"
-    evidence.compare_exact(other := Tally("F-XX-001"), {}, {"c": values(1)}, "differ")
+    closeness.compare_exact(other := Tally("F-XX-001"), {}, {"c": values(1)}, "differ")
     assert found(other).message == "differ: only got holds c"
 
 

@@ -31,7 +31,6 @@ from entrenar_py.check.evidence import (
     factors,
     gradient_sums,
     precision,
-    rates,
     step_sums,
 )
 from entrenar_py.shared.trace import Start, Tensors, Trace, Update, record_tensor
@@ -172,11 +171,11 @@ def _rate_ratio(model: Trace, trace: Trace, factor: float) -> float | None:
         for step, by_rank in evidence.updates(trace).items()
         if step in expected
         for update in by_rank.values()
-        for pair in rates.of(evidence.any_rank(expected[step]), update).values()
+        for pair in closeness.rates_of(evidence.any_rank(expected[step]), update).values()
     ]
     due, got = next((pair for pair in pairs if all(pair)), (0.0, 0.0))
     ratio = due / got if got else 0.0
-    same = all(math.isclose(a, ratio * b, rel_tol=rates.BOUND) for a, b in pairs)
+    same = all(math.isclose(a, ratio * b, rel_tol=closeness.RATE_BOUND) for a, b in pairs)
     return ratio if same and abs(ratio - factor) <= _ALIKE * factor else None
 
 

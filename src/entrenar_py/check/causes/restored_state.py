@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from entrenar_py.check.evidence import evidence, factors, missing
+from entrenar_py.check.evidence import closeness, evidence, factors, missing
 from entrenar_py.shared.trace import (
     Saved,
     Start,
@@ -159,7 +159,7 @@ def _compare(
             tally.compared += 1
         else:
             how = _how_it_differs(left, right, resume.history(part, name))
-            shown = evidence.difference(left, right)
+            shown = closeness.difference(left, right)
             tally.check(False, f"{message}: {name} {how}", tensor=name, **shown, **place)
 
 

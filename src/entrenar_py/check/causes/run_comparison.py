@@ -27,7 +27,6 @@ from entrenar_py.check.evidence import (
     facts,
     missing,
     precision,
-    rates,
     skips,
     step_sums,
 )
@@ -140,7 +139,7 @@ def compare(
         for update in by_rank.values():
             if trace.scenario.workload == "own":
                 message = f"{words.before}the learning rate is not {words.its}"
-                rates.compare(tally, model_update, update, expected, trace, message)
+                closeness.compare_rates(tally, model_update, update, expected, trace, message)
             if step < ROUNDING_STEPS:
                 num_gradients += comparison.first_step(model_update, update, due, gaps)
                 continue
@@ -205,8 +204,10 @@ def _other_rate(model: Trace, due: Update, trace: Trace, got: Update) -> str:
     """
     if not any(fault.kind == MERGED for fault in model.scenario.faults):
         return ""
-    pairs = rates.of(due, got).values()
-    apart = next((pair for pair in pairs if not math.isclose(*pair, rel_tol=rates.BOUND)), None)
+    pairs = closeness.rates_of(due, got).values()
+    apart = next(
+        (pair for pair in pairs if not math.isclose(*pair, rel_tol=closeness.RATE_BOUND)), None
+    )
     if apart is None:
         return ""
     workers = trace.scenario.world_size
@@ -514,7 +515,7 @@ class _Comparison:
         if lacking and model.end.status == "halted":
             self.tally.miss(f"{self.words.who} halted: {model.end.reason}")
             return
-        evidence.compare_steps_made(self.tally, lacking, self.trace, self.words.before)
+        closeness.compare_steps_made(self.tally, lacking, self.trace, self.words.before)
 
     def starts(self, gaps: missing.Gaps, model: Trace) -> None:
         """Compare each rank's weights before the first step with those of `model`."""

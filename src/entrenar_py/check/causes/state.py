@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from entrenar_py.check.causes import culprit
-from entrenar_py.check.evidence import evidence, facts, missing
+from entrenar_py.check.evidence import closeness, evidence, facts, missing
 from entrenar_py.shared.trace import Saved, Start, TensorRecord, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Tally
 
@@ -63,7 +63,7 @@ class Comparison:
                 for one, other in ((left, right), (right, left))
             )
         place = {**self._place, "step": step, "rank": got.rank}
-        evidence.compare_exact(self._tally, left, right, message, **place)
+        closeness.compare_exact(self._tally, left, right, message, **place)
 
     def compare_ranks(self, step: int, by_rank: ByRank, parts: Sequence[str]) -> None:
         """Compare each rank with the state that most ranks hold, to name the rank that deviates.
@@ -149,7 +149,7 @@ class Comparison:
             message = f"rank {wrong} and rank {right} hold different {part}"
             place = {**self._place, "step": step, "rank": wrong}
             place |= {} if known else {"or_rank": right}
-            evidence.compare_exact(self._tally, due, got, message, words=words, **place)
+            closeness.compare_exact(self._tally, due, got, message, words=words, **place)
 
     @property
     def _place(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from entrenar_py.check.evidence import evidence, precision
+from entrenar_py.check.evidence import closeness, evidence, precision
 from entrenar_py.shared.trace import Declared, Start, TensorRecord, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Tally
 
@@ -113,7 +113,7 @@ def compare_resumed(tally: Tally, straight: Trace, trace: Trace) -> None:
                 "without stops"
             )
             place = evidence.place(trace, update)
-            evidence.compare_exact(tally, due, got, message, words=words, **place)
+            closeness.compare_exact(tally, due, got, message, words=words, **place)
 
 
 def _moves_after(trace: Trace, label: str, rank: int) -> bool:
@@ -170,7 +170,7 @@ def compare_ranks(tally: Tally, trace: Trace) -> None:
                 told = f"rank {rank} keeps another average of the weights, {label}, than rank"
                 if label in declared or _same(due, got):
                     place = evidence.place(trace, update)
-                    evidence.compare_exact(tally, due, got, f"{told} {held[0]}", **place)
+                    closeness.compare_exact(tally, due, got, f"{told} {held[0]}", **place)
                     continue
                 tally.miss(
                     f"{told} {held[0]}, after step {step}: if all ranks use theirs, declare it, "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from entrenar_py.check.clauses import device_steps, probes
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import evidence, rounding_bound
+from entrenar_py.check.evidence import closeness, evidence
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Declined, Explained, Poisoned, Trace
 from entrenar_py.shared.verdict import Tally
@@ -32,7 +32,7 @@ def compare_operations(tally: Tally, trace: Trace) -> None:
     """Check that every element of every result is within its float32 rounding bound."""
     for result in trace.of(Explained):
         probes.note_software(tally, result)
-        rounding_bound.judge(tally, result, trace)
+        closeness.judge_explained(tally, result, trace)
 
 
 def compare_finiteness(tally: Tally, trace: Trace) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from entrenar_py.check.clauses import probes
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import evidence, rounding_bound
+from entrenar_py.check.evidence import closeness, evidence
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Explained, Stepped, Trace
 from entrenar_py.shared.verdict import Tally
@@ -82,7 +82,7 @@ def compare_results(tally: Tally, trace: Trace) -> None:
     if _steps(tally, trace) and not results:
         tally.miss(f"no result of {trace.scenario.workload} was compared with float64")
     for result in results:
-        rounding_bound.judge(tally, result, trace)
+        closeness.judge_explained(tally, result, trace)
 
 
 def compare_repetition(tally: Tally, trace: Trace) -> None:
@@ -94,7 +94,7 @@ def compare_repetition(tally: Tally, trace: Trace) -> None:
         if before is step:
             continue
         repeated += 1
-        evidence.compare_exact(
+        closeness.compare_exact(
             tally,
             before.results,
             step.results,

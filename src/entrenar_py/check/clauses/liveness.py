@@ -14,7 +14,7 @@ from entrenar_py.check.causes import frozen_modules, frozen_weights, weight_aver
 from entrenar_py.check.clauses import plans
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import evidence, facts, missing, precision
+from entrenar_py.check.evidence import closeness, evidence, facts, missing, precision
 from entrenar_py.check.evidence.needs import Traces
 from entrenar_py.shared import wording
 from entrenar_py.shared.trace import Declared, Ruled, Shard, Start, Trace, Update
@@ -127,7 +127,7 @@ def _frozen(
             after = update.weights[name]
             if freezing.judged or before.digest == after.digest:
                 place = evidence.place(trace, update)
-                evidence.compare_exact(tally, {name: before}, {name: after}, message, **place)
+                closeness.compare_exact(tally, {name: before}, {name: after}, message, **place)
                 continue
             changed.setdefault(update.step, []).append(name)
             break

@@ -18,7 +18,7 @@ from entrenar_py.check.clauses import (
 )
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import evidence, missing, rounds
+from entrenar_py.check.evidence import closeness, evidence, missing, rounds
 from entrenar_py.check.evidence.needs import ALONE, ORACLE, POISONED, SAVED, Traces
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
@@ -96,7 +96,7 @@ def _joined(tally: Tally, trace: Trace) -> None:
         outer = by_rank[min(by_rank)].weights
         message = f"rank {start.rank} joined with other weights than the outer ones"
         place = {**evidence.place(trace, start), "step": start.step - 1}
-        evidence.compare_exact(tally, outer, start.weights, message, **place)
+        closeness.compare_exact(tally, outer, start.weights, message, **place)
 
 
 def judge_parity(invariant: Invariant, runs: Traces) -> Finding:

@@ -14,7 +14,7 @@ from entrenar_py.check.clauses import plans, script_streams
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.clauses.population import in_epochs, is_endless
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import evidence, facts, missing
+from entrenar_py.check.evidence import closeness, evidence, facts, missing
 from entrenar_py.check.evidence.needs import ALONE, SHORTENED, Traces
 from entrenar_py.shared.faults import OF_LOADERS
 from entrenar_py.shared.trace import Drawn, Shard, Start, Trace
@@ -235,7 +235,7 @@ def _initial_agrees(tally: Tally, trace: Trace) -> None:
     for start in known[1:]:
         message = f"rank {start.rank} starts from other weights than rank {known[0].rank}"
         place = {**evidence.place(trace, start), "step": -1}
-        evidence.compare_exact(tally, known[0].weights, start.weights, message, **place)
+        closeness.compare_exact(tally, known[0].weights, start.weights, message, **place)
 
 
 def _same_for_any_worker_count(tally: Tally, runs: Traces) -> None:

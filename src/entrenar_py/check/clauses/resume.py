@@ -18,7 +18,7 @@ from entrenar_py.check.causes.compared import Compared
 from entrenar_py.check.clauses import plans, resumed_step, same_bits, stopped_run
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import evidence, local_buffers, missing, rates
+from entrenar_py.check.evidence import closeness, evidence, local_buffers, missing
 from entrenar_py.check.evidence.needs import REPEATED, RESUMED, Traces
 from entrenar_py.shared.trace import Shard, Start, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Finding, Tally
@@ -175,7 +175,7 @@ def _same_rates(tally: Tally, straight: Trace, trace: Trace) -> None:
         for rank, update in by_rank.items():
             model = expected[step].get(rank, evidence.any_rank(expected[step]))
             place = evidence.place(trace, update)
-            for name, pair in rates.of(model, update).items():
+            for name, pair in closeness.rates_of(model, update).items():
                 due, got = pair
                 is_told = due != got and tally.would_keep(update.step)
                 whose = _rate_of(name, got, update.step, expected, trace) if is_told else ""
@@ -189,7 +189,7 @@ def _rate_of(
     name: str | None, rate: float, at: int, expected: dict[int, dict[int, Update]], trace: Trace
 ) -> str:
     """Return in words which one other step of the straight run has the rate of step `at`, or ""."""
-    step = rates.only_step(name, rate, expected)
+    step = closeness.step_of_rate(name, rate, expected)
     if step in (None, at):
         return ""
     back = [start.step for start in trace.of(Start) if start.resumed and start.step <= at]

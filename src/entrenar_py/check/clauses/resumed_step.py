@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from entrenar_py.check.causes.restored_state import Resume, resumes
-from entrenar_py.check.evidence import evidence, rates, step_sums
+from entrenar_py.check.evidence import closeness, evidence, step_sums
 from entrenar_py.shared.trace import Tensors, Trace, Update
 from entrenar_py.shared.verdict import Tally
 
@@ -28,7 +28,7 @@ def compare(tally: Tally, straight: Trace, trace: Trace) -> None:
         )
         place = evidence.place(trace, update)
         words = _cause(resume, update)
-        evidence.compare_exact(tally, model.weights, update.weights, message, words=words, **place)
+        closeness.compare_exact(tally, model.weights, update.weights, message, words=words, **place)
 
 
 def _rests_on_the_same(resume: Resume, model: Update, update: Update) -> bool:
@@ -36,7 +36,11 @@ def _rests_on_the_same(resume: Resume, model: Update, update: Update) -> bool:
     pairs = [(model.gradient, update.gradient)]
     if before is not None:
         pairs += [(before.weights, start.weights), (before.optimizer, start.optimizer)]
-    known = before is not None and bool(model.gradient) and rates.differ(model, update) is None
+    known = (
+        before is not None
+        and bool(model.gradient)
+        and closeness.first_unlike_rates(model, update) is None
+    )
     return known and all(_digests(left) == _digests(right) for left, right in pairs)
 
 

@@ -11,7 +11,7 @@ from entrenar_py.check.causes.compared import Compared
 from entrenar_py.check.clauses import plans
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import evidence, facts, local_buffers, missing, rounds
+from entrenar_py.check.evidence import closeness, evidence, facts, local_buffers, missing, rounds
 from entrenar_py.check.evidence.needs import COUNTS, REPEATED, Traces
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Attempt, Shard, Trace, Update
@@ -200,7 +200,7 @@ def _compare_update(
             why = f"{who} recorded the {part} of step {update.step}"
             missing.ask(tally, why, facts.of_update(part))
             continue
-        evidence.compare_exact(tally, left, right, f"{message} ({part})", **place)
+        closeness.compare_exact(tally, left, right, f"{message} ({part})", **place)
     if (model.loss, update.loss) != (None, None):
         tally.equal(model.loss, update.loss, f"{message} (loss)", **place)
 
@@ -217,7 +217,7 @@ def _compare_rounds(tally: Tally, model: Trace, trace: Trace, message: str) -> N
                 continue
             for part in ("weights", "optimizer", "buffers"):
                 one, other = (getattr(side[rank], part) for side in (left, right))
-                evidence.compare_exact(tally, one, other, f"{message} (outer {part})", **place)
+                closeness.compare_exact(tally, one, other, f"{message} (outer {part})", **place)
 
 
 def _compare_local(tally: Tally, model: Trace, trace: Trace, message: str) -> None:
@@ -235,7 +235,7 @@ def _compare_local(tally: Tally, model: Trace, trace: Trace, message: str) -> No
             missing.ask(tally, why, facts.of_shards("gradient"))
             continue
         what, place = f"{message} (gradient of shard {shard.shard})", evidence.place(trace, shard)
-        evidence.compare_exact(tally, model_shard.gradient, shard.gradient, what, **place)
+        closeness.compare_exact(tally, model_shard.gradient, shard.gradient, what, **place)
 
 
 ROWS = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from entrenar_py.check.evidence import evidence, facts, missing, rates
+from entrenar_py.check.evidence import closeness, evidence, facts, missing
 from entrenar_py.check.evidence.needs import Traces
 from entrenar_py.shared.trace import Event, Shard, Start, Synchronised, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Tally
@@ -89,7 +89,7 @@ def _differences(straight: Trace, trace: Trace) -> Iterator[str]:
 
 
 def _moved_otherwise(model: Update, update: Update) -> Iterator[str]:
-    apart = rates.differ(model, update)
+    apart = closeness.first_unlike_rates(model, update)
     if apart is not None:
         name, due, got = apart
         yield (

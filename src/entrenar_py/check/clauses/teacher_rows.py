@@ -13,7 +13,7 @@ from entrenar_py.check.clauses import probes, tuned_weights
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.clauses.tuned_weights import STEP
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import evidence, rounding_bound
+from entrenar_py.check.evidence import closeness, evidence
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import (
     Encoded,
@@ -102,7 +102,7 @@ def compare_rows(tally: Tally, trace: Trace) -> None:
         message = f"the log of the rest of {what} is off by {gap:.3g}, {explained}"
         tally.at_most(ROUNDING, gap, message, form=".3g", **place)
     for step in steps:
-        rounding_bound.judge(tally, step, trace)
+        closeness.judge_explained(tally, step, trace)
 
 
 def compare_cover(tally: Tally, trace: Trace) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from entrenar_py.check.evidence import evidence, missing
+from entrenar_py.check.evidence import closeness, missing
 from entrenar_py.shared.trace import Declared, Noticed, Start, Trace, Update
 from entrenar_py.shared.verdict import Tally
 
@@ -69,7 +69,7 @@ def _compare_copies(tally: Tally, trace: Trace, tie: Tie) -> None:
                 rank=event.rank,
                 tensor=name,
                 scenario=trace.scenario,
-                **evidence.difference(first, copy),
+                **closeness.difference(first, copy),
             )
 
 

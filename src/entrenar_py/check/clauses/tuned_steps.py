@@ -19,7 +19,7 @@ from entrenar_py.check.clauses import probes
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.clauses.tuned_weights import STEP, planned
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import closeness, evidence, missing, rounding_bound
+from entrenar_py.check.evidence import closeness, evidence, missing
 from entrenar_py.check.evidence.needs import PEER, Traces
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Explained, Start, Tensors, Trace, Update
@@ -61,7 +61,7 @@ def compare_gradients(tally: Tally, trace: Trace) -> None:
     """Judge each step's loss and gradients within what rounding explains."""
     for explained in trace.of(Explained):
         if explained.of == STEP:
-            rounding_bound.judge(tally, explained, trace)
+            closeness.judge_explained(tally, explained, trace)
 
 
 # --- the peer -------------------------------------------------------------------------------------

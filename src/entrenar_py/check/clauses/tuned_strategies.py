@@ -11,7 +11,7 @@ from entrenar_py.check.causes.run_comparison import ADAM_GRADIENT_BOUND
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.clauses.tuned_weights import planned
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import closeness, evidence, missing, rounding_bound
+from entrenar_py.check.evidence import closeness, evidence, missing
 from entrenar_py.check.evidence.needs import SINGLE, Traces
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Explained, ReadBack, Start, Tensors, Trace, record_tensor
@@ -36,7 +36,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         for single in runs.of(SINGLE):
             _compare(tally, single, runs.base)
         for explained in runs.base.of(Explained) if runs.of(SINGLE) else ():
-            rounding_bound.judge(tally, explained, runs.base)
+            closeness.judge_explained(tally, explained, runs.base)
     nothing = "no run by ranks and on a single device of one fine-tuning was recorded"
     return tally.finding(nothing=missing.probed(invariant, nothing))
 

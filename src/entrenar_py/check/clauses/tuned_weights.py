@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from entrenar_py.check.clauses import probes
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import evidence, rounding_bound
+from entrenar_py.check.evidence import closeness, evidence
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Adapted, Explained, Frozen, Quantised, ReadBack, Trace
 from entrenar_py.shared.verdict import Tally
@@ -145,7 +145,7 @@ def compare_merged(tally: Tally, trace: Trace) -> None:
         )
     for explained in trace.of(Explained):
         if explained.of != STEP:
-            rounding_bound.judge(tally, explained, trace)
+            closeness.judge_explained(tally, explained, trace)
 
 
 def _matrices(event: Adapted) -> dict[str, Matrix]:

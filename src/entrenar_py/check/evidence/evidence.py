@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from entrenar_py.check.evidence import factors, run_names
+from entrenar_py.check.evidence import run_names
 from entrenar_py.check.evidence.needs import CALM, Traces
 from entrenar_py.shared.faults import SURVIVED
-from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import (
     Event,
     Shard,
@@ -156,72 +155,6 @@ def non_finite(tensors: Tensors) -> tuple[str, int | None] | None:
 def any_rank(by_rank: Mapping[int, Update]) -> Update:
     """Return the update of the lowest rank."""
     return by_rank[min(by_rank)]
-
-
-def compare_exact(
-    tally: Tally, expected: Tensors, got: Tensors, message: str, *, words: str = "", **place: Any
-) -> None:
-    """Compare bit for bit, one comparison per tensor. A tensor on one side only is a difference.
-
-    The message ends with `words`, or with how one tensor follows from the other if that is simple.
-    """
-    for name in [*expected, *(name for name in got if name not in expected)]:
-        left, right = expected.get(name), got.get(name)
-        if left is None or right is None:
-            holder = "expected" if right is None else "got"
-            tally.check(False, f"{message}: only {holder} holds {name}", tensor=name, **place)
-        elif left.digest == right.digest:
-            tally.compared += 1
-        else:
-            shown = difference(left, right)
-            told = f": {words}" if words else _relation(left, right, place.get("scenario"))
-            tally.check(False, f"{message}: {name} differs{told}", tensor=name, **shown, **place)
-
-
-def _relation(expected: TensorRecord, got: TensorRecord, scenario: Scenario | None) -> str:
-    left, right = expected.vector(), got.vector()
-    if left is None or right is None:
-        return ""
-    words = factors.of(left, right, scenario)
-    return f": {words}" if words else ""
-
-
-def compare_updates(
-    tally: Tally, model: Trace, trace: Trace, part: str, message: str, *, before: float = math.inf
-) -> None:
-    """Compare `part` of each update with `model`'s lowest rank's, bitwise, before step `before`."""
-    expected = updates(model)
-    for step, by_rank in ranks_by_step(trace):
-        for _, update in sorted(by_rank.items()):
-            if step < before and step not in expected:
-                tally.check(False, f"step {step} is not in the other run", **place(trace, update))
-            elif step < before:
-                wanted, got = getattr(any_rank(expected[step]), part), getattr(update, part)
-                compare_exact(tally, wanted, got, message, **place(trace, update))
-
-
-def compare_steps_made(tally: Tally, lost: Iterable[int], trace: Trace, words: str = "") -> None:
-    """Count one comparison, which fails if there are steps `lost` that the run did not make."""
-    steps = sorted(lost)
-    message = f"{words}steps {steps[:5]} were never made"
-    tally.check(not steps, message, step=min(steps, default=None), scenario=trace.scenario)
-
-
-def difference(expected: TensorRecord, got: TensorRecord) -> dict[str, Any]:
-    """Return the first differing element, with both values; digests if values are unknown."""
-    left, right = expected.values(), got.values()
-    if left is None or right is None:
-        return {"expected": expected.digest, "got": got.digest}
-    if (left.size, left.dtype) != (right.size, right.dtype):
-        return {
-            "expected": f"{left.size} elements of {left.dtype}",
-            "got": f"{right.size} elements of {right.dtype}",
-        }
-    bits = left.view(np.uint8) != right.view(np.uint8)
-    if not bits.any():  # the values were edited, or the digest was
-        return {"expected": expected.digest, "got": got.digest}
-    element = int(bits.argmax()) // left.itemsize
-    return {"element": element, "expected": str(left[element]), "got": str(right[element])}
 
 
 def vectors(tensors: Tensors) -> dict[str, Values] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from entrenar_py.check.evidence import evidence
+from entrenar_py.check.evidence import closeness, evidence
 from entrenar_py.shared.trace import Trace, Update
 from entrenar_py.shared.verdict import Tally
 from entrenar_py.shared.wording import listed
@@ -49,7 +49,7 @@ def compare(tally: Tally, model: Trace, trace: Trace, message: str) -> None:
         if other is None or not other.local or not lowest.local:
             continue
         place = evidence.place(trace, lowest)
-        evidence.compare_exact(tally, other.local, lowest.local, message, **place)
+        closeness.compare_exact(tally, other.local, lowest.local, message, **place)
 
 
 def _declaration(name: str) -> str:
