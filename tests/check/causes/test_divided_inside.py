@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from entrenar_py.check import evidence
 from entrenar_py.check.clauses import CHECKS
-from entrenar_py.check.evidence import evidence
 from entrenar_py.check.evidence.needs import ALONE, Runs
 from entrenar_py.shared.trace import Shard, Start, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Finding, Verdict

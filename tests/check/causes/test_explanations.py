@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import explanations
-from entrenar_py.check.evidence import evidence
 from entrenar_py.shared.faults import OF_RECORDS, Fault
 from entrenar_py.shared.trace import Drawn, Shard, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Verdict

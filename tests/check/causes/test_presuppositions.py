@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from entrenar_py.check.causes import copies, knob_pairs, tensor_names
+from entrenar_py.check import evidence
+from entrenar_py.check.causes import copies, tensor_names
 from entrenar_py.check.causes.compared import Compared
 from entrenar_py.check.clauses import CHECKS
-from entrenar_py.check.evidence import evidence
+from entrenar_py.check.evidence import run_names
 from entrenar_py.check.evidence.needs import (
     ALONE,
     CONTROLLED,
@@ -443,7 +444,7 @@ def test_a_sum_over_one_share_is_the_same_on_one_worker(
 def test_witnesses_are_found_among_stored_runs() -> None:
     """They are a second plain run, that on one worker, with nudged weights, and controlled ones."""
     usual = own().scenario
-    turned = knob_pairs.told(usual, knob="permute", value="1", usual="0")
+    turned = run_names.with_turned(usual, knob="permute", value="1", usual="0")
     stored = {"usual": usual, "alone": own(1).scenario, "turned": turned}
     stored["again"] = usual.with_(repeat=1)
     nudge = Fault(kind="nudged_weights", step=0, value="1e-6")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import shares
-from entrenar_py.check.evidence import evidence
 from entrenar_py.shared.trace import Update
 from tests.check.clauses import traces
 from tests.check.clauses.micro_batch_traces import (

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import sample_numbers
 from entrenar_py.check.causes.compared import Compared
 from entrenar_py.check.clauses import CHECKS, untold_epochs
 from entrenar_py.check.clauses.coverage import LISTED_MAX
-from entrenar_py.check.evidence import evidence
 from entrenar_py.check.evidence.needs import ALONE, Runs
 from entrenar_py.shared.trace import Selection, Shard, Trace, Update
 from entrenar_py.shared.verdict import Finding, Tally, Verdict

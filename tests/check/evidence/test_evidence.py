@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from entrenar_py.check.evidence import closeness, evidence
+from entrenar_py.check import evidence
+from entrenar_py.check.evidence import closeness
 from entrenar_py.shared.faults import NEEDED, ON_THE_WAY, Fault
 from entrenar_py.shared.trace import Shard, Start, TensorRecord, Update, record_tensor
 from entrenar_py.shared.verdict import Tally

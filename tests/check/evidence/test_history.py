@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from entrenar_py.check.evidence import history
-from entrenar_py.check.evidence.history import Stay
+from entrenar_py.check import evidence
+from entrenar_py.check.evidence import Stay
 from entrenar_py.shared.trace import Event, Halt, Membership, Saved, Shard, Start, Trace, Update
 from tests.check.clauses import traces
 from tests.check.clauses.traces import hand_written, scenario
@@ -128,18 +128,18 @@ def test_who_left_before_the_rollback_loses_its_steps_too() -> None:
 )
 def test_stays(events: list[Event], expected: list[Stay]) -> None:
     """A stay lasts from a start until the rank leaves; a rollback ends it earlier."""
-    assert history.stays(hand_written(*events))[1] == expected
+    assert evidence.stays(hand_written(*events))[1] == expected
 
 
 def test_who_never_started_has_no_stays() -> None:
     """An update or a departure without a start makes no stay."""
-    assert history.stays(hand_written(update(0, 0), left(1, 0))) == {}
+    assert evidence.stays(hand_written(update(0, 0), left(1, 0))) == {}
 
 
 def test_members_of_a_step() -> None:
     """A rank is a member from its first step on, but not in the step in which it left."""
     stays = {0: [Stay(0, math.inf)], 1: [Stay(0, 2), Stay(4, math.inf)]}
-    there = [sorted(history.members(stays, step)) for step in range(6)]
+    there = [sorted(evidence.members(stays, step)) for step in range(6)]
     assert there == [[0, 1], [0, 1], [0], [0], [0, 1], [0, 1]]
 
 
@@ -156,4 +156,4 @@ def test_members_of_a_step() -> None:
 )
 def test_ghosts(events: list[Event], expected: list[int]) -> None:
     """Updates by a rank that has left and not come back are returned, also after a rollback."""
-    assert [one.step for one in history.ghosts(hand_written(*events))] == expected
+    assert [one.step for one in evidence.ghosts(hand_written(*events))] == expected

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from entrenar_py.check.evidence import skips
+from entrenar_py.check import evidence
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.trace import Injected, Start, Trace, Update
 from entrenar_py.shared.verdict import Verdict
@@ -58,7 +58,7 @@ def test_weights_that_are_lost_skip_nothing() -> None:
     lost = skipping(own(CALM))
     for rank in (0, 1, 2):
         lost = altered(lost, Update, {"step": STEP, "rank": rank}, finite=False)
-    assert skips.skipped(lost) == set()
+    assert evidence.skipped(lost) == set()
     finding = traces.judge("finiteness", [struck(lost)])
     assert finding.verdict is Verdict.FALSIFIED
     assert not any("GradScaler" in note for note in finding.notes)
@@ -78,7 +78,7 @@ def test_a_skipped_step_that_moves_something(part: str) -> None:
     moved = altered(skipping(own(CALM)), Update, {"step": STEP, "rank": 2}, **after)
     finding = traces.judge("finiteness", [struck(moved)])
     assert "updated in step 2 after a non-finite value" in broken(finding).message
-    assert skips.skipped(moved) == set()
+    assert evidence.skipped(moved) == set()
 
 
 def test_the_harness_own_trainers_halt() -> None:

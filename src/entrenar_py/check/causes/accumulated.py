@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes.explanations import Explanation
-from entrenar_py.check.evidence import evidence, factors, gradient_sums, step_sums
+from entrenar_py.check.evidence import factors, step_sums
 from entrenar_py.shared.trace import Shard, Start, Trace, Update
 from entrenar_py.shared.wording import listed
 
@@ -52,8 +53,8 @@ class Applied:
     def by_other_divisors(self) -> Iterator[Applied]:
         """Yield the step with each divisor by which some tensors are exactly their sums."""
         size = float(np.linalg.norm(step_sums.joined(self.mean, self.mean)))
-        for divisor in gradient_sums.divisors(self.total, self.mean, self.bound):
-            off = gradient_sums.off(self.total, self.mean, divisor, self.bound * divisor * size)
+        for divisor in step_sums.divisors(self.total, self.mean, self.bound):
+            off = step_sums.off(self.total, self.mean, divisor, self.bound * divisor * size)
             if off and off != self.off:
                 yield replace(self, divisor=divisor, off=off)
 

@@ -10,9 +10,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import brought_together
-from entrenar_py.check.causes.compared import Compared, run_name
-from entrenar_py.check.evidence import evidence, missing, rounds
+from entrenar_py.check.causes.compared import Compared
+from entrenar_py.check.evidence import missing, rounds
+from entrenar_py.check.evidence.run_names import run_name
 from entrenar_py.shared.trace import Event, Injected, Shard, Start, Tensors, Trace, Update
 
 

@@ -11,9 +11,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import divergence
-from entrenar_py.check.causes.compared import Compared, run_name
-from entrenar_py.check.evidence import evidence, rounds
+from entrenar_py.check.causes.compared import Compared
+from entrenar_py.check.evidence import rounds
+from entrenar_py.check.evidence.run_names import run_name
 from entrenar_py.shared.trace import Tensors, Trace, Update
 
 NEARER = 0.95  # of the distance between two ranks, after they are brought together

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import reduction_format
-from entrenar_py.check.evidence import closeness, evidence, precision, step_sums
-from entrenar_py.check.evidence.gradient_sums import Vectors
-from entrenar_py.check.evidence.step_sums import Vector
+from entrenar_py.check.evidence import closeness, precision, step_sums
+from entrenar_py.check.evidence.step_sums import Vector, Vectors
 from entrenar_py.shared.trace import Shard, Trace, Update
 
 # A change counts if it is so many times that of most tensors: where sums are rounded, all change.

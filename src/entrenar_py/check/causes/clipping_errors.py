@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes.explanations import Explanation
-from entrenar_py.check.evidence import evidence, gradient_sums, step_sums
-from entrenar_py.check.evidence.gradient_sums import Vectors
+from entrenar_py.check.evidence import step_sums
+from entrenar_py.check.evidence.step_sums import Vectors
 from entrenar_py.shared.trace import Shard, Update
 from entrenar_py.shared.wording import listed
 
@@ -65,7 +66,7 @@ def of_step(
     # Gradients that nothing was added to are zeros, if they were not set to None.
     idle = {n: v for n, v in applied.items() if n not in whole and not v.any()}
     whole = {**whole, **idle} if whole else {}
-    if not whole or gradient_sums.shapes(whole) != gradient_sums.shapes(applied):
+    if not whole or step_sums.shapes(whole) != step_sums.shapes(applied):
         whole, shards = {}, []
     lost = step_sums.dropped(by_rank, shards)
     parts: dict[int, list[Vectors]] = {}
@@ -91,7 +92,7 @@ def in_pieces(clipped: Clipped) -> Explanation | None:
     Ranks that hold pieces clip each by its own norm, unless these are added up over all ranks.
     """
     given, applied = clipped.given, clipped.applied
-    if clipped.large or gradient_sums.shapes(given) != gradient_sums.shapes(applied):
+    if clipped.large or step_sums.shapes(given) != step_sums.shapes(applied):
         return None
     before, after = _flat(given), _flat(applied)
     telling = before != 0

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from entrenar_py.check.evidence import closeness, evidence, step_sums
-from entrenar_py.check.evidence.gradient_sums import Vectors
-from entrenar_py.check.evidence.step_sums import Vector
+from entrenar_py.check import evidence
+from entrenar_py.check.evidence import closeness, step_sums
+from entrenar_py.check.evidence.step_sums import Vector, Vectors
 from entrenar_py.shared.trace import Shard
 
 # Elements of a tensor, a micro-batch, that no combination meets by chance.

@@ -7,16 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import explanations, run_comparison, sensitivity
 from entrenar_py.check.causes.explanations import Explanation
-from entrenar_py.check.causes.knob_pairs import pair_of
 from entrenar_py.check.causes.sensitivity import Sensitivity
-from entrenar_py.check.evidence import evidence
 from entrenar_py.check.evidence.needs import ALONE, REPEATED, Traces
-from entrenar_py.shared.faults import OF_WITNESSES
 from entrenar_py.shared.trace import Trace
 from entrenar_py.shared.verdict import Counterexample, Tally
-from entrenar_py.shared.wording import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,17 +87,3 @@ class Presupposition:
     left: Callable[[Compared], Compared | None] = lambda _: None
     is_explained: bool = False
     broken: Callable[[Compared], Mapping[str, Any] | None] = lambda _: None
-
-
-def run_name(trace: Trace) -> str:
-    """Return such words as `the run on 2 workers`, `the run with clip=0.01`."""
-    scenario = trace.scenario
-    pair = pair_of(scenario)
-    words = (
-        f"with {pair.knob}={pair.value}" if pair else f"on {counted(scenario.world_size, 'worker')}"
-    )
-    stopped = ", stopped and resumed" if scenario.stops else ""
-    kinds = {fault.kind for fault in scenario.faults}
-    killed = ", a worker of which was killed" if "leave" in kinds else ""
-    planted = " with a planted value" if kinds - {"leave", "join", *OF_WITNESSES} else ""
-    return f"the run {words}{stopped}{killed}{planted}"

@@ -11,9 +11,11 @@ from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Any
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import loss_terms, tensor_names
-from entrenar_py.check.causes.compared import Compared, run_name
-from entrenar_py.check.evidence import evidence, factors, step_sums
+from entrenar_py.check.causes.compared import Compared
+from entrenar_py.check.evidence import factors, step_sums
+from entrenar_py.check.evidence.run_names import run_name
 from entrenar_py.shared.faults import JOINED, MIRRORED, OF_RECORDS
 from entrenar_py.shared.trace import Event, Shard, Start, Synchronised, Tensors, Trace, Update
 from entrenar_py.shared.wording import listed

@@ -13,9 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import changed_sums, combinations, run_comparison
-from entrenar_py.check.causes.compared import Compared, run_name
-from entrenar_py.check.evidence import evidence, precision, step_sums
+from entrenar_py.check.causes.compared import Compared
+from entrenar_py.check.evidence import precision, step_sums
+from entrenar_py.check.evidence.run_names import run_name
 from entrenar_py.shared.trace import Shard, Trace
 
 # A share of the usual distance of two gradients. What float32 leaves is far below it.

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import run_comparison, update_rule
-from entrenar_py.check.evidence import evidence, factors, step_sums
+from entrenar_py.check.evidence import factors, step_sums
 from entrenar_py.shared.trace import Tensors, Trace
 
 Vector = NDArray[Any]

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from entrenar_py.check.causes.compared import Compared, run_name
-from entrenar_py.check.evidence import evidence
+from entrenar_py.check import evidence
+from entrenar_py.check.causes.compared import Compared
+from entrenar_py.check.evidence.run_names import run_name
 from entrenar_py.shared.trace import (
     Event,
     Injected,

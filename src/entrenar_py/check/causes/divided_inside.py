@@ -22,17 +22,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import applied_gradients, step_shape, tensor_names
-from entrenar_py.check.causes.compared import Compared, run_name
+from entrenar_py.check.causes.compared import Compared
 from entrenar_py.check.causes.run_comparison import ROUNDING_STEPS, Bounds
-from entrenar_py.check.evidence import (
-    closeness,
-    evidence,
-    factors,
-    gradient_sums,
-    precision,
-    step_sums,
-)
+from entrenar_py.check.evidence import closeness, factors, precision, step_sums
+from entrenar_py.check.evidence.run_names import run_name
 from entrenar_py.shared.trace import Start, Tensors, Trace, Update, record_tensor
 from entrenar_py.shared.verdict import Tally
 
@@ -104,7 +99,7 @@ def _mean(held: Sequence[Tensors], counts: Sequence[float]) -> Tensors | None:
     total = sum(counts)
     if not total or len(known) < len(held):
         return None
-    shapes = [gradient_sums.shapes(each) for each in known]
+    shapes = [step_sums.shapes(each) for each in known]
     if any(shape != shapes[0] for shape in shapes):
         return None
     return {
@@ -260,7 +255,7 @@ def _movements(trace: Trace) -> Iterator[tuple[tuple[int, int], tuple[step_sums.
             old = evidence.vectors(_chosen({**before.get(rank, {}), **update.edited}, names))
             new = evidence.vectors(_chosen(update.weights, names))
             before[rank] = update.weights
-            if not old or not new or gradient_sums.shapes(old) != gradient_sums.shapes(new):
+            if not old or not new or step_sums.shapes(old) != step_sums.shapes(new):
                 continue
             after = step_sums.joined(new, new)
             yield (step, rank), (after - step_sums.joined(old, new), float(np.linalg.norm(after)))

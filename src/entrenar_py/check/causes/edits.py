@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import weight_averages
-from entrenar_py.check.evidence import evidence, precision
+from entrenar_py.check.evidence import precision
 from entrenar_py.shared.trace import Declared, Start, TensorRecord, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Tally
 from entrenar_py.shared.wording import counted, listed, named

@@ -16,8 +16,9 @@ from typing import TypeVar
 
 import numpy as np
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import combinations
-from entrenar_py.check.evidence import closeness, evidence, factors, step_sums
+from entrenar_py.check.evidence import closeness, factors, step_sums
 from entrenar_py.shared.faults import OF_RECORDS
 from entrenar_py.shared.trace import Tensors, Trace
 from entrenar_py.shared.wording import listed

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 
-from entrenar_py.check.evidence import evidence
+from entrenar_py.check import evidence
 from entrenar_py.shared.trace import Start, Trace, Update
 from entrenar_py.shared.verdict import Tally
 

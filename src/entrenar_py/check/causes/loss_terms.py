@@ -17,7 +17,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from entrenar_py.check.evidence import evidence, facts, gradient_sums, missing, step_sums
+from entrenar_py.check import evidence
+from entrenar_py.check.evidence import facts, missing, step_sums
 from entrenar_py.shared.trace import Shard, Trace, Update
 from entrenar_py.shared.verdict import Tally
 from entrenar_py.shared.wording import listed, named
@@ -635,9 +636,9 @@ def _applied_divisor(
     if not total or mean is None or not total.keys() <= mean.keys():
         return None
     mean = {name: mean[name] for name in total}
-    if gradient_sums.shapes(total) != gradient_sums.shapes(mean):
+    if step_sums.shapes(total) != step_sums.shapes(mean):
         return None
-    return gradient_sums.divisor(total, mean)
+    return step_sums.divisor(total, mean)
 
 
 def _alike(one: float, other: float) -> bool:

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import run_comparison
-from entrenar_py.check.evidence import evidence, gradient_sums, step_sums
+from entrenar_py.check.evidence import step_sums
 from entrenar_py.shared.trace import Shard, Trace, Update
 
 
@@ -86,10 +87,10 @@ def applies_all(by_rank: Mapping[int, Update], shards: Sequence[Shard], bound: f
     mean = evidence.vectors(evidence.any_rank(by_rank).gradient)
     if total is None or mean is None:
         return False
-    if gradient_sums.shapes(total) != gradient_sums.shapes(mean):
+    if step_sums.shapes(total) != step_sums.shapes(mean):
         return False
-    divisor = gradient_sums.divisor(total, mean)
+    divisor = step_sums.divisor(total, mean)
     size = math.sqrt(sum(float(np.square(v, dtype=np.float64).sum()) for v in mean.values()))
     if divisor is None or not math.isfinite(size):
         return False
-    return not gradient_sums.off(total, mean, divisor, bound * abs(divisor) * size)
+    return not step_sums.off(total, mean, divisor, bound * abs(divisor) * size)

@@ -25,8 +25,9 @@ from entrenar_py.check.causes import (
     tensor_names,
     uneven_steps,
 )
-from entrenar_py.check.causes.compared import Compared, Presupposition, run_name
+from entrenar_py.check.causes.compared import Compared, Presupposition
 from entrenar_py.check.causes.explanations import Explanation
+from entrenar_py.check.evidence.run_names import run_name
 from entrenar_py.shared.trace import Trace
 from entrenar_py.shared.verdict import Tally
 

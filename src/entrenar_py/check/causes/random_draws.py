@@ -10,9 +10,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 from entrenar_py.check.causes import own_sums
-from entrenar_py.check.causes.compared import Compared, run_name
+from entrenar_py.check.causes.compared import Compared
 from entrenar_py.check.causes.run_comparison import ROUNDING_STEPS
 from entrenar_py.check.evidence import missing, precision
+from entrenar_py.check.evidence.run_names import run_name
 from entrenar_py.shared.faults import CONTROLLED
 from entrenar_py.shared.trace import Drawn, Shard, Trace
 

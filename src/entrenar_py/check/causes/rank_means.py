@@ -15,8 +15,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes.run_comparison import GRADIENT_BOUND
-from entrenar_py.check.evidence import evidence, gradient_sums, step_sums
+from entrenar_py.check.evidence import step_sums
 from entrenar_py.shared.trace import Shard, Trace, Update
 from entrenar_py.shared.verdict import Tally
 from entrenar_py.shared.wording import listed
@@ -117,13 +118,13 @@ def _is_plain_sum(by_rank: Mapping[int, Update], shards: Sequence[Shard]) -> boo
     applied = evidence.vectors(evidence.any_rank(by_rank).gradient)
     if total is None or applied is None or total.keys() != applied.keys():
         return bool(shards) and not any(shard.gradient for shard in shards)
-    if (divisor := gradient_sums.divisor(total, applied)) is None:
+    if (divisor := step_sums.divisor(total, applied)) is None:
         return False
     size = math.hypot(
         *(float((vector.astype(float) ** 2).sum()) ** 0.5 for vector in applied.values())
     )
     allowed = GRADIENT_BOUND * abs(divisor) * size
-    return not gradient_sums.off(total, applied, divisor, allowed)
+    return not step_sums.off(total, applied, divisor, allowed)
 
 
 def _alike(one: float, other: float) -> bool:

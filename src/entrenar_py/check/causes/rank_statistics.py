@@ -6,8 +6,8 @@ buffers. Their results rightly depend on how a batch is divided.
 
 from __future__ import annotations
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes.compared import Compared
-from entrenar_py.check.evidence import evidence
 from entrenar_py.shared.faults import MIRRORED
 from entrenar_py.shared.trace import Trace
 from entrenar_py.shared.wording import listed

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from entrenar_py.check.evidence import evidence, gradient_sums, precision, step_sums
+from entrenar_py.check import evidence
+from entrenar_py.check.evidence import precision, step_sums
 from entrenar_py.check.evidence.factors import Vector
-from entrenar_py.check.evidence.gradient_sums import Vectors
+from entrenar_py.check.evidence.step_sums import Vectors
 from entrenar_py.shared.trace import Shard, Trace, Update
 
 _STEPS = 4  # to look at
@@ -121,7 +122,7 @@ def _is_random(gap: Vector, whole: Vector, terms: Vector) -> bool:
 
 
 def _names(vectors: Vectors) -> dict[str, tuple[int, ...]]:
-    return gradient_sums.shapes(vectors)
+    return step_sums.shapes(vectors)
 
 
 def _size(vectors: Vectors) -> float:

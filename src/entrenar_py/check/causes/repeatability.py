@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import divergence, resumed_data, run_comparison
-from entrenar_py.check.causes.compared import Compared, run_name
+from entrenar_py.check.causes.compared import Compared
 from entrenar_py.check.causes.sensitivity import UNKNOWN
-from entrenar_py.check.evidence import evidence, missing
+from entrenar_py.check.evidence import missing
+from entrenar_py.check.evidence.run_names import Words, run_name
 from entrenar_py.shared.trace import Shard, Start, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Counterexample, Tally
 
@@ -90,9 +92,7 @@ def apart_in_bits(compared: Compared) -> str:
     return ""
 
 
-_PLAIN = run_comparison.Words(
-    who="the first of them", its="the first one's", before="", elsewhere=""
-)
+_PLAIN = Words(who="the first of them", its="the first one's", before="", elsewhere="")
 
 
 def drawn_apart(compared: Compared) -> str:

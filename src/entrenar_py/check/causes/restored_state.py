@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from entrenar_py.check.evidence import closeness, evidence, factors, missing
+from entrenar_py.check import evidence
+from entrenar_py.check.evidence import closeness, factors, missing
 from entrenar_py.shared.trace import (
     Saved,
     Start,

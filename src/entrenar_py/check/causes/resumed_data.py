@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import random_draws
-from entrenar_py.check.evidence import evidence, missing
+from entrenar_py.check.evidence import missing
 from entrenar_py.shared.trace import Drawn, Shard, Start, Trace
 from entrenar_py.shared.verdict import Tally
 from entrenar_py.shared.wording import listed, named

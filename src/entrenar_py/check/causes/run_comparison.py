@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import (
     changed_sums,
     combinations,
@@ -20,16 +21,8 @@ from entrenar_py.check.causes import (
     step_shape,
 )
 from entrenar_py.check.causes.sensitivity import UNKNOWN, Sensitivity
-from entrenar_py.check.evidence import (
-    closeness,
-    evidence,
-    factors,
-    facts,
-    missing,
-    precision,
-    skips,
-    step_sums,
-)
+from entrenar_py.check.evidence import closeness, factors, facts, missing, precision, step_sums
+from entrenar_py.check.evidence.run_names import Words
 from entrenar_py.shared.faults import MERGED
 from entrenar_py.shared.trace import Start, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Tally
@@ -82,16 +75,6 @@ _PARTS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Words:
-    """The words in which findings name the model run: `gradient is not <its>`, `<who> halted`."""
-
-    who: str = "the single-device run"
-    its: str = "the single device's"
-    before: str = ""  # the beginning of each message
-    elsewhere: str = ": see F-DP-002"  # the clause that judges which samples are drawn
-
-
 SINGLE = Words()
 
 
@@ -123,7 +106,10 @@ def compare(
     comparison = _Comparison(tally, words, trace, bounds, sensitivity)
     comparison.starts(gaps, model)
     valued = {part for part in _PARTS if _has_values(model, part) and _has_values(trace, part)}
-    model_rested, rested = skips.without_gradients(model), skips.without_gradients(trace)
+    model_rested, rested = (
+        evidence.skipped_without_gradients(model),
+        evidence.skipped_without_gradients(trace),
+    )
     apart = min(model_rested ^ rested, default=None)
     dropped = step_sums.dropped_otherwise(model, trace) if tally.observed else None
     ends = [step for step in (apart, dropped) if step is not None]

@@ -16,7 +16,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from entrenar_py.check.evidence import closeness, evidence, precision
+from entrenar_py.check import evidence
+from entrenar_py.check.evidence import closeness, precision
 from entrenar_py.check.evidence.needs import NUDGED, Runs
 from entrenar_py.shared.trace import Trace, Update
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from entrenar_py.check.evidence import closeness, evidence, factors, step_sums
+from entrenar_py.check import evidence
+from entrenar_py.check.evidence import closeness, factors, step_sums
 from entrenar_py.shared.trace import Shard, Tensors, Trace, Update
 from entrenar_py.shared.wording import listed
 

@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import culprit
-from entrenar_py.check.evidence import closeness, evidence, facts, missing
+from entrenar_py.check.evidence import closeness, facts, missing
 from entrenar_py.shared.trace import Saved, Start, TensorRecord, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Tally
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from entrenar_py.check.evidence import evidence
+from entrenar_py.check import evidence
 from entrenar_py.shared.trace import Start, Tensors, Trace, Update
 
 # The share of a move that gradient and weight may leave unexplained: rounding, but no sign of it.

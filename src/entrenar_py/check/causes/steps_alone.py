@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import update_rule
 from entrenar_py.check.causes.compared import Compared
-from entrenar_py.check.evidence import evidence, gradient_sums, step_sums
+from entrenar_py.check.evidence import step_sums
 from entrenar_py.shared.trace import Shard, Trace, Update
 
 _STEPS_MIN = 2  # Adam's first moves are +-rate, whatever the gradient is
@@ -127,7 +128,7 @@ def _is_own(update: Update, shards: Collection[Shard], names: Collection[str]) -
     own, got = (step_sums.joined(vectors, names) for vectors in (total, applied))
     if own.shape != got.shape or not own.any():
         return False
-    number = gradient_sums.divisor({"": own}, {"": got})
+    number = step_sums.divisor({"": own}, {"": got})
     return number is not None and bool(
         np.linalg.norm(own - number * got) <= _ALIKE * np.linalg.norm(own)
     )

@@ -12,7 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from entrenar_py.check.evidence import closeness, evidence
+from entrenar_py.check import evidence
+from entrenar_py.check.evidence import closeness
 from entrenar_py.shared.trace import Shard, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Tally
 

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from typing import Any
 
-from entrenar_py.check.causes.compared import Compared, run_name
+from entrenar_py.check.causes.compared import Compared
+from entrenar_py.check.evidence.run_names import run_name
 from entrenar_py.shared.trace import Event, Shard, Start, Synchronised, Trace, Update
 from entrenar_py.shared.wording import listed
 

@@ -9,7 +9,8 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 
 from entrenar_py.check.causes import divergence
-from entrenar_py.check.causes.compared import Compared, run_name
+from entrenar_py.check.causes.compared import Compared
+from entrenar_py.check.evidence.run_names import run_name
 from entrenar_py.shared.trace import Shard, Trace, Update
 
 

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import torch_rules
 from entrenar_py.check.causes.torch_rules import Moments, TensorRule
-from entrenar_py.check.evidence import evidence, precision
+from entrenar_py.check.evidence import precision
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import (
     Event,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from entrenar_py.check.evidence import evidence
+from entrenar_py.check import evidence
 from entrenar_py.shared.trace import Trace
 
 Vectors = Mapping[str, NDArray[Any]]

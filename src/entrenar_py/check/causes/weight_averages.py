@@ -14,7 +14,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from entrenar_py.check.evidence import closeness, evidence, precision
+from entrenar_py.check import evidence
+from entrenar_py.check.evidence import closeness, precision
 from entrenar_py.shared.trace import Declared, Start, TensorRecord, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Tally
 

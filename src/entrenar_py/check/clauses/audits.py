@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TypeAlias
 
+from entrenar_py.check import evidence
 from entrenar_py.check.clauses import plans
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import closeness, evidence, missing
+from entrenar_py.check.evidence import closeness, missing
 from entrenar_py.check.evidence.needs import CALM, Traces
 from entrenar_py.shared.faults import PLANTED, SILENT, Fault
 from entrenar_py.shared.scenario import Scenario

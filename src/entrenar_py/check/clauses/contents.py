@@ -14,9 +14,10 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import run_comparison
 from entrenar_py.check.clauses import row_passes
-from entrenar_py.check.evidence import evidence, facts, missing
+from entrenar_py.check.evidence import facts, missing
 from entrenar_py.shared.trace import Shard, Trace
 from entrenar_py.shared.verdict import Tally
 from entrenar_py.shared.wording import named

@@ -18,13 +18,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import chain
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import copies, presuppositions, random_draws, run_comparison
 from entrenar_py.check.causes.compared import Compared
 from entrenar_py.check.causes.presuppositions import WITH_ONE_WORKER
-from entrenar_py.check.causes.run_comparison import SINGLE, Words
+from entrenar_py.check.causes.run_comparison import SINGLE
 from entrenar_py.check.clauses import oracles
-from entrenar_py.check.evidence import evidence
 from entrenar_py.check.evidence.needs import CONTROLLED
+from entrenar_py.check.evidence.run_names import Words
 from entrenar_py.shared.faults import COMMON, MIRRORED, ORDERED, REPEATED
 from entrenar_py.shared.trace import Shard, Trace, Update
 from entrenar_py.shared.verdict import Tally

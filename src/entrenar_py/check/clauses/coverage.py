@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import islice
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import presuppositions, sample_numbers
 from entrenar_py.check.causes.compared import Compared
 from entrenar_py.check.clauses import contents, plans, untold_epochs
@@ -20,7 +21,7 @@ from entrenar_py.check.clauses.population import (
     is_endless,
 )
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import evidence, facts, history, missing, step_sums
+from entrenar_py.check.evidence import facts, missing, step_sums
 from entrenar_py.check.evidence.needs import ALONE, REPEATED, SHORTENED, Traces
 from entrenar_py.shared.trace import Shard, Start, Trace, Update
 from entrenar_py.shared.verdict import Finding, Tally
@@ -303,7 +304,7 @@ def _all_made(tally: Tally, trace: Trace) -> None:
 
 def _by_members(tally: Tally, trace: Trace) -> None:
     """Check that only members compute shards; a rank is one in the step in which it leaves, too."""
-    stays = history.stays(trace)
+    stays = evidence.stays(trace)
     for step, shards in evidence.shards(trace).items():
         for shard in shards:
             # Ranks of the scenario that never started are counted as missing by F-DP-001.

@@ -12,10 +12,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import clipping_errors, explanations, run_comparison
 from entrenar_py.check.causes.clipping_errors import Clipped
 from entrenar_py.check.causes.explanations import Explanation
-from entrenar_py.check.evidence import closeness, evidence, gradient_sums, missing, skips
+from entrenar_py.check.evidence import closeness, missing, step_sums
 from entrenar_py.check.evidence.facts import CLIP_NORM, NORMS, values_of
 from entrenar_py.shared.trace import Noticed, Trace, Update
 from entrenar_py.shared.verdict import Tally
@@ -39,7 +40,7 @@ def compare(tally: Tally, trace: Trace) -> None:
     if unseen := evidence.unseen_gradients(trace):
         tally.miss(unseen)
         return
-    rested = skips.without_gradients(trace)
+    rested = evidence.skipped_without_gradients(trace)
     since = trace.traits.compressed_from or math.inf  # steps before that are known
     why = run_comparison.rounded_away(trace)
     is_known = False  # of any step, that what is applied has the right direction, or hasn't
@@ -157,11 +158,11 @@ class _Judged:
         if not clipped.whole:
             self.clips_unseen |= norm >= self._below
             return
-        divisor = gradient_sums.divisor(clipped.whole, clipped.applied)
+        divisor = step_sums.divisor(clipped.whole, clipped.applied)
         if not divisor:
             return
         allowed = self.bound * abs(divisor) * norm
-        off = gradient_sums.off(clipped.whole, clipped.applied, divisor, allowed)
+        off = step_sums.off(clipped.whole, clipped.applied, divisor, allowed)
         if not off:
             self.tally.compared += 1
             self.scaled.append(_Scaled(update, norm, 1 / divisor))
@@ -191,11 +192,11 @@ class _Judged:
         size = closeness.norm_l2(update.unclipped)
         if not (whole and applied and size) or whole.keys() != applied.keys():
             return False
-        if gradient_sums.shapes(whole) != gradient_sums.shapes(applied):
+        if step_sums.shapes(whole) != step_sums.shapes(applied):
             return False
         factor = min(1.0, self.limit / (size + _EPSILON))
         rounding = self.bound + closeness.norm_rounding(update.gradient)
-        return not gradient_sums.off(applied, whole, factor, rounding * factor * size)
+        return not step_sums.off(applied, whole, factor, rounding * factor * size)
 
     def lengths(self) -> None:
         """Check that gradients below the limit are as long as they were before clipping."""

@@ -5,9 +5,10 @@ Source: wgpu-backend-v1.
 
 from __future__ import annotations
 
+from entrenar_py.check import evidence
 from entrenar_py.check.clauses import device_steps, probes
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import closeness, evidence
+from entrenar_py.check.evidence import closeness
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Declined, Explained, Poisoned, Trace
 from entrenar_py.shared.verdict import Tally

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from entrenar_py.check import evidence
 from entrenar_py.check.clauses import probes
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import closeness, evidence
+from entrenar_py.check.evidence import closeness
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Explained, Stepped, Trace
 from entrenar_py.shared.verdict import Tally

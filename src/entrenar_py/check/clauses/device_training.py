@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from entrenar_py.check import evidence
 from entrenar_py.check.clauses import probes
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import evidence, missing
+from entrenar_py.check.evidence import missing
 from entrenar_py.check.evidence.needs import ON_CPU, Traces
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Trace

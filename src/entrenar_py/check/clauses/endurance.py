@@ -5,10 +5,11 @@ Source: wire-protocol-v1, F-WP-005.
 
 from __future__ import annotations
 
+from entrenar_py.check import evidence
 from entrenar_py.check.clauses import probes
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import closeness, evidence, missing
+from entrenar_py.check.evidence import closeness, missing
 from entrenar_py.check.evidence.needs import CALM, Traces
 from entrenar_py.shared.faults import LIE_PLACES, ON_THE_WAY, PLACES, STRANGERS, SURVIVED, Fault
 from entrenar_py.shared.scenario import Scenario

@@ -12,12 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import presuppositions, run_comparison
 from entrenar_py.check.causes.compared import Compared
-from entrenar_py.check.causes.knob_pairs import Pair, pair_of
 from entrenar_py.check.clauses import oracles
-from entrenar_py.check.evidence import closeness, evidence, facts, missing
+from entrenar_py.check.evidence import closeness, facts, missing
 from entrenar_py.check.evidence.needs import Need, Traces, turned
+from entrenar_py.check.evidence.run_names import Pair, pair_of
 from entrenar_py.shared.trace import Shard, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Tally
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import frozen_modules, frozen_weights, weight_averages
 from entrenar_py.check.clauses import plans
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import closeness, evidence, facts, missing, precision
+from entrenar_py.check.evidence import closeness, facts, missing, precision
 from entrenar_py.check.evidence.needs import Traces
 from entrenar_py.shared import wording
 from entrenar_py.shared.trace import Declared, Ruled, Shard, Start, Trace, Update

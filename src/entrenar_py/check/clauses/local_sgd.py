@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import restored_state
 from entrenar_py.check.clauses import (
     finiteness,
@@ -18,7 +19,7 @@ from entrenar_py.check.clauses import (
 )
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import closeness, evidence, missing, rounds
+from entrenar_py.check.evidence import closeness, missing, rounds
 from entrenar_py.check.evidence.needs import ALONE, ORACLE, POISONED, SAVED, Traces
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario

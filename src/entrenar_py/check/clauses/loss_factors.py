@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from entrenar_py.check.evidence import evidence, factors, step_sums
+from entrenar_py.check import evidence
+from entrenar_py.check.evidence import factors, step_sums
 from entrenar_py.shared.trace import Shard, Trace, Update
 from entrenar_py.shared.verdict import Tally
 

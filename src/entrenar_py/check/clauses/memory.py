@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from entrenar_py.check import evidence
 from entrenar_py.check.clauses import probes
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import evidence
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Attempt, Memory, Trace
 from entrenar_py.shared.verdict import Tally

@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from entrenar_py.check import evidence
 from entrenar_py.check.clauses import outer_causes, outer_step
-from entrenar_py.check.evidence import evidence, rounds
+from entrenar_py.check.evidence import rounds
 from entrenar_py.check.rank_files import outer_rounds
 from entrenar_py.shared.trace import Event, Start, Synchronised, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Tally

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import masters, presuppositions, restored_state, run_comparison
 from entrenar_py.check.causes.compared import Compared
 from entrenar_py.check.causes.state import PARTS, Comparison
 from entrenar_py.check.clauses import plans, replica_identity
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import closeness, evidence, facts, missing, rounds
+from entrenar_py.check.evidence import closeness, facts, missing, rounds
 from entrenar_py.check.evidence.needs import ALONE, SAVED, Traces
 from entrenar_py.shared.trace import Saved, Start, Trace, Update
 from entrenar_py.shared.verdict import Finding, Tally

@@ -6,7 +6,7 @@ may not reach its weights, and by the outer step the others.
 
 from __future__ import annotations
 
-from entrenar_py.check.evidence import evidence
+from entrenar_py.check import evidence
 from entrenar_py.shared.trace import (
     Halt,
     Injected,

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from entrenar_py.check import evidence
 from entrenar_py.check.clauses import outer_causes, silent_rounds
 from entrenar_py.check.clauses.outer_causes import Round, Vectors
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import closeness, evidence, facts, missing, precision, rounds
+from entrenar_py.check.evidence import closeness, facts, missing, precision, rounds
 from entrenar_py.check.evidence.needs import Traces
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import (

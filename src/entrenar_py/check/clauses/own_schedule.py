@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import divided_inside
 from entrenar_py.check.causes.compared import Compared
-from entrenar_py.check.evidence import evidence, run_names
+from entrenar_py.check.evidence import run_names
 from entrenar_py.check.evidence.needs import ALONE, REPEATED, Traces
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Trace, Update

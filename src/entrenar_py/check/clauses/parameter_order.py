@@ -19,9 +19,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from entrenar_py.check import evidence
 from entrenar_py.check.clauses import order_causes
 from entrenar_py.check.clauses.order_causes import Groups
-from entrenar_py.check.evidence import closeness, evidence, factors, precision
+from entrenar_py.check.evidence import closeness, factors, precision
 from entrenar_py.check.evidence.needs import REORDERED, Traces
 from entrenar_py.shared.trace import Drawn, Ruled, Start, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Tally

@@ -6,10 +6,10 @@ don't count. Source: parallelism-v1, F-PAR-006.
 
 from __future__ import annotations
 
+from entrenar_py.check import evidence
 from entrenar_py.check.clauses import probes
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import evidence
 from entrenar_py.check.evidence.needs import Traces
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Held, Start

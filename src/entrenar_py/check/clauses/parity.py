@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import presuppositions, run_comparison
 from entrenar_py.check.causes.compared import Compared
 from entrenar_py.check.clauses import controlled, knobs, oracles, plans, same_bits
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import evidence, missing, rounds
+from entrenar_py.check.evidence import missing, rounds
 from entrenar_py.check.evidence.needs import ALONE, CONTROLLED, NUDGED, ORACLE, REPEATED, Traces
+from entrenar_py.check.evidence.run_names import Words
 from entrenar_py.shared.trace import Trace, Update
 from entrenar_py.shared.verdict import Finding, Tally
 
@@ -90,9 +92,7 @@ def _is_explained(compared: Compared) -> bool:
     return own and presuppositions.aligned(compared).explanation is not None
 
 
-def _compare(
-    tally: Tally, compared: Compared, tolerance: float | None, words: run_comparison.Words
-) -> int:
+def _compare(tally: Tally, compared: Compared, tolerance: float | None, words: Words) -> int:
     """Compare a run with its model, if it can be compared; return how many gradients were."""
     left = presuppositions.comparable(tally, presuppositions.WITH_ONE_WORKER, compared)
     return (

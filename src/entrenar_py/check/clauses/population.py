@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from entrenar_py.check.evidence import evidence
+from entrenar_py.check import evidence
 from entrenar_py.check.evidence.needs import ALONE, REPEATED, SHORTENED, Traces
 from entrenar_py.shared.trace import Selection, Shard, Trace
 from entrenar_py.shared.verdict import Tally

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from entrenar_py.check import evidence
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import evidence, missing
+from entrenar_py.check.evidence import missing
 from entrenar_py.check.evidence.needs import Traces
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Attempt, Explained, Manifest, Poisoned, Product, Stepped, Trace

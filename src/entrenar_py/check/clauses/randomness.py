@@ -8,13 +8,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import first_weights, presuppositions
 from entrenar_py.check.causes.compared import Compared
 from entrenar_py.check.clauses import plans, script_streams
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.clauses.population import in_epochs, is_endless
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import closeness, evidence, facts, missing
+from entrenar_py.check.evidence import closeness, facts, missing
 from entrenar_py.check.evidence.needs import ALONE, SHORTENED, Traces
 from entrenar_py.shared.faults import OF_LOADERS
 from entrenar_py.shared.trace import Drawn, Shard, Start, Trace

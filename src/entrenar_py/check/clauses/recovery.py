@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import presuppositions
 from entrenar_py.check.causes.compared import Compared
 from entrenar_py.check.clauses import plans, same_bits
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import evidence, facts, history, missing
+from entrenar_py.check.evidence import facts, missing
 from entrenar_py.check.evidence.needs import KILLED, REPEATED, Traces
 from entrenar_py.shared.trace import Membership, Start, Trace
 from entrenar_py.shared.verdict import Finding, Tally
@@ -118,7 +119,7 @@ def _continues(tally: Tally, calm: Trace, trace: Trace, left: Sequence[Membershi
     expected, got = evidence.shards(calm), evidence.shards(trace)
     model_updates = evidence.updates(calm)
     unknown = missing.unknown_steps(calm) | missing.unknown_steps(trace)
-    ghosts = history.ghosts(trace)
+    ghosts = evidence.ghosts(trace)
     if not model_updates:
         tally.miss("the undisturbed run made no step")
     for change in left:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from entrenar_py.check import evidence
 from entrenar_py.check.clauses import traffic
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import closeness, evidence, facts, missing
+from entrenar_py.check.evidence import closeness, facts, missing
 from entrenar_py.check.evidence.needs import TWIN, Traces
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Membership, Reduced, Trace, Traffic

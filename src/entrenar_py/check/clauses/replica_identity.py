@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import presuppositions, weight_averages
 from entrenar_py.check.causes.compared import Compared
 from entrenar_py.check.causes.state import PARTS, Comparison
 from entrenar_py.check.clauses import plans, ties
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import evidence, facts, history, local_buffers, missing, rounds
+from entrenar_py.check.evidence import facts, local_buffers, missing, rounds
 from entrenar_py.check.evidence.needs import ALONE, SHORTENED, Traces
 from entrenar_py.shared.trace import Membership, Start, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Finding, Tally
@@ -158,16 +159,16 @@ def _compare_joined(comparison: Comparison) -> None:
 
 def _all_updated(tally: Tally, trace: Trace) -> None:
     """Check that all members make each step that one makes, and a rank that has left makes none."""
-    stays, scenario = history.stays(trace), trace.scenario
+    stays, scenario = evidence.stays(trace), trace.scenario
     moved = {change.rank for change in trace.of(Membership)}
     always = {update.rank for update in trace.of(Update)} - stays.keys() - moved
     for step, by_rank in evidence.ranks_by_step(trace):
-        for rank in sorted((history.members(stays, step) | always) - by_rank.keys()):
+        for rank in sorted((evidence.members(stays, step) | always) - by_rank.keys()):
             message = f"rank {rank} made no optimizer step, the others did"
             if not tally.observed:
                 message += ": it recorded no Update"
             tally.check(False, message, step=step, rank=rank, scenario=scenario)
-    for ghost in history.ghosts(trace):
+    for ghost in evidence.ghosts(trace):
         message = f"rank {ghost.rank} had left and yet updated in step {ghost.step}"
         tally.check(False, message, **evidence.place(trace, ghost))
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import (
     presuppositions,
     restored_state,
@@ -18,7 +19,7 @@ from entrenar_py.check.causes.compared import Compared
 from entrenar_py.check.clauses import plans, resumed_step, same_bits, stopped_run
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import closeness, evidence, local_buffers, missing
+from entrenar_py.check.evidence import closeness, local_buffers, missing
 from entrenar_py.check.evidence.needs import REPEATED, RESUMED, Traces
 from entrenar_py.shared.trace import Shard, Start, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Finding, Tally

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from entrenar_py.check.evidence import evidence
+from entrenar_py.check import evidence
 from entrenar_py.check.rank_files import epochs
 from entrenar_py.shared.trace import Shard, Trace
 from entrenar_py.shared.verdict import Tally

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import presuppositions, repeatability, run_comparison
 from entrenar_py.check.causes.compared import Compared
 from entrenar_py.check.clauses import plans
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import closeness, evidence, facts, local_buffers, missing, rounds
+from entrenar_py.check.evidence import closeness, facts, local_buffers, missing, rounds
 from entrenar_py.check.evidence.needs import COUNTS, REPEATED, Traces
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Attempt, Shard, Trace, Update

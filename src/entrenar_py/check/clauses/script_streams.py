@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes.random_draws import CONTENTS_BOUND_MOVED, PLACES, are_alike, named
-from entrenar_py.check.evidence import evidence
 from entrenar_py.shared.trace import Drawn, Shard, Trace, Update
 from entrenar_py.shared.verdict import Tally
 

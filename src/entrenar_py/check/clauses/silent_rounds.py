@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from entrenar_py.check.evidence import evidence, facts, missing
+from entrenar_py.check import evidence
+from entrenar_py.check.evidence import facts, missing
 from entrenar_py.shared.trace import Shard, Synchronised, Tensors, Trace
 from entrenar_py.shared.verdict import Tally
 from entrenar_py.shared.wording import counted

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from entrenar_py.check.evidence import evidence, factors
+from entrenar_py.check import evidence
+from entrenar_py.check.evidence import factors
 from entrenar_py.shared.trace import Start, Trace
 from entrenar_py.shared.verdict import Tally
 from entrenar_py.shared.wording import listed

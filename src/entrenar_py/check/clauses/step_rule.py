@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import edits, masters, presuppositions, torch_rules, update_rule
 from entrenar_py.check.causes.compared import Compared
 from entrenar_py.check.clauses import (
@@ -28,7 +29,7 @@ from entrenar_py.check.clauses import (
 )
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import closeness, evidence, factors, facts, missing, skips
+from entrenar_py.check.evidence import closeness, factors, facts, missing
 from entrenar_py.check.evidence.needs import ALONE, REORDERED, REPEATED, SHORTENED, Traces, turned
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Ruled, Tensors, Trace, Update
@@ -126,7 +127,7 @@ def _follow(tally: Tally, trace: Trace) -> None:
         )
         return
     rules: dict[int, update_rule.Rule] = {}
-    rested = skips.without_gradients(trace)
+    rested = evidence.skipped_without_gradients(trace)
     lost: set[int] = set()
     gaps = missing.Gaps()
     twice = stepped_twice.judge(tally, trace)
@@ -146,7 +147,9 @@ def _follow(tally: Tally, trace: Trace) -> None:
         lost.add(event.rank)
     gaps.tell(tally)
     if rested and rested >= {update.step for update in trace.of(Update)}:
-        tally.miss(f"nothing was recomputed: the run {skips.told(rested)}, and made no other step")
+        tally.miss(
+            f"nothing was recomputed: the run {evidence.skip_words(rested)}, and made no other step"
+        )
 
 
 def is_recomputed(trace: Trace) -> bool:

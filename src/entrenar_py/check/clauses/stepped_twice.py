@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 
-from entrenar_py.check.evidence import evidence
+from entrenar_py.check import evidence
 from entrenar_py.shared.trace import Noticed, Trace, Update
 from entrenar_py.shared.verdict import Tally
 

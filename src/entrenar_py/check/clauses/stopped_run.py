@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from entrenar_py.check.evidence import closeness, evidence, facts, missing
+from entrenar_py.check import evidence
+from entrenar_py.check.evidence import closeness, facts, missing
 from entrenar_py.check.evidence.needs import Traces
 from entrenar_py.shared.trace import Event, Shard, Start, Synchronised, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Tally

@@ -9,11 +9,12 @@ from collections import Counter
 
 import numpy as np
 
+from entrenar_py.check import evidence
 from entrenar_py.check.clauses import probes, tuned_weights
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.clauses.tuned_weights import STEP
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import closeness, evidence
+from entrenar_py.check.evidence import closeness
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import (
     Encoded,

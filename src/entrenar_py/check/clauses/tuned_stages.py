@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
+from entrenar_py.check import evidence
 from entrenar_py.check.clauses import probes, same_bits, tuned_weights
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import evidence, missing
+from entrenar_py.check.evidence import missing
 from entrenar_py.check.evidence.needs import SINGLE, Traces
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Event, Frozen, Shard, Start, Trace, Update

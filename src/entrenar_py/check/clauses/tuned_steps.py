@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import update_rule
 from entrenar_py.check.causes.run_comparison import (
     ADAM_GRADIENT_BOUND,
@@ -19,7 +20,7 @@ from entrenar_py.check.clauses import probes
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.clauses.tuned_weights import STEP, planned
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import closeness, evidence, missing
+from entrenar_py.check.evidence import closeness, missing
 from entrenar_py.check.evidence.needs import PEER, Traces
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Explained, Start, Tensors, Trace, Update

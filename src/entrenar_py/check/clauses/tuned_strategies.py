@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes.run_comparison import ADAM_GRADIENT_BOUND
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.clauses.tuned_weights import planned
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import closeness, evidence, missing
+from entrenar_py.check.evidence import closeness, missing
 from entrenar_py.check.evidence.needs import SINGLE, Traces
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Explained, ReadBack, Start, Tensors, Trace, record_tensor

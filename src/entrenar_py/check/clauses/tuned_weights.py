@@ -8,10 +8,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from entrenar_py.check import evidence
 from entrenar_py.check.clauses import probes
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import closeness, evidence
+from entrenar_py.check.evidence import closeness
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Adapted, Explained, Frozen, Quantised, ReadBack, Trace
 from entrenar_py.shared.verdict import Tally

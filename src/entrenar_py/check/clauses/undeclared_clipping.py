@@ -12,10 +12,11 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import clipping_errors, explanations, run_comparison
 from entrenar_py.check.causes.clipping_errors import Clipped
 from entrenar_py.check.causes.explanations import Explanation
-from entrenar_py.check.evidence import closeness, evidence, skips
+from entrenar_py.check.evidence import closeness
 from entrenar_py.shared.trace import Trace
 from entrenar_py.shared.wording import listed
 
@@ -47,7 +48,7 @@ def first(trace: Trace) -> tuple[int, Explanation] | None:
 
 
 def _steps(trace: Trace) -> Steps:
-    rested, shards = skips.without_gradients(trace), evidence.shards(trace)
+    rested, shards = evidence.skipped_without_gradients(trace), evidence.shards(trace)
     bound = run_comparison.Bounds.of({}, trace).gradient
     norms, clipped, weights = {}, {}, {}
     for step, by_rank in evidence.ranks_by_step(trace):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
 
+from entrenar_py.check import evidence
 from entrenar_py.check.clauses.population import Population
-from entrenar_py.check.evidence import evidence, facts, missing
+from entrenar_py.check.evidence import facts, missing
 from entrenar_py.shared.trace import Shard, Start, Trace
 from entrenar_py.shared.verdict import Tally
 

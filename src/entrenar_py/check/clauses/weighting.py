@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import (
     accumulated,
     copies,
@@ -24,16 +25,7 @@ from entrenar_py.check.causes.explanations import Explanation
 from entrenar_py.check.clauses import knobs, loss_factors, oracles, parity, plans
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import (
-    closeness,
-    evidence,
-    factors,
-    facts,
-    gradient_sums,
-    missing,
-    skips,
-    step_sums,
-)
+from entrenar_py.check.evidence import closeness, factors, facts, missing, step_sums
 from entrenar_py.check.evidence.needs import (
     ALONE,
     CONTROLLED,
@@ -194,7 +186,7 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> li
         return []
     shards = evidence.shards(trace)
     valued = any(evidence.has_values(shard.gradient) for shard in trace.of(Shard))
-    rested = skips.without_gradients(trace)
+    rested = evidence.skipped_without_gradients(trace)
     divisions = _Divisions.of(tally, trace)
     loss_terms.judge(tally, trace)
     _none_dropped(tally, trace)
@@ -216,7 +208,7 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> li
             total = _without_taken(tally, total, mean, step)
             # No micro-batch used the others: the script may have set their gradients to zero.
             total |= {n: np.zeros(v.shape) for n, v in mean.items() if n not in total}
-        if total and mean is not None and gradient_sums.shapes(total) == gradient_sums.shapes(mean):
+        if total and mean is not None and step_sums.shapes(total) == step_sums.shapes(mean):
             for names in _apart(by_rank, shards[step], mean):
                 sums, applied = ({n: vectors[n] for n in names} for vectors in (total, mean))
                 divisions.add(update, by_rank, shards[step], sums, applied)
@@ -279,7 +271,7 @@ def _require_pass(tally: Tally, trace: Trace, update: Update) -> None:
 
 
 def _without_taken(
-    tally: Tally, total: Mapping[str, step_sums.Vector], mean: gradient_sums.Vectors, step: int
+    tally: Tally, total: Mapping[str, step_sums.Vector], mean: step_sums.Vectors, step: int
 ) -> dict[str, step_sums.Vector]:
     """Return `total` without tensors that a script took the gradient from, and note these."""
     taken = sorted(total.keys() - mean.keys())
@@ -320,20 +312,20 @@ class _Divisions:
         update: Update,
         by_rank: Mapping[int, Update],
         shards: Sequence[Shard],
-        total: gradient_sums.Vectors,
-        mean: gradient_sums.Vectors,
+        total: step_sums.Vectors,
+        mean: step_sums.Vectors,
     ) -> None:
         """Check that a step divided all tensors by one number, the same as in earlier steps.
 
         `total` is the sum of the shards' gradients, and `mean` the update's gradient.
         """
         size = sum(float(np.square(v, dtype=np.float64).sum()) for v in mean.values())
-        divisor = gradient_sums.divisor(total, mean) if size and math.isfinite(size) else None
+        divisor = step_sums.divisor(total, mean) if size and math.isfinite(size) else None
         if divisor is None:
             return
         place = evidence.place(self.trace, update)
         allowed = self.bound * abs(divisor) * math.sqrt(size)
-        off: Collection[str] = gradient_sums.off(total, mean, divisor, allowed)
+        off: Collection[str] = step_sums.off(total, mean, divisor, allowed)
         if off and self._is_cut(update, by_rank, shards):
             self.tally.note(f"gradients are clipped element by element, at {self.limit:.3g}")
             off = set()
@@ -395,8 +387,8 @@ class _Divisions:
     def _explained(
         self,
         update: Update,
-        total: gradient_sums.Vectors,
-        mean: gradient_sums.Vectors,
+        total: step_sums.Vectors,
+        mean: step_sums.Vectors,
         divisor: float,
         off: Collection[str],
     ) -> tuple[Collection[str], Explanation | None]:
@@ -414,15 +406,15 @@ class _Divisions:
         if not self.limit:
             return off, None
         total, mean = value_clipping.uncut(total, mean, self.limit)
-        if (free := gradient_sums.divisor(total, mean)) is None:
+        if (free := step_sums.divisor(total, mean)) is None:
             return off, None
         size = math.sqrt(sum(float(np.square(v, dtype=np.float64).sum()) for v in mean.values()))
-        still = gradient_sums.off(total, mean, free, self.bound * abs(free) * size)
+        still = step_sums.off(total, mean, free, self.bound * abs(free) * size)
         step = accumulated.Applied(self.trace, update, total, mean, free, still, self.bound)
         why = accumulated.own_factor(step) if still else None
         return (off, None) if why is None else (still, why)
 
-    def _is_scaled(self, total: gradient_sums.Vectors, mean: gradient_sums.Vectors) -> bool:
+    def _is_scaled(self, total: step_sums.Vectors, mean: step_sums.Vectors) -> bool:
         """Return whether each tensor's gradient is its sum, shorter or longer."""
         moved = [name for name in mean if mean[name].any() or total[name].any()]
         factors_of = [factors.ratio(total[name], mean[name], self.bound) for name in moved]

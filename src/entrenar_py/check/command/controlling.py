@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes.compared import Compared
 from entrenar_py.check.clauses import controlled
 from entrenar_py.check.command.asked import Asked
-from entrenar_py.check.evidence import evidence
 from entrenar_py.check.evidence.needs import ALONE, CONTROLLED, Need, Runs
 from entrenar_py.shared.faults import (
     COMMON,

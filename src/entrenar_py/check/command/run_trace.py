@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from entrenar_py.check.causes import knob_pairs, own_sums
+from entrenar_py.check.causes import own_sums
 from entrenar_py.check.clauses import met_rounds
 from entrenar_py.check.clauses.knobs import KNOBS
 from entrenar_py.check.command import ending
 from entrenar_py.check.command.asked import Asked
 from entrenar_py.check.command.launch import Ended
+from entrenar_py.check.evidence import run_names
 from entrenar_py.check.rank_files import (
     assembly,
     checkpoints,
@@ -136,7 +137,7 @@ def _scenario(
     if turn is None or like is None or asked.stops:
         return scenario, traits
     usual = KNOBS[turn.knob].usual
-    told = knob_pairs.told(
+    told = run_names.with_turned(
         scenario, knob=turn.knob, value=turn.value, usual=usual, beside=turn.beside
     )
     return told, traits

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from entrenar_py.check.evidence import evidence, factors
-from entrenar_py.check.evidence.evidence import Values
+from entrenar_py.check import evidence
+from entrenar_py.check.evidence import Values, factors
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import (
     Explained,

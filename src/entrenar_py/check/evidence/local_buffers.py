@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from entrenar_py.check.evidence import closeness, evidence
+from entrenar_py.check import evidence
+from entrenar_py.check.evidence import closeness
 from entrenar_py.shared.trace import Trace, Update
 from entrenar_py.shared.verdict import Tally
 from entrenar_py.shared.wording import listed

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
+from entrenar_py.check import evidence
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import evidence, facts
+from entrenar_py.check.evidence import facts
 from entrenar_py.check.evidence.facts import Fact
 from entrenar_py.check.evidence.needs import Need, Traces
 from entrenar_py.shared import wording

@@ -9,7 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from entrenar_py.check.evidence import evidence, missing
+from entrenar_py.check import evidence
+from entrenar_py.check.evidence import missing
 from entrenar_py.shared.outer import Outer
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Event, Membership, Start, Synchronised, Trace, Update

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from entrenar_py.check.causes import knob_pairs
+from entrenar_py.check.evidence import run_names
 from entrenar_py.check.evidence.needs import (
     ALONE,
     CALM,
@@ -38,10 +38,10 @@ def of(needs: Collection[Need], scenario: Scenario) -> Runs[Scenario]:
     If `scenario` itself answers one of `needs`, by its faults, its stops or a turned knob, the base
     is the same scenario without those. Otherwise `scenario` is the base.
     """
-    pair = knob_pairs.pair_of(scenario)
+    pair = run_names.pair_of(scenario)
     for need in needs:
         if pair is not None and need.knob == pair.knob:
-            return Runs(knob_pairs.unturned(scenario), {need: (scenario,)})
+            return Runs(run_names.unturned(scenario), {need: (scenario,)})
     for need in needs:
         name = _DISTURBANCES.get(need)
         if name is not None and getattr(scenario, name):

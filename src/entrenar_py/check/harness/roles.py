@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
-from entrenar_py.check.causes import knob_pairs
+from entrenar_py.check.evidence import run_names
 from entrenar_py.check.evidence.needs import (
     ALONE,
     CONTROLLED,
@@ -92,7 +92,7 @@ def _witnesses(subject: Scenario, scenarios: Mapping[K, Scenario]) -> dict[Need,
     """
     nudged = {key: one for key, one in scenarios.items() if faults.are_nudged(one.faults)}
     others = {k: one for k, one in scenarios.items() if not faults.are_of_witnesses(one.faults)}
-    plain = companions.plain(knob_pairs.unturned(subject), repeat=0)
+    plain = companions.plain(run_names.unturned(subject), repeat=0)
     keys = {scenario: key for key, scenario in others.items()}
     alone = _nearest(subject, plain.with_(world_size=1), ALONE, others)
     twice: tuple[K, ...] = ()
