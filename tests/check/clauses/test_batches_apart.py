@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from entrenar_py.check.causes.compared import Compared
+from entrenar_py.check.causes.run_comparison import Compared
 from entrenar_py.check.evidence.needs import Runs
 from entrenar_py.shared.trace import Event, Shard, Trace, Update
 from entrenar_py.shared.verdict import Verdict

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from entrenar_py.check.causes import tensor_names
+from entrenar_py.check.causes import copies
 from entrenar_py.check.clauses import CHECKS
 from entrenar_py.check.evidence.needs import ALONE, CONTROLLED, Runs
 from entrenar_py.shared.faults import Fault
@@ -17,7 +17,7 @@ from tests.check.causes.test_presuppositions import changed, own
 from tests.check.clauses import traces
 from tests.check.clauses.test_batches_apart import coupled
 
-NAME = min(tensor_names.known(own(1)))
+NAME = min(copies.known_names(own(1)))
 
 
 def planned(trace: Trace, kind: str, value: str | None = None) -> Trace:

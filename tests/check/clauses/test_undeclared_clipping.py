@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from entrenar_py.check.causes import explanations
-from entrenar_py.check.causes.clipping_errors import Clipped
+from entrenar_py.check.causes.clipping import Clipped
 from entrenar_py.check.causes.explanations import Explanation
 from entrenar_py.check.clauses import undeclared_clipping
 from entrenar_py.shared.trace import Trace

@@ -1,64 +1,50 @@
-"""Compare a run's losses, gradients and weights with a reference run's (`model`), within rounding.
+"""Compare a run with a reference run (`model`), and say what such a comparison presupposes.
 
 The reference is the same training on a single device, or with the script's knobs at their usual
-values. This module judges no clause by itself.
+values. Samples must be the same. Then the first `ROUNDING_STEPS` steps are compared within rounding
+by loss, gradient, weights and buffers, tensor by tensor. Later ones have drifted apart by more than
+any static bound allows. There only the learning rates, the published tolerance of losses, and an
+error that comes at once (`explanations.LaterSteps`) are judged.
+
+A difference is a counterexample only if nothing else explains it. `Compared` is the pair of runs
+that a clause judges, with what is known of both: where they differ, and by which one equation.
+`Presupposition` is a row of the table in `presuppositions`: a test on such a pair. This module
+judges no clause by itself.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from typing import Any
 
 from entrenar_py.check import evidence
-from entrenar_py.check.causes import (
-    changed_sums,
-    combinations,
-    reduction_format,
-    shares,
-    step_shape,
+from entrenar_py.check.causes import explanations, rounding_bounds
+from entrenar_py.check.causes.explanations import Explanation
+from entrenar_py.check.causes.rounding_bounds import (
+    GRADIENT_BOUND,
+    ROUNDING_STEPS,
+    UNKNOWN,
+    Bounds,
+    Sensitivity,
+    rounded_away,
+    sent_in,
 )
-from entrenar_py.check.causes.sensitivity import UNKNOWN, Sensitivity
 from entrenar_py.check.evidence import closeness, factors, facts, missing, precision, step_sums
+from entrenar_py.check.evidence.needs import ALONE, REPEATED, Traces
 from entrenar_py.check.evidence.run_names import Words
 from entrenar_py.shared.faults import MERGED
 from entrenar_py.shared.trace import Start, Tensors, Trace, Update
-from entrenar_py.shared.verdict import Tally
+from entrenar_py.shared.verdict import Counterexample, Tally
 
 PUBLISHED_FROM_STEP = 100
 
-# Relative L2 distance of two float32 gradients of one batch that were added in different orders.
-# Each is within n u |terms| of the exact sum, with u = 2^-24 and n < 300 terms here: 2e-5 times the
-# cancellation among them. Errors of random sign are far smaller: the largest in 3,000 random
-# scenarios was 2.1e-6 (docs/numerics.md). The bound is small enough to detect a gradient that was
-# rounded to bf16 (off by 1e-3), fp16 or TF32 (off by 1.4e-4).
-GRADIENT_BOUND = 1e-4
-# The same for a loss: n u, since its terms have one sign and don't cancel. Largest seen: 2.3e-7.
-LOSS_BOUND = 2e-5
 # Two numbers of workers differ by more.
 FACTOR_BOUND = 1e-3
 
-# A share of the largest loss (or gradient) in the first steps. A later one below it is only
-# rounding: the data are learned. Weights are off by some u |w|. A gradient is about proportional to
-# their distance from the minimum, so it is off by some u times the largest: 16 u.
-LEARNED_AWAY = 2.0**-20
-# Initial weights are drawn, not summed: two libraries or devices may differ in the last bits.
-START_BOUND = 2.0**-20
-# After the first steps rounding differences grow with the trajectory, faster than any static bound
-# allows. Later steps are judged by the published bound only.
-ROUNDING_STEPS = 4
-# Adam's first step is +-rate even where a gradient is rounding noise. Weights then differ by up to
-# twice the rate, and later gradients with them: by 9.5e-4 by step 3 in 700 random scenarios. This
-# bound still detects a gradient that is stale, doubled or of another step.
-ADAM_GRADIENT_BOUND = 1e-2
-ADAM_LOSS_BOUND = 1e-3
-# For runs in 16 bits, in roundings of that precision. A gradient goes through every layer twice,
-# and the rounding of each number depends on the order of a sum. The largest seen in 4 seeds of 4
-# scripts in bfloat16, with autocast and without: 5 for a gradient, 1.1 for a loss.
-COARSE_GRADIENT_UNITS = 16
-COARSE_LOSS_UNITS = 4
 # That is a share of a gradient's terms. Where these are so many times as large as their sum, the
 # same rounding is so much more of the sum.
 CANCELLED_MIN = 8
@@ -113,7 +99,7 @@ def compare(
     apart = min(model_rested ^ rested, default=None)
     dropped = step_sums.dropped_otherwise(model, trace) if tally.observed else None
     ends = [step for step in (apart, dropped) if step is not None]
-    num_gradients, later = 0, shares.LaterSteps(model, trace)
+    num_gradients, later = 0, explanations.LaterSteps(model, trace)
     for step, by_rank in _comparable(comparison, model, min(ends, default=None)):
         due = valued - {"gradient"} if step in rested else valued
         model_update = evidence.any_rank(expected[step])
@@ -237,7 +223,7 @@ def steps_combined(model: Trace, trace: Trace) -> set[int]:
         bound = bounds.gradient_moved if step else bounds.gradient
         if step >= ROUNDING_STEPS or not goal:
             break
-        if combinations.shares(goal, shards[step], bound) is not None:
+        if explanations.shares_of_combination(goal, shards[step], bound) is not None:
             alike.add(step)
     return alike
 
@@ -254,82 +240,6 @@ def tells(*runs: Trace, floor: float = 0.0) -> bool:
         if update.step < ROUNDING_STEPS and update.gradient
     )
     return any(norm is None or not norm <= floor for norm in norms)
-
-
-def rounded_away(trace: Trace) -> str:
-    """Return why the run's gradients can't be compared within rounding; "" if they can.
-
-    Gradients sent in 16 bits can be compared within the rounding of 16 bits. If nobody says that
-    they are, elements show it, and a sketch of a large tensor has few of them.
-    """
-    compressed = trace.traits.compressed
-    if not compressed and _is_sketched(trace) and (seen := sent_in(trace)):
-        return (
-            f"sums of gradients are rounded to {seen}, which nobody declared: "
-            f"observe(..., reduce_dtype=torch.{seen}), or torch.float32 if they must not be"
-        )
-    if compressed in ("", "float32", *precision.SIXTEEN):
-        return ""
-    return (
-        f"gradients are compressed by {compressed}, whose rounding is not known: leave the hook "
-        "out, or use fp16_compress_hook"
-    )
-
-
-def _is_sketched(trace: Trace) -> bool:
-    first = next(iter(trace.of(Update)), None)
-    return first is not None and any(r.sketch is not None for r in first.gradient.values())
-
-
-def sent_in(trace: Trace) -> str:
-    """Return what compresses gradients on their way between ranks, as declared or as sums show it.
-
-    A script may round them to 16 bits by hand. "" if nothing does.
-    """
-    return trace.traits.compressed or reduction_format.undeclared(trace, GRADIENT_BOUND)
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """The allowed distances of losses, gradients and weights: relative, and absolute floors."""
-
-    loss: float  # in step 0
-    loss_moved: float  # in later steps
-    gradient: float
-    gradient_moved: float
-    weights: float
-    start: float
-    loss_floor: float  # absolute: a smaller distance is only rounding
-    gradient_floor: float
-    adam: bool  # if a run uses it, weights can't be compared
-
-    @classmethod
-    def of(cls, expected: Mapping[int, Mapping[int, Update]], *runs: Trace) -> Bounds:
-        first = [evidence.any_rank(expected[step]) for step in expected if step < ROUNDING_STEPS]
-        losses = (abs(update.loss or 0.0) for update in first)
-        norms = (closeness.norm_l2(update.gradient) or 0.0 for update in first)
-        adam = any(run.scenario.optimizer == "adamw" for run in runs)
-        adam = adam or step_shape.is_adaptive(*runs)
-        own = [run for run in runs if run.scenario.workload == "own"]
-        sent = [
-            precision.SIXTEEN[name][0] for name in map(sent_in, own) if name in precision.SIXTEEN
-        ]
-        unit = max(precision.unit(*own), *sent, precision.FLOAT32)
-        coarse = unit > precision.FLOAT32
-        loss, gradient, floor = LOSS_BOUND, GRADIENT_BOUND, LEARNED_AWAY
-        if coarse:
-            loss, gradient, floor = COARSE_LOSS_UNITS * unit, COARSE_GRADIENT_UNITS * unit, unit
-        return cls(
-            loss=loss,
-            loss_moved=max(loss, ADAM_LOSS_BOUND) if adam else loss,
-            gradient=gradient,
-            gradient_moved=max(gradient, ADAM_GRADIENT_BOUND) if adam else gradient,
-            weights=gradient,
-            start=max(START_BOUND, unit) if coarse else START_BOUND,
-            loss_floor=floor * _largest(losses),
-            gradient_floor=floor * _largest(norms),
-            adam=adam,
-        )
 
 
 @dataclass(frozen=True)
@@ -354,7 +264,7 @@ class _Comparison:
             gaps.add(f"was not compared by {part}", fact, rank=update.rank, step=update.step)
         return "gradient" in compared
 
-    def later_shares(self, later: shares.LaterSteps, update: Update) -> None:
+    def later_shares(self, later: explanations.LaterSteps, update: Update) -> None:
         """Check that no micro-batch counts too much in a step after the first ones.
 
         Nothing else is judged there: rounding differences have grown by then. A short last batch
@@ -407,7 +317,9 @@ class _Comparison:
             place = evidence.place(self.trace, update)
             place["of_gradients"] = part == "gradient"
             if part == "gradient" and self.trace.scenario.workload == "own":
-                place["explain"] = partial(shares.explain, self.trace, update, mine, bound)
+                place["explain"] = partial(
+                    explanations.explain_shares, self.trace, update, mine, bound
+                )
                 place["cancelled"] = self.cancelled(update)
             if closeness.compare_close(self.tally, mine, theirs, bound, what, floor, **place):
                 done.add(part)
@@ -451,8 +363,8 @@ class _Comparison:
     def sums(self, model: Update, update: Update, message: str) -> None:
         """Check, where much is allowed, that no tensor's gradient was changed beyond its terms."""
         place = evidence.place(self.trace, update)
-        bound = changed_sums.allowed(update, GRADIENT_BOUND)
-        for name, change in changed_sums.of(self.trace, update, model, GRADIENT_BOUND).items():
+        bound = explanations.allowed_change(update, GRADIENT_BOUND)
+        for name, change in explanations.changes(self.trace, update, model, GRADIENT_BOUND).items():
             got, scenario = change.right + change.change, self.trace.scenario
             words = factors.of(change.right, got, scenario, bound, of_gradients=True)
             self.tally.check(
@@ -545,5 +457,77 @@ def _has_values(trace: Trace, part: str) -> bool:
     return any(evidence.has_values(_tensors(update, part)) for update in trace.of(Update))
 
 
-def _largest(sizes: Iterable[float]) -> float:
-    return max((size for size in sizes if math.isfinite(size)), default=0.0)
+# --- what is compared, and what that presupposes --------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """Two runs that a check compares: `trace` is judged by `model`.
+
+    They are the same trace where ranks or steps of one run are compared with each other. `runs` are
+    all runs that the check was given.
+    """
+
+    runs: Traces
+    model: Trace
+    trace: Trace
+
+    @property
+    def is_one_run(self) -> bool:
+        """True if a run is compared with itself."""
+        return self.model is self.trace
+
+    @property
+    def plain_runs(self) -> tuple[Trace, ...]:
+        """Two runs of the same command with nothing changed between them; () if unknown."""
+        runs = self.runs.witnesses.get(REPEATED, ())
+        return runs if len(runs) == 2 else ()
+
+    @property
+    def sensitivity(self) -> Sensitivity:
+        """How far rounding alone moves this training, as far as it was measured."""
+        return rounding_bounds.sensitivity_of(self.runs)
+
+    @cached_property
+    def difference(self) -> Counterexample | None:
+        """Where the runs differ by more than rounding, None if they don't.
+
+        Where they don't, a presupposition that fails was without effect.
+        """
+        tried = Tally("", observed=True)
+        compare(tried, self.model, self.trace, None, sensitivity=self.sensitivity)
+        return tried.broken
+
+    @cached_property
+    def explanation(self) -> Explanation | None:
+        """Why the runs differ, if one exact equation says so; None if none does."""
+        step = None if self.is_one_run or self.difference is None else self.difference.step
+        if step is None or step < 0:
+            return None
+        bounds = rounding_bounds.Bounds.of(evidence.updates(self.model), self.model, self.trace)
+        bound = bounds.gradient_moved if step else bounds.gradient
+        return explanations.difference(self.model, self.trace, step, bound)
+
+    @property
+    def alone(self) -> Trace | None:
+        """The run on one worker, None if there is none."""
+        return next(iter((*self.runs.of(ALONE), *self.runs.witnesses.get(ALONE, ()))), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Presupposition:
+    """A condition of comparing two tensors, losses or orders of samples.
+
+    `says` completes "a comparison presupposes that ...". `lacking` tests it on the runs: it returns
+    why it fails or is unknown, and the call that settles it, or "" if it holds. `left` returns what
+    can still be compared where it fails, or None for nothing. If a difference that has an
+    explanation can't come from this, `is_explained` is true. `broken` returns the counterexample
+    of a training in which it fails by the script's own doing, None where that isn't certain.
+    """
+
+    name: str
+    says: str
+    lacking: Callable[[Compared], str]
+    left: Callable[[Compared], Compared | None] = lambda _: None
+    is_explained: bool = False
+    broken: Callable[[Compared], Mapping[str, Any] | None] = lambda _: None

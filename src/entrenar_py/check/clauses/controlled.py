@@ -19,10 +19,15 @@ from dataclasses import replace
 from itertools import chain
 
 from entrenar_py.check import evidence
-from entrenar_py.check.causes import copies, presuppositions, random_draws, run_comparison
-from entrenar_py.check.causes.compared import Compared
+from entrenar_py.check.causes import (
+    copies,
+    presuppositions,
+    random_draws,
+    rounding_bounds,
+    run_comparison,
+)
 from entrenar_py.check.causes.presuppositions import WITH_ONE_WORKER
-from entrenar_py.check.causes.run_comparison import SINGLE
+from entrenar_py.check.causes.run_comparison import SINGLE, Compared
 from entrenar_py.check.clauses import oracles
 from entrenar_py.check.evidence.needs import CONTROLLED
 from entrenar_py.check.evidence.run_names import Words
@@ -160,7 +165,7 @@ def _tells(plain: Compared, controlled: Compared) -> bool:
     What tells samples apart by chance (the mean of several answers) may leave none.
     """
     expected = evidence.updates(plain.model)
-    floor = run_comparison.Bounds.of(expected, plain.model, plain.trace).gradient_floor
+    floor = rounding_bounds.Bounds.of(expected, plain.model, plain.trace).gradient_floor
     return run_comparison.tells(controlled.model, controlled.trace, floor=floor)
 
 

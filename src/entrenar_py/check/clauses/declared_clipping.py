@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from entrenar_py.check import evidence
-from entrenar_py.check.causes import clipping_errors, explanations, run_comparison
-from entrenar_py.check.causes.clipping_errors import Clipped
+from entrenar_py.check.causes import clipping, explanations, rounding_bounds
+from entrenar_py.check.causes.clipping import Clipped
 from entrenar_py.check.causes.explanations import Explanation
 from entrenar_py.check.evidence import closeness, missing, step_sums
 from entrenar_py.check.evidence.facts import CLIP_NORM, NORMS, values_of
@@ -35,14 +35,14 @@ def compare(tally: Tally, trace: Trace) -> None:
     if trace.traits.clip_norm is None:
         return
     judged = _Judged(
-        tally, trace, trace.traits.clip_norm, run_comparison.Bounds.of({}, trace).gradient
+        tally, trace, trace.traits.clip_norm, rounding_bounds.Bounds.of({}, trace).gradient
     )
     if unseen := evidence.unseen_gradients(trace):
         tally.miss(unseen)
         return
     rested = evidence.skipped_without_gradients(trace)
     since = trace.traits.compressed_from or math.inf  # steps before that are known
-    why = run_comparison.rounded_away(trace)
+    why = rounding_bounds.rounded_away(trace)
     is_known = False  # of any step, that what is applied has the right direction, or hasn't
     for step, by_rank in evidence.ranks_by_step(trace):
         if step in rested:
@@ -105,7 +105,7 @@ class _Judged:
         elif not math.isfinite(norm):
             return  # for F-DP-003 to judge
         elif norm > self.limit * (1 + self.bound + closeness.norm_rounding(update.gradient)):
-            error = explanations.first(clipping_errors.LIST, self._clipped(by_rank, update))
+            error = explanations.first(clipping.LIST, self._clipped(by_rank, update))
             if error is None and self._is_seen:
                 self._unsaid("gradients are longer when they are applied")
                 return
@@ -147,7 +147,7 @@ class _Judged:
             if all(map(self._is_as_called, by_rank.values())):
                 self.tally.compared += 1
                 return
-            if (error := clipping_errors.in_pieces(clipped)) is not None:
+            if (error := clipping.in_pieces(clipped)) is not None:
                 what = f"the applied gradient is not the whole one clipped to {self._declared}"
                 place = evidence.place(self.trace, update)
                 self.tally.check(False, f"{what}{_told(error)}", tensor=error.tensor, **place)
@@ -167,7 +167,7 @@ class _Judged:
             self.tally.compared += 1
             self.scaled.append(_Scaled(update, norm, 1 / divisor))
             return
-        error = explanations.first(clipping_errors.LIST, clipped)
+        error = explanations.first(clipping.LIST, clipped)
         if error is None:
             self.tally.miss(
                 f"whether step {update.step} clips the whole gradient can't be told: what is "
@@ -270,7 +270,7 @@ class _Judged:
 
     def _clipped(self, by_rank: ByRank, update: Update) -> Clipped:
         shards = self._shards.get(update.step, [])
-        return clipping_errors.of_step(by_rank, update, shards, limit=self.limit, bound=self.bound)
+        return clipping.of_step(by_rank, update, shards, limit=self.limit, bound=self.bound)
 
 
 def _length(update: Update) -> float | None:

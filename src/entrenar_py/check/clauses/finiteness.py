@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from entrenar_py.check import evidence
-from entrenar_py.check.causes import first_weights, presuppositions
-from entrenar_py.check.causes.compared import Compared
+from entrenar_py.check.causes import presuppositions, state
+from entrenar_py.check.causes.run_comparison import Compared
 from entrenar_py.check.clauses import audits, plans
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
@@ -39,7 +39,7 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
     and that a run without such a value stays finite and never halts.
     """
     tally = missing.tally_for(invariant, traces)
-    first_weights.judge_finite(tally, traces)
+    state.judge_first_weights(tally, traces)
     for trace in evidence.usable(traces, tally):
         compared = Compared(runs=traces, model=trace, trace=trace)
         if presuppositions.comparable(tally, presuppositions.POISONED, compared) is None:

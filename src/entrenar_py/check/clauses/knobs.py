@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from entrenar_py.check import evidence
-from entrenar_py.check.causes import presuppositions, run_comparison
-from entrenar_py.check.causes.compared import Compared
+from entrenar_py.check.causes import presuppositions, rounding_bounds, run_comparison
+from entrenar_py.check.causes.run_comparison import Compared
 from entrenar_py.check.clauses import oracles
 from entrenar_py.check.evidence import closeness, facts, missing
 from entrenar_py.check.evidence.needs import Need, Traces, turned
@@ -136,7 +136,7 @@ def _clipped(tally: Tally, pair: Pair, compared: Compared) -> int:
     gradient scaled to that norm (both runs have the same weights then).
     """
     limit, model, trace = float(pair.value), compared.model, compared.trace
-    bounds = run_comparison.Bounds.of({}, model, trace)
+    bounds = rounding_bounds.Bounds.of({}, model, trace)
     expected = evidence.updates(model).get(0)
     first_update = evidence.any_rank(expected) if expected else None
     whole = closeness.norm_l2(first_update.gradient) if first_update is not None else None

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from entrenar_py.check import evidence
-from entrenar_py.check.causes import restored_state
+from entrenar_py.check.causes import resumes
 from entrenar_py.check.clauses import (
     finiteness,
     oracles,
@@ -167,7 +167,7 @@ def judge_state(invariant: Invariant, traces: Traces) -> Finding:
     tally = missing.tally_for(invariant, traces)
     stopped = traces.of(SAVED)
     for run in evidence.usable(stopped or traces, tally):
-        restored_state.compare(tally, traces.base if stopped else None, run, ("optimizer",))
+        resumes.compare_state(tally, traces.base if stopped else None, run, ("optimizer",))
     return tally.finding(nothing=rounds.OWN_STATE)
 
 

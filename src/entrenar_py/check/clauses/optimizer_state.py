@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from entrenar_py.check import evidence
-from entrenar_py.check.causes import masters, presuppositions, restored_state, run_comparison
-from entrenar_py.check.causes.compared import Compared
+from entrenar_py.check.causes import applied_gradients, presuppositions, resumes, rounding_bounds
+from entrenar_py.check.causes.run_comparison import Compared
 from entrenar_py.check.causes.state import PARTS, Comparison
 from entrenar_py.check.clauses import plans, replica_identity
 from entrenar_py.check.clauses.check import Check
@@ -26,7 +26,7 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
     tally = missing.tally_for(invariant, traces)
     stopped = traces.of(SAVED)
     for run in evidence.usable(stopped or traces, tally):
-        restored_state.compare(tally, traces.base if stopped else None, run, ("optimizer",))
+        resumes.compare_state(tally, traces.base if stopped else None, run, ("optimizer",))
         compared = Compared(runs=traces, model=run, trace=run)
         left = presuppositions.comparable(tally, presuppositions.RANKS, compared)
         if left is None:
@@ -42,7 +42,7 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
             update.optimizer for update in trace.of(Update)
         )
         # Weights that follow the rule from the first step on have its state behind them.
-        if is_elsewhere and not masters.follow(tally, traces, trace):
+        if is_elsewhere and not applied_gradients.follow_copies(tally, traces, trace):
             tally.miss("the optimizer's state is that of copies of the weights, or of shards")
         missing.require_updates(tally, trace)
         replica_identity.require_ranks(tally, trace)
@@ -130,7 +130,7 @@ def _compare_owners(tally: Tally, runs: Traces) -> None:
     for model in runs.witnesses.get(ALONE, ()):
         alone = evidence.updates(model).get(first, {})
         due = evidence.any_rank(alone).optimizer if alone else {}
-        bound = 2 * run_comparison.Bounds.of({}, model, runs.base).gradient
+        bound = 2 * rounding_bounds.Bounds.of({}, model, runs.base).gradient
         gaps = closeness.distances(due, held) if due.keys() == held.keys() else None
         if gaps and all(gap.distance <= bound * gap.size for gap in gaps.values()):
             tally.compared += len(gaps)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 
 from entrenar_py.check import evidence
-from entrenar_py.check.causes import divided_inside
-from entrenar_py.check.causes.compared import Compared
+from entrenar_py.check.causes import applied_gradients
+from entrenar_py.check.causes.run_comparison import Compared
 from entrenar_py.check.evidence import run_names
 from entrenar_py.check.evidence.needs import ALONE, REPEATED, Traces
 from entrenar_py.shared.scenario import Scenario
@@ -42,7 +42,7 @@ def compare(tally: Tally, runs: Traces) -> None:
     for other in others:
         if other.scenario.batch_size != base.scenario.batch_size:
             continue
-        divided = divided_inside.in_rate(Compared(runs=runs, model=other, trace=base))
+        divided = applied_gradients.in_rate(Compared(runs=runs, model=other, trace=base))
         _compare(tally, base, other, divided)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from entrenar_py.check import evidence
 from entrenar_py.check.causes import presuppositions, run_comparison
-from entrenar_py.check.causes.compared import Compared
+from entrenar_py.check.causes.run_comparison import Compared
 from entrenar_py.check.clauses import controlled, knobs, oracles, plans, same_bits
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 
 from entrenar_py.check import evidence
-from entrenar_py.check.causes import first_weights, presuppositions
-from entrenar_py.check.causes.compared import Compared
+from entrenar_py.check.causes import presuppositions, state
+from entrenar_py.check.causes.run_comparison import Compared
 from entrenar_py.check.clauses import plans, script_streams
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.clauses.population import in_epochs, is_endless
@@ -31,7 +31,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
     """Judge that dropout differs by step and shard, order by epoch, and that ranks start alike."""
     tally = missing.tally_for(invariant, runs)
     for trace in runs:
-        first_weights.tell_peculiar(tally, trace)
+        state.tell_peculiar(tally, trace)
     runs = evidence.usable_runs(runs, tally)
     alone = next(iter(runs.of(ALONE)), None)
     for trace in runs:

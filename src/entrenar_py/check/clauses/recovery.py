@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from entrenar_py.check import evidence
 from entrenar_py.check.causes import presuppositions
-from entrenar_py.check.causes.compared import Compared
+from entrenar_py.check.causes.run_comparison import Compared
 from entrenar_py.check.clauses import plans, same_bits
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant

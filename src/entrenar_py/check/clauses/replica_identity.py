@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from entrenar_py.check import evidence
-from entrenar_py.check.causes import presuppositions, weight_averages
-from entrenar_py.check.causes.compared import Compared
+from entrenar_py.check.causes import presuppositions, state, weight_averages
+from entrenar_py.check.causes.run_comparison import Compared
 from entrenar_py.check.causes.state import PARTS, Comparison
 from entrenar_py.check.clauses import plans, ties
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import facts, local_buffers, missing, rounds
+from entrenar_py.check.evidence import facts, missing, rounds
 from entrenar_py.check.evidence.needs import ALONE, SHORTENED, Traces
 from entrenar_py.shared.trace import Membership, Start, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Finding, Tally
@@ -30,7 +30,7 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
             _trained_together(tally, left.trace)
             weight_averages.compare_ranks(tally, left.trace)
         ties.compare(tally, trace)
-        local_buffers.tell(tally, trace)
+        state.tell_local_buffers(tally, trace)
     for trace in traces.witnesses.get(SHORTENED, ()):
         _at_epochs_ends(tally, traces, trace)
     why = "no two workers of one run were recorded"

@@ -8,18 +8,12 @@ from dataclasses import replace
 import numpy as np
 
 from entrenar_py.check import evidence
-from entrenar_py.check.causes import (
-    presuppositions,
-    restored_state,
-    resumed_data,
-    summation,
-    weight_averages,
-)
-from entrenar_py.check.causes.compared import Compared
+from entrenar_py.check.causes import presuppositions, resumes, state, weight_averages
+from entrenar_py.check.causes.run_comparison import Compared
 from entrenar_py.check.clauses import plans, resumed_step, same_bits, stopped_run
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import closeness, local_buffers, missing
+from entrenar_py.check.evidence import closeness, missing
 from entrenar_py.check.evidence.needs import REPEATED, RESUMED, Traces
 from entrenar_py.shared.trace import Shard, Start, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Finding, Tally
@@ -69,8 +63,8 @@ def _compare(tally: Tally, straight: Trace, trace: Trace) -> None:
         and stopped_run.begins_where_it_says(tally, straight, trace)
     ):
         return
-    same_samples = resumed_data.compare(tally, straight, trace)
-    restored_state.compare(tally, straight, trace, _RESTORED)
+    same_samples = resumes.compare_data(tally, straight, trace)
+    resumes.compare_state(tally, straight, trace, _RESTORED)
     _same_rates(tally, straight, trace)
     if not same_samples:
         return
@@ -79,10 +73,10 @@ def _compare(tally: Tally, straight: Trace, trace: Trace) -> None:
     kept = _as_long(tally, straight, trace) if is_own else trace
     if is_own:
         _ends_as_late(tally, straight, trace)
-        straight, kept = summation.comparable(tally, straight, kept)
+        straight, kept = resumes.summed_alike(tally, straight, kept)
     message = "the resumed run differs from the straight one"
     same_bits.compare_steps(tally, straight, kept, message)
-    local_buffers.compare(tally, straight, kept, f"{message} (buffers)")
+    state.compare_local_buffers(tally, straight, kept, f"{message} (buffers)")
     weight_averages.compare_resumed(tally, straight, kept)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from entrenar_py.check import evidence
-from entrenar_py.check.causes.restored_state import Resume, resumes
+from entrenar_py.check.causes.resumes import Resume, resumes
 from entrenar_py.check.evidence import closeness, step_sums
 from entrenar_py.shared.trace import Tensors, Trace, Update
 from entrenar_py.shared.verdict import Tally

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from entrenar_py.check import evidence
-from entrenar_py.check.causes import presuppositions, repeatability, run_comparison
-from entrenar_py.check.causes.compared import Compared
+from entrenar_py.check.causes import presuppositions, rounding_bounds, state
+from entrenar_py.check.causes.run_comparison import Compared
 from entrenar_py.check.clauses import plans
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import closeness, facts, local_buffers, missing, rounds
+from entrenar_py.check.evidence import closeness, facts, missing, rounds
 from entrenar_py.check.evidence.needs import COUNTS, REPEATED, Traces
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Attempt, Shard, Trace, Update
@@ -62,7 +62,7 @@ def judge_determinism(invariant: Invariant, runs: Traces) -> Finding:
             _compare_shards(tally, left.model, left.trace)
             message = "two runs of one scenario differ"
             compare_steps(tally, left.model, left.trace, message)
-            local_buffers.compare(tally, left.model, left.trace, f"{message} (buffers)")
+            state.compare_local_buffers(tally, left.model, left.trace, f"{message} (buffers)")
             if tally.broken is not None and tally.broken is not before:
                 tally.broken = _by_rounding(left, tally.broken)
     return tally.finding(
@@ -81,9 +81,11 @@ def _by_rounding(compared: Compared, broken: Counterexample) -> Counterexample:
     Only the first steps can be compared within rounding.
     """
     device = compared.trace.environment.get("accelerator")
-    is_early = broken.step is not None and broken.step < run_comparison.ROUNDING_STEPS
+    is_early = broken.step is not None and broken.step < rounding_bounds.ROUNDING_STEPS
     is_of_values = "(buffers)" not in broken.message and _have_one_course(compared)
-    if not (device and is_early and is_of_values and repeatability.agree(compared)):
+    if not (
+        device and is_early and is_of_values and presuppositions.agree_within_rounding(compared)
+    ):
         return broken
     message = f"{_ROUNDED} on {device}: {_ANY_ORDER}"
     return replace(broken, message=message)

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from entrenar_py.check import evidence
-from entrenar_py.check.causes import edits, masters, presuppositions, torch_rules, update_rule
-from entrenar_py.check.causes.compared import Compared
+from entrenar_py.check.causes import applied_gradients, edits, presuppositions, update_rule
+from entrenar_py.check.causes.run_comparison import Compared
 from entrenar_py.check.clauses import (
     declared_clipping,
     knobs,
@@ -61,7 +61,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         step_notes.tell(tally, trace)
         edits.judge(tally, trace)
         missing.require_moves(tally, trace)
-        if masters.follow(tally, runs, trace):
+        if applied_gradients.follow_copies(tally, runs, trace):
             continue
         compared = Compared(runs=runs, model=trace, trace=trace)
         left = presuppositions.comparable(tally, presuppositions.UPDATES, compared)
@@ -109,8 +109,8 @@ def _is_unchanged(trace: Trace, step: int | None) -> bool:
 
 def _follow(tally: Tally, trace: Trace) -> None:
     """Recompute all updates. Count as missing each rank's first one that can't be recomputed."""
-    is_known = trace.traits.rule == "known" or torch_rules.are_known(trace)
-    if trace.traits.rule != "known" and torch_rules.are_derived(trace):
+    is_known = trace.traits.rule == "known" or update_rule.are_known(trace)
+    if trace.traits.rule != "known" and update_rule.are_derived(trace):
         is_known = is_known and _is_as_derived(trace)
     if not is_known and trace.traits.rule == "own":
         tally.note("the optimizer's rule is its own: steps were not recomputed")
@@ -154,7 +154,7 @@ def _follow(tally: Tally, trace: Trace) -> None:
 
 def is_recomputed(trace: Trace) -> bool:
     """Return whether an optimizer of the user's steps by the rule of torch's that it is made of."""
-    return torch_rules.are_known(trace) and _is_as_derived(trace)
+    return update_rule.are_known(trace) and _is_as_derived(trace)
 
 
 def _is_as_derived(trace: Trace) -> bool:
@@ -361,7 +361,7 @@ def _absent(traces: Sequence[Trace]) -> str:
     clips = any(trace.traits.clip_norm is not None for trace in traces)
     if clips or {trace.traits.rule for trace in traces} != {"own"}:
         return ""
-    if any(torch_rules.are_known(trace) for trace in traces):
+    if any(update_rule.are_known(trace) for trace in traces):
         return ""
     return "the optimizer's rule is its own: it is none of torch.optim's that are known here"
 

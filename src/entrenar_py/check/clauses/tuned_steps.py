@@ -10,7 +10,7 @@ import numpy as np
 
 from entrenar_py.check import evidence
 from entrenar_py.check.causes import update_rule
-from entrenar_py.check.causes.run_comparison import (
+from entrenar_py.check.causes.rounding_bounds import (
     ADAM_GRADIENT_BOUND,
     GRADIENT_BOUND,
     LEARNED_AWAY,

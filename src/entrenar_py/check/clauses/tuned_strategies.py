@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from entrenar_py.check import evidence
-from entrenar_py.check.causes.run_comparison import ADAM_GRADIENT_BOUND
+from entrenar_py.check.causes.rounding_bounds import ADAM_GRADIENT_BOUND
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.clauses.tuned_weights import planned
 from entrenar_py.check.contract import Invariant

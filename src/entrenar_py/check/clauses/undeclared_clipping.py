@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from entrenar_py.check import evidence
-from entrenar_py.check.causes import clipping_errors, explanations, run_comparison
-from entrenar_py.check.causes.clipping_errors import Clipped
+from entrenar_py.check.causes import clipping, explanations, rounding_bounds
+from entrenar_py.check.causes.clipping import Clipped
 from entrenar_py.check.causes.explanations import Explanation
 from entrenar_py.check.evidence import closeness
 from entrenar_py.shared.trace import Trace
@@ -49,7 +49,7 @@ def first(trace: Trace) -> tuple[int, Explanation] | None:
 
 def _steps(trace: Trace) -> Steps:
     rested, shards = evidence.skipped_without_gradients(trace), evidence.shards(trace)
-    bound = run_comparison.Bounds.of({}, trace).gradient
+    bound = rounding_bounds.Bounds.of({}, trace).gradient
     norms, clipped, weights = {}, {}, {}
     for step, by_rank in evidence.ranks_by_step(trace):
         update = evidence.any_rank(by_rank)
@@ -57,7 +57,7 @@ def _steps(trace: Trace) -> Steps:
         if step in rested or not norm:
             continue
         norms[step], weights[step] = norm, update.weight
-        clipped[step] = clipping_errors.of_step(
+        clipped[step] = clipping.of_step(
             by_rank, update, shards.get(step, []), limit=math.nan, bound=bound
         )
     return Steps(norms, clipped, weights)
@@ -87,7 +87,7 @@ def _by_group(steps: Steps) -> Explanation | None:
     counts: dict[float, int] = {}
     for clipped in steps.clipped.values():
         by_limit: dict[float, list[tuple[str, ...]]] = {}
-        for names in clipping_errors.scaled_together(clipped) if clipped.whole else ():
+        for names in clipping.scaled_together(clipped) if clipped.whole else ():
             norm = clipped.norm(names)
             if norm and _is_round(norm, _EXACT) and _are_multiples(clipped, names):
                 by_limit.setdefault(float(f"{norm:.2g}"), []).append(names)
@@ -110,7 +110,7 @@ def _by_group(steps: Steps) -> Explanation | None:
 def _are_multiples(clipped: Clipped, names: Collection[str]) -> bool:
     """Return whether tensors were applied as their sums over micro-batches, times one number."""
     applied, whole = ({n: one[n] for n in names} for one in (clipped.applied, clipped.whole))
-    return clipping_errors.is_multiple(applied, whole, clipped.bound)
+    return clipping.is_multiple(applied, whole, clipped.bound)
 
 
 def _divide_a_layer(groups: list[tuple[str, ...]]) -> bool:
@@ -145,12 +145,12 @@ def _first_alone(steps: Steps) -> Explanation | None:
 def _factors(steps: Steps) -> Iterator[tuple[int, float]]:
     """Yield the steps whose gradient is that of its micro-batches times one number, and it."""
     for step, clipped in steps.clipped.items():
-        if not clipped.whole or not clipping_errors.is_multiple(
+        if not clipped.whole or not clipping.is_multiple(
             clipped.applied, clipped.whole, clipped.bound
         ):
             continue
         largest = max(clipped.sizes, key=lambda name: clipped.sizes[name])
-        factor = clipping_errors.factor_of(clipped, largest)
+        factor = clipping.factor_of(clipped, largest)
         if factor > 0:
             yield step, factor
 

@@ -10,18 +10,17 @@ import numpy as np
 
 from entrenar_py.check import evidence
 from entrenar_py.check.causes import (
-    accumulated,
+    accumulation,
+    clipping,
     copies,
+    coupled_samples,
     explanations,
     loss_terms,
     presuppositions,
-    rank_means,
-    reduction_format,
-    run_comparison,
-    value_clipping,
+    rounding_bounds,
 )
-from entrenar_py.check.causes.compared import Compared
 from entrenar_py.check.causes.explanations import Explanation
+from entrenar_py.check.causes.run_comparison import Compared
 from entrenar_py.check.clauses import knobs, loss_factors, oracles, parity, plans
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
@@ -114,7 +113,7 @@ def _by_own_elements(tally: Tally, runs: Traces) -> None:
     model = oracles.model_of(runs)
     for trace in runs.own:
         if model is not None and trace is not model and evidence.is_as_trained(trace):
-            rank_means.judge(tally, trace, model)
+            coupled_samples.judge_rank_means(tally, trace, model)
 
 
 def _weighted_loss(tally: Tally, trace: Trace, relative: float, unknown: Collection[int]) -> None:
@@ -176,7 +175,7 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> li
     multiple of the step's weight, except if the trait `clipping: other` says that gradients were
     recorded clipped. This needs no second run. Shards may record their sums with a common factor.
     """
-    if why := run_comparison.rounded_away(trace):
+    if why := rounding_bounds.rounded_away(trace):
         tally.miss(why)
         return []
     if trace.traits.steps != "model" and not any(u.gradient for u in trace.of(Update)):
@@ -197,7 +196,7 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> li
             _require_pass(tally, trace, update)
         if step in unknown or step in rested:
             continue
-        if (left := accumulated.of_evaluation(by_rank, shards[step], divisions.bound)) is not None:
+        if (left := accumulation.of_evaluation(by_rank, shards[step], divisions.bound)) is not None:
             name, why_left = left
             message = f"the applied gradient of {name} {why_left.words}"
             tally.check(False, message, tensor=name, **evidence.place(trace, update))
@@ -245,7 +244,7 @@ def _is_rounded(tally: Tally, trace: Trace) -> bool:
     """Return whether sums are rounded to 16 bits where float32 is declared: a counterexample."""
     if trace.traits.compressed != "float32":
         return False
-    rounded = reduction_format.undeclared(trace, run_comparison.GRADIENT_BOUND)
+    rounded = rounding_bounds.undeclared_format(trace, rounding_bounds.GRADIENT_BOUND)
     if rounded:
         first = evidence.any_rank(next(by_rank for _, by_rank in evidence.ranks_by_step(trace)))
         message = "sums of gradients are rounded to 16 bits, and float32 is declared for them"
@@ -263,9 +262,9 @@ def _by_micro_batch(trace: Trace, update: Update) -> Tensors:
 def _require_pass(tally: Tally, trace: Trace, update: Update) -> None:
     """Check that a step without micro-batches applies no old gradient, and moves nothing."""
     place = evidence.place(trace, update)
-    if (again := accumulated.stepped_again(trace, update)) is not None:
+    if (again := accumulation.stepped_again(trace, update)) is not None:
         tally.check(False, f"the applied gradient {again.words}", **place)
-    if (moved := accumulated.moved_without_pass(trace, update)) is not None:
+    if (moved := accumulation.moved_without_pass(trace, update)) is not None:
         name, message = moved
         tally.check(False, message, tensor=name, **place)
 
@@ -299,12 +298,12 @@ class _Divisions:
 
     @classmethod
     def of(cls, tally: Tally, trace: Trace) -> _Divisions:
-        bound = run_comparison.Bounds.of({}, trace).gradient
+        bound = rounding_bounds.Bounds.of({}, trace).gradient
         if any(
             record.sketch for shard in trace.of(Shard)[:1] for record in shard.gradient.values()
         ):
             bound *= closeness.PROJECTED
-        limit = value_clipping.limit(trace) if trace.scenario.workload == "own" else None
+        limit = clipping.limit_of_elements(trace) if trace.scenario.workload == "own" else None
         return cls(tally, trace, bound, limit)
 
     def add(
@@ -335,7 +334,7 @@ class _Divisions:
         if off and self._is_open(why, update):
             if why is None:
                 is_plain = _has_one_part(shards) or self._is_scaled(total, mean)
-                earlier = accumulated.is_kept(self.trace, update, total, mean, self.bound)
+                earlier = accumulation.is_kept(self.trace, update, total, mean, self.bound)
                 self.changed.append(is_plain and not earlier)
             return
         for name in mean:
@@ -382,7 +381,7 @@ class _Divisions:
         mean = evidence.elements(update.gradient)
         if self.limit is None or total is None or mean is None:
             return False
-        return value_clipping.explains(total, mean, self.limit, self.bound)
+        return clipping.explains_elements(total, mean, self.limit, self.bound)
 
     def _explained(
         self,
@@ -397,21 +396,21 @@ class _Divisions:
         Large tensors that are wrong may have set the divisor: those of others are tried, too.
         Elements that may be clipped are left out if the gradient has no explanation otherwise.
         """
-        step = accumulated.Applied(self.trace, update, total, mean, divisor, off, self.bound)
-        if (why := explanations.first(accumulated.LIST, step)) is not None:
+        step = accumulation.Applied(self.trace, update, total, mean, divisor, off, self.bound)
+        if (why := explanations.first(accumulation.LIST, step)) is not None:
             return off, why
         for each in step.by_other_divisors():
-            if (why := explanations.first(accumulated.LEFT_IN, each)) is not None:
+            if (why := explanations.first(accumulation.LEFT_IN, each)) is not None:
                 return each.off, why
         if not self.limit:
             return off, None
-        total, mean = value_clipping.uncut(total, mean, self.limit)
+        total, mean = clipping.uncut_elements(total, mean, self.limit)
         if (free := step_sums.divisor(total, mean)) is None:
             return off, None
         size = math.sqrt(sum(float(np.square(v, dtype=np.float64).sum()) for v in mean.values()))
         still = step_sums.off(total, mean, free, self.bound * abs(free) * size)
-        step = accumulated.Applied(self.trace, update, total, mean, free, still, self.bound)
-        why = accumulated.own_factor(step) if still else None
+        step = accumulation.Applied(self.trace, update, total, mean, free, still, self.bound)
+        why = accumulation.own_factor(step) if still else None
         return (off, None) if why is None else (still, why)
 
     def _is_scaled(self, total: step_sums.Vectors, mean: step_sums.Vectors) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from entrenar_py.check import evidence
-from entrenar_py.check.causes.compared import Compared
+from entrenar_py.check.causes.run_comparison import Compared
 from entrenar_py.check.clauses import controlled
 from entrenar_py.check.command.asked import Asked
 from entrenar_py.check.evidence.needs import ALONE, CONTROLLED, Need, Runs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from entrenar_py.check.causes import run_comparison, sensitivity
+from entrenar_py.check.causes import rounding_bounds, run_comparison
 from entrenar_py.check.clauses.knobs import KNOBS
 from entrenar_py.check.command.asked import Asked
 from entrenar_py.check.evidence.needs import NUDGED, Need
@@ -43,7 +43,7 @@ class Nudging:
             return {}
         self._is_wanted = False
         few = min(self._plain)
-        nudge = Fault(kind=NUDGED_WEIGHTS, step=0, value=repr(sensitivity.nudge(first)))
+        nudge = Fault(kind=NUDGED_WEIGHTS, step=0, value=repr(rounding_bounds.nudge(first)))
         name = f"{few}-worker{'' if few == 1 else 's'}-nudged"
         return {name: replace(self._plain[few], faults=(nudge,))}
 
@@ -57,4 +57,4 @@ def _may_be_rounding(first: Trace, other: Trace) -> bool:
     """Return whether two runs differ, by so little that rounding may be why."""
     trial = Tally("", observed=True)
     run_comparison.compare(trial, other, first, None)
-    return trial.broken is not None and sensitivity.may_be_rounding(other, first)
+    return trial.broken is not None and rounding_bounds.may_be_rounding(other, first)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from entrenar_py.check.causes import own_sums
+from entrenar_py.check.causes import accumulation
 from entrenar_py.check.clauses import met_rounds
 from entrenar_py.check.clauses.knobs import KNOBS
 from entrenar_py.check.command import ending
@@ -76,7 +76,7 @@ def of(
         )
     if why := ending.unresumed(ranks, asked, ended, saved.read_only):
         recorded = replace(recorded, environment={**recorded.environment, "unresumed": why})
-    return _with_its_faults(met_rounds.seen(own_sums.seen_through(recorded)))
+    return _with_its_faults(met_rounds.seen(accumulation.seen_through(recorded)))
 
 
 def have_closed(folder: Path, world_size: int, life: int) -> bool:
