@@ -107,7 +107,6 @@ class Applied:
         return before
 
     def _fits(self, values: Vectors) -> bool:
-        """Return whether the tensors in `off` that are in `values` have the applied ones' sizes."""
         return all(values[n].shape == self.mean[n].shape for n in self.off if n in values)
 
     @property
@@ -211,7 +210,6 @@ def of_evaluation(
 
 
 def _before(trace: Trace, update: Update) -> Update | None:
-    """Return the same rank's update of the step before."""
     return evidence.updates(trace).get(update.step - 1, {}).get(update.rank)
 
 
@@ -255,7 +253,6 @@ def _kept(step: Applied) -> Explanation | None:
 
 
 def _late(step: Applied) -> Explanation | None:
-    """The applied gradient is that of the samples of the step before."""
     number = step.update.step - 1
     if not step.is_times(step.sum_of(step.shards_of(number))):
         return None
@@ -492,7 +489,6 @@ def _without_returned(trace: Trace) -> Trace:
 
 
 def _joined(shards: Sequence[Shard]) -> Shard:
-    """Return the last of `shards` with the samples of all, each once, and their weight."""
     contents = [zip(s.ids, s.contents or [None] * len(s.ids), strict=False) for s in shards]
     by_id = dict(pair for one in contents for pair in one)
     known = tuple(content for content in by_id.values() if content is not None)

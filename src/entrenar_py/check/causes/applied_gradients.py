@@ -104,14 +104,12 @@ def _reduced_later(trace: Trace) -> tuple[int, str] | None:
 
 
 def _num_values(name: str, held: list[Tensors]) -> int:
-    """Return how many different values of a tensor there are; 0 if one lacks it."""
     if not all(name in tensors for tensors in held):
         return 0
     return len({tensors[name].digest for tensors in held})
 
 
 def _has_moved(name: str, before: Mapping[int, Tensors], by_rank: Mapping[int, Update]) -> bool:
-    """Return whether every rank changed a tensor to the values after the step."""
     return all(
         rank in before
         and name in before[rank]
@@ -364,7 +362,6 @@ def _factor(model: Trace, trace: Trace) -> float | None:
 
 
 def _times(expected: Tensors, got: Tensors, bound: float) -> float | None:
-    """Return the number that all tensors' elements together are multiplied by, or None."""
     left, right = evidence.vectors(expected), evidence.vectors(got)
     if left is None or right is None or left.keys() != right.keys():
         return None
@@ -387,7 +384,6 @@ def _follows_size(due: Update, update: Update, model: Trace, trace: Trace) -> bo
 
 
 def _large(tensors: Tensors) -> Tensors:
-    """Return the tensors of floats that are no counters."""
     return {
         name: record
         for name, record in tensors.items()
@@ -505,7 +501,6 @@ def _owners(trace: Trace, steps: list[tuple[int, Mapping[int, Update]]]) -> dict
 
 
 def _are_apart(name: str, by_rank: Mapping[int, Update]) -> bool:
-    """Return whether ranks hand over unlike gradients of a tensor, and hold it alike after."""
     updates = by_rank.values()
     if not all(name in u.gradient and name in u.weights for u in updates):
         return False

@@ -122,7 +122,6 @@ def in_pieces(clipped: Clipped) -> Explanation | None:
 
 
 def _alike(factors: np.ndarray[tuple[int], np.dtype[np.float64]]) -> list[float]:
-    """Return the few numbers that all `factors` are; [] if they are many, as of noise."""
     ordered = np.sort(factors)
     bounds = np.flatnonzero(np.diff(ordered) > _ALIKE * np.abs(ordered[1:]))
     groups = np.split(ordered, bounds + 1)
@@ -175,7 +174,6 @@ def _twice(clipped: Clipped) -> Explanation | None:
 
 
 def _before_the_sum(clipped: Clipped) -> Explanation | None:
-    """Find out whether ranks, or micro-batches, were clipped before they were added."""
     for words, of_rank in _EARLY.items():
         parts = [of_rank(batches, clipped.limit) for batches in clipped.by_rank.values()]
         if parts and is_multiple(clipped.applied, _sum(parts), clipped.bound):
@@ -246,7 +244,6 @@ def _cut(vectors: Vectors, limit: float) -> Vectors:
 
 
 def _sum(parts: Sequence[Vectors]) -> Vectors:
-    """Return the sums by name; a tensor may have no gradient in some parts."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {n: np.sum([part[n] for part in parts if n in part], axis=0) for n in names}
 

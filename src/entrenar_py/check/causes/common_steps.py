@@ -116,14 +116,12 @@ def while_finite(compared: Compared) -> Compared:
 
 
 def _first(compared: Compared) -> int | None:
-    """Return the first step after which neither run is finite, or None."""
     firsts = [_first_of(run) for run in (compared.model, compared.trace)]
     known = [first for first in firsts if first is not None]
     return max(known) if len(known) == len(firsts) else None
 
 
 def _first_of(trace: Trace) -> int | None:
-    """Return the first step after which a rank's weights are not finite, or None."""
     steps = [update.step for update in trace.standing.of(Update) if not update.finite]
     return min(steps, default=None)
 
@@ -134,7 +132,6 @@ def until(trace: Trace, step: int) -> Trace:
 
 
 def _is_of(event: Event, step: int) -> bool:
-    """Return whether `event` belongs to `step` or to a later step."""
     if isinstance(event, Start):
         return event.step > step
     return isinstance(event, Shard | Update | Synchronised) and event.step >= step
@@ -192,7 +189,6 @@ def _first_uneven(trace: Trace) -> tuple[int, Counter[int]] | None:
 
 
 def _is_uneven(made: Counter[int], passes: Counter[int]) -> bool:
-    """Return whether the rank with the fewest steps also has fewer passes than that with most."""
     in_order = sorted(made, key=made.__getitem__)
     if not made or made[in_order[0]] == made[in_order[-1]]:
         return False
@@ -247,12 +243,10 @@ def first_meeting(trace: Trace) -> tuple[int, str] | None:
 
 
 def _are_unlike(name: str, held: Sequence[Tensors]) -> bool:
-    """Return whether ranks have different values of a tensor."""
     return len({tensors[name].digest for tensors in held if name in tensors}) > 1
 
 
 def _distance(name: str, held: Sequence[Tensors]) -> float | None:
-    """Return the largest distance of a tensor from the first rank's; None if one is unknown."""
     vectors = [tensors[name].vector() if name in tensors else None for tensors in held]
     known = [vector for vector in vectors if vector is not None]
     if len(known) < len(vectors) or len({vector.shape for vector in known}) > 1:

@@ -122,7 +122,6 @@ def _parts(names: Iterable[str]) -> Set[str]:
 
 
 def _without_parts(names: Iterable[str], parts: Set[str]) -> dict[str, str]:
-    """Return names by what is left of them without `parts`."""
     return {".".join(p for p in name.split(".") if p not in parts): name for name in names}
 
 
@@ -160,13 +159,11 @@ def _event_renamed(event: Event, named: Mapping[str, str]) -> Event:
 
 
 def _of_copy(key: str, named: Mapping[str, str]) -> str:
-    """Return the name of a tensor beside the model, `label/parameter`, with a new name."""
     label, slash, name = key.partition("/")
     return f"{label}{slash}{named.get(name, name)}"
 
 
 def _of_state(key: str, named: Mapping[str, str]) -> str:
-    """Return the name of optimizer state, `parameter/key`, with the parameter's new name."""
     name, slash, rest = key.partition("/")
     return f"{named.get(name, name)}{slash}{rest}"
 
@@ -210,7 +207,6 @@ def pieces(compared: Compared) -> Mapping[str, tuple[Shape, Shape]]:
 
 
 def _size(shape: Shape) -> tuple[int, Shape]:
-    """Return the number of elements, then the shape, so that equal sizes have an order."""
     return math.prod(shape), shape
 
 
@@ -235,12 +231,10 @@ def _pieces_told(compared: Compared, found: Mapping[str, tuple[Shape, Shape]]) -
 
 
 def _elements(shape: Shape) -> str:
-    """Return `6x8 elements`."""
     return f"{'x'.join(map(str, shape)) or 1} elements"
 
 
 def _due_shapes(compared: Compared) -> dict[str, set[Shape]]:
-    """Return the shapes of weights in the run that the judged one is held against."""
     model = compared.alone if compared.is_one_run else compared.model
     if model is None or model is compared.trace:
         return {}
@@ -296,7 +290,6 @@ def own(compared: Compared) -> Set[str]:
 
 
 def _differ(name: str, held: list[Tensors]) -> bool:
-    """Return whether a tensor has several values, among those that were recorded."""
     return len({tensors[name].digest for tensors in held if name in tensors}) > 1
 
 
@@ -396,7 +389,6 @@ def have_one_loss(compared: Compared) -> bool:
 
 
 def _first_loss(trace: Trace) -> float | None:
-    """Return the mean loss of step 0 over all samples; None if it is unknown."""
     shards = evidence.shards(trace).get(0, ())
     sums = [shard.loss_sum for shard in shards if shard.loss_sum is not None]
     weight = sum(shard.weight for shard in shards)
@@ -440,7 +432,6 @@ def _all_draw_alike(trace: Trace) -> bool:
 
 
 def _without(trace: Trace, names: Set[str]) -> Trace:
-    """Return `trace` without the tensors `names` and the optimizer's state of them."""
     return replace(trace, events=tuple(_event_without(event, names) for event in trace.events))
 
 

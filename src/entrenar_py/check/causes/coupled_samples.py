@@ -94,7 +94,6 @@ def broken(compared: Compared) -> Mapping[str, Any] | None:
 def _joined(
     step: int, model: Mapping[int, Sequence[Shard]], trace: Mapping[int, Sequence[Shard]]
 ) -> Iterator[tuple[Shard, list[Shard]]]:
-    """Yield the micro-batches of a step that are several ones in the other run, with these."""
     for whole in model[step]:
         parts = [part for part in trace[step] if part.ids and {*part.ids} <= {*whole.ids}]
         if len(parts) > 1 and sum(len(part.ids) for part in parts) == len(whole.ids):
@@ -114,14 +113,12 @@ def _is_padded(whole: Shard, parts: Sequence[Shard]) -> bool:
 
 
 def _widths(parts: Sequence[Shard], at: int = 0) -> set[float]:
-    """Return how many elements a sample a term has in each of the micro-batches; {0} if unknown."""
     if not all(len(part.terms) > at for part in parts):
         return {0.0}
     return {part.terms[at][0] / len(part.ids) for part in parts}
 
 
 def _is_declared_equal(model: Trace, trace: Trace, step: int) -> bool:
-    """Return whether the runs declare losses of the same samples, which all ranks divide."""
     declared = {run.traits.loss_over for run in (model, trace)}
     if declared == {"micro-batch"}:
         return _cuts_of_all_ranks(model, step) == _cuts_of_all_ranks(trace, step)
@@ -145,18 +142,15 @@ def _advice(model: Trace, trace: Trace) -> str:
 
 
 def _has_changed_sums(model: Trace, trace: Trace, step: int) -> bool:
-    """Return whether a tensor's gradient is wrong by what no micro-batch gave, coupled or not."""
     update, other = (evidence.any_rank(evidence.updates(run)[step]) for run in (trace, model))
     return bool(explanations.changes(trace, update, other, rounding_bounds.GRADIENT_BOUND))
 
 
 def _cuts(trace: Trace, step: int) -> set[frozenset[int]]:
-    """Return the micro-batches of a step as sets of samples."""
     return {frozenset(shard.ids) for shard in evidence.shards(trace).get(step, ())}
 
 
 def _cuts_of_all_ranks(trace: Trace, step: int) -> list[set[int]]:
-    """Return the micro-batches of a step in order, each with the samples of all ranks."""
     by_rank: dict[int, list[Shard]] = defaultdict(list)
     for shard in evidence.shards(trace).get(step, ()):
         by_rank[shard.rank].append(shard)
@@ -176,7 +170,6 @@ def _losses_agree(model: Trace, trace: Trace, step: int) -> bool:
 
 
 def _is_apart(model: Trace, trace: Trace, step: int) -> bool:
-    """Return whether some tensor's gradient in `model` is no combination of those in `trace`."""
     due = step_sums.total(evidence.updates(model)[step], evidence.shards(model)[step])
     shards = evidence.shards(trace)[step]
     return (
@@ -218,7 +211,6 @@ def _division(trace: Trace) -> tuple[int, int]:
 
 
 def _statistics(trace: Trace) -> list[str]:
-    """Return the local buffers of floating-point numbers."""
     updates = (evidence.any_rank(by_rank) for by_rank in evidence.updates(trace).values())
     first = next((update.local for update in updates if update.local), {})
     return [name for name, record in first.items() if record.dtype.startswith("float")]

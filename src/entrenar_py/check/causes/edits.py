@@ -168,7 +168,6 @@ def _with_averages(edits: Sequence[Edit], trace: Trace) -> list[Edit]:
 
 
 def _explained(edits: Sequence[Edit], explanations: Sequence[Explain]) -> str:
-    """Return what one explanation says of the first edit, if it explains all; else ""."""
     for explain in explanations:
         words = [explain(edit) for edit in edits]
         if all(words):
@@ -180,7 +179,6 @@ def _explained(edits: Sequence[Edit], explanations: Sequence[Explain]) -> str:
 
 
 def _is_put_back(edit: Edit) -> bool:
-    """Return whether weights are as before but for rounding: they were swapped out and back."""
     near = [_are_near(was, now, edit.after[name]) for name, was, now in edit.values()]
     return len(near) == len(edit.after) and all(near)
 
@@ -202,7 +200,6 @@ def _is_masked(was: Values, now: Values) -> bool:
 
 
 def _is_bounded(was: Values, now: Values) -> bool:
-    """Return whether elements beyond one or two bounds are at these now, and all others stay."""
     return bool(np.array_equal(np.clip(was, now.min(), now.max()), now))
 
 
@@ -285,7 +282,6 @@ def _share_left(
 
 
 def _caught_up(edit: Edit) -> str:
-    """Explain an edit that gives a rank the weights of one that has made more steps."""
     made = evidence.updates(edit.trace)
     for step, by_rank in made.items():
         for rank, update in by_rank.items():
@@ -376,7 +372,6 @@ def _counts_on(before: Update | None, update: Update) -> bool:
 
 
 def _of_rank_0(edit: Edit) -> str:
-    """Explain an edit that gives a rank the weights of rank 0 in place of its own, other ones."""
     if edit.update.rank and edit.is_in(edit.peers.get(0, {})):
         return (
             f"became rank 0's on rank {edit.update.rank}, which had other ones: ranks had parted, "
@@ -434,7 +429,6 @@ def explained(moves: Moves) -> Explanation | None:
 
 
 def _rounded(moves: Moves) -> Explanation | None:
-    """What was added to a weight was taken out again, which leaves a rounding."""
     steps = [(was, now) for name in moves.names for _, _, was, now in moves.of(name)]
     if not steps or not all(map(_is_rounding, *zip(*steps, strict=True))):
         return None
@@ -490,7 +484,6 @@ def _merge(moves: Moves, name: str) -> tuple[str, str, bool] | None:
 
 
 def _share_a_module(name: str, other: str) -> bool:
-    """Return whether two tensors are in one small part of the model, as a layer's adapters are."""
     parts, others = name.split("."), other.split(".")
     common = 0
     while parts[common : common + 1] == others[common : common + 1] and common < len(parts):
@@ -545,7 +538,6 @@ def _shrunk(moves: Moves) -> Explanation | None:
 
 
 def _factor(was: Values, now: Values) -> float | None:
-    """Return the number by which a tensor is multiplied to shrink it; None if there is none."""
     square = float(was @ was)
     factor = float(was @ now) / square if square else 0.0
     fits = bool((np.abs(now - factor * was) <= 2 * precision.FLOAT32 * np.abs(was)).all())

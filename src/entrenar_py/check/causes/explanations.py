@@ -87,18 +87,15 @@ def difference(model: Trace, trace: Trace, step: int, bound: float) -> Explanati
 
 
 def _gaps(due: Tensors, got: Tensors) -> dict[str, closeness.Gap]:
-    """Return how far all tensors of two gradients are apart, nothing if that isn't known."""
     gaps = closeness.distances(due, got) or {}
     return gaps if due.keys() == got.keys() == gaps.keys() else {}
 
 
 def _is_given(model: Trace) -> bool:
-    """Return whether one worker was given the batches of several in place of its own."""
     return any(fault.kind in OF_RECORDS for fault in model.scenario.faults)
 
 
 def _is_one_factor(due: Tensors, got: Tensors, bound: float) -> bool:
-    """Return whether one gradient is a multiple of the other, by whichever number."""
     right, applied = evidence.vectors(due), evidence.vectors(got)
     if right is None or applied is None:
         return False
@@ -156,7 +153,6 @@ def _by_shares(
 
 
 def _are_alike(shares: step_sums.Vector, counts: Sequence[float]) -> bool:
-    """Return whether shares are proportional to positive `counts`."""
     if min(counts) <= 0:
         return False
     each = shares / np.asarray(counts)
@@ -225,7 +221,6 @@ def _together(goal: Vectors, terms: Mapping[str, Vector]) -> tuple[Vector, Vecto
 def _fits_shares(
     goal: Vectors, terms: Mapping[str, Vector], name: str, chosen: Vector, bound: float
 ) -> bool:
-    """Return whether a tensor is the combination by the shares `chosen`, within rounding."""
     whole = math.sqrt(sum(float(np.square(goal[n], dtype=np.float64).sum()) for n in terms))
     parts = (goal[name], *(terms[name] * chosen).T)
     size = max(whole / closeness.NOISE_SHARE, *(float(np.linalg.norm(part)) for part in parts))
@@ -301,14 +296,12 @@ class LaterSteps:
         return words if words and self._comes_at_once(step) else ""
 
     def _comes_at_once(self, step: int) -> bool:
-        """Return whether the gradient is off by _JUMP times what it was in any step before."""
         earlier = (made for made in self._due.keys() & self._made.keys() if made < step)
         return self._apart(step) > _JUMP * max(
             (self._apart(made) for made in earlier), default=math.inf
         )
 
     def _apart(self, step: int) -> float:
-        """Return the L2 distance of the two runs' gradients; 0.0 if it is unknown."""
         due, got = (evidence.any_rank(ranks[step]).gradient for ranks in (self._due, self._made))
         gaps = closeness.distances(due, got) or {}
         return math.hypot(*(gap.distance for gap in gaps.values()))
@@ -403,7 +396,6 @@ def _sum(
 
 
 def _meaning(times: NDArray[Any], weights: Sequence[float]) -> str:
-    """Return what it could mean, to end a sentence, if the right shares are those of `weights`."""
     if not all(weights):
         return ""
     per_weight = times / np.asarray(weights)

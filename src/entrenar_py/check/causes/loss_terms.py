@@ -166,7 +166,6 @@ class _Step:
         )
 
     def _is_weight(self) -> bool:
-        """Return whether 0.5 may be the weight of a loss, not the share of each of two."""
         terms = [term for column in self.columns for term in column]
         return self.sizes == {2} and not any(term.divisors or not term.is_mean for term in terms)
 
@@ -343,7 +342,6 @@ def _are_of_ranks(steps: Sequence[_Step]) -> bool:
 
 
 def _is_even(micro_batches: Sequence[Sequence[_Term]]) -> bool:
-    """Return whether all elements of a term are known, and count alike."""
     return all(
         term.count and _alike(term.share, column[0].share)
         for column in zip(*micro_batches, strict=True)
@@ -352,7 +350,6 @@ def _is_even(micro_batches: Sequence[Sequence[_Term]]) -> bool:
 
 
 def _count(micro_batches: Sequence[Sequence[_Term]]) -> float:
-    """Return the number of elements of the first term."""
     return sum(terms[0].count for terms in micro_batches)
 
 
@@ -395,7 +392,6 @@ def _divided_afterwards(tally: Tally, trace: Trace, steps: Sequence[_Step]) -> N
 
 
 def _are_sums(steps: Sequence[_Step]) -> bool:
-    """Return whether all losses of all steps are sums whose elements count as much."""
     sums = [step.shares_of_sum() for step in steps]
     first = sums[0] if sums else None
     return first is not None and all(
@@ -405,12 +401,10 @@ def _are_sums(steps: Sequence[_Step]) -> bool:
 
 
 def _of_micro_batch(step: _Step, index: int) -> float:
-    """Return the number of elements of a micro-batch of each rank, together."""
     return sum(own[index][0].count for own in step.by_rank.values())
 
 
 def _are_in_proportion(numbers: Sequence[float], others: Sequence[float]) -> bool:
-    """Return whether `numbers` are one multiple of `others` in enough steps to tell."""
     known = len(numbers) >= _STEPS_MIN and all(map(math.isfinite, numbers)) and all(others)
     return known and all(
         _alike(number / other, numbers[0] / others[0])
@@ -578,7 +572,6 @@ def _cut_windows(tally: Tally, trace: Trace, steps: Sequence[_Step]) -> None:
 
 
 def _divided(step: _Step, number: int) -> float | None:
-    """Return how much each micro-batch counts, if all do alike and are divided by `number`."""
     column = step.columns[0]
     if not all(
         term.is_divided_by(number) and _alike(term.whole, column[0].whole) for term in column
@@ -623,7 +616,6 @@ def _steps(parts: Parts) -> Iterator[_Step]:
 
 
 def _counted(shards: Sequence[Shard]) -> Sequence[Shard]:
-    """Return the micro-batches of sums that were not multiplied by zero; all, if any is a mean."""
     counted = [shard for shard in shards if any(share for _, share, *_ in shard.terms)]
     return counted if are_all(counted, means=False) else shards
 

@@ -81,7 +81,6 @@ def _beyond_rounding(compared: Compared, first: Trace, second: Trace) -> Counter
 
 
 def _of_rank(trace: Trace, rank: int) -> Trace:
-    """Return `trace` without the states of other ranks: these may differ, which F-DP-001 judges."""
     kept = (e for e in trace.events if not isinstance(e, Start | Update) or e.rank == rank)
     return replace(trace, events=tuple(kept))
 
@@ -169,7 +168,6 @@ def _other_samples(first: Trace, second: Trace) -> str:
 
 
 def _other_beginning(first: Trace, second: Trace) -> str:
-    """Return the name of a tensor with other first weights in the second run; "" if none has."""
     starts, others = _first_starts(first), _first_starts(second)
     for rank in sorted(starts.keys() & others.keys()):
         if name := _first_apart(starts[rank].weights, others[rank].weights):
@@ -218,7 +216,6 @@ def other_beginning(compared: Compared) -> str:
 
 
 def _are_other_draws(left: NDArray[Any], right: NDArray[Any]) -> bool:
-    """Return whether two flat arrays differ as independent draws do: both finite and not zero."""
     if left.size != right.size or not (np.isfinite(left).all() and np.isfinite(right).all()):
         return False
     left, right = left.astype(np.float64), right.astype(np.float64)
@@ -371,7 +368,6 @@ NO_NOISE = Presupposition(
 
 
 def _strictly(presupposition: Presupposition) -> Presupposition:
-    """Return a presupposition without which nothing of the comparison is left."""
     return replace(presupposition, left=lambda _: None)
 
 
@@ -511,7 +507,6 @@ def aligned(compared: Compared) -> Compared:
 
 
 def _note_explained(tally: Tally, compared: Compared, explanation: Explanation) -> None:
-    """Note that two runs differ by one exact equation, so by nothing that is random or coupled."""
     difference = compared.difference
     assert difference is not None, "it was explained"
     runs = " and ".join(run_name(run) for run in (compared.model, compared.trace))

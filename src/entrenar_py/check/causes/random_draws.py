@@ -179,7 +179,6 @@ _ByPlace = Mapping[str, Mapping[tuple[int, int], list[_Numbers]]]  # where -> st
 
 
 def _by_place(trace: Trace) -> _ByPlace:
-    """Return what was drawn in the first steps, in order, without a loader's own workers."""
     found: dict[str, dict[tuple[int, int], list[_Numbers]]] = defaultdict(lambda: defaultdict(list))
     for drawn in trace.standing.of(Drawn):
         if drawn.step < ROUNDING_STEPS and (drawn.worker is None or drawn.where == "loader"):
@@ -192,7 +191,6 @@ _Draws = Mapping[tuple[int, int], list[_Numbers]]
 
 
 def _same(mine: _Draws, theirs: _Draws) -> bool:
-    """Return whether each rank drew the same in each step of both runs."""
     return {**mine} == {**theirs}
 
 

@@ -90,7 +90,6 @@ def resumes(trace: Trace) -> Iterator[Resume]:
 
 
 def _go_on_from(made: dict[int, Update], event: Synchronised) -> None:
-    """Give the update of a synchronised step the weights that the rank was given then."""
     if event.step in made:
         made[event.step] = replace(
             made[event.step], weights={**made[event.step].weights, **event.weights}
@@ -195,7 +194,6 @@ def _how_it_differs(
 
 
 def _was_rounded(due: Any, got: Any, bits: int) -> bool:
-    """Return whether `got` is `due` with its last `bits` bits rounded away."""
     wide = got.astype(np.float32)
     if (wide.view(np.uint32) & np.uint32(2**bits - 1)).any():
         return False
@@ -309,7 +307,6 @@ def _place(shard: Shard) -> Place:
 
 
 def _seen_at(expected: Mapping[Place, Shard], shard: Shard) -> Shard | None:
-    """Return the first shard of the run without stops that has these samples; None if none has."""
     return next(
         (model for model in expected.values() if model.ids == shard.ids and shard.ids), None
     )
@@ -370,7 +367,6 @@ def _others_on_purpose(shard: Shard, seen: Shard | None) -> str:
 
 
 def _whose(expected: Mapping[Place, Shard], shard: Shard) -> str:
-    """Return whose random numbers a rank draws, if another rank drew them in this step."""
     others: Sequence[int] = [
         model.rank
         for model in expected.values()

@@ -222,7 +222,6 @@ def format_of_step(shards: list[Shard], by_rank: Mapping[int, Update], bound: fl
 
 
 def _divisor(whole: Vectors, applied: Vectors) -> float | None:
-    """Return the number that most elements of a sum were divided by, None if there is none."""
     sums = np.concatenate([whole[name] for name in applied])
     means = np.concatenate([value.astype(np.float64) for value in applied.values()])
     with np.errstate(invalid="ignore"):  # of gradients that are not finite there is none
@@ -424,7 +423,6 @@ def _loss_apart(first: Update, second: Update) -> float:
 
 
 def _apart(part: str, first: Update, second: Update) -> float:
-    """Return the largest relative distance of two tensors of a name."""
     gaps = closeness.distances(getattr(first, part), getattr(second, part)) or {}
     sizes = (gap.relative for gap in gaps.values())
     return max((size if math.isfinite(size) else math.inf for size in sizes), default=0.0)

@@ -446,7 +446,6 @@ def _samples(trace: Trace) -> dict[int, Counter[int]]:
 
 
 def _tensors(update: Update, part: str) -> Tensors:
-    """Return a part of an update. Of buffers return floats only (running means, no counters)."""
     tensors: Tensors = getattr(update, part)
     if part != "buffers":
         return tensors

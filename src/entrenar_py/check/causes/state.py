@@ -103,7 +103,6 @@ class Comparison:
                 )
 
     def _whole(self, state: Tensors) -> Tensors:
-        """Return optimizer state without the keys of which each rank holds a piece; note them."""
         keys = ", ".join(sorted(self._in_pieces))
         self._tally.note(f"each rank holds a piece of the optimizer's {keys}: not compared")
         return {name: item for name, item in state.items() if _key(name) not in self._in_pieces}
@@ -167,7 +166,6 @@ class Comparison:
 
     @property
     def _place(self) -> dict[str, Any]:
-        """The fields of a counterexample that are the same for the whole run."""
         return {"scenario": self.trace.scenario, "shapes": self.trace.shapes}
 
 
@@ -190,18 +188,15 @@ def keys_in_pieces(trace: Trace) -> set[str]:
 
 
 def _sizes(records: Iterable[TensorRecord | None]) -> set[int]:
-    """Return the numbers of elements of tensors whose values were recorded."""
     values = (None if record is None else record.values() for record in records)
     return {known.size for known in values if known is not None}
 
 
 def _key(name: str) -> str:
-    """Return the key of optimizer state, whose name is `parameter/key`."""
     return name.partition("/")[2]
 
 
 def _sharers(tensors_of: Mapping[int, Tensors], name: str) -> dict[int, Tensors]:
-    """Return the ranks that hold sharded tensor `name`; all if just one of 3 or more lacks it."""
     sharers = {rank: tensors for rank, tensors in tensors_of.items() if name in tensors}
     return dict(tensors_of) if len(tensors_of) - 1 == len(sharers) > 1 else sharers
 
@@ -242,7 +237,6 @@ def blame_of(trace: Trace, step: int, name: str, usual: int, other: int) -> Blam
 
 
 def _by_edit(trace: Trace, step: int, name: str, pair: tuple[int, int]) -> Blame | None:
-    """Blame the rank on which something other than the optimizer changed the tensor."""
     by_rank = evidence.updates(trace)[step]
     edited = [rank for rank in pair if name in by_rank[rank].edited]
     if len(edited) != 1:
@@ -459,7 +453,6 @@ def tell_peculiar(tally: Tally, trace: Trace) -> None:
 
 
 def _places(trace: Trace, look: str) -> Mapping[str, set[int]]:
-    """Return the tensors that look so before the first step, with the ranks that hold them."""
     places: dict[str, set[int]] = {}
     for event in trace.of(Noticed):
         for name, seen in event.peculiar.items():
@@ -469,7 +462,6 @@ def _places(trace: Trace, look: str) -> Mapping[str, set[int]]:
 
 
 def _other_matrices(trace: Trace, zero: Iterable[str]) -> bool:
-    """Return whether a rank holds a matrix other than those, or the shapes are unknown."""
     shapes = [start.shapes for start in trace.of(Start) if start.shapes]
     names = {name for known in shapes for name, shape in known.items() if len(shape) > 1}
     return not shapes or bool(names - set(zero))

@@ -148,7 +148,6 @@ def _sgd(told: Constants, moments: Moments, gradient: Vector, size: Vector) -> M
 
 
 def _averages(told: Constants, moments: Moments, gradient: Vector, size: Vector) -> Vector:
-    """Move both averages of Adam and its like; return the second one, as Adam divides by it."""
     beta1, beta2 = told.betas
     moments.first = beta1 * moments.first + (1 - beta1) * gradient
     moments.size = beta1 * moments.size + (1 - beta1) * size

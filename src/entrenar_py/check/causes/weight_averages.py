@@ -79,7 +79,6 @@ def _all_follow(lives: Sequence[Life], pairs: Mapping[str, str]) -> bool:
 
 
 def _sources(name: str, start: Start) -> Iterator[tuple[str, str]]:
-    """Yield the trained tensors that `name` may follow, with the end that both names have."""
     size, parts = start.weights[name].size, name.split(".")
     known = [other for other in start.trainable if other in start.weights]
     like = [other for other in known if start.weights[other].size == size]
@@ -124,7 +123,6 @@ def compare_resumed(tally: Tally, straight: Trace, trace: Trace) -> None:
 
 
 def _moves_after(trace: Trace, label: str, rank: int) -> bool:
-    """Return whether a copy moves in any life of a rank but its first."""
     lives = _lives(trace).get(rank, [])[1:]
     return any(
         bool(now) and not _same(was, now)
@@ -237,7 +235,6 @@ def _moves(lives: Sequence[Life]) -> Iterator[tuple[_State, _State]]:
 
 
 def _followed(before: _State, after: _State) -> tuple[Tensors, Tensors]:
-    """Return the weights that an average may have followed: it may move in the optimizer's step."""
     return before.weights, after.weights
 
 
@@ -293,7 +290,6 @@ def _held(extra: Tensors, label: str) -> dict[str, TensorRecord]:
 
 
 def _same(one: Tensors, other: Tensors) -> bool:
-    """Return whether both have the same tensors, and some."""
     return bool(one) and _digests(one) == _digests(other)
 
 
@@ -360,7 +356,6 @@ def _drawn_masks(tally: Tally, trace: Trace, rank: int, moved: Mapping[str, Even
 def _training_rank(
     of_ranks: Mapping[int, Mapping[str, Event | None]], names: Collection[str]
 ) -> int | None:
-    """Return the first rank on which all tensors `names` move, None if there is none."""
     moving = (rank for rank, moved in of_ranks.items() if all(map(moved.get, names)))
     return next(moving, None) if names else None
 

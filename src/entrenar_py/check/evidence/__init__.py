@@ -271,7 +271,6 @@ def stays(trace: Trace) -> dict[int, list[Stay]]:
 
 
 def _cut(of_rank: Sequence[Stay], step: int) -> list[Stay]:
-    """Return the stays. One that has ended is cut to end by `step`; an open one stays open."""
     return [one if one.end == math.inf else one._replace(end=min(one.end, step)) for one in of_rank]
 
 
@@ -342,7 +341,6 @@ def skip_words(steps: Iterable[int]) -> str:
 
 
 def _rests(before: tuple[Tensors, Tensors], now: tuple[Tensors, Tensors]) -> bool:
-    """Return whether both states have the same digests; False if no weights were recorded."""
     return bool(now[0]) and [*map(_digests, before)] == [*map(_digests, now)]
 
 

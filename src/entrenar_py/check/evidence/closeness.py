@@ -155,7 +155,6 @@ def distances(expected: Tensors, got: Tensors) -> dict[str, Gap] | None:
 
 
 def _finite_square(record: TensorRecord) -> float:
-    """Return the squared norm of a tensor, without the elements that are not finite."""
     square = record.square() or 0.0
     if math.isfinite(square):
         return square
@@ -391,5 +390,4 @@ def _relation_of_rates(
 
 
 def _stepped(update: Update) -> set[str]:
-    """Return the tensors of which the rank's optimizer has state."""
     return {key.rpartition("/")[0] for key in update.optimizer}

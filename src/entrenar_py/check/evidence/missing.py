@@ -135,7 +135,6 @@ def require_beginning(tally: Tally, trace: Trace) -> set[int]:
 
 
 def _silent(trace: Trace) -> set[int]:
-    """Return the ranks that made steps and never recorded a shard."""
     return {update.rank for update in trace.of(Update)} - {shard.rank for shard in trace.of(Shard)}
 
 
@@ -166,13 +165,11 @@ def require_ids(tally: Tally, trace: Trace) -> set[int]:
 
 
 def _steps(steps: Sequence[int]) -> str:
-    """Return `step 3`, or `steps 0, 1, 2 and later`."""
     later = " and later" if steps[5:] else ""
     return f"{wording.named('step', steps[:5])}{later}"
 
 
 def _why(trace: Trace) -> str:
-    """Return in brackets why samples are unknown, as the first such micro-batch says; else ""."""
     why = next((shard.unknown for shard in trace.of(Shard) if shard.unknown), "")
     return f" ({why})" if why else ""
 

@@ -78,7 +78,6 @@ def held(by_rank: Mapping[int, Update], shards: Collection[Shard]) -> list[Shard
 
 
 def _is_left_out(by_rank: Mapping[int, Update], shard: Shard) -> bool:
-    """Return whether no tensor's applied gradient holds the shard, whose gradient is unknown."""
     update = by_rank.get(shard.rank)
     if update is None or update.summed.keys() != update.gradient.keys():
         return False
@@ -130,7 +129,6 @@ def dropped_otherwise(model: Trace, trace: Trace) -> int | None:
 
 
 def _num_dropped(trace: Trace) -> dict[int, int]:
-    """Return step -> how many passes the rank with most of them drops."""
     shards = evidence.shards(trace)
     ranks = {
         step: [shard.rank for shard in dropped(by_rank, shards.get(step, ()))]
