@@ -76,6 +76,7 @@ class Constants:
     initial_accumulator_value: float = 0.0
     rho: float = 0.9
     momentum_decay: float = 4e-3
+    roundings: float = 1.0  # by how much more a move may be off, for constants in float32
 
 
 @dataclass(frozen=True)
@@ -87,18 +88,18 @@ class TensorRule:
 
     def move(self, moments: Moments, gradient: Vector, weight: Vector, rate: float) -> Move:
         """Return the move against the gradient in one step, with the size of its terms."""
-        told, decay = self.constants, self.constants.weight_decay
+        group, decay = self.constants, self.constants.weight_decay
         moments.steps += 1
-        gradient = -gradient if told.maximize else gradient
+        gradient = -gradient if group.maximize else gradient
         size = np.abs(gradient)
         shrunk = np.zeros_like(weight)
-        if told.decoupled_weight_decay or self.kind == "AdamW":
+        if group.decoupled_weight_decay or self.kind == "AdamW":
             shrunk = rate * decay * weight
             weight = weight - shrunk
         elif decay:
             gradient, size = gradient + decay * weight, size + decay * np.abs(weight)
-        moved, terms = _RULES[self.kind](told, moments, gradient, size)
-        return rate * moved + shrunk, rate * terms + np.abs(shrunk)
+        moved, terms = _RULES[self.kind](group, moments, gradient, size)
+        return rate * moved + shrunk, rate * terms * group.roundings + np.abs(shrunk)
 
 
 def rule_of(event: Ruled) -> TensorRule | None:
@@ -136,41 +137,41 @@ def _is_number(value: Any) -> bool:
 # --- the rules --------------------------------------------------------------------------------
 
 
-def _sgd(told: Constants, moments: Moments, gradient: Vector, size: Vector) -> Move:
-    if not told.momentum:
+def _sgd(group: Constants, moments: Moments, gradient: Vector, size: Vector) -> Move:
+    if not group.momentum:
         return gradient, size
-    new = 1.0 if isinstance(moments.first, float) else 1 - told.dampening
-    moments.first = moved = told.momentum * moments.first + new * gradient
-    moments.size = terms = told.momentum * moments.size + new * size
-    if told.nesterov:
-        return gradient + told.momentum * moved, size + told.momentum * terms
+    new = 1.0 if isinstance(moments.first, float) else 1 - group.dampening
+    moments.first = moved = group.momentum * moments.first + new * gradient
+    moments.size = terms = group.momentum * moments.size + new * size
+    if group.nesterov:
+        return gradient + group.momentum * moved, size + group.momentum * terms
     return moved, terms
 
 
-def _averages(told: Constants, moments: Moments, gradient: Vector, size: Vector) -> Vector:
-    beta1, beta2 = told.betas
+def _averages(group: Constants, moments: Moments, gradient: Vector, size: Vector) -> Vector:
+    beta1, beta2 = group.betas
     moments.first = beta1 * moments.first + (1 - beta1) * gradient
     moments.size = beta1 * moments.size + (1 - beta1) * size
     moments.second = second = beta2 * moments.second + (1 - beta2) * np.square(gradient)
     return np.asarray(second)
 
 
-def _adam(told: Constants, moments: Moments, gradient: Vector, size: Vector) -> Move:
-    beta1, beta2 = told.betas
-    second = _averages(told, moments, gradient, size)
-    if told.amsgrad:
+def _adam(group: Constants, moments: Moments, gradient: Vector, size: Vector) -> Move:
+    beta1, beta2 = group.betas
+    second = _averages(group, moments, gradient, size)
+    if group.amsgrad:
         moments.third = second = np.maximum(moments.third, second)
-    root = np.sqrt(second / (1 - beta2**moments.steps)) + told.eps
+    root = np.sqrt(second / (1 - beta2**moments.steps)) + group.eps
     correction = 1 - beta1**moments.steps
     return moments.first / correction / root, moments.size / correction / root
 
 
-def _nadam(told: Constants, moments: Moments, gradient: Vector, size: Vector) -> Move:
-    beta1, beta2 = told.betas
-    root = np.sqrt(_averages(told, moments, gradient, size) / (1 - beta2**moments.steps))
-    root += told.eps
+def _nadam(group: Constants, moments: Moments, gradient: Vector, size: Vector) -> Move:
+    beta1, beta2 = group.betas
+    root = np.sqrt(_averages(group, moments, gradient, size) / (1 - beta2**moments.steps))
+    root += group.eps
     now, then = (
-        beta1 * (1 - 0.5 * 0.96 ** ((moments.steps + ahead) * told.momentum_decay))
+        beta1 * (1 - 0.5 * 0.96 ** ((moments.steps + ahead) * group.momentum_decay))
         for ahead in (0, 1)
     )
     moments.product *= now
@@ -179,58 +180,58 @@ def _nadam(told: Constants, moments: Moments, gradient: Vector, size: Vector) ->
     return moved, (parts[0] * size + parts[1] * moments.size) / root
 
 
-def _radam(told: Constants, moments: Moments, gradient: Vector, size: Vector) -> Move:
-    (beta1, beta2), step = told.betas, moments.steps
-    second = _averages(told, moments, gradient, size)
+def _radam(group: Constants, moments: Moments, gradient: Vector, size: Vector) -> Move:
+    (beta1, beta2), step = group.betas, moments.steps
+    second = _averages(group, moments, gradient, size)
     correction = 1 - beta1**step
     whole = 2 / (1 - beta2) - 1
     length = whole - 2 * step * beta2**step / (1 - beta2**step)
     factor: Vector | float = 1.0
     if length > 5:  # else the move is not divided by anything
         shares = (length - 4) * (length - 2) * whole / ((whole - 4) * (whole - 2) * length)
-        factor = math.sqrt(shares * (1 - beta2**step)) / (np.sqrt(second) + told.eps)
+        factor = math.sqrt(shares * (1 - beta2**step)) / (np.sqrt(second) + group.eps)
     scale = np.asarray(factor / correction)
     return moments.first * scale, moments.size * scale
 
 
-def _adamax(told: Constants, moments: Moments, gradient: Vector, size: Vector) -> Move:
-    beta1, beta2 = told.betas
+def _adamax(group: Constants, moments: Moments, gradient: Vector, size: Vector) -> Move:
+    beta1, beta2 = group.betas
     moments.first = beta1 * moments.first + (1 - beta1) * gradient
     moments.size = beta1 * moments.size + (1 - beta1) * size
-    moments.second = np.maximum(beta2 * moments.second, np.abs(gradient) + told.eps)
+    moments.second = np.maximum(beta2 * moments.second, np.abs(gradient) + group.eps)
     divisor = (1 - beta1**moments.steps) * moments.second
     return moments.first / divisor, moments.size / divisor
 
 
-def _rmsprop(told: Constants, moments: Moments, gradient: Vector, size: Vector) -> Move:
-    second = told.alpha * moments.second + (1 - told.alpha) * np.square(gradient)
+def _rmsprop(group: Constants, moments: Moments, gradient: Vector, size: Vector) -> Move:
+    second = group.alpha * moments.second + (1 - group.alpha) * np.square(gradient)
     moments.second, kept = second, second
-    if told.centered:
-        moments.third = told.alpha * moments.third + (1 - told.alpha) * gradient
+    if group.centered:
+        moments.third = group.alpha * moments.third + (1 - group.alpha) * gradient
         kept = np.maximum(second - np.square(moments.third), 0.0)
-    root = np.sqrt(kept) + told.eps
+    root = np.sqrt(kept) + group.eps
     # The difference of two squares is off by as much as the larger one is.
-    size = size * (np.asarray(second) / np.where(kept > 0, kept, 1.0) if told.centered else 1.0)
-    if not told.momentum:
+    size = size * (np.asarray(second) / np.where(kept > 0, kept, 1.0) if group.centered else 1.0)
+    if not group.momentum:
         return gradient / root, size / root
-    moments.first = moved = told.momentum * moments.first + gradient / root
-    moments.size = terms = told.momentum * moments.size + size / root
+    moments.first = moved = group.momentum * moments.first + gradient / root
+    moments.size = terms = group.momentum * moments.size + size / root
     return moved, terms
 
 
-def _adagrad(told: Constants, moments: Moments, gradient: Vector, size: Vector) -> Move:
+def _adagrad(group: Constants, moments: Moments, gradient: Vector, size: Vector) -> Move:
     if moments.steps == 1:
-        moments.second = told.initial_accumulator_value
+        moments.second = group.initial_accumulator_value
     moments.second = second = moments.second + np.square(gradient)
-    divisor = (np.sqrt(second) + told.eps) * (1 + (moments.steps - 1) * told.lr_decay)
+    divisor = (np.sqrt(second) + group.eps) * (1 + (moments.steps - 1) * group.lr_decay)
     return gradient / divisor, size / divisor
 
 
-def _adadelta(told: Constants, moments: Moments, gradient: Vector, size: Vector) -> Move:
-    second = told.rho * moments.second + (1 - told.rho) * np.square(gradient)
-    factor = np.sqrt(moments.third + told.eps) / np.sqrt(second + told.eps)
+def _adadelta(group: Constants, moments: Moments, gradient: Vector, size: Vector) -> Move:
+    second = group.rho * moments.second + (1 - group.rho) * np.square(gradient)
+    factor = np.sqrt(moments.third + group.eps) / np.sqrt(second + group.eps)
     moments.second = second
-    moments.third = told.rho * moments.third + (1 - told.rho) * np.square(factor * gradient)
+    moments.third = group.rho * moments.third + (1 - group.rho) * np.square(factor * gradient)
     return factor * gradient, factor * size
 
 
@@ -300,8 +301,7 @@ class Rule:
         """True if a step follows from its gradient alone."""
         if self.traits.rule == "known":
             return self.scenario.optimizer == "sgd"
-        told = self.ruled.values()
-        return all(one.kind == "SGD" and not one.constants.momentum for one in told)
+        return all(r.kind == "SGD" and not r.constants.momentum for r in self.ruled.values())
 
     def follows(self, update: Update) -> bool:
         """Return whether the moments before `update` are known, or the optimizer has none."""
@@ -350,68 +350,40 @@ class Rule:
             if slope is None or weight is None or slope.shape != weight.shape:
                 self.known = False
                 continue
-            decay = self._decay(name)
-            if decay is not None:
+            if (rule := self._rule_of(name)) is not None:
                 gradient = factor * slope.astype(np.float64)
                 rate, wide = update.rate_of(name), weight.astype(np.float64)
-                yield name, self._expected(name, wide, gradient, rate, decay)
+                yield name, self._expected(name, rule, wide, gradient, rate)
 
-    def _decay(self, name: str) -> float | None:
-        """Return the weight decay of a tensor; None if it is unknown which tensors are decayed."""
-        if self.traits.rule != "known":
-            return self.ruled[name].constants.weight_decay if name in self.ruled else None
-        if not self.scenario.weight_decay:
-            return 0.0
-        if self.decayed is None:
+    def _rule_of(self, name: str) -> TensorRule | None:
+        """Return the rule that steps a tensor; None if it is unknown, or which tensors decay."""
+        traits, decay = self.traits, self.scenario.weight_decay
+        if traits.rule != "known":
+            return self.ruled.get(name)
+        if decay and self.decayed is None:
             return None
-        return self.scenario.weight_decay if name in self.decayed else 0.0
+        is_adam, has_momentum = (self.scenario.optimizer == n for n in ("adamw", "momentum"))
+        constants = Constants(
+            weight_decay=decay if name in (self.decayed or ()) else 0.0,
+            momentum=traits.momentum if has_momentum else 0.0,
+            dampening=traits.dampening,
+            nesterov=traits.nesterov,
+            betas=traits.betas,
+            eps=traits.eps,
+            decoupled_weight_decay=is_adam and traits.decay != "coupled",
+            roundings=_of_betas(traits, traits.betas) if is_adam else 1.0,
+        )
+        return TensorRule("Adam" if is_adam else "SGD", constants)
 
     @np.errstate(invalid="ignore", over="ignore")  # an overflow is compared like any value
     def _expected(
-        self, name: str, weight: Vector, gradient: Vector, rate: float, decay: float
+        self, name: str, rule: TensorRule, weight: Vector, gradient: Vector, rate: float
     ) -> Expected:
         moments = self.moments.setdefault(name, Moments())
+        moved, size = rule.move(moments, gradient, weight, rate)
         if self.traits.rule != "known":
-            rule = self.ruled[name]
-            moved, size = rule.move(moments, gradient, weight, rate)
-            return Expected(weight - moved, size * _of_betas(self.traits, rule.constants.betas))
-        moments.steps += 1
-        if self.scenario.optimizer == "adamw" and self.traits.decay == "coupled":
-            coupled = gradient + decay * weight
-            moved, size = self._adam(moments, coupled, np.abs(gradient) + decay * np.abs(weight))
-            return Expected(weight - rate * moved, rate * size)
-        if self.scenario.optimizer == "adamw":
-            kept = weight * (1 - rate * decay)
-            moved, size = self._adam(moments, gradient, np.abs(gradient))
-            return Expected(kept - rate * moved, rate * (size + decay * np.abs(weight)))
-        coupled = gradient + decay * weight
-        terms = np.abs(gradient) + decay * np.abs(weight)
-        if self.scenario.optimizer == "sgd":
-            return Expected(weight - rate * coupled, rate * terms)
-        moved, size = self._momentum(moments, coupled, terms)
-        return Expected(weight - rate * moved, rate * size)
-
-    def _momentum(self, moments: Moments, gradient: Vector, terms: Vector) -> tuple[Vector, Vector]:
-        """Return the direction of SGD with momentum, and the sum of its terms' absolute values."""
-        keep = self.traits.momentum
-        new = 1.0 if moments.steps == 1 else 1 - self.traits.dampening
-        moved = keep * moments.first + new * gradient
-        size = keep * moments.size + new * terms
-        moments.first, moments.size = moved, size
-        if self.traits.nesterov:
-            return gradient + keep * moved, terms + keep * size
-        return moved, size
-
-    def _adam(self, moments: Moments, gradient: Vector, terms: Vector) -> tuple[Vector, Vector]:
-        """Return Adam's direction, and the sum of its terms' absolute values."""
-        beta1, beta2 = self.traits.betas
-        moments.first = beta1 * moments.first + (1 - beta1) * gradient
-        moments.size = beta1 * moments.size + (1 - beta1) * terms
-        moments.second = beta2 * moments.second + (1 - beta2) * np.square(gradient)
-        root = np.sqrt(moments.second / (1 - beta2**moments.steps)) + self.traits.eps
-        correction = 1 - beta1**moments.steps
-        size = moments.size / correction / root * _of_betas(self.traits, self.traits.betas)
-        return moments.first / correction / root, size
+            size = size * _of_betas(self.traits, rule.constants.betas)
+        return Expected(weight - moved, size)
 
 
 def after(rules: Mapping[int, Rule], start: Start, trace: Trace) -> Rule:
@@ -447,9 +419,9 @@ def prepare(rules: dict[int, Rule], event: Event, trace: Trace) -> None:
     if isinstance(event, Start):
         rules[event.rank] = after(rules, event, trace)
     elif isinstance(event, Ruled):
-        if (told := rule_of(event)) is not None:
+        if (new := rule_of(event)) is not None:
             for rank, rule in rules.items():
-                fresh = dict.fromkeys(event.names, told)
+                fresh = dict.fromkeys(event.names, new)
                 is_own = rank == event.rank
                 rule.ruled = {**rule.ruled, **fresh} if is_own else {**fresh, **rule.ruled}
     elif isinstance(event, Saved):
