@@ -212,7 +212,7 @@ def test_gradients_of_an_evaluation_are_not_to_be_applied() -> None:
     many = _evaluating(trace_of([summed(0), summed(1), summed(2)]), {1})
     broken = traces.broken(traces.judge("weighting", [many]))
     assert broken.step == 1
-    assert "2 backward passes in evaluation mode, beside 2 in training mode" in broken.message
+    assert "2 backward passes in evaluation mode, and of 2 in training mode" in broken.message
     alike = _evaluating(trace_of([summed(0), summed(1), summed(2)]), {0, 1})
     assert traces.judge("weighting", [alike]).verdict is not Verdict.FALSIFIED
     cleared = trace_of([summed(0), summed(1, which=slice(None, 1)), summed(2)])

@@ -150,10 +150,10 @@ def moved_without_pass(trace: Trace, update: Update) -> tuple[str, str] | None:
         return None
     before = _before(trace, update)
     starts = (start for start in trace.standing.of(Start) if start.rank == update.rank)
-    held = before or next((start for start in starts if start.step == update.step), None)
-    if held is None:
+    state = before or next((start for start in starts if start.step == update.step), None)
+    if state is None:
         return None
-    weights = {**held.weights, **update.edited}
+    weights = {**state.weights, **update.edited}
     for name in gradient:
         known = name in weights and name in update.weights
         if known and weights[name].digest != update.weights[name].digest:
@@ -183,29 +183,29 @@ def is_kept(trace: Trace, update: Update, total: Vectors, mean: Vectors, bound: 
 def of_evaluation(
     by_rank: Mapping[int, Update], shards: Sequence[Shard], bound: float
 ) -> tuple[str, Explanation] | None:
-    """Return a tensor whose applied gradient holds passes in evaluation mode, beside others.
+    """Return a tensor with an applied gradient that holds passes in evaluation mode, too.
 
     A script evaluates, or looks at gradients, and clears nothing before it trains on. Both kinds of
     passes together must have the applied gradient, and those in training mode must not.
     """
-    held = step_sums.held(by_rank, shards)
-    training = [shard for shard in held if not shard.evaluating]
-    if len(training) == len(held) or {s.rank for s in training} != {s.rank for s in held}:
+    passes = step_sums.held(by_rank, shards)
+    training = [shard for shard in passes if not shard.evaluating]
+    if len(training) == len(passes) or {s.rank for s in training} != {s.rank for s in passes}:
         return None
     applied = evidence.vectors(evidence.any_rank(by_rank).gradient)
-    sums = [step_sums.total(by_rank, chosen) for chosen in (held, training)]
-    if applied is None or any(one is None or one.keys() != applied.keys() for one in sums):
+    sums = [step_sums.total(by_rank, chosen) for chosen in (passes, training)]
+    if applied is None or any(total is None or total.keys() != applied.keys() for total in sums):
         return None
     got = step_sums.joined(applied, applied)
-    whole, part = (step_sums.joined(one or {}, applied) for one in sums)
+    whole, part = (step_sums.joined(total or {}, applied) for total in sums)
     if got.size < _ELEMENTS_MIN or factors.ratio(whole, got, bound) is None:
         return None
     if factors.ratio(part, got, _FAR * bound) is not None:
         return None
     return min(applied), Explanation(
-        f"holds that of {len(held) - len(training)} backward passes in evaluation mode, beside "
-        f"{len(training)} in training mode, which could mean: gradients of an evaluation not "
-        "cleared"
+        f"holds that of {len(passes) - len(training)} backward passes in evaluation mode, "
+        f"and of {len(training)} in training mode, which could mean: gradients of an evaluation "
+        "not cleared"
     )
 
 
@@ -469,7 +469,7 @@ def seen_through(trace: Trace) -> Trace:
 
 
 def _without_returned(trace: Trace) -> Trace:
-    """Return `trace` without passes of `torch.autograd.grad` whose result went to no gradient.
+    """Return `trace` without passes of `torch.autograd.grad` that added to no gradient.
 
     An inner loop or a penalty computes with it. Such a pass has no loss, while the backward pass of
     the same step has one, which it is a part of.

@@ -34,7 +34,7 @@ from entrenar_py.check.causes import common_steps, copies, rounding_bounds, upda
 from entrenar_py.check.causes.rounding_bounds import ROUNDING_STEPS, Bounds
 from entrenar_py.check.causes.run_comparison import Compared
 from entrenar_py.check.causes.update_rule import Expected, Rule
-from entrenar_py.check.evidence import closeness, factors, missing, precision, rounds, step_sums
+from entrenar_py.check.evidence import closeness, missing, precision, rounds, step_sums
 from entrenar_py.check.evidence.needs import Traces
 from entrenar_py.check.evidence.run_names import run_name
 from entrenar_py.shared.trace import (
@@ -75,7 +75,7 @@ def reduces_later(trace: Trace) -> bool:
 
 
 def _reduced_later(trace: Trace) -> tuple[int, str] | None:
-    """Return the first step and tensor of which ranks had different gradients and equal moves.
+    """Return the first step and tensor with different gradients and equal moves on ranks.
 
     A tensor of one number may move alike by chance: Adam's first moves are +-rate. It counts if no
     other moved apart.
@@ -103,10 +103,10 @@ def _reduced_later(trace: Trace) -> tuple[int, str] | None:
     return None
 
 
-def _num_values(name: str, held: list[Tensors]) -> int:
-    if not all(name in tensors for tensors in held):
+def _num_values(name: str, of_ranks: list[Tensors]) -> int:
+    if not all(name in tensors for tensors in of_ranks):
         return 0
-    return len({tensors[name].digest for tensors in held})
+    return len({tensors[name].digest for tensors in of_ranks})
 
 
 def _has_moved(name: str, before: Mapping[int, Tensors], by_rank: Mapping[int, Update]) -> bool:
@@ -139,12 +139,12 @@ def _event_without(event: Event) -> Event:
 def skipped_unseen(compared: Compared) -> str:
     """Return why ranks may have skipped a step without a sign of it; "" if they haven't.
 
-    The ranks with a value that is not finite skipped it. Others, whose own values are finite, seem
+    The ranks with a value that is not finite skipped it. Others have finite values, and seem
     to make it with more micro-batches than the step before, and all weights stay finite: an
     optimizer that reduces gradients by itself dropped theirs, and the next step's came on top.
     """
     trace = compared.trace
-    made = evidence.updates(trace)
+    updates = evidence.updates(trace)
     counts = Counter((shard.step, shard.rank) for shard in trace.of(Shard))
     struck: dict[int, set[int]] = {}
     planted = (one for one in trace.of(Injected) if one.fault["kind"].startswith("non_finite_"))
@@ -155,7 +155,7 @@ def skipped_unseen(compared: Compared) -> str:
     if not all(update.finite for update in trace.of(Update)):
         return ""
     for step, ranks in sorted(struck.items()):
-        others = made.get(step, {}).keys() - ranks
+        others = updates.get(step, {}).keys() - ranks
         if others and all(counts[step, rank] > counts[step - 1, rank] > 0 for rank in others):
             return (
                 f"{missing.named(ranks)} skipped step {step} for a value that is not finite, and "
@@ -238,13 +238,13 @@ def _with_means(trace: Trace, *, is_weighted: bool) -> Trace | None:
     return replace(trace, events=tuple(events))
 
 
-def _mean(held: Sequence[Tensors], counts: Sequence[float]) -> Tensors | None:
+def _mean(of_ranks: Sequence[Tensors], counts: Sequence[float]) -> Tensors | None:
     """Return the mean of the ranks' tensors by `counts`; None if values are unknown or unlike."""
-    if any(record.values() is None for tensors in held for record in tensors.values()):
+    if any(record.values() is None for tensors in of_ranks for record in tensors.values()):
         return None
-    known = [values for tensors in held if (values := evidence.vectors(tensors)) is not None]
+    known = [values for tensors in of_ranks if (values := evidence.vectors(tensors)) is not None]
     total = sum(counts)
-    if not total or len(known) < len(held):
+    if not total or len(known) < len(of_ranks):
         return None
     shapes = [step_sums.shapes(each) for each in known]
     if any(shape != shapes[0] for shape in shapes):
@@ -260,15 +260,15 @@ def _mean(held: Sequence[Tensors], counts: Sequence[float]) -> Tensors | None:
 
 def _makes_the_steps_of(model: Trace, trace: Trace) -> bool:
     """Return whether gradients are those of `model`, and all weights move as its own do."""
-    expected, made = evidence.updates(model), evidence.updates(trace)
+    expected, updates = evidence.updates(model), evidence.updates(trace)
     bounds = Bounds.of(expected, model, trace)
     movements = dict(_movements(trace)), dict(_movements(model))
-    steps = sorted(expected.keys() & made.keys())[:ROUNDING_STEPS]
+    steps = sorted(expected.keys() & updates.keys())[:ROUNDING_STEPS]
     for step in steps:
         due = evidence.any_rank(expected[step])
         bound = bounds.gradient_moved if step else bounds.gradient
-        for rank, update in made[step].items():
-            number = _times(due.gradient, update.gradient, bound)
+        for rank, update in updates[step].items():
+            number = step_sums.ratio(due.gradient, update.gradient, bound)
             wanted, got = movements[1].get((step, due.rank)), movements[0].get((step, rank))
             unit = precision.unit_of(update.weights)
             if number is None or abs(number - 1) > bound or not _move_alike(wanted, got, unit):
@@ -325,7 +325,7 @@ def factor_of(compared: Compared) -> float | None:
     """Return the number that the steps of `compared.trace` divide gradients by; None for none.
 
     They are compared with `compared.model`; or if that is the same run, with the run on one worker
-    and the one whose knobs aren't turned.
+    and the one without a turned knob.
     """
     trace = compared.trace
     models = (compared.alone, compared.runs.base) if compared.is_one_run else (compared.model,)
@@ -340,15 +340,15 @@ def factor_of(compared: Compared) -> float | None:
 
 def _factor(model: Trace, trace: Trace) -> float | None:
     """Return how many times as large gradients are where weights move alike; None if not so."""
-    expected, made = evidence.updates(model), evidence.updates(trace)
+    expected, updates = evidence.updates(model), evidence.updates(trace)
     bounds = Bounds.of(expected, model, trace)
     factor, num_steps = 0.0, 0
     movements = dict(_movements(trace)), dict(_movements(model))
-    for step in sorted(expected.keys() & made.keys())[:ROUNDING_STEPS]:
+    for step in sorted(expected.keys() & updates.keys())[:ROUNDING_STEPS]:
         due = evidence.any_rank(expected[step])
-        for rank, update in made[step].items():
+        for rank, update in updates[step].items():
             bound = bounds.gradient_moved if step else bounds.gradient
-            number = _times(due.gradient, update.gradient, bound)
+            number = step_sums.ratio(due.gradient, update.gradient, bound)
             factor = factor or number or 0.0
             if number is None or factor <= 0 or abs(factor - 1) < _APART_MIN:
                 return None
@@ -361,15 +361,6 @@ def _factor(model: Trace, trace: Trace) -> float | None:
     return factor if num_steps >= _STEPS_MIN else None
 
 
-def _times(expected: Tensors, got: Tensors, bound: float) -> float | None:
-    left, right = evidence.vectors(expected), evidence.vectors(got)
-    if left is None or right is None or left.keys() != right.keys():
-        return None
-    if any(left[name].shape != right[name].shape for name in left):
-        return None
-    return factors.ratio(step_sums.joined(left, left), step_sums.joined(right, left), bound)
-
-
 def _follows_size(due: Update, update: Update, model: Trace, trace: Trace) -> bool:
     """Return whether weights would have moved otherwise, had the step not divided."""
     states = [_large(one.optimizer) for one in (due, update)]
@@ -377,7 +368,7 @@ def _follows_size(due: Update, update: Update, model: Trace, trace: Trace) -> bo
         return not (
             trace.scenario.optimizer == "adamw" or rounding_bounds.is_adaptive(model, trace)
         )
-    number = _times(states[0], states[1], _ALIKE)
+    number = step_sums.ratio(states[0], states[1], _ALIKE)
     # Momentum grows with gradients, and the learning rate makes up for both.
     ratio = due.learning_rate / update.learning_rate if update.learning_rate else 1.0
     return number is not None and min(abs(number - 1), abs(number - ratio)) <= _ALIKE
@@ -419,7 +410,7 @@ def _move_alike(
 ) -> bool:
     """Return whether two movements are known to be alike, by more than roundings of the weights.
 
-    Of weights whose unit is `unit`, roundings may be a larger part of a movement.
+    Of weights with the unit `unit`, roundings may be a larger part of a movement.
     """
     if due is None or got is None or due[0].shape != got[0].shape:
         return False
@@ -486,7 +477,7 @@ def _stepped_alone_by(name: str, rank: int) -> dict[str, Any]:
 
 
 def _owners(trace: Trace, steps: list[tuple[int, Mapping[int, Update]]]) -> dict[str, int]:
-    """Return the one rank by whose gradient all ranks move a tensor, in every step.
+    """Return by tensor the one rank with the gradient by which all ranks move it, in every step.
 
     Return {} unless it is so of all tensors with gradients.
     """
@@ -509,7 +500,7 @@ def _are_apart(name: str, by_rank: Mapping[int, Update]) -> bool:
 
 
 def _followed(trace: Trace) -> dict[str, set[int]]:
-    """Return the ranks whose gradients move a tensor by the optimizer's rule, in all steps."""
+    """Return by tensor the ranks with gradients that move it by the rule, in all steps."""
     rules: dict[int, update_rule.Rule] = {}
     follows: dict[str, dict[int, bool]] = {}
     for event in trace.standing.events:
@@ -574,7 +565,7 @@ def _is_own(update: Update, shards: Collection[Shard], names: Collection[str]) -
 # --- copies that an optimizer steps in place of the weights ---------------------------------------
 
 
-# Units of a weight: the rounding of its copy, and that of a first weight whose copy has more bits.
+# Units of a weight: the rounding of its copy, and that of a first weight if its copy has more bits.
 _ROUNDINGS = 2
 
 

@@ -30,7 +30,7 @@ class Clipped:
 
     `by_rank` has the gradients of each rank's micro-batches, in their order, and `whole` their sum;
     both are empty if they are unknown. `given` is what torch was given to clip. `sizes` has the
-    squared norm of each applied tensor, of which `applied` has projections if the model is `large`.
+    squared norm of each applied tensor. If the model is `large`, `applied` has projections.
     `bound` is the relative rounding error.
     """
 
@@ -91,10 +91,10 @@ def in_pieces(clipped: Clipped) -> Explanation | None:
 
     Ranks that hold pieces clip each by its own norm, unless these are added up over all ranks.
     """
-    given, applied = clipped.given, clipped.applied
-    if clipped.large or step_sums.shapes(given) != step_sums.shapes(applied):
+    unclipped, applied = clipped.given, clipped.applied
+    if clipped.large or step_sums.shapes(unclipped) != step_sums.shapes(applied):
         return None
-    before, after = _flat(given), _flat(applied)
+    before, after = _flat(unclipped), _flat(applied)
     telling = before != 0
     if not telling.any():
         return None  # it was cleared when it was clipped
@@ -107,7 +107,7 @@ def in_pieces(clipped: Clipped) -> Explanation | None:
         scaled = after[telling & np.isclose(factors, factor, rtol=_ALIKE)]
         if not clipped.is_limit(float(np.linalg.norm(scaled))):
             return None
-    owners = np.repeat([*given], [value.size for value in given.values()])
+    owners = np.repeat([*unclipped], [value.size for value in unclipped.values()])
     spread = [np.isclose(factors, factor, rtol=_ALIKE) & telling for factor in groups]
     divided = set.intersection(*({*owners[where].tolist()} for where in spread[:2]))
     if not divided:

@@ -46,7 +46,7 @@ def not_finite(compared: Compared) -> str:
 
 
 def broken_by_itself(compared: Compared) -> Mapping[str, Any] | None:
-    """Return the counterexample of a training whose weights are no longer finite.
+    """Return the counterexample of a training with weights that are no longer finite.
 
     None if that may not be its own doing: a value was planted, clipping is turned off by the
     harness, or some weights were not finite before the first step (a mask that is a parameter).
@@ -157,7 +157,7 @@ def uneven(compared: Compared) -> str:
 
 
 def while_even(compared: Compared) -> Compared:
-    """Return the comparison without the steps whose numbers may mean different steps."""
+    """Return the comparison before the first number that may mean different steps."""
     firsts = [seen[0] for run in (compared.trace, compared.model) if (seen := _first_uneven(run))]
     if not firsts:
         return compared
@@ -173,18 +173,18 @@ def _first_uneven(trace: Trace) -> tuple[int, Counter[int]] | None:
     out steps by an error makes their passes. A run that a fault has cut short shows it by ranks
     that are in different epochs in one step.
     """
-    made = Counter(update.rank for update in trace.of(Update))
+    num_updates = Counter(update.rank for update in trace.of(Update))
     passes = Counter(shard.rank for shard in trace.of(Shard))
     is_whole = trace.end.status == "completed" and not trace.scenario.faults
-    if trace.scenario.stops or (is_whole and not _is_uneven(made, passes)):
+    if trace.scenario.stops or (is_whole and not _is_uneven(num_updates, passes)):
         return None
     epochs: dict[int, dict[int, int]] = defaultdict(dict)  # step -> rank -> epoch
     for shard in trace.of(Shard):
         epochs[shard.step][shard.rank] = shard.epoch
     for step in sorted(epochs):
-        is_absent = is_whole and len(epochs[step]) < len(made)
+        is_absent = is_whole and len(epochs[step]) < len(num_updates)
         if is_absent or len({*epochs[step].values()}) > 1:
-            return step, made
+            return step, num_updates
     return None
 
 

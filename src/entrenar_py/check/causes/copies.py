@@ -13,11 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 from entrenar_py.check import evidence
-from entrenar_py.check.causes import loss_terms
+from entrenar_py.check.causes import explanations, loss_terms
 from entrenar_py.check.causes.run_comparison import Compared
-from entrenar_py.check.evidence import factors, step_sums
+from entrenar_py.check.evidence import step_sums
 from entrenar_py.check.evidence.run_names import run_name
-from entrenar_py.shared.faults import JOINED, MIRRORED, OF_RECORDS
+from entrenar_py.shared.faults import JOINED, MIRRORED
 from entrenar_py.shared.trace import Event, Shard, Start, Synchronised, Tensors, Trace, Update
 from entrenar_py.shared.wording import listed
 
@@ -42,13 +42,13 @@ def other_names(compared: Compared) -> str:
         return ""
     only, model_only = sorted(names - model_names), sorted(model_names - names)
     run, model = run_name(compared.trace), run_name(compared.model)
-    held = [
-        f"{who} holds {listed(some, most=_SHOWN)}"
-        for who, some in ((run, only), (model, model_only))
+    parts = [
+        f"{name} holds {listed(some, most=_SHOWN)}"
+        for name, some in ((run, only), (model, model_only))
         if some
     ]
     return (
-        f"the runs name their tensors differently: {', '.join(held)}: give observe() the same "
+        f"the runs name their tensors differently: {', '.join(parts)}: give observe() the same "
         "module in every run, the model itself and not a wrapper around it"
     )
 
@@ -146,11 +146,11 @@ def _event_renamed(event: Event, named: Mapping[str, str]) -> Event:
         return event
     changes: dict[str, Any] = {}
     for field in _BY_NAME:
-        if held := getattr(event, field, None):
-            changes[field] = {named.get(name, name): value for name, value in held.items()}
+        if tensors := getattr(event, field, None):
+            changes[field] = {named.get(name, name): value for name, value in tensors.items()}
     for field in _TUPLES:
-        if held := getattr(event, field, None):
-            changes[field] = tuple(named.get(name, name) for name in held)
+        if tensors := getattr(event, field, None):
+            changes[field] = tuple(named.get(name, name) for name in tensors)
     if state := getattr(event, "optimizer", None):
         changes["optimizer"] = {_of_state(key, named): value for key, value in state.items()}
     if extra := getattr(event, "extra", None):
@@ -197,11 +197,11 @@ def pieces(compared: Compared) -> Mapping[str, tuple[Shape, Shape]]:
     The other run is the model; for a single run, it is the run on one worker. Where that lacks the
     tensor, the rank with the most elements of it shows its shape.
     """
-    due, held = _due_shapes(compared), _shapes(compared.trace)
-    wholes = {name: due.get(name) or {max(shapes, key=_size)} for name, shapes in held.items()}
+    due, shapes_of = _due_shapes(compared), _shapes(compared.trace)
+    wholes = {name: due.get(name) or {max(shapes, key=_size)} for name, shapes in shapes_of.items()}
     return {
         name: (min(shapes - wholes[name]), min(wholes[name]))
-        for name, shapes in held.items()
+        for name, shapes in shapes_of.items()
         if shapes - wholes[name]
     }
 
@@ -210,10 +210,10 @@ def _size(shape: Shape) -> tuple[int, Shape]:
     return math.prod(shape), shape
 
 
-def _pieces_told(compared: Compared, found: Mapping[str, tuple[Shape, Shape]]) -> str:
-    if not found:
+def _pieces_told(compared: Compared, shapes_of: Mapping[str, tuple[Shape, Shape]]) -> str:
+    if not shapes_of:
         return ""
-    name, (shape, due) = next(iter(found.items()))
+    name, (shape, due) = next(iter(shapes_of.items()))
     model = compared.alone if compared.is_one_run else compared.model
     if model is None or name not in _due_shapes(compared):
         return (
@@ -225,7 +225,7 @@ def _pieces_told(compared: Compared, found: Mapping[str, tuple[Shape, Shape]]) -
     held = f"in {run_name(compared.trace)} a rank's {name} has {_elements(shape)}"
     return (
         f"{held}, in {run_name(model)} {_elements(due)}: ranks that hold pieces in plain tensors "
-        "can't be compared; keep the pieces as DTensors (DTensor.from_local), whose places are "
+        "can't be compared; keep the pieces as DTensors (DTensor.from_local): their places are "
         "known"
     )
 
@@ -248,11 +248,11 @@ def _shapes(trace: Trace) -> dict[str, set[Shape]]:
     """
     shapes: dict[str, set[Shape]] = {}
     for start in trace.of(Start):
-        held: dict[str, Shape] = dict(start.shapes)
-        if not held:
+        shape_of: dict[str, Shape] = dict(start.shapes)
+        if not shape_of:
             sizes = {name: record.size for name, record in start.weights.items()}
-            held = {name: (size,) for name, size in sizes.items() if size is not None}
-        for name, shape in held.items():
+            shape_of = {name: (size,) for name, size in sizes.items() if size is not None}
+        for name, shape in shape_of.items():
             shapes.setdefault(name, set()).add(tuple(shape))
     return shapes
 
@@ -353,7 +353,7 @@ def summed_parts(compared: Compared) -> str:
     )
     if is_merged and _is_near(factor, 1 / num_workers) and not is_mean:
         return (
-            f"{num_workers} workers take the mean of their losses, each of which may be a sum over "
+            f"{num_workers} workers take the mean of their losses, and each may be a sum over "
             "a worker's batch: what one worker would have in its place is open; take the mean over "
             "the batch"
         )
@@ -365,7 +365,7 @@ def not_given(compared: Compared) -> str:
 
     Something that was not replaced may make the runs differ.
     """
-    if not is_given(compared.model) or compared.difference is None:
+    if not explanations.is_given(compared.model) or compared.difference is None:
         return ""
     workers = compared.trace.scenario.world_size
     return (
@@ -374,11 +374,6 @@ def not_given(compared: Compared) -> str:
         "samples; divide the global batch by the number of workers ({share:GLOBAL} in the command "
         "does), and draw it alike"
     )
-
-
-def is_given(trace: Trace) -> bool:
-    """Return whether one worker was given the batches of several in place of its own."""
-    return any(fault.kind in OF_RECORDS for fault in trace.scenario.faults)
 
 
 def have_one_loss(compared: Compared) -> bool:
@@ -397,19 +392,12 @@ def _first_loss(trace: Trace) -> float | None:
 
 def _factor_of_all(compared: Compared) -> float | None:
     """Return the number that all gradients of the first step are multiplied by, if it is one."""
-    made, due = evidence.updates(compared.trace), evidence.updates(compared.model)
-    step = min(made.keys() & due.keys(), default=None)
+    due, got = evidence.updates(compared.model), evidence.updates(compared.trace)
+    step = min(due.keys() & got.keys(), default=None)
     if step is None:
         return None
-    got, expected = (
-        evidence.vectors(evidence.any_rank(updates[step]).gradient) for updates in (made, due)
-    )
-    if got is None or expected is None or got.keys() != expected.keys():
-        return None
-    names = sorted(got)
-    if any(got[name].shape != expected[name].shape for name in names):
-        return None
-    return factors.ratio(step_sums.joined(expected, names), step_sums.joined(got, names), _ALIKE)
+    right, applied = (evidence.any_rank(updates[step]).gradient for updates in (due, got))
+    return step_sums.ratio(right, applied, _ALIKE)
 
 
 def _is_near(factor: float, due: float) -> bool:

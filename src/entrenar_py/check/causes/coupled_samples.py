@@ -2,8 +2,8 @@
 
 The loss of a batch is no sum over its samples with a load-balancing term, negatives from the batch,
 or advantages that are normalised in it. Then the ranks' gradients are right, and no combination of
-them is that of one worker. But if the script declares of which samples its loss is (`loss_over`),
-they are wrong. BatchNorm and layers like it keep statistics of a rank's own samples, and rightly
+them is that of one worker. But if the script declares the samples of a loss (`loss_over`), they
+are wrong. BatchNorm and layers like it keep statistics of a rank's own samples, and rightly
 depend on how a batch is divided, too.
 
 A rank may also divide a loss by the number of its own elements: tokens, boxes, pixels. Its mean
@@ -279,7 +279,7 @@ def _places(trace: Trace, model: Trace) -> Iterator[_Place]:
 
 
 def _place(whole: Shard, parts: Sequence[Shard]) -> _Place | None:
-    """Return a micro-batch whose parts have other numbers of elements, if samples are the same."""
+    """Return a micro-batch of the same samples with other numbers of elements in its parts."""
     ids = Counter(id_ for part in parts for id_ in part.ids)
     if not ids or ids != Counter(whole.ids):
         return None

@@ -88,21 +88,21 @@ def judge(tally: Tally, trace: Trace) -> None:
     num_steps = len({update.step for update in trace.standing.of(Update)})
     steps = sorted({edit.update.step for edit in edits})
     names = listed([*edits[0].after], most=2)
-    told = f"{names} changed outside of the optimizer before {counted(len(steps), 'step')}"
+    changes = f"{names} changed outside of the optimizer before {counted(len(steps), 'step')}"
     is_large = any(record.sketch is not None for edit in edits for record in edit.after.values())
     if len(steps) >= num_steps - 1 or is_large:
-        tally.note(f"{told}, first step {steps[0]}: the steps are judged from there")
+        tally.note(f"{changes}, first step {steps[0]}: the steps are judged from there")
         return
     if benign := _explained(edits, _BENIGN):
-        tally.note(f"{told}, first step {steps[0]}: {benign}")
+        tally.note(f"{changes}, first step {steps[0]}: {benign}")
     elif harm := _explained(_with_averages(edits, trace), _HARMFUL):
         _tell_harm(tally, trace, edits, harm)
     elif trace.scenario.world_size == 1 and trace.traits.starts != "one":
         # What brings ranks together is seen where there are several, in the run on these.
-        tally.note(f"{told}, first step {steps[0]}: the run on several workers tells how")
+        tally.note(f"{changes}, first step {steps[0]}: the run on several workers tells how")
     else:
         tally.miss(
-            f"{told} ({named('step', steps[:5])}), and nothing known explains how: find what "
+            f"{changes} ({named('step', steps[:5])}), and nothing known explains how: find what "
             "writes to the weights there (a save, an evaluation), and whether it puts back what it "
             "took out"
         )
@@ -132,15 +132,15 @@ def _edits(trace: Trace) -> list[Edit]:
     """Return what was changed between two steps, of the tensors that have a gradient."""
     edits: list[Edit] = []
     starts = {(start.step, start.rank): start.weights for start in trace.standing.of(Start)}
-    held: dict[int, Tensors] = {}
+    weights_of: dict[int, Tensors] = {}
     last: dict[int, list[Tensors]] = {}
     edited = set[int]()
     for step, by_rank in evidence.ranks_by_step(trace):
         begun = {rank: starts[at, rank] for at, rank in starts if at == step}
-        held = {**held, **begun}
+        weights_of = {**weights_of, **begun}
         last |= {rank: [weights] for rank, weights in begun.items()}
         for rank, update in sorted(by_rank.items()):
-            before = held.get(rank, {})
+            before = weights_of.get(rank, {})
             after = {
                 name: record
                 for name, record in update.edited.items()
@@ -149,13 +149,13 @@ def _edits(trace: Trace) -> list[Edit]:
                 and before[name].digest != record.digest
             }
             if after:
-                peers = {other: weights for other, weights in held.items() if other != rank}
+                peers = {other: weights for other, weights in weights_of.items() if other != rank}
                 edits.append(Edit(trace, update, before, after, peers, last.get(rank, [])))
                 last[rank] = [{**before, **after}]
                 edited.add(rank)
             if rank not in edited:
                 last[rank] = [*last.get(rank, []), update.weights]
-        held = {rank: update.weights for rank, update in by_rank.items()}
+        weights_of = {rank: update.weights for rank, update in by_rank.items()}
     return edits
 
 
@@ -263,15 +263,15 @@ def _brought_together(edit: Edit) -> str:
 
 
 def _share_left(
-    name: str, own: tuple[Values, Values], held: tuple[Tensors, Tensors]
+    name: str, own: tuple[Values, Values], peer: tuple[Tensors, Tensors]
 ) -> float | None:
     """Return which share of a tensor's distance from another rank's an edit leaves.
 
     None if it doesn't leave the same share of every element, or no smaller one.
     """
-    there = [of[name].values() for of in held if name in of]
+    there = [of[name].values() for of in peer if name in of]
     others = [values for values in there if values is not None and values.shape == own[0].shape]
-    if len(others) < len(held):
+    if len(others) < len(peer):
         return None
     apart, left = own[0] - others[0], own[1] - others[1]
     size = float(np.vdot(apart, apart))
@@ -343,12 +343,12 @@ def _drawn_to_an_average(edit: Edit) -> str:
 def _of_an_earlier_step(edit: Edit) -> str:
     """Explain an edit that brings back the weights of an earlier step, without the optimizer's."""
     rank, step = edit.update.rank, edit.update.step
-    made = evidence.updates(edit.trace)
+    updates = evidence.updates(edit.trace)
     earlier = {
-        at: by_rank[rank] for at, by_rank in made.items() if at < step - 1 and rank in by_rank
+        at: by_rank[rank] for at, by_rank in updates.items() if at < step - 1 and rank in by_rank
     }
     for at, update in earlier.items():
-        if edit.is_in(update.weights) and _counts_on(made[step - 1].get(rank), edit.update):
+        if edit.is_in(update.weights) and _counts_on(updates[step - 1].get(rank), edit.update):
             return (
                 f"became again what it was after step {at}, while the optimizer went on: what was "
                 "put in, to evaluate it, was not taken out again"
@@ -447,25 +447,25 @@ def _merged(moves: Moves) -> Explanation | None:
     if not known or len(known) < len(merges):
         return None
     first, second, _ = known[0]
-    told = f"moved by the product of {first} and {second}"
+    movement = f"moved by the product of {first} and {second}"
     if all(are_emptied for *_, are_emptied in known):
-        return Explanation(f"{told}, which begin anew from zero", is_wrong=False)
+        return Explanation(f"{movement}, which begin anew from zero", is_wrong=False)
     if any(are_emptied for *_, are_emptied in known):
         return None
     return Explanation(
-        f"it {told}, which go on beside it: adapters were merged into what they adapt, to save or "
-        "to serve it, and not taken out",
+        f"it {movement}, which go on next to it: adapters were merged into what they adapt, to "
+        "save or to serve it, and not taken out",
         tensor=moves.names[0],
     )
 
 
 def _merge(moves: Moves, name: str) -> tuple[str, str, bool] | None:
-    """Return the adapters of which a tensor's moves are multiples, and whether they were emptied.
+    """Return the adapters that a tensor moves by multiples of, and whether they were emptied.
 
     None if there are none, or if the script changed them otherwise as they were merged.
     """
     shapes = moves.trace.shapes
-    shape, made = shapes.get(name, ()), [*moves.of(name)]
+    shape, moved = shapes.get(name, ()), [*moves.of(name)]
     near = [other for other in moves.start.trainable if _share_a_module(name, other)]
     for pair in permutations(near, 2):
         second, first = pair
@@ -473,11 +473,13 @@ def _merge(moves: Moves, name: str) -> tuple[str, str, bool] | None:
         flat = (*shapes.get(second, ()), *shapes.get(first, ()))
         if len(shape) != 2 or flat != (shape[0], *inner, *inner, shape[1]):
             continue
-        if made and all(
+        if moved and all(
             _is_multiple(now - was, was, [*_products(move, held, pair, shapes)])
-            for move, held, was, now in made
+            for move, held, was, now in moved
         ):
-            edits = [move.edited[n].values() for move, *_ in made for n in pair if n in move.edited]
+            edits = [
+                move.edited[n].values() for move, *_ in moved for n in pair if n in move.edited
+            ]
             if all(edit is not None and not edit.any() for edit in edits):
                 return first, second, bool(edits)
     return None

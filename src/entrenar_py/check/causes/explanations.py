@@ -68,10 +68,10 @@ def difference(model: Trace, trace: Trace, step: int, bound: float) -> Explanati
     They follow from each other by a simple factor on all tensors, or on some. Or both follow from
     the micro-batches of one run, which then compute what those of the other do.
     """
-    expected, made = evidence.updates(model).get(step), evidence.updates(trace).get(step)
-    if not expected or not made:
+    expected, updates_of = evidence.updates(model).get(step), evidence.updates(trace).get(step)
+    if not expected or not updates_of:
         return None
-    updates = [evidence.any_rank(ranks) for ranks in (expected, made)]
+    updates = [evidence.any_rank(ranks) for ranks in (expected, updates_of)]
     due, got = (update.gradient for update in updates)
     gaps = _gaps(due, got)
     if not any(gap.distance > bound * gap.size for gap in gaps.values()):
@@ -81,7 +81,7 @@ def difference(model: Trace, trace: Trace, step: int, bound: float) -> Explanati
         return None
     if (factor := _by_factor(gaps, trace, bound)) is not None:
         return factor
-    if _is_given(model) and _is_one_factor(due, got, bound):
+    if is_given(model) and step_sums.ratio(due, got, bound) is not None:
         return None  # one worker may divide by a number of its own samples, which was not replaced
     return _by_shares(due, got, trace, step, bound)
 
@@ -91,16 +91,9 @@ def _gaps(due: Tensors, got: Tensors) -> dict[str, closeness.Gap]:
     return gaps if due.keys() == got.keys() == gaps.keys() else {}
 
 
-def _is_given(model: Trace) -> bool:
+def is_given(model: Trace) -> bool:
+    """Return whether one worker was given the batches of several in place of its own."""
     return any(fault.kind in OF_RECORDS for fault in model.scenario.faults)
-
-
-def _is_one_factor(due: Tensors, got: Tensors, bound: float) -> bool:
-    right, applied = evidence.vectors(due), evidence.vectors(got)
-    if right is None or applied is None:
-        return False
-    expected, made = step_sums.joined(right, due), step_sums.joined(applied, due)
-    return expected.shape == made.shape and factors.ratio(expected, made, bound) is not None
 
 
 def _by_factor(gaps: dict[str, closeness.Gap], trace: Trace, bound: float) -> Explanation | None:
@@ -339,9 +332,11 @@ def _fit_of_shares(
     due: Tensors,
     bound: float,
 ) -> _Fit | None:
-    held = step_sums.held(by_rank, shards)
+    applied_shards = step_sums.held(by_rank, shards)
     right, applied = evidence.vectors(due), evidence.vectors(update.gradient)
-    parts = {key: _sum(by_rank, part, right) for key, part in _parts_of_step(held).items()}
+    parts = {
+        key: _sum(by_rank, part, right) for key, part in _parts_of_step(applied_shards).items()
+    }
     if right is None or applied is None or right.keys() != applied.keys() or len(parts) < 2:
         return None
     terms = [term for term in parts.values() if term is not None]
@@ -359,10 +354,12 @@ def _fit_of_shares(
     times = due_shares / now
     if np.ptp(times) <= _ALIKE * np.abs(times).max():
         return None
-    told = [f"{name} {share:.3g} times" for name, share in zip(parts, times, strict=True)]
-    weights = [sum(shard.weight for shard in part) for part in _parts_of_step(held).values()]
+    counts = [f"{name} {share:.3g} times" for name, share in zip(parts, times, strict=True)]
+    weights = [
+        sum(shard.weight for shard in part) for part in _parts_of_step(applied_shards).values()
+    ]
     words = (
-        f"it is right if samples count otherwise, those of {listed(told, most=8)} as much"
+        f"it is right if samples count otherwise, those of {listed(counts, most=8)} as much"
         f"{_meaning(times, weights)}"
     )
     is_telling = np.count_nonzero(goal) >= _DIRECTIONS * len(terms)
@@ -409,7 +406,7 @@ def _meaning(times: NDArray[Any], weights: Sequence[float]) -> str:
 
 # A change counts if it is so many times that of most tensors: where sums are rounded, all change.
 _OUTLYING = 8.0
-_ROUNDS = 10  # of a fit, in each of which tensors count the less the further they are off
+_ROUNDS = 10  # of a fit: in each, tensors count the less the further they are off
 _ROUNDED = 2.0**-20  # a relative distance below which tensors count alike
 # The largest standard error of the share of a change that is found in the difference of two runs.
 _ERROR_MAX = 0.1
@@ -429,7 +426,7 @@ class Change(NamedTuple):
 
 
 def changes(trace: Trace, update: Update, model: Update, bound: float) -> dict[str, Change]:
-    """Return the tensors whose gradient in `update` has a part that no micro-batch gave.
+    """Return the tensors with a part in their gradient that no micro-batch gave.
 
     `model` is the update of the other run. A part counts if it is larger than `bound`, relative to
     the tensor's norm, and if the two runs differ by it. Each micro-batch may count by any share
@@ -460,7 +457,7 @@ def changes(trace: Trace, update: Update, model: Update, bound: float) -> dict[s
 
 
 def allowed_change(update: Update, bound: float) -> float:
-    """Return `bound` for the tensors of `update`, of which there may be projections."""
+    """Return `bound` for the tensors of `update`, which may be projections."""
     is_sketched = any(record.sketch for record in update.gradient.values())
     return closeness.PROJECTED * bound if is_sketched else bound
 
@@ -472,7 +469,7 @@ def _terms_of_step(
 
     None if that is unknown, or if a tensor has another size.
     """
-    given = []
+    batches = []
     for shard in step_sums.held(by_rank, shards):
         values = evidence.vectors(step_sums.summed(by_rank, shard))
         if values is None:
@@ -480,11 +477,11 @@ def _terms_of_step(
         shapes = {name: vector.shape for name, vector in values.items() if name in applied}
         if any(applied[name].shape != shape for name, shape in shapes.items()):
             return None
-        given.append(values)
+        batches.append(values)
     return {
-        name: np.stack([v.get(name, np.zeros(vector.shape)) for v in given], axis=1, dtype=float)
+        name: np.stack([v.get(name, np.zeros(vector.shape)) for v in batches], axis=1, dtype=float)
         for name, vector in applied.items()
-        if given
+        if batches
     } or None
 
 

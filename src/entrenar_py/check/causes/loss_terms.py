@@ -203,7 +203,7 @@ def are_one_mean(shards: Sequence[Shard]) -> bool:
 
 
 def judge(tally: Tally, trace: Trace) -> None:
-    """Judge a run whose losses are what `backward` is called on, step by step."""
+    """Judge a run step by step, if its losses are what `backward` is called on."""
     if trace.traits.losses != "backward":
         return
     for parts in _networks(trace).values():
@@ -267,7 +267,7 @@ def _open(steps: Sequence[_Step]) -> str:
 
 
 def _is_known(tally: Tally, trace: Trace, parts: Parts) -> bool:
-    """Return whether each step is a mean, or all are sums whose elements count as much."""
+    """Return whether each step is a mean, or all are sums with elements that count alike."""
     steps = [*_steps(parts)]
     if not steps or len(steps) < len(parts):
         return False
@@ -586,12 +586,12 @@ def _networks(trace: Trace) -> dict[str, Parts]:
     Networks that are trained in turn have losses of their own.
     """
     shards = evidence.shards(trace)
-    found: dict[str, Parts] = {}
+    networks: dict[str, Parts] = {}
     for step, by_rank in evidence.ranks_by_step(trace):
         for held in step_sums.parts(by_rank, shards.get(step, ())):
             names = {name for shard in held for name in step_sums.summed(by_rank, shard)}
-            found.setdefault(min(names, default=""), []).append((by_rank, held))
-    return found
+            networks.setdefault(min(names, default=""), []).append((by_rank, held))
+    return networks
 
 
 def _steps(parts: Parts) -> Iterator[_Step]:
@@ -601,17 +601,17 @@ def _steps(parts: Parts) -> Iterator[_Step]:
     sum; whether a mean counts it is unknown.
     """
     for by_rank, of_step in parts:
-        held = _counted(of_step)
-        terms = [[_Term.of(one, len(shard.ids)) for one in shard.terms] for shard in held]
+        counted = _counted(of_step)
+        terms = [[_Term.of(one, len(shard.ids)) for one in shard.terms] for shard in counted]
         known = all(own and all(t.share and math.isfinite(t.share) for t in own) for own in terms)
-        if not held or not known or len({*map(len, terms)}) != 1:
+        if not counted or not known or len({*map(len, terms)}) != 1:
             continue
         of_rank: dict[int, list[list[_Term]]] = {}
-        ordered = sorted(zip(held, terms, strict=True), key=lambda pair: pair[0].rank)
+        ordered = sorted(zip(counted, terms, strict=True), key=lambda pair: pair[0].rank)
         for shard, own in ordered:
             of_rank.setdefault(shard.rank, []).append(own)
         update = evidence.any_rank(by_rank)
-        divisor = _applied_divisor(by_rank, held, update)
+        divisor = _applied_divisor(by_rank, counted, update)
         yield _Step(update, of_rank, [shard for shard, _ in ordered], divisor)
 
 
@@ -621,10 +621,10 @@ def _counted(shards: Sequence[Shard]) -> Sequence[Shard]:
 
 
 def _applied_divisor(
-    by_rank: Mapping[int, Update], held: Sequence[Shard], update: Update
+    by_rank: Mapping[int, Update], shards: Sequence[Shard], update: Update
 ) -> float | None:
     applied = update.unclipped or update.gradient
-    total, mean = step_sums.total(by_rank, held), evidence.vectors(applied)
+    total, mean = step_sums.total(by_rank, shards), evidence.vectors(applied)
     if not total or mean is None or not total.keys() <= mean.keys():
         return None
     mean = {name: mean[name] for name in total}

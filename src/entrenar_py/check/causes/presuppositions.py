@@ -108,7 +108,7 @@ def plain_bits_apart(compared: Compared) -> str:
     return ""
 
 
-_PLAIN = Words(who="the first of them", its="the first one's", before="", elsewhere="")
+_PLAIN = Words(run="the first of them", its="the first one's", before="", elsewhere="")
 
 
 def drawn_apart(compared: Compared) -> str:
@@ -135,7 +135,7 @@ def samples_apart(compared: Compared) -> str:
 
 
 def samples_drawn_apart(compared: Compared) -> str:
-    """Return the first step whose samples a command without a {seed} draws anew in each run."""
+    """Return the first step with samples that a command without a {seed} draws anew."""
     if compared.trace.traits.seeded:
         return ""
     why = _other_samples(compared.model, compared.trace)
@@ -184,10 +184,10 @@ def _first_apart(left: Tensors, right: Tensors) -> str:
 
 
 def _samples(trace: Trace) -> dict[int, Counter[int]]:
-    made = {update.step for update in trace.of(Update)}
+    completed = {update.step for update in trace.of(Update)}
     samples: dict[int, Counter[int]] = {}
     for shard in trace.of(Shard):
-        if shard.step in made:
+        if shard.step in completed:
             samples.setdefault(shard.step, Counter()).update(shard.ids)
     return samples
 
@@ -227,96 +227,78 @@ def _are_other_draws(left: NDArray[Any], right: NDArray[Any]) -> bool:
 
 
 SAME_NAMES = Presupposition(
-    name="same names",
     says="a name means the same tensor on every rank and in both runs",
     lacking=copies.other_names,
 )
 COPIES = Presupposition(
-    name="copies",
     says="each rank holds the whole of each tensor, not a piece, and none of its own",
     lacking=copies.lacking,
     left=copies.without,
 )
 PLAIN_RUNS_AGREE = Presupposition(
-    name="plain runs agree",
     says="two runs of the command, with nothing changed between them, agree within rounding",
     lacking=plain_runs_apart,
 )
 SAME_BITS_AGAIN = Presupposition(
-    name="plain runs have the same bits",
     says="two runs of the command, with nothing changed between them, agree in every bit",
     lacking=plain_bits_apart,
 )
 SAME_BEGINNING = Presupposition(
-    name="same beginning",
     says="both runs begin with the same weights",
     lacking=other_beginning,
 )
 SEEDED = Presupposition(
-    name="seeded",
     says="both runs draw the same first weights and the same samples",
     lacking=drawn_apart,
 )
 SEEDED_AFTER_A_STOP = Presupposition(
-    name="seeded after a stop",
     says="a run that was stopped goes on with the random numbers that it would have drawn",
     lacking=drawn_anew,
 )
 SAMPLES_AGAIN = Presupposition(
-    name="samples are drawn alike",
     says="two runs of the command, with nothing changed between them, draw the same samples",
     lacking=samples_apart,
 )
 SAMPLES_SEEDED = Presupposition(
-    name="samples are seeded",
     says="a command that is told no {seed} draws the same samples in each run",
     lacking=samples_drawn_apart,
 )
 SAMPLES_OF_ITS_OWN = Presupposition(
-    name="samples of a rank's own",
     says="ranks that draw the same samples hold copies of the model, not parts of it",
     lacking=copies.shared_samples,
 )
 ROWS_COUNT_ONCE = Presupposition(
-    name="rows count once",
     says="a sum over a batch has each row once, with any number of workers",
     lacking=copies.summed_parts,
 )
 SAME_BATCHES = Presupposition(
-    name="same batches",
     says="the script cuts the same batches for any number of workers",
     lacking=random_draws.other_batches,
 )
 SAME_NUMBERS = Presupposition(
-    name="same numbers",
     says="a number means the same sample on every rank",
     lacking=random_draws.of_own_data,
 )
 REDUCED = Presupposition(
-    name="reduced before the step",
     says="the optimizer gets the gradients that it applies, and reduces nothing itself",
     lacking=applied_gradients.unreduced,
     left=applied_gradients.without_gradients,
     broken=applied_gradients.stepped_alone,
 )
 THE_MODEL_S = Presupposition(
-    name="the model's own weights",
     says="the optimizer steps the model's weights, not copies of them",
     lacking=applied_gradients.copies_stepped,
 )
 SKIPS_ARE_SEEN = Presupposition(
-    name="skips are seen",
     says="a step that a rank skips because of another rank's value is recorded as skipped",
     lacking=applied_gradients.skipped_unseen,
 )
 STATISTICS = Presupposition(
-    name="no statistics of a rank",
     says="no rank computes with statistics of its own samples",
     lacking=coupled_samples.other_statistics,
     is_explained=True,
 )
 FINITE = Presupposition(
-    name="finite",
     says="weights are finite: NaN equals NaN in any trainer",
     lacking=common_steps.not_finite,
     left=common_steps.while_finite,
@@ -324,44 +306,37 @@ FINITE = Presupposition(
 )
 
 SAME_STEPS = Presupposition(
-    name="same steps",
     says="a step's number means the same step on every rank",
     lacking=common_steps.uneven,
     left=common_steps.while_even,
 )
 TOGETHER = Presupposition(
-    name="steps are made together",
     says="ranks are kept alike by their gradients, and not brought together now and then",
     lacking=common_steps.brought_together,
     left=common_steps.before_steps,
 )
 SAME_CONTENTS = Presupposition(
-    name="same contents",
     says="the model is given the same of each sample in both runs",
     lacking=random_draws.other_contents,
     is_explained=True,
 )
 NOTHING_BY_RANK = Presupposition(
-    name="nothing drawn by rank",
     says="no random numbers depend on the rank, or on how a batch is split",
     lacking=random_draws.drawn_by_rank,
     is_explained=True,
 )
 SUM_OVER_SAMPLES = Presupposition(
-    name="a sum over samples",
     says="the loss of a batch is a sum over its samples, which don't act on each other",
     lacking=coupled_samples.lacking,
     is_explained=True,
     broken=coupled_samples.broken,
 )
 THEIR_BATCHES = Presupposition(
-    name="their batches",
     says="one worker that was to have the batches of several was given the whole of them",
     lacking=copies.not_given,
     is_explained=True,
 )
 NO_NOISE = Presupposition(
-    name="no noise on gradients",
     says="nothing random is added to the gradients",
     lacking=lambda compared: random_draws.noise_on_gradients(compared.trace),
 )
@@ -375,7 +350,7 @@ def _strictly(presupposition: Presupposition) -> Presupposition:
 WITH_ONE_WORKER = "several workers with one"
 WITH_A_KNOB = "a turned knob with its usual value"
 RESUMED = "a resumed run with the straight one"
-KILLED = "a run whose worker was killed with an undisturbed one"
+KILLED = "a run that lost a worker with an undisturbed one"
 REPEATED = "a second run with the first"
 RANKS = "ranks with each other"
 SUMS = "gradients with the sums of their micro-batches'"
@@ -439,15 +414,15 @@ def comparable(tally: Tally, comparison: str, compared: Compared) -> Compared | 
         compared = applied_gradients.undone(tally, compared)
         compared = _uncompressed(tally, compared)
     for presupposition in COMPARISONS[comparison]:
-        why = presupposition.lacking(compared)
-        if not why:
+        reason = presupposition.lacking(compared)
+        if not reason:
             continue
         if presupposition.is_explained and (explanation := compared.explanation) is not None:
             _note_explained(tally, compared, explanation)
             continue
         broken = presupposition.broken(compared)
         if broken is None:
-            tally.miss(why)
+            tally.miss(reason)
         else:
             tally.check(False, **broken)
         left = presupposition.left(compared)

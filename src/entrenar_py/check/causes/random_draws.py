@@ -20,7 +20,7 @@ from entrenar_py.shared.trace import Drawn, Selection, Shard, Trace, Update
 from entrenar_py.shared.wording import counted
 
 # Relative distance of what the model is given of a sample in two runs. In later steps it may come
-# from another model whose weights have moved apart, by rounding.
+# from another model, with weights that rounding has moved apart.
 CONTENTS_BOUND = 1e-5
 CONTENTS_BOUND_MOVED = 1e-3
 _COARSE_UNITS = 16  # in 16 bits: roundings of that precision
@@ -112,10 +112,10 @@ def drawn_by_rank(compared: Compared) -> str:
         if (mine or theirs) and not same:
             if compared.difference is None:
                 return ""
-            who = run_name(trace if mine else model)
+            run = run_name(trace if mine else model)
             names = _named(mine or theirs)
             return (
-                f"{who} draws random numbers {PLACES[where]}, from {names}, which may depend on "
+                f"{run} draws random numbers {PLACES[where]}, from {names}, which may depend on "
                 f"the rank or on how a batch is split: {_REMEDY}"
             )
     return ""
@@ -179,12 +179,12 @@ _ByPlace = Mapping[str, Mapping[tuple[int, int], list[_Numbers]]]  # where -> st
 
 
 def _by_place(trace: Trace) -> _ByPlace:
-    found: dict[str, dict[tuple[int, int], list[_Numbers]]] = defaultdict(lambda: defaultdict(list))
+    draws: dict[str, dict[tuple[int, int], list[_Numbers]]] = defaultdict(lambda: defaultdict(list))
     for drawn in trace.standing.of(Drawn):
         if drawn.step < ROUNDING_STEPS and (drawn.worker is None or drawn.where == "loader"):
             numbers = drawn.generator, drawn.before, drawn.after
-            found[drawn.where][drawn.step, drawn.rank].append(numbers)
-    return found
+            draws[drawn.where][drawn.step, drawn.rank].append(numbers)
+    return draws
 
 
 _Draws = Mapping[tuple[int, int], list[_Numbers]]
@@ -282,19 +282,19 @@ def other_batches(compared: Compared) -> str:
     if left_out(compared.model, compared.trace):
         return ""
     workers = counted(compared.trace.scenario.world_size, "worker")
-    told = (
+    beginning = (
         f"no step has the samples on {workers} that it has on {compared.model.scenario.world_size}"
     )
     sizes = [[batches[step].total() for step in common] for batches in (samples, others)]
     if all(size != other for size, other in zip(*sizes, strict=True)):
         return (
-            f"{told}: step {common[0]} has {sizes[1][0]}, and {sizes[0][0]} there: divide the "
+            f"{beginning}: step {common[0]} has {sizes[1][0]}, and {sizes[0][0]} there: divide the "
             "global batch by the number of workers ({share:GLOBAL} in the command does)"
         )
     return (
-        f"{told}: {_why_unlike(compared)}. To have steps compared, cut batches in one order for "
-        "any number of workers, and let each rank take its share of them (DistributedSampler on "
-        "one worker, too; one seed on all ranks)"
+        f"{beginning}: {_why_unlike(compared)}. To have steps compared, cut batches in one order "
+        "for any number of workers, and let each rank take its share of them (DistributedSampler "
+        "on one worker, too; one seed on all ranks)"
     )
 
 
@@ -335,9 +335,9 @@ def left_out(whole: Trace, fewer: Trace) -> dict[int, list[int]]:
 
 
 def _batches(trace: Trace) -> dict[int, Counter[int]]:
-    made = {update.step for update in trace.of(Update)}
+    completed = {update.step for update in trace.of(Update)}
     batches: dict[int, Counter[int]] = defaultdict(Counter)
     for shard in trace.standing.of(Shard):
-        if shard.step in made and shard.ids:
+        if shard.step in completed and shard.ids:
             batches[shard.step].update(shard.ids)
     return batches

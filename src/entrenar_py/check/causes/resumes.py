@@ -1,6 +1,6 @@
 """Compare a resumed run with the run without stops: its state, samples, draws and sums.
 
-The state is that of users' trainers, whose checkpoints are not recorded. What a rank had before is
+Checkpoints of users' trainers are not recorded. What a rank had before is
 recorded after the optimizer's step. A script may change it between two steps (clamp weights, reset
 moments). So a difference counts only if the next step then ends elsewhere than in the run without
 stops. Findings on samples say where the resumed run goes on, if it is a place that the other run
@@ -74,7 +74,7 @@ class Resume:
 
 
 def resumes(trace: Trace) -> Iterator[Resume]:
-    """Yield each resume in a run whose checkpoint was not recorded."""
+    """Yield each resume from a checkpoint that was not recorded."""
     saved = {event.step for event in trace.of(Saved)}
     begun: dict[int, Start] = {}
     updates: dict[int, dict[int, Update]] = {}
@@ -89,17 +89,17 @@ def resumes(trace: Trace) -> Iterator[Resume]:
             yield Resume(event, begun, updates)
 
 
-def _go_on_from(made: dict[int, Update], event: Synchronised) -> None:
-    if event.step in made:
-        made[event.step] = replace(
-            made[event.step], weights={**made[event.step].weights, **event.weights}
+def _go_on_from(updates: dict[int, Update], event: Synchronised) -> None:
+    if event.step in updates:
+        updates[event.step] = replace(
+            updates[event.step], weights={**updates[event.step].weights, **event.weights}
         )
 
 
 def compare_state(tally: Tally, straight: Trace | None, trace: Trace, parts: Sequence[str]) -> None:
     """Compare `parts` of each resume's state with those of its rank before the stop, bit for bit.
 
-    A rank whose optimizer had no state before has none to restore. Local buffers are those of the
+    A rank without optimizer state before has none to restore. Local buffers are those of the
     lowest rank, which people save for all.
     """
     gone_on = (evidence.updates(straight) if straight else {}), evidence.updates(trace)
@@ -121,7 +121,10 @@ def compare_state(tally: Tally, straight: Trace | None, trace: Trace, parts: Seq
                 due, got = _kept(later[0], later[1], start)
             if not due or (not got and missing.is_unknown(recorded, start, part)):
                 continue
-            on_purpose = None not in later and _same(*(getattr(one, part) for one in later))
+            on_purpose = None not in later and (
+                evidence.digests(getattr(later[0], part))
+                == evidence.digests(getattr(later[1], part))
+            )
             if on_purpose:
                 tally.compared += sum(n in got and due[n].digest == got[n].digest for n in due)
             else:
@@ -135,11 +138,11 @@ def _kept(straight: Update | None, resumed: Update | None, start: Start) -> tupl
     """
     if straight is None or resumed is None:
         return {}, {}
-    held, due = start.buffers, straight.buffers
+    buffers, due = start.buffers, straight.buffers
     got = {
-        name: held[name]
+        name: buffers[name]
         for name, record in resumed.buffers.items()
-        if name in held and name in due and record.digest == held[name].digest
+        if name in buffers and name in due and record.digest == buffers[name].digest
     }
     return {name: due[name] for name in got}, got
 
@@ -201,14 +204,6 @@ def _was_rounded(due: Any, got: Any, bits: int) -> bool:
         return bool((np.abs(wide - due) <= np.abs(due) * 2.0 ** (bits - 24) + 1e-37).all())
 
 
-def _same(one: Tensors, other: Tensors) -> bool:
-    return _digests(one) == _digests(other)
-
-
-def _digests(tensors: Tensors) -> Mapping[str, str]:
-    return {name: record.digest for name, record in tensors.items()}
-
-
 # --- samples and random numbers -------------------------------------------------------------------
 
 
@@ -241,8 +236,8 @@ def compare_data(tally: Tally, straight: Trace, trace: Trace) -> bool:
             message = f"after the resume other samples are drawn{how}"
             tally.check(False, message, sample_ids=moved, **where)
         if "draws" not in bare:
-            whose = _whose(expected, shard) if is_told and model.draws != shard.draws else ""
-            message = f"after the resume other random numbers are drawn{whose}"
+            owner = _owner(expected, shard) if is_told and model.draws != shard.draws else ""
+            message = f"after the resume other random numbers are drawn{owner}"
             tally.equal(model.draws, shard.draws, message, **where)
     _same_numbers(tally, straight, trace)
     return True
@@ -262,12 +257,12 @@ def _same_numbers(tally: Tally, straight: Trace, trace: Trace) -> None:
             and (other.step, other.where) == (drawn.step, drawn.where)
             and other.rank != drawn.rank
         ]
-        whose = f": rank {drawn.rank} has rank {others[0]}'s" if others else ""
-        whose = whose or _late(straight, trace, drawn)
+        owner = f": rank {drawn.rank} has rank {others[0]}'s" if others else ""
+        owner = owner or _late(straight, trace, drawn)
         where, generator = random_draws.PLACES[drawn.where], random_draws.named(drawn.generator)
         tally.check(
             model.after == drawn.after,  # before it the generator may have had to be restored
-            f"after the resume other random numbers are drawn {where}, from {generator}{whose}",
+            f"after the resume other random numbers are drawn {where}, from {generator}{owner}",
             step=drawn.step,
             rank=drawn.rank,
             scenario=trace.scenario,
@@ -280,8 +275,8 @@ def _late(straight: Trace, trace: Trace, drawn: Drawn) -> str:
     It does if its state isn't the one that it had after the draw before.
     """
     resumes = {(start.step, start.rank) for start in trace.of(Start) if start.resumed}
-    whose = drawn.rank, drawn.generator
-    own = [one for one in straight.standing.of(Drawn) if (one.rank, one.generator) == whose]
+    owner = drawn.rank, drawn.generator
+    own = [one for one in straight.standing.of(Drawn) if (one.rank, one.generator) == owner]
     earlier = [one for one in own if one.step < drawn.step]
     same = [one for one in own if one.step == drawn.step]
     if (drawn.step, drawn.rank) not in resumes or not earlier or not same:
@@ -323,13 +318,12 @@ def _goes_on(shard: Shard, seen: Shard | None, trace: Trace) -> str:
         return ", in another order, or by another rank"
     micro = f", micro-batch {seen.shard}" if trace.scenario.accumulation > 1 else ""
     is_behind = seen.step == shard.step - 1 and shard.step in back
-    why = (
+    meaning = (
         "; what was saved counts a step less than its weights have made, as where they are not "
         "copied before they are saved in the background"
     )
-    return (
-        f": step {shard.step} has the samples of step {seen.step}{micro}{why if is_behind else ''}"
-    )
+    told = f": step {shard.step} has the samples of step {seen.step}{micro}"
+    return told + meaning if is_behind else told
 
 
 def _other_order(straight: Trace, model: Shard, shard: Shard) -> str:
@@ -337,21 +331,21 @@ def _other_order(straight: Trace, model: Shard, shard: Shard) -> str:
 
     New samples are said to be from the past or the rest of the epoch only if epochs are known.
     """
-    lost = [one for one in model.ids if one not in shard.ids]
-    new = [one for one in shard.ids if one not in model.ids]
+    lost = [id_ for id_ in model.ids if id_ not in shard.ids]
+    new = [id_ for id_ in shard.ids if id_ not in model.ids]
     if lost and not new:
         return f": without samples {listed(lost, most=8)}"
     if not new:
         return ""
     is_told = straight.traits.epochs == "told"
     epoch = [at for at in straight.of(Shard) if is_told and at.epoch == model.epoch]
-    made = {one: at.step for at in epoch if at.step < shard.step for one in at.ids}
-    again = [one for one in new if one in made]
+    step_of = {id_: at.step for at in epoch if at.step < shard.step for id_ in at.ids}
+    again = [id_ for id_ in new if id_ in step_of]
     if again:
-        steps = named("step", {made[one] for one in again})
+        steps = named("step", {step_of[id_] for id_ in again})
         return f": samples {listed(again, most=8)} again, which this epoch had in {steps}"
-    rest = {one for at in epoch if at.step >= shard.step for one in at.ids}
-    if strange := [one for one in new if one not in rest]:
+    rest = {id_ for at in epoch if at.step >= shard.step for id_ in at.ids}
+    if strange := [id_ for id_ in new if id_ not in rest]:
         shown = listed(strange, most=8)
         return f": samples {shown}, which the run without stops doesn't draw there"
     return ": the rest of the epoch comes in another order"
@@ -366,7 +360,7 @@ def _others_on_purpose(shard: Shard, seen: Shard | None) -> str:
     )
 
 
-def _whose(expected: Mapping[Place, Shard], shard: Shard) -> str:
+def _owner(expected: Mapping[Place, Shard], shard: Shard) -> str:
     others: Sequence[int] = [
         model.rank
         for model in expected.values()
@@ -401,7 +395,7 @@ def summed_alike(tally: Tally, straight: Trace, trace: Trace) -> tuple[Trace, Tr
 
 
 def _first_apart(straight: Trace, trace: Trace) -> int | None:
-    """Return the first step whose gradient differs by the rounding of its sum; None for none."""
+    """Return the first step in which gradients differ by the rounding of their sum, or None."""
     expected, shards = evidence.updates(straight), evidence.shards(straight)
     resumed_shards = evidence.shards(trace)
     for step, by_rank in evidence.ranks_by_step(trace):
@@ -409,11 +403,13 @@ def _first_apart(straight: Trace, trace: Trace) -> int | None:
             continue
         for rank, update in by_rank.items():
             model = expected[step].get(rank)
-            if model is None or _digests(model.gradient) == _digests(update.gradient):
+            if model is None or evidence.digests(model.gradient) == evidence.digests(
+                update.gradient
+            ):
                 continue
             terms, others = shards.get(step, []), resumed_shards.get(step, [])
-            same_terms = [_digests(s.gradient) for s in terms] == [
-                _digests(s.gradient) for s in others
+            same_terms = [evidence.digests(s.gradient) for s in terms] == [
+                evidence.digests(s.gradient) for s in others
             ]
             known = bool(terms) and all(shard.gradient for shard in terms)
             if known and same_terms and _is_rounding(model.gradient, update.gradient, terms):

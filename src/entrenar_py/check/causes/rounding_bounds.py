@@ -93,7 +93,7 @@ def rounded_away(trace: Trace) -> str:
     if compressed in ("", "float32", *precision.SIXTEEN):
         return ""
     return (
-        f"gradients are compressed by {compressed}, whose rounding is not known: leave the hook "
+        f"gradients are compressed by {compressed}, and its rounding is not known: leave the hook "
         "out, or use fp16_compress_hook"
     )
 
@@ -162,7 +162,7 @@ def _largest(sizes: Iterable[float]) -> float:
 
 
 _STEPS = 4  # to look at
-_TELLING_MIN = 16  # elements whose errors tell a rounding from something else, hardly by chance
+_TELLING_MIN = 16  # elements, which hardly look rounded by chance
 _EXACT = 2.0**-18  # an element that is off by a smaller share of its terms was not rounded
 _EXACT_MOST = 0.5  # the largest share of such elements in a tensor that was rounded
 _ONE_FACTOR = 0.8  # the share of the squared errors that one factor would explain, and chance not
@@ -179,13 +179,13 @@ def undeclared_format(trace: Trace, bound: float) -> str:
     if precision.unit(trace) > precision.FLOAT32:
         return ""
     shards = evidence.shards(trace)
-    found = ""
+    coarsest = ""
     for step, by_rank in sorted(evidence.updates(trace).items())[:_STEPS]:
         rounded = format_of_step(shards.get(step, []), by_rank, bound)
         if rounded is None:
             return ""
-        found = max(found, rounded, key=_coarseness)
-    return found
+        coarsest = max(coarsest, rounded, key=_coarseness)
+    return coarsest
 
 
 def _coarseness(name: str) -> float:

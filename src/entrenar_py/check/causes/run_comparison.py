@@ -80,8 +80,8 @@ def compare(
     """
     if not missing.require_updates(tally, model, trace):
         return 0
-    if why := rounded_away(trace) or rounded_away(model):
-        tally.miss(why)
+    if reason := rounded_away(trace) or rounded_away(model):
+        tally.miss(reason)
         return 0
     if (sent := sent_in(trace)) in precision.SIXTEEN:
         tally.note(f"gradients are sent in {sent}: compared within the rounding of that")
@@ -103,8 +103,8 @@ def compare(
     for step, by_rank in _comparable(comparison, model, min(ends, default=None)):
         due = valued - {"gradient"} if step in rested else valued
         model_update = evidence.any_rank(expected[step])
-        if why := _other_rate(model, model_update, trace, evidence.any_rank(by_rank)):
-            tally.miss(f"{words.before}{why}")
+        if reason := _other_rate(model, model_update, trace, evidence.any_rank(by_rank)):
+            tally.miss(f"{words.before}{reason}")
             break
         if step >= ROUNDING_STEPS and "gradient" in due and trace.scenario.workload == "own":
             comparison.later_shares(later, evidence.any_rank(by_rank))
@@ -121,9 +121,7 @@ def compare(
         tally.miss(f"{words.before}{_NOTHING}")
         num_gradients = 0
     gaps.tell(tally)
-    comparison.parts(apart, skipped=apart in rested, is_enough=num_gradients > 0)
-    comparison.dropped(dropped, is_enough=num_gradients > 0)
-    comparison.tell_sensitivity(is_enough=num_gradients > 0)
+    comparison.ends(apart, dropped, rests=apart in rested, is_enough=num_gradients > 0)
     comparison.steps(model)
     return num_gradients
 
@@ -150,7 +148,7 @@ def _comparable(
         if step == apart or comparison.sensitivity.is_chaotic(step):
             return
         if step not in expected:
-            tally.miss(f"{words.who} has no step {step}")
+            tally.miss(f"{words.run} has no step {step}")
         elif step in alike:
             yield step, by_rank
         elif (
@@ -190,7 +188,7 @@ def _other_rate(model: Trace, due: Update, trace: Trace, got: Update) -> str:
 
 
 def steps_alike(model: Trace, trace: Trace) -> set[int]:
-    """Return the first steps whose averaged gradients agree within rounding in both runs.
+    """Return the first steps with averaged gradients that agree within rounding.
 
     So their samples are the same ones, whatever is known of them.
     """
@@ -231,7 +229,7 @@ def steps_combined(model: Trace, trace: Trace) -> set[int]:
 def tells(*runs: Trace, floor: float = 0.0) -> bool:
     """Return whether some gradient of the first steps, of one of `runs`, is longer than `floor`.
 
-    Gradients that are all zero are alike in any trainer. One whose length is unknown may tell.
+    Gradients that are all zero are alike in any trainer. One of unknown length may tell.
     """
     norms = (
         closeness.norm_l2(update.gradient)
@@ -334,14 +332,8 @@ class _Comparison:
 
         Where all of them are longer than the norm, sums over workers and means are clipped alike.
         """
-        due, got = map(evidence.vectors, (model.unclipped, update.unclipped))
-        if not due or not got or due.keys() != got.keys():
-            return
-        names = sorted(due)
-        vectors = (step_sums.joined(due, names), step_sums.joined(got, names))
-        if vectors[0].shape != vectors[1].shape:
-            return
-        times, workers = factors.ratio(*vectors, FACTOR_BOUND), self.trace.scenario.world_size
+        times = step_sums.ratio(model.unclipped, update.unclipped, FACTOR_BOUND)
+        workers = self.trace.scenario.world_size
         if times is None or workers == 1 or self.trace.traits.shared:
             return
         if math.isclose(times, workers, rel_tol=FACTOR_BOUND):
@@ -376,42 +368,35 @@ class _Comparison:
                 **place,
             )
 
-    def parts(self, step: int | None, *, skipped: bool, is_enough: bool) -> None:
-        """Report that the comparison ended at `step`, if any, which only one of the two skipped."""
-        if step is None:
-            return
-        who = "this run" if skipped else self.words.who
-        why = (
-            f"{self.words.before}{who} alone skipped step {step}, as a GradScaler does whose scale "
-            "is too large: not compared from there on"
-        )
-        if is_enough:
-            self.tally.note(why)
-        else:
-            self.tally.miss(f"{why}, nor before: begin with a smaller scale, or use bfloat16")
+    def ends(self, apart: int | None, dropped: int | None, *, rests: bool, is_enough: bool) -> None:
+        """Report where the comparison ended early, and how closely steps were compared.
 
-    def dropped(self, step: int | None, *, is_enough: bool) -> None:
-        """Report that the comparison ended at `step`, if any, in which one run alone drops a batch.
-
-        The other one trains on it, by a loss of its own.
+        It ends at a step that only one of the runs skipped (`apart`), or in which one alone drops a
+        batch (`dropped`) that the other trains on, by a loss of its own. That is a note if enough
+        was compared before.
         """
-        if step is not None:
-            why = (
-                f"{self.words.before}in step {step} this run drops another number of batches than "
-                f"{self.words.who}, as one does whose loss is too large: not compared from there on"
+        report = self.tally.note if is_enough else self.tally.miss
+        before, model = self.words.before, self.words.run
+        if apart is not None:
+            reason = (
+                f"{before}{'this run' if rests else model} alone skipped step {apart}, as a "
+                "GradScaler with too large a scale does: not compared from there on"
             )
-            (self.tally.note if is_enough else self.tally.miss)(why)
-
-    def tell_sensitivity(self, *, is_enough: bool) -> None:
-        """Report how closely steps were compared, or not at all, since rounding moves them."""
-        if why := self.sensitivity.in_words(ROUNDING_STEPS, self.bounds.gradient):
-            (self.tally.note if is_enough else self.tally.miss)(f"{self.words.before}{why}")
+            lacking = ", nor before: begin with a smaller scale, or use bfloat16"
+            report(reason if is_enough else reason + lacking)
+        if dropped is not None:
+            report(
+                f"{before}in step {dropped} this run drops another number of batches than "
+                f"{model}, as one with too large a loss does: not compared from there on"
+            )
+        if reason := self.sensitivity.in_words(ROUNDING_STEPS, self.bounds.gradient):
+            report(f"{before}{reason}")
 
     def steps(self, model: Trace) -> None:
         """Check that the run made every step that `model` made."""
         lacking = evidence.updates(model).keys() - evidence.updates(self.trace).keys()
         if lacking and model.end.status == "halted":
-            self.tally.miss(f"{self.words.who} halted: {model.end.reason}")
+            self.tally.miss(f"{self.words.run} halted: {model.end.reason}")
             return
         closeness.compare_steps_made(self.tally, lacking, self.trace, self.words.before)
 
@@ -435,7 +420,7 @@ class _Comparison:
 def _samples(trace: Trace) -> dict[int, Counter[int]]:
     """Return step -> how often each sample was used in it.
 
-    A step whose inputs were made of earlier samples has those of the step before.
+    A step with inputs that were made of earlier samples has those of the step before.
     """
     samples: dict[int, Counter[int]] = {}
     for step, shards in sorted(evidence.shards(trace).items()):
@@ -524,7 +509,6 @@ class Presupposition:
     of a training in which it fails by the script's own doing, None where that isn't certain.
     """
 
-    name: str
     says: str
     lacking: Callable[[Compared], str]
     left: Callable[[Compared], Compared | None] = lambda _: None

@@ -7,7 +7,7 @@ Where it does not, both ranks may be wrong.
 
 Buffers that follow from a rank's own samples, such as BatchNorm's running statistics, rightly
 differ between ranks. But a rank's own must be the same in two runs, and after a resume. That is
-judged for the lowest rank, whose buffers people save for all.
+judged for the lowest rank: people save its buffers for all.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Comparison:
     def _known(
         self, part: str, step: int, by_rank: ByRank, tensors_of: Mapping[int, Tensors]
     ) -> dict[int, Tensors]:
-        """Return `tensors_of` without the ranks whose part is unknown: {} if none recorded it."""
+        """Return `tensors_of` for the ranks with a known part: {} if none recorded it."""
         anyone = any(tensors_of.values())
         if not (anyone or self._is_due(part, by_rank)):
             return {}
@@ -142,8 +142,12 @@ class Comparison:
         fact = facts.of_state(type(holder).__name__, part)
         self._gaps.add(f"recorded no {part}", fact, rank=holder.rank, step=step)
 
-    def _compare_tensor(self, step: int, part: str, name: str, held: Mapping[int, Tensors]) -> None:
-        digests = {rank: t[name].digest if name in t else "absent" for rank, t in held.items()}
+    def _compare_tensor(
+        self, step: int, part: str, name: str, tensors_of: Mapping[int, Tensors]
+    ) -> None:
+        digests = {
+            rank: t[name].digest if name in t else "absent" for rank, t in tensors_of.items()
+        }
         usual = Counter(digests.values()).most_common(2)
         model = next(rank for rank, digest in digests.items() if digest == usual[0][0])
         is_known = len(usual) < 2 or usual[0][1] > usual[1][1]  # the minority deviates
@@ -157,7 +161,7 @@ class Comparison:
                 known = is_known or blame.rank is not None
             due, got = (
                 {name: tensors[name]} if name in tensors else {}
-                for tensors in (held[right], held[wrong])
+                for tensors in (tensors_of[right], tensors_of[wrong])
             )
             message = f"rank {wrong} and rank {right} hold different {part}"
             place = {**self._place, "step": step, "rank": wrong}
@@ -170,19 +174,21 @@ class Comparison:
 
 
 def keys_in_pieces(trace: Trace) -> set[str]:
-    """Return the keys of a user's optimizer state of which each rank may hold a piece (ZeRO-1).
+    """Return the keys of a user's optimizer state that ranks may hold in pieces (ZeRO-1).
 
     They have another number of elements than their parameter, and differ between ranks.
     """
     if trace.scenario.workload != "own":
         return set()
-    by_rank = next((held for _, held in evidence.ranks_by_step(trace) if len(held) > 1), {})
+    by_rank = next(
+        (records for _, records in evidence.ranks_by_step(trace) if len(records) > 1), {}
+    )
     keys = set()
     for name in {name for update in by_rank.values() for name in update.optimizer}:
-        held = [u.optimizer[name] for u in by_rank.values() if name in u.optimizer]
+        records = [u.optimizer[name] for u in by_rank.values() if name in u.optimizer]
         weights = [u.weights.get(name.partition("/")[0]) for u in by_rank.values()]
-        differ = len({record.digest for record in held}) > 1
-        if differ and (due := _sizes(weights)) and not _sizes(held) <= {1, *due}:
+        differ = len({record.digest for record in records}) > 1
+        if differ and (due := _sizes(weights)) and not _sizes(records) <= {1, *due}:
             keys.add(_key(name))
     return keys
 
@@ -258,16 +264,16 @@ def _by_gradient(trace: Trace, step: int, name: str, pair: tuple[int, int]) -> B
     follows = [_follows(trace, step, name, rank) for rank in pair]
     if all(follow == "all" for follow in follows) or not any(follows):
         words = factors.of(left, right, trace.scenario, _GRADIENT_BOUND)
-        told = f": {words}" if words else ""
-        return Blame(words=f"rank {pair[1]} applied another gradient than rank {pair[0]}{told}")
+        relation = f": {words}" if words else ""
+        return Blame(words=f"rank {pair[1]} applied another gradient than rank {pair[0]}{relation}")
     if all(follow == "own" for follow in follows):
         return Blame(words="each rank applied the gradient of its own samples alone")
     wrong = [rank for rank, follow in zip(pair, follows, strict=True) if follow != "all"]
     if len(wrong) != 1:
         return Blame(words=f"rank {pair[1]} applied another gradient than rank {pair[0]}")
     (rank,) = wrong
-    told = "that of its own samples alone" if "own" in follows else "not that of all samples"
-    return Blame(rank, f"the gradient that rank {rank} applied is {told}")
+    relation = "that of its own samples alone" if "own" in follows else "not that of all samples"
+    return Blame(rank, f"the gradient that rank {rank} applied is {relation}")
 
 
 def _follows(trace: Trace, step: int, name: str, rank: int) -> str:
@@ -301,7 +307,7 @@ def _by_rate(trace: Trace, step: int, name: str, pair: tuple[int, int]) -> Blame
 
 
 def _by_rule(trace: Trace, step: int, name: str, pair: tuple[int, int]) -> Blame | None:
-    """Blame the rank whose update does not follow from its gradient, if the other's does."""
+    """Blame the rank with an update that does not follow from its gradient, if the other's does."""
     kept_to = [update_rule.is_followed(trace, step, rank, name) for rank in pair]
     if sorted(map(str, kept_to)) != ["False", "True"]:
         return None
@@ -434,13 +440,13 @@ def tell_peculiar(tally: Tally, trace: Trace) -> None:
     """
     unwritten = _places(trace, "uninitialised")
     if unwritten:
-        held = set().union(*unwritten.values())
+        holders = set().union(*unwritten.values())
         tally.miss(
-            f"{listed([*unwritten], most=3)} look uninitialised on {missing.named(held)}: before "
-            f"the first step they hold numbers that no initialisation draws; {_INITIALISE}"
+            f"{listed([*unwritten], most=3)} look uninitialised on {missing.named(holders)}: "
+            f"before the first step they hold numbers that no initialisation draws; {_INITIALISE}"
         )
     ranks = {event.rank for event in trace.of(Noticed)}
-    zero = [name for name, held in _places(trace, "zero").items() if held == ranks]
+    zero = [name for name, ranks_of in _places(trace, "zero").items() if ranks_of == ranks]
     if not zero:
         return
     if len(zero) > 1 and not _other_matrices(trace, zero):

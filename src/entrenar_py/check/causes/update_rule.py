@@ -269,7 +269,7 @@ def _of_betas(traits: Traits, betas: tuple[float, float]) -> float:
 
     In float32 a beta is off by one rounding of 1, and 1 - beta by as much, which is more of it the
     smaller it is. Both are in the moments, and their powers in what these are divided by; half of
-    the second moment's counts, whose root is taken.
+    the second moment's counts, since its root is taken.
     """
     if traits.betas_in == "float64":
         return 1.0
@@ -281,7 +281,7 @@ class Rule:
     """One rank's optimizer, followed from update to update.
 
     `known` is False if the moments are unknown, for example after a gap in the recorded updates.
-    `unknown` are tensors that have moved in a step whose gradient of them was not recorded.
+    `unknown` are tensors that have moved in a step without a recorded gradient of them.
     """
 
     scenario: Scenario

@@ -126,7 +126,7 @@ def _accumulated(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> bool:
         )
         return False
     if before and before == after:
-        tally.miss(f"{pair.words.before}steps have as many micro-batches as {pair.words.who}")
+        tally.miss(f"{pair.words.before}steps have as many micro-batches as {pair.words.run}")
         return False
     return True
 

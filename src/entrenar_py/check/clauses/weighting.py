@@ -12,7 +12,6 @@ from entrenar_py.check import evidence
 from entrenar_py.check.causes import (
     accumulation,
     clipping,
-    copies,
     coupled_samples,
     explanations,
     loss_terms,
@@ -48,7 +47,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
     changed: list[bool] = []
     relative = RELATIVE if invariant.tolerance is None else invariant.tolerance
     # A worker that is given others' batches may divide by the number of its own tokens.
-    judged = [trace for trace in runs if not copies.is_given(trace)]
+    judged = [trace for trace in runs if not explanations.is_given(trace)]
     for trace in judged:
         missing.require_updates(tally, trace)
         unknown = missing.require_shards(tally, trace)

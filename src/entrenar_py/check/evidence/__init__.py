@@ -38,10 +38,10 @@ def usable(traces: Iterable[Trace], tally: Tally) -> list[Trace]:
     for trace in traces:
         if trace.end.status == "failed":
             scenario = trace.scenario
-            who = f"{scenario.system} with {scenario.world_size} workers did not run to an end"
+            run = f"{scenario.system} with {scenario.world_size} workers did not run to an end"
             if tally.observed:
-                who = f"{run_names.of(scenario)} failed"
-            tally.miss(f"{who}: {trace.end.reason}")
+                run = f"{run_names.of(scenario)} failed"
+            tally.miss(f"{run}: {trace.end.reason}")
         else:
             kept.append(trace)
     return kept
@@ -67,7 +67,7 @@ def could_run(tally: Tally, trace: Trace) -> bool:
 
 
 def calm_run(tally: Tally, trace: Trace, runs: Traces) -> Trace | None:
-    """Return the run without faults whose bits `trace` must have; if None, count why as missing."""
+    """Return the run without faults that `trace` must equal; if None, count why as missing."""
     if not could_run(tally, trace):
         return None
     if "bitwise" not in trace.promises:
@@ -173,6 +173,11 @@ def elements(tensors: Tensors) -> dict[str, Values] | None:
     return known if known and len(known) == len(elements_of) else None
 
 
+def digests(tensors: Tensors) -> dict[str, str]:
+    """Return the digest of each tensor."""
+    return {name: record.digest for name, record in tensors.items()}
+
+
 def times(tensors: Tensors, factor: float) -> Tensors:
     """Return multiples of the tensors that have values or a sketch."""
     return {name: scaled for name, t in tensors.items() if (scaled := _scaled(t, factor))}
@@ -228,7 +233,7 @@ def passes_begun_late(trace: Trace) -> set[tuple[int, int]]:
     Without a line a model is followed from within the first pass of each life of a rank on.
     """
     late: set[tuple[int, int]] = set()
-    begun = set[int]()  # ranks whose first pass has come
+    begun = set[int]()  # ranks that have made their first pass
     for event in trace.events if trace.traits.shared else ():
         if isinstance(event, Start):
             begun.discard(event.rank)
@@ -341,8 +346,4 @@ def skip_words(steps: Iterable[int]) -> str:
 
 
 def _rests(before: tuple[Tensors, Tensors], now: tuple[Tensors, Tensors]) -> bool:
-    return bool(now[0]) and [*map(_digests, before)] == [*map(_digests, now)]
-
-
-def _digests(tensors: Tensors) -> Mapping[str, str]:
-    return {name: record.digest for name, record in tensors.items()}
+    return bool(now[0]) and [*map(digests, before)] == [*map(digests, now)]

@@ -304,7 +304,7 @@ def rates_of(model: Update, update: Update) -> Rates:
 
 
 def first_unlike_rates(model: Update, update: Update) -> tuple[str | None, float, float] | None:
-    """Return the first tensor (or None) whose rates differ, with both; None if none does."""
+    """Return the first tensor (or None) with different rates, and both; None if none has."""
     return next(
         (((n, *pair)) for n, pair in rates_of(model, update).items() if pair[0] != pair[1]), None
     )
@@ -349,7 +349,7 @@ def compare_rates(
     trace: Trace,
     message: str,
 ) -> None:
-    """Compare the rates of one step, even of a schedule whose closed form is unknown.
+    """Compare the rates of one step, even of a schedule without a known closed form.
 
     `expected` are all updates of the run of `model`, `trace` is the run of `update`.
     """

@@ -22,15 +22,15 @@ from entrenar_py.shared.verdict import Tally
 
 
 def tally_for(invariant: Invariant, runs: Iterable[Trace]) -> Tally:
-    """Return an empty tally for `runs`, in whose reasons a script is told its own calls."""
+    """Return an empty tally for `runs`. Its reasons tell an observed script its own calls."""
     return Tally(invariant.id, observed=any(run.scenario.system == OBSERVED for run in runs))
 
 
-def ask(tally: Tally, why: str, fact: Fact) -> None:
+def ask(tally: Tally, reason: str, fact: Fact) -> None:
     """Count `why` as missing, with the advice how to reveal `fact`; only once for the same fact."""
     advice = f": {fact.advice(observed=tally.observed)}"
-    if not any(reason.endswith(advice) for reason in tally.missing):
-        tally.miss(why + advice)
+    if not any(known.endswith(advice) for known in tally.missing):
+        tally.miss(reason + advice)
 
 
 def nothing(tally: Tally, why: str, fact: Fact) -> str:
@@ -69,10 +69,10 @@ class Gaps:
 
     def tell(self, tally: Tally) -> None:
         """Count each gap as missing: `ranks 0, 2 recorded no weights in step 3: record ...`."""
-        for (why, fact), places in self._found.items():
+        for (reason, fact), places in self._found.items():
             steps, ranks = ({place[at] for place in places} for at in (0, 1))
             later = " and later" if len(steps) > 1 else ""
-            ask(tally, f"{named(ranks)} {why} {when(min(steps))}{later}", fact)
+            ask(tally, f"{named(ranks)} {reason} {when(min(steps))}{later}", fact)
 
 
 def named(ranks: Iterable[int]) -> str:
@@ -139,8 +139,8 @@ def _silent(trace: Trace) -> set[int]:
 
 
 def _unsharded(trace: Trace) -> set[int]:
-    """Return the steps without a recorded shard; and of the steps made by a rank that never records
-    shards, those whose recorded shards count too few samples.
+    """Return the steps without a recorded shard. Where a rank never records shards, return those of
+    its steps, too, that have too few samples in the recorded ones.
     """
     known, silent = evidence.shards(trace), _silent(trace)
     return {
@@ -191,7 +191,7 @@ def _unnamed(trace: Trace) -> set[int]:
 
 
 def _is_unnamed(shard: Shard, shards: Sequence[Shard], observed: bool) -> bool:
-    """Return whether a shard has samples whose ids are unknown.
+    """Return whether a shard has samples without known ids.
 
     A micro-batch of a script may have the samples of an earlier one of its rank, and no ids.
     """

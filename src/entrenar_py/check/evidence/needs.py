@@ -66,7 +66,7 @@ RESUMED = Need(name="resumed", says="the base, stopped and resumed")
 # --- runs that are judged without a base ----------------------------------------------------------
 POISONED = Need(name="poisoned", says="a run with a value that is not finite")
 SAVED = Need(name="saved", says="a run that wrote a checkpoint and loaded it")
-PROBED = Need(name="probed", says="a run whose model was passed its tokens again, some replaced")
+PROBED = Need(name="probed", says="a run that passed its tokens to the model again, some replaced")
 
 
 def turned(knob: str) -> Need:
@@ -87,11 +87,11 @@ class Near(Generic[T]):
 
 @dataclass(frozen=True)
 class Runs(Generic[T]):
-    """The run to judge (`base`), and the runs that answer needs (`beside`).
+    """The run to judge (`base`), and by need the runs that answer it.
 
     `base` is None if there is no such run. `undropped` are the runs of the same training without
-    dropout, for trainings whose dropout masks make runs incomparable. `near` has, for a need that
-    no run answers, the most similar run. `witnesses` are runs of a user's own trainer that show
+    dropout, where dropout masks make runs incomparable. `near` has, for a need that no run answers,
+    the most similar run. `witnesses` are runs of a user's own trainer that show
     whether a comparison's presuppositions hold. They are not judged.
     """
 

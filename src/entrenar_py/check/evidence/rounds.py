@@ -130,8 +130,9 @@ def _starts(trace: Trace) -> Iterator[tuple[Start, bool]]:
 
 
 def as_steps(trace: Trace) -> Trace:
-    """Return `trace` as if all workers made one step together at the end of each round. Each
-    Synchronised becomes an Update, whose optimizer state is the outer optimizer's.
+    """Return `trace` as if all workers made one step together at the end of each round.
+
+    Each Synchronised becomes an Update, with the outer optimizer's state.
     """
     updates = evidence.updates(trace)
     begun = {id(start) for start, joined in _starts(trace) if joined or not start.resumed}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from entrenar_py.shared.codec import Schema
 from entrenar_py.shared.errors import UsageError
@@ -19,15 +19,15 @@ from entrenar_py.shared.wording import counted, named
 # The option that says which knob was turned. Earlier releases also wrote there, by the key `model`,
 # how the usual run differs.
 OPTION = "pair"
-# The knobs whose values are used as numbers, and which numbers are allowed.
+# The knobs with values that are used as numbers, and which numbers are allowed.
 _NUMBERS = {"accumulation": "a whole number >= 1", "clip": "a number > 0"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Words:
-    """The words in which findings name the model run: `gradient is not <its>`, `<who> halted`."""
+    """The words in which findings name the model run: `gradient is not <its>`, `<run> halted`."""
 
-    who: str = "the single-device run"
+    run: str = "the single-device run"
     its: str = "the single device's"
     before: str = ""  # the beginning of each message
     elsewhere: str = ": see F-DP-002"  # the clause that judges which samples are drawn
@@ -37,7 +37,7 @@ class Words:
 class Pair:
     """A knob that has `value` in one of two runs, and `usual` in the other.
 
-    The knobs `beside` are turned, too, and change nothing by themselves. Raises UsageError if a
+    Other knobs may be turned, too, and change nothing by themselves. Raises UsageError if a
     value is not allowed for the knob.
     """
 
@@ -59,7 +59,7 @@ class Pair:
         turned = {self.knob: self.value, **self.beside}
         values = ", ".join(f"{knob}={value}" for knob, value in turned.items())
         return Words(
-            who=f"the run with {self.knob}={self.usual}",
+            run=f"the run with {self.knob}={self.usual}",
             its=f"that of {self.knob}={self.usual}",
             before=f"with {values}: ",
             elsewhere=", so the knob did more than it should",
@@ -70,7 +70,8 @@ def with_turned(
     scenario: Scenario, *, knob: str, value: str, usual: str, beside: Iterable[tuple[str, str]] = ()
 ) -> Scenario:
     """Return `scenario` with the option that says that the run has `knob` at `value`."""
-    pair = {"knob": knob, "value": value, "usual": usual, "beside": dict(beside)}
+    names = (field.name for field in fields(Pair))
+    pair = dict(zip(names, (knob, value, usual, dict(beside)), strict=True))
     return scenario.with_(options={**scenario.options, OPTION: pair})
 
 
@@ -131,7 +132,8 @@ def of(scenario: Scenario) -> str:
     parts = list[str]()
     turn = scenario.options.get(OPTION)
     if isinstance(turn, Mapping):
-        turned = {turn.get("knob"): turn.get("value"), **turn.get("beside", {})}
+        knob, value, _, others = (turn.get(field.name) for field in fields(Pair))
+        turned = {knob: value, **(others or {})}
         parts.append(f"with {', '.join(f'{knob}={value}' for knob, value in turned.items())}")
     parts += [_DONE.get(fault.kind, f"with the fault {fault.kind}") for fault in scenario.faults]
     if scenario.stops:
@@ -151,6 +153,6 @@ def run_name(trace: Trace) -> str:
     )
     stopped = ", stopped and resumed" if scenario.stops else ""
     kinds = {fault.kind for fault in scenario.faults}
-    killed = ", a worker of which was killed" if "leave" in kinds else ""
+    killed = ", with a worker killed" if "leave" in kinds else ""
     planted = " with a planted value" if kinds - {"leave", "join", *OF_WITNESSES} else ""
     return f"the run {words}{stopped}{killed}{planted}"

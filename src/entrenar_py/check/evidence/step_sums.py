@@ -20,11 +20,11 @@ Vector = NDArray[np.float64]
 def summed(by_rank: Mapping[int, Update], shard: Shard) -> Tensors:
     """Return the tensors of the shard's gradient that its rank's applied gradient holds."""
     update = by_rank.get(shard.rank)
-    held = {} if update is None else update.summed
+    batches_of = {} if update is None else update.summed
     return {
         name: record
         for name, record in shard.gradient.items()
-        if shard.shard in held.get(name, (shard.shard,))
+        if shard.shard in batches_of.get(name, (shard.shard,))
     }
 
 
@@ -67,7 +67,7 @@ def cancelled(by_rank: Mapping[int, Update], shards: Collection[Shard]) -> dict[
 
 
 def held(by_rank: Mapping[int, Update], shards: Collection[Shard]) -> list[Shard]:
-    """Return the shards of which something was applied, or may have been."""
+    """Return the shards that were applied, or may have been."""
     lost = dropped(by_rank, shards)
     return [
         shard
@@ -89,15 +89,15 @@ def parts(by_rank: Mapping[int, Update], shards: Collection[Shard]) -> list[list
 
     Two networks that are trained in turn have losses of their own, which are never added.
     """
-    found: list[tuple[set[str], list[Shard]]] = []
+    groups: list[tuple[set[str], list[Shard]]] = []
     for shard in held(by_rank, shards):
         names, own = {*summed(by_rank, shard)}, [shard]
-        near = [part for part in found if not names or not part[0] or names & part[0]]
+        near = [part for part in groups if not names or not part[0] or names & part[0]]
         for part in near:
             names, own = names | part[0], part[1] + own
-            found.remove(part)
-        found.append((names, own))
-    return [own for _, own in found]
+            groups.remove(part)
+        groups.append((names, own))
+    return [own for _, own in groups]
 
 
 def joined(vectors: Mapping[str, NDArray[Any]], names: Collection[str]) -> Vector:
@@ -112,7 +112,7 @@ def are_apart(shards: Collection[Shard]) -> bool:
 
 
 def dropped(by_rank: Mapping[int, Update], shards: Collection[Shard]) -> list[Shard]:
-    """Return the shards with a gradient of which nothing was applied: it was cleared before."""
+    """Return the shards with a gradient that was cleared before it was applied."""
     return [shard for shard in shards if shard.gradient and not summed(by_rank, shard)]
 
 
@@ -145,7 +145,7 @@ Vectors = Mapping[str, np.ndarray[Any, Any]]
 
 
 def off(sums: Vectors, mean: Vectors, divisor: float, allowed: float) -> set[str]:
-    """Return the tensors whose sum is further than `allowed` from `divisor` times their mean."""
+    """Return the tensors with a sum further than `allowed` from `divisor` times their mean."""
     gaps = {
         name: np.square(sums[name] - divisor * value.astype(np.float64)).sum()
         for name, value in mean.items()
@@ -190,6 +190,14 @@ def divisors(sums: Vectors, mean: Vectors, bound: float) -> list[float]:
         known = next((one for one in counts if abs(one - number) <= 2 * bound * one), number)
         counts[known] = counts.get(known, 0) + 1
     return sorted(counts, key=counts.__getitem__, reverse=True)
+
+
+def ratio(expected: Tensors, got: Tensors, bound: float) -> float | None:
+    """Return the number that all tensors' elements together are multiplied by; None for none."""
+    left, right = evidence.vectors(expected), evidence.vectors(got)
+    if left is None or right is None or shapes(left) != shapes(right):
+        return None
+    return factors.ratio(joined(left, left), joined(right, right), bound)
 
 
 def shapes(tensors: Vectors) -> dict[str, tuple[int, ...]]:
