@@ -461,11 +461,9 @@ def seen_through(trace: Trace) -> Trace:
     }
     if not all_held:
         return trace
-    events = (
-        replace(event, summed={}) if isinstance(event, Update) and event.step in all_held else event
-        for event in trace.events
+    return evidence.replaced(
+        trace, Update, lambda update: {"summed": {}} if update.step in all_held else {}
     )
-    return replace(trace, events=tuple(events))
 
 
 def _without_returned(trace: Trace) -> Trace:

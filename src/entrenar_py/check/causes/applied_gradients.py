@@ -38,7 +38,6 @@ from entrenar_py.check.evidence import closeness, missing, precision, rounds, st
 from entrenar_py.check.evidence.needs import Traces
 from entrenar_py.check.evidence.run_names import run_name
 from entrenar_py.shared.trace import (
-    Event,
     Injected,
     Shard,
     Start,
@@ -120,20 +119,14 @@ def _has_moved(name: str, before: Mapping[int, Tensors], by_rank: Mapping[int, U
 
 def without_gradients(compared: Compared) -> Compared:
     """Return the comparison without gradients: losses, weights and learning rates are left."""
-    trace = _bare(compared.trace)
-    return replace(
-        compared, trace=trace, model=trace if compared.is_one_run else _bare(compared.model)
+    return compared.both(_without_gradients)
+
+
+def _without_gradients(trace: Trace) -> Trace:
+    trace = evidence.replaced(trace, Shard, lambda _: {"gradient": {}})
+    return evidence.replaced(
+        trace, Update, lambda _: {"gradient": {}, "grad_norm": None, "applied_norm": None}
     )
-
-
-def _bare(trace: Trace) -> Trace:
-    return replace(trace, events=tuple(map(_event_without, trace.events)))
-
-
-def _event_without(event: Event) -> Event:
-    if isinstance(event, Update):
-        return replace(event, gradient={}, grad_norm=None, applied_norm=None)
-    return replace(event, gradient={}) if isinstance(event, Shard) else event
 
 
 def skipped_unseen(compared: Compared) -> str:
@@ -190,8 +183,7 @@ def reduced(tally: Tally, compared: Compared) -> Compared:
     if compared.alone is None or not unreduced(compared):
         return compared
     alone = compared.alone
-    trace, model = (_reduced(tally, one, alone) for one in (compared.trace, compared.model))
-    return replace(compared, trace=trace, model=trace if compared.is_one_run else model)
+    return compared.both(lambda trace: _reduced(tally, trace, alone))
 
 
 def _reduced(tally: Tally, trace: Trace, alone: Trace) -> Trace:
@@ -204,12 +196,10 @@ def _reduced(tally: Tally, trace: Trace, alone: Trace) -> Trace:
     for is_weighted in (False, True):
         mean = _with_means(trace, is_weighted=is_weighted)
         if mean is not None and _makes_the_steps_of(copies.aligned(alone, trace), mean):
-            note = (
+            tally.note(
                 f"in {run_name(trace)} the optimizer reduces gradients in its step: their mean is "
                 "judged, since it is the gradient of the run on one worker, and weights move alike"
             )
-            if note not in tally.notes:
-                tally.note(note)
             return mean
     return trace
 
@@ -229,13 +219,15 @@ def _with_means(trace: Trace, *, is_weighted: bool) -> Trace | None:
         if mean is None:
             return None
         means[step] = mean
-    events = (
-        replace(e, gradient=means[e.step], grad_norm=None, applied_norm=None)
-        if isinstance(e, Update) and e.step in means
-        else e
-        for e in trace.events
+    return evidence.replaced(
+        trace,
+        Update,
+        lambda update: (
+            {"gradient": means[update.step], "grad_norm": None, "applied_norm": None}
+            if update.step in means
+            else {}
+        ),
     )
-    return replace(trace, events=tuple(events))
 
 
 def _mean(of_ranks: Sequence[Tensors], counts: Sequence[float]) -> Tensors | None:
@@ -288,8 +280,7 @@ def undone(tally: Tally, compared: Compared) -> Compared:
         "compared with, and weights move alike: the optimizer's "
         + ("learning rate is divided by that" if ratio else "step divides them by itself")
     )
-    if note not in tally.notes:
-        tally.note(note)
+    tally.note(note)
     trace = _divided(trace, factor, ratio or 1.0)
     return replace(compared, trace=trace, model=trace if compared.is_one_run else compared.model)
 
@@ -428,20 +419,17 @@ def _divided(trace: Trace, factor: float, of_rate: float) -> Trace:
     def shorter(norm: float | None) -> float | None:
         return None if norm is None else norm / factor
 
-    events = (
-        replace(
-            event,
-            gradient=evidence.times(event.gradient, 1 / factor),
-            grad_norm=shorter(event.grad_norm),
-            applied_norm=shorter(event.applied_norm),
-            learning_rate=event.learning_rate * of_rate,
-            rates={name: rate * of_rate for name, rate in event.rates.items()},
-        )
-        if isinstance(event, Update)
-        else event
-        for event in trace.events
+    return evidence.replaced(
+        trace,
+        Update,
+        lambda update: {
+            "gradient": evidence.times(update.gradient, 1 / factor),
+            "grad_norm": shorter(update.grad_norm),
+            "applied_norm": shorter(update.applied_norm),
+            "learning_rate": update.learning_rate * of_rate,
+            "rates": {name: rate * of_rate for name, rate in update.rates.items()},
+        },
     )
-    return replace(trace, events=tuple(events))
 
 
 # --- ranks that step tensors alone, and pass them on ----------------------------------------------
@@ -577,7 +565,9 @@ def follow_copies(tally: Tally, runs: Traces, trace: Trace) -> bool:
     compared = reduced(tally, Compared(runs=runs, model=trace, trace=trace))
     if trace.traits.steps == "model" or trace.traits.rule != "known":
         return False
-    for decaying in (compared.trace, _all_decayed(compared.trace)):
+    # Which copies have weight decay is not recorded: all of them, if not those that are known.
+    decayed = evidence.replaced(compared.trace, Start, lambda start: {"decayed": start.trainable})
+    for decaying in (compared.trace, decayed):
         counts = [_num_followed(update, copies) for update, copies in _steps_of_copies(decaying)]
         if counts and all(counts):
             tally.compared += sum(counts)
@@ -587,17 +577,6 @@ def follow_copies(tally: Tally, runs: Traces, trace: Trace) -> bool:
             )
             return True
     return False
-
-
-def _all_decayed(trace: Trace) -> Trace:
-    """Return a run in which all tensors have weight decay: which copies have it is not recorded."""
-    return replace(
-        trace,
-        events=tuple(
-            replace(event, decayed=event.trainable) if isinstance(event, Start) else event
-            for event in trace.events
-        ),
-    )
 
 
 def _steps_of_copies(trace: Trace) -> Iterator[tuple[Update, dict[str, Expected] | None]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -181,14 +181,6 @@ def _before_the_sum(clipped: Clipped) -> Explanation | None:
     return None
 
 
-def _local(batches: Sequence[Vectors], limit: float) -> Vectors:
-    return _cut(_sum(batches), limit)
-
-
-def _each(batches: Sequence[Vectors], limit: float) -> Vectors:
-    return _sum([_cut(batch, limit) for batch in batches])
-
-
 def _as_it_grows(batches: Sequence[Vectors], limit: float) -> Vectors:
     grown: Vectors = {}
     for batch in batches:
@@ -197,8 +189,12 @@ def _as_it_grows(batches: Sequence[Vectors], limit: float) -> Vectors:
 
 
 _EARLY: Mapping[str, Callable[[Sequence[Vectors], float], Vectors]] = {
-    "each rank clipped its own gradient before they were added": _local,
-    "each micro-batch's gradient was clipped before they were added": _each,
+    "each rank clipped its own gradient before they were added": lambda batches, limit: _cut(
+        _sum(batches), limit
+    ),
+    "each micro-batch's gradient was clipped before they were added": lambda batches, limit: _sum(
+        [_cut(batch, limit) for batch in batches]
+    ),
     "the gradient was clipped after each micro-batch": _as_it_grows,
 }
 LIST = (in_pieces, _by_element, _in_groups, _twice, _before_the_sum)
@@ -249,11 +245,7 @@ def _sum(parts: Sequence[Vectors]) -> Vectors:
 
 
 def _flat(vectors: Vectors) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    return np.concatenate([np.zeros(0), *_wide(vectors)])
-
-
-def _wide(vectors: Vectors) -> Iterator[np.ndarray[tuple[int], np.dtype[np.float64]]]:
-    yield from (value.astype(np.float64) for value in vectors.values())
+    return np.concatenate([np.zeros(0), *(value.astype(np.float64) for value in vectors.values())])
 
 
 # --- element by element, as by clip_grad_value_ ---------------------------------------------------

@@ -110,9 +110,7 @@ def while_finite(compared: Compared) -> Compared:
     step = _first(compared)
     if step is None:
         return compared
-    trace = until(compared.trace, step)
-    model = trace if compared.is_one_run else until(compared.model, step)
-    return replace(compared, model=model, trace=trace)
+    return compared.both(lambda trace: until(trace, step))
 
 
 def _first(compared: Compared) -> int | None:
@@ -161,9 +159,7 @@ def while_even(compared: Compared) -> Compared:
     firsts = [seen[0] for run in (compared.trace, compared.model) if (seen := _first_uneven(run))]
     if not firsts:
         return compared
-    trace = until(compared.trace, min(firsts))
-    model = trace if compared.is_one_run else until(compared.model, min(firsts))
-    return replace(compared, model=model, trace=trace)
+    return compared.both(lambda trace: until(trace, min(firsts)))
 
 
 def _first_uneven(trace: Trace) -> tuple[int, Counter[int]] | None:
@@ -220,10 +216,7 @@ def brought_together(compared: Compared) -> str:
 
 def before_steps(compared: Compared) -> Compared | None:
     """Return the comparison of the weights before the first step, if it is of one run."""
-    if not compared.is_one_run:
-        return None
-    trace = until(compared.trace, 0)
-    return replace(compared, model=trace, trace=trace)
+    return compared.both(lambda trace: until(trace, 0)) if compared.is_one_run else None
 
 
 def first_meeting(trace: Trace) -> tuple[int, str] | None:
@@ -232,7 +225,7 @@ def first_meeting(trace: Trace) -> tuple[int, str] | None:
     for step, by_rank in evidence.ranks_by_step(trace):
         ranks = sorted(before.keys() & by_rank.keys())
         for name in by_rank[ranks[0]].edited if len(ranks) > 1 else ():
-            if not _are_unlike(name, [before[rank].gradient for rank in ranks]):
+            if not evidence.differ(name, [before[rank].gradient for rank in ranks]):
                 continue
             then = _distance(name, [before[rank].weights for rank in ranks])
             now = _distance(name, [by_rank[rank].edited for rank in ranks])
@@ -240,10 +233,6 @@ def first_meeting(trace: Trace) -> tuple[int, str] | None:
                 return step, name
         before = by_rank
     return None
-
-
-def _are_unlike(name: str, held: Sequence[Tensors]) -> bool:
-    return len({tensors[name].digest for tensors in held if name in tensors}) > 1
 
 
 def _distance(name: str, held: Sequence[Tensors]) -> float | None:

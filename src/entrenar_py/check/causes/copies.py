@@ -18,7 +18,7 @@ from entrenar_py.check.causes.run_comparison import Compared
 from entrenar_py.check.evidence import step_sums
 from entrenar_py.check.evidence.run_names import run_name
 from entrenar_py.shared.faults import JOINED, MIRRORED
-from entrenar_py.shared.trace import Event, Shard, Start, Synchronised, Tensors, Trace, Update
+from entrenar_py.shared.trace import Event, Shard, Start, Synchronised, Trace, Update
 from entrenar_py.shared.wording import listed
 
 # The fields of events that map or list names of tensors, apart from `optimizer`.
@@ -89,15 +89,14 @@ def aligned(model: Trace, trace: Trace) -> Trace:
 
     Otherwise return `model` as it is.
     """
-    names, like = (known_names(run) | _buffers(run) for run in (model, trace))
+    names, like = (
+        known_names(run) | {name for start in run.of(Start) for name in start.buffers}
+        for run in (model, trace)
+    )
     if known_names(model) == known_names(trace):
         return model
     named = _matched(names, like)
     return model if named is None else renamed(model, named)
-
-
-def _buffers(trace: Trace) -> Set[str]:
-    return frozenset(name for start in trace.of(Start) for name in start.buffers)
 
 
 def _matched(names: Set[str], like: Set[str]) -> dict[str, str] | None:
@@ -106,7 +105,7 @@ def _matched(names: Set[str], like: Set[str]) -> dict[str, str] | None:
     Names correspond if they are equal without the parts that occur in one run only, or without the
     parts that all names of their run begin with.
     """
-    parts, like_parts = (_parts(some) for some in (names, like))
+    parts, like_parts = ({p for n in some for p in n.split(".")} for some in (names, like))
     for short, short_like in (
         (_without_parts(names, parts - like_parts), _without_parts(like, like_parts - parts)),
         (_without_beginning(names), _without_beginning(like)),
@@ -115,10 +114,6 @@ def _matched(names: Set[str], like: Set[str]) -> dict[str, str] | None:
         if is_clear and short.keys() == short_like.keys():
             return {name: short_like[key] for key, name in short.items()}
     return None
-
-
-def _parts(names: Iterable[str]) -> Set[str]:
-    return frozenset(part for name in names for part in name.split("."))
 
 
 def _without_parts(names: Iterable[str], parts: Set[str]) -> dict[str, str]:
@@ -187,8 +182,7 @@ def without(compared: Compared) -> Compared | None:
     lost = pieces(compared).keys() | own(compared)
     if not compared.is_one_run or known_names(compared.trace) <= lost:
         return None
-    trace = _without(compared.trace, lost)
-    return replace(compared, model=trace, trace=trace)
+    return compared.both(lambda trace: _without(trace, lost))
 
 
 def pieces(compared: Compared) -> Mapping[str, tuple[Shape, Shape]]:
@@ -198,16 +192,15 @@ def pieces(compared: Compared) -> Mapping[str, tuple[Shape, Shape]]:
     tensor, the rank with the most elements of it shows its shape.
     """
     due, shapes_of = _due_shapes(compared), _shapes(compared.trace)
-    wholes = {name: due.get(name) or {max(shapes, key=_size)} for name, shapes in shapes_of.items()}
+    wholes = {
+        name: due.get(name) or {max(shapes, key=lambda shape: (math.prod(shape), shape))}
+        for name, shapes in shapes_of.items()
+    }
     return {
         name: (min(shapes - wholes[name]), min(wholes[name]))
         for name, shapes in shapes_of.items()
         if shapes - wholes[name]
     }
-
-
-def _size(shape: Shape) -> tuple[int, Shape]:
-    return math.prod(shape), shape
 
 
 def _pieces_told(compared: Compared, shapes_of: Mapping[str, tuple[Shape, Shape]]) -> str:
@@ -277,20 +270,16 @@ def own(compared: Compared) -> Set[str]:
     apart = {
         name
         for name in trained
-        if _differ(name, [start.weights for start in starts.values()])
-        and _differ(name, [update.gradient for update in first.values()])
+        if evidence.differ(name, [start.weights for start in starts.values()])
+        and evidence.differ(name, [update.gradient for update in first.values()])
     }
     agreed = any(
-        not _differ(name, [update.weights for update in first.values()])
-        and _differ(name, [starts[min(starts)].weights, first[min(first)].weights])
+        not evidence.differ(name, [update.weights for update in first.values()])
+        and evidence.differ(name, [starts[min(starts)].weights, first[min(first)].weights])
         for name in trained
     )
     is_whole = bool(_due_shapes(compared) and _shapes(trace)) and not pieces(compared)
     return frozenset(apart) if agreed or not is_whole else frozenset()
-
-
-def _differ(name: str, held: list[Tensors]) -> bool:
-    return len({tensors[name].digest for tensors in held if name in tensors}) > 1
 
 
 def _own_told(compared: Compared, names: Set[str]) -> str:

@@ -253,17 +253,19 @@ def judge_rank_means(tally: Tally, trace: Trace, model: Trace) -> None:
         tally.compared += len(places)
         return
     first = places[0]
-    shown = listed([f"{count:g} on rank {shard.rank}" for shard, count in _of(first)], most=4)
+    shown = listed(
+        [
+            f"{count:g} on rank {shard.rank}"
+            for shard, count in zip(first.shards, first.counts, strict=True)
+        ],
+        most=4,
+    )
     tally.miss(
         f"each rank divides one of its losses by the number of its own elements, {shown}, and one "
         f"worker by that of all (step {first.shards[0].step}): right if each rank's mean is meant, "
         'observe(..., loss_over="micro-batch"), wrong if each element is to count alike: add the '
         "number up over ranks, by an all-reduce"
     )
-
-
-def _of(place: _Place) -> Iterator[tuple[Shard, float]]:
-    return zip(place.shards, place.counts, strict=True)
 
 
 def _places(trace: Trace, model: Trace) -> Iterator[_Place]:

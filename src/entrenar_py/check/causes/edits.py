@@ -430,14 +430,12 @@ def explained(moves: Moves) -> Explanation | None:
 
 def _rounded(moves: Moves) -> Explanation | None:
     steps = [(was, now) for name in moves.names for _, _, was, now in moves.of(name)]
-    if not steps or not all(map(_is_rounding, *zip(*steps, strict=True))):
+    if not steps or any(
+        np.linalg.norm(now - was) > _ROUNDING * np.linalg.norm(was) for was, now in steps
+    ):
         return None
     words = "moved by no more than a rounding: what was added to it was taken out again"
     return Explanation(words, is_wrong=False)
-
-
-def _is_rounding(was: Values, now: Values) -> bool:
-    return bool(np.linalg.norm(now - was) <= _ROUNDING * np.linalg.norm(was))
 
 
 def _merged(moves: Moves) -> Explanation | None:

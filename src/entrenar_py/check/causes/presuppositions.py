@@ -450,9 +450,7 @@ def _uncompressed(tally: Tally, compared: Compared) -> Compared:
         whole = replace(run.traits, compressed="", compressed_from=0)
         return replace(common_steps.until(run, step), traits=whole)
 
-    trace = before(compared.trace)
-    model = trace if compared.is_one_run else before(compared.model)
-    return replace(compared, model=model, trace=trace)
+    return compared.both(before)
 
 
 def are_comparable(comparison: str, compared: Compared) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 
 from entrenar_py.check.causes import accumulation
 from entrenar_py.check.causes.rounding_bounds import ROUNDING_STEPS
@@ -108,7 +108,7 @@ def drawn_by_rank(compared: Compared) -> str:
             continue  # the contents are the same
         mine, theirs = drawn.get(where, {}), expected.get(where, {})
         one_for_all = are_common or (where == "batch" and known)
-        same = _same(mine, theirs) if alike else one_for_all and _one(mine, theirs)
+        same = {**mine} == {**theirs} if alike else one_for_all and _one(mine, theirs)
         if (mine or theirs) and not same:
             if compared.difference is None:
                 return ""
@@ -190,10 +190,6 @@ def _by_place(trace: Trace) -> _ByPlace:
 _Draws = Mapping[tuple[int, int], list[_Numbers]]
 
 
-def _same(mine: _Draws, theirs: _Draws) -> bool:
-    return {**mine} == {**theirs}
-
-
 def _one(mine: _Draws, theirs: _Draws) -> bool:
     """Return whether all ranks of both runs drew the same in each step."""
     by_step: dict[int, list[list[_Numbers]]] = defaultdict(list)
@@ -206,7 +202,7 @@ def _one(mine: _Draws, theirs: _Draws) -> bool:
 
 
 def _named(draws: _Draws) -> str:
-    names = dict.fromkeys(_generators(draws.values()))
+    names = dict.fromkeys(name for numbers in draws.values() for name, _, _ in numbers)
     return " and ".join(named(name) for name in names)
 
 
@@ -218,11 +214,6 @@ def named(generator: str) -> str:
     if generator.startswith("cuda"):
         return f"the generator of {generator}"
     return f"the generator {generator}"
-
-
-def _generators(draws: Iterable[list[_Numbers]]) -> Iterator[str]:
-    for numbers in draws:
-        yield from (name for name, _, _ in numbers)
 
 
 # --- samples by their numbers ---------------------------------------------------------------------

@@ -225,7 +225,9 @@ def compare_data(tally: Tally, straight: Trace, trace: Trace) -> bool:
         where = evidence.place(trace, shard)
         is_told = tally.would_keep(shard.step)  # words are sought for the counterexample only
         if shard.ids != model.ids and "ids" not in bare:
-            seen = _seen_at(expected, shard) if is_told or trace.traits.replacement else None
+            is_sought = shard.ids and (is_told or trace.traits.replacement)
+            same = (model for model in expected.values() if model.ids == shard.ids)
+            seen = next(same, None) if is_sought else None
             if trace.traits.replacement:
                 tally.miss(_others_on_purpose(shard, seen))
                 return False
@@ -299,12 +301,6 @@ def _stream(drawn: Drawn) -> tuple[int, int, int | None, str, str]:
 
 def _place(shard: Shard) -> Place:
     return shard.step, shard.rank, shard.shard
-
-
-def _seen_at(expected: Mapping[Place, Shard], shard: Shard) -> Shard | None:
-    return next(
-        (model for model in expected.values() if model.ids == shard.ids and shard.ids), None
-    )
 
 
 def _goes_on(shard: Shard, seen: Shard | None, trace: Trace) -> str:

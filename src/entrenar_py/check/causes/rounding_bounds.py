@@ -184,12 +184,8 @@ def undeclared_format(trace: Trace, bound: float) -> str:
         rounded = format_of_step(shards.get(step, []), by_rank, bound)
         if rounded is None:
             return ""
-        coarsest = max(coarsest, rounded, key=_coarseness)
+        coarsest = max(coarsest, rounded, key=lambda name: precision.SIXTEEN.get(name, (0.0,))[0])
     return coarsest
-
-
-def _coarseness(name: str) -> float:
-    return precision.SIXTEEN[name][0] if name else 0.0
 
 
 def format_of_step(shards: list[Shard], by_rank: Mapping[int, Update], bound: float) -> str | None:
@@ -206,7 +202,11 @@ def format_of_step(shards: list[Shard], by_rank: Mapping[int, Update], bound: fl
     }
     local = {rank: sums for rank, sums in known.items() if sums}
     applied = evidence.elements(update.gradient)
-    if not local or applied is None or any(_names(s) != _names(applied) for s in local.values()):
+    if (
+        not local
+        or applied is None
+        or any(step_sums.shapes(s) != step_sums.shapes(applied) for s in local.values())
+    ):
         return ""
     whole = {name: np.sum([sums[name] for sums in local.values()], axis=0) for name in applied}
     divisor = _divisor(whole, applied)
@@ -261,10 +261,6 @@ def _is_random(gap: Vector, whole: Vector, terms: Vector) -> bool:
     if along > _ONE_FACTOR * float(gap @ gap) * float(whole @ whole):
         return False
     return bool(exact.mean() <= _EXACT_MOST)
-
-
-def _names(vectors: Vectors) -> dict[str, tuple[int, ...]]:
-    return step_sums.shapes(vectors)
 
 
 def _size(vectors: Vectors) -> float:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -460,6 +460,11 @@ class Compared:
     def is_one_run(self) -> bool:
         """True if a run is compared with itself."""
         return self.model is self.trace
+
+    def both(self, change: Callable[[Trace], Trace]) -> Compared:
+        """Return the comparison with both runs changed. One run stays one."""
+        trace = change(self.trace)
+        return replace(self, trace=trace, model=trace if self.is_one_run else change(self.model))
 
     @property
     def plain_runs(self) -> tuple[Trace, ...]:

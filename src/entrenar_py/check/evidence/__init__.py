@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from entrenar_py.check.evidence import run_names
 from entrenar_py.check.evidence.needs import CALM, Traces
 from entrenar_py.shared.faults import SURVIVED
 from entrenar_py.shared.trace import (
+    E,
     Event,
     Membership,
     Shard,
@@ -116,6 +117,12 @@ def shards(trace: Trace) -> dict[int, list[Shard]]:
     return {step: sorted(part, key=lambda s: (s.shard, s.rank)) for step, part in by_step.items()}
 
 
+def replaced(trace: Trace, kind: type[E], changes: Callable[[E], Mapping[str, Any]]) -> Trace:
+    """Return `trace` with `changes(event)` made to the fields of each event of a kind."""
+    events = (replace(e, **changes(e)) if isinstance(e, kind) else e for e in trace.events)
+    return replace(trace, events=tuple(events))
+
+
 def with_losses(trace: Trace) -> Trace:
     """Return `trace` with each missing loss of an update computed from the step's shards.
 
@@ -131,13 +138,11 @@ def with_losses(trace: Trace) -> Trace:
         sums = [shard.loss_sum for shard in of_step if shard.loss_sum is not None]
         if weight and len(sums) == len(of_step):
             means[step] = sum(sums) / weight
-    events = (
-        replace(event, loss=means.get(event.step))
-        if isinstance(event, Update) and event.loss is None
-        else event
-        for event in trace.events
+    return replaced(
+        trace,
+        Update,
+        lambda update: {"loss": means.get(update.step)} if update.loss is None else {},
     )
-    return replace(trace, events=tuple(events))
 
 
 def non_finite(tensors: Tensors) -> tuple[str, int | None] | None:
@@ -176,6 +181,11 @@ def elements(tensors: Tensors) -> dict[str, Values] | None:
 def digests(tensors: Tensors) -> dict[str, str]:
     """Return the digest of each tensor."""
     return {name: record.digest for name, record in tensors.items()}
+
+
+def differ(name: str, of_ranks: Iterable[Tensors]) -> bool:
+    """Return whether a tensor has several values, among those that were recorded."""
+    return len({tensors[name].digest for tensors in of_ranks if name in tensors}) > 1
 
 
 def times(tensors: Tensors, factor: float) -> Tensors:
@@ -322,7 +332,13 @@ def skipped(trace: Trace) -> set[int]:
         elif isinstance(event, Update):
             now = event.weights, event.optimizer
             before = state_of.get(event.rank)
-            rests = before is not None and _rests(before, now)
+            rests = (
+                bool(now[0])
+                and before is not None
+                and all(
+                    digests(was) == digests(held) for was, held in zip(before, now, strict=True)
+                )
+            )
             rested[event.step, event.rank] = rests and event.finite  # any step leaves a NaN a NaN
             state_of[event.rank] = now
     ranks = {rank for _, rank in rested}
@@ -343,7 +359,3 @@ def skipped_without_gradients(trace: Trace) -> set[int]:
 def skip_words(steps: Iterable[int]) -> str:
     """Return such words as `skipped steps 4, 5 on all ranks`."""
     return f"{named('skipped step', steps, most=5)} on all ranks"
-
-
-def _rests(before: tuple[Tensors, Tensors], now: tuple[Tensors, Tensors]) -> bool:
-    return bool(now[0]) and [*map(digests, before)] == [*map(digests, now)]

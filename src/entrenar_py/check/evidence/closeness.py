@@ -295,7 +295,7 @@ def rates_of(model: Update, update: Update) -> Rates:
     """
     rates: Rates = {None: (model.learning_rate, update.learning_rate)}
     names = dict.fromkeys((*model.rates, *update.rates))
-    stepped = [_stepped(one) for one in (model, update)] if names else []
+    stepped = [{key.rpartition("/")[0] for key in one.optimizer} for one in (model, update)]
     for name in names:
         own = (model.rates, stepped[0]), (update.rates, stepped[1])
         if all(name in given or not held or name in held for given, held in own):
@@ -387,7 +387,3 @@ def _relation_of_rates(
         return f": it is that of step {other}{moved}"
     words = factors.of(np.array([due]), np.array([got]), scenario)
     return f": {words}" if words else ""
-
-
-def _stepped(update: Update) -> set[str]:
-    return {key.rpartition("/")[0] for key in update.optimizer}

@@ -33,16 +33,18 @@ AS_ONE = {"inner_steps": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0}
 def unlike_one_worker(traces: Sequence[Trace]) -> str:
     """Return why a user's runs are no training of one worker, if all on several are in rounds."""
     several = [trace for trace in traces if trace.scenario.world_size > 1]
-    if not several or not all(are_in(trace) and not _is_as_one(trace) for trace in several):
+    if not several or not all(
+        are_in(trace)
+        and not (
+            trace.scenario.optimizer == "sgd" and AS_ONE.items() <= trace.scenario.options.items()
+        )
+        for trace in several
+    ):
         return ""
     return (
         "ranks step alone, and are brought together after rounds, which is another training than "
         "that of one worker: weights after rounds are judged by F-DP-001 and F-TI-001"
     )
-
-
-def _is_as_one(trace: Trace) -> bool:
-    return trace.scenario.optimizer == "sgd" and AS_ONE.items() <= trace.scenario.options.items()
 
 
 def are_in(trace: Trace) -> bool:
