@@ -446,22 +446,18 @@ def stepped_alone(compared: Compared) -> Mapping[str, Any] | None:
             continue
         owners = _owners(trace, steps)
         if owners and _have_own_gradients(trace, steps, owners):
-            name = min(owners)
-            return _stepped_alone_by(name, owners[name]) | evidence.place(
-                trace, steps[0][1][owners[name]]
-            )
+            name, rank = min(owners.items())
+            return {
+                "message": f"all ranks move {name} by the gradient of rank {rank}'s own samples, "
+                "and not by the mean of all ranks': gradients are never reduced, and weights are "
+                "sent around; call the model that reduces them (not model.module), or reduce them "
+                "before the step",
+                "tensor": name,
+                "expected": "the mean of all ranks' gradients",
+                "got": f"that of rank {rank}",
+                **evidence.place(trace, steps[0][1][rank]),
+            }
     return None
-
-
-def _stepped_alone_by(name: str, rank: int) -> dict[str, Any]:
-    return {
-        "message": f"all ranks move {name} by the gradient of rank {rank}'s own samples, and not "
-        "by the mean of all ranks': gradients are never reduced, and weights are sent around; call "
-        "the model that reduces them (not model.module), or reduce them before the step",
-        "tensor": name,
-        "expected": "the mean of all ranks' gradients",
-        "got": f"that of rank {rank}",
-    }
 
 
 def _owners(trace: Trace, steps: list[tuple[int, Mapping[int, Update]]]) -> dict[str, int]:
@@ -489,29 +485,15 @@ def _are_apart(name: str, by_rank: Mapping[int, Update]) -> bool:
 
 def _followed(trace: Trace) -> dict[str, set[int]]:
     """Return by tensor the ranks with gradients that move it by the rule, in all steps."""
-    rules: dict[int, update_rule.Rule] = {}
     follows: dict[str, dict[int, bool]] = {}
-    for event in trace.standing.events:
-        if not isinstance(event, Update):
-            update_rule.prepare(rules, event, trace)
-            continue
-        if event.rank not in rules:
-            continue
-        rounding = update_rule.rounding(trace, event)
-        expected = dict(rules[event.rank].step(event))
-        for name in event.gradient:
-            is_so = name in expected and _is_at(event, name, expected[name], rounding)
+    for update, expected in update_rule.followed(trace):
+        rounding = update_rule.rounding(trace, update)
+        for name in update.gradient:
+            due = expected.get(name)
+            is_so = due is not None and update_rule.is_met(update, name, due, rounding)
             of_rank = follows.setdefault(name, {})
-            of_rank[event.rank] = of_rank.get(event.rank, True) and is_so
+            of_rank[update.rank] = of_rank.get(update.rank, True) and bool(is_so)
     return {name: {rank for rank, is_so in of.items() if is_so} for name, of in follows.items()}
-
-
-def _is_at(update: Update, name: str, expected: update_rule.Expected, rounding: float) -> bool:
-    after = update.weights[name].elements() if name in update.weights else None
-    if after is None or after.shape != expected.weight.shape:
-        return False
-    gap = np.abs(after - expected.weight)
-    return bool((gap <= update_rule.allowed(rounding, expected)).all())
 
 
 def _have_own_gradients(

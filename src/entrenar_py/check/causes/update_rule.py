@@ -453,23 +453,29 @@ def allowed(rounding: float, expected: Expected) -> Vector:
     return rounding * (np.abs(expected.weight) + expected.moved)
 
 
-def is_followed(trace: Trace, step: int, rank: int, name: str) -> bool | None:
-    """Return whether the rank's update of a tensor follows the rule; None if that is unknown."""
-    if trace.traits.rule != "known":
-        return None
+def followed(trace: Trace) -> Iterator[tuple[Update, dict[str, Expected]]]:
+    """Yield each update of a rank that has started, with what its rule makes of tensors."""
     rules: dict[int, Rule] = {}
     for event in trace.standing.events:
         if not isinstance(event, Update):
             prepare(rules, event, trace)
         elif event.rank in rules:
-            for tensor, expected in rules[event.rank].step(event):
-                if (event.step, event.rank, tensor) != (step, rank, name):
-                    continue
-                after = event.weights[name].elements() if name in event.weights else None
-                if after is None or after.shape != expected.weight.shape:
-                    return None
-                gap = np.abs(after - expected.weight)
-                return bool((gap <= allowed(rounding(trace, event), expected)).all())
+            yield event, dict(rules[event.rank].step(event))
+
+
+def is_met(update: Update, name: str, expected: Expected, rounding: float) -> bool | None:
+    """Return whether a tensor is as expected after `update`; None if that is unknown."""
+    after = update.weights[name].elements() if name in update.weights else None
+    if after is None or after.shape != expected.weight.shape:
+        return None
+    return bool((np.abs(after - expected.weight) <= allowed(rounding, expected)).all())
+
+
+def is_followed(trace: Trace, step: int, rank: int, name: str) -> bool | None:
+    """Return whether the rank's update of a tensor follows the rule; None if that is unknown."""
+    for update, expected in followed(trace) if trace.traits.rule == "known" else ():
+        if (update.step, update.rank) == (step, rank) and name in expected:
+            return is_met(update, name, expected[name], rounding(trace, update))
     return None
 
 

@@ -1,4 +1,20 @@
-"""Read traces: their steps, ranks and tensors. Judges nothing."""
+"""Read traces: their runs, steps, ranks and tensors. Judges nothing.
+
+A trace is a list of events in the order of time. Judges ask it by step and rank (`updates`,
+`shards`, `ranks_by_step`), never by index: ranks join and leave, a resume undoes steps, and a rank
+that was ended lacks its last ones. Steps that a resume undid are left out everywhere
+(`Trace.standing`).
+
+What a trace does not hold is unknown, and never equal to anything. So functions return None for an
+unknown value, and an empty mapping only where nothing was recorded. Tensors have a digest, and
+values, a sketch or neither: `vectors` and `elements` are None if one of them has neither, since a
+comparison of the others would look complete. Runs that failed are counted as missing in one place
+(`usable`), with the reason that they ended with.
+
+The package has the functions that most judges need. Its modules compare (`closeness`), add up
+(`step_sums`), name what is missing (`missing`, `facts`) and which runs are needed (`needs`). They
+import one another and nothing of `causes`: evidence can be read without an idea of what went wrong.
+"""
 
 from __future__ import annotations
 

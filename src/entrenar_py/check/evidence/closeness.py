@@ -1,4 +1,17 @@
-"""Compare tensors of two runs: bit for bit, or within a bound by their values or projections."""
+"""Compare two runs' tensors and rates: bit for bit, or within a bound, tensor by tensor.
+
+Tensors are compared in L2 norms, each with its own: one bound for all tensors together would hide a
+small tensor behind a large one, and one for each element would call rounding noise wrong. Only
+tensors that are nothing but noise, smaller than 1 / NOISE_SHARE of all together, are given that
+much. Large tensors have a sketch in place of their values, a projection on 32 directions. Its
+distance is that of the tensors up to a factor that is known in distribution (PROJECTED).
+
+Each comparison is counted. A difference is shown at its worst element, with both values, and if one
+tensor follows from the other by a simple relation, in words (`factors`). Bits are compared by
+digests, so no values are needed. Results of a device are held to a bound that was computed for
+them (wgpu-backend-v1). Learning rates are products of a few float64 numbers, and have a bound of
+their own.
+"""
 
 from __future__ import annotations
 

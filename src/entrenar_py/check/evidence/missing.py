@@ -1,8 +1,13 @@
 """Find facts that a trace lacks, and say what to do about it. Judges nothing.
 
+A judge that can't decide says why, and which record or call would let it. "Compared nothing" is
+never held, so each gap has to end in a reason. Ranks and steps that lack the same fact share one
+(`Gaps`), and the same advice is given once.
+
 `tally_for` chooses the vocabulary of reasons. For a trace that somebody wrote they name events and
-fields as `entrenar_py.trace` does (docs/traces.md lists them all). For a script that is
-observed they name its calls. `checks.facts` has both.
+fields as `entrenar_py.trace` does (docs/traces.md lists them all). For a script that is observed
+they name its calls. `facts` has both. An empty field may be unknown, or lost by the trainer, which
+is an error: `is_unknown` tells them apart by what else the run recorded.
 """
 
 from __future__ import annotations

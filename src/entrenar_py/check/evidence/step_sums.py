@@ -1,4 +1,14 @@
-"""Add up what a step's micro-batches gave, and compare it with the applied gradient."""
+"""Add up what a step's micro-batches gave, and compare it with the applied gradient.
+
+The gradient that an optimizer applies is, in any right trainer, a sum over the step's micro-batches
+on all ranks, divided by one number. The sum is made here in float64, from the local gradients that
+were recorded with each micro-batch. The number is read from the tensors themselves (`divisor`, a
+weighted median), since scripts divide by workers, samples, tokens or nothing. So a tensor that was
+added up otherwise than the rest stands out, whatever the script divides by.
+
+A micro-batch counts for a tensor only if the applied gradient held it (`Update.summed`): a script
+may clear gradients between two passes, train two networks in turn, or drop a batch by its loss.
+"""
 
 from __future__ import annotations
 
