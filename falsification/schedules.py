@@ -14,9 +14,8 @@ import numpy as np
 
 from entrenar_py import systems
 from entrenar_py.check import clauses as checks
-from entrenar_py.check import contract
+from entrenar_py.check import contract, evidence
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import evidence
 from entrenar_py.check.evidence.needs import ALONE, CALM, KILLED, TWIN, Runs
 from entrenar_py.check.harness import companions
 from entrenar_py.shared import faults, shipped, trace

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from entrenar_py.check.causes import copies
-from entrenar_py.check.causes.compared import Compared
+from entrenar_py.check.causes.run_comparison import Compared
 from entrenar_py.check.evidence.needs import Runs
 from entrenar_py.shared.trace import Start
 from tests.check.clauses import traces

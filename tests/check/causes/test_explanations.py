@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from entrenar_py.check.causes import explanations
-from entrenar_py.check.evidence import evidence
+from entrenar_py.check import evidence
+from entrenar_py.check.causes import explanations, run_comparison
+from entrenar_py.check.causes.rounding_bounds import Sensitivity
 from entrenar_py.shared.faults import OF_RECORDS, Fault
-from entrenar_py.shared.trace import Drawn, Shard, Tensors, Trace, Update
-from entrenar_py.shared.verdict import Verdict
+from entrenar_py.shared.trace import Drawn, Shard, Start, Tensors, Trace, Update
+from entrenar_py.shared.verdict import Tally, Verdict
 from tests.check.causes.test_presuppositions import own, parity
 from tests.check.clauses import traces
+from tests.check.clauses.micro_batch_traces import (
+    LOCAL,
+    STEPS,
+    Vectors,
+    plus,
+    records,
+    summed,
+    times,
+    trace_of,
+)
 
 Change = Callable[[Tensors, Trace], Tensors]
 
@@ -165,3 +177,194 @@ def test_a_number_of_one_workers_own_samples_explains_nothing(
     alone = replace(alone, scenario=alone.scenario.with_(faults=faults))
     many = applied(many, lambda gradient, _: evidence.times(gradient, factor))
     assert bool(explanations.difference(alone, many, 0, 1e-4)) is is_told
+
+
+# --- shares ---------------------------------------------------------------------------------------
+# How much each micro-batch would have to count for a gradient to be right.
+
+
+TRACE = trace_of([summed(step) for step in range(STEPS)])
+(UPDATE,) = [one for one in TRACE.of(Update) if (one.step, one.rank) == (0, 0)]
+
+
+def weighted(*factors: float) -> Vectors:
+    """Return the sum of the first step's micro-batches, each with a factor."""
+    given = [one for of_rank in LOCAL[0] for one in of_rank]
+    return plus(*(times(factor, one) for factor, one in zip(factors, given, strict=True)))
+
+
+def test_shares_are_named() -> None:
+    """Each micro-batch is named with its share, relative to the one that it has."""
+    told = explanations.explain_shares(
+        TRACE, UPDATE, records(weighted(0.25, 0.25, 0.75, 0.75)), 1e-4
+    )
+    assert "those of rank 0 in micro-batch 0 0.5 times, rank 0 in micro-batch 1 0.5 times" in told
+    assert "rank 1 in micro-batch 0 1.5 times" in told
+    assert "a mean of means" not in told, "all have the same weight"
+
+
+def test_weights_explain_them() -> None:
+    """If the right shares are the weights', the means were added without them."""
+    trace = TRACE
+    for shard, weight in enumerate((2.0, 4.0, 6.0, 8.0)):
+        for_shard = {"step": 0, "shard": shard}
+        trace = traces.altered(trace, type(trace.events[2]), for_shard, weight=weight)
+    told = explanations.explain_shares(trace, UPDATE, records(weighted(0.1, 0.2, 0.3, 0.4)), 1e-4)
+    assert told.endswith("as their samples or tokens say, which could mean: a mean of means")
+
+
+@pytest.mark.parametrize("due", [summed(0), times(3.0, summed(0)), summed(1)])
+def test_what_shares_do_not_explain(due: Vectors) -> None:
+    """Equal shares, one factor, and a gradient of other samples say nothing."""
+    assert explanations.explain_shares(TRACE, UPDATE, records(due), 1e-4) == ""
+
+
+@pytest.mark.parametrize(
+    ("nudge", "is_told"), [(0.0, True), (1e-4, True), (1e-2, False)], ids=["same", "near", "far"]
+)
+def test_a_later_step_of_other_weights(nudge: float, is_told: bool) -> None:
+    """Wrong shares are told from what other weights make of a gradient."""
+    due = plus(weighted(0.25, 0.25, 0.75, 0.75), times(nudge, summed(1)))
+    assert bool(explained_later(due)) is is_told
+    assert not explained_later(plus(summed(0), times(nudge, due)))
+
+
+def test_a_later_step_that_is_off_by_no_more_than_rounding() -> None:
+    """Wrong shares are not told if the gradient is as near as right runs may be."""
+    due = weighted(0.25, 0.25, 0.75, 0.75)
+    assert explained_later(due, bound=0.1)
+    assert not explained_later(due, bound=1.0)
+    assert not explained_later(due, floor=10.0)
+
+
+def explained_later(due: Vectors, bound: float = 1e-4, floor: float = 0.0) -> str:
+    """Return what `explain_later` says of step 0 of TRACE, whose gradient ought to be `due`."""
+    by_rank, of_step = evidence.updates(TRACE)[0], evidence.shards(TRACE)[0]
+    return explanations.explain_later(by_rank, of_step, UPDATE, records(due), bound, floor)
+
+
+# --- changed sums ---------------------------------------------------------------------------------
+# A tensor that is no sum of its micro-batches, where the others are.
+
+
+BOUND = 1e-4
+SIZE, NAMES = 40, ("a", "b", "c")
+DRAWN = np.random.default_rng(8)
+# What the four micro-batches of a step give, and what rounding makes of another run.
+LOCAL_CHANGED_SUMS = [{name: DRAWN.normal(size=SIZE) for name in NAMES} for _ in range(4)]
+NOISE = {name: 1e-3 * DRAWN.normal(size=SIZE) for name in NAMES}
+OFF = np.where(np.arange(SIZE) == 7, 0.02, 0.0)
+
+
+def plus_of_changed_sums(*terms: Vectors, shares: tuple[float, ...] = (1.0,) * 4) -> dict[str, Any]:
+    """Return a sum of gradients, each with its share."""
+    parts = [*zip(terms, shares, strict=False)]
+    return {name: np.sum([share * one[name] for one, share in parts], axis=0) for name in NAMES}
+
+
+RIGHT = plus_of_changed_sums(*LOCAL_CHANGED_SUMS)
+NEAR = plus_of_changed_sums(RIGHT, NOISE)
+
+
+def with_row(applied: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a gradient with one wrong element of b."""
+    return {**applied, "b": applied["b"] + OFF}
+
+
+def run(applied: Vectors, *, weights: Vectors | None = None, **traits: Any) -> Trace:
+    """Return a run of one step of two ranks, each with two micro-batches."""
+    held = records(weights or {name: np.ones(SIZE) for name in NAMES})
+    base = trace_of([{}])
+
+    def changed(event: Any) -> Any:
+        if isinstance(event, Shard):
+            return replace(event, gradient=records(LOCAL_CHANGED_SUMS[event.shard]))
+        if isinstance(event, Update):
+            return replace(event, gradient=records(applied), weights=held)
+        return replace(event, weights=held) if isinstance(event, Start) else event
+
+    events = tuple(map(changed, base.events))
+    return replace(base, events=events, traits=replace(base.traits, **traits))
+
+
+def changes(
+    applied: Vectors, other: Vectors, *, bound: float = BOUND, **given: Any
+) -> dict[str, explanations.Change]:
+    """Return what is changed in a run that applies `applied`, beside one that applies `other`."""
+    trace = run(applied, **given)
+    update, model = (traces.one(one, Update, rank=0) for one in (trace, run(other)))
+    return explanations.changes(trace, update, model, bound)
+
+
+def compared(applied: Vectors, **given: Any) -> Tally:
+    """Return the comparison with a run on one worker, where rounding makes a tenth."""
+    shown = Sensitivity({"gradient": {0: 2e-2}, "weights": {0: 1.0}})
+    tally = Tally("F-DP-005", observed=True)
+    run_comparison.compare(tally, run(NEAR), run(applied, **given), None, sensitivity=shown)
+    return tally
+
+
+@pytest.mark.parametrize("other", [RIGHT, NEAR])
+def test_a_changed_row(other: Vectors) -> None:
+    """It is found though rounding makes the runs differ, and what is right is known."""
+    found = changes(with_row(RIGHT), other)
+    assert [*found] == ["b"]
+    np.testing.assert_allclose(found["b"].change, OFF, atol=1e-5)
+    np.testing.assert_allclose(found["b"].right, RIGHT["b"], atol=1e-5)
+    assert found["b"].relative == pytest.approx(0.02 / np.linalg.norm(RIGHT["b"]), rel=0.01)
+
+
+@pytest.mark.parametrize("shares", [(1.0, 1.0, 1.0, 1.0), (0.5, 2.0, 1.0, 3.0)])
+def test_micro_batches_count_by_any_shares(shares: tuple[float, ...]) -> None:
+    """A script may weigh them by their samples, after the backward passes."""
+    whole = plus_of_changed_sums(*LOCAL_CHANGED_SUMS, shares=shares)
+    assert changes(whole, plus_of_changed_sums(whole, NOISE)) == {}
+    assert [*changes(with_row(whole), plus_of_changed_sums(whole, NOISE))] == ["b"]
+
+
+def test_what_both_runs_change() -> None:
+    """A script that changes gradients on purpose does so on one worker, too."""
+    assert changes(with_row(RIGHT), with_row(NEAR)) == {}
+
+
+def test_runs_that_differ_by_something_else() -> None:
+    """Where the change is lost in what else differs, nothing is known."""
+    assert changes(with_row(RIGHT), plus_of_changed_sums(RIGHT, NOISE, shares=(1.0, 20.0))) == {}
+
+
+def test_micro_batches_that_are_not_seen_rightly() -> None:
+    """Where two runs agree, their gradients are right whatever the micro-batches are."""
+    other = {**RIGHT, "b": LOCAL_CHANGED_SUMS[0]["b"]}
+    assert changes(other, plus_of_changed_sums(other, NOISE)) == {}
+
+
+def test_sums_that_are_rounded() -> None:
+    """All tensors are changed then; what is no larger than the bound is none."""
+    rounded = {name: np.round(64 * vector) / 64 for name, vector in RIGHT.items()}
+    assert changes(rounded, RIGHT) == {}
+    assert changes(with_row(RIGHT), RIGHT, bound=0.1) == {}
+
+
+def test_a_tensor_in_16_bits() -> None:
+    """In a training in 16 bits a tensor may be added in these, beside others in float32."""
+    coarse = {"a": 1 + np.arange(SIZE) / 128}
+    wrong = with_row(RIGHT)
+    assert [*changes(wrong, RIGHT, weights=coarse)] == ["b"]
+    bits = wrong["b"].astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
+    cut = {**wrong, "b": bits.view(np.float32)}
+    assert changes(cut, RIGHT, weights=coarse) == {}
+    assert [*changes(cut, RIGHT)] == ["b"]
+
+
+def test_a_change_below_what_rounding_makes() -> None:
+    """It is found all the same, at its tensor and element."""
+    broken = compared(with_row(RIGHT)).broken
+    assert broken is not None
+    assert (broken.step, broken.tensor, broken.element) == (0, "b", 7)
+    assert "in what none of its micro-batches gave, allowed 0.0001" in broken.message
+    assert compared(RIGHT).broken is None
+
+
+def test_gradients_that_are_sent_in_16_bits() -> None:
+    """How their sums are rounded is declared."""
+    assert compared(with_row(RIGHT), compressed="bfloat16").broken is None

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from entrenar_py.check.causes import copies, knob_pairs, tensor_names
-from entrenar_py.check.causes.compared import Compared
+from entrenar_py.check import evidence
+from entrenar_py.check.causes import copies
+from entrenar_py.check.causes.run_comparison import Compared
 from entrenar_py.check.clauses import CHECKS
-from entrenar_py.check.evidence import evidence
+from entrenar_py.check.evidence import run_names
 from entrenar_py.check.evidence.needs import (
     ALONE,
     CONTROLLED,
@@ -38,8 +39,8 @@ def own(world_size: int = 3, **changes: Any) -> Trace:
 
 def wrapped(trace: Trace, *prefix: str) -> Trace:
     """Return `trace` with the names that a wrapper gives to the tensors."""
-    names = tensor_names.known(trace)
-    return tensor_names.renamed(trace, {name: ".".join((*prefix, name)) for name in names})
+    names = copies.known_names(trace)
+    return copies.renamed(trace, {name: ".".join((*prefix, name)) for name in names})
 
 
 def changed(tensors: Tensors, name: str, *, times: float = 1.0, by: float = 0.0) -> Tensors:
@@ -69,7 +70,7 @@ def test_a_prefix_of_a_wrapper_is_mapped_away(prefix: tuple[str, ...]) -> None:
     many, alone = wrapped(own(), *prefix), own(1)
     held = parity(many, alone, many)
     assert held.verdict is Verdict.HELD, held
-    first = min(tensor_names.known(many))
+    first = min(copies.known_names(many))
     gradient = changed(traces.one(many, Update, step=1).gradient, first, by=9.0)
     broken = parity(altered(many, Update, {"step": 1}, gradient=gradient), alone)
     assert traces.broken(broken).tensor == first
@@ -78,8 +79,8 @@ def test_a_prefix_of_a_wrapper_is_mapped_away(prefix: tuple[str, ...]) -> None:
 def test_names_that_don_t_correspond_are_not_compared() -> None:
     """Tensors of other names in the run on one worker are no difference: the reason names them."""
     many, alone = own(), own(1)
-    first = min(tensor_names.known(many))
-    finding = parity(tensor_names.renamed(many, {first: "head.scale"}), alone)
+    first = min(copies.known_names(many))
+    finding = parity(copies.renamed(many, {first: "head.scale"}), alone)
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert "head.scale" in finding.reason
     assert "give observe() the same module" in finding.reason
@@ -121,7 +122,7 @@ def test_gradients_that_are_all_zero_are_never_held() -> None:
         assert finding.verdict is Verdict.INCONCLUSIVE, finding
         assert "all gradients of the first steps are zero" in finding.reason
     assert parity(runs[0], alone).verdict is Verdict.FALSIFIED
-    first = min(tensor_names.known(alone))
+    first = min(copies.known_names(alone))
     assert parity(*(_without_one(run, first) for run in runs)).verdict is Verdict.HELD
 
 
@@ -150,7 +151,7 @@ def test_weights_that_never_move_are_never_held() -> None:
         assert "no weight moves in 6 steps" in still.reason
         begun = traces.judge(check, [traces.without_motion(run, until=3) for run in runs])
         assert begun.verdict is Verdict.HELD, begun
-    parted = of_ranks(traces.without_motion(own(2)), "weights", min(tensor_names.known(own(2))))
+    parted = of_ranks(traces.without_motion(own(2)), "weights", min(copies.known_names(own(2))))
     assert traces.broken(traces.judge("replica_identity", [parted])).step == 0
 
 
@@ -163,7 +164,7 @@ def test_weights_that_were_drawn_apart_are_not_compared() -> None:
     finding = parity(many, alone)
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert "the run on 3 workers begins with other weights than the run on 1 w" in finding.reason
-    name = max(tensor_names.known(many))
+    name = max(copies.known_names(many))
     weights = changed(traces.one(many, Start, rank=0).weights, name, times=0.9)
     place = traces.broken(parity(altered(many, Start, {}, weights=weights), own(1)))
     assert (place.step, place.tensor) == (-1, name)
@@ -171,7 +172,7 @@ def test_weights_that_were_drawn_apart_are_not_compared() -> None:
 
 def halved(trace: Trace, *, apart: bool = False) -> Trace:
     """Return a run in which each rank holds a piece of a tensor: another one on each if `apart`."""
-    name = max(tensor_names.known(trace))
+    name = max(copies.known_names(trace))
     events = []
     for event in trace.events:
         if isinstance(event, Start | Update) and name in event.weights:
@@ -192,7 +193,7 @@ def test_pieces_in_plain_tensors_are_not_taken_for_copies() -> None:
     assert finding.compared > 0
     assert "DTensor.from_local" in finding.reason
     assert parity(trace, alone).verdict is Verdict.INCONCLUSIVE
-    other = min(tensor_names.known(trace))
+    other = min(copies.known_names(trace))
     weights = changed(traces.one(trace, Update, rank=1, step=2).weights, other, by=7.0)
     drifted = altered(trace, Update, {"rank": 1, "step": 2}, weights=weights)
     assert traces.broken(replicas(drifted, alone)).tensor == other
@@ -204,7 +205,7 @@ def test_a_name_that_means_other_tensors_on_ranks() -> None:
     So do the first layers of two stages that are observed by themselves.
     """
     trace, alone = own(), own(1)
-    names = sorted(tensor_names.known(trace))
+    names = sorted(copies.known_names(trace))
     for part, kind in (("weights", Start), ("weights", Update), ("gradient", Update)):
         for name in names:
             trace = of_ranks(trace, part, name, kind)
@@ -212,7 +213,7 @@ def test_a_name_that_means_other_tensors_on_ranks() -> None:
         weights = {**event.weights, names[0]: traces.values(1.0, 2.0, 3.0, 4.0, 5.0)}
         trace = altered(trace, Start, {"rank": 1}, weights=weights)
     others = {name: f"stage{number}" for number, name in enumerate(names)}
-    finding = replicas(trace, tensor_names.renamed(alone, others))
+    finding = replicas(trace, copies.renamed(alone, others))
     assert finding.verdict is Verdict.INCONCLUSIVE, finding
     assert "the name means other tensors there" in finding.reason
 
@@ -233,7 +234,7 @@ def test_a_tensor_of_each_rank_s_own_is_not_taken_for_a_copy() -> None:
     Equal gradients show that a broadcast is missing, and other tensors that move apart that nothing
     is synchronised.
     """
-    alone, name = own(1), max(tensor_names.known(own()))
+    alone, name = own(1), max(copies.known_names(own()))
     unsent = of_ranks(of_ranks(own(), "weights", name, Start), "weights", name)
     place = traces.broken(replicas(unsent, alone))
     assert (place.step, place.rank, place.tensor) == (-1, 1, name)
@@ -242,7 +243,7 @@ def test_a_tensor_of_each_rank_s_own_is_not_taken_for_a_copy() -> None:
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert f"each rank begins with its own {name}" in finding.reason
     assert replicas(traces.was(expert, shared=True), alone).verdict is Verdict.FALSIFIED
-    for other in tensor_names.known(expert) - {name}:
+    for other in copies.known_names(expert) - {name}:
         expert = of_ranks(of_ranks(expert, "weights", other), "gradient", other)
         expert = of_ranks(expert, "weights", other, Start)
     assert traces.broken(replicas(expert, alone)).step == -1
@@ -251,7 +252,7 @@ def test_a_tensor_of_each_rank_s_own_is_not_taken_for_a_copy() -> None:
 
 def test_gradients_that_the_optimizer_reduces_are_not_compared() -> None:
     """Ranks with other gradients and the same weights reduce in the step: weights are compared."""
-    name = max(tensor_names.known(own()))
+    name = max(copies.known_names(own()))
     trace, alone = of_ranks(own(), "gradient", name), own(1)
     finding = parity(trace, alone)
     assert finding.verdict is Verdict.INCONCLUSIVE
@@ -287,7 +288,7 @@ def rule(trace: Trace) -> Finding:
 
 def test_a_step_of_copies_is_not_recomputed() -> None:
     """Weights that are written back after the step don't follow from it."""
-    name = max(tensor_names.known(own()))
+    name = max(copies.known_names(own()))
     lagging = of_ranks(own(), "weights", name)
     assert rule(lagging).verdict is Verdict.FALSIFIED
     finding = rule(traces.was(lagging, steps="copies"))
@@ -313,7 +314,7 @@ def test_nan_is_not_equal_to_nan() -> None:
         assert finding.compared > 0
         assert "weights are not finite from step 2 on" in finding.reason
         assert "clip = {1e9" in finding.reason
-    name = max(tensor_names.known(runs[0]))
+    name = max(copies.known_names(runs[0]))
     off = changed(traces.one(runs[0], Update, rank=1, step=1).weights, name, by=1.0)
     drifted = altered(runs[0], Update, {"rank": 1, "step": 1}, weights=off)
     assert traces.broken(replicas(drifted, runs[1])).step == 1
@@ -326,7 +327,7 @@ def test_a_training_that_turns_nan_by_its_own_doing_is_falsified() -> None:
     for finding in (parity(struck, runs[1]), replicas(struck, runs[1]), rule(struck)):
         found = traces.broken(finding)
         assert (found.step, found.rank) == (2, 0)
-        assert found.tensor in tensor_names.known(struck)
+        assert found.tensor in copies.known_names(struck)
         assert "on rank 1 in step 2" in found.message
 
 
@@ -334,7 +335,7 @@ def test_a_training_that_turns_nan_by_its_own_doing_is_falsified() -> None:
 def test_a_nan_that_may_not_be_the_script_s_own_is_left_open(why: str) -> None:
     """A planted value, or one that was there before the first step, is no divergence."""
     runs = [turned_nan(run) for run in (own(), own(1))]
-    names = tensor_names.known(runs[0])
+    names = copies.known_names(runs[0])
     for number, run in enumerate(runs):
         if why == "planted":
             fault = Fault(kind="non_finite_gradient", step=2, rank=0, value="nan").to_dict()
@@ -442,7 +443,7 @@ def test_a_sum_over_one_share_is_the_same_on_one_worker(
 def test_witnesses_are_found_among_stored_runs() -> None:
     """They are a second plain run, that on one worker, with nudged weights, and controlled ones."""
     usual = own().scenario
-    turned = knob_pairs.told(usual, knob="permute", value="1", usual="0")
+    turned = run_names.with_turned(usual, knob="permute", value="1", usual="0")
     stored = {"usual": usual, "alone": own(1).scenario, "turned": turned}
     stored["again"] = usual.with_(repeat=1)
     nudge = Fault(kind="nudged_weights", step=0, value="1e-6")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from entrenar_py.check.causes import random_draws
-from entrenar_py.check.causes.compared import Compared
+from entrenar_py.check.causes.run_comparison import Compared
 from entrenar_py.check.clauses import randomness
 from entrenar_py.check.evidence.needs import Runs
 from entrenar_py.shared.scenario import Scenario

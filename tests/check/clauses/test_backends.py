@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from entrenar_py.compute.on_torch import open_cpu
 
 from entrenar_py import compute, systems
 from entrenar_py.check.clauses import backends
@@ -19,6 +18,7 @@ from entrenar_py.check.clauses.backends import (
 )
 from entrenar_py.check.contract import Invariant
 from entrenar_py.compute import Backend
+from entrenar_py.compute.on_torch import open_cpu
 from entrenar_py.shared.config.problems import Position
 from entrenar_py.shared.errors import BackendUnavailable
 from entrenar_py.shared.faults import Fault

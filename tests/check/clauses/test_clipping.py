@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from entrenar_py.check.causes import explanations, reduction_format
-from entrenar_py.check.causes.clipping_errors import Clipped
+from entrenar_py.check.causes import explanations, rounding_bounds
+from entrenar_py.check.causes.clipping import Clipped
 from entrenar_py.check.causes.explanations import Explanation
 from entrenar_py.check.clauses import clipping
 from entrenar_py.shared.trace import Shard, Start, Tensors, Trace, Traits, Update, record_tensor
@@ -291,8 +291,8 @@ def test_sums_in_16_bits(name: str) -> None:
         terms = [{n: rounded(v) for n, v in added(own).items()} for own in ranks]
         return scaled(added(terms), 1 / 4)
 
-    assert reduction_format.undeclared(run(step), 1e-4) == name
-    assert reduction_format.undeclared(run(each_rank), 1e-4) == ""
+    assert rounding_bounds.undeclared_format(run(step), 1e-4) == name
+    assert rounding_bounds.undeclared_format(run(each_rank), 1e-4) == ""
 
 
 @pytest.mark.parametrize("elements", [slice(None), slice(0, 3)], ids=["all", "some"])
@@ -306,7 +306,7 @@ def test_a_small_factor_is_no_rounding(elements: slice, monkeypatch: pytest.Monk
             value[elements] *= 1.01
         return sums
 
-    assert reduction_format.undeclared(run(step), 1e-4) == ""
+    assert rounding_bounds.undeclared_format(run(step), 1e-4) == ""
 
 
 def test_a_verdict() -> None:

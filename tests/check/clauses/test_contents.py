@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from entrenar_py.check.causes.compared import Compared
+from entrenar_py.check import evidence
+from entrenar_py.check.causes.run_comparison import Compared
 from entrenar_py.check.clauses import CHECKS
-from entrenar_py.check.evidence import evidence
 from entrenar_py.check.evidence.needs import ALONE, Runs
 from entrenar_py.shared.scenario import OBSERVED
 from entrenar_py.shared.trace import Event, Shard, Trace, Update

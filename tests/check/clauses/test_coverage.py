@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from entrenar_py.check.causes import sample_numbers
-from entrenar_py.check.causes.compared import Compared
+from entrenar_py.check import evidence
+from entrenar_py.check.causes import random_draws
+from entrenar_py.check.causes.run_comparison import Compared
 from entrenar_py.check.clauses import CHECKS, coverage
 from entrenar_py.check.clauses.coverage import LISTED_MAX
-from entrenar_py.check.evidence import evidence
 from entrenar_py.check.evidence.needs import ALONE, Runs
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Membership, Selection, Shard, Start, Trace, Update
@@ -655,7 +655,7 @@ def test_batches_of_another_order(steps: list[list[list[int]]], words: str) -> N
     epochs = 0, 0, 1
     alone = in_epochs(run([[ids] for ids in [*ALL, ALL[0]]]), *epochs)
     compared = Compared(runs=Runs(alone), model=alone, trace=in_epochs(run(steps), *epochs))
-    assert words in sample_numbers.other_batches(compared)
+    assert words in random_draws.other_batches(compared)
 
 
 ALL = [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -674,7 +674,7 @@ def test_samples_that_several_workers_leave_out(
 ) -> None:
     """They are found by the run on one worker, whose batches are larger."""
     alone, trace = run([[ids] for ids in ALL]), was(run(steps), population="guessed")
-    assert sample_numbers.left_out(alone, trace) == lost
+    assert random_draws.left_out(alone, trace) == lost
     runs = Runs(trace, witnesses={ALONE: (alone,)})
     finding = CHECKS["coverage"].judge(traces.clause("coverage"), runs)
     if lost:

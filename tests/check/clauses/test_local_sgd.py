@@ -11,8 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from entrenar_py.check import clauses as checks
-from entrenar_py.check.causes import brought_together
-from entrenar_py.check.causes.compared import Compared
+from entrenar_py.check.causes import common_steps
+from entrenar_py.check.causes.run_comparison import Compared
 from entrenar_py.check.clauses import CHECKS, local_sgd
 from entrenar_py.check.evidence import rounds
 from entrenar_py.check.evidence.needs import Runs
@@ -502,7 +502,7 @@ def test_what_are_no_rounds(outer: Outer, shared: Sequence[str]) -> None:
     trace = ran(outer, shared=shared)
     assert not rounds.are_in(trace)
     compared = Compared(runs=Runs(trace), model=trace, trace=trace)
-    assert "call obs.synchronised(...)" in brought_together.lacking(compared)
+    assert "call obs.synchronised(...)" in common_steps.brought_together(compared)
 
 
 def test_declared_rounds_are_left_as_they_are() -> None:

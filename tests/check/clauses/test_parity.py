@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from entrenar_py.check.causes import tensor_names
+from entrenar_py.check.causes import copies
 from entrenar_py.check.clauses import CHECKS
 from entrenar_py.check.evidence.needs import ALONE, CONTROLLED, ORACLE, Runs
 from entrenar_py.check.harness import companions
@@ -431,7 +431,7 @@ def test_a_step_on_what_was_made_of_earlier_samples(made: bool) -> None:
 
 # --- controlled pairs -----------------------------------------------------------------------------
 
-NAME = min(tensor_names.known(own(1)))
+NAME = min(copies.known_names(own(1)))
 
 
 def planned(trace: Trace, kind: str, value: str | None = None) -> Trace:

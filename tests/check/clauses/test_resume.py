@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from entrenar_py.check.clauses import CHECKS, resume
-from entrenar_py.check.evidence import rates
+from entrenar_py.check.evidence import closeness
 from entrenar_py.shared.trace import End, Event, Shard, Start, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Counterexample, Tally, Verdict
 from tests.check.clauses import traces
@@ -102,10 +102,10 @@ def test_a_rate_is_looked_for_in_other_steps_only_where_it_is_wrong(
     """All steps are searched for a wrong rate, and for no right one."""
     sought: list[float] = []
 
-    def only_step(_name: object, rate: float, _updates: object) -> None:
+    def step_of_rate(_name: object, rate: float, _updates: object) -> None:
         sought.append(rate)
 
-    monkeypatch.setattr(rates, "only_step", only_step)
+    monkeypatch.setattr(closeness, "step_of_rate", step_of_rate)
     stopped, straight = pair()
     assert traces.judge("resume", [stopped, straight]).verdict is Verdict.HELD
     assert not sought

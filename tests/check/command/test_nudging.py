@@ -15,7 +15,7 @@ from entrenar_py.check.harness import judgement
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.verdict import Verdict
 from falsification.twins import family
-from tests.check.causes.test_sensitivity import moved
+from tests.check.causes.test_rounding_bounds import moved
 from tests.check.command import twins
 from tests.conftest import shipped_invariants
 

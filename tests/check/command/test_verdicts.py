@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from entrenar_py.check import cli
-from entrenar_py.check.causes import knob_pairs
 from entrenar_py.check.command import judging
 from entrenar_py.check.command.run_settings import RunSettings, Turn
 from entrenar_py.check.command.runs import Run
+from entrenar_py.check.evidence import run_names
 from entrenar_py.check.reports.report import Entry
 from entrenar_py.shared import shipped
 from entrenar_py.shared import trace as trace_file
@@ -209,7 +209,7 @@ def of_a_command(folder: Path, *extra: tuple[str, RunSettings, Trace]) -> dict[P
 def with_permuted(**changes: Any) -> Trace:
     """Return the run whose samples were to come in another order; it did nothing of the kind."""
     run = trained(**changes)
-    told = knob_pairs.told(run.scenario, knob="permute", value="1", usual="0")
+    told = run_names.with_turned(run.scenario, knob="permute", value="1", usual="0")
     return replace(run, scenario=told)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from entrenar_py import systems
-from entrenar_py.check.causes import run_comparison
+from entrenar_py.check.causes import rounding_bounds
 from entrenar_py.shared import trace
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.verdict import Verdict
@@ -51,7 +51,7 @@ def test_losses_follow_the_trainer(options: dict[str, Any]) -> None:
     ours, theirs = (_losses(one) for one in (scenario, peer))
     assert len(ours) == len(theirs) == 30
     apart = [abs(x - y) / y for x, y in zip(ours, theirs, strict=True)]
-    assert max(apart) <= 2 * run_comparison.LOSS_BOUND, apart
+    assert max(apart) <= 2 * rounding_bounds.LOSS_BOUND, apart
     assert ours[-1] < ours[0]
 
 

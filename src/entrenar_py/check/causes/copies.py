@@ -1,5 +1,6 @@
-"""Tell the tensors that every rank holds whole, as copies, from those that may be pieces.
+"""Tell what tensors' names mean: the same tensor in both runs, and on each rank a whole copy of it.
 
+A wrapper of the user's own puts parts into the names, and often wraps only with several workers.
 Model parallelism written by hand in plain tensors looks like data parallelism: each rank holds
 tensors of the same names and shapes, with other values.
 """
@@ -7,18 +8,164 @@ tensors of the same names and shapes, with other values.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from typing import Any
 
-from entrenar_py.check.causes import loss_terms, tensor_names
-from entrenar_py.check.causes.compared import Compared, run_name
-from entrenar_py.check.evidence import evidence, factors, step_sums
-from entrenar_py.shared.faults import JOINED, MIRRORED, OF_RECORDS
-from entrenar_py.shared.trace import Event, Shard, Start, Synchronised, Tensors, Trace, Update
+from entrenar_py.check import evidence
+from entrenar_py.check.causes import explanations, loss_terms
+from entrenar_py.check.causes.run_comparison import Compared
+from entrenar_py.check.evidence import step_sums
+from entrenar_py.check.evidence.run_names import run_name
+from entrenar_py.shared.faults import JOINED, MIRRORED
+from entrenar_py.shared.trace import Event, Shard, Start, Synchronised, Trace, Update
 from entrenar_py.shared.wording import listed
 
+# The fields of events that map or list names of tensors, apart from `optimizer`.
+_BY_NAME = (
+    *("weights", "buffers", "local", "shapes", "gradient", "rates"),
+    *("kept", "summed", "edited"),
+)
+_TUPLES = ("trainable", "frozen", "decayed")
 _SHOWN = 2  # names in a reason
+
+
+def other_names(compared: Compared) -> str:
+    """Return why the names of two runs, or of the ranks of one, don't mean the same tensors."""
+    for trace in (compared.trace, compared.model):
+        if why := apart_on_ranks(trace):
+            return why
+    if compared.is_one_run:
+        return ""
+    names, model_names = known_names(compared.trace), known_names(compared.model)
+    if not names or not model_names or names == model_names:
+        return ""
+    only, model_only = sorted(names - model_names), sorted(model_names - names)
+    run, model = run_name(compared.trace), run_name(compared.model)
+    parts = [
+        f"{name} holds {listed(some, most=_SHOWN)}"
+        for name, some in ((run, only), (model, model_only))
+        if some
+    ]
+    return (
+        f"the runs name their tensors differently: {', '.join(parts)}: give observe() the same "
+        "module in every run, the model itself and not a wrapper around it"
+    )
+
+
+def apart_on_ranks(trace: Trace) -> str:
+    """Return why ranks that declare no layout hold tensors of different names; "" if they don't."""
+    by_rank = names_of_ranks(trace)
+    if trace.traits.shared or len(by_rank) < 2:
+        return ""
+    (first, names), *others = sorted(by_rank.items())
+    for rank, held in others:
+        if apart := sorted(held ^ names):
+            owner = rank if apart[0] in held else first
+            return (
+                f"ranks {first} and {rank} hold tensors of different names (only rank {owner} "
+                f"holds {apart[0]}): say how the ranks share the model, "
+                'observe(..., layout={"pp": ...}) for stages, {"ep": ...} for experts'
+            )
+    return ""
+
+
+def names_of_ranks(trace: Trace) -> Mapping[int, Set[str]]:
+    """Return by rank the names of the weights that it holds at its first start, if recorded."""
+    names: dict[int, Set[str]] = {}
+    for start in trace.of(Start):
+        if start.weights:
+            names.setdefault(start.rank, start.weights.keys())
+    return names
+
+
+def known_names(trace: Trace) -> Set[str]:
+    """Return the names of all weights at the start of any rank."""
+    return frozenset[str]().union(*names_of_ranks(trace).values())
+
+
+def aligned(model: Trace, trace: Trace) -> Trace:
+    """Return `model` with the names that `trace` has, if the two correspond in only one way.
+
+    Otherwise return `model` as it is.
+    """
+    names, like = (
+        known_names(run) | {name for start in run.of(Start) for name in start.buffers}
+        for run in (model, trace)
+    )
+    if known_names(model) == known_names(trace):
+        return model
+    named = _matched(names, like)
+    return model if named is None else renamed(model, named)
+
+
+def _matched(names: Set[str], like: Set[str]) -> dict[str, str] | None:
+    """Return for each of `names` the one of `like` that means the same tensor; None if unclear.
+
+    Names correspond if they are equal without the parts that occur in one run only, or without the
+    parts that all names of their run begin with.
+    """
+    parts, like_parts = ({p for n in some for p in n.split(".")} for some in (names, like))
+    for short, short_like in (
+        (_without_parts(names, parts - like_parts), _without_parts(like, like_parts - parts)),
+        (_without_beginning(names), _without_beginning(like)),
+    ):
+        is_clear = len(short) == len(names) and len(short_like) == len(like)
+        if is_clear and short.keys() == short_like.keys():
+            return {name: short_like[key] for key, name in short.items()}
+    return None
+
+
+def _without_parts(names: Iterable[str], parts: Set[str]) -> dict[str, str]:
+    return {".".join(p for p in name.split(".") if p not in parts): name for name in names}
+
+
+def _without_beginning(names: Set[str]) -> dict[str, str]:
+    """Return names by what is left of them without the parts that all begin with."""
+    split = [name.split(".") for name in names]
+    common = 0
+    while split and all(len(parts) > common + 1 for parts in split):
+        if len({parts[common] for parts in split}) > 1:
+            break
+        common += 1
+    return {".".join(parts[common:]): ".".join(parts) for parts in split}
+
+
+def renamed(trace: Trace, named: Mapping[str, str]) -> Trace:
+    """Return `trace` with the tensors in `named` under their new names."""
+    return replace(trace, events=tuple(_event_renamed(event, named) for event in trace.events))
+
+
+def _event_renamed(event: Event, named: Mapping[str, str]) -> Event:
+    if not isinstance(event, Start | Update | Shard | Synchronised):
+        return event
+    changes: dict[str, Any] = {}
+    for field in _BY_NAME:
+        if tensors := getattr(event, field, None):
+            changes[field] = {named.get(name, name): value for name, value in tensors.items()}
+    for field in _TUPLES:
+        if tensors := getattr(event, field, None):
+            changes[field] = tuple(named.get(name, name) for name in tensors)
+    if state := getattr(event, "optimizer", None):
+        changes["optimizer"] = {_of_state(key, named): value for key, value in state.items()}
+    if extra := getattr(event, "extra", None):
+        changes["extra"] = {_of_copy(key, named): value for key, value in extra.items()}
+    return replace(event, **changes)
+
+
+def _of_copy(key: str, named: Mapping[str, str]) -> str:
+    label, slash, name = key.partition("/")
+    return f"{label}{slash}{named.get(name, name)}"
+
+
+def _of_state(key: str, named: Mapping[str, str]) -> str:
+    name, slash, rest = key.partition("/")
+    return f"{named.get(name, name)}{slash}{rest}"
+
+
+# --- tensors that every rank holds whole ----------------------------------------------------------
+
+
 _ALIKE = 1e-3  # numbers of workers differ by more
 _SAME_LOSS = 1e-4  # relative; a loss that couples samples, or of other samples, differs by more
 Shape = tuple[int, ...]
@@ -33,10 +180,9 @@ def lacking(compared: Compared) -> str:
 def without(compared: Compared) -> Compared | None:
     """Return the comparison without the tensors that may not be copies."""
     lost = pieces(compared).keys() | own(compared)
-    if not compared.is_one_run or tensor_names.known(compared.trace) <= lost:
+    if not compared.is_one_run or known_names(compared.trace) <= lost:
         return None
-    trace = _without(compared.trace, lost)
-    return replace(compared, model=trace, trace=trace)
+    return compared.both(lambda trace: _without(trace, lost))
 
 
 def pieces(compared: Compared) -> Mapping[str, tuple[Shape, Shape]]:
@@ -45,24 +191,22 @@ def pieces(compared: Compared) -> Mapping[str, tuple[Shape, Shape]]:
     The other run is the model; for a single run, it is the run on one worker. Where that lacks the
     tensor, the rank with the most elements of it shows its shape.
     """
-    due, held = _due_shapes(compared), _shapes(compared.trace)
-    wholes = {name: due.get(name) or {max(shapes, key=_size)} for name, shapes in held.items()}
+    due, shapes_of = _due_shapes(compared), _shapes(compared.trace)
+    wholes = {
+        name: due.get(name) or {max(shapes, key=lambda shape: (math.prod(shape), shape))}
+        for name, shapes in shapes_of.items()
+    }
     return {
         name: (min(shapes - wholes[name]), min(wholes[name]))
-        for name, shapes in held.items()
+        for name, shapes in shapes_of.items()
         if shapes - wholes[name]
     }
 
 
-def _size(shape: Shape) -> tuple[int, Shape]:
-    """Return the number of elements, then the shape, so that equal sizes have an order."""
-    return math.prod(shape), shape
-
-
-def _pieces_told(compared: Compared, found: Mapping[str, tuple[Shape, Shape]]) -> str:
-    if not found:
+def _pieces_told(compared: Compared, shapes_of: Mapping[str, tuple[Shape, Shape]]) -> str:
+    if not shapes_of:
         return ""
-    name, (shape, due) = next(iter(found.items()))
+    name, (shape, due) = next(iter(shapes_of.items()))
     model = compared.alone if compared.is_one_run else compared.model
     if model is None or name not in _due_shapes(compared):
         return (
@@ -74,22 +218,20 @@ def _pieces_told(compared: Compared, found: Mapping[str, tuple[Shape, Shape]]) -
     held = f"in {run_name(compared.trace)} a rank's {name} has {_elements(shape)}"
     return (
         f"{held}, in {run_name(model)} {_elements(due)}: ranks that hold pieces in plain tensors "
-        "can't be compared; keep the pieces as DTensors (DTensor.from_local), whose places are "
+        "can't be compared; keep the pieces as DTensors (DTensor.from_local): their places are "
         "known"
     )
 
 
 def _elements(shape: Shape) -> str:
-    """Return `6x8 elements`."""
     return f"{'x'.join(map(str, shape)) or 1} elements"
 
 
 def _due_shapes(compared: Compared) -> dict[str, set[Shape]]:
-    """Return the shapes of weights in the run that the judged one is held against."""
     model = compared.alone if compared.is_one_run else compared.model
     if model is None or model is compared.trace:
         return {}
-    return _shapes(tensor_names.aligned(model, compared.trace))
+    return _shapes(aligned(model, compared.trace))
 
 
 def _shapes(trace: Trace) -> dict[str, set[Shape]]:
@@ -99,11 +241,11 @@ def _shapes(trace: Trace) -> dict[str, set[Shape]]:
     """
     shapes: dict[str, set[Shape]] = {}
     for start in trace.of(Start):
-        held: dict[str, Shape] = dict(start.shapes)
-        if not held:
+        shape_of: dict[str, Shape] = dict(start.shapes)
+        if not shape_of:
             sizes = {name: record.size for name, record in start.weights.items()}
-            held = {name: (size,) for name, size in sizes.items() if size is not None}
-        for name, shape in held.items():
+            shape_of = {name: (size,) for name, size in sizes.items() if size is not None}
+        for name, shape in shape_of.items():
             shapes.setdefault(name, set()).add(tuple(shape))
     return shapes
 
@@ -128,21 +270,16 @@ def own(compared: Compared) -> Set[str]:
     apart = {
         name
         for name in trained
-        if _differ(name, [start.weights for start in starts.values()])
-        and _differ(name, [update.gradient for update in first.values()])
+        if evidence.differ(name, [start.weights for start in starts.values()])
+        and evidence.differ(name, [update.gradient for update in first.values()])
     }
     agreed = any(
-        not _differ(name, [update.weights for update in first.values()])
-        and _differ(name, [starts[min(starts)].weights, first[min(first)].weights])
+        not evidence.differ(name, [update.weights for update in first.values()])
+        and evidence.differ(name, [starts[min(starts)].weights, first[min(first)].weights])
         for name in trained
     )
     is_whole = bool(_due_shapes(compared) and _shapes(trace)) and not pieces(compared)
     return frozenset(apart) if agreed or not is_whole else frozenset()
-
-
-def _differ(name: str, held: list[Tensors]) -> bool:
-    """Return whether a tensor has several values, among those that were recorded."""
-    return len({tensors[name].digest for tensors in held if name in tensors}) > 1
 
 
 def _own_told(compared: Compared, names: Set[str]) -> str:
@@ -166,7 +303,7 @@ def shared_samples(compared: Compared) -> str:
     They may if all draw the same in each step, and hold other tensors, or pieces of the same.
     """
     trace = compared.trace
-    apart, size = bool(tensor_names.apart_on_ranks(trace)), trace.scenario.world_size
+    apart, size = bool(apart_on_ranks(trace)), trace.scenario.world_size
     if trace.traits.shared or not (apart or lacking(compared)) or not _all_draw_alike(trace):
         return ""
     axis, other = ("pp", 'or "ep" for "pp"') if apart else ("tp", "for parts of each layer")
@@ -205,7 +342,7 @@ def summed_parts(compared: Compared) -> str:
     )
     if is_merged and _is_near(factor, 1 / num_workers) and not is_mean:
         return (
-            f"{num_workers} workers take the mean of their losses, each of which may be a sum over "
+            f"{num_workers} workers take the mean of their losses, and each may be a sum over "
             "a worker's batch: what one worker would have in its place is open; take the mean over "
             "the batch"
         )
@@ -217,7 +354,7 @@ def not_given(compared: Compared) -> str:
 
     Something that was not replaced may make the runs differ.
     """
-    if not is_given(compared.model) or compared.difference is None:
+    if not explanations.is_given(compared.model) or compared.difference is None:
         return ""
     workers = compared.trace.scenario.world_size
     return (
@@ -228,11 +365,6 @@ def not_given(compared: Compared) -> str:
     )
 
 
-def is_given(trace: Trace) -> bool:
-    """Return whether one worker was given the batches of several in place of its own."""
-    return any(fault.kind in OF_RECORDS for fault in trace.scenario.faults)
-
-
 def have_one_loss(compared: Compared) -> bool:
     """Return whether the first loss is known to be the same in both runs."""
     means = [_first_loss(run) for run in (compared.model, compared.trace)]
@@ -241,7 +373,6 @@ def have_one_loss(compared: Compared) -> bool:
 
 
 def _first_loss(trace: Trace) -> float | None:
-    """Return the mean loss of step 0 over all samples; None if it is unknown."""
     shards = evidence.shards(trace).get(0, ())
     sums = [shard.loss_sum for shard in shards if shard.loss_sum is not None]
     weight = sum(shard.weight for shard in shards)
@@ -250,19 +381,12 @@ def _first_loss(trace: Trace) -> float | None:
 
 def _factor_of_all(compared: Compared) -> float | None:
     """Return the number that all gradients of the first step are multiplied by, if it is one."""
-    made, due = evidence.updates(compared.trace), evidence.updates(compared.model)
-    step = min(made.keys() & due.keys(), default=None)
+    due, got = evidence.updates(compared.model), evidence.updates(compared.trace)
+    step = min(due.keys() & got.keys(), default=None)
     if step is None:
         return None
-    got, expected = (
-        evidence.vectors(evidence.any_rank(updates[step]).gradient) for updates in (made, due)
-    )
-    if got is None or expected is None or got.keys() != expected.keys():
-        return None
-    names = sorted(got)
-    if any(got[name].shape != expected[name].shape for name in names):
-        return None
-    return factors.ratio(step_sums.joined(expected, names), step_sums.joined(got, names), _ALIKE)
+    right, applied = (evidence.any_rank(updates[step]).gradient for updates in (due, got))
+    return step_sums.ratio(right, applied, _ALIKE)
 
 
 def _is_near(factor: float, due: float) -> bool:
@@ -285,7 +409,6 @@ def _all_draw_alike(trace: Trace) -> bool:
 
 
 def _without(trace: Trace, names: Set[str]) -> Trace:
-    """Return `trace` without the tensors `names` and the optimizer's state of them."""
     return replace(trace, events=tuple(_event_without(event, names) for event in trace.events))
 
 

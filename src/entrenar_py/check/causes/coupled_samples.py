@@ -1,22 +1,37 @@
-"""Test whether the loss of a batch is a sum over its samples, if two runs cut it differently.
+"""Test whether what a rank computes depends on which samples it has together.
 
-It isn't with a load-balancing term, negatives from the batch, or advantages that are normalised in
-it. Then the ranks' gradients are right, and no combination of them is that of one worker. But if
-the script declares of which samples its loss is (`loss_over`), they are wrong.
+The loss of a batch is no sum over its samples with a load-balancing term, negatives from the batch,
+or advantages that are normalised in it. Then the ranks' gradients are right, and no combination of
+them is that of one worker. But if the script declares the samples of a loss (`loss_over`), they
+are wrong. BatchNorm and layers like it keep statistics of a rank's own samples, and rightly
+depend on how a batch is divided, too.
+
+A rank may also divide a loss by the number of its own elements: tokens, boxes, pixels. Its mean
+over the ranks is a mean of means. With one loss, the gradient of one worker shows it: it is a
+combination of the ranks'. With a second loss, which is divided rightly, no combination is. But the
+terms of both runs (`Shard.terms`) show it: a term counts as much on each rank and on one worker,
+and has as many elements on that as on all ranks together. Elements that samples have only together
+(pairs, what is mined in a batch) don't add up so.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
-from entrenar_py.check.causes import changed_sums, combinations, run_comparison
-from entrenar_py.check.causes.compared import Compared, run_name
-from entrenar_py.check.evidence import evidence, precision, step_sums
-from entrenar_py.shared.trace import Shard, Trace
+from entrenar_py.check import evidence
+from entrenar_py.check.causes import explanations, rounding_bounds
+from entrenar_py.check.causes.rounding_bounds import GRADIENT_BOUND
+from entrenar_py.check.causes.run_comparison import Compared
+from entrenar_py.check.evidence import precision, step_sums
+from entrenar_py.check.evidence.run_names import run_name
+from entrenar_py.shared.faults import MIRRORED
+from entrenar_py.shared.trace import Shard, Trace, Update
+from entrenar_py.shared.verdict import Tally
+from entrenar_py.shared.wording import listed
 
 # A share of the usual distance of two gradients. What float32 leaves is far below it.
 SHARE = 0.2
@@ -31,7 +46,7 @@ def lacking(compared: Compared) -> str:
     model, trace = compared.model, compared.trace
     broken = compared.difference
     step = None if broken is None else broken.step
-    if step is None or step >= run_comparison.ROUNDING_STEPS:
+    if step is None or step >= rounding_bounds.ROUNDING_STEPS:
         return ""  # of a later step only combinations are judged
     if _cuts(trace, step) == _cuts(model, step):
         return ""
@@ -79,7 +94,6 @@ def broken(compared: Compared) -> Mapping[str, Any] | None:
 def _joined(
     step: int, model: Mapping[int, Sequence[Shard]], trace: Mapping[int, Sequence[Shard]]
 ) -> Iterator[tuple[Shard, list[Shard]]]:
-    """Yield the micro-batches of a step that are several ones in the other run, with these."""
     for whole in model[step]:
         parts = [part for part in trace[step] if part.ids and {*part.ids} <= {*whole.ids}]
         if len(parts) > 1 and sum(len(part.ids) for part in parts) == len(whole.ids):
@@ -99,14 +113,12 @@ def _is_padded(whole: Shard, parts: Sequence[Shard]) -> bool:
 
 
 def _widths(parts: Sequence[Shard], at: int = 0) -> set[float]:
-    """Return how many elements a sample a term has in each of the micro-batches; {0} if unknown."""
     if not all(len(part.terms) > at for part in parts):
         return {0.0}
     return {part.terms[at][0] / len(part.ids) for part in parts}
 
 
 def _is_declared_equal(model: Trace, trace: Trace, step: int) -> bool:
-    """Return whether the runs declare losses of the same samples, which all ranks divide."""
     declared = {run.traits.loss_over for run in (model, trace)}
     if declared == {"micro-batch"}:
         return _cuts_of_all_ranks(model, step) == _cuts_of_all_ranks(trace, step)
@@ -130,18 +142,15 @@ def _advice(model: Trace, trace: Trace) -> str:
 
 
 def _has_changed_sums(model: Trace, trace: Trace, step: int) -> bool:
-    """Return whether a tensor's gradient is wrong by what no micro-batch gave, coupled or not."""
     update, other = (evidence.any_rank(evidence.updates(run)[step]) for run in (trace, model))
-    return bool(changed_sums.of(trace, update, other, run_comparison.GRADIENT_BOUND))
+    return bool(explanations.changes(trace, update, other, rounding_bounds.GRADIENT_BOUND))
 
 
 def _cuts(trace: Trace, step: int) -> set[frozenset[int]]:
-    """Return the micro-batches of a step as sets of samples."""
     return {frozenset(shard.ids) for shard in evidence.shards(trace).get(step, ())}
 
 
 def _cuts_of_all_ranks(trace: Trace, step: int) -> list[set[int]]:
-    """Return the micro-batches of a step in order, each with the samples of all ranks."""
     by_rank: dict[int, list[Shard]] = defaultdict(list)
     for shard in evidence.shards(trace).get(step, ()):
         by_rank[shard.rank].append(shard)
@@ -155,19 +164,167 @@ def _losses_agree(model: Trace, trace: Trace, step: int) -> bool:
         return False
     runs = (evidence.with_losses(model), evidence.with_losses(trace))
     losses = [evidence.any_rank(evidence.updates(run)[step]).loss for run in runs]
-    bound = run_comparison.Bounds.of(evidence.updates(model), model, trace).loss_moved
+    bound = rounding_bounds.Bounds.of(evidence.updates(model), model, trace).loss_moved
     known = [loss for loss in losses if loss is not None]
     return len(known) == len(losses) and math.isclose(*known, rel_tol=bound)
 
 
 def _is_apart(model: Trace, trace: Trace, step: int) -> bool:
-    """Return whether some tensor's gradient in `model` is no combination of those in `trace`."""
     due = step_sums.total(evidence.updates(model)[step], evidence.shards(model)[step])
     shards = evidence.shards(trace)[step]
-    return due is not None and combinations.is_met(due, shards, _bound(model, trace)) is False
+    return (
+        due is not None and explanations.is_combination(due, shards, _bound(model, trace)) is False
+    )
 
 
 def _bound(model: Trace, trace: Trace) -> float:
-    bounds = run_comparison.Bounds.of(evidence.updates(model), model, trace)
+    bounds = rounding_bounds.Bounds.of(evidence.updates(model), model, trace)
     is_coarse = precision.unit(model, trace) > precision.FLOAT32
     return bounds.gradient if is_coarse else SHARE * bounds.gradient
+
+
+# --- statistics of a rank's own samples -----------------------------------------------------------
+
+
+def other_statistics(compared: Compared) -> str:
+    """Return why two runs that divide batches differently can't be compared; "" if they can.
+
+    Buffers that follow from a rank's samples may be without effect (a counter, a monitor): then the
+    runs agree.
+    """
+    names = _statistics(compared.trace) or _statistics(compared.model)
+    if not names or _division(compared.trace) == _division(compared.model):
+        return ""
+    is_mirrored = any(fault.kind == MIRRORED for fault in compared.trace.scenario.faults)
+    if is_mirrored or compared.difference is None:
+        return ""
+    return (
+        f"buffers follow from the samples of a rank ({listed(names, most=2)}), and the runs differ "
+        "where they may have an effect: another division of the batch is another training; use "
+        "statistics of all ranks (SyncBatchNorm), or if the script's own layers do, declare "
+        f'observe(..., synchronised_buffers=("{names[0]}",))'
+    )
+
+
+def _division(trace: Trace) -> tuple[int, int]:
+    return trace.scenario.world_size, trace.scenario.accumulation
+
+
+def _statistics(trace: Trace) -> list[str]:
+    updates = (evidence.any_rank(by_rank) for by_rank in evidence.updates(trace).values())
+    first = next((update.local for update in updates if update.local), {})
+    return [name for name, record in first.items() if record.dtype.startswith("float")]
+
+
+# --- losses that ranks divide by numbers of their own ---------------------------------------------
+
+
+_BOUND = 1e-3  # relative: numbers are a float32's; counts that differ do so by more
+_PLACES_MIN = 2  # micro-batches: one alone may have such numbers by chance
+
+
+class _Term(NamedTuple):
+    """Losses that count alike: the number of their elements, and how much all of them count."""
+
+    size: float
+    whole: float
+
+
+class _Place(NamedTuple):
+    """A micro-batch of a step on each rank, and the counts of a term that each has for itself."""
+
+    shards: Sequence[Shard]
+    counts: Sequence[float]
+    is_own: bool
+
+
+def judge_rank_means(tally: Tally, trace: Trace, model: Trace) -> None:
+    """Count as missing what ranks mean that divide by numbers of their own.
+
+    DETR adds up the boxes of all ranks, and YOLO takes each rank's mean: both are on purpose.
+    `model` is the run on one worker.
+    """
+    runs = (trace, model)
+    declared = any(run.traits.losses != "backward" or run.traits.loss_over for run in runs)
+    if declared or trace.scenario.workload != "own" or trace.scenario.world_size == 1:
+        return
+    places = [*_places(trace, model)]
+    if len(places) < _PLACES_MIN or not all(place.is_own for place in places):
+        tally.compared += len(places)
+        return
+    first = places[0]
+    shown = listed(
+        [
+            f"{count:g} on rank {shard.rank}"
+            for shard, count in zip(first.shards, first.counts, strict=True)
+        ],
+        most=4,
+    )
+    tally.miss(
+        f"each rank divides one of its losses by the number of its own elements, {shown}, and one "
+        f"worker by that of all (step {first.shards[0].step}): right if each rank's mean is meant, "
+        'observe(..., loss_over="micro-batch"), wrong if each element is to count alike: add the '
+        "number up over ranks, by an all-reduce"
+    )
+
+
+def _places(trace: Trace, model: Trace) -> Iterator[_Place]:
+    """Yield places where ranks have unlike numbers of elements, and one worker has their sum."""
+    alone, shards = evidence.shards(model), evidence.shards(trace)
+    for step, by_rank in evidence.ranks_by_step(trace):
+        if not _is_plain_sum(by_rank, shards.get(step, ())):
+            continue
+        of_ranks = [[s for s in shards[step] if s.rank == rank] for rank in sorted(by_rank)]
+        for whole, *parts in zip(alone.get(step, ()), *of_ranks, strict=False):
+            if (place := _place(whole, parts)) is not None:
+                yield place
+
+
+def _place(whole: Shard, parts: Sequence[Shard]) -> _Place | None:
+    """Return a micro-batch of the same samples with other numbers of elements in its parts."""
+    ids = Counter(id_ for part in parts for id_ in part.ids)
+    if not ids or ids != Counter(whole.ids):
+        return None
+    known = [_terms(shard) for shard in (whole, *parts)]
+    if len({*map(len, known)}) != 1:
+        return None
+    for due, *terms in zip(*known, strict=True):
+        counts = [term.size for term in terms]
+        if not _alike(min(counts), max(counts)) and _alike(sum(counts), due.size):
+            is_own = all(_alike(term.whole, due.whole) for term in terms)
+            return _Place(parts, counts, is_own)
+    return None
+
+
+def _terms(shard: Shard) -> list[_Term]:
+    """Return a micro-batch's terms, in order, those with one share as one; unknown ones left out.
+
+    A loss may be added sample by sample.
+    """
+    counts: dict[float, float] = {}
+    for count, share, *_ in shard.terms:
+        if count and share and math.isfinite(share):
+            counts[share] = counts.get(share, 0.0) + count
+    return [_Term(count, abs(share) * count) for share, count in counts.items()]
+
+
+def _is_plain_sum(by_rank: Mapping[int, Update], shards: Sequence[Shard]) -> bool:
+    """Return whether the ranks' gradients are added as they are, as far as is known.
+
+    A script may weight them by numbers of elements then.
+    """
+    total = step_sums.total(by_rank, shards)
+    applied = evidence.vectors(evidence.any_rank(by_rank).gradient)
+    if total is None or applied is None or total.keys() != applied.keys():
+        return bool(shards) and not any(shard.gradient for shard in shards)
+    if (divisor := step_sums.divisor(total, applied)) is None:
+        return False
+    size = math.hypot(
+        *(float((vector.astype(float) ** 2).sum()) ** 0.5 for vector in applied.values())
+    )
+    allowed = GRADIENT_BOUND * abs(divisor) * size
+    return not step_sums.off(total, applied, divisor, allowed)
+
+
+def _alike(one: float, other: float) -> bool:
+    return abs(one - other) <= _BOUND * abs(other)

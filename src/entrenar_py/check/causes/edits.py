@@ -1,7 +1,12 @@
-"""Weights that something other than the optimizer changed between two steps, and what explains it.
+"""Weights that something other than the optimizer changed, and what explains it.
 
 A script that changes them in every step means to: then it is only noted. What it changes in some
 steps needs an explanation, each an exact one of all tensors that changed. Benign ones win ties.
+
+What a script writes on purpose to tensors that require no gradient (a memory, a codebook) looks
+like no error. Two things that people do by mistake follow exactly from what was recorded: adapters
+are added to the weights that they adapt and stay in use, and weight decay by hand shrinks all
+tensors of a network, frozen ones among them.
 """
 
 from __future__ import annotations
@@ -9,12 +14,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise, permutations
 
 import numpy as np
 from numpy.typing import NDArray
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import weight_averages
-from entrenar_py.check.evidence import evidence, precision
+from entrenar_py.check.causes.explanations import Explanation
+from entrenar_py.check.evidence import precision
 from entrenar_py.shared.trace import Declared, Start, TensorRecord, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Tally
 from entrenar_py.shared.wording import counted, listed, named
@@ -58,7 +66,7 @@ class Edit:
         )
 
 
-Explanation = Callable[[Edit], str]  # returns what became of the weights, "" if it doesn't explain
+Explain = Callable[[Edit], str]  # returns what became of the weights, "" if it doesn't explain
 
 
 def judge(tally: Tally, trace: Trace) -> None:
@@ -68,7 +76,7 @@ def judge(tally: Tally, trace: Trace) -> None:
     if _has_climbed(tally, trace):
         return
     begun = {start.step for start in trace.of(Start)}  # what is loaded or broadcast there is late
-    edits = [edit for edit in _edits(trace) if not _is_rounding(edit)]
+    edits = [edit for edit in _edits(trace) if not _is_put_back(edit)]
     if any(edit.update.step in begun for edit in edits):
         tally.note("weights changed outside of the optimizer between the first pass and its step")
     edits = [edit for edit in edits if edit.update.step not in begun]
@@ -80,21 +88,21 @@ def judge(tally: Tally, trace: Trace) -> None:
     num_steps = len({update.step for update in trace.standing.of(Update)})
     steps = sorted({edit.update.step for edit in edits})
     names = listed([*edits[0].after], most=2)
-    told = f"{names} changed outside of the optimizer before {counted(len(steps), 'step')}"
+    changes = f"{names} changed outside of the optimizer before {counted(len(steps), 'step')}"
     is_large = any(record.sketch is not None for edit in edits for record in edit.after.values())
     if len(steps) >= num_steps - 1 or is_large:
-        tally.note(f"{told}, first step {steps[0]}: the steps are judged from there")
+        tally.note(f"{changes}, first step {steps[0]}: the steps are judged from there")
         return
     if benign := _explained(edits, _BENIGN):
-        tally.note(f"{told}, first step {steps[0]}: {benign}")
+        tally.note(f"{changes}, first step {steps[0]}: {benign}")
     elif harm := _explained(_with_averages(edits, trace), _HARMFUL):
         _tell_harm(tally, trace, edits, harm)
     elif trace.scenario.world_size == 1 and trace.traits.starts != "one":
         # What brings ranks together is seen where there are several, in the run on these.
-        tally.note(f"{told}, first step {steps[0]}: the run on several workers tells how")
+        tally.note(f"{changes}, first step {steps[0]}: the run on several workers tells how")
     else:
         tally.miss(
-            f"{told} ({named('step', steps[:5])}), and nothing known explains how: find what "
+            f"{changes} ({named('step', steps[:5])}), and nothing known explains how: find what "
             "writes to the weights there (a save, an evaluation), and whether it puts back what it "
             "took out"
         )
@@ -124,15 +132,15 @@ def _edits(trace: Trace) -> list[Edit]:
     """Return what was changed between two steps, of the tensors that have a gradient."""
     edits: list[Edit] = []
     starts = {(start.step, start.rank): start.weights for start in trace.standing.of(Start)}
-    held: dict[int, Tensors] = {}
+    weights_of: dict[int, Tensors] = {}
     last: dict[int, list[Tensors]] = {}
     edited = set[int]()
     for step, by_rank in evidence.ranks_by_step(trace):
         begun = {rank: starts[at, rank] for at, rank in starts if at == step}
-        held = {**held, **begun}
+        weights_of = {**weights_of, **begun}
         last |= {rank: [weights] for rank, weights in begun.items()}
         for rank, update in sorted(by_rank.items()):
-            before = held.get(rank, {})
+            before = weights_of.get(rank, {})
             after = {
                 name: record
                 for name, record in update.edited.items()
@@ -141,13 +149,13 @@ def _edits(trace: Trace) -> list[Edit]:
                 and before[name].digest != record.digest
             }
             if after:
-                peers = {other: weights for other, weights in held.items() if other != rank}
+                peers = {other: weights for other, weights in weights_of.items() if other != rank}
                 edits.append(Edit(trace, update, before, after, peers, last.get(rank, [])))
                 last[rank] = [{**before, **after}]
                 edited.add(rank)
             if rank not in edited:
                 last[rank] = [*last.get(rank, []), update.weights]
-        held = {rank: update.weights for rank, update in by_rank.items()}
+        weights_of = {rank: update.weights for rank, update in by_rank.items()}
     return edits
 
 
@@ -159,8 +167,7 @@ def _with_averages(edits: Sequence[Edit], trace: Trace) -> list[Edit]:
     ]
 
 
-def _explained(edits: Sequence[Edit], explanations: Sequence[Explanation]) -> str:
-    """Return what one explanation says of the first edit, if it explains all; else ""."""
+def _explained(edits: Sequence[Edit], explanations: Sequence[Explain]) -> str:
     for explain in explanations:
         words = [explain(edit) for edit in edits]
         if all(words):
@@ -171,8 +178,7 @@ def _explained(edits: Sequence[Edit], explanations: Sequence[Explanation]) -> st
 # --- benign ---------------------------------------------------------------------------------------
 
 
-def _is_rounding(edit: Edit) -> bool:
-    """Return whether weights are as before but for rounding: they were swapped out and back."""
+def _is_put_back(edit: Edit) -> bool:
     near = [_are_near(was, now, edit.after[name]) for name, was, now in edit.values()]
     return len(near) == len(edit.after) and all(near)
 
@@ -194,7 +200,6 @@ def _is_masked(was: Values, now: Values) -> bool:
 
 
 def _is_bounded(was: Values, now: Values) -> bool:
-    """Return whether elements beyond one or two bounds are at these now, and all others stay."""
     return bool(np.array_equal(np.clip(was, now.min(), now.max()), now))
 
 
@@ -258,15 +263,15 @@ def _brought_together(edit: Edit) -> str:
 
 
 def _share_left(
-    name: str, own: tuple[Values, Values], held: tuple[Tensors, Tensors]
+    name: str, own: tuple[Values, Values], peer: tuple[Tensors, Tensors]
 ) -> float | None:
     """Return which share of a tensor's distance from another rank's an edit leaves.
 
     None if it doesn't leave the same share of every element, or no smaller one.
     """
-    there = [of[name].values() for of in held if name in of]
+    there = [of[name].values() for of in peer if name in of]
     others = [values for values in there if values is not None and values.shape == own[0].shape]
-    if len(others) < len(held):
+    if len(others) < len(peer):
         return None
     apart, left = own[0] - others[0], own[1] - others[1]
     size = float(np.vdot(apart, apart))
@@ -277,7 +282,6 @@ def _share_left(
 
 
 def _caught_up(edit: Edit) -> str:
-    """Explain an edit that gives a rank the weights of one that has made more steps."""
     made = evidence.updates(edit.trace)
     for step, by_rank in made.items():
         for rank, update in by_rank.items():
@@ -339,12 +343,12 @@ def _drawn_to_an_average(edit: Edit) -> str:
 def _of_an_earlier_step(edit: Edit) -> str:
     """Explain an edit that brings back the weights of an earlier step, without the optimizer's."""
     rank, step = edit.update.rank, edit.update.step
-    made = evidence.updates(edit.trace)
+    updates = evidence.updates(edit.trace)
     earlier = {
-        at: by_rank[rank] for at, by_rank in made.items() if at < step - 1 and rank in by_rank
+        at: by_rank[rank] for at, by_rank in updates.items() if at < step - 1 and rank in by_rank
     }
     for at, update in earlier.items():
-        if edit.is_in(update.weights) and _counts_on(made[step - 1].get(rank), edit.update):
+        if edit.is_in(update.weights) and _counts_on(updates[step - 1].get(rank), edit.update):
             return (
                 f"became again what it was after step {at}, while the optimizer went on: what was "
                 "put in, to evaluate it, was not taken out again"
@@ -368,7 +372,6 @@ def _counts_on(before: Update | None, update: Update) -> bool:
 
 
 def _of_rank_0(edit: Edit) -> str:
-    """Explain an edit that gives a rank the weights of rank 0 in place of its own, other ones."""
     if edit.update.rank and edit.is_in(edit.peers.get(0, {})):
         return (
             f"became rank 0's on rank {edit.update.rank}, which had other ones: ranks had parted, "
@@ -377,11 +380,170 @@ def _of_rank_0(edit: Edit) -> str:
     return ""
 
 
-_BENIGN: tuple[Explanation, ...] = (
+_BENIGN: tuple[Explain, ...] = (
     _constrained,
     _looks_ahead,
     _averaged,
     _brought_together,
     _caught_up,
 )
-_HARMFUL: tuple[Explanation, ...] = (_left_in, _of_an_earlier_step, _of_rank_0)
+_HARMFUL: tuple[Explain, ...] = (_left_in, _of_an_earlier_step, _of_rank_0)
+
+
+# --- tensors that require no gradient -------------------------------------------------------------
+
+
+_UNIT = 16 * precision.FLOAT32  # of a product of adapters and a sum
+_ROUNDING = 4 * precision.FLOAT32  # of a sum and a difference
+_SHRUNK_LEAST = 0.9  # of a weight, after one step's decay
+_ALIKE = 1e-5
+_PARTS_MAX = 3  # of a name, below the module that holds a weight and its adapters
+
+
+@dataclass(frozen=True)
+class Moves:
+    """The moves of the frozen tensors `names` of one rank, from `start` on over its `updates`."""
+
+    trace: Trace
+    start: Start
+    updates: Sequence[Update]
+    names: Sequence[str]
+
+    def of(self, name: str) -> Iterator[tuple[Update, Tensors, Values, Values]]:
+        """Yield each move of a tensor: the step's update, all weights before it, and both values.
+
+        Nothing is yielded of moves without values.
+        """
+        held = [self.start.weights, *(update.weights for update in self.updates)]
+        for update, (before, after) in zip(self.updates, pairwise(held), strict=True):
+            if name not in before or name not in after:
+                continue
+            was, now = before[name].values(), after[name].values()
+            if before[name].digest != after[name].digest and was is not None and now is not None:
+                yield update, before, was.astype(np.float64), now.astype(np.float64)
+
+
+def explained(moves: Moves) -> Explanation | None:
+    """Return what all moves follow from, if there is one."""
+    return _rounded(moves) or _merged(moves) or _shrunk(moves)
+
+
+def _rounded(moves: Moves) -> Explanation | None:
+    steps = [(was, now) for name in moves.names for _, _, was, now in moves.of(name)]
+    if not steps or any(
+        np.linalg.norm(now - was) > _ROUNDING * np.linalg.norm(was) for was, now in steps
+    ):
+        return None
+    words = "moved by no more than a rounding: what was added to it was taken out again"
+    return Explanation(words, is_wrong=False)
+
+
+def _merged(moves: Moves) -> Explanation | None:
+    """Adapters were added to the weights that they adapt, and go on as they are, or begin anew."""
+    merges = [_merge(moves, name) for name in moves.names]
+    known = [merge for merge in merges if merge is not None]
+    if not known or len(known) < len(merges):
+        return None
+    first, second, _ = known[0]
+    movement = f"moved by the product of {first} and {second}"
+    if all(are_emptied for *_, are_emptied in known):
+        return Explanation(f"{movement}, which begin anew from zero", is_wrong=False)
+    if any(are_emptied for *_, are_emptied in known):
+        return None
+    return Explanation(
+        f"it {movement}, which go on next to it: adapters were merged into what they adapt, to "
+        "save or to serve it, and not taken out",
+        tensor=moves.names[0],
+    )
+
+
+def _merge(moves: Moves, name: str) -> tuple[str, str, bool] | None:
+    """Return the adapters that a tensor moves by multiples of, and whether they were emptied.
+
+    None if there are none, or if the script changed them otherwise as they were merged.
+    """
+    shapes = moves.trace.shapes
+    shape, moved = shapes.get(name, ()), [*moves.of(name)]
+    near = [other for other in moves.start.trainable if _share_a_module(name, other)]
+    for pair in permutations(near, 2):
+        second, first = pair
+        inner = shapes.get(first, ())[:1]
+        flat = (*shapes.get(second, ()), *shapes.get(first, ()))
+        if len(shape) != 2 or flat != (shape[0], *inner, *inner, shape[1]):
+            continue
+        if moved and all(
+            _is_multiple(now - was, was, [*_products(move, held, pair, shapes)])
+            for move, held, was, now in moved
+        ):
+            edits = [
+                move.edited[n].values() for move, *_ in moved for n in pair if n in move.edited
+            ]
+            if all(edit is not None and not edit.any() for edit in edits):
+                return first, second, bool(edits)
+    return None
+
+
+def _share_a_module(name: str, other: str) -> bool:
+    parts, others = name.split("."), other.split(".")
+    common = 0
+    while parts[common : common + 1] == others[common : common + 1] and common < len(parts):
+        common += 1
+    return max(len(parts), len(others)) - common <= _PARTS_MAX
+
+
+def _products(
+    update: Update, before: Tensors, pair: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[Values]:
+    """Yield the products that may be in a weight: of the adapters before the step, and after it."""
+    for held in (before, update.weights):
+        values = [held[name].values() if name in held else None for name in pair]
+        factors = [
+            value.astype(np.float64).reshape(shapes[name])
+            for name, value in zip(pair, values, strict=True)
+            if value is not None
+        ]
+        if len(factors) == len(pair):
+            yield (factors[0] @ factors[1]).ravel()
+
+
+def _is_multiple(move: Values, was: Values, products: Sequence[Values]) -> bool:
+    """Return whether a tensor moved by a positive multiple of one of `products`."""
+    for product in products:
+        square = float(product @ product)
+        scale = float(product @ move) / square if square else 0.0
+        size = np.abs(was) + float(np.linalg.norm(scale * product))
+        if scale > 0 and bool((np.abs(move - scale * product) <= _UNIT * size).all()):
+            return True
+    return False
+
+
+def _shrunk(moves: Moves) -> Explanation | None:
+    """All frozen tensors are multiplied by one number below 1, in the same steps."""
+    frozen = {name for name in moves.start.frozen if _is_telling(moves.start.weights.get(name))}
+    factors: dict[int, dict[str, float | None]] = {}
+    for name in moves.names:
+        for update, _, was, now in moves.of(name):
+            factors.setdefault(update.step, {})[name] = _factor(was, now)
+    numbers = [number for named in factors.values() for number in named.values()]
+    known = [number for number in numbers if number is not None]
+    if len(known) < max(2, len(numbers)) or max(known) - min(known) > _ALIKE:
+        return None
+    if len(frozen) < 2 or any(named.keys() != frozen for named in factors.values()):
+        return None
+    return Explanation(
+        f"all {len(frozen)} tensors that require no gradient are multiplied by {known[0]:.6g}: "
+        "the script decays weights by hand, those of a frozen network among them",
+        tensor=moves.names[0],
+    )
+
+
+def _factor(was: Values, now: Values) -> float | None:
+    square = float(was @ was)
+    factor = float(was @ now) / square if square else 0.0
+    fits = bool((np.abs(now - factor * was) <= 2 * precision.FLOAT32 * np.abs(was)).all())
+    return factor if fits and _SHRUNK_LEAST <= factor < 1 - _ALIKE else None
+
+
+def _is_telling(record: TensorRecord | None) -> bool:
+    values = None if record is None else record.values()
+    return values is not None and bool(values.any())

@@ -17,7 +17,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from entrenar_py.check.evidence import evidence, facts, gradient_sums, missing, step_sums
+from entrenar_py.check import evidence
+from entrenar_py.check.evidence import facts, missing, step_sums
 from entrenar_py.shared.trace import Shard, Trace, Update
 from entrenar_py.shared.verdict import Tally
 from entrenar_py.shared.wording import listed, named
@@ -165,7 +166,6 @@ class _Step:
         )
 
     def _is_weight(self) -> bool:
-        """Return whether 0.5 may be the weight of a loss, not the share of each of two."""
         terms = [term for column in self.columns for term in column]
         return self.sizes == {2} and not any(term.divisors or not term.is_mean for term in terms)
 
@@ -203,7 +203,7 @@ def are_one_mean(shards: Sequence[Shard]) -> bool:
 
 
 def judge(tally: Tally, trace: Trace) -> None:
-    """Judge a run whose losses are what `backward` is called on, step by step."""
+    """Judge a run step by step, if its losses are what `backward` is called on."""
     if trace.traits.losses != "backward":
         return
     for parts in _networks(trace).values():
@@ -267,7 +267,7 @@ def _open(steps: Sequence[_Step]) -> str:
 
 
 def _is_known(tally: Tally, trace: Trace, parts: Parts) -> bool:
-    """Return whether each step is a mean, or all are sums whose elements count as much."""
+    """Return whether each step is a mean, or all are sums with elements that count alike."""
     steps = [*_steps(parts)]
     if not steps or len(steps) < len(parts):
         return False
@@ -342,7 +342,6 @@ def _are_of_ranks(steps: Sequence[_Step]) -> bool:
 
 
 def _is_even(micro_batches: Sequence[Sequence[_Term]]) -> bool:
-    """Return whether all elements of a term are known, and count alike."""
     return all(
         term.count and _alike(term.share, column[0].share)
         for column in zip(*micro_batches, strict=True)
@@ -351,7 +350,6 @@ def _is_even(micro_batches: Sequence[Sequence[_Term]]) -> bool:
 
 
 def _count(micro_batches: Sequence[Sequence[_Term]]) -> float:
-    """Return the number of elements of the first term."""
     return sum(terms[0].count for terms in micro_batches)
 
 
@@ -394,7 +392,6 @@ def _divided_afterwards(tally: Tally, trace: Trace, steps: Sequence[_Step]) -> N
 
 
 def _are_sums(steps: Sequence[_Step]) -> bool:
-    """Return whether all losses of all steps are sums whose elements count as much."""
     sums = [step.shares_of_sum() for step in steps]
     first = sums[0] if sums else None
     return first is not None and all(
@@ -404,12 +401,10 @@ def _are_sums(steps: Sequence[_Step]) -> bool:
 
 
 def _of_micro_batch(step: _Step, index: int) -> float:
-    """Return the number of elements of a micro-batch of each rank, together."""
     return sum(own[index][0].count for own in step.by_rank.values())
 
 
 def _are_in_proportion(numbers: Sequence[float], others: Sequence[float]) -> bool:
-    """Return whether `numbers` are one multiple of `others` in enough steps to tell."""
     known = len(numbers) >= _STEPS_MIN and all(map(math.isfinite, numbers)) and all(others)
     return known and all(
         _alike(number / other, numbers[0] / others[0])
@@ -577,7 +572,6 @@ def _cut_windows(tally: Tally, trace: Trace, steps: Sequence[_Step]) -> None:
 
 
 def _divided(step: _Step, number: int) -> float | None:
-    """Return how much each micro-batch counts, if all do alike and are divided by `number`."""
     column = step.columns[0]
     if not all(
         term.is_divided_by(number) and _alike(term.whole, column[0].whole) for term in column
@@ -592,12 +586,12 @@ def _networks(trace: Trace) -> dict[str, Parts]:
     Networks that are trained in turn have losses of their own.
     """
     shards = evidence.shards(trace)
-    found: dict[str, Parts] = {}
+    networks: dict[str, Parts] = {}
     for step, by_rank in evidence.ranks_by_step(trace):
         for held in step_sums.parts(by_rank, shards.get(step, ())):
             names = {name for shard in held for name in step_sums.summed(by_rank, shard)}
-            found.setdefault(min(names, default=""), []).append((by_rank, held))
-    return found
+            networks.setdefault(min(names, default=""), []).append((by_rank, held))
+    return networks
 
 
 def _steps(parts: Parts) -> Iterator[_Step]:
@@ -607,37 +601,36 @@ def _steps(parts: Parts) -> Iterator[_Step]:
     sum; whether a mean counts it is unknown.
     """
     for by_rank, of_step in parts:
-        held = _counted(of_step)
-        terms = [[_Term.of(one, len(shard.ids)) for one in shard.terms] for shard in held]
+        counted = _counted(of_step)
+        terms = [[_Term.of(one, len(shard.ids)) for one in shard.terms] for shard in counted]
         known = all(own and all(t.share and math.isfinite(t.share) for t in own) for own in terms)
-        if not held or not known or len({*map(len, terms)}) != 1:
+        if not counted or not known or len({*map(len, terms)}) != 1:
             continue
         of_rank: dict[int, list[list[_Term]]] = {}
-        ordered = sorted(zip(held, terms, strict=True), key=lambda pair: pair[0].rank)
+        ordered = sorted(zip(counted, terms, strict=True), key=lambda pair: pair[0].rank)
         for shard, own in ordered:
             of_rank.setdefault(shard.rank, []).append(own)
         update = evidence.any_rank(by_rank)
-        divisor = _applied_divisor(by_rank, held, update)
+        divisor = _applied_divisor(by_rank, counted, update)
         yield _Step(update, of_rank, [shard for shard, _ in ordered], divisor)
 
 
 def _counted(shards: Sequence[Shard]) -> Sequence[Shard]:
-    """Return the micro-batches of sums that were not multiplied by zero; all, if any is a mean."""
     counted = [shard for shard in shards if any(share for _, share, *_ in shard.terms)]
     return counted if are_all(counted, means=False) else shards
 
 
 def _applied_divisor(
-    by_rank: Mapping[int, Update], held: Sequence[Shard], update: Update
+    by_rank: Mapping[int, Update], shards: Sequence[Shard], update: Update
 ) -> float | None:
     applied = update.unclipped or update.gradient
-    total, mean = step_sums.total(by_rank, held), evidence.vectors(applied)
+    total, mean = step_sums.total(by_rank, shards), evidence.vectors(applied)
     if not total or mean is None or not total.keys() <= mean.keys():
         return None
     mean = {name: mean[name] for name in total}
-    if gradient_sums.shapes(total) != gradient_sums.shapes(mean):
+    if step_sums.shapes(total) != step_sums.shapes(mean):
         return None
-    return gradient_sums.divisor(total, mean)
+    return step_sums.divisor(total, mean)
 
 
 def _alike(one: float, other: float) -> bool:

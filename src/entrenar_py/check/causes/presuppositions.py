@@ -1,178 +1,348 @@
 """The presuppositions of comparing a user's runs: one table, tested on the runs themselves.
 
 A comparison counts only if each of its presuppositions holds. Where one fails, it is reported as
-missing, with the call that settles it. Nothing is presupposed of the harness's own trainers, which
-are known. To add a presupposition, add a row and name it in the comparisons that make it.
+missing, with the call that settles it, unless one exact equation explains the difference, which
+then can't come from that. Nothing is presupposed of the harness's own trainers, which are known. To
+add a presupposition, add a row and name it in the comparisons that make it. Those that two plain
+runs of the command settle are tested here; the others have modules of their own.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import (
     applied_gradients,
-    brought_together,
+    common_steps,
     copies,
     coupled_samples,
-    divergence,
-    divided_inside,
     random_draws,
-    rank_statistics,
-    repeatability,
-    sample_numbers,
-    steps_alone,
-    tensor_names,
-    uneven_steps,
+    resumes,
+    run_comparison,
 )
-from entrenar_py.check.causes.compared import Compared, Presupposition, run_name
 from entrenar_py.check.causes.explanations import Explanation
-from entrenar_py.shared.trace import Trace
-from entrenar_py.shared.verdict import Tally
+from entrenar_py.check.causes.rounding_bounds import UNKNOWN
+from entrenar_py.check.causes.run_comparison import Compared, Presupposition
+from entrenar_py.check.evidence import missing
+from entrenar_py.check.evidence.run_names import Words, run_name
+from entrenar_py.shared.trace import Shard, Start, Tensors, Trace, Update
+from entrenar_py.shared.verdict import Counterexample, Tally
+
+# Two draws of the same weights are about 1.4 apart, relative to their norm. Weights that were
+# drawn alike and changed since (decayed, rounded) are far closer.
+OTHER_DRAW = 0.5
+_SEED = (
+    "seed the script alike in every run, before it draws anything: torch.manual_seed(...), or "
+    "{seed} in the command"
+)
+
+
+def plain_runs_apart(compared: Compared) -> str:
+    """Return why two plain runs of the command don't agree within rounding; "" if they do."""
+    if not compared.plain_runs:
+        return ""
+    first, second = compared.plain_runs
+    if why := unseeded(first, second):
+        return f"two plain runs of the command differ: {why}: {_SEED}"
+    broken = _beyond_rounding(compared, first, second)
+    if broken is None:
+        return ""
+    return (
+        f"two plain runs of the command differ ({broken.place()}: {broken.message}), "
+        f"so two others can't be compared: {_SEED}"
+    )
+
+
+def agree_within_rounding(compared: Compared) -> bool:
+    """Return whether the two runs draw alike, and agree within rounding."""
+    first, second = compared.model, compared.trace
+    return not unseeded(first, second) and _beyond_rounding(compared, first, second) is None
+
+
+def _beyond_rounding(compared: Compared, first: Trace, second: Trace) -> Counterexample | None:
+    """Return where two runs differ by more than rounding; None if they don't."""
+    finite = common_steps.while_finite(Compared(runs=compared.runs, model=first, trace=second))
+    first, second = finite.model, finite.trace
+    trial = Tally("")
+    # Chaos from the first step on is no reason why the same operations give other results.
+    known = compared.sensitivity
+    sensitivity = UNKNOWN if known.is_chaotic(0) else known
+    for rank in sorted({update.rank for update in second.of(Update)}):
+        runs = _of_rank(first, rank), _of_rank(second, rank)
+        run_comparison.compare(trial, *runs, None, _PLAIN, sensitivity=sensitivity)
+    return trial.broken
+
+
+def _of_rank(trace: Trace, rank: int) -> Trace:
+    kept = (e for e in trace.events if not isinstance(e, Start | Update) or e.rank == rank)
+    return replace(trace, events=tuple(kept))
+
+
+def plain_bits_apart(compared: Compared) -> str:
+    """Return why two plain runs of the command don't have the same bits; "" if they do."""
+    if not compared.plain_runs:
+        return ""
+    first, second = compared.plain_runs
+    if why := unseeded(first, second):
+        return f"two plain runs of the command differ: {why}: {_SEED}"
+    expected = evidence.updates(first)
+    for step, by_rank in evidence.ranks_by_step(second):
+        for rank, update in by_rank.items():
+            model = expected.get(step, {}).get(rank)
+            if model is None:
+                continue
+            for part in ("gradient", "weights", "optimizer"):
+                if name := _first_apart(getattr(model, part), getattr(update, part)):
+                    return (
+                        f"two plain runs of the command differ in {part} from step {step} on "
+                        f"(rank {rank}, {name}), so bits can't be compared: {_SEED}, and "
+                        "torch.use_deterministic_algorithms(True)"
+                    )
+    return ""
+
+
+_PLAIN = Words(run="the first of them", its="the first one's", before="", elsewhere="")
+
+
+def drawn_apart(compared: Compared) -> str:
+    """Return what a command that was not told a seed draws anew in every run; "" for nothing."""
+    if compared.trace.traits.seeded:
+        return ""
+    why = unseeded(compared.model, compared.trace)
+    return why and f"two runs of the command are not seeded alike: {why}: {_SEED}"
+
+
+def unseeded(first: Trace, second: Trace) -> str:
+    """Return what two runs of the same command drew differently: first weights, or samples."""
+    if name := _other_beginning(first, second):
+        return f"they begin with other weights ({name})"
+    return _other_samples(first, second)
+
+
+def samples_apart(compared: Compared) -> str:
+    """Return why two plain runs of the command draw other samples; "" if they don't."""
+    if not compared.plain_runs:
+        return ""
+    why = _other_samples(*compared.plain_runs)
+    return why and f"in two plain runs of the command {why}: {_SEED}"
+
+
+def samples_drawn_apart(compared: Compared) -> str:
+    """Return the first step with samples that a command without a {seed} draws anew."""
+    if compared.trace.traits.seeded:
+        return ""
+    why = _other_samples(compared.model, compared.trace)
+    return why and f"in two plain runs of the command {why}: {_SEED}"
+
+
+def drawn_anew(compared: Compared) -> str:
+    """Return why a script that seeds nothing may draw other numbers after a stop; "" if it doesn't.
+
+    Its runs have seeds of the harness's, and begin alike; after a stop they would be new ones.
+    """
+    if not compared.trace.traits.unseeded:
+        return ""
+    trial = Tally("", observed=True)
+    resumes.compare_data(trial, compared.model, compared.trace)
+    if trial.broken is None:
+        return ""
+    return (
+        f"the script seeds nothing, so what it draws after a stop is new ({trial.broken.place()}: "
+        f"{trial.broken.message}): {_SEED}, and restore the generators' states"
+    )
+
+
+def _other_samples(first: Trace, second: Trace) -> str:
+    samples, others = _samples(first), _samples(second)
+    for step in sorted(samples.keys() & others.keys()):
+        if samples[step] != others[step]:
+            return f"step {step} {missing.other_samples(first, second)}"
+    return ""
+
+
+def _other_beginning(first: Trace, second: Trace) -> str:
+    starts, others = _first_starts(first), _first_starts(second)
+    for rank in sorted(starts.keys() & others.keys()):
+        if name := _first_apart(starts[rank].weights, others[rank].weights):
+            return name
+    return ""
+
+
+def _first_starts(trace: Trace) -> dict[int, Start]:
+    return {s.rank: s for s in trace.of(Start) if s.step == 0 and not s.resumed}
+
+
+def _first_apart(left: Tensors, right: Tensors) -> str:
+    return next((n for n in left if n in right and left[n].digest != right[n].digest), "")
+
+
+def _samples(trace: Trace) -> dict[int, Counter[int]]:
+    completed = {update.step for update in trace.of(Update)}
+    samples: dict[int, Counter[int]] = {}
+    for shard in trace.of(Shard):
+        if shard.step in completed:
+            samples.setdefault(shard.step, Counter()).update(shard.ids)
+    return samples
+
+
+def other_beginning(compared: Compared) -> str:
+    """Return why the runs begin with weights that were drawn independently; "" if they don't.
+
+    Weights that differ but were drawn alike are left to the comparison: the trainer changed them.
+    """
+    starts, model_starts = (_first_starts(run) for run in (compared.trace, compared.model))
+    if not starts or not model_starts:
+        return ""
+    start, model = starts[min(starts)], model_starts[min(model_starts)]
+    for name, record in start.weights.items():
+        expected = model.weights.get(name)
+        if expected is None or expected.digest == record.digest:
+            continue
+        left, right = expected.vector(), record.vector()
+        if left is None or right is None or _are_other_draws(left, right):
+            return (
+                f"{run_name(compared.trace)} begins with other weights than "
+                f"{run_name(compared.model)} ({name}): {_SEED}, and draw the weights before "
+                "anything that depends on the rank or on the number of workers"
+            )
+    return ""
+
+
+def _are_other_draws(left: NDArray[Any], right: NDArray[Any]) -> bool:
+    if left.size != right.size or not (np.isfinite(left).all() and np.isfinite(right).all()):
+        return False
+    left, right = left.astype(np.float64), right.astype(np.float64)
+    sizes = [float(np.linalg.norm(one)) for one in (left, right)]
+    return min(sizes) > 0 and float(np.linalg.norm(left - right)) > OTHER_DRAW * max(sizes)
+
+
+# --- the table ------------------------------------------------------------------------------------
+
 
 SAME_NAMES = Presupposition(
-    name="same names",
     says="a name means the same tensor on every rank and in both runs",
-    lacking=tensor_names.lacking,
+    lacking=copies.other_names,
 )
 COPIES = Presupposition(
-    name="copies",
     says="each rank holds the whole of each tensor, not a piece, and none of its own",
     lacking=copies.lacking,
     left=copies.without,
 )
 PLAIN_RUNS_AGREE = Presupposition(
-    name="plain runs agree",
     says="two runs of the command, with nothing changed between them, agree within rounding",
-    lacking=repeatability.apart,
+    lacking=plain_runs_apart,
 )
 SAME_BITS_AGAIN = Presupposition(
-    name="plain runs have the same bits",
     says="two runs of the command, with nothing changed between them, agree in every bit",
-    lacking=repeatability.apart_in_bits,
+    lacking=plain_bits_apart,
 )
 SAME_BEGINNING = Presupposition(
-    name="same beginning",
     says="both runs begin with the same weights",
-    lacking=repeatability.other_beginning,
+    lacking=other_beginning,
 )
 SEEDED = Presupposition(
-    name="seeded",
     says="both runs draw the same first weights and the same samples",
-    lacking=repeatability.drawn_apart,
+    lacking=drawn_apart,
 )
 SEEDED_AFTER_A_STOP = Presupposition(
-    name="seeded after a stop",
     says="a run that was stopped goes on with the random numbers that it would have drawn",
-    lacking=repeatability.drawn_anew,
+    lacking=drawn_anew,
 )
 SAMPLES_AGAIN = Presupposition(
-    name="samples are drawn alike",
     says="two runs of the command, with nothing changed between them, draw the same samples",
-    lacking=repeatability.samples_apart,
+    lacking=samples_apart,
 )
 SAMPLES_SEEDED = Presupposition(
-    name="samples are seeded",
     says="a command that is told no {seed} draws the same samples in each run",
-    lacking=repeatability.samples_drawn_apart,
+    lacking=samples_drawn_apart,
 )
 SAMPLES_OF_ITS_OWN = Presupposition(
-    name="samples of a rank's own",
     says="ranks that draw the same samples hold copies of the model, not parts of it",
     lacking=copies.shared_samples,
 )
 ROWS_COUNT_ONCE = Presupposition(
-    name="rows count once",
     says="a sum over a batch has each row once, with any number of workers",
     lacking=copies.summed_parts,
 )
 SAME_BATCHES = Presupposition(
-    name="same batches",
     says="the script cuts the same batches for any number of workers",
-    lacking=sample_numbers.other_batches,
+    lacking=random_draws.other_batches,
 )
 SAME_NUMBERS = Presupposition(
-    name="same numbers",
     says="a number means the same sample on every rank",
-    lacking=sample_numbers.of_own_data,
+    lacking=random_draws.of_own_data,
 )
 REDUCED = Presupposition(
-    name="reduced before the step",
     says="the optimizer gets the gradients that it applies, and reduces nothing itself",
     lacking=applied_gradients.unreduced,
     left=applied_gradients.without_gradients,
-    broken=steps_alone.broken,
+    broken=applied_gradients.stepped_alone,
 )
 THE_MODEL_S = Presupposition(
-    name="the model's own weights",
     says="the optimizer steps the model's weights, not copies of them",
     lacking=applied_gradients.copies_stepped,
 )
 SKIPS_ARE_SEEN = Presupposition(
-    name="skips are seen",
     says="a step that a rank skips because of another rank's value is recorded as skipped",
     lacking=applied_gradients.skipped_unseen,
 )
 STATISTICS = Presupposition(
-    name="no statistics of a rank",
     says="no rank computes with statistics of its own samples",
-    lacking=rank_statistics.lacking,
+    lacking=coupled_samples.other_statistics,
     is_explained=True,
 )
 FINITE = Presupposition(
-    name="finite",
     says="weights are finite: NaN equals NaN in any trainer",
-    lacking=divergence.lacking,
-    left=divergence.before,
-    broken=divergence.broken,
+    lacking=common_steps.not_finite,
+    left=common_steps.while_finite,
+    broken=common_steps.broken_by_itself,
 )
 
 SAME_STEPS = Presupposition(
-    name="same steps",
     says="a step's number means the same step on every rank",
-    lacking=uneven_steps.lacking,
-    left=uneven_steps.before,
+    lacking=common_steps.uneven,
+    left=common_steps.while_even,
 )
 TOGETHER = Presupposition(
-    name="steps are made together",
     says="ranks are kept alike by their gradients, and not brought together now and then",
-    lacking=brought_together.lacking,
-    left=brought_together.before,
+    lacking=common_steps.brought_together,
+    left=common_steps.before_steps,
 )
 SAME_CONTENTS = Presupposition(
-    name="same contents",
     says="the model is given the same of each sample in both runs",
     lacking=random_draws.other_contents,
     is_explained=True,
 )
 NOTHING_BY_RANK = Presupposition(
-    name="nothing drawn by rank",
     says="no random numbers depend on the rank, or on how a batch is split",
     lacking=random_draws.drawn_by_rank,
     is_explained=True,
 )
 SUM_OVER_SAMPLES = Presupposition(
-    name="a sum over samples",
     says="the loss of a batch is a sum over its samples, which don't act on each other",
     lacking=coupled_samples.lacking,
     is_explained=True,
     broken=coupled_samples.broken,
 )
 THEIR_BATCHES = Presupposition(
-    name="their batches",
     says="one worker that was to have the batches of several was given the whole of them",
     lacking=copies.not_given,
     is_explained=True,
 )
 NO_NOISE = Presupposition(
-    name="no noise on gradients",
     says="nothing random is added to the gradients",
     lacking=lambda compared: random_draws.noise_on_gradients(compared.trace),
 )
 
 
 def _strictly(presupposition: Presupposition) -> Presupposition:
-    """Return a presupposition without which nothing of the comparison is left."""
     return replace(presupposition, left=lambda _: None)
 
 
@@ -180,7 +350,7 @@ def _strictly(presupposition: Presupposition) -> Presupposition:
 WITH_ONE_WORKER = "several workers with one"
 WITH_A_KNOB = "a turned knob with its usual value"
 RESUMED = "a resumed run with the straight one"
-KILLED = "a run whose worker was killed with an undisturbed one"
+KILLED = "a run that lost a worker with an undisturbed one"
 REPEATED = "a second run with the first"
 RANKS = "ranks with each other"
 SUMS = "gradients with the sums of their micro-batches'"
@@ -234,25 +404,25 @@ def comparable(tally: Tally, comparison: str, compared: Compared) -> Compared | 
         return compared
     compared = aligned(compared)
     if comparison in (WITH_ONE_WORKER, WITH_A_KNOB, SUMS, UPDATES):
-        compared = divided_inside.reduced(tally, compared)
+        compared = applied_gradients.reduced(tally, compared)
     if compared.trace.traits.unseeded and not compared.is_one_run:
         tally.note(
             "the script doesn't seed itself: entrenar-check has seeded torch, numpy and Python "
             "before it began, each rank differently and each run alike"
         )
     if comparison in (WITH_ONE_WORKER, WITH_A_KNOB, SUMS):
-        compared = divided_inside.undone(tally, compared)
+        compared = applied_gradients.undone(tally, compared)
         compared = _uncompressed(tally, compared)
     for presupposition in COMPARISONS[comparison]:
-        why = presupposition.lacking(compared)
-        if not why:
+        reason = presupposition.lacking(compared)
+        if not reason:
             continue
         if presupposition.is_explained and (explanation := compared.explanation) is not None:
             _note_explained(tally, compared, explanation)
             continue
         broken = presupposition.broken(compared)
         if broken is None:
-            tally.miss(why)
+            tally.miss(reason)
         else:
             tally.check(False, **broken)
         left = presupposition.left(compared)
@@ -278,11 +448,9 @@ def _uncompressed(tally: Tally, compared: Compared) -> Compared:
 
     def before(run: Trace) -> Trace:
         whole = replace(run.traits, compressed="", compressed_from=0)
-        return replace(divergence.until(run, step), traits=whole)
+        return replace(common_steps.until(run, step), traits=whole)
 
-    trace = before(compared.trace)
-    model = trace if compared.is_one_run else before(compared.model)
-    return replace(compared, model=model, trace=trace)
+    return compared.both(before)
 
 
 def are_comparable(comparison: str, compared: Compared) -> bool:
@@ -308,11 +476,10 @@ def aligned(compared: Compared) -> Compared:
     """Return the comparison with tensors of the model named as in the trace."""
     if compared.is_one_run:
         return compared
-    return replace(compared, model=tensor_names.aligned(compared.model, compared.trace))
+    return replace(compared, model=copies.aligned(compared.model, compared.trace))
 
 
 def _note_explained(tally: Tally, compared: Compared, explanation: Explanation) -> None:
-    """Note that two runs differ by one exact equation, so by nothing that is random or coupled."""
     difference = compared.difference
     assert difference is not None, "it was explained"
     runs = " and ".join(run_name(run) for run in (compared.model, compared.trace))

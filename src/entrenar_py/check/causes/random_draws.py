@@ -1,23 +1,26 @@
-"""Test whether draws, or contents of samples, depend on the rank or on how a batch is split.
+"""Test whether draws, samples or their contents depend on the rank or on how a batch is split.
 
-Then another number of workers, or of micro-batches, rightly trains otherwise.
+Then another number of workers, or of micro-batches, rightly trains otherwise. A number of a sample
+may also mean one of the rank's own data, and batches may be cut otherwise on one worker.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 
-from entrenar_py.check.causes import own_sums
-from entrenar_py.check.causes.compared import Compared, run_name
-from entrenar_py.check.causes.run_comparison import ROUNDING_STEPS
+from entrenar_py.check.causes import accumulation
+from entrenar_py.check.causes.rounding_bounds import ROUNDING_STEPS
+from entrenar_py.check.causes.run_comparison import Compared
 from entrenar_py.check.evidence import missing, precision
+from entrenar_py.check.evidence.run_names import run_name
 from entrenar_py.shared.faults import CONTROLLED
-from entrenar_py.shared.trace import Drawn, Shard, Trace
+from entrenar_py.shared.trace import Drawn, Selection, Shard, Trace, Update
+from entrenar_py.shared.wording import counted
 
 # Relative distance of what the model is given of a sample in two runs. In later steps it may come
-# from another model whose weights have moved apart, by rounding.
+# from another model, with weights that rounding has moved apart.
 CONTENTS_BOUND = 1e-5
 CONTENTS_BOUND_MOVED = 1e-3
 _COARSE_UNITS = 16  # in 16 bits: roundings of that precision
@@ -105,14 +108,14 @@ def drawn_by_rank(compared: Compared) -> str:
             continue  # the contents are the same
         mine, theirs = drawn.get(where, {}), expected.get(where, {})
         one_for_all = are_common or (where == "batch" and known)
-        same = _same(mine, theirs) if alike else one_for_all and _one(mine, theirs)
+        same = {**mine} == {**theirs} if alike else one_for_all and _one(mine, theirs)
         if (mine or theirs) and not same:
             if compared.difference is None:
                 return ""
-            who = run_name(trace if mine else model)
+            run = run_name(trace if mine else model)
             names = _named(mine or theirs)
             return (
-                f"{who} draws random numbers {PLACES[where]}, from {names}, which may depend on "
+                f"{run} draws random numbers {PLACES[where]}, from {names}, which may depend on "
                 f"the rank or on how a batch is split: {_REMEDY}"
             )
     return ""
@@ -125,7 +128,7 @@ def noise_on_gradients(trace: Trace) -> str:
     for something else, such as the next batch.
     """
     drawn = _by_place(trace).get("gradient")
-    if not drawn or own_sums.are_applied(trace, {step for step, _ in drawn}):
+    if not drawn or accumulation.are_applied(trace, {step for step, _ in drawn}):
         return ""
     return (
         f"random numbers are drawn {PLACES['gradient']}, from {_named(drawn)}, so the gradient "
@@ -176,21 +179,15 @@ _ByPlace = Mapping[str, Mapping[tuple[int, int], list[_Numbers]]]  # where -> st
 
 
 def _by_place(trace: Trace) -> _ByPlace:
-    """Return what was drawn in the first steps, in order, without a loader's own workers."""
-    found: dict[str, dict[tuple[int, int], list[_Numbers]]] = defaultdict(lambda: defaultdict(list))
+    draws: dict[str, dict[tuple[int, int], list[_Numbers]]] = defaultdict(lambda: defaultdict(list))
     for drawn in trace.standing.of(Drawn):
         if drawn.step < ROUNDING_STEPS and (drawn.worker is None or drawn.where == "loader"):
             numbers = drawn.generator, drawn.before, drawn.after
-            found[drawn.where][drawn.step, drawn.rank].append(numbers)
-    return found
+            draws[drawn.where][drawn.step, drawn.rank].append(numbers)
+    return draws
 
 
 _Draws = Mapping[tuple[int, int], list[_Numbers]]
-
-
-def _same(mine: _Draws, theirs: _Draws) -> bool:
-    """Return whether each rank drew the same in each step of both runs."""
-    return {**mine} == {**theirs}
 
 
 def _one(mine: _Draws, theirs: _Draws) -> bool:
@@ -205,7 +202,7 @@ def _one(mine: _Draws, theirs: _Draws) -> bool:
 
 
 def _named(draws: _Draws) -> str:
-    names = dict.fromkeys(_generators(draws.values()))
+    names = dict.fromkeys(name for numbers in draws.values() for name, _, _ in numbers)
     return " and ".join(named(name) for name in names)
 
 
@@ -219,6 +216,119 @@ def named(generator: str) -> str:
     return f"the generator {generator}"
 
 
-def _generators(draws: Iterable[list[_Numbers]]) -> Iterator[str]:
-    for numbers in draws:
-        yield from (name for name, _, _ in numbers)
+# --- samples by their numbers ---------------------------------------------------------------------
+
+
+def of_own_data(compared: Compared) -> str:
+    """Return which number stands for other samples on two ranks, as it seems; "" for none.
+
+    It does if both draw it in an epoch, with other contents. If a sampler splits the data between
+    the ranks, or the script selects each rank's part of it, numbers mean the same on all ranks.
+    """
+    runs = (compared.trace,) if compared.is_one_run else (compared.model, compared.trace)
+    return next((why for run in runs if (why := _apart(run))), "")
+
+
+def _apart(trace: Trace) -> str:
+    if trace.traits.splits or trace.of(Selection) or trace.traits.sample_ids == "content":
+        return ""
+    first: dict[tuple[int, int], tuple[int, tuple[float, ...]]] = {}
+    for shard in trace.standing.of(Shard):
+        if len(shard.contents) != len(shard.ids):
+            continue
+        for id_, contents in zip(shard.ids, shard.contents, strict=True):
+            rank, others = first.setdefault((shard.epoch, id_), (shard.rank, contents))
+            if rank != shard.rank and not are_alike(others, contents, CONTENTS_BOUND_MOVED):
+                return (
+                    f"sample {id_} has other contents on rank {shard.rank} than on rank {rank}: "
+                    "each rank may have a data set of its own, in which it counts from 0. Give "
+                    "each rank a Subset of one data set, or report numbers that all ranks count "
+                    "alike, obs.samples(ids)"
+                )
+    return ""
+
+
+def are_ordered_otherwise(compared: Compared) -> bool:
+    """Return whether two runs have the same number of samples in a step, and others in each."""
+    samples, others = _batches(compared.model), _batches(compared.trace)
+    common = sorted(samples.keys() & others.keys())
+    return bool(common) and all(
+        samples[step] != others[step] and samples[step].total() == others[step].total()
+        for step in common
+    )
+
+
+def other_batches(compared: Compared) -> str:
+    """Return why two runs may rightly have different batches; "" if theirs should be the same.
+
+    Each rank may have a part of the data, from which it draws its share of each batch, or a seed of
+    its own, and one worker may have another sampler than several.
+    """
+    samples, others = _batches(compared.model), _batches(compared.trace)
+    common = sorted(samples.keys() & others.keys())
+    if not common or any(samples[step] == others[step] for step in common):
+        return ""
+    if "content" in (compared.model.traits.sample_ids, compared.trace.traits.sample_ids):
+        return ""  # rows with noise or padding in them: `contents` says what is not known
+    if left_out(compared.model, compared.trace):
+        return ""
+    workers = counted(compared.trace.scenario.world_size, "worker")
+    beginning = (
+        f"no step has the samples on {workers} that it has on {compared.model.scenario.world_size}"
+    )
+    sizes = [[batches[step].total() for step in common] for batches in (samples, others)]
+    if all(size != other for size, other in zip(*sizes, strict=True)):
+        return (
+            f"{beginning}: step {common[0]} has {sizes[1][0]}, and {sizes[0][0]} there: divide the "
+            "global batch by the number of workers ({share:GLOBAL} in the command does)"
+        )
+    return (
+        f"{beginning}: {_why_unlike(compared)}. To have steps compared, cut batches in one order "
+        "for any number of workers, and let each rank take its share of them (DistributedSampler "
+        "on one worker, too; one seed on all ranks)"
+    )
+
+
+def _why_unlike(compared: Compared) -> str:
+    """Return the likely cause of other batches on another number of workers."""
+    ranks: dict[int, set[int]] = defaultdict(set)  # by sample
+    epochs: set[int] = set()
+    for run in (compared.model, compared.trace):
+        if run.scenario.world_size > 1:
+            for shard in run.standing.of(Shard):
+                epochs.add(shard.epoch)
+                for id_ in shard.ids:
+                    ranks[id_].add(shard.rank)
+    if len(epochs) > 1 and all(len(drawn) == 1 for drawn in ranks.values()):
+        return "each rank draws from a part of the data"
+    return (
+        "one worker may have another order than several (another sampler, another seed), or each "
+        "rank an order of its own"
+    )
+
+
+def left_out(whole: Trace, fewer: Trace) -> dict[int, list[int]]:
+    """Return by step the samples of `whole` that `fewer` lacks, if batches are cut alike in both.
+
+    They are if no step of `fewer` draws anything else, and a step that is not the last of an epoch
+    of `whole` draws less: the last batch of an epoch may be cut short. Otherwise return nothing.
+    """
+    if whole.traits.epochs == "untold":
+        return {}
+    samples, others = _batches(whole), _batches(fewer)
+    steps = samples.keys() & others.keys()
+    if not all(others[step] <= samples[step] for step in steps):
+        return {}
+    lost = {step: [*(samples[step] - others[step])] for step in steps}
+    last = {shard.epoch: shard.step for shard in whole.standing.of(Shard)}
+    is_cut = any(lost[step] for step in steps - {*last.values()})
+    return {step: sorted(ids) for step, ids in lost.items() if ids} if is_cut else {}
+
+
+def _batches(trace: Trace) -> dict[int, Counter[int]]:
+    completed = {update.step for update in trace.of(Update)}
+    batches: dict[int, Counter[int]] = defaultdict(Counter)
+    for shard in trace.standing.of(Shard):
+        if shard.step in completed and shard.ids:
+            batches[shard.step].update(shard.ids)
+    return batches

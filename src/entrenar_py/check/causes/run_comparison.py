@@ -1,72 +1,50 @@
-"""Compare a run's losses, gradients and weights with a reference run's (`model`), within rounding.
+"""Compare a run with a reference run (`model`), and say what such a comparison presupposes.
 
 The reference is the same training on a single device, or with the script's knobs at their usual
-values. This module judges no clause by itself.
+values. Samples must be the same. Then the first `ROUNDING_STEPS` steps are compared within rounding
+by loss, gradient, weights and buffers, tensor by tensor. Later ones have drifted apart by more than
+any static bound allows. There only the learning rates, the published tolerance of losses, and an
+error that comes at once (`explanations.LaterSteps`) are judged.
+
+A difference is a counterexample only if nothing else explains it. `Compared` is the pair of runs
+that a clause judges, with what is known of both: where they differ, and by which one equation.
+`Presupposition` is a row of the table in `presuppositions`: a test on such a pair. This module
+judges no clause by itself.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
 
-from entrenar_py.check.causes import (
-    changed_sums,
-    combinations,
-    reduction_format,
-    shares,
-    step_shape,
+from entrenar_py.check import evidence
+from entrenar_py.check.causes import explanations, rounding_bounds
+from entrenar_py.check.causes.explanations import Explanation
+from entrenar_py.check.causes.rounding_bounds import (
+    GRADIENT_BOUND,
+    ROUNDING_STEPS,
+    UNKNOWN,
+    Bounds,
+    Sensitivity,
+    rounded_away,
+    sent_in,
 )
-from entrenar_py.check.causes.sensitivity import UNKNOWN, Sensitivity
-from entrenar_py.check.evidence import (
-    closeness,
-    evidence,
-    factors,
-    facts,
-    missing,
-    precision,
-    rates,
-    skips,
-    step_sums,
-)
+from entrenar_py.check.evidence import closeness, factors, facts, missing, precision, step_sums
+from entrenar_py.check.evidence.needs import ALONE, REPEATED, Traces
+from entrenar_py.check.evidence.run_names import Words
 from entrenar_py.shared.faults import MERGED
 from entrenar_py.shared.trace import Start, Tensors, Trace, Update
-from entrenar_py.shared.verdict import Tally
+from entrenar_py.shared.verdict import Counterexample, Tally
 
 PUBLISHED_FROM_STEP = 100
 
-# Relative L2 distance of two float32 gradients of one batch that were added in different orders.
-# Each is within n u |terms| of the exact sum, with u = 2^-24 and n < 300 terms here: 2e-5 times the
-# cancellation among them. Errors of random sign are far smaller: the largest in 3,000 random
-# scenarios was 2.1e-6 (docs/numerics.md). The bound is small enough to detect a gradient that was
-# rounded to bf16 (off by 1e-3), fp16 or TF32 (off by 1.4e-4).
-GRADIENT_BOUND = 1e-4
-# The same for a loss: n u, since its terms have one sign and don't cancel. Largest seen: 2.3e-7.
-LOSS_BOUND = 2e-5
 # Two numbers of workers differ by more.
 FACTOR_BOUND = 1e-3
 
-# A share of the largest loss (or gradient) in the first steps. A later one below it is only
-# rounding: the data are learned. Weights are off by some u |w|. A gradient is about proportional to
-# their distance from the minimum, so it is off by some u times the largest: 16 u.
-LEARNED_AWAY = 2.0**-20
-# Initial weights are drawn, not summed: two libraries or devices may differ in the last bits.
-START_BOUND = 2.0**-20
-# After the first steps rounding differences grow with the trajectory, faster than any static bound
-# allows. Later steps are judged by the published bound only.
-ROUNDING_STEPS = 4
-# Adam's first step is +-rate even where a gradient is rounding noise. Weights then differ by up to
-# twice the rate, and later gradients with them: by 9.5e-4 by step 3 in 700 random scenarios. This
-# bound still detects a gradient that is stale, doubled or of another step.
-ADAM_GRADIENT_BOUND = 1e-2
-ADAM_LOSS_BOUND = 1e-3
-# For runs in 16 bits, in roundings of that precision. A gradient goes through every layer twice,
-# and the rounding of each number depends on the order of a sum. The largest seen in 4 seeds of 4
-# scripts in bfloat16, with autocast and without: 5 for a gradient, 1.1 for a loss.
-COARSE_GRADIENT_UNITS = 16
-COARSE_LOSS_UNITS = 4
 # That is a share of a gradient's terms. Where these are so many times as large as their sum, the
 # same rounding is so much more of the sum.
 CANCELLED_MIN = 8
@@ -81,16 +59,6 @@ _PARTS = {
     "weights": "weights after the step are not",
     "buffers": "buffers after the step are not",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Words:
-    """The words in which findings name the model run: `gradient is not <its>`, `<who> halted`."""
-
-    who: str = "the single-device run"
-    its: str = "the single device's"
-    before: str = ""  # the beginning of each message
-    elsewhere: str = ": see F-DP-002"  # the clause that judges which samples are drawn
 
 
 SINGLE = Words()
@@ -112,8 +80,8 @@ def compare(
     """
     if not missing.require_updates(tally, model, trace):
         return 0
-    if why := rounded_away(trace) or rounded_away(model):
-        tally.miss(why)
+    if reason := rounded_away(trace) or rounded_away(model):
+        tally.miss(reason)
         return 0
     if (sent := sent_in(trace)) in precision.SIXTEEN:
         tally.note(f"gradients are sent in {sent}: compared within the rounding of that")
@@ -124,23 +92,26 @@ def compare(
     comparison = _Comparison(tally, words, trace, bounds, sensitivity)
     comparison.starts(gaps, model)
     valued = {part for part in _PARTS if _has_values(model, part) and _has_values(trace, part)}
-    model_rested, rested = skips.without_gradients(model), skips.without_gradients(trace)
+    model_rested, rested = (
+        evidence.skipped_without_gradients(model),
+        evidence.skipped_without_gradients(trace),
+    )
     apart = min(model_rested ^ rested, default=None)
     dropped = step_sums.dropped_otherwise(model, trace) if tally.observed else None
     ends = [step for step in (apart, dropped) if step is not None]
-    num_gradients, later = 0, shares.LaterSteps(model, trace)
+    num_gradients, later = 0, explanations.LaterSteps(model, trace)
     for step, by_rank in _comparable(comparison, model, min(ends, default=None)):
         due = valued - {"gradient"} if step in rested else valued
         model_update = evidence.any_rank(expected[step])
-        if why := _other_rate(model, model_update, trace, evidence.any_rank(by_rank)):
-            tally.miss(f"{words.before}{why}")
+        if reason := _other_rate(model, model_update, trace, evidence.any_rank(by_rank)):
+            tally.miss(f"{words.before}{reason}")
             break
         if step >= ROUNDING_STEPS and "gradient" in due and trace.scenario.workload == "own":
             comparison.later_shares(later, evidence.any_rank(by_rank))
         for update in by_rank.values():
             if trace.scenario.workload == "own":
                 message = f"{words.before}the learning rate is not {words.its}"
-                rates.compare(tally, model_update, update, expected, trace, message)
+                closeness.compare_rates(tally, model_update, update, expected, trace, message)
             if step < ROUNDING_STEPS:
                 num_gradients += comparison.first_step(model_update, update, due, gaps)
                 continue
@@ -150,9 +121,7 @@ def compare(
         tally.miss(f"{words.before}{_NOTHING}")
         num_gradients = 0
     gaps.tell(tally)
-    comparison.parts(apart, skipped=apart in rested, is_enough=num_gradients > 0)
-    comparison.dropped(dropped, is_enough=num_gradients > 0)
-    comparison.tell_sensitivity(is_enough=num_gradients > 0)
+    comparison.ends(apart, dropped, rests=apart in rested, is_enough=num_gradients > 0)
     comparison.steps(model)
     return num_gradients
 
@@ -179,7 +148,7 @@ def _comparable(
         if step == apart or comparison.sensitivity.is_chaotic(step):
             return
         if step not in expected:
-            tally.miss(f"{words.who} has no step {step}")
+            tally.miss(f"{words.run} has no step {step}")
         elif step in alike:
             yield step, by_rank
         elif (
@@ -205,8 +174,10 @@ def _other_rate(model: Trace, due: Update, trace: Trace, got: Update) -> str:
     """
     if not any(fault.kind == MERGED for fault in model.scenario.faults):
         return ""
-    pairs = rates.of(due, got).values()
-    apart = next((pair for pair in pairs if not math.isclose(*pair, rel_tol=rates.BOUND)), None)
+    pairs = closeness.rates_of(due, got).values()
+    apart = next(
+        (pair for pair in pairs if not math.isclose(*pair, rel_tol=closeness.RATE_BOUND)), None
+    )
     if apart is None:
         return ""
     workers = trace.scenario.world_size
@@ -217,7 +188,7 @@ def _other_rate(model: Trace, due: Update, trace: Trace, got: Update) -> str:
 
 
 def steps_alike(model: Trace, trace: Trace) -> set[int]:
-    """Return the first steps whose averaged gradients agree within rounding in both runs.
+    """Return the first steps with averaged gradients that agree within rounding.
 
     So their samples are the same ones, whatever is known of them.
     """
@@ -250,7 +221,7 @@ def steps_combined(model: Trace, trace: Trace) -> set[int]:
         bound = bounds.gradient_moved if step else bounds.gradient
         if step >= ROUNDING_STEPS or not goal:
             break
-        if combinations.shares(goal, shards[step], bound) is not None:
+        if explanations.shares_of_combination(goal, shards[step], bound) is not None:
             alike.add(step)
     return alike
 
@@ -258,7 +229,7 @@ def steps_combined(model: Trace, trace: Trace) -> set[int]:
 def tells(*runs: Trace, floor: float = 0.0) -> bool:
     """Return whether some gradient of the first steps, of one of `runs`, is longer than `floor`.
 
-    Gradients that are all zero are alike in any trainer. One whose length is unknown may tell.
+    Gradients that are all zero are alike in any trainer. One of unknown length may tell.
     """
     norms = (
         closeness.norm_l2(update.gradient)
@@ -267,82 +238,6 @@ def tells(*runs: Trace, floor: float = 0.0) -> bool:
         if update.step < ROUNDING_STEPS and update.gradient
     )
     return any(norm is None or not norm <= floor for norm in norms)
-
-
-def rounded_away(trace: Trace) -> str:
-    """Return why the run's gradients can't be compared within rounding; "" if they can.
-
-    Gradients sent in 16 bits can be compared within the rounding of 16 bits. If nobody says that
-    they are, elements show it, and a sketch of a large tensor has few of them.
-    """
-    compressed = trace.traits.compressed
-    if not compressed and _is_sketched(trace) and (seen := sent_in(trace)):
-        return (
-            f"sums of gradients are rounded to {seen}, which nobody declared: "
-            f"observe(..., reduce_dtype=torch.{seen}), or torch.float32 if they must not be"
-        )
-    if compressed in ("", "float32", *precision.SIXTEEN):
-        return ""
-    return (
-        f"gradients are compressed by {compressed}, whose rounding is not known: leave the hook "
-        "out, or use fp16_compress_hook"
-    )
-
-
-def _is_sketched(trace: Trace) -> bool:
-    first = next(iter(trace.of(Update)), None)
-    return first is not None and any(r.sketch is not None for r in first.gradient.values())
-
-
-def sent_in(trace: Trace) -> str:
-    """Return what compresses gradients on their way between ranks, as declared or as sums show it.
-
-    A script may round them to 16 bits by hand. "" if nothing does.
-    """
-    return trace.traits.compressed or reduction_format.undeclared(trace, GRADIENT_BOUND)
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """The allowed distances of losses, gradients and weights: relative, and absolute floors."""
-
-    loss: float  # in step 0
-    loss_moved: float  # in later steps
-    gradient: float
-    gradient_moved: float
-    weights: float
-    start: float
-    loss_floor: float  # absolute: a smaller distance is only rounding
-    gradient_floor: float
-    adam: bool  # if a run uses it, weights can't be compared
-
-    @classmethod
-    def of(cls, expected: Mapping[int, Mapping[int, Update]], *runs: Trace) -> Bounds:
-        first = [evidence.any_rank(expected[step]) for step in expected if step < ROUNDING_STEPS]
-        losses = (abs(update.loss or 0.0) for update in first)
-        norms = (closeness.norm_l2(update.gradient) or 0.0 for update in first)
-        adam = any(run.scenario.optimizer == "adamw" for run in runs)
-        adam = adam or step_shape.is_adaptive(*runs)
-        own = [run for run in runs if run.scenario.workload == "own"]
-        sent = [
-            precision.SIXTEEN[name][0] for name in map(sent_in, own) if name in precision.SIXTEEN
-        ]
-        unit = max(precision.unit(*own), *sent, precision.FLOAT32)
-        coarse = unit > precision.FLOAT32
-        loss, gradient, floor = LOSS_BOUND, GRADIENT_BOUND, LEARNED_AWAY
-        if coarse:
-            loss, gradient, floor = COARSE_LOSS_UNITS * unit, COARSE_GRADIENT_UNITS * unit, unit
-        return cls(
-            loss=loss,
-            loss_moved=max(loss, ADAM_LOSS_BOUND) if adam else loss,
-            gradient=gradient,
-            gradient_moved=max(gradient, ADAM_GRADIENT_BOUND) if adam else gradient,
-            weights=gradient,
-            start=max(START_BOUND, unit) if coarse else START_BOUND,
-            loss_floor=floor * _largest(losses),
-            gradient_floor=floor * _largest(norms),
-            adam=adam,
-        )
 
 
 @dataclass(frozen=True)
@@ -367,7 +262,7 @@ class _Comparison:
             gaps.add(f"was not compared by {part}", fact, rank=update.rank, step=update.step)
         return "gradient" in compared
 
-    def later_shares(self, later: shares.LaterSteps, update: Update) -> None:
+    def later_shares(self, later: explanations.LaterSteps, update: Update) -> None:
         """Check that no micro-batch counts too much in a step after the first ones.
 
         Nothing else is judged there: rounding differences have grown by then. A short last batch
@@ -420,7 +315,9 @@ class _Comparison:
             place = evidence.place(self.trace, update)
             place["of_gradients"] = part == "gradient"
             if part == "gradient" and self.trace.scenario.workload == "own":
-                place["explain"] = partial(shares.explain, self.trace, update, mine, bound)
+                place["explain"] = partial(
+                    explanations.explain_shares, self.trace, update, mine, bound
+                )
                 place["cancelled"] = self.cancelled(update)
             if closeness.compare_close(self.tally, mine, theirs, bound, what, floor, **place):
                 done.add(part)
@@ -435,14 +332,8 @@ class _Comparison:
 
         Where all of them are longer than the norm, sums over workers and means are clipped alike.
         """
-        due, got = map(evidence.vectors, (model.unclipped, update.unclipped))
-        if not due or not got or due.keys() != got.keys():
-            return
-        names = sorted(due)
-        vectors = (step_sums.joined(due, names), step_sums.joined(got, names))
-        if vectors[0].shape != vectors[1].shape:
-            return
-        times, workers = factors.ratio(*vectors, FACTOR_BOUND), self.trace.scenario.world_size
+        times = step_sums.ratio(model.unclipped, update.unclipped, FACTOR_BOUND)
+        workers = self.trace.scenario.world_size
         if times is None or workers == 1 or self.trace.traits.shared:
             return
         if math.isclose(times, workers, rel_tol=FACTOR_BOUND):
@@ -464,8 +355,8 @@ class _Comparison:
     def sums(self, model: Update, update: Update, message: str) -> None:
         """Check, where much is allowed, that no tensor's gradient was changed beyond its terms."""
         place = evidence.place(self.trace, update)
-        bound = changed_sums.allowed(update, GRADIENT_BOUND)
-        for name, change in changed_sums.of(self.trace, update, model, GRADIENT_BOUND).items():
+        bound = explanations.allowed_change(update, GRADIENT_BOUND)
+        for name, change in explanations.changes(self.trace, update, model, GRADIENT_BOUND).items():
             got, scenario = change.right + change.change, self.trace.scenario
             words = factors.of(change.right, got, scenario, bound, of_gradients=True)
             self.tally.check(
@@ -477,44 +368,37 @@ class _Comparison:
                 **place,
             )
 
-    def parts(self, step: int | None, *, skipped: bool, is_enough: bool) -> None:
-        """Report that the comparison ended at `step`, if any, which only one of the two skipped."""
-        if step is None:
-            return
-        who = "this run" if skipped else self.words.who
-        why = (
-            f"{self.words.before}{who} alone skipped step {step}, as a GradScaler does whose scale "
-            "is too large: not compared from there on"
-        )
-        if is_enough:
-            self.tally.note(why)
-        else:
-            self.tally.miss(f"{why}, nor before: begin with a smaller scale, or use bfloat16")
+    def ends(self, apart: int | None, dropped: int | None, *, rests: bool, is_enough: bool) -> None:
+        """Report where the comparison ended early, and how closely steps were compared.
 
-    def dropped(self, step: int | None, *, is_enough: bool) -> None:
-        """Report that the comparison ended at `step`, if any, in which one run alone drops a batch.
-
-        The other one trains on it, by a loss of its own.
+        It ends at a step that only one of the runs skipped (`apart`), or in which one alone drops a
+        batch (`dropped`) that the other trains on, by a loss of its own. That is a note if enough
+        was compared before.
         """
-        if step is not None:
-            why = (
-                f"{self.words.before}in step {step} this run drops another number of batches than "
-                f"{self.words.who}, as one does whose loss is too large: not compared from there on"
+        report = self.tally.note if is_enough else self.tally.miss
+        before, model = self.words.before, self.words.run
+        if apart is not None:
+            reason = (
+                f"{before}{'this run' if rests else model} alone skipped step {apart}, as a "
+                "GradScaler with too large a scale does: not compared from there on"
             )
-            (self.tally.note if is_enough else self.tally.miss)(why)
-
-    def tell_sensitivity(self, *, is_enough: bool) -> None:
-        """Report how closely steps were compared, or not at all, since rounding moves them."""
-        if why := self.sensitivity.in_words(ROUNDING_STEPS, self.bounds.gradient):
-            (self.tally.note if is_enough else self.tally.miss)(f"{self.words.before}{why}")
+            lacking = ", nor before: begin with a smaller scale, or use bfloat16"
+            report(reason if is_enough else reason + lacking)
+        if dropped is not None:
+            report(
+                f"{before}in step {dropped} this run drops another number of batches than "
+                f"{model}, as one with too large a loss does: not compared from there on"
+            )
+        if reason := self.sensitivity.in_words(ROUNDING_STEPS, self.bounds.gradient):
+            report(f"{before}{reason}")
 
     def steps(self, model: Trace) -> None:
         """Check that the run made every step that `model` made."""
         lacking = evidence.updates(model).keys() - evidence.updates(self.trace).keys()
         if lacking and model.end.status == "halted":
-            self.tally.miss(f"{self.words.who} halted: {model.end.reason}")
+            self.tally.miss(f"{self.words.run} halted: {model.end.reason}")
             return
-        evidence.compare_steps_made(self.tally, lacking, self.trace, self.words.before)
+        closeness.compare_steps_made(self.tally, lacking, self.trace, self.words.before)
 
     def starts(self, gaps: missing.Gaps, model: Trace) -> None:
         """Compare each rank's weights before the first step with those of `model`."""
@@ -536,7 +420,7 @@ class _Comparison:
 def _samples(trace: Trace) -> dict[int, Counter[int]]:
     """Return step -> how often each sample was used in it.
 
-    A step whose inputs were made of earlier samples has those of the step before.
+    A step with inputs that were made of earlier samples has those of the step before.
     """
     samples: dict[int, Counter[int]] = {}
     for step, shards in sorted(evidence.shards(trace).items()):
@@ -547,7 +431,6 @@ def _samples(trace: Trace) -> dict[int, Counter[int]]:
 
 
 def _tensors(update: Update, part: str) -> Tensors:
-    """Return a part of an update. Of buffers return floats only (running means, no counters)."""
     tensors: Tensors = getattr(update, part)
     if part != "buffers":
         return tensors
@@ -558,5 +441,81 @@ def _has_values(trace: Trace, part: str) -> bool:
     return any(evidence.has_values(_tensors(update, part)) for update in trace.of(Update))
 
 
-def _largest(sizes: Iterable[float]) -> float:
-    return max((size for size in sizes if math.isfinite(size)), default=0.0)
+# --- what is compared, and what that presupposes --------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """Two runs that a check compares: `trace` is judged by `model`.
+
+    They are the same trace where ranks or steps of one run are compared with each other. `runs` are
+    all runs that the check was given.
+    """
+
+    runs: Traces
+    model: Trace
+    trace: Trace
+
+    @property
+    def is_one_run(self) -> bool:
+        """True if a run is compared with itself."""
+        return self.model is self.trace
+
+    def both(self, change: Callable[[Trace], Trace]) -> Compared:
+        """Return the comparison with both runs changed. One run stays one."""
+        trace = change(self.trace)
+        return replace(self, trace=trace, model=trace if self.is_one_run else change(self.model))
+
+    @property
+    def plain_runs(self) -> tuple[Trace, ...]:
+        """Two runs of the same command with nothing changed between them; () if unknown."""
+        runs = self.runs.witnesses.get(REPEATED, ())
+        return runs if len(runs) == 2 else ()
+
+    @property
+    def sensitivity(self) -> Sensitivity:
+        """How far rounding alone moves this training, as far as it was measured."""
+        return rounding_bounds.sensitivity_of(self.runs)
+
+    @cached_property
+    def difference(self) -> Counterexample | None:
+        """Where the runs differ by more than rounding, None if they don't.
+
+        Where they don't, a presupposition that fails was without effect.
+        """
+        tried = Tally("", observed=True)
+        compare(tried, self.model, self.trace, None, sensitivity=self.sensitivity)
+        return tried.broken
+
+    @cached_property
+    def explanation(self) -> Explanation | None:
+        """Why the runs differ, if one exact equation says so; None if none does."""
+        step = None if self.is_one_run or self.difference is None else self.difference.step
+        if step is None or step < 0:
+            return None
+        bounds = rounding_bounds.Bounds.of(evidence.updates(self.model), self.model, self.trace)
+        bound = bounds.gradient_moved if step else bounds.gradient
+        return explanations.difference(self.model, self.trace, step, bound)
+
+    @property
+    def alone(self) -> Trace | None:
+        """The run on one worker, None if there is none."""
+        return next(iter((*self.runs.of(ALONE), *self.runs.witnesses.get(ALONE, ()))), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Presupposition:
+    """A condition of comparing two tensors, losses or orders of samples.
+
+    `says` completes "a comparison presupposes that ...". `lacking` tests it on the runs: it returns
+    why it fails or is unknown, and the call that settles it, or "" if it holds. `left` returns what
+    can still be compared where it fails, or None for nothing. If a difference that has an
+    explanation can't come from this, `is_explained` is true. `broken` returns the counterexample
+    of a training in which it fails by the script's own doing, None where that isn't certain.
+    """
+
+    says: str
+    lacking: Callable[[Compared], str]
+    left: Callable[[Compared], Compared | None] = lambda _: None
+    is_explained: bool = False
+    broken: Callable[[Compared], Mapping[str, Any] | None] = lambda _: None

@@ -1,24 +1,26 @@
 """Recompute optimizer steps in float64, from the recorded gradients and weights.
 
-The formulas are those of torch.optim's SGD and AdamW, written independently of every trainer here.
-The constants are torch's defaults (0.9 for momentum). A user's trainer declares others in its
-trace's `traits`: momentum, dampening, nesterov, betas, eps, and `decay: coupled` for an Adam whose
-decay is a part of the gradient. Rounding noise in the recorded gradient makes no difference here,
-so this finds errors under Adam that parity can't.
+The formulas are those of torch.optim, written from the papers as torch documents them, and
+independently of every trainer here. A rule changes a tensor's `Moments`, and returns by how much
+the weight moves against the gradient, and the sum of the absolute values of that move's terms:
+rounding is proportional to it. The constants are torch's defaults. A user's trainer declares others
+in its trace's `traits`: momentum, dampening, nesterov, betas, eps, and `decay: coupled` for an Adam
+where decay is a part of the gradient; or its events say them (`Ruled`). Rounding noise in the
+recorded gradient makes no difference here, so this finds errors under Adam that parity can't.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from entrenar_py.check.causes import torch_rules
-from entrenar_py.check.causes.torch_rules import Moments, TensorRule
-from entrenar_py.check.evidence import evidence, precision
+from entrenar_py.check import evidence
+from entrenar_py.check.evidence import precision
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import (
     Event,
@@ -33,6 +35,221 @@ from entrenar_py.shared.trace import (
 )
 
 Vector = NDArray[np.float64]
+Move = tuple[Vector, Vector]
+
+
+@dataclass
+class Moments:
+    """The optimizer's state of one tensor. `size` is `first`, but of the terms' absolute values.
+
+    `steps` counts the steps in which the tensor had a gradient, as torch's optimizers do. `third`
+    and `product` are the state of rules that keep more.
+    """
+
+    steps: int = 0
+    first: Vector | float = 0.0
+    second: Vector | float = 0.0
+    size: Vector | float = 0.0
+    third: Vector | float = 0.0
+    product: float = 1.0
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What a parameter group of torch's has, with the defaults of torch where it lacks something.
+
+    `decays` is True if weight decay shrinks the weight apart from the gradient.
+    """
+
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+    maximize: bool = False
+    amsgrad: bool = False
+    decoupled_weight_decay: bool = False
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    alpha: float = 0.99
+    centered: bool = False
+    lr_decay: float = 0.0
+    initial_accumulator_value: float = 0.0
+    rho: float = 0.9
+    momentum_decay: float = 4e-3
+    roundings: float = 1.0  # by how much more a move may be off, for constants in float32
+
+
+@dataclass(frozen=True)
+class TensorRule:
+    """The rule by which an optimizer of torch's steps one tensor."""
+
+    kind: str
+    constants: Constants
+
+    def move(self, moments: Moments, gradient: Vector, weight: Vector, rate: float) -> Move:
+        """Return the move against the gradient in one step, with the size of its terms."""
+        group, decay = self.constants, self.constants.weight_decay
+        moments.steps += 1
+        gradient = -gradient if group.maximize else gradient
+        size = np.abs(gradient)
+        shrunk = np.zeros_like(weight)
+        if group.decoupled_weight_decay or self.kind == "AdamW":
+            shrunk = rate * decay * weight
+            weight = weight - shrunk
+        elif decay:
+            gradient, size = gradient + decay * weight, size + decay * np.abs(weight)
+        moved, terms = _RULES[self.kind](group, moments, gradient, size)
+        return rate * moved + shrunk, rate * terms * group.roundings + np.abs(shrunk)
+
+
+def rule_of(event: Ruled) -> TensorRule | None:
+    """Return the rule that an event describes; None if it is not one that is known here."""
+    defaults = vars(Constants())
+    known = {name: value for name, value in event.constants.items() if name in defaults}
+    if event.rule not in _RULES:
+        return None
+    for name, value in known.items():
+        if name == "betas":
+            is_pair = isinstance(value, list | tuple) and len(value) == 2
+            if not (is_pair and all(map(_is_number, value))):
+                return None
+            known[name] = tuple(value)
+        elif not _is_number(value):
+            return None
+    return TensorRule(event.rule, Constants(**known))
+
+
+def are_known(trace: Trace) -> bool:
+    """Return whether all optimizers of a run have rules that are known here."""
+    events = trace.of(Ruled)
+    return bool(events) and all(rule_of(event) is not None for event in events)
+
+
+def are_derived(trace: Trace) -> bool:
+    """Return whether an optimizer is of a class of the user's, which is derived from torch's."""
+    return any(event.derived for event in trace.of(Ruled))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+# --- the rules --------------------------------------------------------------------------------
+
+
+def _sgd(group: Constants, moments: Moments, gradient: Vector, size: Vector) -> Move:
+    if not group.momentum:
+        return gradient, size
+    new = 1.0 if isinstance(moments.first, float) else 1 - group.dampening
+    moments.first = moved = group.momentum * moments.first + new * gradient
+    moments.size = terms = group.momentum * moments.size + new * size
+    if group.nesterov:
+        return gradient + group.momentum * moved, size + group.momentum * terms
+    return moved, terms
+
+
+def _averages(group: Constants, moments: Moments, gradient: Vector, size: Vector) -> Vector:
+    beta1, beta2 = group.betas
+    moments.first = beta1 * moments.first + (1 - beta1) * gradient
+    moments.size = beta1 * moments.size + (1 - beta1) * size
+    moments.second = second = beta2 * moments.second + (1 - beta2) * np.square(gradient)
+    return np.asarray(second)
+
+
+def _adam(group: Constants, moments: Moments, gradient: Vector, size: Vector) -> Move:
+    beta1, beta2 = group.betas
+    second = _averages(group, moments, gradient, size)
+    if group.amsgrad:
+        moments.third = second = np.maximum(moments.third, second)
+    root = np.sqrt(second / (1 - beta2**moments.steps)) + group.eps
+    correction = 1 - beta1**moments.steps
+    return moments.first / correction / root, moments.size / correction / root
+
+
+def _nadam(group: Constants, moments: Moments, gradient: Vector, size: Vector) -> Move:
+    beta1, beta2 = group.betas
+    root = np.sqrt(_averages(group, moments, gradient, size) / (1 - beta2**moments.steps))
+    root += group.eps
+    now, then = (
+        beta1 * (1 - 0.5 * 0.96 ** ((moments.steps + ahead) * group.momentum_decay))
+        for ahead in (0, 1)
+    )
+    moments.product *= now
+    parts = (1 - now) / (1 - moments.product), then / (1 - moments.product * then)
+    moved = (parts[0] * gradient + parts[1] * moments.first) / root
+    return moved, (parts[0] * size + parts[1] * moments.size) / root
+
+
+def _radam(group: Constants, moments: Moments, gradient: Vector, size: Vector) -> Move:
+    (beta1, beta2), step = group.betas, moments.steps
+    second = _averages(group, moments, gradient, size)
+    correction = 1 - beta1**step
+    whole = 2 / (1 - beta2) - 1
+    length = whole - 2 * step * beta2**step / (1 - beta2**step)
+    factor: Vector | float = 1.0
+    if length > 5:  # else the move is not divided by anything
+        shares = (length - 4) * (length - 2) * whole / ((whole - 4) * (whole - 2) * length)
+        factor = math.sqrt(shares * (1 - beta2**step)) / (np.sqrt(second) + group.eps)
+    scale = np.asarray(factor / correction)
+    return moments.first * scale, moments.size * scale
+
+
+def _adamax(group: Constants, moments: Moments, gradient: Vector, size: Vector) -> Move:
+    beta1, beta2 = group.betas
+    moments.first = beta1 * moments.first + (1 - beta1) * gradient
+    moments.size = beta1 * moments.size + (1 - beta1) * size
+    moments.second = np.maximum(beta2 * moments.second, np.abs(gradient) + group.eps)
+    divisor = (1 - beta1**moments.steps) * moments.second
+    return moments.first / divisor, moments.size / divisor
+
+
+def _rmsprop(group: Constants, moments: Moments, gradient: Vector, size: Vector) -> Move:
+    second = group.alpha * moments.second + (1 - group.alpha) * np.square(gradient)
+    moments.second, kept = second, second
+    if group.centered:
+        moments.third = group.alpha * moments.third + (1 - group.alpha) * gradient
+        kept = np.maximum(second - np.square(moments.third), 0.0)
+    root = np.sqrt(kept) + group.eps
+    # The difference of two squares is off by as much as the larger one is.
+    size = size * (np.asarray(second) / np.where(kept > 0, kept, 1.0) if group.centered else 1.0)
+    if not group.momentum:
+        return gradient / root, size / root
+    moments.first = moved = group.momentum * moments.first + gradient / root
+    moments.size = terms = group.momentum * moments.size + size / root
+    return moved, terms
+
+
+def _adagrad(group: Constants, moments: Moments, gradient: Vector, size: Vector) -> Move:
+    if moments.steps == 1:
+        moments.second = group.initial_accumulator_value
+    moments.second = second = moments.second + np.square(gradient)
+    divisor = (np.sqrt(second) + group.eps) * (1 + (moments.steps - 1) * group.lr_decay)
+    return gradient / divisor, size / divisor
+
+
+def _adadelta(group: Constants, moments: Moments, gradient: Vector, size: Vector) -> Move:
+    second = group.rho * moments.second + (1 - group.rho) * np.square(gradient)
+    factor = np.sqrt(moments.third + group.eps) / np.sqrt(second + group.eps)
+    moments.second = second
+    moments.third = group.rho * moments.third + (1 - group.rho) * np.square(factor * gradient)
+    return factor * gradient, factor * size
+
+
+_RULES: Mapping[str, Callable[[Constants, Moments, Vector, Vector], Move]] = {
+    "SGD": _sgd,
+    "Adam": _adam,
+    "AdamW": _adam,
+    "NAdam": _nadam,
+    "RAdam": _radam,
+    "Adamax": _adamax,
+    "RMSprop": _rmsprop,
+    "Adagrad": _adagrad,
+    "Adadelta": _adadelta,
+}
+
+
+# --- one rank's optimizer, followed from update to update -----------------------------------------
+
 
 # w - rate * g in float32 has two roundings of the result, u = 2^-24 each, and a third in fused
 # forms. `allowed` adds one rounding for each step that is summed in the moments.
@@ -52,7 +269,7 @@ def _of_betas(traits: Traits, betas: tuple[float, float]) -> float:
 
     In float32 a beta is off by one rounding of 1, and 1 - beta by as much, which is more of it the
     smaller it is. Both are in the moments, and their powers in what these are divided by; half of
-    the second moment's counts, whose root is taken.
+    the second moment's counts, since its root is taken.
     """
     if traits.betas_in == "float64":
         return 1.0
@@ -64,7 +281,7 @@ class Rule:
     """One rank's optimizer, followed from update to update.
 
     `known` is False if the moments are unknown, for example after a gap in the recorded updates.
-    `unknown` are tensors that have moved in a step whose gradient of them was not recorded.
+    `unknown` are tensors that have moved in a step without a recorded gradient of them.
     """
 
     scenario: Scenario
@@ -84,8 +301,7 @@ class Rule:
         """True if a step follows from its gradient alone."""
         if self.traits.rule == "known":
             return self.scenario.optimizer == "sgd"
-        told = self.ruled.values()
-        return all(one.kind == "SGD" and not one.constants.momentum for one in told)
+        return all(r.kind == "SGD" and not r.constants.momentum for r in self.ruled.values())
 
     def follows(self, update: Update) -> bool:
         """Return whether the moments before `update` are known, or the optimizer has none."""
@@ -134,68 +350,40 @@ class Rule:
             if slope is None or weight is None or slope.shape != weight.shape:
                 self.known = False
                 continue
-            decay = self._decay(name)
-            if decay is not None:
+            if (rule := self._rule_of(name)) is not None:
                 gradient = factor * slope.astype(np.float64)
                 rate, wide = update.rate_of(name), weight.astype(np.float64)
-                yield name, self._expected(name, wide, gradient, rate, decay)
+                yield name, self._expected(name, rule, wide, gradient, rate)
 
-    def _decay(self, name: str) -> float | None:
-        """Return the weight decay of a tensor; None if it is unknown which tensors are decayed."""
-        if self.traits.rule != "known":
-            return self.ruled[name].constants.weight_decay if name in self.ruled else None
-        if not self.scenario.weight_decay:
-            return 0.0
-        if self.decayed is None:
+    def _rule_of(self, name: str) -> TensorRule | None:
+        """Return the rule that steps a tensor; None if it is unknown, or which tensors decay."""
+        traits, decay = self.traits, self.scenario.weight_decay
+        if traits.rule != "known":
+            return self.ruled.get(name)
+        if decay and self.decayed is None:
             return None
-        return self.scenario.weight_decay if name in self.decayed else 0.0
+        is_adam, has_momentum = (self.scenario.optimizer == n for n in ("adamw", "momentum"))
+        constants = Constants(
+            weight_decay=decay if name in (self.decayed or ()) else 0.0,
+            momentum=traits.momentum if has_momentum else 0.0,
+            dampening=traits.dampening,
+            nesterov=traits.nesterov,
+            betas=traits.betas,
+            eps=traits.eps,
+            decoupled_weight_decay=is_adam and traits.decay != "coupled",
+            roundings=_of_betas(traits, traits.betas) if is_adam else 1.0,
+        )
+        return TensorRule("Adam" if is_adam else "SGD", constants)
 
     @np.errstate(invalid="ignore", over="ignore")  # an overflow is compared like any value
     def _expected(
-        self, name: str, weight: Vector, gradient: Vector, rate: float, decay: float
+        self, name: str, rule: TensorRule, weight: Vector, gradient: Vector, rate: float
     ) -> Expected:
         moments = self.moments.setdefault(name, Moments())
+        moved, size = rule.move(moments, gradient, weight, rate)
         if self.traits.rule != "known":
-            rule = self.ruled[name]
-            moved, size = rule.move(moments, gradient, weight, rate)
-            return Expected(weight - moved, size * _of_betas(self.traits, rule.constants.betas))
-        moments.steps += 1
-        if self.scenario.optimizer == "adamw" and self.traits.decay == "coupled":
-            coupled = gradient + decay * weight
-            moved, size = self._adam(moments, coupled, np.abs(gradient) + decay * np.abs(weight))
-            return Expected(weight - rate * moved, rate * size)
-        if self.scenario.optimizer == "adamw":
-            kept = weight * (1 - rate * decay)
-            moved, size = self._adam(moments, gradient, np.abs(gradient))
-            return Expected(kept - rate * moved, rate * (size + decay * np.abs(weight)))
-        coupled = gradient + decay * weight
-        terms = np.abs(gradient) + decay * np.abs(weight)
-        if self.scenario.optimizer == "sgd":
-            return Expected(weight - rate * coupled, rate * terms)
-        moved, size = self._momentum(moments, coupled, terms)
-        return Expected(weight - rate * moved, rate * size)
-
-    def _momentum(self, moments: Moments, gradient: Vector, terms: Vector) -> tuple[Vector, Vector]:
-        """Return the direction of SGD with momentum, and the sum of its terms' absolute values."""
-        keep = self.traits.momentum
-        new = 1.0 if moments.steps == 1 else 1 - self.traits.dampening
-        moved = keep * moments.first + new * gradient
-        size = keep * moments.size + new * terms
-        moments.first, moments.size = moved, size
-        if self.traits.nesterov:
-            return gradient + keep * moved, terms + keep * size
-        return moved, size
-
-    def _adam(self, moments: Moments, gradient: Vector, terms: Vector) -> tuple[Vector, Vector]:
-        """Return Adam's direction, and the sum of its terms' absolute values."""
-        beta1, beta2 = self.traits.betas
-        moments.first = beta1 * moments.first + (1 - beta1) * gradient
-        moments.size = beta1 * moments.size + (1 - beta1) * terms
-        moments.second = beta2 * moments.second + (1 - beta2) * np.square(gradient)
-        root = np.sqrt(moments.second / (1 - beta2**moments.steps)) + self.traits.eps
-        correction = 1 - beta1**moments.steps
-        size = moments.size / correction / root * _of_betas(self.traits, self.traits.betas)
-        return moments.first / correction / root, size
+            size = size * _of_betas(self.traits, rule.constants.betas)
+        return Expected(weight - moved, size)
 
 
 def after(rules: Mapping[int, Rule], start: Start, trace: Trace) -> Rule:
@@ -231,9 +419,9 @@ def prepare(rules: dict[int, Rule], event: Event, trace: Trace) -> None:
     if isinstance(event, Start):
         rules[event.rank] = after(rules, event, trace)
     elif isinstance(event, Ruled):
-        if (told := torch_rules.of(event)) is not None:
+        if (new := rule_of(event)) is not None:
             for rank, rule in rules.items():
-                fresh = dict.fromkeys(event.names, told)
+                fresh = dict.fromkeys(event.names, new)
                 is_own = rank == event.rank
                 rule.ruled = {**rule.ruled, **fresh} if is_own else {**fresh, **rule.ruled}
     elif isinstance(event, Saved):
@@ -265,23 +453,29 @@ def allowed(rounding: float, expected: Expected) -> Vector:
     return rounding * (np.abs(expected.weight) + expected.moved)
 
 
-def is_followed(trace: Trace, step: int, rank: int, name: str) -> bool | None:
-    """Return whether the rank's update of a tensor follows the rule; None if that is unknown."""
-    if trace.traits.rule != "known":
-        return None
+def followed(trace: Trace) -> Iterator[tuple[Update, dict[str, Expected]]]:
+    """Yield each update of a rank that has started, with what its rule makes of tensors."""
     rules: dict[int, Rule] = {}
     for event in trace.standing.events:
         if not isinstance(event, Update):
             prepare(rules, event, trace)
         elif event.rank in rules:
-            for tensor, expected in rules[event.rank].step(event):
-                if (event.step, event.rank, tensor) != (step, rank, name):
-                    continue
-                after = event.weights[name].elements() if name in event.weights else None
-                if after is None or after.shape != expected.weight.shape:
-                    return None
-                gap = np.abs(after - expected.weight)
-                return bool((gap <= allowed(rounding(trace, event), expected)).all())
+            yield event, dict(rules[event.rank].step(event))
+
+
+def is_met(update: Update, name: str, expected: Expected, rounding: float) -> bool | None:
+    """Return whether a tensor is as expected after `update`; None if that is unknown."""
+    after = update.weights[name].elements() if name in update.weights else None
+    if after is None or after.shape != expected.weight.shape:
+        return None
+    return bool((np.abs(after - expected.weight) <= allowed(rounding, expected)).all())
+
+
+def is_followed(trace: Trace, step: int, rank: int, name: str) -> bool | None:
+    """Return whether the rank's update of a tensor follows the rule; None if that is unknown."""
+    for update, expected in followed(trace) if trace.traits.rule == "known" else ():
+        if (update.step, update.rank) == (step, rank) and name in expected:
+            return is_met(update, name, expected[name], rounding(trace, update))
     return None
 
 

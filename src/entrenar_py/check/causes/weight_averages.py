@@ -1,24 +1,31 @@
-"""Averages of a model's weights: beside it or within it, recognised by how they move.
+"""Averages and copies of a model's weights, recognised by how they move.
 
 An average a follows weights w by a + c (w - a), with one share c of the way for all its tensors,
 that may differ from move to move (a warm-up, a mean of all steps). What was recorded with a step is
 the average before its move after that step. Lists of gradients, and snapshots, don't move so.
+
+A module that trains nothing may move all the same, as a teacher does in training mode: its
+normalisations compute with a batch's statistics, and its dropout draws masks, so its outputs change
+from step to step. A copy of the model may be renewed after the last step that was seen, as a target
+network is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from entrenar_py.check.evidence import evidence, precision
+from entrenar_py.check import evidence
+from entrenar_py.check.evidence import closeness, precision
 from entrenar_py.shared.trace import Declared, Start, TensorRecord, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Tally
 
 Shares = Mapping[int, float]  # step -> the share of the way that an average moves after it
+Event = Start | Update
+Life = Sequence[Event]
 Holder = tuple[str, int]  # an average's label, and the rank that keeps it
 
 _ROUNDINGS = 8.0  # of an element, in a product and a sum
@@ -28,9 +35,9 @@ _ALIKE = 1e-3
 
 
 def of(trace: Trace) -> dict[Holder, Shares]:
-    """Return the averages beside the model, with the shares of their moves.
+    """Return the averages that a script keeps, with the shares of their moves.
 
-    Those are averages that the script declares, and copies whose every move is one of an average.
+    Those are averages that the script declares, and copies with no other moves than those of one.
     """
     declared = {label for event in trace.of(Declared) for label in event.averages}
     averages: dict[Holder, Shares] = {}
@@ -48,7 +55,7 @@ def follow_others(start: Start, updates: Sequence[Update], names: Sequence[str])
 
     What a tensor follows has the same last parts of its name, and the same size.
     """
-    lives = [[_State.of(start), *map(_State.of, updates)]]
+    lives: list[list[Event]] = [[start, *updates]]
     # The beginnings of names of both -> name -> what it may follow.
     pairs: dict[tuple[str, str], dict[str, str]] = {}
     for name in names:
@@ -72,7 +79,6 @@ def _all_follow(lives: Sequence[Life], pairs: Mapping[str, str]) -> bool:
 
 
 def _sources(name: str, start: Start) -> Iterator[tuple[str, str]]:
-    """Yield the trained tensors that `name` may follow, with the end that both names have."""
     size, parts = start.weights[name].size, name.split(".")
     known = [other for other in start.trainable if other in start.weights]
     like = [other for other in known if start.weights[other].size == size]
@@ -92,16 +98,16 @@ def compare_resumed(tally: Tally, straight: Trace, trace: Trace) -> None:
     begun = min((start.step for start in trace.of(Start) if start.resumed), default=None)
     if begun is None:
         return
-    expected, made, judged = evidence.updates(straight), evidence.updates(trace), set[str]()
+    expected, updates, judged = evidence.updates(straight), evidence.updates(trace), set[str]()
     shares = of(straight)
     for label, rank in shares:
         if label in judged:
             continue
         judged.add(label)
-        for step in sorted(step for step in made if step >= begun and step in expected):
-            if rank not in made[step] or rank not in expected[step]:
+        for step in sorted(step for step in updates if step >= begun and step in expected):
+            if rank not in updates[step] or rank not in expected[step]:
                 continue
-            update = made[step][rank]
+            update = updates[step][rank]
             due, got = (_held(one.extra, label) for one in (expected[step][rank], update))
             if due and not _moves_after(trace, label, rank):
                 # It may be the checkpoint that was loaded, in place of an average made later.
@@ -113,11 +119,10 @@ def compare_resumed(tally: Tally, straight: Trace, trace: Trace) -> None:
                 "without stops"
             )
             place = evidence.place(trace, update)
-            evidence.compare_exact(tally, due, got, message, words=words, **place)
+            closeness.compare_exact(tally, due, got, message, words=words, **place)
 
 
 def _moves_after(trace: Trace, label: str, rank: int) -> bool:
-    """Return whether a copy moves in any life of a rank but its first."""
     lives = _lives(trace).get(rank, [])[1:]
     return any(
         bool(now) and not _same(was, now)
@@ -130,8 +135,8 @@ def _words(straight: Trace, trace: Trace, holder: Holder, shares: Shares, step: 
     """Return why a resumed average may differ from step `step` on; "" if that is unknown."""
     label, rank = holder
     lives = _lives(trace).get(rank, [])
-    life = next((one for one in reversed(lives) if any(at.step == step for at in one)), [])
-    got = next((_held(at.extra, label) for at in life if at.step == step), {})
+    life = next((of for of in reversed(lives) if any(_made(at) == step for at in of)), [])
+    got = next((_held(at.extra, label) for at in life if _made(at) == step), {})
     begun = next(iter(_lives(straight).get(rank, [[]])[0]), None)
     if begun is not None and _same(_held(begun.extra, label), got):
         return "it is as it was before the first step: it was not restored"
@@ -142,7 +147,7 @@ def _words(straight: Trace, trace: Trace, holder: Holder, shares: Shares, step: 
     if moved is None or due is None or abs(moved - due) <= _ALIKE * due:
         return ""
     told = f"after step {step - 1} it moves {moved:.3g} of the way to the weights, not {due:.3g}"
-    like = [at for at, one in shares.items() if abs(one - moved) <= _ALIKE * one]
+    like = [at for at, part in shares.items() if abs(part - moved) <= _ALIKE * part]
     return f"{told}, as it did after step {like[0]}: its count was not restored" if like else told
 
 
@@ -161,20 +166,21 @@ def compare_ranks(tally: Tally, trace: Trace) -> None:
     for label in dict.fromkeys(label for label, _ in averages):
         ranks = [rank for other, rank in averages if other == label]
         for step, by_rank in evidence.ranks_by_step(trace):
-            held = [rank for rank in ranks if rank in by_rank]
-            for rank in held[1:]:
-                first, update = by_rank[held[0]], by_rank[rank]
+            holders = [rank for rank in ranks if rank in by_rank]
+            for rank in holders[1:]:
+                first, update = by_rank[holders[0]], by_rank[rank]
                 due, got = (_trained(_held(one.extra, label), trained) for one in (first, update))
                 if not _same(first.weights, update.weights):
                     continue
-                told = f"rank {rank} keeps another average of the weights, {label}, than rank"
+                message = f"rank {rank} keeps another average of the weights, {label}, than rank"
                 if label in declared or _same(due, got):
                     place = evidence.place(trace, update)
-                    evidence.compare_exact(tally, due, got, f"{told} {held[0]}", **place)
+                    closeness.compare_exact(tally, due, got, f"{message} {holders[0]}", **place)
                     continue
                 tally.miss(
-                    f"{told} {held[0]}, after step {step}: if all ranks use theirs, declare it, "
-                    f'observe(..., averages={{"{label}": ...}}); if one does, keep it on that rank'
+                    f"{message} {holders[0]}, after step {step}: if all ranks use theirs, declare "
+                    f'it, observe(..., averages={{"{label}": ...}}); if one does, keep it on that '
+                    "rank"
                 )
                 break
 
@@ -196,41 +202,28 @@ def _last_parts(name: str) -> str:
 # --- how averages move ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _State:
-    """What a rank holds after `step`: -1 before the first one."""
-
-    step: int
-    weights: Tensors
-    extra: Tensors
-
-    @classmethod
-    def of(cls, event: Start | Update) -> _State:
-        step = event.step - isinstance(event, Start)
-        return cls(step, event.weights, event.extra)
+def _made(event: Event) -> int:
+    """Return the step after which a rank holds what an event recorded: -1 before the first."""
+    return event.step - isinstance(event, Start)
 
 
-Life = Sequence[_State]
-
-
-def _lives(trace: Trace) -> dict[int, list[list[_State]]]:
-    """Return by rank what it held after each step, in each of its lives."""
-    lives: dict[int, list[list[_State]]] = {}
+def _lives(trace: Trace) -> dict[int, list[list[Event]]]:
+    """Return by rank its starts and updates, in each of its lives."""
+    lives: dict[int, list[list[Event]]] = {}
     for event in trace.standing.events:
         if isinstance(event, Start):
-            lives.setdefault(event.rank, []).append([])
-        if isinstance(event, Start | Update):
-            lives.setdefault(event.rank, [[]])[-1].append(_State.of(event))
+            lives.setdefault(event.rank, []).append([event])
+        elif isinstance(event, Update):
+            lives.setdefault(event.rank, [[]])[-1].append(event)
     return lives
 
 
-def _moves(lives: Sequence[Life]) -> Iterator[tuple[_State, _State]]:
+def _moves(lives: Sequence[Life]) -> Iterator[tuple[Event, Event]]:
     for life in lives:
         yield from pairwise(life)
 
 
-def _followed(before: _State, after: _State) -> tuple[Tensors, Tensors]:
-    """Return the weights that an average may have followed: it may move in the optimizer's step."""
+def _followed(before: Event, after: Event) -> tuple[Tensors, Tensors]:
     return before.weights, after.weights
 
 
@@ -238,15 +231,15 @@ def _shares(lives: Sequence[Life], label: str) -> dict[int, float] | None:
     """Return the shares of a copy's moves; None if one isn't the move of an average."""
     shares: dict[int, float] = {}
     for before, after in _moves(lives):
-        held = [
+        copies = [
             {name.removeprefix(f"{label}/"): one for name, one in _held(at.extra, label).items()}
             for at in (before, after)
         ]
-        moved = share(held[0], held[1], _followed(before, after))
+        moved = share(copies[0], copies[1], _followed(before, after))
         if moved is None:
             return None
         if moved:
-            shares[before.step] = moved
+            shares[_made(before)] = moved
     return shares
 
 
@@ -286,9 +279,82 @@ def _held(extra: Tensors, label: str) -> dict[str, TensorRecord]:
 
 
 def _same(one: Tensors, other: Tensors) -> bool:
-    """Return whether both have the same tensors, and some."""
-    return bool(one) and _digests(one) == _digests(other)
+    return bool(one) and evidence.digests(one) == evidence.digests(other)
 
 
-def _digests(tensors: Tensors) -> dict[str, str]:
-    return {name: record.digest for name, record in tensors.items()}
+# --- modules that train nothing, and move ---------------------------------------------------------
+
+
+STATISTICS = ("running_mean", "running_var")
+_MASKS = "masks of "  # the beginning of the names of their numbers
+_EVAL = "it is in training mode, call eval() on it, also after train() on a module that holds it"
+
+
+def compare_modules(tally: Tally, trace: Trace) -> None:
+    """Check that statistics stay where the parameters of their module do."""
+    names = {name for start in trace.of(Start) for name in start.weights}
+    of_ranks = {rank: _moved(lives) for rank, lives in _lives(trace).items()}
+    for rank, moved in of_ranks.items():
+        _drawn_masks(tally, trace, moved)
+        for label in dict.fromkeys(name.partition("/")[0] for name in moved):
+            parts = {name.partition("/")[2]: name for name in moved if name.startswith(f"{label}/")}
+            statistics = [name for part, name in parts.items() if _is_statistic(part)]
+            parameters = {part: name for part, name in parts.items() if not _is_statistic(part)}
+            if not statistics or any(moved[name] for name in parameters.values()):
+                continue
+            message = (
+                f"running statistics of {label} moved, and none of its parameters did: {_EVAL}"
+            )
+            other = _training_rank(of_ranks, parameters.values())
+            for name in statistics:
+                event = moved[name]
+                if event is not None and other is not None:
+                    words = (
+                        f"rank {other} moves the parameters of {label}, and rank {rank} doesn't, "
+                        "though running statistics of its own move: it uses weights that were "
+                        "never updated; update them on each rank that uses them"
+                    )
+                    tally.check(False, words, tensor=name, **evidence.place(trace, event))
+                elif event is not None and parameters.keys() <= names:
+                    tally.miss(f"in step {event.step} {message}; or run until the script renews it")
+                elif event is not None:
+                    tally.check(False, message, tensor=name, **evidence.place(trace, event))
+                else:
+                    tally.compared += 1
+
+
+def _drawn_masks(tally: Tally, trace: Trace, moved: Mapping[str, Event | None]) -> None:
+    """Check that a module with weights that stay draws no dropout masks."""
+    for name, event in moved.items():
+        label, _, counted = name.removeprefix(_MASKS).partition("/")
+        own = [at for other, at in moved.items() if other.startswith(f"{label}/")]
+        if not name.startswith(_MASKS) or counted != "num_masks" or not own or any(own):
+            continue
+        if event is None:
+            tally.compared += 1
+            continue
+        told = f"dropout of {label} draws masks, and nothing of it trains: {_EVAL}"
+        tally.check(False, told, tensor=label, **evidence.place(trace, event))
+
+
+def _training_rank(
+    of_ranks: Mapping[int, Mapping[str, Event | None]], names: Collection[str]
+) -> int | None:
+    moving = (rank for rank, moved in of_ranks.items() if all(map(moved.get, names)))
+    return next(moving, None) if names else None
+
+
+def _is_statistic(name: str) -> bool:
+    return name.rpartition(".")[2] in STATISTICS
+
+
+def _moved(lives: list[list[Event]]) -> dict[str, Event | None]:
+    """Return each tensor outside of the model, with the first event after it moved in a life."""
+    moved: dict[str, Event | None] = {}
+    for life in (life for life in lives if isinstance(life[0], Start)):
+        digests: dict[str, str] = {}
+        for event in life:
+            for name, record in event.extra.items():
+                has_moved = digests.setdefault(name, record.digest) != record.digest
+                moved[name] = moved.get(name) or (event if has_moved else None)
+    return moved

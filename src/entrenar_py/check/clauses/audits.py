@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TypeAlias
 
+from entrenar_py.check import evidence
 from entrenar_py.check.clauses import plans
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import evidence, missing
+from entrenar_py.check.evidence import closeness, missing
 from entrenar_py.check.evidence.needs import CALM, Traces
 from entrenar_py.shared.faults import PLANTED, SILENT, Fault
 from entrenar_py.shared.scenario import Scenario
@@ -214,10 +215,10 @@ def _same_weights(tally: Tally, model: Trace, trace: Trace) -> None:
     how = f"the run ended {trace.end.status} ({trace.end.reason})"
     tally.equal(status, trace.end.status, how, scenario=scenario)
     message = "not the weights of the run in which nothing is wrong"
-    evidence.compare_updates(tally, model, trace, "weights", message, before=limit)
+    closeness.compare_updates(tally, model, trace, "weights", message, before=limit)
     lost = evidence.updates(model).keys() - evidence.updates(trace).keys()
     due = (step for step in lost if step < min([*halts, math.inf]))
-    evidence.compare_steps_made(tally, due, trace)
+    closeness.compare_steps_made(tally, due, trace)
 
 
 ROWS = (

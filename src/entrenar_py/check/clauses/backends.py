@@ -9,9 +9,10 @@ import itertools
 from itertools import zip_longest
 from typing import Any
 
+from entrenar_py.check import evidence
 from entrenar_py.check.clauses.check import Check, judge_each, note_software, probe
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import evidence, missing
+from entrenar_py.check.evidence import missing
 from entrenar_py.check.evidence.needs import Traces
 from entrenar_py.shared.faults import OF_ADAPTERS, Fault
 from entrenar_py.shared.scenario import Scenario

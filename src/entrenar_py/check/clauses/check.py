@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from entrenar_py.check import evidence
 from entrenar_py.check.contract import EQUALITY_KINDS, CheckTerms, Invariant
-from entrenar_py.check.evidence import evidence, missing
+from entrenar_py.check.evidence import missing
 from entrenar_py.check.evidence.needs import Need, Traces
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Attempt, Explained, Manifest, Poisoned, Product, Stepped, Trace

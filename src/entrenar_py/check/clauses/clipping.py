@@ -18,10 +18,11 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from entrenar_py.check.causes import clipping_errors, explanations, run_comparison
-from entrenar_py.check.causes.clipping_errors import Clipped
+from entrenar_py.check import evidence
+from entrenar_py.check.causes import clipping, explanations, rounding_bounds
+from entrenar_py.check.causes.clipping import Clipped
 from entrenar_py.check.causes.explanations import Explanation
-from entrenar_py.check.evidence import closeness, evidence, gradient_sums, missing, skips
+from entrenar_py.check.evidence import closeness, missing, step_sums
 from entrenar_py.check.evidence.facts import CLIP_NORM, NORMS, values_of
 from entrenar_py.shared.trace import Noticed, Trace, Update
 from entrenar_py.shared.verdict import Tally
@@ -41,14 +42,14 @@ def compare(tally: Tally, trace: Trace) -> None:
     if trace.traits.clip_norm is None:
         return
     judged = _Judged(
-        tally, trace, trace.traits.clip_norm, run_comparison.Bounds.of({}, trace).gradient
+        tally, trace, trace.traits.clip_norm, rounding_bounds.Bounds.of({}, trace).gradient
     )
     if unseen := evidence.unseen_gradients(trace):
         tally.miss(unseen)
         return
-    rested = skips.without_gradients(trace)
+    rested = evidence.skipped_without_gradients(trace)
     since = trace.traits.compressed_from or math.inf  # steps before that are known
-    why = run_comparison.rounded_away(trace)
+    why = rounding_bounds.rounded_away(trace)
     is_known = False  # of any step, that what is applied has the right direction, or hasn't
     for step, by_rank in evidence.ranks_by_step(trace):
         if step in rested:
@@ -111,7 +112,7 @@ class _Judged:
         elif not math.isfinite(norm):
             return  # for F-DP-003 to judge
         elif norm > self.limit * (1 + self.bound + closeness.norm_rounding(update.gradient)):
-            error = explanations.first(clipping_errors.LIST, self._clipped(by_rank, update))
+            error = explanations.first(clipping.LIST, self._clipped(by_rank, update))
             if error is None and self._is_seen:
                 self._unsaid("gradients are longer when they are applied")
                 return
@@ -153,7 +154,7 @@ class _Judged:
             if all(map(self._is_as_called, by_rank.values())):
                 self.tally.compared += 1
                 return
-            if (error := clipping_errors.in_pieces(clipped)) is not None:
+            if (error := clipping.in_pieces(clipped)) is not None:
                 what = f"the applied gradient is not the whole one clipped to {self._declared}"
                 place = evidence.place(self.trace, update)
                 self.tally.check(False, f"{what}{_told(error)}", tensor=error.tensor, **place)
@@ -164,16 +165,16 @@ class _Judged:
         if not clipped.whole:
             self.clips_unseen |= norm >= self._below
             return
-        divisor = gradient_sums.divisor(clipped.whole, clipped.applied)
+        divisor = step_sums.divisor(clipped.whole, clipped.applied)
         if not divisor:
             return
         allowed = self.bound * abs(divisor) * norm
-        off = gradient_sums.off(clipped.whole, clipped.applied, divisor, allowed)
+        off = step_sums.off(clipped.whole, clipped.applied, divisor, allowed)
         if not off:
             self.tally.compared += 1
             self.scaled.append(_Scaled(update, norm, 1 / divisor))
             return
-        error = explanations.first(clipping_errors.LIST, clipped)
+        error = explanations.first(clipping.LIST, clipped)
         if error is None:
             self.tally.miss(
                 f"whether step {update.step} clips the whole gradient can't be told: what is "
@@ -198,11 +199,11 @@ class _Judged:
         size = closeness.norm_l2(update.unclipped)
         if not (whole and applied and size) or whole.keys() != applied.keys():
             return False
-        if gradient_sums.shapes(whole) != gradient_sums.shapes(applied):
+        if step_sums.shapes(whole) != step_sums.shapes(applied):
             return False
         factor = min(1.0, self.limit / (size + _EPSILON))
         rounding = self.bound + closeness.norm_rounding(update.gradient)
-        return not gradient_sums.off(applied, whole, factor, rounding * factor * size)
+        return not step_sums.off(applied, whole, factor, rounding * factor * size)
 
     def lengths(self) -> None:
         """Check that gradients below the limit are as long as they were before clipping."""
@@ -276,7 +277,7 @@ class _Judged:
 
     def _clipped(self, by_rank: ByRank, update: Update) -> Clipped:
         shards = self._shards.get(update.step, [])
-        return clipping_errors.of_step(by_rank, update, shards, limit=self.limit, bound=self.bound)
+        return clipping.of_step(by_rank, update, shards, limit=self.limit, bound=self.bound)
 
 
 def _length(update: Update) -> float | None:
@@ -330,8 +331,8 @@ def first(trace: Trace) -> tuple[int, Explanation] | None:
 
 
 def _steps(trace: Trace) -> Steps:
-    rested, shards = skips.without_gradients(trace), evidence.shards(trace)
-    bound = run_comparison.Bounds.of({}, trace).gradient
+    rested, shards = evidence.skipped_without_gradients(trace), evidence.shards(trace)
+    bound = rounding_bounds.Bounds.of({}, trace).gradient
     norms, clipped, weights = {}, {}, {}
     for step, by_rank in evidence.ranks_by_step(trace):
         update = evidence.any_rank(by_rank)
@@ -339,7 +340,7 @@ def _steps(trace: Trace) -> Steps:
         if step in rested or not norm:
             continue
         norms[step], weights[step] = norm, update.weight
-        clipped[step] = clipping_errors.of_step(
+        clipped[step] = clipping.of_step(
             by_rank, update, shards.get(step, []), limit=math.nan, bound=bound
         )
     return Steps(norms, clipped, weights)
@@ -369,7 +370,7 @@ def _by_group(steps: Steps) -> Explanation | None:
     counts: dict[float, int] = {}
     for clipped in steps.clipped.values():
         by_limit: dict[float, list[tuple[str, ...]]] = {}
-        for names in clipping_errors.scaled_together(clipped) if clipped.whole else ():
+        for names in clipping.scaled_together(clipped) if clipped.whole else ():
             norm = clipped.norm(names)
             if norm and _is_round(norm, _EXACT) and _are_multiples(clipped, names):
                 by_limit.setdefault(float(f"{norm:.2g}"), []).append(names)
@@ -392,7 +393,7 @@ def _by_group(steps: Steps) -> Explanation | None:
 def _are_multiples(clipped: Clipped, names: Collection[str]) -> bool:
     """Return whether tensors were applied as their sums over micro-batches, times one number."""
     applied, whole = ({n: one[n] for n in names} for one in (clipped.applied, clipped.whole))
-    return clipping_errors.is_multiple(applied, whole, clipped.bound)
+    return clipping.is_multiple(applied, whole, clipped.bound)
 
 
 def _divide_a_layer(groups: list[tuple[str, ...]]) -> bool:
@@ -427,12 +428,12 @@ def _first_alone(steps: Steps) -> Explanation | None:
 def _factors(steps: Steps) -> Iterator[tuple[int, float]]:
     """Yield the steps whose gradient is that of its micro-batches times one number, and it."""
     for step, clipped in steps.clipped.items():
-        if not clipped.whole or not clipping_errors.is_multiple(
+        if not clipped.whole or not clipping.is_multiple(
             clipped.applied, clipped.whole, clipped.bound
         ):
             continue
         largest = max(clipped.sizes, key=lambda name: clipped.sizes[name])
-        factor = clipping_errors.factor_of(clipped, largest)
+        factor = clipping.factor_of(clipped, largest)
         if factor > 0:
             yield step, factor
 

@@ -18,8 +18,9 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from entrenar_py.check.causes import run_comparison
-from entrenar_py.check.evidence import evidence, facts, missing
+from entrenar_py.check import evidence
+from entrenar_py.check.causes import rounding_bounds, run_comparison
+from entrenar_py.check.evidence import facts, missing
 from entrenar_py.check.rank_files import epochs
 from entrenar_py.shared.trace import Shard, Trace
 from entrenar_py.shared.verdict import Tally
@@ -178,7 +179,7 @@ def compare(tally: Tally, model: Trace, trace: Trace) -> None:
         if step not in others or step in unknown:
             continue
         is_same = _together(others[step]) == _together(shards)
-        if not is_same and alike and (step in alike or step >= run_comparison.ROUNDING_STEPS):
+        if not is_same and alike and (step in alike or step >= rounding_bounds.ROUNDING_STEPS):
             tally.note(
                 f"the model is given other rows with {many} workers than with {few}, and they have "
                 "the same gradients in the first steps: they are the same samples"

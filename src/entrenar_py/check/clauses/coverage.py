@@ -10,12 +10,13 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from itertools import islice
 
-from entrenar_py.check.causes import presuppositions, sample_numbers
-from entrenar_py.check.causes.compared import Compared
+from entrenar_py.check import evidence
+from entrenar_py.check.causes import presuppositions, random_draws
+from entrenar_py.check.causes.run_comparison import Compared
 from entrenar_py.check.clauses import contents, plans
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import evidence, facts, history, missing, step_sums
+from entrenar_py.check.evidence import facts, missing, step_sums
 from entrenar_py.check.evidence.needs import ALONE, REPEATED, SHORTENED, Traces
 from entrenar_py.shared.trace import Selection, Shard, Start, Trace, Update
 from entrenar_py.shared.verdict import Finding, Tally
@@ -309,7 +310,7 @@ def _all_made(tally: Tally, trace: Trace) -> None:
 
 def _by_members(tally: Tally, trace: Trace) -> None:
     """Check that only members compute shards; a rank is one in the step in which it leaves, too."""
-    stays = history.stays(trace)
+    stays = evidence.stays(trace)
     for step, shards in evidence.shards(trace).items():
         for shard in shards:
             # Ranks of the scenario that never started are counted as missing by F-DP-001.
@@ -344,7 +345,7 @@ def _stable(tally: Tally, runs: Traces) -> None:
             continue
         compared = Compared(runs=runs, model=first, trace=trace)
         is_whole = not is_again and all(map(_is_whole, (first, trace)))
-        if is_whole and sample_numbers.are_ordered_otherwise(compared):
+        if is_whole and random_draws.are_ordered_otherwise(compared):
             tally.note(
                 "one worker has another order of samples than several: each run has all of them "
                 "in an epoch, and steps were not compared"
@@ -375,7 +376,7 @@ def _none_left_out(tally: Tally, runs: Traces) -> None:
     for alone in runs.witnesses.get(ALONE, ()):
         unlike = (trace for trace in runs.own if not any(alone is run for run in runs.own))
         for trace in unlike:
-            lost = sample_numbers.left_out(alone, trace)
+            lost = random_draws.left_out(alone, trace)
             compared = Compared(runs=runs, model=alone, trace=trace)
             comparison = presuppositions.SAMPLES_WITH_ONE_WORKER
             if lost and presuppositions.comparable(tally, comparison, compared) is not None:

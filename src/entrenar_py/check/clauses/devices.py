@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from entrenar_py.check import evidence
 from entrenar_py.check.clauses.check import Check, judge_each, note_software, probe
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import evidence, missing, rounding_bound
+from entrenar_py.check.evidence import closeness, missing
 from entrenar_py.check.evidence.needs import ON_CPU, Traces
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Declined, Explained, Poisoned, Product, Stepped, Trace
@@ -120,7 +121,7 @@ def compare_operations(tally: Tally, trace: Trace) -> None:
     """Check that every element of every result is within its float32 rounding bound."""
     for result in trace.of(Explained):
         note_software(tally, result)
-        rounding_bound.judge(tally, result, trace)
+        closeness.judge_explained(tally, result, trace)
 
 
 def compare_finiteness(tally: Tally, trace: Trace) -> None:
@@ -234,7 +235,7 @@ def compare_results(tally: Tally, trace: Trace) -> None:
     if _steps(tally, trace) and not results:
         tally.miss(f"no result of {trace.scenario.workload} was compared with float64")
     for result in results:
-        rounding_bound.judge(tally, result, trace)
+        closeness.judge_explained(tally, result, trace)
 
 
 def compare_repetition(tally: Tally, trace: Trace) -> None:
@@ -246,7 +247,7 @@ def compare_repetition(tally: Tally, trace: Trace) -> None:
         if before is step:
             continue
         repeated += 1
-        evidence.compare_exact(
+        closeness.compare_exact(
             tally,
             before.results,
             step.results,

@@ -10,10 +10,11 @@ from collections import Counter
 
 import numpy as np
 
+from entrenar_py.check import evidence
 from entrenar_py.check.clauses import fine_tuning
 from entrenar_py.check.clauses.check import Check, judge_each
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import evidence, rounding_bound
+from entrenar_py.check.evidence import closeness
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import (
     Encoded,
@@ -102,7 +103,7 @@ def compare_rows(tally: Tally, trace: Trace) -> None:
         message = f"the log of the rest of {what} is off by {gap:.3g}, {explained}"
         tally.at_most(ROUNDING, gap, message, form=".3g", **place)
     for step in steps:
-        rounding_bound.judge(tally, step, trace)
+        closeness.judge_explained(tally, step, trace)
 
 
 def compare_cover(tally: Tally, trace: Trace) -> None:

@@ -14,8 +14,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import update_rule
-from entrenar_py.check.causes.run_comparison import (
+from entrenar_py.check.causes.rounding_bounds import (
     ADAM_GRADIENT_BOUND,
     GRADIENT_BOUND,
     LEARNED_AWAY,
@@ -24,7 +25,7 @@ from entrenar_py.check.causes.run_comparison import (
 from entrenar_py.check.clauses import same_bits
 from entrenar_py.check.clauses.check import Check, judge_each, probe
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import closeness, evidence, missing, rounding_bound
+from entrenar_py.check.evidence import closeness, missing
 from entrenar_py.check.evidence.needs import PEER, SINGLE, Traces
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import (
@@ -174,7 +175,7 @@ def compare_merged(tally: Tally, trace: Trace) -> None:
         )
     for explained in trace.of(Explained):
         if explained.of != STEP:
-            rounding_bound.judge(tally, explained, trace)
+            closeness.judge_explained(tally, explained, trace)
 
 
 def _matrices(event: Adapted) -> dict[str, Matrix]:
@@ -267,7 +268,7 @@ def compare_gradients(tally: Tally, trace: Trace) -> None:
     """Judge each step's loss and gradients within what rounding explains."""
     for explained in trace.of(Explained):
         if explained.of == STEP:
-            rounding_bound.judge(tally, explained, trace)
+            closeness.judge_explained(tally, explained, trace)
 
 
 # --- the peer -------------------------------------------------------------------------------------
@@ -405,7 +406,7 @@ def judge_strategies(invariant: Invariant, runs: Traces) -> Finding:
         for single in runs.of(SINGLE):
             _compare_strategies(tally, single, runs.base)
         for explained in runs.base.of(Explained) if runs.of(SINGLE) else ():
-            rounding_bound.judge(tally, explained, runs.base)
+            closeness.judge_explained(tally, explained, runs.base)
     nothing = "no run by ranks and on a single device of one fine-tuning was recorded"
     return tally.finding(nothing=missing.probed(invariant, nothing))
 

@@ -10,12 +10,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from entrenar_py.check.causes import first_weights, presuppositions
-from entrenar_py.check.causes.compared import Compared
+from entrenar_py.check import evidence
+from entrenar_py.check.causes import presuppositions, state
+from entrenar_py.check.causes.run_comparison import Compared
 from entrenar_py.check.clauses import audits, plans
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import evidence, facts, history, missing, skips
+from entrenar_py.check.evidence import facts, missing
 from entrenar_py.check.evidence.needs import POISONED, REPEATED, Traces
 from entrenar_py.shared.scenario import OBSERVED
 from entrenar_py.shared.trace import Halt, Injected, Saved, Shard, Start, Trace, Update
@@ -38,7 +39,7 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
     and that a run without such a value stays finite and never halts.
     """
     tally = missing.tally_for(invariant, traces)
-    first_weights.judge_finite(tally, traces)
+    state.judge_first_weights(tally, traces)
     for trace in evidence.usable(traces, tally):
         compared = Compared(runs=traces, model=trace, trace=trace)
         if presuppositions.comparable(tally, presuppositions.POISONED, compared) is None:
@@ -60,10 +61,10 @@ def compare(tally: Tally, trace: Trace) -> None:
     missing.require_updates(tally, trace)
     missing.require_shards(tally, trace)
     steps = _steps_struck(trace)
-    passed_over = steps & skips.skipped(trace)
+    passed_over = steps & evidence.skipped(trace)
     if passed_over:
         tally.compared += len(passed_over)
-        words = skips.told(passed_over)
+        words = evidence.skip_words(passed_over)
         tally.note(f"{words}, as a GradScaler does, for a value that is not finite: nothing moved")
     culprits = _culprits(trace, steps - passed_over)
     if culprits and all(isinstance(one, Injected) and _is_lost(trace, one) for one in culprits):
@@ -200,7 +201,7 @@ def _unknown_at(trace: Trace, halt: Halt) -> str:
     if not any(_same_place(halt, shard) for shard in shards):
         where = "" if halt.rank is None else f" of rank {halt.rank}"
         return f"no shard{where if shards else ''} was recorded"
-    there = history.members(history.stays(trace), halt.step)
+    there = evidence.members(evidence.stays(trace), halt.step)
     there |= evidence.updates(trace).get(halt.step - 1, {}).keys()
     silent = there - {shard.rank for shard in shards}
     return f"{missing.named(silent)} recorded no shard" if silent else ""

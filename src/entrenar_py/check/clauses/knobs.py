@@ -12,11 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from entrenar_py.check.causes import presuppositions, run_comparison
-from entrenar_py.check.causes.compared import Compared
-from entrenar_py.check.causes.knob_pairs import Pair, pair_of
-from entrenar_py.check.evidence import closeness, evidence, facts, missing
+from entrenar_py.check import evidence
+from entrenar_py.check.causes import presuppositions, rounding_bounds, run_comparison
+from entrenar_py.check.causes.run_comparison import Compared
+from entrenar_py.check.evidence import closeness, facts, missing
 from entrenar_py.check.evidence.needs import Need, Traces, turned
+from entrenar_py.check.evidence.run_names import Pair, pair_of
 from entrenar_py.shared.trace import Shard, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Tally
 
@@ -124,7 +125,7 @@ def _accumulated(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> bool:
         )
         return False
     if before and before == after:
-        tally.miss(f"{pair.words.before}steps have as many micro-batches as {pair.words.who}")
+        tally.miss(f"{pair.words.before}steps have as many micro-batches as {pair.words.run}")
         return False
     return True
 
@@ -134,7 +135,7 @@ def _clipped(tally: Tally, pair: Pair, compared: Compared) -> int:
     gradient scaled to that norm (both runs have the same weights then).
     """
     limit, model, trace = float(pair.value), compared.model, compared.trace
-    bounds = run_comparison.Bounds.of({}, model, trace)
+    bounds = rounding_bounds.Bounds.of({}, model, trace)
     expected = evidence.updates(model).get(0)
     first_update = evidence.any_rank(expected) if expected else None
     whole = closeness.norm_l2(first_update.gradient) if first_update is not None else None

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes.random_draws import named
 from entrenar_py.check.clauses.check import Check, probe
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import evidence, missing
+from entrenar_py.check.evidence import missing
 from entrenar_py.check.evidence.needs import PROBED, Traces
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import (

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from entrenar_py.check.causes import frozen_modules, frozen_weights, weight_averages
+from entrenar_py.check import evidence
+from entrenar_py.check.causes import edits, weight_averages
 from entrenar_py.check.clauses import plans
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import evidence, facts, missing, precision
+from entrenar_py.check.evidence import closeness, facts, missing, precision
 from entrenar_py.check.evidence.needs import Traces
 from entrenar_py.shared import wording
 from entrenar_py.shared.trace import Declared, Ruled, Shard, Start, Trace, Update
@@ -50,7 +51,7 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
             why = "made updates from an unknown start"
             gaps.add(why, facts.START, rank=rank, step=first)
         gaps.tell(tally)
-        frozen_modules.compare(tally, trace)
+        weight_averages.compare_modules(tally, trace)
     long = f"that many steps with a {missing.told(tally, trace='learning_rate', script='rate')}"
     return tally.finding(
         nothing=f"no run with trainable tensors made {STEPS_TO_MOVE} steps: "
@@ -127,7 +128,7 @@ def _frozen(
             after = update.weights[name]
             if freezing.judged or before.digest == after.digest:
                 place = evidence.place(trace, update)
-                evidence.compare_exact(tally, {name: before}, {name: after}, message, **place)
+                closeness.compare_exact(tally, {name: before}, {name: after}, message, **place)
                 continue
             changed.setdefault(update.step, []).append(name)
             break
@@ -138,8 +139,8 @@ def _frozen(
     changed = {step: some for step, some in left.items() if some}
     if changed:
         step = min(changed)
-        moves = frozen_weights.Moves(trace, start, updates, [*chain(*changed.values())])
-        cause = frozen_weights.explained(moves)
+        moves = edits.Moves(trace, start, updates, [*chain(*changed.values())])
+        cause = edits.explained(moves)
         if cause is not None and not cause.is_wrong:
             tally.compared += len(moves.names)
             tally.note(f"{wording.listed(moves.names, most=2)} {cause.words}")

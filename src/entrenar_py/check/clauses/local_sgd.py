@@ -20,11 +20,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from entrenar_py.check.causes import restored_state
+from entrenar_py.check import evidence
+from entrenar_py.check.causes import resumes
 from entrenar_py.check.clauses import finiteness, outer_step, parity, plans, replicas
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import evidence, missing, rounds
+from entrenar_py.check.evidence import closeness, missing, rounds
 from entrenar_py.check.evidence.needs import ALONE, ORACLE, POISONED, SAVED, Traces
 from entrenar_py.check.rank_files import outer_rounds
 from entrenar_py.shared.faults import Fault
@@ -113,7 +114,7 @@ def _joined(tally: Tally, trace: Trace) -> None:
         outer = by_rank[min(by_rank)].weights
         message = f"rank {start.rank} joined with other weights than the outer ones"
         place = {**evidence.place(trace, start), "step": start.step - 1}
-        evidence.compare_exact(tally, outer, start.weights, message, **place)
+        closeness.compare_exact(tally, outer, start.weights, message, **place)
 
 
 def judge_parity(invariant: Invariant, runs: Traces) -> Finding:
@@ -183,7 +184,7 @@ def judge_state(invariant: Invariant, traces: Traces) -> Finding:
     tally = missing.tally_for(invariant, traces)
     stopped = traces.of(SAVED)
     for run in evidence.usable(stopped or traces, tally):
-        restored_state.compare(tally, traces.base if stopped else None, run, ("optimizer",))
+        resumes.compare_state(tally, traces.base if stopped else None, run, ("optimizer",))
     return tally.finding(nothing=rounds.OWN_STATE)
 
 

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from entrenar_py.check import evidence
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import closeness, evidence, facts, missing, precision, rounds
+from entrenar_py.check.evidence import closeness, facts, missing, precision, rounds
 from entrenar_py.check.evidence.needs import Traces
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import (

@@ -12,15 +12,22 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from entrenar_py.check.causes import copies, presuppositions, random_draws, run_comparison
-from entrenar_py.check.causes.compared import Compared
+from entrenar_py.check import evidence
+from entrenar_py.check.causes import (
+    copies,
+    presuppositions,
+    random_draws,
+    rounding_bounds,
+    run_comparison,
+)
 from entrenar_py.check.causes.presuppositions import WITH_ONE_WORKER
-from entrenar_py.check.causes.run_comparison import SINGLE, Words
+from entrenar_py.check.causes.run_comparison import SINGLE, Compared
 from entrenar_py.check.clauses import knobs, plans, same_bits
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import evidence, facts, missing, rounds
+from entrenar_py.check.evidence import facts, missing, rounds, run_names
 from entrenar_py.check.evidence.needs import ALONE, CONTROLLED, NUDGED, ORACLE, REPEATED, Traces
+from entrenar_py.check.evidence.run_names import Words
 from entrenar_py.shared import faults
 from entrenar_py.shared.trace import Shard, Trace, Update
 from entrenar_py.shared.verdict import Finding, Tally
@@ -97,7 +104,7 @@ def _is_explained(compared: Compared) -> bool:
 
 
 def _compare(
-    tally: Tally, compared: Compared, tolerance: float | None, words: run_comparison.Words
+    tally: Tally, compared: Compared, tolerance: float | None, words: run_names.Words
 ) -> int:
     """Compare a run with its model, if it can be compared; return how many gradients were."""
     left = presuppositions.comparable(tally, presuppositions.WITH_ONE_WORKER, compared)
@@ -361,7 +368,7 @@ def _tells(plain: Compared, controlled: Compared) -> bool:
     What tells samples apart by chance (the mean of several answers) may leave none.
     """
     expected = evidence.updates(plain.model)
-    floor = run_comparison.Bounds.of(expected, plain.model, plain.trace).gradient_floor
+    floor = rounding_bounds.Bounds.of(expected, plain.model, plain.trace).gradient_floor
     return run_comparison.tells(controlled.model, controlled.trace, floor=floor)
 
 

@@ -8,14 +8,15 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
-from entrenar_py.check.causes import first_weights, presuppositions
-from entrenar_py.check.causes.compared import Compared
+from entrenar_py.check import evidence
+from entrenar_py.check.causes import presuppositions, state
 from entrenar_py.check.causes.random_draws import CONTENTS_BOUND_MOVED, PLACES, are_alike, named
+from entrenar_py.check.causes.run_comparison import Compared
 from entrenar_py.check.clauses import plans
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.clauses.coverage import in_epochs, is_endless
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import evidence, facts, missing
+from entrenar_py.check.evidence import closeness, facts, missing
 from entrenar_py.check.evidence.needs import ALONE, SHORTENED, Traces
 from entrenar_py.shared.faults import OF_LOADERS
 from entrenar_py.shared.trace import Drawn, Shard, Start, Trace, Update
@@ -31,7 +32,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
     """Judge that dropout differs by step and shard, order by epoch, and that ranks start alike."""
     tally = missing.tally_for(invariant, runs)
     for trace in runs:
-        first_weights.tell_peculiar(tally, trace)
+        state.tell_peculiar(tally, trace)
     runs = evidence.usable_runs(runs, tally)
     alone = next(iter(runs.of(ALONE)), None)
     for trace in runs:
@@ -241,7 +242,7 @@ def _initial_agrees(tally: Tally, trace: Trace) -> None:
     for start in known[1:]:
         message = f"rank {start.rank} starts from other weights than rank {known[0].rank}"
         place = {**evidence.place(trace, start), "step": -1}
-        evidence.compare_exact(tally, known[0].weights, start.weights, message, **place)
+        closeness.compare_exact(tally, known[0].weights, start.weights, message, **place)
 
 
 def _same_for_any_worker_count(tally: Tally, runs: Traces) -> None:

@@ -10,9 +10,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
+from entrenar_py.check import evidence
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import evidence, facts, missing
+from entrenar_py.check.evidence import closeness, facts, missing
 from entrenar_py.check.evidence.needs import TWIN, Traces
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Membership, Reduced, Shard, Trace, Traffic
@@ -180,7 +181,7 @@ def judge_bits(invariant: Invariant, runs: Traces) -> Finding:
             continue  # without the lost worker the ring adds in another order
         for model in runs.of(TWIN):
             message = f"not the bits of {model.scenario.system}"
-            evidence.compare_updates(tally, model, trace, "gradient", message)
+            closeness.compare_updates(tally, model, trace, "gradient", message)
         if not runs.of(TWIN):
             tally.miss(f"there is no other run to compare that of {trace.scenario.system} with")
     return tally.finding(nothing=missing.probed(invariant, _MISSING))
@@ -206,7 +207,7 @@ def _compare_ranks(tally: Tally, trace: Trace) -> None:
             for part in ("gradient", "weights"):
                 message = f"rank {rank} holds other bits than rank {lowest.rank} ({part})"
                 left, right = getattr(lowest, part), getattr(update, part)
-                evidence.compare_exact(tally, left, right, message, **place)
+                closeness.compare_exact(tally, left, right, message, **place)
 
 
 def judge_traffic(invariant: Invariant, traces: Traces) -> Finding:

@@ -9,27 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import (
-    masters,
+    applied_gradients,
     presuppositions,
-    restored_state,
-    run_comparison,
+    resumes,
+    rounding_bounds,
+    state,
     weight_averages,
 )
-from entrenar_py.check.causes.compared import Compared
+from entrenar_py.check.causes.run_comparison import Compared
 from entrenar_py.check.causes.state import PARTS, Comparison
 from entrenar_py.check.clauses import plans
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import (
-    closeness,
-    evidence,
-    facts,
-    history,
-    local_buffers,
-    missing,
-    rounds,
-)
+from entrenar_py.check.evidence import closeness, facts, missing, rounds
 from entrenar_py.check.evidence.needs import ALONE, SAVED, SHORTENED, Traces
 from entrenar_py.shared.trace import (
     Declared,
@@ -56,7 +50,7 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
             _trained_together(tally, left.trace)
             weight_averages.compare_ranks(tally, left.trace)
         compare_ties(tally, trace)
-        local_buffers.tell(tally, trace)
+        state.tell_local_buffers(tally, trace)
     for trace in traces.witnesses.get(SHORTENED, ()):
         _at_epochs_ends(tally, traces, trace)
     why = "no two workers of one run were recorded"
@@ -185,16 +179,16 @@ def _compare_joined(comparison: Comparison) -> None:
 
 def _all_updated(tally: Tally, trace: Trace) -> None:
     """Check that all members make each step that one makes, and a rank that has left makes none."""
-    stays, scenario = history.stays(trace), trace.scenario
+    stays, scenario = evidence.stays(trace), trace.scenario
     moved = {change.rank for change in trace.of(Membership)}
     always = {update.rank for update in trace.of(Update)} - stays.keys() - moved
     for step, by_rank in evidence.ranks_by_step(trace):
-        for rank in sorted((history.members(stays, step) | always) - by_rank.keys()):
+        for rank in sorted((evidence.members(stays, step) | always) - by_rank.keys()):
             message = f"rank {rank} made no optimizer step, the others did"
             if not tally.observed:
                 message += ": it recorded no Update"
             tally.check(False, message, step=step, rank=rank, scenario=scenario)
-    for ghost in history.ghosts(trace):
+    for ghost in evidence.ghosts(trace):
         message = f"rank {ghost.rank} had left and yet updated in step {ghost.step}"
         tally.check(False, message, **evidence.place(trace, ghost))
 
@@ -272,7 +266,7 @@ def _compare_copies(tally: Tally, trace: Trace, tie: Tie) -> None:
                 rank=event.rank,
                 tensor=name,
                 scenario=trace.scenario,
-                **evidence.difference(first, copy),
+                **closeness.difference(first, copy),
             )
 
 
@@ -305,7 +299,7 @@ def judge_state(invariant: Invariant, traces: Traces) -> Finding:
     tally = missing.tally_for(invariant, traces)
     stopped = traces.of(SAVED)
     for run in evidence.usable(stopped or traces, tally):
-        restored_state.compare(tally, traces.base if stopped else None, run, ("optimizer",))
+        resumes.compare_state(tally, traces.base if stopped else None, run, ("optimizer",))
         compared = Compared(runs=traces, model=run, trace=run)
         left = presuppositions.comparable(tally, presuppositions.RANKS, compared)
         if left is None:
@@ -321,7 +315,7 @@ def judge_state(invariant: Invariant, traces: Traces) -> Finding:
             update.optimizer for update in trace.of(Update)
         )
         # Weights that follow the rule from the first step on have its state behind them.
-        if is_elsewhere and not masters.follow(tally, traces, trace):
+        if is_elsewhere and not applied_gradients.follow_copies(tally, traces, trace):
             tally.miss("the optimizer's state is that of copies of the weights, or of shards")
         missing.require_updates(tally, trace)
         require_ranks(tally, trace)
@@ -409,7 +403,7 @@ def _compare_owners(tally: Tally, runs: Traces) -> None:
     for model in runs.witnesses.get(ALONE, ()):
         alone = evidence.updates(model).get(first, {})
         due = evidence.any_rank(alone).optimizer if alone else {}
-        bound = 2 * run_comparison.Bounds.of({}, model, runs.base).gradient
+        bound = 2 * rounding_bounds.Bounds.of({}, model, runs.base).gradient
         gaps = closeness.distances(due, held) if due.keys() == held.keys() else None
         if gaps and all(gap.distance <= bound * gap.size for gap in gaps.values()):
             tally.compared += len(gaps)

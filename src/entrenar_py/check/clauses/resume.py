@@ -12,19 +12,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from entrenar_py.check.causes import (
-    presuppositions,
-    restored_state,
-    resumed_data,
-    summation,
-    weight_averages,
-)
-from entrenar_py.check.causes.compared import Compared
-from entrenar_py.check.causes.restored_state import Resume, resumes
+from entrenar_py.check import evidence
+from entrenar_py.check.causes import presuppositions, resumes, state, weight_averages
+from entrenar_py.check.causes.run_comparison import Compared
 from entrenar_py.check.clauses import plans, same_bits
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import evidence, facts, local_buffers, missing, rates, step_sums
+from entrenar_py.check.evidence import closeness, facts, missing, step_sums
 from entrenar_py.check.evidence.needs import REPEATED, RESUMED, Traces
 from entrenar_py.shared.trace import Event, Shard, Start, Synchronised, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Finding, Tally
@@ -73,8 +67,8 @@ def _compare(tally: Tally, straight: Trace, trace: Trace) -> None:
         repeats(tally, straight, trace) and begins_where_it_says(tally, straight, trace)
     ):
         return
-    same_samples = resumed_data.compare(tally, straight, trace)
-    restored_state.compare(tally, straight, trace, _RESTORED)
+    same_samples = resumes.compare_data(tally, straight, trace)
+    resumes.compare_state(tally, straight, trace, _RESTORED)
     _same_rates(tally, straight, trace)
     if not same_samples:
         return
@@ -83,10 +77,10 @@ def _compare(tally: Tally, straight: Trace, trace: Trace) -> None:
     kept = _as_long(tally, straight, trace) if is_own else trace
     if is_own:
         _ends_as_late(tally, straight, trace)
-        straight, kept = summation.comparable(tally, straight, kept)
+        straight, kept = resumes.summed_alike(tally, straight, kept)
     message = "the resumed run differs from the straight one"
     same_bits.compare_steps(tally, straight, kept, message)
-    local_buffers.compare(tally, straight, kept, f"{message} (buffers)")
+    state.compare_local_buffers(tally, straight, kept, f"{message} (buffers)")
     weight_averages.compare_resumed(tally, straight, kept)
 
 
@@ -180,7 +174,7 @@ def _same_rates(tally: Tally, straight: Trace, trace: Trace) -> None:
         for rank, update in by_rank.items():
             model = expected[step].get(rank, evidence.any_rank(expected[step]))
             place = evidence.place(trace, update)
-            for name, pair in rates.of(model, update).items():
+            for name, pair in closeness.rates_of(model, update).items():
                 due, got = pair
                 is_told = due != got and tally.would_keep(update.step)
                 whose = _rate_of(name, got, update.step, expected, trace) if is_told else ""
@@ -194,7 +188,7 @@ def _rate_of(
     name: str | None, rate: float, at: int, expected: dict[int, dict[int, Update]], trace: Trace
 ) -> str:
     """Return in words which one other step of the straight run has the rate of step `at`, or ""."""
-    step = rates.only_step(name, rate, expected)
+    step = closeness.step_of_rate(name, rate, expected)
     if step in (None, at):
         return ""
     back = [start.step for start in trace.of(Start) if start.resumed and start.step <= at]
@@ -316,7 +310,7 @@ def _differences(straight: Trace, trace: Trace) -> Iterator[str]:
 
 
 def _moved_otherwise(model: Update, update: Update) -> Iterator[str]:
-    apart = rates.differ(model, update)
+    apart = closeness.first_unlike_rates(model, update)
     if apart is not None:
         name, due, got = apart
         yield (
@@ -500,7 +494,7 @@ def _how_to_resume(trace: Trace) -> str:
 def compare_first_steps(tally: Tally, straight: Trace, trace: Trace) -> None:
     """Compare the weights after each resume's first step, where nothing recorded explains them."""
     expected, made = evidence.updates(straight), evidence.updates(trace)
-    for resume in resumes(trace):
+    for resume in resumes.resumes(trace):
         start = resume.start
         model, update = (steps.get(start.step, {}).get(start.rank) for steps in (expected, made))
         if model is None or update is None or not _rests_on_the_same(resume, model, update):
@@ -511,15 +505,19 @@ def compare_first_steps(tally: Tally, straight: Trace, trace: Trace) -> None:
         )
         place = evidence.place(trace, update)
         words = _cause(resume, update)
-        evidence.compare_exact(tally, model.weights, update.weights, message, words=words, **place)
+        closeness.compare_exact(tally, model.weights, update.weights, message, words=words, **place)
 
 
-def _rests_on_the_same(resume: Resume, model: Update, update: Update) -> bool:
+def _rests_on_the_same(resume: resumes.Resume, model: Update, update: Update) -> bool:
     before, start = resume.before, resume.start
     pairs = [(model.gradient, update.gradient)]
     if before is not None:
         pairs += [(before.weights, start.weights), (before.optimizer, start.optimizer)]
-    known = before is not None and bool(model.gradient) and rates.differ(model, update) is None
+    known = (
+        before is not None
+        and bool(model.gradient)
+        and closeness.first_unlike_rates(model, update) is None
+    )
     return known and all(_digests(left) == _digests(right) for left, right in pairs)
 
 
@@ -527,7 +525,7 @@ def _digests(tensors: Tensors) -> dict[str, str]:
     return {name: record.digest for name, record in tensors.items()}
 
 
-def _cause(resume: Resume, update: Update) -> str:
+def _cause(resume: resumes.Resume, update: Update) -> str:
     """Return what was not restored: copies, if the weights went back to those of the beginning."""
     first = resume.begun.get(resume.start.rank)
     general = (

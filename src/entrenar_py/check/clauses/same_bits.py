@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from entrenar_py.check.causes import presuppositions, repeatability, run_comparison
-from entrenar_py.check.causes.compared import Compared
+from entrenar_py.check import evidence
+from entrenar_py.check.causes import presuppositions, rounding_bounds, state
+from entrenar_py.check.causes.run_comparison import Compared
 from entrenar_py.check.clauses import plans
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import evidence, facts, history, local_buffers, missing, rounds
+from entrenar_py.check.evidence import closeness, facts, missing, rounds
 from entrenar_py.check.evidence.needs import COUNTS, KILLED, REPEATED, Traces
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Attempt, Membership, Shard, Start, Trace, Update
@@ -65,7 +66,7 @@ def judge_determinism(invariant: Invariant, runs: Traces) -> Finding:
             _compare_shards(tally, left.model, left.trace)
             message = "two runs of one scenario differ"
             compare_steps(tally, left.model, left.trace, message)
-            local_buffers.compare(tally, left.model, left.trace, f"{message} (buffers)")
+            state.compare_local_buffers(tally, left.model, left.trace, f"{message} (buffers)")
             if tally.broken is not None and tally.broken is not before:
                 tally.broken = _by_rounding(left, tally.broken)
     return tally.finding(
@@ -84,9 +85,11 @@ def _by_rounding(compared: Compared, broken: Counterexample) -> Counterexample:
     Only the first steps can be compared within rounding.
     """
     device = compared.trace.environment.get("accelerator")
-    is_early = broken.step is not None and broken.step < run_comparison.ROUNDING_STEPS
+    is_early = broken.step is not None and broken.step < rounding_bounds.ROUNDING_STEPS
     is_of_values = "(buffers)" not in broken.message and _have_one_course(compared)
-    if not (device and is_early and is_of_values and repeatability.agree(compared)):
+    if not (
+        device and is_early and is_of_values and presuppositions.agree_within_rounding(compared)
+    ):
         return broken
     message = f"{_ROUNDED} on {device}: {_ANY_ORDER}"
     return replace(broken, message=message)
@@ -204,7 +207,7 @@ def _compare_update(
             why = f"{who} recorded the {part} of step {update.step}"
             missing.ask(tally, why, facts.of_update(part))
             continue
-        evidence.compare_exact(tally, left, right, f"{message} ({part})", **place)
+        closeness.compare_exact(tally, left, right, f"{message} ({part})", **place)
     if (model.loss, update.loss) != (None, None):
         tally.equal(model.loss, update.loss, f"{message} (loss)", **place)
 
@@ -221,7 +224,7 @@ def _compare_rounds(tally: Tally, model: Trace, trace: Trace, message: str) -> N
                 continue
             for part in ("weights", "optimizer", "buffers"):
                 one, other = (getattr(side[rank], part) for side in (left, right))
-                evidence.compare_exact(tally, one, other, f"{message} (outer {part})", **place)
+                closeness.compare_exact(tally, one, other, f"{message} (outer {part})", **place)
 
 
 def _compare_local(tally: Tally, model: Trace, trace: Trace, message: str) -> None:
@@ -239,7 +242,7 @@ def _compare_local(tally: Tally, model: Trace, trace: Trace, message: str) -> No
             missing.ask(tally, why, facts.of_shards("gradient"))
             continue
         what, place = f"{message} (gradient of shard {shard.shard})", evidence.place(trace, shard)
-        evidence.compare_exact(tally, model_shard.gradient, shard.gradient, what, **place)
+        closeness.compare_exact(tally, model_shard.gradient, shard.gradient, what, **place)
 
 
 # --- recovery after the loss of a worker ----------------------------------------------------------
@@ -347,7 +350,7 @@ def _continues(tally: Tally, calm: Trace, trace: Trace, left: Sequence[Membershi
     expected, got = evidence.shards(calm), evidence.shards(trace)
     model_updates = evidence.updates(calm)
     unknown = missing.unknown_steps(calm) | missing.unknown_steps(trace)
-    ghosts = history.ghosts(trace)
+    ghosts = evidence.ghosts(trace)
     if not model_updates:
         tally.miss("the undisturbed run made no step")
     for change in left:

@@ -14,27 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from entrenar_py.check.causes import (
-    divided_inside,
-    edits,
-    masters,
-    presuppositions,
-    torch_rules,
-    update_rule,
-)
-from entrenar_py.check.causes.compared import Compared
+from entrenar_py.check import evidence
+from entrenar_py.check.causes import applied_gradients, edits, presuppositions, update_rule
+from entrenar_py.check.causes.run_comparison import Compared
 from entrenar_py.check.clauses import clipping, knobs, plans
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import (
-    closeness,
-    evidence,
-    factors,
-    facts,
-    missing,
-    run_names,
-    skips,
-)
+from entrenar_py.check.evidence import closeness, factors, facts, missing, run_names
 from entrenar_py.check.evidence.needs import ALONE, REPEATED, SHORTENED, Traces, turned
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Noticed, Ruled, Start, Tensors, Trace, Update
@@ -66,7 +52,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         tell_notes(tally, trace)
         edits.judge(tally, trace)
         missing.require_moves(tally, trace)
-        if masters.follow(tally, runs, trace):
+        if applied_gradients.follow_copies(tally, runs, trace):
             continue
         compared = Compared(runs=runs, model=trace, trace=trace)
         left = presuppositions.comparable(tally, presuppositions.UPDATES, compared)
@@ -114,8 +100,8 @@ def _is_unchanged(trace: Trace, step: int | None) -> bool:
 
 def _follow(tally: Tally, trace: Trace) -> None:
     """Recompute all updates. Count as missing each rank's first one that can't be recomputed."""
-    is_known = trace.traits.rule == "known" or torch_rules.are_known(trace)
-    if trace.traits.rule != "known" and torch_rules.are_derived(trace):
+    is_known = trace.traits.rule == "known" or update_rule.are_known(trace)
+    if trace.traits.rule != "known" and update_rule.are_derived(trace):
         is_known = is_known and _is_as_derived(trace)
     if not is_known and trace.traits.rule == "own":
         tally.note("the optimizer's rule is its own: steps were not recomputed")
@@ -132,7 +118,7 @@ def _follow(tally: Tally, trace: Trace) -> None:
         )
         return
     rules: dict[int, update_rule.Rule] = {}
-    rested = skips.without_gradients(trace)
+    rested = evidence.skipped_without_gradients(trace)
     lost: set[int] = set()
     gaps = missing.Gaps()
     twice = judge_doubled(tally, trace)
@@ -152,7 +138,9 @@ def _follow(tally: Tally, trace: Trace) -> None:
         lost.add(event.rank)
     gaps.tell(tally)
     if rested and rested >= {update.step for update in trace.of(Update)}:
-        tally.miss(f"nothing was recomputed: the run {skips.told(rested)}, and made no other step")
+        tally.miss(
+            f"nothing was recomputed: the run {evidence.skip_words(rested)}, and made no other step"
+        )
 
 
 def _is_as_derived(trace: Trace) -> bool:
@@ -359,7 +347,7 @@ def _absent(traces: Sequence[Trace]) -> str:
     clips = any(trace.traits.clip_norm is not None for trace in traces)
     if clips or {trace.traits.rule for trace in traces} != {"own"}:
         return ""
-    if any(torch_rules.are_known(trace) for trace in traces):
+    if any(update_rule.are_known(trace) for trace in traces):
         return ""
     return "the optimizer's rule is its own: it is none of torch.optim's that are known here"
 
@@ -402,7 +390,7 @@ def compare_schedule(tally: Tally, runs: Traces) -> None:
     for other in others:
         if other.scenario.batch_size != base.scenario.batch_size:
             continue
-        divided = divided_inside.in_rate(Compared(runs=runs, model=other, trace=base))
+        divided = applied_gradients.in_rate(Compared(runs=runs, model=other, trace=base))
         _compare_rates(tally, base, other, divided)
 
 

@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from entrenar_py.check import evidence
 from entrenar_py.check.clauses.check import Check, judge_each
 from entrenar_py.check.clauses.fine_tuning import planned
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import evidence
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Encoded, Shard, Taught, Trace, Weighed
 from entrenar_py.shared.verdict import Tally

@@ -8,32 +8,22 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from entrenar_py.check import evidence
 from entrenar_py.check.causes import (
-    accumulated,
-    copies,
+    accumulation,
+    clipping,
+    coupled_samples,
     explanations,
     loss_terms,
     presuppositions,
-    rank_means,
-    reduction_format,
-    run_comparison,
-    value_clipping,
+    rounding_bounds,
 )
-from entrenar_py.check.causes.compared import Compared
 from entrenar_py.check.causes.explanations import Explanation
+from entrenar_py.check.causes.run_comparison import Compared
 from entrenar_py.check.clauses import knobs, parity, plans
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import (
-    closeness,
-    evidence,
-    factors,
-    facts,
-    gradient_sums,
-    missing,
-    skips,
-    step_sums,
-)
+from entrenar_py.check.evidence import closeness, factors, facts, missing, step_sums
 from entrenar_py.check.evidence.needs import (
     ALONE,
     CONTROLLED,
@@ -57,7 +47,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
     changed: list[bool] = []
     relative = RELATIVE if invariant.tolerance is None else invariant.tolerance
     # A worker that is given others' batches may divide by the number of its own tokens.
-    judged = [trace for trace in runs if not copies.is_given(trace)]
+    judged = [trace for trace in runs if not explanations.is_given(trace)]
     for trace in judged:
         missing.require_updates(tally, trace)
         unknown = missing.require_shards(tally, trace)
@@ -122,7 +112,7 @@ def _by_own_elements(tally: Tally, runs: Traces) -> None:
     model = parity.model_of(runs)
     for trace in runs.own:
         if model is not None and trace is not model and evidence.is_as_trained(trace):
-            rank_means.judge(tally, trace, model)
+            coupled_samples.judge_rank_means(tally, trace, model)
 
 
 def _weighted_loss(tally: Tally, trace: Trace, relative: float, unknown: Collection[int]) -> None:
@@ -184,7 +174,7 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> li
     multiple of the step's weight, except if the trait `clipping: other` says that gradients were
     recorded clipped. This needs no second run. Shards may record their sums with a common factor.
     """
-    if why := run_comparison.rounded_away(trace):
+    if why := rounding_bounds.rounded_away(trace):
         tally.miss(why)
         return []
     if trace.traits.steps != "model" and not any(u.gradient for u in trace.of(Update)):
@@ -194,7 +184,7 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> li
         return []
     shards = evidence.shards(trace)
     valued = any(evidence.has_values(shard.gradient) for shard in trace.of(Shard))
-    rested = skips.without_gradients(trace)
+    rested = evidence.skipped_without_gradients(trace)
     divisions = _Divisions.of(tally, trace)
     loss_terms.judge(tally, trace)
     _none_dropped(tally, trace)
@@ -205,7 +195,7 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> li
             _require_pass(tally, trace, update)
         if step in unknown or step in rested:
             continue
-        if (left := accumulated.of_evaluation(by_rank, shards[step], divisions.bound)) is not None:
+        if (left := accumulation.of_evaluation(by_rank, shards[step], divisions.bound)) is not None:
             name, why_left = left
             message = f"the applied gradient of {name} {why_left.words}"
             tally.check(False, message, tensor=name, **evidence.place(trace, update))
@@ -216,7 +206,7 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> li
             total = _without_taken(tally, total, mean, step)
             # No micro-batch used the others: the script may have set their gradients to zero.
             total |= {n: np.zeros(v.shape) for n, v in mean.items() if n not in total}
-        if total and mean is not None and gradient_sums.shapes(total) == gradient_sums.shapes(mean):
+        if total and mean is not None and step_sums.shapes(total) == step_sums.shapes(mean):
             for names in _apart(by_rank, shards[step], mean):
                 sums, applied = ({n: vectors[n] for n in names} for vectors in (total, mean))
                 divisions.add(update, by_rank, shards[step], sums, applied)
@@ -253,7 +243,7 @@ def _is_rounded(tally: Tally, trace: Trace) -> bool:
     """Return whether sums are rounded to 16 bits where float32 is declared: a counterexample."""
     if trace.traits.compressed != "float32":
         return False
-    rounded = reduction_format.undeclared(trace, run_comparison.GRADIENT_BOUND)
+    rounded = rounding_bounds.undeclared_format(trace, rounding_bounds.GRADIENT_BOUND)
     if rounded:
         first = evidence.any_rank(next(by_rank for _, by_rank in evidence.ranks_by_step(trace)))
         message = "sums of gradients are rounded to 16 bits, and float32 is declared for them"
@@ -271,15 +261,15 @@ def _by_micro_batch(trace: Trace, update: Update) -> Tensors:
 def _require_pass(tally: Tally, trace: Trace, update: Update) -> None:
     """Check that a step without micro-batches applies no old gradient, and moves nothing."""
     place = evidence.place(trace, update)
-    if (again := accumulated.stepped_again(trace, update)) is not None:
+    if (again := accumulation.stepped_again(trace, update)) is not None:
         tally.check(False, f"the applied gradient {again.words}", **place)
-    if (moved := accumulated.moved_without_pass(trace, update)) is not None:
+    if (moved := accumulation.moved_without_pass(trace, update)) is not None:
         name, message = moved
         tally.check(False, message, tensor=name, **place)
 
 
 def _without_taken(
-    tally: Tally, total: Mapping[str, step_sums.Vector], mean: gradient_sums.Vectors, step: int
+    tally: Tally, total: Mapping[str, step_sums.Vector], mean: step_sums.Vectors, step: int
 ) -> dict[str, step_sums.Vector]:
     """Return `total` without tensors that a script took the gradient from, and note these."""
     taken = sorted(total.keys() - mean.keys())
@@ -307,12 +297,12 @@ class _Divisions:
 
     @classmethod
     def of(cls, tally: Tally, trace: Trace) -> _Divisions:
-        bound = run_comparison.Bounds.of({}, trace).gradient
+        bound = rounding_bounds.Bounds.of({}, trace).gradient
         if any(
             record.sketch for shard in trace.of(Shard)[:1] for record in shard.gradient.values()
         ):
             bound *= closeness.PROJECTED
-        limit = value_clipping.limit(trace) if trace.scenario.workload == "own" else None
+        limit = clipping.limit_of_elements(trace) if trace.scenario.workload == "own" else None
         return cls(tally, trace, bound, limit)
 
     def add(
@@ -320,20 +310,20 @@ class _Divisions:
         update: Update,
         by_rank: Mapping[int, Update],
         shards: Sequence[Shard],
-        total: gradient_sums.Vectors,
-        mean: gradient_sums.Vectors,
+        total: step_sums.Vectors,
+        mean: step_sums.Vectors,
     ) -> None:
         """Check that a step divided all tensors by one number, the same as in earlier steps.
 
         `total` is the sum of the shards' gradients, and `mean` the update's gradient.
         """
         size = sum(float(np.square(v, dtype=np.float64).sum()) for v in mean.values())
-        divisor = gradient_sums.divisor(total, mean) if size and math.isfinite(size) else None
+        divisor = step_sums.divisor(total, mean) if size and math.isfinite(size) else None
         if divisor is None:
             return
         place = evidence.place(self.trace, update)
         allowed = self.bound * abs(divisor) * math.sqrt(size)
-        off: Collection[str] = gradient_sums.off(total, mean, divisor, allowed)
+        off: Collection[str] = step_sums.off(total, mean, divisor, allowed)
         if off and self._is_cut(update, by_rank, shards):
             self.tally.note(f"gradients are clipped element by element, at {self.limit:.3g}")
             off = set()
@@ -343,7 +333,7 @@ class _Divisions:
         if off and self._is_open(why, update):
             if why is None:
                 is_plain = _has_one_part(shards) or self._is_scaled(total, mean)
-                earlier = accumulated.is_kept(self.trace, update, total, mean, self.bound)
+                earlier = accumulation.is_kept(self.trace, update, total, mean, self.bound)
                 self.changed.append(is_plain and not earlier)
             return
         for name in mean:
@@ -390,13 +380,13 @@ class _Divisions:
         mean = evidence.elements(update.gradient)
         if self.limit is None or total is None or mean is None:
             return False
-        return value_clipping.explains(total, mean, self.limit, self.bound)
+        return clipping.explains_elements(total, mean, self.limit, self.bound)
 
     def _explained(
         self,
         update: Update,
-        total: gradient_sums.Vectors,
-        mean: gradient_sums.Vectors,
+        total: step_sums.Vectors,
+        mean: step_sums.Vectors,
         divisor: float,
         off: Collection[str],
     ) -> tuple[Collection[str], Explanation | None]:
@@ -405,24 +395,24 @@ class _Divisions:
         Large tensors that are wrong may have set the divisor: those of others are tried, too.
         Elements that may be clipped are left out if the gradient has no explanation otherwise.
         """
-        step = accumulated.Applied(self.trace, update, total, mean, divisor, off, self.bound)
-        if (why := explanations.first(accumulated.LIST, step)) is not None:
+        step = accumulation.Applied(self.trace, update, total, mean, divisor, off, self.bound)
+        if (why := explanations.first(accumulation.LIST, step)) is not None:
             return off, why
         for each in step.by_other_divisors():
-            if (why := explanations.first(accumulated.LEFT_IN, each)) is not None:
+            if (why := explanations.first(accumulation.LEFT_IN, each)) is not None:
                 return each.off, why
         if not self.limit:
             return off, None
-        total, mean = value_clipping.uncut(total, mean, self.limit)
-        if (free := gradient_sums.divisor(total, mean)) is None:
+        total, mean = clipping.uncut_elements(total, mean, self.limit)
+        if (free := step_sums.divisor(total, mean)) is None:
             return off, None
         size = math.sqrt(sum(float(np.square(v, dtype=np.float64).sum()) for v in mean.values()))
-        still = gradient_sums.off(total, mean, free, self.bound * abs(free) * size)
-        step = accumulated.Applied(self.trace, update, total, mean, free, still, self.bound)
-        why = accumulated.own_factor(step) if still else None
+        still = step_sums.off(total, mean, free, self.bound * abs(free) * size)
+        step = accumulation.Applied(self.trace, update, total, mean, free, still, self.bound)
+        why = accumulation.own_factor(step) if still else None
         return (off, None) if why is None else (still, why)
 
-    def _is_scaled(self, total: gradient_sums.Vectors, mean: gradient_sums.Vectors) -> bool:
+    def _is_scaled(self, total: step_sums.Vectors, mean: step_sums.Vectors) -> bool:
         """Return whether each tensor's gradient is its sum, shorter or longer."""
         moved = [name for name in mean if mean[name].any() or total[name].any()]
         factors_of = [factors.ratio(total[name], mean[name], self.bound) for name in moved]

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from entrenar_py.check import evidence
 from entrenar_py.check.clauses.check import Check, judge_each, probe
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import evidence, missing
+from entrenar_py.check.evidence import closeness, missing
 from entrenar_py.check.evidence.needs import CALM, Traces
 from entrenar_py.shared.faults import LIE_PLACES, ON_THE_WAY, PLACES, STRANGERS, SURVIVED, Fault
 from entrenar_py.shared.scenario import Scenario
@@ -126,9 +127,9 @@ def _ends_right(tally: Tally, calm: Trace, trace: Trace) -> None:
     how += calm.end.status
     tally.equal(calm.end.status, trace.end.status, how, scenario=trace.scenario)
     message = "not the weights of the undisturbed run"
-    evidence.compare_updates(tally, calm, trace, "weights", message)
+    closeness.compare_updates(tally, calm, trace, "weights", message)
     lost = evidence.updates(calm).keys() - evidence.updates(trace).keys()
-    evidence.compare_steps_made(tally, lost, trace)
+    closeness.compare_steps_made(tally, lost, trace)
 
 
 def stranger(value: str, *, step: int) -> Fault:

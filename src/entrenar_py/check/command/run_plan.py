@@ -12,7 +12,7 @@ from entrenar_py.check.clauses.knobs import KNOBS
 from entrenar_py.check.command import placeholders
 from entrenar_py.check.command.launch import Ended, launch
 from entrenar_py.check.command.run_settings import RunSettings, Turn
-from entrenar_py.check.evidence import rates
+from entrenar_py.check.evidence import closeness
 from entrenar_py.check.evidence.needs import (
     ALONE,
     COUNTS,
@@ -244,7 +244,9 @@ class Plan:
             return {}
         steps = _steps_per_epoch(straight)
         begun = max((start.step for start in resumed.of(Start) if start.resumed), default=0)
-        if not (0 < steps <= LONGER_MAX and begun and rates.is_lost_place(straight, resumed)):
+        if not (
+            0 < steps <= LONGER_MAX and begun and closeness.is_schedule_elsewhere(straight, resumed)
+        ):
             return {}
         fault = Fault(kind=LONGER, step=0, value=str(begun + 2 * steps + 1))
         return {f"{_name(self.most)}-longer": replace(settings.unstopped, faults=(fault,))}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from entrenar_py.check.causes import knob_pairs
 from entrenar_py.check.clauses.check import Check
+from entrenar_py.check.evidence import run_names
 from entrenar_py.check.evidence.needs import (
     ALONE,
     KILLED,
@@ -62,7 +62,7 @@ class RunSettings:
 
         Whether it was `interrupted`, and by which `option` it went on, decides no verdict.
         """
-        pair = knob_pairs.pair_of(scenario)
+        pair = run_names.pair_of(scenario)
         return cls(
             world_size=scenario.world_size,
             seed=scenario.seed,

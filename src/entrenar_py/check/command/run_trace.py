@@ -21,12 +21,13 @@ from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from entrenar_py.check.causes import knob_pairs, own_sums
+from entrenar_py.check.causes import accumulation
 from entrenar_py.check.clauses import local_sgd
 from entrenar_py.check.clauses.knobs import KNOBS
 from entrenar_py.check.command import folders, launch
 from entrenar_py.check.command.launch import Ended
 from entrenar_py.check.command.run_settings import RunSettings
+from entrenar_py.check.evidence import run_names
 from entrenar_py.check.rank_files import (
     arranged,
     assembly,
@@ -524,7 +525,7 @@ def of(
         )
     if why := unresumed(ranks, settings, ended, saved.read_only):
         recorded = replace(recorded, environment={**recorded.environment, "unresumed": why})
-    return _with_its_faults(local_sgd.seen(own_sums.seen_through(recorded)))
+    return _with_its_faults(local_sgd.seen(accumulation.seen_through(recorded)))
 
 
 def have_closed(folder: Path, world_size: int, life: int) -> bool:
@@ -585,7 +586,7 @@ def _scenario(
     if turn is None or like is None or settings.stops:
         return scenario, traits
     usual = KNOBS[turn.knob].usual
-    told = knob_pairs.told(
+    told = run_names.with_turned(
         scenario, knob=turn.knob, value=turn.value, usual=usual, beside=turn.beside
     )
     return told, traits

@@ -17,14 +17,14 @@ import math
 from collections.abc import Collection
 from dataclasses import replace
 
-from entrenar_py.check.causes import run_comparison, sensitivity
-from entrenar_py.check.causes.compared import Compared
+from entrenar_py.check import evidence
+from entrenar_py.check.causes import rounding_bounds, run_comparison
+from entrenar_py.check.causes.run_comparison import Compared
 from entrenar_py.check.clauses import parity, randomness
 from entrenar_py.check.clauses.coverage import has_ended_epoch, in_epochs
 from entrenar_py.check.clauses.knobs import KNOBS
 from entrenar_py.check.command.run_plan import LONGER_MAX
 from entrenar_py.check.command.run_settings import RunSettings
-from entrenar_py.check.evidence import evidence
 from entrenar_py.check.evidence.needs import ALONE, CONTROLLED, NUDGED, SHORTENED, Need, Runs
 from entrenar_py.shared.faults import (
     COMMON,
@@ -74,7 +74,7 @@ class Nudging:
             return {}
         self._is_wanted = False
         few = min(self._plain)
-        nudge = Fault(kind=NUDGED_WEIGHTS, step=0, value=repr(sensitivity.nudge(first)))
+        nudge = Fault(kind=NUDGED_WEIGHTS, step=0, value=repr(rounding_bounds.nudge(first)))
         name = f"{few}-worker{'' if few == 1 else 's'}-nudged"
         return {name: replace(self._plain[few], faults=(nudge,))}
 
@@ -88,7 +88,7 @@ def _may_be_rounding(first: Trace, other: Trace) -> bool:
     """Return whether two runs differ, by so little that rounding may be why."""
     trial = Tally("", observed=True)
     run_comparison.compare(trial, other, first, None)
-    return trial.broken is not None and sensitivity.may_be_rounding(other, first)
+    return trial.broken is not None and rounding_bounds.may_be_rounding(other, first)
 
 
 _STEPS = 2  # of an epoch; whether it is shuffled shows in the second. One, if that is known.

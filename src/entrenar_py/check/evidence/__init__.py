@@ -1,1 +1,377 @@
-"""What traces say: reading them, and comparing their tensors. Judges nothing."""
+"""Read traces: their runs, steps, ranks and tensors. Judges nothing.
+
+A trace is a list of events in the order of time. Judges ask it by step and rank (`updates`,
+`shards`, `ranks_by_step`), never by index: ranks join and leave, a resume undoes steps, and a rank
+that was ended lacks its last ones. Steps that a resume undid are left out everywhere
+(`Trace.standing`).
+
+What a trace does not hold is unknown, and never equal to anything. So functions return None for an
+unknown value, and an empty mapping only where nothing was recorded. Tensors have a digest, and
+values, a sketch or neither: `vectors` and `elements` are None if one of them has neither, since a
+comparison of the others would look complete. Runs that failed are counted as missing in one place
+(`usable`), with the reason that they ended with.
+
+The package has the functions that most judges need. Its modules compare (`closeness`), add up
+(`step_sums`), name what is missing (`missing`, `facts`) and which runs are needed (`needs`). They
+import one another and nothing of `causes`: evidence can be read without an idea of what went wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from entrenar_py.check.evidence import run_names
+from entrenar_py.check.evidence.needs import CALM, Traces
+from entrenar_py.shared.faults import SURVIVED
+from entrenar_py.shared.trace import (
+    E,
+    Event,
+    Membership,
+    Shard,
+    Start,
+    TensorRecord,
+    Tensors,
+    Trace,
+    Update,
+    record_sketch,
+    record_tensor,
+)
+from entrenar_py.shared.verdict import Tally
+from entrenar_py.shared.wording import named
+
+Values = NDArray[Any]
+
+
+def usable(traces: Iterable[Trace], tally: Tally) -> list[Trace]:
+    """Return the traces of runs that did not fail. Count the failed ones as missing."""
+    kept = []
+    for trace in traces:
+        if trace.end.status == "failed":
+            scenario = trace.scenario
+            run = f"{scenario.system} with {scenario.world_size} workers did not run to an end"
+            if tally.observed:
+                run = f"{run_names.of(scenario)} failed"
+            tally.miss(f"{run}: {trace.end.reason}")
+        else:
+            kept.append(trace)
+    return kept
+
+
+def usable_runs(runs: Traces, tally: Tally) -> Traces:
+    """Return `runs` without the failed ones, and count those as missing."""
+    usable(runs, tally)
+    return runs.chosen(lambda trace: None if trace.end.status == "failed" else trace)
+
+
+def is_as_trained(trace: Trace) -> bool:
+    """Return whether the scenario has no fault that changes the results of the training."""
+    return all(fault.kind in SURVIVED for fault in trace.scenario.faults)
+
+
+def could_run(tally: Tally, trace: Trace) -> bool:
+    """Return whether a run began. If not, count the reason as missing."""
+    if trace.end.status == "failed" and not trace.of(Start):
+        tally.miss(f"{trace.scenario.system} could not be run: {trace.end.reason}")
+        return False
+    return True
+
+
+def calm_run(tally: Tally, trace: Trace, runs: Traces) -> Trace | None:
+    """Return the run without faults that `trace` must equal; if None, count why as missing."""
+    if not could_run(tally, trace):
+        return None
+    if "bitwise" not in trace.promises:
+        tally.miss(f"{trace.scenario.system} promises no bits to compare")
+        return None
+    if not runs.of(CALM):
+        tally.miss("no undisturbed run of the same training to compare with: record one, too")
+        return None
+    return runs.of(CALM)[0]
+
+
+def started_alone(traces: Iterable[Trace]) -> str:
+    """Return that no two workers were tried, if the command can't start two; "" otherwise."""
+    if {(trace.traits.starts, trace.scenario.world_size) for trace in traces} != {("one", 1)}:
+        return ""
+    return (
+        "the command starts one worker, and nothing distributed was tried: to have that done, put "
+        "{world_size} where it takes the number of workers"
+    )
+
+
+def place(trace: Trace, event: Event) -> dict[str, Any]:
+    """Return a counterexample's fields: step, rank and shard of `event`, scenario and shapes."""
+    known = {
+        name: getattr(event, name) for name in ("step", "rank", "shard") if hasattr(event, name)
+    }
+    return {**known, "scenario": trace.scenario, "shapes": trace.shapes}
+
+
+def updates(trace: Trace) -> dict[int, dict[int, Update]]:
+    """Return step -> rank -> the last update in the step, without updates that a resume undid."""
+    by_step: dict[int, dict[int, Update]] = defaultdict(dict)
+    for update in trace.standing.of(Update):
+        by_step[update.step][update.rank] = update
+    return dict(by_step)
+
+
+def shards(trace: Trace) -> dict[int, list[Shard]]:
+    """Return step -> shards, sorted by number, for the steps that were made and not undone."""
+    kept = trace.standing
+    committed = {update.step for update in kept.of(Update)}
+    by_step: dict[int, list[Shard]] = defaultdict(list)
+    for shard in kept.of(Shard):
+        if shard.step in committed:
+            by_step[shard.step].append(shard)
+    return {step: sorted(part, key=lambda s: (s.shard, s.rank)) for step, part in by_step.items()}
+
+
+def replaced(trace: Trace, kind: type[E], changes: Callable[[E], Mapping[str, Any]]) -> Trace:
+    """Return `trace` with `changes(event)` made to the fields of each event of a kind."""
+    events = (replace(e, **changes(e)) if isinstance(e, kind) else e for e in trace.events)
+    return replace(trace, events=tuple(events))
+
+
+def with_losses(trace: Trace) -> Trace:
+    """Return `trace` with each missing loss of an update computed from the step's shards.
+
+    Losses of an unknown scale are no means, and are left out.
+    """
+    if trace.traits.losses == "backward" or all(
+        update.loss is not None for update in trace.of(Update)
+    ):
+        return trace
+    means = {}
+    for step, of_step in shards(trace).items():
+        weight = sum(shard.weight for shard in of_step)
+        sums = [shard.loss_sum for shard in of_step if shard.loss_sum is not None]
+        if weight and len(sums) == len(of_step):
+            means[step] = sum(sums) / weight
+    return replaced(
+        trace,
+        Update,
+        lambda update: {"loss": means.get(update.step)} if update.loss is None else {},
+    )
+
+
+def non_finite(tensors: Tensors) -> tuple[str, int | None] | None:
+    """Return the tensor's name and element's index of the first recorded NaN or Inf, or None.
+
+    The index is None if the tensor has only a sketch.
+    """
+    for name, record in tensors.items():
+        if record.sketch is not None and not math.isfinite(record.square() or 0.0):
+            return name, None
+        values = record.values()
+        if values is not None and not (finite := np.isfinite(values)).all():
+            return name, int(finite.argmin())
+    return None
+
+
+def any_rank(by_rank: Mapping[int, Update]) -> Update:
+    """Return the update of the lowest rank."""
+    return by_rank[min(by_rank)]
+
+
+def vectors(tensors: Tensors) -> dict[str, Values] | None:
+    """Return the elements of each tensor, flat, or its projection; None if one has neither."""
+    vector_of = {name: record.vector() for name, record in tensors.items()}
+    known = {name: vector for name, vector in vector_of.items() if vector is not None}
+    return known if known and len(known) == len(vector_of) else None
+
+
+def elements(tensors: Tensors) -> dict[str, Values] | None:
+    """Return the elements of each tensor, flat, or those in its sketch; None if one has neither."""
+    elements_of = {name: record.elements() for name, record in tensors.items()}
+    known = {name: found for name, found in elements_of.items() if found is not None}
+    return known if known and len(known) == len(elements_of) else None
+
+
+def digests(tensors: Tensors) -> dict[str, str]:
+    """Return the digest of each tensor."""
+    return {name: record.digest for name, record in tensors.items()}
+
+
+def differ(name: str, of_ranks: Iterable[Tensors]) -> bool:
+    """Return whether a tensor has several values, among those that were recorded."""
+    return len({tensors[name].digest for tensors in of_ranks if name in tensors}) > 1
+
+
+def times(tensors: Tensors, factor: float) -> Tensors:
+    """Return multiples of the tensors that have values or a sketch."""
+    return {name: scaled for name, t in tensors.items() if (scaled := _scaled(t, factor))}
+
+
+def _scaled(record: TensorRecord, factor: float) -> TensorRecord | None:
+    if record.sketch is not None:
+        return record_sketch(record.sketch.times(factor), record.dtype)
+    values = record.values()
+    if values is None:
+        return None
+    return record_tensor(factor * values.astype(np.float64), values=True)
+
+
+def has_values(tensors: Tensors) -> bool:
+    """Return whether the values or a sketch of at least one tensor were recorded."""
+    return any(record.data is not None or record.sketch for record in tensors.values())
+
+
+def ranks_by_step(trace: Trace) -> Iterator[tuple[int, Mapping[int, Update]]]:
+    """Yield each step with its updates by rank, in step order."""
+    yield from sorted(updates(trace).items())
+
+
+def unseen_gradients(trace: Trace) -> str:
+    """Return a reason why the norm of the gradient is unknown; "" if it is known.
+
+    It is unknown if a parameter moves without a recorded gradient. A DTensor's isn't recorded if it
+    is the term of a sum over ranks, or lies in other pieces than its parameter.
+    """
+    start = next(iter(trace.of(Start)), None)
+    if start is None:
+        return ""
+    updates = [update for update in trace.of(Update) if update.rank == start.rank]
+    seen = {name for update in updates for name in update.gradient}
+    moved = {
+        name
+        for update in updates
+        for name, record in update.weights.items()
+        if name in start.trainable
+        and name not in seen
+        and name not in update.edited
+        and start.weights.get(name) != record
+    }
+    if not seen or not moved:
+        return ""
+    return f"the norm of the gradient is unknown: that of {min(moved)} was not recorded"
+
+
+def passes_begun_late(trace: Trace) -> set[tuple[int, int]]:
+    """Return step and shard of the passes of a sharded model that lack their gradient, rightly.
+
+    Without a line a model is followed from within the first pass of each life of a rank on.
+    """
+    late: set[tuple[int, int]] = set()
+    begun = set[int]()  # ranks that have made their first pass
+    for event in trace.events if trace.traits.shared else ():
+        if isinstance(event, Start):
+            begun.discard(event.rank)
+        elif isinstance(event, Shard) and event.rank not in begun:
+            begun.add(event.rank)
+            if not event.gradient:
+                late.add((event.step, event.shard))
+    return late
+
+
+# --- which ranks took part in a step --------------------------------------------------------------
+
+
+class Stay(NamedTuple):
+    """A range of steps, `first <= step < end`, in which a rank was a member."""
+
+    first: int
+    end: float
+
+
+def stays(trace: Trace) -> dict[int, list[Stay]]:
+    """Return rank -> its stays, each from a start until the rank left.
+
+    If the others resume at an earlier step, a rank that had left is no member in the repeated
+    steps: its stay is cut at that step.
+    """
+    stays_of: dict[int, list[Stay]] = {}
+    for event in trace.standing.events:
+        if isinstance(event, Start):
+            if event.resumed:
+                stays_of = {rank: _cut(of_rank, event.step) for rank, of_rank in stays_of.items()}
+            of_rank = stays_of.setdefault(event.rank, [])
+            if not of_rank or of_rank[-1].end < math.inf:
+                of_rank.append(Stay(event.step, math.inf))
+        elif isinstance(event, Membership) and event.change == "left":
+            of_rank = stays_of.get(event.rank, [])
+            if of_rank and of_rank[-1].end == math.inf:
+                of_rank[-1] = of_rank[-1]._replace(end=event.step)
+    return stays_of
+
+
+def _cut(of_rank: Sequence[Stay], step: int) -> list[Stay]:
+    return [one if one.end == math.inf else one._replace(end=min(one.end, step)) for one in of_rank]
+
+
+def members(stays_of: Mapping[int, Sequence[Stay]], step: int) -> set[int]:
+    """Return the ranks that were members in `step`."""
+    return {
+        rank
+        for rank, of_rank in stays_of.items()
+        if any(stay.first <= step < stay.end for stay in of_rank)
+    }
+
+
+def ghosts(trace: Trace) -> list[Update]:
+    """Return the updates that ranks made after they had left and before they came back."""
+    gone: dict[int, int] = {}
+    updates = []
+    for event in trace.standing.events:
+        if isinstance(event, Start):
+            gone.pop(event.rank, None)
+            if event.resumed:
+                gone = {rank: min(step, event.step) for rank, step in gone.items()}
+        elif isinstance(event, Membership):
+            if event.change == "left":
+                gone[event.rank] = event.step
+            else:
+                gone.pop(event.rank, None)
+        elif isinstance(event, Update) and event.step >= gone.get(event.rank, math.inf):
+            updates.append(event)
+    return updates
+
+
+# --- steps that a trainer skipped -----------------------------------------------------------------
+
+
+def skipped(trace: Trace) -> set[int]:
+    """Return the finite steps in which no rank changed its weights or its optimizer state."""
+    if trace.scenario.workload != "own":
+        return set()
+    state_of: dict[int, tuple[Tensors, Tensors]] = {}
+    rested: dict[tuple[int, int], bool] = {}
+    for event in trace.standing.events:
+        if isinstance(event, Start):
+            state_of[event.rank] = event.weights, event.optimizer
+        elif isinstance(event, Update):
+            now = event.weights, event.optimizer
+            before = state_of.get(event.rank)
+            rests = (
+                bool(now[0])
+                and before is not None
+                and all(
+                    digests(was) == digests(held) for was, held in zip(before, now, strict=True)
+                )
+            )
+            rested[event.step, event.rank] = rests and event.finite  # any step leaves a NaN a NaN
+            state_of[event.rank] = now
+    ranks = {rank for _, rank in rested}
+    steps = {step for step, _ in rested}
+    return {step for step in steps if all(rested.get((step, rank)) for rank in ranks)}
+
+
+def skipped_without_gradients(trace: Trace) -> set[int]:
+    """Return the skipped steps in which no rank recorded a gradient."""
+    by_step = updates(trace)
+    return {
+        step
+        for step in skipped(trace)
+        if not any(update.gradient for update in by_step[step].values())
+    }
+
+
+def skip_words(steps: Iterable[int]) -> str:
+    """Return such words as `skipped steps 4, 5 on all ranks`."""
+    return f"{named('skipped step', steps, most=5)} on all ranks"

@@ -1,16 +1,36 @@
-"""Compare tensors within a bound: how far two are apart, by their values or projections."""
+"""Compare two runs' tensors and rates: bit for bit, or within a bound, tensor by tensor.
+
+Tensors are compared in L2 norms, each with its own: one bound for all tensors together would hide a
+small tensor behind a large one, and one for each element would call rounding noise wrong. Only
+tensors that are nothing but noise, smaller than 1 / NOISE_SHARE of all together, are given that
+much. Large tensors have a sketch in place of their values, a projection on 32 directions. Its
+distance is that of the tensors up to a factor that is known in distribution (PROJECTED).
+
+Each comparison is counted. A difference is shown at its worst element, with both values, and if one
+tensor follows from the other by a simple relation, in words (`factors`). Bits are compared by
+digests, so no values are needed. Results of a device are held to a bound that was computed for
+them (wgpu-backend-v1). Learning rates are products of a few float64 numbers, and have a bound of
+their own.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from entrenar_py.check.evidence import evidence, factors
-from entrenar_py.check.evidence.evidence import Values
-from entrenar_py.shared.trace import TensorRecord, Tensors
+from entrenar_py.check import evidence
+from entrenar_py.check.evidence import Values, factors
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import (
+    Explained,
+    TensorRecord,
+    Tensors,
+    Trace,
+    Update,
+)
 from entrenar_py.shared.verdict import Tally
 
 # A gradient's rounding error is proportional to its terms. In one tensor these may cancel almost
@@ -148,7 +168,6 @@ def distances(expected: Tensors, got: Tensors) -> dict[str, Gap] | None:
 
 
 def _finite_square(record: TensorRecord) -> float:
-    """Return the squared norm of a tensor, without the elements that are not finite."""
     square = record.square() or 0.0
     if math.isfinite(square):
         return square
@@ -165,3 +184,219 @@ def furthest(expected: TensorRecord, got: TensorRecord, gap: Values) -> dict[str
         return dict(zip(("expected", "got"), (f"norm {norm:.9g}" for norm in norms), strict=True))
     element = int(gap.argmax()) if np.isfinite(gap).all() else int(np.argmin(np.isfinite(gap)))
     return {"element": element, "expected": str(left[element]), "got": str(right[element])}
+
+
+# --- bit for bit ----------------------------------------------------------------------------------
+
+
+def compare_exact(
+    tally: Tally, expected: Tensors, got: Tensors, message: str, *, words: str = "", **place: Any
+) -> None:
+    """Compare bit for bit, one comparison per tensor. A tensor on one side only is a difference.
+
+    The message ends with `words`, or with how one tensor follows from the other if that is simple.
+    """
+    for name in [*expected, *(name for name in got if name not in expected)]:
+        left, right = expected.get(name), got.get(name)
+        if left is None or right is None:
+            holder = "expected" if right is None else "got"
+            tally.check(False, f"{message}: only {holder} holds {name}", tensor=name, **place)
+        elif left.digest == right.digest:
+            tally.compared += 1
+        else:
+            shown = difference(left, right)
+            told = f": {words}" if words else _relation(left, right, place.get("scenario"))
+            tally.check(False, f"{message}: {name} differs{told}", tensor=name, **shown, **place)
+
+
+def _relation(expected: TensorRecord, got: TensorRecord, scenario: Scenario | None) -> str:
+    left, right = expected.vector(), got.vector()
+    if left is None or right is None:
+        return ""
+    words = factors.of(left, right, scenario)
+    return f": {words}" if words else ""
+
+
+def compare_updates(
+    tally: Tally, model: Trace, trace: Trace, part: str, message: str, *, before: float = math.inf
+) -> None:
+    """Compare `part` of each update with `model`'s lowest rank's, bitwise, before step `before`."""
+    expected = evidence.updates(model)
+    for step, by_rank in evidence.ranks_by_step(trace):
+        for _, update in sorted(by_rank.items()):
+            if step < before and step not in expected:
+                tally.check(
+                    False, f"step {step} is not in the other run", **evidence.place(trace, update)
+                )
+            elif step < before:
+                wanted, got = (
+                    getattr(evidence.any_rank(expected[step]), part),
+                    getattr(update, part),
+                )
+                compare_exact(tally, wanted, got, message, **evidence.place(trace, update))
+
+
+def compare_steps_made(tally: Tally, lost: Iterable[int], trace: Trace, words: str = "") -> None:
+    """Count one comparison, which fails if there are steps `lost` that the run did not make."""
+    steps = sorted(lost)
+    message = f"{words}steps {steps[:5]} were never made"
+    tally.check(not steps, message, step=min(steps, default=None), scenario=trace.scenario)
+
+
+def difference(expected: TensorRecord, got: TensorRecord) -> dict[str, Any]:
+    """Return the first differing element, with both values; digests if values are unknown."""
+    left, right = expected.values(), got.values()
+    if left is None or right is None:
+        return {"expected": expected.digest, "got": got.digest}
+    if (left.size, left.dtype) != (right.size, right.dtype):
+        return {
+            "expected": f"{left.size} elements of {left.dtype}",
+            "got": f"{right.size} elements of {right.dtype}",
+        }
+    bits = left.view(np.uint8) != right.view(np.uint8)
+    if not bits.any():  # the values were edited, or the digest was
+        return {"expected": expected.digest, "got": got.digest}
+    element = int(bits.argmax()) // left.itemsize
+    return {"element": element, "expected": str(left[element]), "got": str(right[element])}
+
+
+# --- a device's results, within what rounding explains --------------------------------------------
+
+
+def judge_explained(tally: Tally, item: Explained, trace: Trace) -> None:
+    """Count one comparison for the worst element, and one for all elements together if bounded.
+
+    A tensor without a finite bound is counted as missing: no error could exceed an infinite one. A
+    note says how many elements have no bound.
+    """
+    what = f"{item.of}: {item.tensor}"
+    place = {"tensor": item.tensor, **evidence.place(trace, item)}
+    if not tally.check(item.finite, f"{what} is not finite", **place):
+        return
+    if not item.num_bounded or math.isinf(item.bound):
+        tally.miss(f"{what}: no element of {item.num_elements} has a bound")
+    else:
+        if without := item.num_elements - item.num_bounded:
+            tally.note(f"{what}: {without} of {item.num_elements} elements have no bound")
+        message = (
+            f"{what} is off by {item.error:.3g} from float64 at element {item.element}, "
+            f"rounding explains {item.bound:.3g}"
+        )
+        tally.at_most(item.bound, item.error, message, form=".3g", element=item.element, **place)
+    if math.isinf(item.total_bound):
+        tally.miss(f"{what}: its elements together have no bound")
+    elif item.total_bound or item.total_error:
+        message = (
+            f"{what} is off by {item.total_error:.3g} from float64, all elements together; "
+            f"rounding explains {item.total_bound:.3g}"
+        )
+        tally.at_most(item.total_bound, item.total_error, message, form=".3g", **place)
+
+
+# --- learning rates -------------------------------------------------------------------------------
+
+
+RATE_BOUND = 1e-6  # relative: a rate is the product of a few float64 numbers
+Rates = dict[str | None, tuple[float, float]]
+
+
+def rates_of(model: Update, update: Update) -> Rates:
+    """Return the rates of both updates: under None the first parameter group's, then by tensor.
+
+    Tensors are those in other groups than the first. A tensor that a rank's own optimizer does not
+    step (another rank's does) has no rate there, and is left out.
+    """
+    rates: Rates = {None: (model.learning_rate, update.learning_rate)}
+    names = dict.fromkeys((*model.rates, *update.rates))
+    stepped = [{key.rpartition("/")[0] for key in one.optimizer} for one in (model, update)]
+    for name in names:
+        own = (model.rates, stepped[0]), (update.rates, stepped[1])
+        if all(name in given or not held or name in held for given, held in own):
+            rates[name] = model.rate_of(name), update.rate_of(name)
+    return rates
+
+
+def first_unlike_rates(model: Update, update: Update) -> tuple[str | None, float, float] | None:
+    """Return the first tensor (or None) with different rates, and both; None if none has."""
+    return next(
+        (((n, *pair)) for n, pair in rates_of(model, update).items() if pair[0] != pair[1]), None
+    )
+
+
+def is_schedule_elsewhere(straight: Trace, resumed: Trace) -> bool:
+    """Return whether a schedule is elsewhere after a resume, while all rates are still the same.
+
+    A rate that the optimizer's state brought back stays until the schedule moves.
+    """
+    expected, elsewhere = evidence.updates(straight), False
+    for step, by_rank in evidence.ranks_by_step(resumed):
+        for rank, update in by_rank.items():
+            if (model := expected.get(step, {}).get(rank)) is None:
+                continue
+            if first_unlike_rates(model, update) is not None:
+                return False
+            elsewhere |= None not in (model.schedule, update.schedule) and (
+                model.schedule != update.schedule
+            )
+    return elsewhere
+
+
+def step_of_rate(
+    name: str | None, rate: float, updates: Mapping[int, Mapping[int, Update]]
+) -> int | None:
+    """Return the only step with this rate of tensor `name` (None: of the first group), or None."""
+    steps = []
+    for step, by_rank in updates.items():
+        model = evidence.any_rank(by_rank)
+        known = model.learning_rate if name is None else model.rate_of(name)
+        if math.isclose(rate, known, rel_tol=RATE_BOUND):
+            steps.append(step)
+    return steps[0] if len(steps) == 1 else None
+
+
+def compare_rates(
+    tally: Tally,
+    model: Update,
+    update: Update,
+    expected: Mapping[int, Mapping[int, Update]],
+    trace: Trace,
+    message: str,
+) -> None:
+    """Compare the rates of one step, even of a schedule without a known closed form.
+
+    `expected` are all updates of the run of `model`, `trace` is the run of `update`.
+    """
+    for name, (due, got) in rates_of(model, update).items():
+        right = math.isclose(due, got, rel_tol=RATE_BOUND)
+        words = (
+            ""
+            if right
+            else _relation_of_rates(name, due, got, update.step, expected, trace.scenario)
+        )
+        tally.check(
+            right,
+            f"{message}{words}",
+            tensor=name,
+            expected=repr(due),
+            got=repr(got),
+            **evidence.place(trace, update),
+        )
+
+
+def _relation_of_rates(
+    name: str | None,
+    due: float,
+    got: float,
+    step: int,
+    expected: Mapping[int, Mapping[int, Update]],
+    scenario: Scenario,
+) -> str:
+    """Return in words which other step has a wrong rate, or its factor; "" if neither is known."""
+    other = step_of_rate(name, got, expected)
+    if other is not None and other != step:
+        counts = {"worker": scenario.world_size, "micro-batch": scenario.accumulation}
+        for_each = [what for what, count in counts.items() if count > 1 and other == step * count]
+        moved = f", as if the schedule moved once for each {for_each[0]}" if for_each else ""
+        return f": it is that of step {other}{moved}"
+    words = factors.of(np.array([due]), np.array([got]), scenario)
+    return f": {words}" if words else ""

@@ -1,7 +1,7 @@
 """The facts that judges ask for, in two vocabularies: of a trace, and of a script's calls.
 
-People who write traces themselves are told which field to record. People whose script is observed
-are told which call reveals the fact. `missing.tally_for` chooses; reasons are otherwise the same.
+An author of traces is told which field to record. The owner of a script that is observed is told
+which call reveals the fact. `missing.tally_for` chooses; reasons are otherwise the same.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ START_AND_UPDATES = Fact(
 )
 TWO_WORKERS = Fact(
     record="with world_size >= 2, a Start and Updates with weights on every rank",
-    call="run it with two workers or more (--world-size), each of which calls observe()",
+    call="run it with two workers or more (--world-size), and call observe() on each",
 )
 ALL_WEIGHTS = Fact(
     record="Start.weights and Update.weights, with all tensors, frozen ones too", call=_STATES

@@ -1,8 +1,13 @@
 """Find facts that a trace lacks, and say what to do about it. Judges nothing.
 
+A judge that can't decide says why, and which record or call would let it. "Compared nothing" is
+never held, so each gap has to end in a reason. Ranks and steps that lack the same fact share one
+(`Gaps`), and the same advice is given once.
+
 `tally_for` chooses the vocabulary of reasons. For a trace that somebody wrote they name events and
-fields as `entrenar_py.trace` does (docs/traces.md lists them all). For a script that is
-observed they name its calls. `checks.facts` has both.
+fields as `entrenar_py.trace` does (docs/traces.md lists them all). For a script that is observed
+they name its calls. `facts` has both. An empty field may be unknown, or lost by the trainer, which
+is an error: `is_unknown` tells them apart by what else the run recorded.
 """
 
 from __future__ import annotations
@@ -10,8 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
+from entrenar_py.check import evidence
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import evidence, facts
+from entrenar_py.check.evidence import facts
 from entrenar_py.check.evidence.facts import Fact
 from entrenar_py.check.evidence.needs import Need, Traces
 from entrenar_py.shared import wording
@@ -21,15 +27,15 @@ from entrenar_py.shared.verdict import Tally
 
 
 def tally_for(invariant: Invariant, runs: Iterable[Trace]) -> Tally:
-    """Return an empty tally for `runs`, in whose reasons a script is told its own calls."""
+    """Return an empty tally for `runs`. Its reasons tell an observed script its own calls."""
     return Tally(invariant.id, observed=any(run.scenario.system == OBSERVED for run in runs))
 
 
-def ask(tally: Tally, why: str, fact: Fact) -> None:
+def ask(tally: Tally, reason: str, fact: Fact) -> None:
     """Count `why` as missing, with the advice how to reveal `fact`; only once for the same fact."""
     advice = f": {fact.advice(observed=tally.observed)}"
-    if not any(reason.endswith(advice) for reason in tally.missing):
-        tally.miss(why + advice)
+    if not any(known.endswith(advice) for known in tally.missing):
+        tally.miss(reason + advice)
 
 
 def nothing(tally: Tally, why: str, fact: Fact) -> str:
@@ -68,10 +74,10 @@ class Gaps:
 
     def tell(self, tally: Tally) -> None:
         """Count each gap as missing: `ranks 0, 2 recorded no weights in step 3: record ...`."""
-        for (why, fact), places in self._found.items():
+        for (reason, fact), places in self._found.items():
             steps, ranks = ({place[at] for place in places} for at in (0, 1))
             later = " and later" if len(steps) > 1 else ""
-            ask(tally, f"{named(ranks)} {why} {when(min(steps))}{later}", fact)
+            ask(tally, f"{named(ranks)} {reason} {when(min(steps))}{later}", fact)
 
 
 def named(ranks: Iterable[int]) -> str:
@@ -134,13 +140,12 @@ def require_beginning(tally: Tally, trace: Trace) -> set[int]:
 
 
 def _silent(trace: Trace) -> set[int]:
-    """Return the ranks that made steps and never recorded a shard."""
     return {update.rank for update in trace.of(Update)} - {shard.rank for shard in trace.of(Shard)}
 
 
 def _unsharded(trace: Trace) -> set[int]:
-    """Return the steps without a recorded shard; and of the steps made by a rank that never records
-    shards, those whose recorded shards count too few samples.
+    """Return the steps without a recorded shard. Where a rank never records shards, return those of
+    its steps, too, that have too few samples in the recorded ones.
     """
     known, silent = evidence.shards(trace), _silent(trace)
     return {
@@ -165,13 +170,11 @@ def require_ids(tally: Tally, trace: Trace) -> set[int]:
 
 
 def _steps(steps: Sequence[int]) -> str:
-    """Return `step 3`, or `steps 0, 1, 2 and later`."""
     later = " and later" if steps[5:] else ""
     return f"{wording.named('step', steps[:5])}{later}"
 
 
 def _why(trace: Trace) -> str:
-    """Return in brackets why samples are unknown, as the first such micro-batch says; else ""."""
     why = next((shard.unknown for shard in trace.of(Shard) if shard.unknown), "")
     return f" ({why})" if why else ""
 
@@ -193,7 +196,7 @@ def _unnamed(trace: Trace) -> set[int]:
 
 
 def _is_unnamed(shard: Shard, shards: Sequence[Shard], observed: bool) -> bool:
-    """Return whether a shard has samples whose ids are unknown.
+    """Return whether a shard has samples without known ids.
 
     A micro-batch of a script may have the samples of an earlier one of its rank, and no ids.
     """

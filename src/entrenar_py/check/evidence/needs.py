@@ -1,7 +1,14 @@
 """The other runs that a check needs to judge a run: their names (Need) and the runs (Runs).
 
-A judge does not search for runs. The code that launches a command, changes a scenario or reads
-stored traces says which run answers which need.
+A judge does not search for runs, and does not know how they come about. It declares needs, and is
+given the runs that answer them. Three places answer: `check/harness/companions.py` changes a
+scenario, `check/command/run_plan.py` launches the user's command once more, and
+`check/harness/roles.py` looks among stored traces. So the same judge decides all three, and a check
+that needs a new kind of run adds a row here.
+
+`Runs` is generic: the same shape holds scenarios that are planned and the traces of their runs
+(`chosen` maps between them). Witnesses are runs that are never judged. They show whether what a
+comparison presupposes holds, such as that two plain runs agree.
 """
 
 from __future__ import annotations
@@ -63,7 +70,7 @@ RESUMED = Need(name="resumed", says="the base, stopped and resumed")
 # --- runs that are judged without a base ----------------------------------------------------------
 POISONED = Need(name="poisoned", says="a run with a value that is not finite")
 SAVED = Need(name="saved", says="a run that wrote a checkpoint and loaded it")
-PROBED = Need(name="probed", says="a run whose model was passed its tokens again, some replaced")
+PROBED = Need(name="probed", says="a run that passed its tokens to the model again, some replaced")
 
 
 def turned(knob: str) -> Need:
@@ -84,11 +91,11 @@ class Near(Generic[T]):
 
 @dataclass(frozen=True)
 class Runs(Generic[T]):
-    """The run to judge (`base`), and the runs that answer needs (`beside`).
+    """The run to judge (`base`), and by need the runs that answer it.
 
     `base` is None if there is no such run. `undropped` are the runs of the same training without
-    dropout, for trainings whose dropout masks make runs incomparable. `near` has, for a need that
-    no run answers, the most similar run. `witnesses` are runs of a user's own trainer that show
+    dropout, where dropout masks make runs incomparable. `near` has, for a need that no run answers,
+    the most similar run. `witnesses` are runs of a user's own trainer that show
     whether a comparison's presuppositions hold. They are not judged.
     """
 

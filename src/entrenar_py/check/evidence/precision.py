@@ -46,10 +46,14 @@ def unit_of(tensors: Tensors) -> float:
     What float32 leaves of numbers that cancel (the gradient of a key's bias) is a few last bits,
     which look like 16. It is much smaller than other tensors.
     """
-    known = [one for one in (record.elements() for record in tensors.values()) if one is not None]
-    sizes = [float(np.abs(one[np.isfinite(one)]).max(initial=0.0)) for one in known]
+    known = [
+        values
+        for values in (record.elements() for record in tensors.values())
+        if values is not None
+    ]
+    sizes = [float(np.abs(values[np.isfinite(values)]).max(initial=0.0)) for values in known]
     least = _NOISE * max(sizes, default=0.0)
-    telling = (one for one, size in zip(known, sizes, strict=True) if size >= least)
+    telling = (values for values, size in zip(known, sizes, strict=True) if size >= least)
     return max(map(unit_of_values, telling), default=FLOAT32)
 
 

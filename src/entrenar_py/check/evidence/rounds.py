@@ -9,7 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from entrenar_py.check.evidence import evidence, missing
+from entrenar_py.check import evidence
+from entrenar_py.check.evidence import missing
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Event, Membership, Start, Synchronised, Trace, Update
 from entrenar_py.shared.verdict import Tally
@@ -32,16 +33,18 @@ AS_ONE = {"inner_steps": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0}
 def unlike_one_worker(traces: Sequence[Trace]) -> str:
     """Return why a user's runs are no training of one worker, if all on several are in rounds."""
     several = [trace for trace in traces if trace.scenario.world_size > 1]
-    if not several or not all(are_in(trace) and not _is_as_one(trace) for trace in several):
+    if not several or not all(
+        are_in(trace)
+        and not (
+            trace.scenario.optimizer == "sgd" and AS_ONE.items() <= trace.scenario.options.items()
+        )
+        for trace in several
+    ):
         return ""
     return (
         "ranks step alone, and are brought together after rounds, which is another training than "
         "that of one worker: weights after rounds are judged by F-DP-001 and F-TI-001"
     )
-
-
-def _is_as_one(trace: Trace) -> bool:
-    return trace.scenario.optimizer == "sgd" and AS_ONE.items() <= trace.scenario.options.items()
 
 
 def are_in(trace: Trace) -> bool:
@@ -129,8 +132,9 @@ def _starts(trace: Trace) -> Iterator[tuple[Start, bool]]:
 
 
 def as_steps(trace: Trace) -> Trace:
-    """Return `trace` as if all workers made one step together at the end of each round. Each
-    Synchronised becomes an Update, whose optimizer state is the outer optimizer's.
+    """Return `trace` as if all workers made one step together at the end of each round.
+
+    Each Synchronised becomes an Update, with the outer optimizer's state.
     """
     updates = evidence.updates(trace)
     begun = {id(start) for start, joined in _starts(trace) if joined or not start.resumed}

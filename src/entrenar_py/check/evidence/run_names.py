@@ -1,14 +1,114 @@
-"""Name the runs of a user's command in sentences: `the run on 2 workers, with a worker killed`."""
+"""How a run of a user's command differs from the plain one, and what sentences call it.
+
+A scenario's options say which knob was turned (`Pair`); its faults and stops say the rest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 
+from entrenar_py.shared.codec import Schema
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.faults import OF_WITNESSES
 from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import Trace
 from entrenar_py.shared.wording import counted, named
 
-# The option of a scenario that says which knob was turned (`checks.knob_pairs`).
-KNOB = "pair"
+# The option that says which knob was turned. Earlier releases also wrote there, by the key `model`,
+# how the usual run differs.
+OPTION = "pair"
+# The knobs with values that are used as numbers, and which numbers are allowed.
+_NUMBERS = {"accumulation": "a whole number >= 1", "clip": "a number > 0"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Words:
+    """The words in which findings name the model run: `gradient is not <its>`, `<run> halted`."""
+
+    run: str = "the single-device run"
+    its: str = "the single device's"
+    before: str = ""  # the beginning of each message
+    elsewhere: str = ": see F-DP-002"  # the clause that judges which samples are drawn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A knob that has `value` in one of two runs, and `usual` in the other.
+
+    Other knobs may be turned, too, and change nothing by themselves. Raises UsageError if a
+    value is not allowed for the knob.
+    """
+
+    knob: str
+    value: str
+    usual: str
+    beside: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        for name in ("value", "usual"):
+            text = getattr(self, name)
+            if self.knob in _NUMBERS and not _is_number(text, is_whole=self.knob == "accumulation"):
+                problem = f"{name}={text!r} of knob {self.knob}: use {_NUMBERS[self.knob]}, as text"
+                raise UsageError(f"{_WHAT} {problem}")
+
+    @property
+    def words(self) -> Words:
+        """Return the words in which findings name the two runs."""
+        turned = {self.knob: self.value, **self.beside}
+        values = ", ".join(f"{knob}={value}" for knob, value in turned.items())
+        return Words(
+            run=f"the run with {self.knob}={self.usual}",
+            its=f"that of {self.knob}={self.usual}",
+            before=f"with {values}: ",
+            elsewhere=", so the knob did more than it should",
+        )
+
+
+def with_turned(
+    scenario: Scenario, *, knob: str, value: str, usual: str, beside: Iterable[tuple[str, str]] = ()
+) -> Scenario:
+    """Return `scenario` with the option that says that the run has `knob` at `value`."""
+    names = (field.name for field in fields(Pair))
+    pair = dict(zip(names, (knob, value, usual, dict(beside)), strict=True))
+    return scenario.with_(options={**scenario.options, OPTION: pair})
+
+
+def pair_of(scenario: Scenario) -> Pair | None:
+    """Return which knob was turned for a run, or None if no knob was turned.
+
+    Raises UsageError if the scenario, which may come from a file, has a malformed option.
+    """
+    record = scenario.options.get(OPTION)
+    if record is None:
+        return None
+    if isinstance(record, Mapping):
+        record = {name: value for name, value in record.items() if name != "model"}
+    return _SCHEMA.load(record)
+
+
+def unturned(scenario: Scenario) -> Scenario:
+    """Return `scenario` without the option that says which knob was turned."""
+    options = {name: held for name, held in scenario.options.items() if name != OPTION}
+    return scenario.with_(options=options)
+
+
+_WHAT = f"option {OPTION}"
+_SCHEMA = Schema(Pair, what=_WHAT)
+
+
+def _is_number(text: str, *, is_whole: bool) -> bool:
+    try:
+        number = int(text) if is_whole else float(text)
+    except ValueError:
+        return False
+    return 0 < number < math.inf
+
+
+# --- names in sentences ---------------------------------------------------------------------------
+
+
 # Kind of a planted fault -> what was done to the run.
 _DONE: Mapping[str, str] = {
     "non_finite_gradient": "with a NaN planted in a gradient",
@@ -29,9 +129,10 @@ _DONE: Mapping[str, str] = {
 def of(scenario: Scenario) -> str:
     """Return the name of a run, with everything in which it differs from the plain one."""
     parts = list[str]()
-    turn = scenario.options.get(KNOB)
+    turn = scenario.options.get(OPTION)
     if isinstance(turn, Mapping):
-        turned = {turn.get("knob"): turn.get("value"), **turn.get("beside", {})}
+        knob, value, _, others = (turn.get(field.name) for field in fields(Pair))
+        turned = {knob: value, **(others or {})}
         parts.append(f"with {', '.join(f'{knob}={value}' for knob, value in turned.items())}")
     parts += [_DONE.get(fault.kind, f"with the fault {fault.kind}") for fault in scenario.faults]
     if scenario.stops:
@@ -40,3 +141,17 @@ def of(scenario: Scenario) -> str:
         parts.append("made again")
     run = f"the run on {counted(scenario.world_size, 'worker')}"
     return " ".join([run, ", ".join(parts)]) if parts else run
+
+
+def run_name(trace: Trace) -> str:
+    """Return such words as `the run on 2 workers`, `the run with clip=0.01`."""
+    scenario = trace.scenario
+    pair = pair_of(scenario)
+    words = (
+        f"with {pair.knob}={pair.value}" if pair else f"on {counted(scenario.world_size, 'worker')}"
+    )
+    stopped = ", stopped and resumed" if scenario.stops else ""
+    kinds = {fault.kind for fault in scenario.faults}
+    killed = ", with a worker killed" if "leave" in kinds else ""
+    planted = " with a planted value" if kinds - {"leave", "join", *OF_WITNESSES} else ""
+    return f"the run {words}{stopped}{killed}{planted}"

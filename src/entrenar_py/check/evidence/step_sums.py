@@ -1,4 +1,14 @@
-"""Add up what a step's micro-batches gave to the applied gradient. Judges nothing."""
+"""Add up what a step's micro-batches gave, and compare it with the applied gradient.
+
+The gradient that an optimizer applies is, in any right trainer, a sum over the step's micro-batches
+on all ranks, divided by one number. The sum is made here in float64, from the local gradients that
+were recorded with each micro-batch. The number is read from the tensors themselves (`divisor`, a
+weighted median), since scripts divide by workers, samples, tokens or nothing. So a tensor that was
+added up otherwise than the rest stands out, whatever the script divides by.
+
+A micro-batch counts for a tensor only if the applied gradient held it (`Update.summed`): a script
+may clear gradients between two passes, train two networks in turn, or drop a batch by its loss.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from entrenar_py.check.evidence import evidence
+from entrenar_py.check import evidence
+from entrenar_py.check.evidence import closeness, factors
 from entrenar_py.shared.trace import Shard, Tensors, Trace, Update
 
 Vector = NDArray[np.float64]
@@ -19,11 +30,11 @@ Vector = NDArray[np.float64]
 def summed(by_rank: Mapping[int, Update], shard: Shard) -> Tensors:
     """Return the tensors of the shard's gradient that its rank's applied gradient holds."""
     update = by_rank.get(shard.rank)
-    held = {} if update is None else update.summed
+    batches_of = {} if update is None else update.summed
     return {
         name: record
         for name, record in shard.gradient.items()
-        if shard.shard in held.get(name, (shard.shard,))
+        if shard.shard in batches_of.get(name, (shard.shard,))
     }
 
 
@@ -66,7 +77,7 @@ def cancelled(by_rank: Mapping[int, Update], shards: Collection[Shard]) -> dict[
 
 
 def held(by_rank: Mapping[int, Update], shards: Collection[Shard]) -> list[Shard]:
-    """Return the shards of which something was applied, or may have been."""
+    """Return the shards that were applied, or may have been."""
     lost = dropped(by_rank, shards)
     return [
         shard
@@ -77,7 +88,6 @@ def held(by_rank: Mapping[int, Update], shards: Collection[Shard]) -> list[Shard
 
 
 def _is_left_out(by_rank: Mapping[int, Update], shard: Shard) -> bool:
-    """Return whether no tensor's applied gradient holds the shard, whose gradient is unknown."""
     update = by_rank.get(shard.rank)
     if update is None or update.summed.keys() != update.gradient.keys():
         return False
@@ -89,15 +99,15 @@ def parts(by_rank: Mapping[int, Update], shards: Collection[Shard]) -> list[list
 
     Two networks that are trained in turn have losses of their own, which are never added.
     """
-    found: list[tuple[set[str], list[Shard]]] = []
+    groups: list[tuple[set[str], list[Shard]]] = []
     for shard in held(by_rank, shards):
         names, own = {*summed(by_rank, shard)}, [shard]
-        near = [part for part in found if not names or not part[0] or names & part[0]]
+        near = [part for part in groups if not names or not part[0] or names & part[0]]
         for part in near:
             names, own = names | part[0], part[1] + own
-            found.remove(part)
-        found.append((names, own))
-    return [own for _, own in found]
+            groups.remove(part)
+        groups.append((names, own))
+    return [own for _, own in groups]
 
 
 def joined(vectors: Mapping[str, NDArray[Any]], names: Collection[str]) -> Vector:
@@ -112,7 +122,7 @@ def are_apart(shards: Collection[Shard]) -> bool:
 
 
 def dropped(by_rank: Mapping[int, Update], shards: Collection[Shard]) -> list[Shard]:
-    """Return the shards with a gradient of which nothing was applied: it was cleared before."""
+    """Return the shards with a gradient that was cleared before it was applied."""
     return [shard for shard in shards if shard.gradient and not summed(by_rank, shard)]
 
 
@@ -129,10 +139,76 @@ def dropped_otherwise(model: Trace, trace: Trace) -> int | None:
 
 
 def _num_dropped(trace: Trace) -> dict[int, int]:
-    """Return step -> how many passes the rank with most of them drops."""
     shards = evidence.shards(trace)
     ranks = {
         step: [shard.rank for shard in dropped(by_rank, shards.get(step, ()))]
         for step, by_rank in evidence.ranks_by_step(trace)
     }
     return {step: max(map(lost.count, lost), default=0) for step, lost in ranks.items()}
+
+
+# --- a sum and the applied gradient ---------------------------------------------------------------
+
+
+_TELLING_MIN = 3  # elements: shorter vectors are multiples of each other by chance
+Vectors = Mapping[str, np.ndarray[Any, Any]]
+
+
+def off(sums: Vectors, mean: Vectors, divisor: float, allowed: float) -> set[str]:
+    """Return the tensors with a sum further than `allowed` from `divisor` times their mean."""
+    gaps = {
+        name: np.square(sums[name] - divisor * value.astype(np.float64)).sum()
+        for name, value in mean.items()
+    }
+    return {name for name, gap in gaps.items() if not math.sqrt(gap) <= allowed}
+
+
+def divisor(sums: Vectors, mean: Vectors) -> float | None:
+    """Return the number that most tensors' sums were divided by, or None if there is none.
+
+    Each tensor's divisor is the projection of its sum on its mean. The result is the median,
+    weighted by the squared size of the sums and without small tensors, so that a tensor with
+    another divisor does not change it.
+    """
+    divisors = []
+    sizes = {name: float(np.square(value).sum()) for name, value in sums.items()}
+    small = sum(sizes.values()) / closeness.NOISE_SHARE**2
+    for name, value in mean.items():
+        wide = value.astype(np.float64)
+        norm = float(np.dot(wide, wide))
+        number = float(np.dot(sums[name], wide)) / norm if norm else math.nan
+        if sizes[name] >= small and math.isfinite(number):
+            divisors.append((number, sizes[name]))
+    left = sum(size for _, size in divisors) / 2
+    for number, size in sorted(divisors):
+        left -= size
+        if left <= 0:
+            return number
+    return None
+
+
+def divisors(sums: Vectors, mean: Vectors, bound: float) -> list[float]:
+    """Return the numbers by which several elements of a tensor's sum were divided exactly.
+
+    The number of most tensors comes first.
+    """
+    counts: dict[float, int] = {}
+    for name, value in mean.items():
+        number = factors.ratio(value, sums[name], bound)
+        if number is None or number <= 0 or np.count_nonzero(value) < _TELLING_MIN:
+            continue
+        known = next((one for one in counts if abs(one - number) <= 2 * bound * one), number)
+        counts[known] = counts.get(known, 0) + 1
+    return sorted(counts, key=counts.__getitem__, reverse=True)
+
+
+def ratio(expected: Tensors, got: Tensors, bound: float) -> float | None:
+    """Return the number that all tensors' elements together are multiplied by; None for none."""
+    left, right = evidence.vectors(expected), evidence.vectors(got)
+    if left is None or right is None or shapes(left) != shapes(right):
+        return None
+    return factors.ratio(joined(left, left), joined(right, right), bound)
+
+
+def shapes(tensors: Vectors) -> dict[str, tuple[int, ...]]:
+    return {name: tensor.shape for name, tensor in tensors.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
-from entrenar_py.check.causes import knob_pairs
+from entrenar_py.check.evidence import run_names
 from entrenar_py.check.evidence.needs import (
     ALONE,
     CALM,
@@ -47,10 +47,10 @@ def of(needs: Collection[Need], scenario: Scenario) -> Runs[Scenario]:
     If `scenario` itself answers one of `needs`, by its faults, its stops or a turned knob, the base
     is the same scenario without those. Otherwise `scenario` is the base.
     """
-    pair = knob_pairs.pair_of(scenario)
+    pair = run_names.pair_of(scenario)
     for need in needs:
         if pair is not None and need.knob == pair.knob:
-            return Runs(knob_pairs.unturned(scenario), {need: (scenario,)})
+            return Runs(run_names.unturned(scenario), {need: (scenario,)})
     for need in needs:
         name = _DISTURBANCES.get(need)
         if name is not None and getattr(scenario, name):
@@ -233,7 +233,7 @@ def _witnesses(subject: Scenario, scenarios: Mapping[K, Scenario]) -> dict[Need,
     """
     nudged = {key: one for key, one in scenarios.items() if faults.are_nudged(one.faults)}
     others = {k: one for k, one in scenarios.items() if not faults.are_of_witnesses(one.faults)}
-    undisturbed = plain(knob_pairs.unturned(subject), repeat=0)
+    undisturbed = plain(run_names.unturned(subject), repeat=0)
     keys = {scenario: key for key, scenario in others.items()}
     alone = _nearest(subject, undisturbed.with_(world_size=1), ALONE, others)
     twice: tuple[K, ...] = ()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from entrenar_py.check.evidence import evidence
+from entrenar_py.check import evidence
 from entrenar_py.shared.page.html_page import Points
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Tensors, Trace

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from entrenar_py.check.causes import accumulated
+from entrenar_py.check.causes import accumulation
 from entrenar_py.check.clauses import CHECKS, weighting
 from entrenar_py.check.evidence.needs import ALONE, SHORTENED, Runs
 from entrenar_py.shared.trace import Event, Shard, Trace, Update
@@ -212,7 +212,7 @@ def test_gradients_of_an_evaluation_are_not_to_be_applied() -> None:
     many = _evaluating(trace_of([summed(0), summed(1), summed(2)]), {1})
     broken = traces.broken(traces.judge("weighting", [many]))
     assert broken.step == 1
-    assert "2 backward passes in evaluation mode, beside 2 in training mode" in broken.message
+    assert "2 backward passes in evaluation mode, and of 2 in training mode" in broken.message
     alike = _evaluating(trace_of([summed(0), summed(1), summed(2)]), {0, 1})
     assert traces.judge("weighting", [alike]).verdict is not Verdict.FALSIFIED
     cleared = trace_of([summed(0), summed(1, which=slice(None, 1)), summed(2)])
@@ -266,7 +266,7 @@ def test_a_gradient_that_may_have_been_kept() -> None:
     for applied, is_kept in zip(later, (True, False), strict=True):
         trace = trace_of([FIRST, applied], kept={"a": 0, "b": 0})
         update = traces.one(trace, Update, step=1, rank=0)
-        assert accumulated.is_kept(trace, update, summed(1), applied, 1e-4) is is_kept
+        assert accumulation.is_kept(trace, update, summed(1), applied, 1e-4) is is_kept
 
 
 @pytest.mark.parametrize(("kept", "is_found"), [({"a": 0, "b": 0}, True), ({}, False)])
@@ -282,3 +282,47 @@ def test_one_worker_shows_what_several_never_clear(kept: dict[str, int], is_foun
     assert (tally.broken is not None) is is_found
     if tally.broken is not None:
         assert "gradients not cleared since step 0" in tally.broken.message
+
+
+# --- own sums -------------------------------------------------------------------------------------
+# Micro-batches that a script adds up in a buffer of its own count as applied.
+
+
+# The parameters' own gradients held the last micro-batch of each rank alone.
+LAST_OWN_SUMS: dict[str, Any] = {"summed": dict.fromkeys(SHAPES, (1, 3))}
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+def test_sums_of_its_own(factor: float) -> None:
+    """The optimizer got all micro-batches, clipped or not."""
+    whole = [times(factor, summed(step)) for step in range(STEPS)]
+    before = trace_of(whole, **LAST_OWN_SUMS)
+    assert traces.judge("weighting", [before]).verdict is Verdict.FALSIFIED
+    finding = traces.judge("weighting", [accumulation.seen_through(before)])
+    assert finding.verdict is not Verdict.FALSIFIED
+    assert finding.compared > 0
+
+
+def test_micro_batches_that_are_cleared() -> None:
+    """The optimizer got the last one alone."""
+    last = trace_of([summed(step, which=slice(1, None)) for step in range(STEPS)], **LAST_OWN_SUMS)
+    assert accumulation.seen_through(last) is last
+    assert traces.judge("weighting", [last]).verdict is Verdict.FALSIFIED
+
+
+def test_gradients_that_are_asked_for_are_no_micro_batches() -> None:
+    """`torch.autograd.grad` in an inner loop adds to nothing; its samples are the micro-batch's."""
+    last = trace_of([summed(step, which=slice(1, None)) for step in range(STEPS)], **LAST_OWN_SUMS)
+    events = [
+        replace(event, loss_sum=1.0 if event.shard % 2 else None)
+        if isinstance(event, Shard)
+        else event
+        for event in last.events
+    ]
+    seen = accumulation.seen_through(replace(last, events=tuple(events)))
+    assert {shard.shard for shard in seen.of(Shard) if shard.step} == {1, 3}
+    drawn = {shard.step: {*shard.ids} for shard in last.of(Shard) if shard.rank == 0}
+    kept = {shard.step: {*shard.ids} for shard in seen.of(Shard) if shard.rank == 0}
+    assert all(drawn[step] <= kept[step] for step in drawn)
+    weights = {(s.step, s.weight, s.loss_sum) for s in seen.of(Shard) if s.step}
+    assert weights == {(step, 2.0, 2.0) for step in range(1, STEPS)}

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from entrenar_py.check.causes import knob_pairs
 from entrenar_py.check.clauses import CHECKS
+from entrenar_py.check.evidence import run_names
 from entrenar_py.check.harness import companions
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Event, Shard, Start, Trace, Update, record_tensor
@@ -48,7 +48,9 @@ def run(
     if knob:
         changes = {"accumulation": micro_batches, "num_shards": micro_batches}
         changed = USUAL.with_(**changes, batch_size=len(ids))
-        subject = knob_pairs.told(changed, knob=knob, value=VALUES[knob], usual=UNTURNED[knob])
+        subject = run_names.with_turned(
+            changed, knob=knob, value=VALUES[knob], usual=UNTURNED[knob]
+        )
     weights = {"w": record_tensor(np.ones(24, np.float32), values=True)}
     events: list[Event] = [Start(step=0, rank=0, weights=weights, trainable=("w",))]
     own = (local * slope).astype(dtype).astype(np.float32)

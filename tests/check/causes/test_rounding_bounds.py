@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from entrenar_py.check.causes import run_comparison, sensitivity
-from entrenar_py.check.causes.sensitivity import CHAOTIC, MARGIN, UNKNOWN, Sensitivity
+from entrenar_py.check.causes import rounding_bounds, run_comparison
+from entrenar_py.check.causes.rounding_bounds import CHAOTIC, MARGIN, UNKNOWN, Sensitivity
 from entrenar_py.check.evidence import precision
 from entrenar_py.check.evidence.needs import NUDGED, Runs
 from entrenar_py.shared.trace import Trace, Update, record_tensor
 from entrenar_py.shared.verdict import Tally
 from tests.check.clauses import traces
+from tests.check.clauses.traces import scenario
 
 PLAIN = traces.run(traces.scenario(detail="values"))
-BOUND = run_comparison.GRADIENT_BOUND
+BOUND = rounding_bounds.GRADIENT_BOUND
 
 
 def moved(by: Sequence[float], trace: Trace = PLAIN) -> Trace:
@@ -37,7 +39,7 @@ def moved(by: Sequence[float], trace: Trace = PLAIN) -> Trace:
 
 def measured(*by: float) -> Sensitivity:
     """Return what a nudged run shows whose gradients are moved by these shares."""
-    return sensitivity.of(Runs(PLAIN, witnesses={NUDGED: (PLAIN, moved(by))}))
+    return rounding_bounds.sensitivity_of(Runs(PLAIN, witnesses={NUDGED: (PLAIN, moved(by))}))
 
 
 def compared(shown: Sensitivity, *by: float) -> Tally:
@@ -49,7 +51,7 @@ def compared(shown: Sensitivity, *by: float) -> Tally:
 
 def test_a_run_that_nobody_nudged() -> None:
     """Nothing more is allowed than by the bound."""
-    assert sensitivity.of(Runs(PLAIN)) == UNKNOWN
+    assert rounding_bounds.sensitivity_of(Runs(PLAIN)) == UNKNOWN
     assert UNKNOWN.allowed("gradient", 3, BOUND) == BOUND
     assert not UNKNOWN.is_chaotic(5)
     assert UNKNOWN.in_words(4, BOUND) == ""
@@ -92,11 +94,39 @@ def test_without_any_step_the_comparison_is_missing() -> None:
 def test_only_a_small_difference_may_be_rounding() -> None:
     """A first gradient that is twice too large needs no further run; a later one may."""
     zeros = moved([0.0, 0.0])
-    assert not sensitivity.may_be_rounding(zeros, moved([1.0, 0.0]))
-    assert sensitivity.may_be_rounding(zeros, moved([1e-3, 0.0]))
-    assert sensitivity.may_be_rounding(zeros, moved([0.0, 1.0]))
+    assert not rounding_bounds.may_be_rounding(zeros, moved([1.0, 0.0]))
+    assert rounding_bounds.may_be_rounding(zeros, moved([1e-3, 0.0]))
+    assert rounding_bounds.may_be_rounding(zeros, moved([0.0, 1.0]))
 
 
 def test_the_size_of_a_nudge() -> None:
     """It is some roundings of the arithmetic in which the training computes."""
-    assert sensitivity.nudge(PLAIN) == 256 * precision.FLOAT32
+    assert rounding_bounds.nudge(PLAIN) == 256 * precision.FLOAT32
+
+
+# --- step shape -----------------------------------------------------------------------------------
+# Optimizers of an unknown rule: those whose steps are proportional to the gradient, and others.
+
+
+def unknown(optimizer: str, **changes: object) -> Trace:
+    """Return a user's run whose optimizer is not told, but for its steps."""
+    run = traces.run(scenario(detail="values", clip_norm=None, optimizer=optimizer, **changes))
+    subject = run.scenario.with_(system="mine", workload="own", optimizer="momentum")
+    return traces.was(replace(run, scenario=subject, promises=()), rule="other")
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize(("optimizer", "due"), [("sgd", False), ("momentum", False), ("adamw", 1)])
+def test_steps_out_of_proportion(optimizer: str, due: bool, decay: float) -> None:
+    """Adam's steps are told from those of SGD, with weight decay and without."""
+    run = unknown(optimizer, weight_decay=decay)
+    assert rounding_bounds.is_adaptive(run) is bool(due)
+    assert rounding_bounds.Bounds.of({}, run).adam is bool(due)
+
+
+def test_a_known_rule_is_not_looked_at() -> None:
+    """Only a user's optimizer of an unknown rule is adaptive by its steps; without values too."""
+    run = unknown("adamw")
+    assert not rounding_bounds.is_adaptive(traces.was(run, rule="known"))
+    assert not rounding_bounds.is_adaptive(run, unknown("sgd"))
+    assert rounding_bounds.is_adaptive(replace(run, events=run.events[-1:]))

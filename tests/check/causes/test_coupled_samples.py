@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from entrenar_py.check.causes import rank_means
+from entrenar_py.check.causes import coupled_samples
 from entrenar_py.shared.trace import Shard, Trace
 from entrenar_py.shared.verdict import Tally
 from tests.check.clauses import traces
@@ -47,7 +47,7 @@ def judged(
     ]
     trace = traces.was(trace_of(applied, terms=of_ranks), losses="backward")
     tally = Tally("")
-    rank_means.judge(tally, trace, alone_of(trace, alone))
+    coupled_samples.judge_rank_means(tally, trace, alone_of(trace, alone))
     return tally
 
 

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from entrenar_py.check import evidence
 from entrenar_py.check.clauses import CHECKS
-from entrenar_py.check.evidence import evidence
 from entrenar_py.check.evidence.needs import ALONE, Runs
 from entrenar_py.shared.trace import Shard, Start, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Finding, Verdict
 from tests.check.clauses import traces
+from tests.check.clauses.micro_batch_traces import (
+    LOCAL,
+    SHAPES,
+    STEPS,
+    Vectors,
+    plus,
+    records,
+    summed,
+    times,
+    trace_of,
+)
 from tests.check.clauses.traces import scenario
 
 
@@ -25,7 +37,7 @@ def own(world_size: int, optimizer: str) -> Trace:
     return traces.was(run, rule="other")
 
 
-def summed(trace: Trace, factor: float = 3.0, *names: str) -> Trace:
+def undivided(trace: Trace, factor: float = 3.0, *names: str) -> Trace:
     """Return a run whose gradients are not divided when the optimizer gets them."""
     events = [
         replace(event, gradient=_times(event.gradient, factor, names))
@@ -68,7 +80,7 @@ def judged(check: str, trace: Trace, alone: Trace) -> Finding:
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_a_step_that_divides_gradients_by_itself_is_right(check: str, optimizer: str) -> None:
     """Gradients are three times as large, and weights and the optimizer's state those of one."""
-    finding = judged(check, summed(own(3, optimizer)), own(1, optimizer))
+    finding = judged(check, undivided(own(3, optimizer)), own(1, optimizer))
     assert finding.verdict is not Verdict.FALSIFIED, finding
     assert finding.compared > 0
     assert any("the optimizer's step divides them by itself" in note for note in finding.notes)
@@ -77,8 +89,8 @@ def test_a_step_that_divides_gradients_by_itself_is_right(check: str, optimizer:
 @pytest.mark.parametrize(
     ("trace", "tensor"),
     [
-        (further(summed(own(3, "sgd"))), None),
-        (summed(own(3, "sgd"), 3.0, "hidden1.weight"), "hidden1.weight"),
+        (further(undivided(own(3, "sgd"))), None),
+        (undivided(own(3, "sgd"), 3.0, "hidden1.weight"), "hidden1.weight"),
     ],
 )
 def test_gradients_that_nothing_divides_are_wrong(trace: Trace, tensor: str | None) -> None:
@@ -108,7 +120,7 @@ def test_a_learning_rate_that_makes_up_for_sums_is_right(grown: float) -> None:
     alone = own(1, "sgd") if grown == 1 else own(1, "momentum")
     trace = own(3, "sgd") if grown == 1 else own(3, "momentum")
     for check in ("parity", "weighting"):
-        finding = judged(check, rated(summed(trace), 3.0), alone)
+        finding = judged(check, rated(undivided(trace), 3.0), alone)
         assert finding.verdict is not Verdict.FALSIFIED, finding
         assert any("learning rate is divided by that" in note for note in finding.notes)
     broken = traces.broken(judged("parity", rated(trace, 3.0), alone))
@@ -117,7 +129,7 @@ def test_a_learning_rate_that_makes_up_for_sums_is_right(grown: float) -> None:
 
 def test_adam_s_weights_do_not_tell_what_divides_gradients() -> None:
     """Its weights move alike whatever the gradients are multiplied by, and its state does not."""
-    trace = summed(own(3, "adamw"))
+    trace = undivided(own(3, "adamw"))
     events: list[Any] = [
         replace(e, optimizer=_times(e.optimizer, 3.0, ())) if isinstance(e, Update) else e
         for e in trace.events
@@ -132,7 +144,7 @@ def test_adam_s_weights_do_not_tell_what_divides_gradients() -> None:
 
 def test_one_step_is_too_few() -> None:
     """Weights of a single step may agree by chance."""
-    trace, alone = summed(own(3, "sgd")), own(1, "sgd")
+    trace, alone = undivided(own(3, "sgd")), own(1, "sgd")
     short = [
         replace(run, events=tuple(e for e in run.events if not _is_late(e)))
         for run in (trace, alone)
@@ -176,7 +188,7 @@ def test_a_step_that_reduces_gradients_by_itself_is_held(check: str, optimizer: 
 
 
 @pytest.mark.parametrize(
-    "trace", [further(unreduced(own(2, "sgd"))), summed(unreduced(own(2, "sgd")), 2.0)]
+    "trace", [further(unreduced(own(2, "sgd"))), undivided(unreduced(own(2, "sgd")), 2.0)]
 )
 def test_a_mean_that_moves_no_weights_is_not_held(trace: Trace) -> None:
     """Weights that move further are wrong, and a multiple of one worker's gradient is unknown."""
@@ -230,3 +242,83 @@ def test_copies_that_follow_no_rule_stay_open(bits: int) -> None:
     finding = judged("step_rule", coarse(own(2, "adamw"), 4 / 3, bits), own(1, "adamw"))
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert "the optimizer steps copies of the model's weights" in finding.reason
+
+
+# --- steps alone ----------------------------------------------------------------------------------
+# Tensors that all ranks move by the gradient of one rank's own samples.
+
+
+RATE = 0.1
+OWNERS = {"a": 0, "b": 1}
+
+
+def own_of_steps_alone(step: int, rank: int) -> Vectors:
+    """Return the mean of a rank's own micro-batches."""
+    return times(0.5, plus(*LOCAL[step][rank]))
+
+
+def mean(step: int, _: int = 0) -> Vectors:
+    return times(0.5, summed(step))
+
+
+def run(gradients: Mapping[int, str], moves: str) -> Trace:
+    """Return a run of plain SGD whose ranks hand over `gradients`, and move weights as `moves`."""
+    kinds: dict[str, Callable[[int, int], Vectors]] = {
+        "own": own_of_steps_alone,
+        "mean": mean,
+        "owner": lambda step, _: of_owners(step),
+    }
+    trace = trace_of([summed(step) for step in range(STEPS)])
+    weights = {name: np.ones(size) for name, size in SHAPES.items()}
+    after: dict[int, Vectors] = {}
+    for step in range(STEPS):
+        gradient = kinds[moves](step, 0)
+        weights = {n: (w - RATE * gradient[n]).astype(np.float32) for n, w in weights.items()}
+        after[step] = weights
+    events = [
+        replace(
+            event,
+            learning_rate=RATE,
+            weights=records(after[event.step]),
+            gradient=records(kinds[gradients[event.rank]](event.step, event.rank)),
+        )
+        if isinstance(event, Update)
+        else replace(event, trainable=tuple(SHAPES))
+        if isinstance(event, Start)
+        else event
+        for event in trace.events
+    ]
+    return traces.was(replace(trace, events=tuple(events)), rule="known")
+
+
+def of_owners(step: int) -> Vectors:
+    return {name: own_of_steps_alone(step, rank)[name] for name, rank in OWNERS.items()}
+
+
+def judged_of_steps_alone(trace: Trace) -> Finding:
+    return traces.judge("weighting", [trace])
+
+
+def test_owners_that_step_by_their_own_samples_are_falsified() -> None:
+    """Nobody reduces gradients. Ranks agree only because owners send their tensors around."""
+    finding = judged_of_steps_alone(run({0: "own", 1: "own"}, "owner"))
+    assert finding.verdict is Verdict.FALSIFIED
+    assert "all ranks move a by the gradient of rank 0's own samples" in finding.reason
+
+
+def test_one_rank_whose_weights_replace_the_others_is_falsified() -> None:
+    finding = judged_of_steps_alone(run({0: "own", 1: "own"}, "own"))
+    assert finding.verdict is Verdict.FALSIFIED
+
+
+@pytest.mark.parametrize(
+    ("gradients", "moves"),
+    [
+        ({0: "own", 1: "own"}, "mean"),  # the optimizer reduces them in its step
+        ({0: "mean", 1: "own"}, "mean"),  # they were reduced to the rank that steps
+    ],
+)
+def test_gradients_that_are_reduced_for_the_owner_alone_are_no_alarm(
+    gradients: Mapping[int, str], moves: str
+) -> None:
+    assert judged_of_steps_alone(run(gradients, moves)).verdict is not Verdict.FALSIFIED

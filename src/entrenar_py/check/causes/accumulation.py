@@ -3,11 +3,13 @@
 Each explanation is exact within rounding: the gradient of an earlier step is still in it, a
 micro-batch is missing, one rank's samples are all that it has, a tensor has a factor of its own.
 Scripts also change gradients on purpose (noise, centralisation, a limit for each layer). Such a
-gradient has no explanation here, and is no counterexample. Judges nothing.
+gradient has no explanation here, and is no counterexample. A script that adds gradients up in a
+buffer of its own is read as if it used the parameters' own (`seen_through`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,8 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from entrenar_py.check import evidence
+from entrenar_py.check.causes import rounding_bounds
 from entrenar_py.check.causes.explanations import Explanation
-from entrenar_py.check.evidence import evidence, factors, gradient_sums, step_sums
+from entrenar_py.check.evidence import factors, step_sums
 from entrenar_py.shared.trace import Shard, Start, Trace, Update
 from entrenar_py.shared.wording import listed
 
@@ -52,8 +56,8 @@ class Applied:
     def by_other_divisors(self) -> Iterator[Applied]:
         """Yield the step with each divisor by which some tensors are exactly their sums."""
         size = float(np.linalg.norm(step_sums.joined(self.mean, self.mean)))
-        for divisor in gradient_sums.divisors(self.total, self.mean, self.bound):
-            off = gradient_sums.off(self.total, self.mean, divisor, self.bound * divisor * size)
+        for divisor in step_sums.divisors(self.total, self.mean, self.bound):
+            off = step_sums.off(self.total, self.mean, divisor, self.bound * divisor * size)
             if off and off != self.off:
                 yield replace(self, divisor=divisor, off=off)
 
@@ -103,7 +107,6 @@ class Applied:
         return before
 
     def _fits(self, values: Vectors) -> bool:
-        """Return whether the tensors in `off` that are in `values` have the applied ones' sizes."""
         return all(values[n].shape == self.mean[n].shape for n in self.off if n in values)
 
     @property
@@ -147,10 +150,10 @@ def moved_without_pass(trace: Trace, update: Update) -> tuple[str, str] | None:
         return None
     before = _before(trace, update)
     starts = (start for start in trace.standing.of(Start) if start.rank == update.rank)
-    held = before or next((start for start in starts if start.step == update.step), None)
-    if held is None:
+    state = before or next((start for start in starts if start.step == update.step), None)
+    if state is None:
         return None
-    weights = {**held.weights, **update.edited}
+    weights = {**state.weights, **update.edited}
     for name in gradient:
         known = name in weights and name in update.weights
         if known and weights[name].digest != update.weights[name].digest:
@@ -180,34 +183,33 @@ def is_kept(trace: Trace, update: Update, total: Vectors, mean: Vectors, bound: 
 def of_evaluation(
     by_rank: Mapping[int, Update], shards: Sequence[Shard], bound: float
 ) -> tuple[str, Explanation] | None:
-    """Return a tensor whose applied gradient holds passes in evaluation mode, beside others.
+    """Return a tensor with an applied gradient that holds passes in evaluation mode, too.
 
     A script evaluates, or looks at gradients, and clears nothing before it trains on. Both kinds of
     passes together must have the applied gradient, and those in training mode must not.
     """
-    held = step_sums.held(by_rank, shards)
-    training = [shard for shard in held if not shard.evaluating]
-    if len(training) == len(held) or {s.rank for s in training} != {s.rank for s in held}:
+    passes = step_sums.held(by_rank, shards)
+    training = [shard for shard in passes if not shard.evaluating]
+    if len(training) == len(passes) or {s.rank for s in training} != {s.rank for s in passes}:
         return None
     applied = evidence.vectors(evidence.any_rank(by_rank).gradient)
-    sums = [step_sums.total(by_rank, chosen) for chosen in (held, training)]
-    if applied is None or any(one is None or one.keys() != applied.keys() for one in sums):
+    sums = [step_sums.total(by_rank, chosen) for chosen in (passes, training)]
+    if applied is None or any(total is None or total.keys() != applied.keys() for total in sums):
         return None
     got = step_sums.joined(applied, applied)
-    whole, part = (step_sums.joined(one or {}, applied) for one in sums)
+    whole, part = (step_sums.joined(total or {}, applied) for total in sums)
     if got.size < _ELEMENTS_MIN or factors.ratio(whole, got, bound) is None:
         return None
     if factors.ratio(part, got, _FAR * bound) is not None:
         return None
     return min(applied), Explanation(
-        f"holds that of {len(held) - len(training)} backward passes in evaluation mode, beside "
-        f"{len(training)} in training mode, which could mean: gradients of an evaluation not "
-        "cleared"
+        f"holds that of {len(passes) - len(training)} backward passes in evaluation mode, "
+        f"and of {len(training)} in training mode, which could mean: gradients of an evaluation "
+        "not cleared"
     )
 
 
 def _before(trace: Trace, update: Update) -> Update | None:
-    """Return the same rank's update of the step before."""
     return evidence.updates(trace).get(update.step - 1, {}).get(update.rank)
 
 
@@ -251,7 +253,6 @@ def _kept(step: Applied) -> Explanation | None:
 
 
 def _late(step: Applied) -> Explanation | None:
-    """The applied gradient is that of the samples of the step before."""
     number = step.update.step - 1
     if not step.is_times(step.sum_of(step.shards_of(number))):
         return None
@@ -436,3 +437,85 @@ LIST = (
 )
 # Those that hold of tensors whatever others are divided by: these may be clipped apart on purpose.
 LEFT_IN = (_kept, _left)
+
+
+# --- sums that a script makes where no hook sees it -----------------------------------------------
+
+
+def seen_through(trace: Trace) -> Trace:
+    """Return `trace` without `summed` in steps that applied the sum of all micro-batches.
+
+    `summed` says which micro-batches the parameters' own gradients held. A script may add them to
+    another buffer after each backward pass, clear them, and give the optimizer that buffer.
+
+    Passes that add to no gradient count as parts of the micro-batches that come after them.
+    """
+    trace = _without_returned(trace)
+    shards = evidence.shards(trace)
+    bound = rounding_bounds.Bounds.of({}, trace).gradient
+    all_held = {
+        step
+        for step, by_rank in evidence.updates(trace).items()
+        if any(update.summed for update in by_rank.values())
+        and applies_all(by_rank, shards.get(step, ()), bound)
+    }
+    if not all_held:
+        return trace
+    return evidence.replaced(
+        trace, Update, lambda update: {"summed": {}} if update.step in all_held else {}
+    )
+
+
+def _without_returned(trace: Trace) -> Trace:
+    """Return `trace` without passes of `torch.autograd.grad` that added to no gradient.
+
+    An inner loop or a penalty computes with it. Such a pass has no loss, while the backward pass of
+    the same step has one, which it is a part of.
+    """
+    updates, events, pending = evidence.updates(trace), [], dict[int, list[Shard]]()
+    told = {(s.step, s.rank) for s in trace.of(Shard) if s.loss_sum is not None}
+    for event in trace.events:
+        if isinstance(event, Shard) and (event.step, event.rank) in told:
+            by_rank = updates.get(event.step, {})
+            if event.loss_sum is None and event.gradient and not step_sums.summed(by_rank, event):
+                pending.setdefault(event.rank, []).append(event)
+                continue
+            event = _joined([*pending.pop(event.rank, ()), event])
+        events.append(event)
+    left = [shard for shards in pending.values() for shard in shards]
+    return trace if left or len(events) == len(trace.events) else replace(trace, events=(*events,))
+
+
+def _joined(shards: Sequence[Shard]) -> Shard:
+    contents = [zip(s.ids, s.contents or [None] * len(s.ids), strict=False) for s in shards]
+    by_id = dict(pair for one in contents for pair in one)
+    known = tuple(content for content in by_id.values() if content is not None)
+    last, weight = shards[-1], sum(shard.weight for shard in shards)
+    loss = last.loss_sum and last.loss_sum * weight / (last.weight or 1.0)
+    return replace(last, ids=tuple(by_id), contents=known, weight=weight, loss_sum=loss)
+
+
+def are_applied(trace: Trace, steps: Collection[int]) -> bool:
+    """Return whether in all of `steps` the sum of all micro-batches' gradients was applied."""
+    updates, shards = evidence.updates(trace), evidence.shards(trace)
+    bound = rounding_bounds.Bounds.of({}, trace).gradient
+    return all(
+        step in updates and applies_all(updates[step], shards.get(step, ()), bound)
+        for step in steps
+    )
+
+
+def applies_all(by_rank: Mapping[int, Update], shards: Sequence[Shard], bound: float) -> bool:
+    """Return whether the applied gradient is the sum of all shards', divided by one number."""
+    everything = {rank: replace(update, summed={}) for rank, update in by_rank.items()}
+    total = step_sums.total(everything, shards)
+    mean = evidence.vectors(evidence.any_rank(by_rank).gradient)
+    if total is None or mean is None:
+        return False
+    if step_sums.shapes(total) != step_sums.shapes(mean):
+        return False
+    divisor = step_sums.divisor(total, mean)
+    size = math.sqrt(sum(float(np.square(v, dtype=np.float64).sum()) for v in mean.values()))
+    if divisor is None or not math.isfinite(size):
+        return False
+    return not step_sums.off(total, mean, divisor, bound * abs(divisor) * size)
