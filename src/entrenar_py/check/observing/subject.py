@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from entrenar_py.check.observing import dtensors, flat_parameters, tensors, zero_partitions
 from entrenar_py.check.observing.buffers import Buffers
 from entrenar_py.check.observing.flat_parts import Part
-from entrenar_py.check.observing.sketch_records import Sketches
+from entrenar_py.check.observing.sketches import Sketches
 from entrenar_py.check.rank_files.layout import Layout, Piece, plain
 from entrenar_py.shared import trace
 

@@ -1,7 +1,9 @@
 """The watch of a training in production: weights are the same everywhere, finite, and moving.
 
 After every k-th step of the optimizer, each rank sends the digests of its tensors to all ranks, and
-`judge` compares them. On a GPU no step waits: digests are judged in the next watched step.
+`judge` compares them. On a GPU no step waits: rows go on a stream of their own, the host fetches
+them in the next watched step, and judges them then. If the CPU sends them (Gloo), the host waits
+and fetches them at once.
 """
 
 from __future__ import annotations
@@ -11,17 +13,158 @@ import logging
 from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Replicate
 
-from entrenar_py.check.watch import clauses, digest, exchange
-from entrenar_py.check.watch.digest_table import ROW_WORDS, DigestTable, places
-from entrenar_py.check.watch.exchange import Exchange
-from entrenar_py.check.watch.judge import Judge, Watched
-from entrenar_py.check.watch.ownership import Parameters, local
+from entrenar_py.check.watch import digest
+from entrenar_py.check.watch.digest import ROW_WORDS, DigestTable, places
+from entrenar_py.check.watch.judge import Judge, Piece, Rows, Watched, select_clauses
 from entrenar_py.shared import hook_calls
 from entrenar_py.shared.errors import UsageError, WatchFinding
+
+
+class Parameters:
+    """The parameters of a module, with their `names`, found by their places in the module tree.
+
+    A script may put others there. Raises UsageError for a FullyShardedDataParallel.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        for name, module in model.named_modules():
+            if isinstance(module, FullyShardedDataParallel):
+                raise UsageError(
+                    f"module {name or 'model'} is a FullyShardedDataParallel: its flat parameters "
+                    "have no names, and can't be watched; shard it with fully_shard"
+                )
+        self._slots: list[tuple[dict[str, torch.nn.Parameter | None], str]] = []
+        self.names: list[str] = []
+        owners = dict(model.named_modules())
+        for name, _ in model.named_parameters():  # one that is tied stands here once
+            owner, _, key = name.rpartition(".")
+            self._slots.append((owners[owner]._parameters, key))
+            self.names.append(name)
+
+    def now(self) -> list[torch.nn.Parameter]:
+        """Return the parameters in those places now; raises UsageError if one was removed."""
+        current = [slot[key] for slot, key in self._slots]
+        for name, parameter in zip(self.names, current, strict=True):
+            if parameter is None:
+                raise UsageError(f"parameter {name} was removed: observe() the model that trains")
+        return [parameter for parameter in current if parameter is not None]
+
+    def pieces(self) -> list[Piece]:
+        """Return this rank's piece of each parameter."""
+        return [_piece(name, p) for name, p in zip(self.names, self.now(), strict=True)]
+
+
+def local(parameter: Tensor) -> Tensor:
+    """Return this process's part of `parameter`.
+
+    `to_local` does the same, but takes longer and is recorded by autograd.
+    """
+    held = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    assert isinstance(held, Tensor)
+    return held
+
+
+def _piece(name: str, parameter: Tensor) -> Piece:
+    shard: tuple[tuple[int, int], ...] = ()
+    if isinstance(parameter, DTensor):
+        place = parameter.device_mesh.get_coordinate() or ()
+        shard = tuple(
+            (axis, at)
+            for axis, (at, kind) in enumerate(zip(place, parameter.placements, strict=False))
+            if not isinstance(kind, Replicate)
+        )
+    held = local(parameter)
+    return Piece(name, shard, tuple(held.shape), str(held.dtype).removeprefix("torch."))
+
+
+def is_shared() -> bool:
+    """Return whether there are other ranks to compare with."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def tell(own: Any) -> list[Any]:
+    """Return every rank's object `own`, by rank; a collective of all ranks."""
+    if not is_shared():
+        return [own]
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, own)
+    return by_rank
+
+
+class Exchange:
+    """The exchange of up to `num_rows` rows of each rank, in the process group of all ranks.
+
+    `waits` tells whether `send` returns before rows have arrived, so that `receive` waits for them.
+    """
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self._num_rows = num_rows
+        self._world = dist.get_world_size() if is_shared() else 1
+        self._device = _transport(device) if is_shared() else device
+        self._own: Tensor | None = None
+        if device.type == "cuda" and self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.waits = device.type == "cuda" and self._device.type == "cuda"
+
+    def send(self, rows: Tensor) -> None:
+        """Start to send `rows`, int64 [rows, words], which must not change before `receive`."""
+        if self._own is None:
+            shape = (self._num_rows, rows.shape[1])
+            self._own = torch.zeros(shape, dtype=torch.int64, device=self._device)
+            self._all = self._own.new_zeros((self._world, *shape))
+            self._here = torch.empty(self._all.shape, dtype=torch.int64, pin_memory=self.waits)
+        if not self.waits:
+            self._pass(rows)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            self._pass(rows)
+            self._arrived.record(self._stream)
+
+    def _pass(self, rows: Tensor) -> None:
+        assert self._own is not None
+        self._own[: len(rows)].copy_(rows)
+        if self._world > 1:
+            dist.all_gather(list(self._all), self._own)
+        else:
+            self._all[0].copy_(self._own)
+        self._here.copy_(self._all, non_blocking=self.waits)
+
+    def has_arrived(self) -> bool:
+        """Return whether `receive` would return at once."""
+        return not self.waits or bool(self._arrived.query())  # type: ignore[no-untyped-call]
+
+    def receive(self) -> Rows:
+        """Return the rows that every rank sent last, int64 [ranks, rows, words].
+
+        The host waits for them if they haven't arrived.
+        """
+        if self.waits:
+            self._arrived.synchronize()
+        return self._here.numpy().copy()
+
+
+def _transport(device: torch.device) -> torch.device:
+    """Return the device from which the process group sends rows that are on `device`.
+
+    That is `device` under NCCL, else the CPU if the group has a CPU backend, else the current GPU.
+    """
+    backends = dict(entry.split(":") for entry in dist.get_backend_config().split(","))
+    if device.type == "cuda" and backends.get("cuda") == "nccl":
+        return device
+    if "cpu" in backends:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
 
 _LOG = logging.getLogger("entrenar_py")
 _LIVE = 3  # the word of a row that says that the tensor should have moved
@@ -46,7 +189,7 @@ class Watch:
     ) -> None:
         self._optimizer = optimizer
         self._every, self._patience, self._step = every, patience, step
-        self._clauses = clauses.select(contract)
+        self._clauses = select_clauses(contract)
         self._tell = _stop if on_finding is None else on_finding
         self._parameters = Parameters(model)
         if not self._parameters.names:
@@ -120,7 +263,7 @@ class Watch:
         """
         self._pieces = self._parameters.pieces()
         own = (self._pieces, self._every, self._step, self._patience, dict(self._clauses))
-        by_rank = exchange.tell(own)
+        by_rank = tell(own)
         for rank, other in enumerate(by_rank):
             if other[1:] != own[1:]:
                 raise UsageError(
