@@ -29,7 +29,7 @@ from entrenar_py.check.observing.gradients_ready import GradientHooks
 from entrenar_py.check.observing.subject import Subject
 from entrenar_py.check.rank_files import assembly
 from entrenar_py.check.rank_files.layout import Layout, Piece
-from entrenar_py.check.rank_files.rank_trace import RankTrace
+from entrenar_py.check.rank_files.rank_file import RankTrace
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.trace import Shard, Start, TensorRecord, Tensors, Update

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from entrenar_py.check.observing import dtensors, tensors
-from entrenar_py.check.rank_files import rank_header
+from entrenar_py.check.rank_files import rank_file
 
-HEADER = {"kind": "rank", "version": rank_header.VERSION, "rank": 0, "world_size": 1}
+HEADER = {"kind": "rank", "version": rank_file.VERSION, "rank": 0, "world_size": 1}
 
 
 def test_tensors_are_read_as_dense_real_numbers() -> None:
@@ -41,7 +41,7 @@ def test_parameter_groups_of_any_optimizer_can_be_written(group: dict[str, Any])
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     optimizer.param_groups = [{"params": [], **group}]
     written = json.loads(json.dumps(tensors.groups([optimizer])))
-    read = rank_header.require({**HEADER, "groups": written}, "header")
+    read = rank_file.require_header({**HEADER, "groups": written}, "header")
     assert read["groups"] == written
     assert tensors.rate_of(optimizer.param_groups[0]) == pytest.approx(
         0.1 if group.get("lr") is not None else 0.0

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from entrenar_py.check.clauses import outer_causes, outer_step
 from entrenar_py.check.evidence import evidence, rounds
-from entrenar_py.check.rank_files import outer_rounds
+from entrenar_py.check.rank_files import observed_run
 from entrenar_py.shared.trace import Event, Start, Synchronised, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Tally
 
@@ -42,7 +42,7 @@ def seen(trace: Trace) -> Trace:
     met, names = _meetings(trace)
     if not met:
         return trace
-    lengths = outer_rounds.usual_length([sorted(met)])
+    lengths = observed_run.usual_length([sorted(met)])
     options = {**trace.scenario.options, **({} if lengths is None else {"inner_steps": lengths})}
     trace = replace(
         trace,

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from entrenar_py.check.evidence import evidence
-from entrenar_py.check.rank_files import epochs
+from entrenar_py.check.rank_files import observed_run
 from entrenar_py.shared.trace import Shard, Trace
 from entrenar_py.shared.verdict import Tally
 
@@ -118,7 +118,7 @@ def judge(tally: Tally, trace: Trace, rows: Rows, passes: Passes) -> None:
 
 def _made(trace: Trace) -> Passes:
     """Return the pass that each step belongs to; nothing unless there are two, of two steps."""
-    derived = epochs.derived(trace.events, None) or ()
+    derived = observed_run.derived_epochs(trace.events, None) or ()
     passes = {event.step: event.epoch for event in derived if isinstance(event, Shard)}
     is_long = list(passes.values()).count(0) > 1
     return passes if is_long and len({*passes.values()}) > 1 else {}

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from entrenar_py.check.command.asked import Asked
 from entrenar_py.check.command.launch import Ended
-from entrenar_py.check.rank_files import arranged, assembly, rank_trace
-from entrenar_py.check.rank_files.arranged import Arrangement
+from entrenar_py.check.rank_files import arrangements, assembly, rank_file
+from entrenar_py.check.rank_files.arrangements import Arrangement
 from entrenar_py.check.rank_files.layout import Layout
 from entrenar_py.check.rank_files.rank_file import SUFFIX
 
@@ -35,7 +35,7 @@ class Arranging:
     def layout(self, name: str) -> Layout | None:
         """Return the layout that a rank of the run `name` declares, or its meshes show."""
         files = sorted((self.folder / name).glob(f"*{SUFFIX}"))
-        return rank_trace.load(files[0]).layout if files else None
+        return rank_file.load(files[0]).layout if files else None
 
     def after(self, name: str, asked: Asked, ended: Ended) -> list[Made]:
         """Return the earlier runs that are to be read again, now that the run `name` is made."""
@@ -50,7 +50,7 @@ class Arranging:
         for size in sorted(self._plain.keys() - {1, *self._seen}):
             self._seen.add(size)
             ranks, _ = assembly.load(self.folder / self._plain[size])
-            arrangement = arranged.shown(ranks, alone)
+            arrangement = arrangements.shown(ranks, alone)
             if arrangement is not None:
                 self.known[size] = arrangement
                 fresh.add(size)

@@ -15,9 +15,9 @@ from pathlib import Path
 from entrenar_py.check.command import own_folder, script_errors, stacks
 from entrenar_py.check.command.asked import Asked
 from entrenar_py.check.command.launch import Ended
-from entrenar_py.check.rank_files import auto_notes
+from entrenar_py.check.rank_files import notes
 from entrenar_py.check.rank_files.assembly import LastLives
-from entrenar_py.check.rank_files.rank_trace import RankTrace
+from entrenar_py.check.rank_files.rank_file import RankTrace
 from entrenar_py.shared.trace import Event, Shard
 from entrenar_py.shared.untrusted import escaping
 
@@ -211,9 +211,9 @@ def _shown(path: Path) -> str:
 
 def _nothing_recorded(ended: Ended, error: str, how: str) -> str:
     """Return why no rank wrote a file, and what to do about it."""
-    if error and not auto_notes.read(ended.output.parent):
+    if error and not notes.problems(ended.output.parent):
         return f"nothing was recorded before it failed: {how}"
-    if why := auto_notes.why_nothing(ended.output.parent):
+    if why := notes.why_nothing(ended.output.parent):
         return f"nothing was recorded: {why}; {how}"
     if ended.code:  # why it failed comes first: most such scripts have the line
         return f"nothing was recorded: {how}; check that the script that trains calls `{LINE}`"

@@ -13,15 +13,9 @@ from entrenar_py.check.clauses.knobs import KNOBS
 from entrenar_py.check.command import ending
 from entrenar_py.check.command.asked import Asked
 from entrenar_py.check.command.launch import Ended
-from entrenar_py.check.rank_files import (
-    assembly,
-    checkpoints,
-    rank_trace,
-    shown_scenario,
-)
-from entrenar_py.check.rank_files.arranged import Arrangement
-from entrenar_py.check.rank_files.rank_file import SUFFIX
-from entrenar_py.check.rank_files.rank_trace import RankTrace
+from entrenar_py.check.rank_files import assembly, notes, observed_run, rank_file
+from entrenar_py.check.rank_files.arrangements import Arrangement
+from entrenar_py.check.rank_files.rank_file import SUFFIX, RankTrace
 from entrenar_py.shared import systems, trace
 from entrenar_py.shared.faults import JOINED, LONGER
 from entrenar_py.shared.scenario import Scenario
@@ -55,13 +49,13 @@ def of(
     events = assembly.ordered(ranks)
     common = ending.by_all(ranks, events)
     scenario, traits = _scenario(ranks, common, asked, like, unclipped=unclipped)
-    saved = checkpoints.read(folder)
+    saved = notes.saved(folder)
     if says_how:
         saved = replace(saved, loads_late=False)
     is_cut = any(rank.is_limited for rank in ranks)
     traits = replace(traits, seeded=seeded, starts=starts, **saved.traits(is_cut=is_cut))
     how = ending.of(ranks, events, asked, ended, problems)
-    recorded = shown_scenario.trace_of(ranks, common, scenario, traits, how)
+    recorded = observed_run.trace_of(ranks, common, scenario, traits, how)
     if ended.num_left:
         left = f"{ended.num_left} process{'' if ended.num_left == 1 else 'es'}"
         killed = {**recorded.environment, "killed": f"{left} that it left running"}
@@ -86,8 +80,8 @@ def have_closed(folder: Path, world_size: int, life: int) -> bool:
     last = {
         path.name.partition("-")[0]: path for path in sorted(folder.glob(f"[0-9]*-[0-9]*{SUFFIX}"))
     }
-    closed = [path for path in last.values() if rank_trace.life_of(path) >= life]
-    return len(closed) == world_size and all(map(rank_trace.is_closed, closed))
+    closed = [path for path in last.values() if rank_file.life_of(path) >= life]
+    return len(closed) == world_size and all(map(rank_file.is_closed, closed))
 
 
 def _with_its_faults(recorded: trace.Trace) -> trace.Trace:
@@ -124,7 +118,7 @@ def _scenario(
             stops=asked.stops,
         )
     else:
-        scenario, traits = shown_scenario.of(ranks, events, asked.world_size)
+        scenario, traits = observed_run.scenario_of(ranks, events, asked.world_size)
         if like is not None:  # the intended rate: a check tells if the run had another
             scenario = scenario.with_(learning_rate=like.scenario.learning_rate)
         if is_shown:

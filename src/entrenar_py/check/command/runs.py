@@ -28,7 +28,7 @@ from entrenar_py.check.command.run_plan import Plan
 from entrenar_py.check.command.shortening import Shortening
 from entrenar_py.check.harness import interrupts
 from entrenar_py.check.observing import BATCHES, BATCHES_KEPT, FAULTS, RATES, STOP
-from entrenar_py.check.rank_files import auto_notes, checkpoints
+from entrenar_py.check.rank_files import notes
 from entrenar_py.shared import trace
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.faults import JOINED, MIRRORED, REPEATED, steps_of
@@ -252,7 +252,7 @@ def _launched(
     _clear(folder)
     (folder / "work").mkdir(parents=True)
     if plan.auto:
-        (folder / auto_notes.ASKED).touch()
+        (folder / notes.ASKED).touch()
     ended: Ended | None = None
     with own_folder.of(plan.source, folder / own_folder.FOLDER) as own:
         launched = own.launched(plan.launch) if own else plan.launch
@@ -303,7 +303,7 @@ def _resuming(option: str, folder: Path) -> tuple[list[str], dict[str, str]]:
     There is neither if no checkpoint is known and its path is needed.
     """
     needs_path = option.endswith(_PATH)
-    newest = checkpoints.newest(folder) if needs_path else None
+    newest = notes.newest_checkpoint(folder) if needs_path else None
     if not option or (needs_path and newest is None):
         return [], {}
     if option.startswith("-"):

@@ -15,7 +15,7 @@ from entrenar_py.check.evidence.needs import TWIN, Runs
 from entrenar_py.check.harness import companions, roles
 from entrenar_py.check.harness.plan import Task, is_trainer
 from entrenar_py.check.harness.runner import Judgement, Listener, combine, ignore, judge
-from entrenar_py.check.rank_files import stored_run
+from entrenar_py.check.rank_files import observed_run
 from entrenar_py.check.rank_files.rank_file import SUFFIX
 from entrenar_py.check.reports.report import Entry
 from entrenar_py.shared import faults
@@ -41,7 +41,7 @@ def load(paths: Sequence[Path]) -> dict[Path, Trace]:
         if file.name.endswith(SUFFIX):
             ranks[file.parent].append(file)
     whole = {file: _load(file) for file in files if not file.name.endswith(SUFFIX)}
-    return whole | {folder: stored_run.load(of_run) for folder, of_run in ranks.items()}
+    return whole | {folder: observed_run.load(of_run) for folder, of_run in ranks.items()}
 
 
 def _load(file: Path) -> Trace:

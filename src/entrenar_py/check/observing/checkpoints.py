@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from entrenar_py.check.observing import FOLDER, call_sites, script_order, script_text
-from entrenar_py.check.rank_files import checkpoints
+from entrenar_py.check.rank_files import notes
 from entrenar_py.shared import hook_calls
 
 _VALUES_MAX = 2**16  # looked at in what is saved
@@ -64,7 +64,7 @@ class _Watch:
         self, folder: Path, weights: Sequence[Tensor], num_bytes: int, made: Callable[[], int]
     ) -> None:
         self.folder, self._made = folder, made
-        self._num_bytes, self._least = num_bytes, max(1, num_bytes // checkpoints.LEAST_SHARE)
+        self._num_bytes, self._least = num_bytes, max(1, num_bytes // notes.LEAST_SHARE)
         self._places = {*map(_place, weights)} - {0}
         self.has_stepped = False
         self.has_read = False  # a file, since its state was recorded last
@@ -83,7 +83,7 @@ class _Watch:
             # Beside the weights it holds the optimizer's state, say.
             if num_bytes > self._num_bytes and self._places and shown >= self._places:
                 known["is_whole"] = True
-        checkpoints.write(self.folder, after=self._made(), behind=behind, **known)
+        notes.write_save(self.folder, after=self._made(), behind=behind, **known)
 
 
 _CURRENT: list[_Watch] = []
@@ -103,7 +103,7 @@ def watch(weights: Iterable[Tensor], made: Callable[[], int]) -> None:
     own, libraries = (
         script_text.texts()
     )  # a library may save at a step that the harness doesn't let it reach
-    checkpoints.write(
+    notes.write_save(
         Path(folder),
         weights=num_bytes,
         unreached=script_text.first(_SAVES, own, _own_functions(own)),
@@ -123,7 +123,7 @@ def first_step() -> None:
         if not one.has_stepped:
             one.has_stepped = True
             own, _ = script_text.texts()
-            checkpoints.write(one.folder, loads_late=script_order.come_later(_LOADS, own))
+            notes.write_save(one.folder, loads_late=script_order.come_later(_LOADS, own))
 
 
 def was_read() -> bool:
@@ -148,7 +148,7 @@ def loaded(file: Any) -> None:
     path = file if isinstance(file, str | os.PathLike) else getattr(file, "name", None)
     trains = any(one.has_stepped for one in _CURRENT)
     if folder and site and not trains and (at := _changed_at(path)):
-        checkpoints.write(Path(folder), loaded=at, line=f"{Path(site[0]).name}:{site[1]}")
+        notes.write_save(Path(folder), loaded=at, line=f"{Path(site[0]).name}:{site[1]}")
         for one in _CURRENT:
             one.has_read = True
 

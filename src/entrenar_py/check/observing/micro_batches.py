@@ -16,7 +16,7 @@ from entrenar_py.check.observing.contents import Contents
 from entrenar_py.check.observing.loss_terms import Begun
 from entrenar_py.check.observing.random_numbers import RandomNumbers
 from entrenar_py.check.observing.samples import Samples
-from entrenar_py.check.rank_files import whole_tensors
+from entrenar_py.check.rank_files import whole_model
 from entrenar_py.shared import trace
 
 
@@ -149,7 +149,7 @@ class MicroBatches:
         """Add the gradient of a nested pass to the last micro-batch done."""
         if self.done:
             last = self.done[-1]
-            total = whole_tensors.total([last.gradient, gradient])
+            total = whole_model.total([last.gradient, gradient])
             self.done[-1] = replace(last, finite=last.finite and finite, gradient=total)
 
     def forget_repeated(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from entrenar_py.check.observing import FOLDER, auto
 from entrenar_py.check.observing.auto import seeding
-from entrenar_py.check.rank_files import auto_notes
+from entrenar_py.check.rank_files import notes
 
 
 class Waiting(Protocol):
@@ -23,7 +23,7 @@ def begin(waiting: Waiting) -> None:
     """Seed the process; set torch's global hooks, and the patches where it has none."""
     if folder := os.environ.get(FOLDER):
         with suppress(OSError):
-            (Path(folder) / auto_notes.LOADED).touch()
+            (Path(folder) / notes.LOADED).touch()
     settings = auto.Settings.of(os.environ)
     if settings.seed is not None:
         seeding.begin(settings.seed)

@@ -19,7 +19,7 @@ from entrenar_py.check.observing.auto import Settings
 from entrenar_py.check.observing.auto.ending import Ending
 from entrenar_py.check.observing.auto.guard import guarded
 from entrenar_py.check.observing.loss_terms import Losses
-from entrenar_py.check.rank_files import auto_notes
+from entrenar_py.check.rank_files import notes
 from entrenar_py.shared.untrusted import printing
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class Follower:
             return
         folder = os.environ.get(FOLDER)
         if folder:
-            auto_notes.write(Path(folder), why)
+            notes.write_problem(Path(folder), why)
         else:
             printing.warn(f"entrenar: this process is not watched: {why}")
 
@@ -440,7 +440,7 @@ class Follower:
         """Note a step without a record, in case that no other is ever recorded."""
         folder = os.environ.get(FOLDER)
         if self.observation is None and self.settings.every is None and folder:
-            auto_notes.write(
+            notes.write_problem(
                 Path(folder),
                 f"{type(optimizer).__name__} stepped tensors that it got after the forward and "
                 "backward passes: that is not observed",
