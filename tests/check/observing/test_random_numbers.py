@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, dataloader
 
-from entrenar_py.check.observing import generators, loader_draws, loader_iterators
+from entrenar_py.check.observing import generators, iterations, loader_draws
 from entrenar_py.check.observing.generators import Generators
 from entrenar_py.check.observing.loader_draws import LoaderDraws
 from entrenar_py.check.observing.random_numbers import RandomNumbers
@@ -157,7 +157,7 @@ def test_torch_has_its_methods_back() -> None:
     """After the end nothing of torch is wrapped, in whatever order observers end."""
     loader = dataloader._BaseDataLoaderIter
     kinds: list[tuple[type, str]] = [(kind, "fetch") for kind in loader_draws._FETCHERS]
-    kinds += [(loader, name) for name in loader_iterators._ORDERING]
+    kinds += [(loader, name) for name in iterations._ORDERING]
     assert all(name in kind.__dict__ for kind, name in kinds), "as this torch has them"
     before = [kind.__dict__[name] for kind, name in kinds]
     first, second = Recorded(Noisy()), Recorded(Noisy())

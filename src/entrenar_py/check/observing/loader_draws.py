@@ -9,7 +9,7 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils import fetch
 
 from entrenar_py.check.observing import iterations
-from entrenar_py.check.observing.loader_iterators import OrderHooks
+from entrenar_py.check.observing.iterations import OrderHooks
 from entrenar_py.check.observing.random_numbers import RandomNumbers
 from entrenar_py.check.observing.sources import positions_of
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from entrenar_py.check.observing import (
     Observation,
     arguments,
-    batches,
     checkpoints,
     common_numbers,
     declarations,
@@ -24,6 +23,7 @@ from entrenar_py.check.observing import (
     process_rank,
     reduced_gradients,
     replayed_batches,
+    samples,
     sources,
     step_in_work,
     surroundings,
@@ -32,8 +32,8 @@ from entrenar_py.check.observing import (
 )
 from entrenar_py.check.observing.auto import seeding
 from entrenar_py.check.observing.backward_hooks import BackwardHooks
-from entrenar_py.check.observing.carried import Carried
 from entrenar_py.check.observing.clips import Clips
+from entrenar_py.check.observing.contents import Carried
 from entrenar_py.check.observing.generators import Generators
 from entrenar_py.check.observing.loader_draws import LoaderDraws
 from entrenar_py.check.observing.micro_batches import MicroBatches
@@ -297,7 +297,7 @@ class Observer(Observation):
         self._subject.buffers.before_forward()
         if self._batches is not None and model.training and torch.is_grad_enabled():
             self._batches.passes(inputs)
-        blocks = batches.blocks_of(inputs)
+        blocks = samples.blocks_of(inputs)
         if not (model.training and torch.is_grad_enabled()):
             self._micro_batches.aside(blocks, trains=torch.is_grad_enabled())
             if not torch.is_grad_enabled():

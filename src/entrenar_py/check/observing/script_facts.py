@@ -18,13 +18,12 @@ from entrenar_py.check.observing import (
     surroundings,
 )
 from entrenar_py.check.observing.call_sites import CallSites
-from entrenar_py.check.observing.loader_batches import Batches, Pass
-from entrenar_py.check.observing.loader_iterators import LoaderHooks
+from entrenar_py.check.observing.iterations import LoaderHooks
 from entrenar_py.check.observing.micro_batches import MicroBatches
 from entrenar_py.check.observing.outer_synchronisation import Exchanges
 from entrenar_py.check.observing.recording import Recording
 from entrenar_py.check.observing.samples import Samples
-from entrenar_py.check.observing.seen_samples import SeenSamples
+from entrenar_py.check.observing.seen_samples import Batches, Pass, SeenSamples
 from entrenar_py.check.observing.subject import Subject
 from entrenar_py.check.observing.torch_calls import Ear
 from entrenar_py.shared import trace

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from entrenar_py.check.observing import Observation
     from entrenar_py.check.observing.auto.recorder import Recorder
     from entrenar_py.check.observing.generators import States
-    from entrenar_py.check.observing.loader_batches import Batches
+    from entrenar_py.check.observing.seen_samples import Batches
 
 _LOG = logging.getLogger("entrenar_py")
 
@@ -270,7 +270,7 @@ class Follower:
     def batches(self) -> Batches:
         """The batches that the process's DataLoaders yield."""
         if self._batches is None:
-            from entrenar_py.check.observing.loader_batches import Batches
+            from entrenar_py.check.observing.seen_samples import Batches
 
             self._batches = Batches()
         return self._batches

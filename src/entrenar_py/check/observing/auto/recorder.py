@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from entrenar_py.check.observing import batches, surroundings
+from entrenar_py.check.observing import samples, surroundings
 from entrenar_py.check.observing.auto.guard import guarded
 from entrenar_py.check.observing.generators import States
-from entrenar_py.check.observing.loader_batches import Batches
 from entrenar_py.check.observing.loss_terms import Begun
 from entrenar_py.check.observing.observer import Observer
 from entrenar_py.check.observing.outer_synchronisation import OuterOptimizer
-from entrenar_py.check.observing.seen_samples import SeenSamples
+from entrenar_py.check.observing.seen_samples import Batches, SeenSamples
 from entrenar_py.shared.errors import UsageError
 
 
@@ -88,7 +87,7 @@ class Recorder(Observer):
 
     def was_called(self, inputs: Any) -> None:
         """Note a forward pass of before this record, of a model of which optimizers step copies."""
-        self._micro_batches.before_forward(inputs, batches.blocks_of(inputs))
+        self._micro_batches.before_forward(inputs, samples.blocks_of(inputs))
         self._micro_batches.after_forward(inputs, is_training=True)
 
     def backward_ended(self) -> None:
