@@ -178,7 +178,6 @@ OF_OWN_PROCESSES = {
     "check.observing.auto",
     "check.observing.auto.seeding",
     "check.observing.planned_faults",
-    "check.observing.planned_rates",
     "check.reports.drawn_runs",
     "systems.finetuned.by_ranks",
     "systems.probes.memory",

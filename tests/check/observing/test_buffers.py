@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import entrenar_py
 from entrenar_py.check.observing import FOLDER
-from entrenar_py.check.observing.buffers import Buffers
+from entrenar_py.check.observing.subject import Buffers
 from entrenar_py.check.rank_files import assembly, rank_file
 from entrenar_py.check.rank_files.rank_file import RankTrace
 from entrenar_py.shared.trace import Start, Tensors, Update, record_tensor

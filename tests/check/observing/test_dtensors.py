@@ -25,7 +25,7 @@ from torch.distributed.tensor import Shard as Cut
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from entrenar_py.check.observing import dtensors, planned_faults, surroundings
-from entrenar_py.check.observing.gradients_ready import GradientHooks
+from entrenar_py.check.observing.module_hooks import GradientHooks
 from entrenar_py.check.observing.subject import Subject
 from entrenar_py.check.rank_files import assembly
 from entrenar_py.check.rank_files.layout import Layout, Piece

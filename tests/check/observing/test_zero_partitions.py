@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from entrenar_py.check.observing import (
+    declarations,
     dtensors,
-    first_look,
     flat_parameters,
-    reduced_gradients,
+    step_in_work,
     surroundings,
     zero_partitions,
 )
@@ -249,7 +249,7 @@ def test_ranks_share_the_work_on_one_batch() -> None:
     with pytest.raises(UsageError, match="DeepSpeed's ZeRO does not show how all 4 ranks"):
         flat_parameters.layout_of(engine, 4)
     assert dtensors.is_fully_sharded(engine)
-    assert reduced_gradients.compression(engine) == "bfloat16"
+    assert step_in_work.compression(engine) == "bfloat16"
 
 
 def test_partitions_are_parts_of_the_model_that_is_called() -> None:
@@ -262,7 +262,7 @@ def test_a_tensor_of_two_modules_has_both_names() -> None:
     """The second name is no parameter of its own."""
     model = _at_stage_3()
     model.register_parameter("again", model.first)  # type: ignore[arg-type]
-    assert first_look.shared(model) == (("first", "again"),)
+    assert declarations.shared(model) == (("first", "again"),)
 
 
 def test_other_models_have_no_partitions() -> None:

@@ -1,4 +1,4 @@
-"""State beside the model: copies of it (an average, a teacher, a reference), and frozen modules.
+"""State next to the model: copies of it (an average, a teacher, a reference), and frozen modules.
 
 Nothing tells of them when a script makes them. So they are looked up among the objects that the
 garbage collector knows, as in `surroundings`. A look takes 0.15 s with torch loaded.
@@ -16,15 +16,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.module import register_module_forward_hook
 
 from entrenar_py.check.observing import call_sites, dtensors, tensors
-from entrenar_py.check.observing.frozen_dropout import FrozenDropout, may_draw
 from entrenar_py.check.observing.subject import Subject
-from entrenar_py.shared import trace
+from entrenar_py.shared import hook_calls, trace
 from entrenar_py.shared.errors import UsageError
 
 Named = Mapping[str, Tensor]
@@ -320,3 +322,45 @@ def _labelled(copies: Iterable[tuple[str, Named]]) -> dict[str, Tensor]:
 def _alive(refs: Mapping[str, ref[Tensor]]) -> dict[str, Tensor]:
     held = {name: kept() for name, kept in refs.items()}
     return {name: tensor for name, tensor in held.items() if tensor is not None}
+
+
+# --- dropout of what doesn't train ----------------------------------------------------------------
+
+
+class FrozenDropout:
+    """The number of masks of each module that was named to `watch`.
+
+    The hook is torch's global one: modules with hooks of their own could not be pickled.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._labels: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # by dropout
+        self._is_hooked = False
+
+    def watch(self, named: Iterable[tuple[str, nn.Module]]) -> None:
+        """Count the masks of these modules from here on, by the labels that they have."""
+        for label, module in named:
+            if label and may_draw(module):
+                self._counts[label] += 0
+                drawing = (part for part in module.modules() if isinstance(part, _DropoutNd))
+                self._labels.update((part, label) for part in drawing if part not in self._labels)
+        if self._labels and not self._is_hooked:
+            self._is_hooked = True
+            register_module_forward_hook(self._count)
+
+    def counts(self) -> dict[str, Tensor]:
+        """Return the numbers of masks by `masks of label/num_masks`."""
+        return {f"masks of {n}/num_masks": torch.tensor(c) for n, c in self._counts.items()}
+
+    @hook_calls.outside
+    def _count(self, module: nn.Module, *_: Any) -> None:
+        label = self._labels.get(module) if module.training else None
+        if label is not None:
+            self._counts[label] += 1
+
+
+def may_draw(module: nn.Module) -> bool:
+    """Return whether a module has dropout and nothing that trains."""
+    has_dropout = any(isinstance(part, _DropoutNd) and part.p > 0 for part in module.modules())
+    return has_dropout and not any(p.requires_grad for p in module.parameters())

@@ -16,19 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from entrenar_py.check.observing import (
-    TOKENS,
-    dtensors,
-    generators,
-    token_losses,
-    token_rows,
-    undisturbed,
-)
+from entrenar_py.check.observing import TOKENS, dtensors, generators, token_probe, tokens
 from entrenar_py.check.observing.generators import Generators, States
 from entrenar_py.check.observing.subject import Subject
-from entrenar_py.check.observing.token_losses import Loss, Place
 from entrenar_py.check.observing.token_probe import Probe, Table
-from entrenar_py.check.observing.token_rows import Arguments, Rows
+from entrenar_py.check.observing.tokens import Arguments, Loss, Place, Rows
 from entrenar_py.shared import trace
 
 # The steps, from the first one recorded, in which the model is probed. In the first a model may
@@ -94,7 +86,7 @@ class Looking(Language):
 
     def listen(self) -> None:
         """Hear the losses of this process; all belong to this rank's passes."""
-        self._leave = token_losses.listen(self.scored)
+        self._leave = tokens.listen(self.scored)
 
     def remove(self) -> None:
         self._leave()
@@ -169,7 +161,7 @@ class Looking(Language):
         for one, rows in known:
             place = {"step": step, "rank": self._rank, "micro_batch": one.micro_batch}
             for call, loss in enumerate(one.losses):
-                found = token_losses.event(loss, rows, call=call, **place)
+                found = tokens.scored_event(loss, rows, call=call, **place)
                 if found is not None:
                     event, one.place = found
                     yield event
@@ -230,7 +222,7 @@ class Looking(Language):
             return "its weights are in pieces, which are only brought together for the script"
         if one.arguments.has_cache:
             return "it is given a cache"
-        if hooked := undisturbed.own_hook(self._model):
+        if hooked := token_probe.own_hook(self._model):
             return f"the script has set a hook on {hooked}, which may count passes"
         return ""
 
@@ -250,7 +242,7 @@ class Looking(Language):
         """Call `look` with a probe of the model; return the error that the model raises."""
         self._is_probing = True
         try:
-            with undisturbed.undisturbed(self._model, self._generators) as start:
+            with token_probe.undisturbed(self._model, self._generators) as start:
                 look(
                     Probe(
                         model=self._model,
@@ -276,7 +268,7 @@ class Looking(Language):
     def _rows(self, one: _Pass) -> Rows | None:
         if self._table is None:
             return None
-        return token_rows.of(one.arguments, self._table.place, self._table.padding_id)
+        return tokens.rows_of(one.arguments, self._table.place, self._table.padding_id)
 
 
 def of(

@@ -18,10 +18,8 @@ from entrenar_py.check.observing import (
     common_numbers,
     declarations,
     dtensors,
-    first_look,
     language,
     process_rank,
-    reduced_gradients,
     replayed_batches,
     samples,
     sources,
@@ -31,23 +29,17 @@ from entrenar_py.check.observing import (
     zero_partitions,
 )
 from entrenar_py.check.observing.auto import seeding
-from entrenar_py.check.observing.backward_hooks import BackwardHooks
-from entrenar_py.check.observing.clips import Clips
 from entrenar_py.check.observing.contents import Carried
 from entrenar_py.check.observing.generators import Generators
-from entrenar_py.check.observing.loader_draws import LoaderDraws
 from entrenar_py.check.observing.micro_batches import MicroBatches
-from entrenar_py.check.observing.module_hooks import Entrances
+from entrenar_py.check.observing.module_hooks import BackwardHooks, Entrances
 from entrenar_py.check.observing.outer_synchronisation import OuterSynchronisations
-from entrenar_py.check.observing.planned_faults import PlannedFaults
-from entrenar_py.check.observing.planned_rates import PlannedRates
-from entrenar_py.check.observing.planned_stop import PlannedStop
-from entrenar_py.check.observing.random_numbers import RandomNumbers
+from entrenar_py.check.observing.planned_faults import PlannedFaults, PlannedRates, PlannedStop
+from entrenar_py.check.observing.random_numbers import LoaderDraws, RandomNumbers
 from entrenar_py.check.observing.recording import Recording
-from entrenar_py.check.observing.reduced_gradients import ReducedGradients
 from entrenar_py.check.observing.samples import Samples
 from entrenar_py.check.observing.script_facts import ScriptFacts
-from entrenar_py.check.observing.step_in_work import StepInWork
+from entrenar_py.check.observing.step_in_work import Clips, ReducedGradients, StepInWork
 from entrenar_py.check.observing.subject import Subject
 from entrenar_py.check.observing.uncollected import uncollected
 from entrenar_py.shared import hook_calls, trace
@@ -84,11 +76,11 @@ class Observer(Observation):
         arranged = dtensors.declared(layout, tied, world_size)
         stepped = arguments.optimizers(model, optimizer)
         self._subject = Subject(model, stepped, declared=arranged, rank=rank, world_size=world_size)
-        names = [*first_look.names_of(self._subject.model)]
+        names = [*declarations.names_of(self._subject.model)]
         buffers = self._subject.buffers
-        said = declarations.of(names, buffers.names(), arranged, **declared)
+        said = declarations.declarations_of(names, buffers.names(), arranged, **declared)
         buffers.synchronised = said.synchronised_of
-        self._first_look = first_look.FirstLook(self._subject, said)
+        self._first_look = declarations.FirstLook(self._subject, said)
         number = arguments.steps("step", step, least=0)
         self._step = StepInWork(self._subject, number, said.averages)
         self._started = False
@@ -316,7 +308,7 @@ class Observer(Observation):
         self._write_late()
         self._stop.perhaps_end(*self._place())
         self._gradients.expect(called)
-        self._recording.compressed(reduced_gradients.compression(called), self._step.number)
+        self._recording.compressed(step_in_work.compression(called), self._step.number)
         self._micro_batches.before_forward(inputs, blocks)
         self._language.forward(model, inputs, self._micro_batches.index)
 

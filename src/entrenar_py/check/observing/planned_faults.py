@@ -1,4 +1,19 @@
-"""The faults that are planned for this rank: values planted in tensors, or the process killed."""
+"""What the harness plans for this rank: faults, learning rates, and the end of the process.
+
+A fault plants a value in a tensor, moves weights, or kills the process.
+
+Rates are those of another run. A script that has the size of a worker's batch may rightly derive
+its learning rate, or the length of its schedule, from the number of workers. One worker that loads
+the batches of all would then be another training. Its steps are made with the rates of the run on
+several workers, so that the rest can be compared, and with what else a schedule may change (the
+momentum of a cycle). The harness writes to a file by step the first group's rate, those of tensors
+that have others, and constants by the first tensor of a group. What the script has set is put back
+after each step: a schedule may go on from it.
+
+The process ends before a planned step as if the job was taken off the machine. A script that gets a
+smaller {steps} may train otherwise before the stop: its schedule may depend on that number. So the
+harness stops it from inside, with the same {steps} as ever.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +21,14 @@ import json
 import math
 import os
 import signal
+import sys
+import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +37,9 @@ from torch.distributed.tensor import DTensor
 
 from entrenar_py.check.observing import (
     FAULTS,
+    FOLDER,
+    RATES,
+    STOP,
     dtensors,
     module_hooks,
     unsharded_parameters,
@@ -220,3 +242,86 @@ def _element(subject: Subject, name: str, fault: Fault, gradient: Tensor) -> tup
     if piece is not None and dtensors.piece_of(gradient) is None:  # it has the whole gradient
         place = [at + begin for at, begin in zip(place, piece.offset, strict=True)]
     return tuple(place)
+
+
+class PlannedRates:
+    """Sets the planned rates of each step of a single optimizer. Of several the order counts."""
+
+    def __init__(self, subject: Subject) -> None:
+        file = os.environ.get(RATES) if len(subject.optimizers) == 1 else None
+        self._rates = json.loads(Path(file).read_text("utf-8")) if file else {}
+        self._subject = subject
+        self._own: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def begin_step(self, number: int) -> None:
+        """Set the rates planned for step `number`, if each group has one."""
+        self.end_step()
+        if str(number) not in self._rates:
+            return
+        first, others, constants = self._rates[str(number)]
+        for group in self._groups():
+            if (rate := self._rate(group, first, others)) is None:
+                self.end_step()
+                return
+            self._own.append((group, {**group}))
+            own = group["lr"]
+            group["lr"] = torch.full_like(own, rate) if isinstance(own, Tensor) else rate
+            for key, value in constants.get(self._names(group)[0], {}).items():
+                if key in group and not isinstance(group[key], Tensor):
+                    group[key] = tuple(value) if isinstance(value, list) else value
+
+    def end_step(self) -> None:
+        """Put back what the script has set."""
+        for group, own in self._own:
+            group.update(own)
+        self._own = []
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return self._subject.optimizers[0].param_groups
+
+    def _rate(
+        self, group: Mapping[str, Any], first: float, others: Mapping[str, float]
+    ) -> float | None:
+        """Return the rate of a group's tensors; None if they have several, or none of their own."""
+        rates = {others.get(name, first) for name in self._names(group)}
+        return rates.pop() if len(rates) == 1 and "lr" in group else None
+
+    def _names(self, group: Mapping[str, Any]) -> list[str]:
+        return [name for p in group["params"] for name in self._subject.names_of(p)]
+
+
+PATIENCE_S = 10.0
+_LOOK_EVERY_S = 0.01
+
+
+class PlannedStop:
+    """Ends this process before a step, if the harness planned that for this launch.
+
+    By then the script has written the checkpoints of the steps before. A rank waits for the others
+    at that step, so that none is cut off while it writes; but not for ever.
+
+    The plan is `6`, or `6 from 3` for a process that should go on after 3 steps. If it doesn't say
+    with which step it `begins`, its steps count from 0: it ends before its fourth.
+    """
+
+    def __init__(self, rank: int, world_size: int, *, begins: int = 0) -> None:
+        planned, _, made = os.environ.get(STOP, "").partition(" from ")
+        ahead = int(made) if made and not begins else 0
+        self._step = int(planned) - ahead if planned else None
+        self._rank, self._world_size = rank, world_size
+
+    def perhaps_end(self, step: int, micro_batch: int) -> None:
+        """End the process, with exit code 0, if this is the planned step or a later one."""
+        if self._step is None or step < self._step or micro_batch:
+            return
+        folder = Path(os.environ[FOLDER])
+        (folder / f"{self._rank:05}.before-{self._step}").touch()
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            if len([*folder.glob(f"*.before-{self._step}")]) >= self._world_size:
+                break
+            time.sleep(_LOOK_EVERY_S)
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(0)
