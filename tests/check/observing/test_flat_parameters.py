@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from entrenar_py.check.observing import declarations, flat_parameters, step_in_work
-from entrenar_py.check.observing.flat_parameters import WithinPass
-from entrenar_py.check.observing.flat_parts import Part
+from entrenar_py.check.observing.flat_parameters import Part, WithinPass
 from entrenar_py.check.observing.subject import Subject
 from entrenar_py.check.rank_files import assembly
 from entrenar_py.check.rank_files.layout import Layout
@@ -115,7 +114,7 @@ def test_the_piece_of_each_parameter(kept: bool) -> None:
     nn.init.zeros_(layer.bias)
     weight = layer.weight.detach().flatten().clone()
     model = _wrapped(nn.Sequential(layer), use_orig_params=kept)
-    parts = flat_parameters.of(model)
+    parts = flat_parameters.parts_of(model)
     each = 4 if kept else 3  # of 12 elements, or of 16: parameters begin at addresses of 16 bytes
     weights, bias = (parts[f"0.{name}"].piece for name in ("weight", "bias"))
     assert weights is not None

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import entrenar_py
-from entrenar_py.check.observing import FAULTS, FOLDER, Observation, checkpoints, process_rank
+from entrenar_py.check.observing import FAULTS, FOLDER, Observation, checkpoints, surroundings
 from entrenar_py.check.observing.sources import InOrder
 from entrenar_py.check.rank_files import rank_file
 from entrenar_py.check.rank_files.rank_file import RankTrace
@@ -68,7 +68,7 @@ def test_a_group_that_the_script_lets_go_of_is_not_taken_down(
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
     group = weakref.ref(dist.group.WORLD)
     if is_kept:
-        process_rank.keep_groups()
+        surroundings.keep_groups()
     dist.destroy_process_group()
     gc.collect()
     assert (group() is not None) == is_kept

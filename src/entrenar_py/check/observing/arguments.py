@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from entrenar_py.check.observing import tensors, zero_partitions
+from entrenar_py.check.observing import flat_parameters, tensors
 from entrenar_py.check.observing.outer_synchronisation import OuterOptimizer
 from entrenar_py.shared.errors import UsageError
 
@@ -34,7 +34,7 @@ def optimizers(model: object, given: Any) -> tuple[torch.optim.Optimizer, ...]:
             f"optimizer={_shown(given)}: give the torch.optim.Optimizer of the model, or several: "
             "observe(model, [first, second])"
         )
-    zero, parameters = zero_partitions.optimizer_of(model), set(model.parameters())
+    zero, parameters = flat_parameters.zero_optimizer(model), set(model.parameters())
     for optimizer in stepping:
         stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         if getattr(zero, "optimizer", None) is not optimizer and parameters.isdisjoint(stepped):

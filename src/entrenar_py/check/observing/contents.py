@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from entrenar_py.check.observing import dtensors
+from entrenar_py.check.observing import tensors
 
 ROWS_MAX = 2**16  # of a batch; rows of more are no samples
 IGNORED = -100  # the label that torch's losses ignore
@@ -44,7 +44,7 @@ def tensors_in(batch: Any, depth: int = 4) -> Iterator[Tensor]:
     Of a DTensor it is this rank's part. Tensors that can't be indexed are left out.
     """
     if isinstance(batch, DTensor):
-        yield dtensors.local(batch)
+        yield tensors.local(batch)
     elif isinstance(batch, Tensor):
         if not (batch.is_nested or batch.is_mkldnn):
             yield batch

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from entrenar_py.check.observing import dtensors, flat_parameters, tensors
+from entrenar_py.check.observing import flat_parameters, tensors
 from entrenar_py.check.observing.subject import Subject
 from entrenar_py.check.rank_files.layout import STAGES, Layout
 from entrenar_py.shared import trace
@@ -272,7 +272,7 @@ def peculiar(parameters: Mapping[str, Tensor]) -> dict[str, str]:
     `zero` are matrices without any other number. `uninitialised` are tensors with numbers that no
     initialisation draws, but that memory often holds.
     """
-    looks = {name: _look(dtensors.local(p)) for name, p in parameters.items()}
+    looks = {name: _look(tensors.local(p)) for name, p in parameters.items()}
     return {name: look for name, look in looks.items() if look}
 
 
@@ -303,7 +303,7 @@ _HUGE = 1e20
 
 def _memory(parameter: Tensor) -> object:
     """Return a key that is equal for parameters that are the same numbers in memory."""
-    held = dtensors.local(parameter)
+    held = tensors.local(parameter)
     if held.is_meta or not held.numel():
         return id(parameter)
     return held.device, held.data_ptr(), held.numel(), held.dtype
@@ -337,7 +337,7 @@ def _embeddings(model: nn.Module) -> Iterator[str]:
 def _are_alike(weight: Tensor, parameter: Tensor) -> bool:
     if _memory(weight) == _memory(parameter) or weight.shape != parameter.shape:
         return False
-    mine, theirs = dtensors.local(weight), dtensors.local(parameter)
+    mine, theirs = tensors.local(weight), tensors.local(parameter)
     if mine.shape != theirs.shape or mine.is_meta or theirs.is_meta or mine.numel() < 2:
         return False
     varied = bool((mine != mine.flatten()[0]).any())

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_forward_hook
 
-from entrenar_py.check.observing import call_sites, dtensors, tensors
+from entrenar_py.check.observing import call_sites, tensors
 from entrenar_py.check.observing.subject import Subject
 from entrenar_py.shared import hook_calls, trace
 from entrenar_py.shared.errors import UsageError
@@ -248,7 +248,7 @@ def _holders() -> list[Any]:
 
 
 def _memory(tensor: Tensor) -> int:
-    return dtensors.local(tensor).data_ptr()
+    return tensors.local(tensor).data_ptr()
 
 
 def _labels(found: Sequence[Found], taken: set[str]) -> list[str]:

@@ -16,7 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from entrenar_py.check.observing import TOKENS, dtensors, generators, token_probe, tokens
+from entrenar_py.check.observing import (
+    TOKENS,
+    flat_parameters,
+    generators,
+    tensors,
+    token_probe,
+    tokens,
+)
 from entrenar_py.check.observing.generators import Generators, States
 from entrenar_py.check.observing.subject import Subject
 from entrenar_py.check.observing.token_probe import Probe, Table
@@ -218,7 +225,7 @@ class Looking(Language):
         """Return why the model is passed nothing again; "" if it is."""
         if torch._C._current_graph_task_id() != -1:
             return "an optimizer steps inside of the backward pass"
-        if dtensors.is_fully_sharded(self._model):
+        if flat_parameters.is_fully_sharded(self._model):
             return "its weights are in pieces, which are only brought together for the script"
         if one.arguments.has_cache:
             return "it is given a cache"
@@ -325,7 +332,7 @@ def _tied(model: nn.Module) -> bool | None:
         getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")
     ]
     tables = [getattr(layer, "weight", None) for layer in layers]
-    held = [dtensors.local(table) for table in tables if isinstance(table, Tensor)]
+    held = [tensors.local(table) for table in tables if isinstance(table, Tensor)]
     if len(held) < 2 or held[0].shape != held[1].shape:
         return None
     return bool(torch.equal(held[0].detach(), held[1].detach()))

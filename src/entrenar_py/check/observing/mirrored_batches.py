@@ -31,7 +31,7 @@ from typing import Any
 
 from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter, _DatasetKind
 
-from entrenar_py.check.observing import planned_faults, process_rank
+from entrenar_py.check.observing import planned_faults, surroundings
 from entrenar_py.check.observing.sources import positions_of
 from entrenar_py.shared.faults import (
     MERGED,
@@ -63,7 +63,7 @@ def begin(planned: Iterable[Fault]) -> None:
 
     A share is one of merged batches: the batch of a worker may have an odd number of samples.
     """
-    rank, world_size = process_rank.place()
+    rank, world_size = surroundings.place()
     for fault in sorted(planned, key=lambda fault: fault.kind != MERGED):
         if fault in _CHANGED:
             continue

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from entrenar_py.check.observing import dtensors, tensors, unsharded_parameters
+from entrenar_py.check.observing import flat_parameters, tensors
 from entrenar_py.check.observing.subject import Subject
 from entrenar_py.shared import hook_calls, trace
 
@@ -313,7 +313,7 @@ def _own_copy(gradient: Tensor) -> Tensor:
     doesn't, and a wrapper may change its memory.
     """
     if isinstance(gradient, DTensor):
-        return dtensors.copied(gradient)
+        return tensors.copied(gradient)
     return gradient.clone() if gradient.is_sparse else gradient
 
 
@@ -386,7 +386,7 @@ class BackwardHooks:
         if self._subject.is_fully_sharded:
             self._seen.clear()
             model = self._subject.model
-            self._handles += unsharded_parameters.when_whole(model, self._hook_whole)
+            self._handles += flat_parameters.when_whole(model, self._hook_whole)
             self._whole = None
             return
         trained = list(self._subject.trained.values())
@@ -399,7 +399,7 @@ class BackwardHooks:
 
         For a sharded model `output` is hooked: hooks on the pieces run only when a sum is reduced.
         """
-        if self._whole is not None and not dtensors.is_fully_sharded(self._subject.model):
+        if self._whole is not None and not flat_parameters.is_fully_sharded(self._subject.model):
             self._whole.expect(output)
             return
         for leaf in tree_leaves(output):

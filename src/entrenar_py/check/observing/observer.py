@@ -17,16 +17,14 @@ from entrenar_py.check.observing import (
     checkpoints,
     common_numbers,
     declarations,
-    dtensors,
+    flat_parameters,
     language,
-    process_rank,
     replayed_batches,
     samples,
     sources,
     step_in_work,
     surroundings,
     tensors,
-    zero_partitions,
 )
 from entrenar_py.check.observing.auto import seeding
 from entrenar_py.check.observing.contents import Carried
@@ -71,9 +69,9 @@ class Observer(Observation):
 
         Then `seen` finds the samples, and `facts` are added to the header of the record.
         """
-        rank, world_size = process_rank.place()
+        rank, world_size = surroundings.place()
         layout = surroundings.mesh(world_size) if layout is None else layout
-        arranged = dtensors.declared(layout, tied, world_size)
+        arranged = surroundings.declared(layout, tied, world_size)
         stepped = arguments.optimizers(model, optimizer)
         self._subject = Subject(model, stepped, declared=arranged, rank=rank, world_size=world_size)
         names = [*declarations.names_of(self._subject.model)]
@@ -246,11 +244,11 @@ class Observer(Observation):
     def _hook(self) -> None:
         self._entrances = Entrances(self._subject.model, self._before_forward, self._after_forward)
         self._step_hooks: list[step_in_work.StepHooks] = []
-        self._zero: zero_partitions.Steps | None = None
+        self._zero: flat_parameters.ZeroSteps | None = None
         for index, optimizer in enumerate(self._subject.optimizers):
             self._step_hooks.append(self._hook_steps(index))
             if self._subject.steps_partitions(optimizer):
-                self._zero = zero_partitions.Steps(
+                self._zero = flat_parameters.ZeroSteps(
                     self._subject.zero,
                     begins=partial(self._before_partitions, index),
                     ends=partial(self._after_partitions, index),
@@ -519,7 +517,7 @@ class Observer(Observation):
                 self._start_again()
             return
         self._started = True
-        process_rank.keep_groups()
+        surroundings.keep_groups()
         self._facts.begin(self._subject, lambda: self._step.number)
         start = self._step.start(self._facts.progress())
         self._recording.write([start, *self._first_look.events(start.step)])

@@ -40,9 +40,9 @@ from entrenar_py.check.observing import (
     FOLDER,
     RATES,
     STOP,
-    dtensors,
+    flat_parameters,
     module_hooks,
-    unsharded_parameters,
+    tensors,
 )
 from entrenar_py.check.observing.subject import Subject
 from entrenar_py.shared import hook_calls, trace
@@ -172,17 +172,17 @@ class PlannedFaults:
             place = _element(subject, name, fault, gradient)
             if place is None or not self._strikes(fault, (name,)):
                 return None
-            spoiled = dtensors.copied(gradient)
+            spoiled = tensors.copied(gradient)
             if spoiled.is_sparse:
-                spoiled = dtensors.local(spoiled).clone()
-            dtensors.local(spoiled)[place] = float(fault.value or "nan")
+                spoiled = tensors.local(spoiled).clone()
+            tensors.local(spoiled)[place] = float(fault.value or "nan")
             return spoiled.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else spoiled
 
         def hook(name: str, parameter: Tensor) -> Any:
             return parameter.register_hook(partial(spoil, name))  # type: ignore[no-untyped-call]
 
         if subject.is_fully_sharded:
-            return unsharded_parameters.when_whole(subject.model, hook)
+            return flat_parameters.when_whole(subject.model, hook)
         return [hook(*named) for named in subject.trained.items()]
 
     def _to_strike(self, fault: Fault, reached: str) -> str:
@@ -227,7 +227,7 @@ def _element(subject: Subject, name: str, fault: Fault, gradient: Tensor) -> tup
     element, and empty in a gradient without dimensions.
     """
     piece = subject.pieces.get(name) if isinstance(gradient, DTensor) else None
-    shape = dtensors.local(gradient).shape if piece is None else piece.shape
+    shape = tensors.local(gradient).shape if piece is None else piece.shape
     if fault.element is None:
         place = [0] * len(shape)
     else:
@@ -239,7 +239,7 @@ def _element(subject: Subject, name: str, fault: Fault, gradient: Tensor) -> tup
             place = [at - begin for at, begin in zip(place, piece.offset, strict=True)]
     if not all(0 <= at < size for at, size in zip(place, shape, strict=True)):
         return None
-    if piece is not None and dtensors.piece_of(gradient) is None:  # it has the whole gradient
+    if piece is not None and tensors.piece_of(gradient) is None:  # it has the whole gradient
         place = [at + begin for at, begin in zip(place, piece.offset, strict=True)]
     return tuple(place)
 

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from entrenar_py.check.observing import dtensors, tensors, zero_partitions
+from entrenar_py.check.observing import flat_parameters, tensors
 from entrenar_py.check.observing.extra_state import ExtraState
 from entrenar_py.check.observing.subject import Subject
 from entrenar_py.shared import hook_calls, trace
@@ -60,7 +60,7 @@ class GradientSources:
             source = self._sources.get(name)
             if source is None:
                 continue
-            if gradient is None or not dtensors.local(gradient).any():
+            if gradient is None or not tensors.local(gradient).any():
                 del self._sources[name]
             elif source.is_applied and source.digest != self._digest(name, gradient):
                 source.first, source.is_applied = -1, False
@@ -177,7 +177,7 @@ def compression(model: nn.Module) -> str:
         if getattr(hook, "__module__", "").startswith(_HOOKS) and name not in _EXACT:
             return {"fp16": "float16", "bf16": "bfloat16"}.get(name.partition("_")[0], name)
     formats = {name for module in model.modules() for name in _policy_formats(module)}
-    formats |= zero_partitions.formats_of(model)
+    formats |= flat_parameters.zero_formats(model)
     return next((name for name in ("bfloat16", "float16") if name in formats), "")
 
 
@@ -316,7 +316,7 @@ class StepInWork:
                 continue
             self._uphill[name] = weights.digest
             gradient = held[name]
-            if gradient is not None and dtensors.local(gradient).any():
+            if gradient is not None and tensors.local(gradient).any():
                 self._mixed.add(name)
 
     def _is_last(self, name: str, digest: str) -> bool:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from entrenar_py.check.observing import dtensors, flat_parameters, tensors, zero_partitions
-from entrenar_py.check.observing.flat_parts import Part
+from entrenar_py.check.observing import flat_parameters, surroundings, tensors
+from entrenar_py.check.observing.flat_parameters import Part
 from entrenar_py.check.observing.sketches import Sketches
 from entrenar_py.check.rank_files.layout import Layout, Piece, plain
 from entrenar_py.shared import trace
@@ -43,7 +43,7 @@ class Buffers:
     def before_forward(self) -> None:
         """Copy the buffers that a forward pass may change."""
         self._before = {
-            name: dtensors.local(buffer).clone()
+            name: tensors.local(buffer).clone()
             for name, buffer in self._all().items()
             if name not in self._local
         }
@@ -96,7 +96,7 @@ def _unsaved(model: nn.Module) -> set[str]:
 
 def _same(before: Tensor | None, buffer: Tensor) -> bool:
     """Return whether a buffer has the values that it had before, where NaN equals NaN."""
-    now = dtensors.local(buffer)
+    now = tensors.local(buffer)
     if before is None or (before.dtype, before.device, before.shape) != (
         *(now.dtype, now.device, now.shape),
     ):
@@ -148,8 +148,8 @@ class Subject:
         self._told: dict[str, Any] = {}
         self._sketches = Sketches()
         # DeepSpeed's optimizer that has an observed one step partitions, None if there is none.
-        self.zero = zero_partitions.optimizer_of(self.model)
-        dtensors.reshard(self.model)
+        self.zero = flat_parameters.zero_optimizer(self.model)
+        tensors.reshard(self.model)
         self.look_up()
 
     def look_up(self) -> bool:
@@ -157,14 +157,14 @@ class Subject:
 
         While whole parameters temporarily replace sharded ones, the known pieces are kept.
         """
-        parts = flat_parameters.of(self.model)
-        current: dict[str, Tensor] = dict(flat_parameters.beside(self.model))
+        parts = flat_parameters.parts_of(self.model)
+        current: dict[str, Tensor] = dict(flat_parameters.not_flat(self.model))
         current |= {name: part.owner for name, part in parts.items()}
         trained = {name: p for name, p in current.items() if p.requires_grad}
         if self.parameters and not self._are_others(current, trained):
             return False
         self.parameters = current
-        self.is_fully_sharded = dtensors.is_fully_sharded(self.model)
+        self.is_fully_sharded = flat_parameters.is_fully_sharded(self.model)
         self.trained = trained
         self._copies = tensors.stepped_copies(trained, self._groups())
         self._parts = parts
@@ -176,7 +176,7 @@ class Subject:
         self.shapes = {name: tuple(p.shape) for name, p in current.items()}
         self.shapes |= {name: part.shape for name, part in parts.items()}
         self.values = sum(map(math.prod, self.shapes.values())) <= tensors.VALUES_MAX
-        placed = {name: dtensors.piece_of(p) for name, p in current.items()}
+        placed = {name: tensors.piece_of(p) for name, p in current.items()}
         placed |= {name: part.piece for name, part in parts.items()}
         self.pieces = {name: piece for name, piece in placed.items() if piece is not None}
         return True
@@ -256,16 +256,16 @@ class Subject:
         """Return this rank's part of each tensor that can be recorded."""
         held = {}
         for name, tensor in named.items():
-            if tensor is None or dtensors.is_partial(tensor):
+            if tensor is None or tensors.is_partial(tensor):
                 continue
             if (part := self._parts.get(name.partition("/")[0])) is not None:
-                held[name] = dtensors.in_numbers(_own(part, tensor).detach())
+                held[name] = tensors.in_numbers(_own(part, tensor).detach())
                 continue
-            own, expected = dtensors.piece_of(tensor), self.pieces.get(name)
+            own, expected = tensors.piece_of(tensor), self.pieces.get(name)
             if own == expected:
-                held[name] = dtensors.local(tensor)
+                held[name] = tensors.local(tensor)
             elif own is None and expected is not None and tuple(tensor.shape) == expected.whole:
-                held[name] = dtensors.local(tensor)[expected.place].contiguous()
+                held[name] = tensors.local(tensor)[expected.place].contiguous()
         return held
 
     def optimizer_state(self) -> trace.Tensors:
@@ -314,7 +314,7 @@ class Subject:
             if tensor is None:
                 piece = None
             elif part is None:
-                piece = dtensors.piece_of(tensor)
+                piece = tensors.piece_of(tensor)
             else:
                 piece = part.piece if part.fits(tensor) else None
             if piece is not None:
@@ -330,7 +330,7 @@ class Subject:
     def own_weights(self) -> dict[str, Tensor]:
         """Return this rank's part of each parameter, without a copy."""
         return {
-            name: self._parts[name].weights() if name in self._parts else dtensors.local(p)
+            name: self._parts[name].weights() if name in self._parts else tensors.local(p)
             for name, p in self.parameters.items()
         }
 
@@ -345,7 +345,7 @@ class Subject:
         DeepSpeed's optimizer, which shows none before the last pass of a step, clears none.
         """
         return self.zero is not None or any(
-            gradient is not None and dtensors.local(gradient).any()
+            gradient is not None and tensors.local(gradient).any()
             for gradient in self.gradients().values()
         )
 
@@ -450,11 +450,11 @@ class Subject:
 
     def _groups_of(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         is_inside = self.steps_partitions(optimizer)
-        return zero_partitions.groups(self.zero) if is_inside else optimizer.param_groups
+        return flat_parameters.zero_groups(self.zero) if is_inside else optimizer.param_groups
 
     def _tensors_of(self, optimizer: torch.optim.Optimizer) -> set[Tensor]:
         if self.steps_partitions(optimizer):
-            return {*zero_partitions.partitions(self.zero)}
+            return {*flat_parameters.zero_partitions(self.zero)}
         return {p for group in optimizer.param_groups for p in group["params"]}
 
     def _layout(self) -> Layout | None:
@@ -463,7 +463,7 @@ class Subject:
         if declared is not None and declared.axes:
             return declared
         shown = flat_parameters.layout_of(self.model, self.world_size)
-        shown = shown or dtensors.read_off(self.model, self.world_size)
+        shown = shown or surroundings.read_off(self.model, self.world_size)
         if declared is None:
             return shown
         return replace(declared, axes=(shown or plain(self.world_size)).axes)

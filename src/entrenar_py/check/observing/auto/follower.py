@@ -35,7 +35,7 @@ CURRENT: Follower | None = None  # of this process
 
 def _inside(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
     """Return the optimizers that `optimizers` wrap, and step on behalf of the script."""
-    from entrenar_py.check.observing import tensors  # brings DTensor
+    from entrenar_py.check.observing import tensors
 
     return [inner for opt in optimizers for inner in tensors.inner_optimizers(opt)]
 
@@ -190,15 +190,15 @@ class Follower:
 
         A module is not trained yet if no optimizer holds any of its parameters.
         """
-        from entrenar_py.check.observing import zero_partitions
+        from entrenar_py.check.observing import flat_parameters
 
         optimizers = self.optimizers()
         if called is not None:
             optimizers = [o for o in optimizers if not _steps_a_copy(o, called, optimizers)]
-            zero = getattr(zero_partitions.optimizer_of(called), "optimizer", None)
+            zero = getattr(flat_parameters.zero_optimizer(called), "optimizer", None)
             if zero is not None and not any(zero is opt for opt in optimizers):
                 optimizers.append(zero)  # between its steps it has no tensors
-        own = set() if called is None else zero_partitions.parameters_of(called)
+        own = set() if called is None else flat_parameters.parameters_and_partitions(called)
         parameters = {p for opt in optimizers for g in opt.param_groups for p in g["params"]}
         if called is not None and zero is None and parameters.isdisjoint(own):
             if self._untrained is None and any(p.requires_grad for p in called.parameters()):
@@ -428,10 +428,10 @@ class Follower:
         One whose gradients are zeros trains nothing: torch.distributed.checkpoint makes optimizer
         state in this way.
         """
-        from entrenar_py.check.observing import dtensors, surroundings
+        from entrenar_py.check.observing import surroundings, tensors
 
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
-        graded = [p for p in stepped if p.grad is not None and dtensors.local(p.grad).any()]
+        graded = [p for p in stepped if p.grad is not None and tensors.local(p.grad).any()]
         is_known = any(optimizer is own for own in self.optimizers())
         if self.observation is None and is_known and surroundings.have_modules(graded):
             self._begin(None)
