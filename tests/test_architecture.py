@@ -176,7 +176,7 @@ OF_OWN_PROCESSES = {
     "train.finetune.local",
     "train.finetune.worker_process",
     "check.observing.auto",
-    "check.observing.auto.seeding",
+    "check.observing.auto.beginning",
     "check.observing.planned_faults",
     "check.reports.drawn_runs",
     "systems.finetuned.by_ranks",

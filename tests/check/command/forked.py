@@ -25,13 +25,8 @@ import torch.utils.data
 from torch.nn.parallel import DistributedDataParallel
 
 import entrenar_py.check.observing.observer  # noqa: F401
-from entrenar_py.check.observing import seen_samples  # noqa: F401
-from entrenar_py.check.observing.auto import (  # noqa: F401
-    SETTINGS,
-    beginning,
-    patches,
-    recorder,
-)
+from entrenar_py.check.observing import seen_samples, torch_calls  # noqa: F401
+from entrenar_py.check.observing.auto import SETTINGS, beginning, recorder  # noqa: F401
 
 
 class Waiting:

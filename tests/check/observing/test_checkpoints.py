@@ -29,12 +29,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the folder of a run whose process is watched, five steps after its begin."""
     monkeypatch.setenv(FOLDER, str(tmp_path))
     monkeypatch.setattr(checkpoints, "_CURRENT", [])
-    for patch in torch_calls.TABLE:
+    for patch in torch_calls.LINE_TABLE:
         owner = __import__(patch.module, fromlist=["_"])
         if not patch.owner:
             monkeypatch.setattr(owner, patch.name, getattr(owner, patch.name))
     files = (torch_calls._saved, torch_calls._loaded)
-    saves = [patch for patch in torch_calls.TABLE if patch.wrap in files]
+    saves = [patch for patch in torch_calls.LINE_TABLE if patch.wrap in files]
     torch_calls.apply(saves, torch_calls.EARS)
     checkpoints.watch(MODEL.parameters(), lambda: 5)
     return tmp_path

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from entrenar_py.check.observing import FOLDER, call_sites, script_order, script_text
+from entrenar_py.check.observing import FOLDER, call_sites, script_text
 from entrenar_py.check.rank_files import notes
 from entrenar_py.shared import hook_calls
 
@@ -123,7 +123,7 @@ def first_step() -> None:
         if not one.has_stepped:
             one.has_stepped = True
             own, _ = script_text.texts()
-            notes.write_save(one.folder, loads_late=script_order.come_later(_LOADS, own))
+            notes.write_save(one.folder, loads_late=script_text.come_later(_LOADS, own))
 
 
 def was_read() -> bool:

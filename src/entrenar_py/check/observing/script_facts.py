@@ -10,13 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from entrenar_py.check.observing import (
-    call_sites,
-    checkpoints,
-    script_order,
-    script_text,
-    surroundings,
-)
+from entrenar_py.check.observing import call_sites, checkpoints, script_text, surroundings
 from entrenar_py.check.observing.call_sites import CallSites
 from entrenar_py.check.observing.iterations import LoaderHooks
 from entrenar_py.check.observing.micro_batches import MicroBatches
@@ -103,8 +97,8 @@ class ScriptFacts:
         self._selects = script_text.selecting_line()
         if self._selects:
             own, _ = script_text.texts()
-            self._selects_in_steps = script_order.come_again(script_text.SELECTS, own)
-            self._is_one_source = script_order.are_alike(script_text.SELECTS, own)
+            self._selects_in_steps = script_text.come_again(script_text.SELECTS, own)
+            self._is_one_source = script_text.are_alike(script_text.SELECTS, own)
         self._by_epoch = script_text.line_by_epoch()
         self._is_joined = surroundings.are_joined(subject.model)
         checkpoints.watch(dict.fromkeys(subject.trained.values()), made)  # some share a flat one

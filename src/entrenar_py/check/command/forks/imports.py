@@ -16,7 +16,7 @@ FIRST = (
     *("torch.utils.data", "numpy.random"),
     *("entrenar_py.check.observing.observer", "entrenar_py.check.observing.seen_samples"),
     *("entrenar_py.check.observing.auto.beginning", "entrenar_py.check.observing.auto.recorder"),
-    *("entrenar_py.check.observing.auto.follower", "entrenar_py.check.observing.auto.patches"),
+    *("entrenar_py.check.observing.auto.follower", "entrenar_py.check.observing.torch_calls"),
 )
 # Variables that differ from rank to rank or from run to run.
 RANKS = (

@@ -1,14 +1,22 @@
-"""Find out what a script without a line trains, and drive an Observer or a Watch with it."""
+"""Find out what a script without a line trains, and drive an Observer or a Watch with it.
+
+Errors of the observation are kept out of the script, which never asked for it (`guarded`). After
+its last step the process is ended from within the script, on all ranks alike (`Ending`).
+"""
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import sys
+import threading
 import weakref
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -16,10 +24,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from entrenar_py.check.observing import BATCHES, FAULTS, FOLDER, call_sites
 from entrenar_py.check.observing.auto import Settings
-from entrenar_py.check.observing.auto.ending import Ending
-from entrenar_py.check.observing.auto.guard import guarded
 from entrenar_py.check.observing.loss_terms import Losses
 from entrenar_py.check.rank_files import notes
+from entrenar_py.shared import hook_calls
+from entrenar_py.shared.errors import EntrenarError
 from entrenar_py.shared.untrusted import printing
 
 if TYPE_CHECKING:
@@ -27,6 +35,80 @@ if TYPE_CHECKING:
     from entrenar_py.check.observing.auto.recorder import Recorder
     from entrenar_py.check.observing.generators import States
     from entrenar_py.check.observing.seen_samples import Batches
+
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
+
+
+def guarded(
+    method: Callable[Concatenate[Any, _Given], _Result],
+) -> Callable[Concatenate[Any, _Given], _Result | None]:
+    """Return `method` for use as a hook: an error of ours ends the observation, not the script.
+
+    Its class has `is_off()`, and `give_up(why)` which switches all hooks off. It returns None where
+    they are off, or if it fails.
+    """
+
+    @hook_calls.ours
+    @wraps(method)
+    def run(self: Any, /, *given: _Given.args, **named: _Given.kwargs) -> _Result | None:
+        if hook_calls.is_traced() or self.is_off():
+            return None
+        try:
+            return method(self, *given, **named)
+        except EntrenarError as error:
+            self.give_up(str(error))
+        except Exception as error:  # noqa: BLE001  (the user's script has to run all the same)
+            self.give_up(
+                f"the observation failed ({type(error).__name__}: {error}): an error of "
+                "entrenar-py, please report it"
+            )
+        return None
+
+    return run
+
+
+TRIES = 3  # a script that catches SystemExit as often is ended without its consent
+PATIENCE_S = 10.0  # for the script's own `finally` and exit handlers; collectives may wait for ever
+
+
+class Ending:
+    """Ends this process once it `is_due`, with exit code 0.
+
+    `SystemExit` lets the script unwind: context managers close files and process groups, exit
+    handlers end a loader's workers. The process ends without them if they take too long.
+    """
+
+    def __init__(self) -> None:
+        self.is_due = False
+        self._tries = 0
+        self._pid = os.getpid()
+        # Early, so that it runs after the exit handlers of everything that was imported since. The
+        # interpreter itself isn't taken down: gloo's threads sometimes abort it then.
+        atexit.register(self.at_exit)
+
+    def leave(self) -> NoReturn:
+        """End the process; called where the script begins a step that shall not be made."""
+        self._tries += 1
+        if self._tries == 1:
+            watchdog = threading.Timer(PATIENCE_S, self._end)
+            watchdog.daemon = True
+            watchdog.start()
+        if self._tries > TRIES or threading.current_thread() is not threading.main_thread():
+            self._end()
+        raise SystemExit(0)
+
+    def at_exit(self) -> None:
+        """End at once if the script was made to leave."""
+        if self._tries and os.getpid() == self._pid:
+            self._end()
+
+    def _end(self) -> NoReturn:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(0)
+
 
 _LOG = logging.getLogger("entrenar_py")
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from entrenar_py.check.observing import samples, surroundings
-from entrenar_py.check.observing.auto.guard import guarded
+from entrenar_py.check.observing.auto.follower import guarded
 from entrenar_py.check.observing.generators import States
 from entrenar_py.check.observing.loss_terms import Begun
 from entrenar_py.check.observing.observer import Observer
