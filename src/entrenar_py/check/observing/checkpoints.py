@@ -207,7 +207,6 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 def _own_functions(texts: Mapping[str, str]) -> frozenset[str]:
-    """Return the names of functions whose text shows whether they save something."""
     whole = "\n".join(texts.values())
     return frozenset() if _WRITES.search(whole) else frozenset(_DEFINED.findall(whole))
 

@@ -175,7 +175,6 @@ def of_samples(passes: Sequence[Contents], num_samples: int) -> Contents:
 
 
 def _can_be_read(tensor: Tensor) -> bool:
-    """Return whether a tensor has samples with numbers, which can be read now."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return False
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -229,7 +228,6 @@ class Carried:
 
 
 def _storages(tensors: Iterable[Tensor]) -> Iterator[StorageWeakRef]:
-    """Yield the storages of plain tensors."""
     for tensor in tensors:
         wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         if type(tensor) is Tensor and tensor.layout is torch.strided and not wrapped:

@@ -328,7 +328,6 @@ def _look(held: Tensor) -> str:
 
 
 def _embeddings(model: nn.Module) -> Iterator[str]:
-    """Yield the names of the weights of embeddings."""
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding):
             yield tensors.plain_name(f"{path}.weight" if path else "weight")

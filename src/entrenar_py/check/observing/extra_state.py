@@ -139,7 +139,6 @@ def _copy_in_module(module: nn.Module, orders: Sequence[Named]) -> Named | None:
 
 
 def _statistics(module: nn.Module) -> Named:
-    """Return the running statistics of a module's normalisations."""
     return {
         tensors.plain_name(name): buffer
         for name, buffer in module.named_buffers()
@@ -190,7 +189,6 @@ def _copy_in_container(thing: Any, orders: Sequence[Named]) -> Named | None:
 
 
 def _in_order(values: Sequence[Any], orders: Sequence[Named]) -> Named | None:
-    """Return tensors by the names of the parameters whose shapes they have; None if they don't."""
     for order in orders:
         if len(order) == len(values) and all(map(_is_like, values, order.values())):
             return dict(zip(order, values, strict=True))
@@ -296,7 +294,6 @@ def _kept_as(found: Sequence[Found]) -> list[tuple[set[str], bool]]:
 
 
 def _local_names(things: Sequence[Any]) -> Iterator[tuple[int, str]]:
-    """Yield the places of things in variables of the script's functions, with their names."""
     for frame in reversed([*call_sites.own_frames()]):
         for name, value in call_sites.local_variables(frame).items():
             for at, thing in enumerate(things):

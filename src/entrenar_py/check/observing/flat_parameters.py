@@ -200,14 +200,12 @@ def layout_of(model: nn.Module, world_size: int) -> Layout | None:
 
 
 def _wrappers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield each wrapper that has a FlatParameter, after the plain name of its module."""
     for path, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
             yield tensors.plain_name(path), module
 
 
 def _axes(module: Any) -> dict[str, int]:
-    """Return the axes of one wrapper: its shards, copies of these, or whole copies only."""
     handle, size = module._handle, module.process_group.size()
     if (copies := getattr(module, "_inter_node_pg", None)) is not None:
         return {"dp_replicate": copies.size(), "dp_shard": size}
@@ -401,7 +399,6 @@ def zero_parts_of(model: nn.Module) -> dict[str, Partition]:
 
 
 def _shared_in_zero(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield each further name of a parameter that a ZeRO optimizer has, with its first one."""
     first = {part.parameter: name for name, part in zero_parts_of(model).items()}
     for name, parameter in model.named_parameters(remove_duplicate=False) if first else ():
         if first.get(parameter, name) != name:
@@ -409,7 +406,6 @@ def _shared_in_zero(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _zero_axes(model: nn.Module) -> dict[str, int] | None:
-    """Return how ranks share the work by a ZeRO optimizer; None if there is none."""
     zero = zero_optimizer(model)
     if zero is None:
         return None
@@ -425,7 +421,6 @@ def _process_groups(zero: Any) -> Sequence[Any]:
 
 
 def _attributes_of(zero: Any) -> tuple[str, str] | None:
-    """Return the attributes of the partitions and of the parameters; None if it is no ZeRO's."""
     if not isinstance(getattr(zero, "optimizer", None), torch.optim.Optimizer):
         return None
     return next((names for names in _GROUPS.items() if hasattr(zero, names[0])), None)
@@ -472,7 +467,6 @@ def _places_in_group(
 def _places_of_stage_3(
     zero: Any, _number: int, parameters: Sequence[Any], _flat: Tensor
 ) -> Iterator[tuple[Tensor, int, int, Any]]:
-    """Yield the parameters of each of which every rank has a part, with their places."""
     for parameter in parameters:
         first = zero.grad_position[zero.get_param_id(parameter)][1]
         yield parameter, 0, first, _piece_of_stage_3(parameter)

@@ -145,7 +145,6 @@ def _held_by(value: Any) -> Iterator[object]:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Yield the global names that a function uses, with the functions written in it."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
@@ -188,7 +187,6 @@ def _python(generator: Any) -> bytes:
 
 
 def _bytes(state: Any) -> bytes:
-    """Return a state of numpy, a dict of numbers and arrays, as bytes."""
     if isinstance(state, Mapping):
         return b"".join(_bytes(value) for value in state.values())
     return bytes(state.tobytes()) if isinstance(state, np.ndarray) else repr(state).encode()

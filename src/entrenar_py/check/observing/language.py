@@ -305,7 +305,6 @@ def _settings(model: nn.Module) -> dict[str, Any]:
 
 
 def _special(model: nn.Module) -> set[int]:
-    """Return the tokens with a meaning of their own: of an image, of the end of a text."""
     named = [v for n, v in _settings(model).items() if n.endswith(("_token_id", "_token_index"))]
     flat = [one for value in named for one in (value if isinstance(value, list) else [value])]
     return {one for one in flat if type(one) is int}

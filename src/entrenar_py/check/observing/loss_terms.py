@@ -355,7 +355,6 @@ def _attributes(owner: str, name: str) -> tuple[Any, ...]:
 
 @functools.cache
 def _apart(_: tuple[tuple[str, int], ...]) -> frozenset[str]:
-    """Return the functions that have no part in a step, once for the lines that run now."""
     own, _libraries = script_text.texts()
     return script_text.functions_apart(own)
 
@@ -430,7 +429,6 @@ def _of(file: str, node: ast.AST, scopes: Sequence[_Scope]) -> Iterator[_Divisor
 
 
 def _locals(function: ast.AST) -> set[str]:
-    """Return the names that a function is given or assigns."""
     given = {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
     names = (node for node in ast.walk(function) if isinstance(node, ast.Name))
     return given | {node.id for node in names if isinstance(node.ctx, ast.Store)}
@@ -482,7 +480,6 @@ def _names(node: ast.expr) -> Iterator[str]:
 
 
 def _dotted(node: ast.expr) -> str:
-    """Return `a.b.c`, or "" if an expression is no such name."""
     if isinstance(node, ast.Name):
         return node.id
     outer = _dotted(node.value) if isinstance(node, ast.Attribute) else ""

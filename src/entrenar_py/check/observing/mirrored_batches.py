@@ -87,7 +87,6 @@ def begin(planned: Iterable[Fault]) -> None:
 
 
 def _change(drawn: Callable[[Iterator[Any], Any], Iterator[Any]]) -> None:
-    """Have all loaders fetch what `drawn` makes of what their samplers draw."""
     iterator: Any = _BaseDataLoaderIter
     for name in ("__init__", "_reset"):  # each of them asks the sampler for an order
         setattr(iterator, name, _drawing(getattr(iterator, name), drawn))
@@ -113,7 +112,6 @@ def merged_length(loader: Any, length: int, count: int) -> int:
 
 
 def _drops_last(loader: Any) -> bool:
-    """Return whether a loader leaves out a last batch that is not full."""
     return bool(getattr(loader.batch_sampler, "drop_last", loader.drop_last))
 
 

@@ -293,7 +293,6 @@ class Observer(Observation):
         return step_in_work.StepHooks(self._subject.optimizers[index], begins, ends)
 
     def _take_inner(self, index: int, inner: torch.optim.Optimizer) -> None:
-        """Observe `inner` in place of optimizer `index`, which has it step for itself."""
         self._step_hooks[index].remove()
         self._subject.step_by(index, inner)
         self._step_hooks[index] = self._hook_steps(index)
@@ -392,7 +391,6 @@ class Observer(Observation):
     def _record_gradients(
         self, gradients: Mapping[str, Tensor]
     ) -> tuple[trace.Tensors, bool] | None:
-        """Return the records of what a pass gave, and whether all of it is finite."""
         finite = tensors.is_finite(gradients.values())
         return self._subject.record(gradients, exact=False), finite
 
@@ -463,7 +461,6 @@ class Observer(Observation):
             self._end_step_of(index)
 
     def _before_partitions(self, index: int) -> None:
-        """Begin a step in which DeepSpeed's optimizer has partitions stepped, one by one."""
         self._before_step(index)
 
     def _after_partitions(self, index: int, skipped: bool) -> None:
@@ -485,7 +482,6 @@ class Observer(Observation):
             self._language.stepped(self._step.number - 1)
 
     def _complete_step(self) -> None:
-        """Record the state after a step that optimizers have made, and how it clipped."""
         if self._clips is not None:
             self._clips.end_step(self._subject.trained.values())
         self._end_step()
@@ -509,12 +505,10 @@ class Observer(Observation):
         self._seed_numbers()
 
     def _seed_numbers(self) -> None:
-        """Begin a micro-batch with random numbers that follow from the step, if that is planned."""
         if self._numbers is not None:
             self._numbers.seed(self._step.number)
 
     def _write_late(self) -> None:
-        """Record the last step if its weights were still to be written back."""
         if self._late is not None:
             update, self._late = self._late, None
             self._recording.write([self._step.written_back(update)])
@@ -527,7 +521,6 @@ class Observer(Observation):
         self._recording.write([*self._facts.first_step(), *self._micro_batches.written()])
 
     def _note_facts(self) -> None:
-        """Write what has become known of the script."""
         seen = {} if self._clips is None else {"clips": self._clips.limit}
         self._facts.write(self._recording, self._micro_batches, **seen)
 
@@ -555,6 +548,5 @@ class Observer(Observation):
 
 
 def _accelerator(model: torch.nn.Module) -> dict[str, str]:
-    """Return the name of the GPU that parameters of `model` lie on, if one does."""
     place = next((p.device for p in model.parameters() if p.is_cuda), None)
     return {} if place is None else {"accelerator": torch.cuda.get_device_name(place)}

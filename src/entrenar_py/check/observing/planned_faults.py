@@ -211,7 +211,6 @@ class PlannedFaults:
 
 @torch.no_grad()
 def _nudge(name: str, weights: Tensor, share: float) -> None:
-    """Add or subtract, at random, `share` of each weight."""
     if not (weights.is_floating_point() or weights.is_complex()):
         return
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -282,7 +281,6 @@ class PlannedRates:
     def _rate(
         self, group: Mapping[str, Any], first: float, others: Mapping[str, float]
     ) -> float | None:
-        """Return the rate of a group's tensors; None if they have several, or none of their own."""
         rates = {others.get(name, first) for name in self._names(group)}
         return rates.pop() if len(rates) == 1 and "lr" in group else None
 

@@ -135,7 +135,6 @@ def _is_in_place(name: str) -> bool:
 
 
 def _is_operand(leaf: Any) -> bool:
-    """Return whether a thing is a plain tensor without a gradient, which has bytes."""
     if type(leaf) is not Tensor or leaf.requires_grad:
         return False
     is_odd = leaf.is_meta or leaf.is_quantized or leaf.is_complex()
@@ -143,7 +142,6 @@ def _is_operand(leaf: Any) -> bool:
 
 
 def _rows(graded: Sequence[Tensor]) -> int:
-    """Return the rows of the first operand with a gradient that is no parameter, 0 without one."""
     computed = (t for t in graded if not isinstance(t, nn.Parameter) and t.dim())
     return next((len(tensor) for tensor in computed), 0)
 
@@ -217,7 +215,6 @@ class Keeping:
             self._keep_all(inputs)
 
     def _keep_all(self, inputs: Any) -> None:
-        """Keep inputs, and what is at hand beside them."""
         tensors = _numbered(inputs)
         self.keep(_PASS, tensors)
         self.keep(_BESIDE, _beside(tensors))
@@ -440,7 +437,6 @@ def _has_bytes(tensor: Tensor) -> bool:
 
 
 def _joined(theirs: Sequence[Tensor], rows: int) -> Tensor:
-    """Return the rows of all ranks, or what has no rows and is alike on all of them."""
     if rows and all(tensor.dim() and len(tensor) == rows for tensor in theirs):
         return torch.cat([*theirs])
     if any(not torch.equal(tensor, theirs[0]) for tensor in theirs):

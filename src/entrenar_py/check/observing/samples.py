@@ -362,7 +362,6 @@ class Draws:
         return found
 
     def _again(self, blocks: list[Block]) -> list[Batch] | str:
-        """Return the batches of this step that are used again, or why samples are unknown."""
         again = [batch for batch in self._of_step if batch.shares(blocks)]
         if again or not any(batch.shares(blocks) for batch in self._used):
             return again

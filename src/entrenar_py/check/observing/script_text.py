@@ -111,14 +111,12 @@ def shuffles() -> bool:
 
 
 def _is_near(file: str) -> bool:
-    """Return whether a file is in the folder of the script, or in the one where it runs."""
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     folders = [Path.cwd(), *([] if script is None else [Path(script).absolute().parent])]
     return any(Path(file).absolute().is_relative_to(folder) for folder in folders)
 
 
 def _calling() -> Iterator[str]:
-    """Yield the files of the functions that run now, without Python's own, torch's and ours."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -205,7 +203,6 @@ def _counts(loop: _Loop) -> bool:
 
 
 def _counted(scope: ast.AST) -> set[str]:
-    """Return the names that are counted up or down, as they are written."""
     return {ast.unparse(node.target) for node in _all(scope) if isinstance(node, ast.AugAssign)}
 
 
@@ -234,7 +231,6 @@ def _uses(node: ast.AST, names: set[str]) -> bool:
 
 
 def _names(nodes: Iterable[ast.AST], context: type[ast.expr_context] | None = None) -> set[str]:
-    """Return the names and dotted names among nodes that are read, or assigned."""
     names = [node for node in nodes if isinstance(node, ast.Name | ast.Attribute)]
     return {ast.unparse(n) for n in names if context is None or isinstance(n.ctx, context)}
 
@@ -261,7 +257,6 @@ def _all(scope: ast.AST) -> list[ast.AST]:
 
 
 def _fitting(pattern: re.Pattern[str], texts: Mapping[str, str]) -> Iterator[Line]:
-    """Yield the lines that fit, without those that define a function."""
     for file, text in texts.items():
         for number, line in enumerate(text.splitlines(), start=1):
             if pattern.search(line.partition("#")[0]) and not line.lstrip().startswith("def "):
@@ -269,7 +264,6 @@ def _fitting(pattern: re.Pattern[str], texts: Mapping[str, str]) -> Iterator[Lin
 
 
 def _running() -> dict[tuple[str, str, int], int]:
-    """Return the line that runs now, by a function's file, name and first line."""
     running: dict[tuple[str, str, int], int] = {}
     for frame in call_sites.own_frames():
         code = frame.f_code
@@ -388,7 +382,6 @@ class _Order:
         return within
 
     def _is_only_called(self, function: _Function) -> bool:
-        """Return whether a function is called by its name, and is used in no other way."""
         name = function.name
         is_special = name.startswith("__") or name == "forward" or bool(function.decorator_list)
         if is_special or any(_is_hidden(name, node) for _, node in self._nodes()):
@@ -411,7 +404,6 @@ class _Order:
         return next(iter(around[is_inner:]), None)
 
     def _around(self) -> list[_Within]:
-        """Return the loops of one function around what runs now, innermost first."""
         for file, scope, now in self._scopes():
             around = [n for n in ast.walk(scope) if isinstance(n, _Loop) and _has(n, now)]
             if around:
@@ -419,7 +411,6 @@ class _Order:
         return []
 
     def _scopes(self) -> Iterator[tuple[str, ast.Module | _Function, int]]:
-        """Yield the functions that run now, innermost first, each with its file and its line."""
         for (file, name, first), now in self.running.items():
             tree = self.trees.get(file)
             scope = None if tree is None else _scope(tree, now)
@@ -442,7 +433,6 @@ class _Order:
 
 
 def _is_within_a_step(loop: _Loop) -> bool:
-    """Return whether a loop has backward passes, and no step."""
     calls = {_called(node) for node in ast.walk(loop)}
     return "backward" in calls and "step" not in calls
 
@@ -460,19 +450,16 @@ def _is_hidden(name: str, node: ast.AST) -> bool:
 
 
 def _called(node: ast.AST) -> str:
-    """Return the name of the function that is called."""
     function = getattr(node, "func", None)
     return str(getattr(function, "id", getattr(function, "attr", "")))
 
 
 def _scope(tree: ast.Module, line: int) -> ast.Module | _Function:
-    """Return the innermost function that has the line, or the module."""
     inner = [node for node in ast.walk(tree) if isinstance(node, _Function) and _has(node, line)]
     return max(inner, key=lambda node: node.lineno, default=tree)
 
 
 def _named(scope: ast.Module | _Function) -> tuple[str, int]:
-    """Return the name and the first line that the scope's code has."""
     if isinstance(scope, ast.Module):
         return _MODULE, 0
     return scope.name, min([scope.lineno, *(one.lineno for one in scope.decorator_list)])
@@ -498,7 +485,6 @@ def _comes_after(scope: ast.AST, line: int, now: int) -> bool:
 
 
 def _is_conditional(scope: ast.AST, line: int, *, within: Sequence[ast.AST]) -> bool:
-    """Return whether a line depends on a condition in its function, or in the loops around it."""
     outer = within or [scope]
     return any(
         isinstance(node, ast.If | ast.ExceptHandler) and _has(node, line) and node not in outer

@@ -85,7 +85,6 @@ class Batch:
         return None
 
     def _rows(self) -> list[list[Row]]:
-        """Return the digests of the rows of each tensor that has one row per sample."""
         if self._columns is None:
             found = map(contents.rows_of, contents.tensors_in(self.content))
             fitting = [rows for rows in found if rows and len(rows) == self.size]
@@ -426,7 +425,6 @@ class SeenSamples(Samples):
         return False
 
     def _holding(self, rows: list[Row]) -> Iterator[tuple[Batch, list[int]]]:
-        """Yield the pending batches that have `rows`, with their places, the oldest first."""
         for batch in [batch for batch in self._batches.pending if batch.ids is not None]:
             places = batch.find(rows)
             if places is not None:

@@ -341,7 +341,6 @@ def _loaders(given: Any) -> Iterator[Any]:
 
 
 def _parts(part: Any, depth: int) -> Iterator[Any]:
-    """Yield a loader or sampler, and the samplers inside it, the innermost last."""
     yield part
     for name in ("batch_sampler", "sampler"):
         inner = _attribute(part, name)
@@ -377,13 +376,11 @@ def _replaces(part: Any) -> bool:
 
 
 def _are_ordered(samplers: list[Any]) -> bool:
-    """Return whether samplers of the script's decide the order, and its text has no random one."""
     deciding = [one for one in samplers if not _is_thorough(one)]
     return bool(deciding) and all(map(_is_written, deciding)) and not script_text.shuffles()
 
 
 def _is_written(sampler: Any) -> bool:
-    """Return whether the script has a sampler's class in its own text."""
     try:
         return call_sites.is_own(inspect.getfile(type(sampler)))
     except (OSError, TypeError):  # a class may have no text

@@ -320,7 +320,6 @@ class StepInWork:
                 self._mixed.add(name)
 
     def _is_last(self, name: str, digest: str) -> bool:
-        """Return whether a tensor's digest is that of the weights that were recorded last."""
         return name in self._weights and self._weights[name].digest == digest
 
     def _is_uphill(self, name: str, weights: trace.TensorRecord, gradient: Tensor) -> bool:
@@ -350,7 +349,6 @@ class StepInWork:
         return not self._stepped_names().isdisjoint(names)
 
     def _stepped_names(self) -> set[str]:
-        """Return the parameters whose optimizers had stepped when the latest pass began."""
         return {
             name
             for index in self._stepped_before & self.stepped
@@ -550,7 +548,6 @@ class InnerSteps:
 
 
 def _watches(hook: Callable[..., Any]) -> bool:
-    """Return whether a hook is that of a `Watch`."""
     return getattr(hook, "watches", False) is True
 
 
@@ -566,7 +563,6 @@ def has_overflowed(optimizer: torch.optim.Optimizer) -> bool:
 def _unscaled(
     gradients: dict[str, Tensor | None], optimizer: torch.optim.Optimizer
 ) -> dict[str, Tensor | None]:
-    """Return `gradients` as the optimizer applies them: divided by the loss scale if one is set."""
     scale = getattr(optimizer, "grad_scale", None)
     if scale is None:
         return gradients

@@ -86,7 +86,6 @@ class Buffers:
 
 
 def _unsaved(model: nn.Module) -> set[str]:
-    """Return the names of buffers that are not persistent: no state dict has them."""
     return {
         tensors.plain_name(f"{path}.{name}" if path else name)
         for path, module in model.named_modules()
@@ -470,7 +469,6 @@ class Subject:
 
 
 def _own(part: Part, tensor: Tensor) -> Tensor:
-    """Return this rank's elements of a parameter, or of what belongs to it."""
     if tensor is part.owner:
         return part.weights()
     return part.of(tensor) if part.fits(tensor) else tensor

@@ -156,14 +156,12 @@ def schedule_of(optimizers: Iterable[torch.optim.Optimizer]) -> LRScheduler | No
 
 
 def _parts_of(schedule: LRScheduler) -> list[LRScheduler]:
-    """Return the schedules that a schedule has as attributes, or in lists of its own."""
     held = vars(schedule).values()
     each = [part for value in held for part in (value if isinstance(value, list) else [value])]
     return [part for part in each if isinstance(part, LRScheduler)]
 
 
 def _alive(kind: type[_Object]) -> list[_Object]:
-    """Return all objects of a class, without looking at other objects' attributes."""
     return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
 
 

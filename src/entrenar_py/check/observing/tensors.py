@@ -265,13 +265,11 @@ def _plain(value: Any) -> Any:
 
 
 def _is_alone(module: torch.nn.Module) -> bool:
-    """Return whether a module normalises over the samples of its own rank alone."""
     is_batch_norm = isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
     return is_batch_norm and not isinstance(module, torch.nn.SyncBatchNorm)
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> str:
-    """Return the optimizer's class name, after the name of its module if that isn't torch's."""
     kind = type(optimizer)
     own = getattr(torch.optim, kind.__name__, None) is not kind
     return f"{kind.__module__}.{kind.__name__}" if own else kind.__name__
@@ -321,7 +319,6 @@ def facts(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -
 
 
 def _dropout(module: torch.nn.Module) -> float:
-    """Return the probability by which a layer drops what it is given, or has inside of it."""
     if isinstance(module, _DropoutNd):
         return module.p
     return float(module.dropout) if isinstance(module, _WITH_DROPOUT) else 0.0

@@ -91,7 +91,6 @@ def _is_of_library(hook: Any) -> bool:
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:
-    """Return the tensors that a forward pass may write to: buffers, and attributes of modules."""
     attributes = (value for module in model.modules() for value in vars(module).values())
     found = [*model.buffers(), *(one for one in attributes if type(one) is Tensor)]
     kept = {id(tensor): tensor for tensor in found}
@@ -171,7 +170,6 @@ class _Calls(TorchFunctionMode):
 
 
 def _is_of(output: Tensor, ids: Tensor) -> bool:
-    """Return whether an output has a row of numbers for each token."""
     is_shaped = output.dim() == ids.dim() + 1 and output.shape[:-1] == ids.shape
     return output.dtype in _FLOATS and is_shaped and output.shape[-1] > 1
 
@@ -362,7 +360,6 @@ def _most(change: Tensor) -> float:
 
 
 def _stays(change: Tensor, stays: Tensor, dimension: int) -> dict[str, Any]:
-    """Return the largest change where outputs must stay, and its place."""
     kept = torch.where(stays, change, torch.zeros_like(change))
     place = divmod(int(kept.argmax()), kept.shape[1])
     return {"still": float(kept.max()), "row": place[1 - dimension], "position": place[dimension]}

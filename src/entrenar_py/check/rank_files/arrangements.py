@@ -197,13 +197,11 @@ def _first(rank: RankTrace) -> Start | None:
 
 
 def _numbers(keys: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return a number for each key, the same for equal ones."""
     distinct = [*dict.fromkeys(keys)]
     return tuple(map(distinct.index, keys))
 
 
 def _is_whole(places: Mapping[str, Placed], whole: Start) -> bool:
-    """Return whether a rank holds all tensors of the model, whole."""
     return {place.name for place in places.values() if place.indices is None} >= {*whole.weights}
 
 
@@ -214,14 +212,12 @@ def _is_clear(places: Mapping[str, Placed], start: Start) -> bool:
 
 
 def _owned(places: Places) -> frozenset[str]:
-    """Return the tensors that some ranks hold nothing of, or only a piece."""
     held = [{p.name for p in of_rank.values() if p.indices is None} for of_rank in places.values()]
     every = frozenset(place.name for of_rank in places.values() for place in of_rank.values())
     return every - held[0].intersection(*held)
 
 
 def _unlike(starts: Mapping[int, Start], named: Mapping[int, Mapping[str, str]]) -> Set[str]:
-    """Return the buffers that ranks begin with other values of."""
     digests: dict[str, set[str]] = {}
     for rank, start in starts.items():
         for name, record in start.buffers.items():
@@ -386,7 +382,6 @@ def drawn_batches(ranks: Sequence[RankTrace], one: Batches) -> dict[int, Batches
 
 
 def _are_others(batches: Batches, one: Batches) -> bool:
-    """Return whether no row of a rank is one of those of one worker, in the same step."""
     return not any({*b.ids} & {*one[step].ids} for step, b in batches.items() if step in one)
 
 

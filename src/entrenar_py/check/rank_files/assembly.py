@@ -397,7 +397,6 @@ class _Memory:
                 self._weights[event.step] = self._digests(event.weights)
 
     def _fingerprint(self, tensors: Tensors) -> tuple[str, ...]:
-        """Return names and digests of the tensors that train: equal for equal ones."""
         return tuple(f"{name} {digest}" for name, digest in sorted(self._digests(tensors).items()))
 
     def _digests(self, tensors: Tensors) -> Mapping[str, str]:
@@ -406,7 +405,6 @@ class _Memory:
 
 
 def _moved(rank: RankTrace, ahead: int) -> RankTrace:
-    """Return the record of a life that resumed after `ahead` steps, counted from there."""
     return replace(rank, events=tuple(_later(event, ahead) for event in rank.events))
 
 
@@ -431,7 +429,6 @@ def agreed(ranks: Sequence[RankTrace]) -> list[RankTrace]:
 
 
 def _nameless(event: Event) -> Event:
-    """Return a shard without its ids, and why they are unknown."""
     if not isinstance(event, Shard) or not event.ids:
         return event
     return replace(event, ids=(), unknown="ranks or steps name samples in different ways")

@@ -201,7 +201,6 @@ def _read(by_process: list[list[dict[str, Any]]], *, trains: bool) -> str:
 
 
 def _said(what: str, notes: list[dict[str, Any]]) -> str:
-    """Return the first text that a note has for `what`; "" if none has any."""
     return next((str(note[what]) for note in notes if note.get(what)), "")
 
 

@@ -213,7 +213,6 @@ def _selecting_line(ranks: Sequence[RankTrace], events: Sequence[Event]) -> str:
 
 
 def _of_found_samples(ranks: Sequence[RankTrace]) -> dict[str, Any]:
-    """Return the traits of a script that doesn't say how ranks are arranged, nor their samples."""
     traits = {}
     if any(rank.header.get("samples") in _CONTENT for rank in ranks):
         traits["sample_ids"] = "content"
@@ -261,7 +260,6 @@ def _optimizer(
 
 
 def _rates_change(updates: Sequence[Update]) -> bool:
-    """Return whether a tensor has different learning rates in different steps of a rank."""
     first: dict[tuple[int, str], float] = {}
     return any(
         first.setdefault((update.rank, name), update.rate_of(name)) != update.rate_of(name)
@@ -271,7 +269,6 @@ def _rates_change(updates: Sequence[Update]) -> bool:
 
 
 def _decays(groups: Sequence[Mapping[str, Any]]) -> set[float]:
-    """Return the weight decays of all parameter groups that have one."""
     return {float(group.get("weight_decay") or 0) for group in groups} - {0.0}
 
 
@@ -301,7 +298,6 @@ def _is_mixed(groups: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _has_changed(ranks: Sequence[RankTrace]) -> bool:
-    """Return whether constants changed while a rank trained, or differ between ranks and lives."""
     return (
         any(rank.changed for rank in ranks)
         or len({_declared_optimizer(rank) for rank in ranks}) > 1
@@ -309,7 +305,6 @@ def _has_changed(ranks: Sequence[RankTrace]) -> bool:
 
 
 def _declared_optimizer(rank: RankTrace) -> str:
-    """Return as text the optimizer that a rank declared at its start, without learning rates."""
     groups: Sequence[Mapping[str, Any]] = rank.header.get("groups") or ()
     constants = [[group.get(name) for name in (*CONSTANTS, "weight_decay")] for group in groups]
     return json.dumps([rank.header.get("optimizer", ""), constants])

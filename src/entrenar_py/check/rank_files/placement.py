@@ -79,7 +79,6 @@ def _shape(start: Start, name: str) -> Shape:
 
 
 def _are_copies(name: str, shape: Shape, starts: Collection[Start]) -> bool:
-    """Return whether all ranks hold a tensor of this name and shape, with the same values."""
     held = [start for start in starts if start.shapes.get(name) == shape]
     return len(held) == len(starts) and len({start.weights[name].digest for start in held}) == 1
 
@@ -210,7 +209,6 @@ def _positions(piece: Values, whole: Values) -> Indices | None:
 
 
 def _modules(found: Mapping[str, Placed]) -> dict[str, str]:
-    """Return by a module's name on the rank its name in the whole model."""
     named: dict[str, str] = {}
     for name, place in found.items():
         own, other = (one.rpartition(".") for one in (name, place.name))

@@ -65,7 +65,6 @@ def _is_probability(value: Any) -> bool:
 
 
 def _is_constant(value: Any) -> bool:
-    """Return whether `value` can be an optimizer's constant: number, null, or a list of these."""
     numbers = value if isinstance(value, list) else [value]
     return all(number is None or _is_number(number) for number in numbers)
 
@@ -205,7 +204,6 @@ class RankFile:
 
 
 def _new(folder: Path, rank: int) -> tuple[FileIO, int]:
-    """Create the file of the rank's next life; return it and the number of that life."""
     for life in count():
         with suppress(FileExistsError):
             return FileIO(folder / f"{rank:05}-{life:03}{SUFFIX}", "x"), life

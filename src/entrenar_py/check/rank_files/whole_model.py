@@ -71,7 +71,6 @@ def of_life(life: Sequence[RankTrace]) -> list[Event]:
 
 
 def _declared(declared: Declared, layout: Layout) -> Declared:
-    """Return the declaration with the names under which tensors are compared."""
     if declared.frozen is None:
         return declared
     return replace(declared, frozen=tuple(dict.fromkeys(map(layout.first_name, declared.frozen))))
@@ -81,7 +80,6 @@ def _declared(declared: Declared, layout: Layout) -> Declared:
 
 
 def _by_step(life: Iterable[RankTrace], kind: type[State]) -> Iterable[dict[int, State]]:
-    """Return for each step the events of `kind`, by rank."""
     by_step: dict[int, dict[int, State]] = defaultdict(dict)
     for rank in life:
         for event in rank.events:
@@ -129,7 +127,6 @@ def _whole_update(rank: int, updates: Mapping[int, Update], ranks: Ranks, layout
 
 
 def _of_replica(rank: int, by_rank: Mapping[int, State], layout: Layout) -> list[State]:
-    """Return the events of the ranks that together with `rank` hold one copy of the model."""
     replica = layout.replica(rank)
     return [event for other, event in sorted(by_rank.items()) if layout.replica(other) == replica]
 

@@ -60,7 +60,6 @@ def _own_place() -> str:
 
 
 def _is_rank() -> bool:
-    """Return whether a launcher or a script (`torch.multiprocessing.spawn`) made this process."""
     return "RANK" in os.environ or process.current_process().name != "MainProcess"
 
 

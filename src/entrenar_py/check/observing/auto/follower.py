@@ -116,14 +116,12 @@ CURRENT: Follower | None = None  # of this process
 
 
 def _inside(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that `optimizers` wrap, and step on behalf of the script."""
     from entrenar_py.check.observing import tensors
 
     return [inner for opt in optimizers for inner in tensors.inner_optimizers(opt)]
 
 
 def _gets_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a backward pass can give any of the optimizer's tensors a gradient."""
     return any(p.requires_grad for group in optimizer.param_groups for p in group["params"])
 
 
@@ -159,7 +157,6 @@ def _steps_a_copy(
 
 
 def _are_copies(own: list[Any], peers: list[Any]) -> bool:
-    """Return whether tensors have the numbers of others."""
     return (
         len(peers) == len(own)
         and all(a.device == b.device for a, b in zip(own, peers, strict=True))
@@ -549,7 +546,6 @@ class Follower:
         self.look_at_calls(True)
 
     def _leave_if_due(self) -> None:
-        """End the process before a step that was not asked for."""
         if not self._ending.is_due:
             return
         observer: Any = self.observation
