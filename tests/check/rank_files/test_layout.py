@@ -23,7 +23,7 @@ def test_ranks_are_row_major() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"dp": 2, "tp": 3}, "dp=2 x tp=3 is 6 ranks, world_size=4: use sizes whose product"),
+        ({"dp": 2, "tp": 3}, "dp=2 x tp=3 is 6 ranks, world_size=4: use sizes with the world size"),
         ({"shards": 4}, "layout: axis 'shards': did you mean 'dp_shard'"),
         ({"data": 2, "dp": 2}, "layout: 'dp' and another name of it: give each axis once"),
         ({"dp": "4"}, "dp='4': use a number of ranks"),

@@ -80,7 +80,7 @@ class _Watch:
         if isinstance(file, str | os.PathLike) and (at := _changed_at(file)):
             known = {"file": at, "path": str(Path(file).absolute())}
             shown = {_place(part) for part in parts if isinstance(part, Tensor)}
-            # Beside the weights it holds the optimizer's state, say.
+            # It holds more than weights: the optimizer's state, say.
             if num_bytes > self._num_bytes and self._places and shown >= self._places:
                 known["is_whole"] = True
         notes.write_save(self.folder, after=self._made(), behind=behind, **known)
@@ -89,8 +89,8 @@ class _Watch:
 _CURRENT: list[_Watch] = []
 
 
-def watch(weights: Iterable[Tensor], made: Callable[[], int]) -> None:
-    """Note from here on what this process saves; `made` returns how many steps were made so far.
+def watch(weights: Iterable[Tensor], num_made: Callable[[], int]) -> None:
+    """Note from here on what this process saves; `num_made` returns how many steps were made.
 
     `weights` are those that are trained. Nothing is noted without a harness.
     """
@@ -99,7 +99,7 @@ def watch(weights: Iterable[Tensor], made: Callable[[], int]) -> None:
         return
     trained = [*weights]
     num_bytes = sum(map(_size, trained))
-    _CURRENT[:] = [_Watch(Path(folder), trained, num_bytes, made)]
+    _CURRENT[:] = [_Watch(Path(folder), trained, num_bytes, num_made)]
     own, libraries = (
         script_text.texts()
     )  # a library may save at a step that the harness doesn't let it reach
@@ -119,11 +119,11 @@ def first_step() -> None:
 
     A pass may come before it to warm up, and the checkpoint may be loaded in between.
     """
-    for one in _CURRENT:
-        if not one.has_stepped:
-            one.has_stepped = True
+    for watched in _CURRENT:
+        if not watched.has_stepped:
+            watched.has_stepped = True
             own, _ = script_text.texts()
-            notes.write_save(one.folder, loads_late=script_text.come_later(_LOADS, own))
+            notes.write_save(watched.folder, loads_late=script_text.come_later(_LOADS, own))
 
 
 def was_read() -> bool:
@@ -146,11 +146,11 @@ def loaded(file: Any) -> None:
     """Note that the script has loaded `file`, a path or an open file, before it trains."""
     folder, site = os.environ.get(FOLDER), call_sites.here()
     path = file if isinstance(file, str | os.PathLike) else getattr(file, "name", None)
-    trains = any(one.has_stepped for one in _CURRENT)
+    trains = any(watched.has_stepped for watched in _CURRENT)
     if folder and site and not trains and (at := _changed_at(path)):
         notes.write_save(Path(folder), loaded=at, line=f"{Path(site[0]).name}:{site[1]}")
-        for one in _CURRENT:
-            one.has_read = True
+        for watched in _CURRENT:
+            watched.has_read = True
 
 
 def _changed_at(file: object) -> int | None:

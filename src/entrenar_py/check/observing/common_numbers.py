@@ -275,7 +275,7 @@ _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 class _Seeded:
-    """A data set whose samples are read with numbers of their own."""
+    """A data set that reads its samples with numbers of their own."""
 
     def __init__(self, dataset: Any, numbers: CommonNumbers) -> None:
         self._dataset, self._numbers = dataset, numbers

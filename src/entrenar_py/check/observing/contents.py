@@ -2,8 +2,8 @@
 
 - Digests of rows recognise a sample.
 - `contents_of` shows a sample in a few numbers, which tell whether it is the same in two runs.
-  Digests would not do: a model may be given features whose last bits depend on the batch in which
-  they were computed.
+  Digests would not do: the last bits of a feature may depend on the batch in which it was
+  computed.
 - `Carried` recognises state that a model hands on from one pass to the next, such as the memory of
   a recurrent one. It is among a pass's inputs, and no sample: it follows from the weights, so the
   same row comes with another state in each epoch, and on another number of workers. It is known by
@@ -148,13 +148,13 @@ TENSORS_MAX = 8
 ELEMENTS_MAX = 4096  # of a sample's tensor: of larger ones every k-th element is looked at
 
 
-def contents_of(given: Any) -> Contents:
+def contents_of(inputs: Any) -> Contents:
     """Return the contents of the samples in a model's arguments, in order.
 
     Samples are along the first dimension of the first tensor. Tensors of another size there are
     left out.
     """
-    leaves = [leaf for leaf in tree_leaves(given) if type(leaf) is Tensor and _can_be_read(leaf)]
+    leaves = [leaf for leaf in tree_leaves(inputs) if type(leaf) is Tensor and _can_be_read(leaf)]
     batched = [leaf for leaf in leaves if leaf.shape[0] == leaves[0].shape[0]]
     shown = [_shown(tensor) for tensor in batched[:TENSORS_MAX]]
     return tuple(

@@ -81,7 +81,7 @@ def declarations_of(
     loss_over: Any = None,
     averages: Any = None,
 ) -> Declarations:
-    """Return the declarations of a model whose parameters have `names`.
+    """Return the declarations of a model with parameters of these `names`.
 
     Raises UsageError for a name or pattern that no parameter has, or no buffer, unless ranks hold
     stages of the model, and for a value that is not allowed.
@@ -129,13 +129,14 @@ def _fitting(pattern: str, names: Iterable[str]) -> list[str]:
     ]
 
 
-def _patterns(argument: str, given: Any) -> tuple[str, ...]:
+def _patterns(argument: str, patterns: Any) -> tuple[str, ...]:
     """Return patterns as parameters are named here, without the parts that wrappers add."""
-    listed = (given,) if isinstance(given, str) else given
+    listed = (patterns,) if isinstance(patterns, str) else patterns
     names = tuple(listed) if isinstance(listed, Iterable) else (listed,)
     if not all(isinstance(name, str) for name in names):
         raise UsageError(
-            f'{argument}={given!r:.80}: give names or patterns, such as {argument}=("embedding.*",)'
+            f"{argument}={patterns!r:.80}: give names or patterns, such as "
+            f'{argument}=("embedding.*",)'
         )
     return tuple(map(tensors.plain_name, names))
 
@@ -157,46 +158,48 @@ def _some(kind: str, names: Sequence[str]) -> str:
     return f"its names are {listed(names, most=5)}" if names else f"it has no {kind}"
 
 
-def _clip_norm(given: Any) -> float | None:
+def _clip_norm(clip_norm: Any) -> float | None:
     try:
-        norm = math.inf if given is None else float(given)
+        norm = math.inf if clip_norm is None else float(clip_norm)
     except (TypeError, ValueError):
         norm = math.nan
-    if isinstance(given, bool) or not norm > 0:
+    if isinstance(clip_norm, bool) or not norm > 0:
         raise UsageError(
-            f"clip_norm={given!r:.80}: give the largest L2 norm of an applied gradient, a number "
-            "above 0; or None if nothing is clipped"
+            f"clip_norm={clip_norm!r:.80}: give the largest L2 norm of an applied gradient, a "
+            "number above 0; or None if nothing is clipped"
         )
     return norm if math.isfinite(norm) else None
 
 
-def _reduction(given: Any) -> str:
-    if given is None:
+def _reduction(dtype: Any) -> str:
+    if dtype is None:
         return ""
-    if given not in _REDUCTIONS:
+    if dtype not in _REDUCTIONS:
         allowed = ", ".join(map(str, _REDUCTIONS))
-        raise UsageError(f"reduce_dtype={given!r:.80}: use one of {allowed}")
-    return str(given).removeprefix("torch.")
+        raise UsageError(f"reduce_dtype={dtype!r:.80}: use one of {allowed}")
+    return str(dtype).removeprefix("torch.")
 
 
-def _averages(given: Any) -> Mapping[str, Any]:
-    if given is None:
+def _averages(averages: Any) -> Mapping[str, Any]:
+    if averages is None:
         return {}
-    if not isinstance(given, Mapping) or not all(
-        isinstance(name, str) and name and "/" not in name for name in given
+    if not isinstance(averages, Mapping) or not all(
+        isinstance(name, str) and name and "/" not in name for name in averages
     ):
         raise UsageError(
-            f"averages={given!r:.80}: give averages of the weights by names without a slash, "
+            f"averages={averages!r:.80}: give averages of the weights by names without a slash, "
             'averages={"ema": ema}'
         )
-    return given
+    return averages
 
 
-def _loss_over(given: Any) -> str:
+def _loss_over(loss_over: Any) -> str:
     allowed = CHOICES["loss_over"]
-    if given is not None and given not in allowed[1:]:
-        raise UsageError(f"loss_over={given!r:.80}: use one of {', '.join(map(repr, allowed[1:]))}")
-    return given or ""
+    if loss_over is not None and loss_over not in allowed[1:]:
+        raise UsageError(
+            f"loss_over={loss_over!r:.80}: use one of {', '.join(map(repr, allowed[1:]))}"
+        )
+    return loss_over or ""
 
 
 # --- the first look -------------------------------------------------------------------------------
@@ -258,7 +261,7 @@ def names_of(model: nn.Module) -> dict[str, str]:
 
 
 def doubled(optimizers: Iterable[torch.optim.Optimizer], parameters: Mapping[str, Tensor]) -> Names:
-    """Return the names of the parameters whose memory one optimizer steps more than once."""
+    """Return the names of the parameters that one optimizer steps more than once."""
     twice: set[object] = set()
     for optimizer in optimizers:
         held = [_memory(p) for group in optimizer.param_groups for p in group["params"]]
@@ -295,34 +298,34 @@ def alike(model: nn.Module) -> tuple[tuple[str, str], ...]:
 
 # --- one tensor -------------------------------------------------------------------------------
 
-# Heap memory holds addresses, half of which are denormal numbers as floats, and exponents of any
-# size. Weights of a trained model may have a few denormal numbers.
+# Heap memory holds addresses, half of them denormal numbers as floats, and exponents of any size.
+# Weights of a trained model may have a few denormal numbers.
 _DENORMAL_SHARE = 0.01
 _HUGE = 1e20
 
 
 def _memory(parameter: Tensor) -> object:
     """Return a key that is equal for parameters that are the same numbers in memory."""
-    held = tensors.local(parameter)
-    if held.is_meta or not held.numel():
+    own = tensors.local(parameter)
+    if own.is_meta or not own.numel():
         return id(parameter)
-    return held.device, held.data_ptr(), held.numel(), held.dtype
+    return own.device, own.data_ptr(), own.numel(), own.dtype
 
 
-def _look(held: Tensor) -> str:
-    if held.is_meta or not held.numel() or not held.dtype.is_floating_point:
+def _look(tensor: Tensor) -> str:
+    if tensor.is_meta or not tensor.numel() or not tensor.dtype.is_floating_point:
         return ""
-    if held.isnan().any():
+    if tensor.isnan().any():
         return "nan"
-    if held.isinf().any():
+    if tensor.isinf().any():
         return "inf"
-    size = held.abs()
+    size = tensor.abs()
     if not size.any():
-        return "zero" if held.ndim > 1 and held.numel() > 1 else ""
+        return "zero" if tensor.ndim > 1 and tensor.numel() > 1 else ""
     # Small weights in float16 are rightly denormal.
-    tiny = 0.0 if held.dtype is torch.float16 else torch.finfo(held.dtype).tiny
+    tiny = 0.0 if tensor.dtype is torch.float16 else torch.finfo(tensor.dtype).tiny
     num_denormal = int(((size > 0) & (size < tiny)).sum())
-    if num_denormal > _DENORMAL_SHARE * held.numel() or bool((size > _HUGE).any()):
+    if num_denormal > _DENORMAL_SHARE * tensor.numel() or bool((size > _HUGE).any()):
         return "uninitialised"
     return ""
 

@@ -3,8 +3,8 @@
 Nothing tells of them when a script makes them. So they are looked up among the objects that the
 garbage collector knows, as in `surroundings`. A look takes 0.15 s with torch loaded.
 
-A copy is a module, a list or a dictionary whose tensors have the shapes of the model's parameters,
-or of those of one of its parts (a generator's), in their order. Whether it is an average, or a list
+A copy is a module, a list or a dictionary of tensors with the shapes of the model's parameters, or
+of those of one of its parts (a generator's), in their order. Whether it is an average, or a list
 of something else, shows in how it moves (`checks.weight_averages`).
 """
 
@@ -42,7 +42,7 @@ _STATISTICS = ("running_mean", "running_var")
 
 
 class ExtraState:
-    """The state beside `subject`. `declared` are averages by the names that the script gives them.
+    """The state next to `subject`. `declared` are averages by the names that the script gives them.
 
     Raises UsageError for a declared average that is no copy of the model.
     """
@@ -57,12 +57,12 @@ class ExtraState:
             if _declared_copy(average, _orders(subject)) is None:
                 raise UsageError(
                     f"averages={{{label!r}: a {type(average).__name__}}}: give a module, a list or "
-                    "a dictionary of tensors, or an object that has one, whose tensors have the "
+                    "a dictionary of tensors, or an object that has one; its tensors must have the "
                     "shapes of the model's parameters, in their order"
                 )
 
     def records(self) -> trace.Tensors:
-        """Return the records of all tensors beside the model, by `label/tensor`.
+        """Return the records of all tensors next to the model, by `label/tensor`.
 
         The tensors of a copy have the names of the model's parameters. Of frozen modules, which may
         be larger than the model, only digests are recorded.
@@ -165,7 +165,7 @@ def _copies_in_containers(
     memory = {_memory(tensor) for order in orders for tensor in order.values()}
     sizes = {*map(len, orders)}
     least = min(sizes, default=1)
-    found: list[Found] = []
+    copies: list[Found] = []
     for thing in containers:
         if len(thing) < least or (type(thing) is list and len(thing) not in sizes):
             continue
@@ -174,8 +174,8 @@ def _copies_in_containers(
             continue
         if memory.isdisjoint(map(_memory, copy.values())):
             known.update(map(id, copy.values()))
-            found.append((thing, copy))
-    return found
+            copies.append((thing, copy))
+    return copies
 
 
 def _copy_in_container(thing: Any, orders: Sequence[Named]) -> Named | None:
@@ -249,7 +249,7 @@ def _memory(tensor: Tensor) -> int:
     return tensors.local(tensor).data_ptr()
 
 
-def _labels(found: Sequence[Found], taken: set[str]) -> list[str]:
+def _labels(things: Sequence[Found], taken: set[str]) -> list[str]:
     """Return the first name under which each thing is kept, its class's if there is none.
 
     Of several of one name it is the module's, or an object's own: a checkpoint that was loaded has
@@ -257,20 +257,22 @@ def _labels(found: Sequence[Found], taken: set[str]) -> list[str]:
     then the name is "".
     """
     labels, orders = [], []
-    for thing, (names, is_own) in zip([thing for thing, _ in found], _kept_as(found), strict=True):
+    for thing, (names, is_own) in zip(
+        [thing for thing, _ in things], _kept_as(things), strict=True
+    ):
         labels.append(min(names, default=type(thing).__name__))
         is_state = hasattr(thing, "_metadata")  # what a module's state_dict returned
         orders.append(0 if isinstance(thing, nn.Module) else 1 if is_own and not is_state else 2)
     places = Counter(zip(labels, orders, strict=True))
     firsts = {label: min(order for name, order in places if name == label) for label in labels}
-    told = [
+    shown = [
         name
         if order == firsts[name] and places[name, order] == 1
         else f"{name}[{sum(tensor.numel() for tensor in held.values())}]"
-        for name, order, (_, held) in zip(labels, orders, found, strict=True)
+        for name, order, (_, held) in zip(labels, orders, things, strict=True)
     ]
-    counts = Counter(told)
-    return [name if counts[name] == 1 and name not in taken else "" for name in told]
+    counts = Counter(shown)
+    return [name if counts[name] == 1 and name not in taken else "" for name in shown]
 
 
 def _kept_as(found: Sequence[Found]) -> list[tuple[set[str], bool]]:

@@ -148,14 +148,14 @@ def parts_of(model: nn.Module) -> dict[str, Part]:
     return parts
 
 
-def _when_whole_in_flat(model: nn.Module, found: Callable[[str, Any], Any]) -> list[Any]:
-    """Call `found` with each trainable parameter, as a backward pass sees it, and its name.
+def _when_whole_in_flat(model: nn.Module, call: Callable[[str, Any], Any]) -> list[Any]:
+    """Call `call` with each trainable parameter, as a backward pass sees it, and its name.
 
-    Return what `found` returns.
+    Return what `call` returns.
     """
     parts = parts_of(model).items()
     return [
-        found(name, part.parameter if isinstance(part, Partition) else WithinPass(part))
+        call(name, part.parameter if isinstance(part, Partition) else WithinPass(part))
         for name, part in parts
         if part.owner.requires_grad
     ]
@@ -164,12 +164,12 @@ def _when_whole_in_flat(model: nn.Module, found: Callable[[str, Any], Any]) -> l
 def named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield this rank's part of each parameter, with its plain name; shared ones by each name."""
     yield from not_flat(model, remove_duplicate=False)
-    held = {
+    weights = {
         name: part.weights().requires_grad_(part.owner.requires_grad)
         for name, part in parts_of(model).items()
     }
-    yield from held.items()
-    yield from ((name, held[first]) for name, first in _shared(model))
+    yield from weights.items()
+    yield from ((name, weights[first]) for name, first in _shared(model))
 
 
 def not_flat(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
@@ -310,10 +310,10 @@ class Partition(Part):
         if mapping is None:
             return self.owner.detach().new_empty(0)
         try:
-            held = mapping.get_lp_grad_fragment(self.parameter._index_in_param_group)
+            fragment = mapping.get_lp_grad_fragment(self.parameter._index_in_param_group)
         except ValueError:  # between two steps
             return None
-        own, address = held.reshape(-1), mapping.lp_fragment_address
+        own, address = fragment.reshape(-1), mapping.lp_fragment_address
         if own.numel() == self.parameter.numel():
             own = own[address.start : address.start + address.numel]
         return self._shaped(own)
@@ -379,16 +379,16 @@ def zero_groups(zero: Any) -> list[dict[str, Any]]:
 
     Between two steps those of stage 3 have none.
     """
-    flats, held = zero_partitions(zero), zero.optimizer.param_groups
+    flats, groups = zero_partitions(zero), zero.optimizer.param_groups
     numbers = getattr(zero, "sub_group_to_group_id", range(len(flats)))
     return [
         {**group, "params": [flat for at, flat in enumerate(flats) if numbers[at] == number]}
-        for number, group in enumerate(held)
+        for number, group in enumerate(groups)
     ]
 
 
 def zero_parts_of(model: nn.Module) -> dict[str, Partition]:
-    """Return by name the parameters of `model` of which a ZeRO optimizer has partitions."""
+    """Return by name the parameters of `model` that a ZeRO optimizer has partitions of."""
     zero = zero_optimizer(model)
     if zero is None:
         return {}
@@ -523,8 +523,8 @@ def is_fully_sharded(model: nn.Module) -> bool:
 Found = Callable[[str, Any], Any]
 
 
-def when_whole(model: nn.Module, found: Found) -> list[Any]:
-    """Call `found` with name and tensor of each trainable parameter when it is first whole.
+def when_whole(model: nn.Module, call: Found) -> list[Any]:
+    """Call `call` with name and tensor of each trainable parameter when it is first whole.
 
     Of a FlatParameter it is called now, with what can be hooked as a tensor.
 
@@ -539,9 +539,9 @@ def when_whole(model: nn.Module, found: Found) -> list[Any]:
             whole = not isinstance(parameter, DTensor)
             if whole and parameter.requires_grad and parameter not in known:
                 known.add(parameter)
-                found(tensors.plain_name(f"{prefix}.{name}" if prefix else name), parameter)
+                call(tensors.plain_name(f"{prefix}.{name}" if prefix else name), parameter)
 
-    hooked = _when_whole_in_flat(model, found)
+    hooked = _when_whole_in_flat(model, call)
     for prefix, module in model.named_modules():
         if isinstance(cast(object, module), FSDPModule):
             look(prefix, module)  # the pass that has just begun has gathered some

@@ -103,7 +103,7 @@ class _Path:
         return replace(self, share=share, divisors=(*self.divisors, divisor), floats=floats)
 
     def counted(self) -> tuple[float, ...] | None:
-        """Return the divisors without one that is beside an equal one, and a number of the loss.
+        """Return the divisors without one that has an equal one, and is a number of the loss.
 
         Return None if nobody knows whether it is that.
         """

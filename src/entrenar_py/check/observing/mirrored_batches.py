@@ -10,11 +10,11 @@ many copies of it as there are ranks. One worker's loaders then fetch as many sa
 do, or that, repeated.
 
 Only which samples are fetched is changed, and how many: they come in the order of the data set. A
-script that doesn't use torch's loaders, or whose data set is a stream, is left as it is.
+script that doesn't use torch's loaders, or reads a stream, is left as it is.
 
-Merged batches: one worker fetches as many batches at once as there are workers, whose script has a
-size of a worker's batch, not of the global one. Its loaders have the length that a worker's have:
-schedules and the last accumulation of an epoch follow from that.
+Merged batches: the script has a size of a worker's batch, not of the global one. So one worker
+fetches as many batches at once as there are workers. Its loaders have the length that a worker's
+have: schedules and the last accumulation of an epoch follow from that.
 
 Short epochs: a pass ends after some batches, and what the sampler would have drawn for the others
 is told with the last one. Whether an epoch has every sample is known at its end only, and how the

@@ -174,7 +174,7 @@ def around(models: Iterable[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
     All objects are looked at, as modules don't know what contains them. There is none before
     dynamo is imported.
     """
-    found: dict[nn.Module, list[nn.Module]] = {model: [] for model in models}
+    compiled: dict[nn.Module, list[nn.Module]] = {model: [] for model in models}
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
     for thing in gc.get_objects() if dynamo is not None else ():
         kind = type(thing)
@@ -182,10 +182,10 @@ def around(models: Iterable[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
             continue  # the latter is not made yet
         if issubclass(kind, dynamo.OptimizedModule) or thing._compiled_call_impl is not None:
             parts = set(thing.modules())
-            for model, outer in found.items():
+            for model, outer in compiled.items():
                 if thing is not model and model in parts:
                     outer.append(thing)
-    return found
+    return compiled
 
 
 # --- gradients as they are ready ------------------------------------------------------------------

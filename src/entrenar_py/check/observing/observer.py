@@ -49,9 +49,9 @@ _Result = TypeVar("_Result")
 def uncollected(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
     """Return `function`, during which no garbage is collected.
 
-    Records of some hundred tensors are thousands of objects, most of which the call itself lets go.
-    Python would collect garbage for them at each step, and every 20 steps among all objects: with
-    torch loaded that takes 0.15 s.
+    Records of some hundred tensors are thousands of objects, and the call itself lets most of them
+    go. Python would collect garbage for them at each step, and every 20 steps among all objects:
+    with torch loaded that takes 0.15 s.
     """
 
     @wraps(function)
@@ -245,12 +245,12 @@ class Observer(Observation):
 
     def clipped(self, parameters: Any, max_norm: float, norm_type: float) -> None:
         """Note that the gradients of `parameters` are about to be clipped by their norm."""
-        held = [parameters] if isinstance(parameters, Tensor) else [*parameters]
+        clipped = [parameters] if isinstance(parameters, Tensor) else [*parameters]
         own = {id(parameter) for parameter in self._subject.trained.values()}
-        if own.isdisjoint(map(id, held)):
+        if own.isdisjoint(map(id, clipped)):
             return
         if self._clips is not None:
-            self._clips.note(held, max_norm, norm_type)
+            self._clips.note(clipped, max_norm, norm_type)
         self._step.before_clipping()
 
     def _remove_hooks(self) -> None:
@@ -300,7 +300,7 @@ class Observer(Observation):
     def _place(self, reached: Collection[str] = ()) -> tuple[int, int]:
         """Return the current step, and this rank's current micro-batch.
 
-        If a pass has `reached` tensors whose optimizers have stepped, the next step has begun.
+        If a pass has `reached` tensors after their optimizers' steps, the next step has begun.
         """
         if self._step.is_over(reached):
             return self._step.number + 1, 0
@@ -366,7 +366,9 @@ class Observer(Observation):
         elif micro_batches.index not in self._cleared:  # else of a probe, which trains nothing
             self._skip_step()
 
-    def _after_backward(self, names: Collection[str], given: trace.Tensors, finite: bool) -> None:
+    def _after_backward(
+        self, names: Collection[str], gradients: trace.Tensors, finite: bool
+    ) -> None:
         self._start()
         self._random.end_backward()
         if self._step.is_over(names):
@@ -377,15 +379,17 @@ class Observer(Observation):
             self._faults.note_probe()
         number = self._micro_batches.index
         self._step.sources.after_backward(self._step.number, number, names)
-        self._micro_batches.after_backward(self._step.number, given, finite=finite)
+        self._micro_batches.after_backward(self._step.number, gradients, finite=finite)
         self._seed_numbers()
         if not self._recording.life:  # else this rank has died before
             self._faults.perhaps_die()
 
-    def _within_backward(self, names: Collection[str], given: trace.Tensors, finite: bool) -> None:
+    def _within_backward(
+        self, names: Collection[str], gradients: trace.Tensors, finite: bool
+    ) -> None:
         number = max(0, self._micro_batches.index - 1)
         self._step.sources.after_backward(self._step.number, number, names)
-        self._micro_batches.within_backward(given, finite=finite)
+        self._micro_batches.within_backward(gradients, finite=finite)
 
     @uncollected
     def _record_gradients(

@@ -183,7 +183,7 @@ def _is_of_rows(tensor: Tensor, rows: int, are_alike: bool) -> bool:
 
 _BYTES_MAX = 2**24  # of one rank
 _DEPTH_MAX = 4
-_PASS, _BESIDE, _TARGET, _OPERANDS = _KINDS = "pass", "beside", "target", "operands"
+_PASS, _BESIDE, _TARGET, _OPERANDS = _KINDS = "pass", "at hand", "target", "operands"
 _LOSSES = (
     *("cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"),
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "poisson_nll_loss"),
@@ -272,7 +272,7 @@ class Giving:
         """Do nothing: inputs are changed as a pass begins."""
 
     def passes(self, inputs: Any) -> None:
-        """Change the inputs of a training pass, and what is at hand beside them."""
+        """Change the inputs of a training pass, and what else is at hand."""
         if not self._in_turn:
             begin_operands(self.operands, len(self._ranks))
         tensors = _numbered(inputs if any(inputs) else self.called)
@@ -440,7 +440,7 @@ def _joined(theirs: Sequence[Tensor], rows: int) -> Tensor:
     if rows and all(tensor.dim() and len(tensor) == rows for tensor in theirs):
         return torch.cat([*theirs])
     if any(not torch.equal(tensor, theirs[0]) for tensor in theirs):
-        raise LookupError("ranks were given unlike tensors whose rows are unknown")
+        raise LookupError("ranks were given unlike tensors, and their rows are unknown")
     return theirs[0]
 
 
@@ -467,7 +467,7 @@ def _read(path: Path) -> Entries:
 
 def _tensor(read: Any, name: str, shape: list[int]) -> Tensor:
     dtype = getattr(torch, name)
-    held = bytearray(read(math.prod(shape) * dtype.itemsize))
-    if not held:
+    content = bytearray(read(math.prod(shape) * dtype.itemsize))
+    if not content:
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(held, dtype=torch.uint8).view(dtype).reshape(shape)
+    return torch.frombuffer(content, dtype=torch.uint8).view(dtype).reshape(shape)

@@ -150,7 +150,7 @@ def _walk(data: Any, depth: int) -> Iterator[Tensor]:
 
 _PENDING_MAX = 4096  # batches that are remembered until they are used
 
-STREAM = "the data set is a stream, whose samples have no numbers"
+STREAM = "the data set is a stream: its samples have no numbers"
 KEYS = "the sampler draws something other than numbers of samples"
 DISORDER = "the loader hands out batches in another order than it draws them (in_order=False)"
 FAILED = "the loader had raised an error"
@@ -221,13 +221,13 @@ class Iteration:
 
 
 class SamplerIteration(Iteration):
-    """One run through a sampler whose samples the script fetches itself."""
+    """One run through a sampler, for which the script fetches the samples itself."""
 
     def item(self, item: Any) -> None:
         """Note a sample that is drawn, or all samples of a batch."""
         if self._draws.is_loaded:
             return
-        # A class of the script's may be a loader, whose batches are numbers that are no samples'.
+        # A class of the script's may be a loader: its batches are numbers, but no samples'.
         is_trusted = self._draws.is_sampler or type(item) in (list, tuple, int)
         batch = Batch(self, self._ids(item) if is_trusted else None, None, KEYS)
         batch.is_gathered = isinstance(item, Integral)
@@ -237,21 +237,21 @@ class SamplerIteration(Iteration):
 class Draws:
     """The samples of a `source`: a DataLoader, or a sampler that one may have.
 
-    A forward pass is given the batch whose memory its inputs share. If they are copies, it is the
-    batch that was handed out since the last pass, provided that batches are used one by one as they
-    come. Where that can't be seen, the samples are unknown. An epoch is a run through the source of
-    which a batch was used. `drops_last` tells whether the script has skipped a last, short batch.
-    Nothing is heard before `listen`.
+    A forward pass is given the batch that its inputs share memory with. If they are copies, it is
+    the batch that was handed out since the last pass, provided that batches are used one by one as
+    they come. Where that can't be seen, the samples are unknown. An epoch is a run through the
+    source, if one of its batches was used. `drops_last` tells whether the script has skipped a
+    last, short batch. Nothing is heard before `listen`.
 
     `resumed`: the script goes on with an earlier run, and may skip batches at its beginning.
     """
 
     def __init__(self, source: Any, *, resumed: bool = False) -> None:
-        given = source.source if isinstance(source, InOrder) else source
-        self.source = Source(given)
+        loader = source.source if isinstance(source, InOrder) else source
+        self.source = Source(loader)
         # accelerate's loaders fetch one batch ahead, and skip none that they have fetched.
         self._in_order = isinstance(source, InOrder) or self.source.is_accelerate_s
-        self.is_sampler = isinstance(given, Sampler)
+        self.is_sampler = isinstance(loader, Sampler)
         self.is_loaded = False  # whether a DataLoader fetches what the sampler draws
         self.drops_last = False
         self._lock = threading.Lock()
@@ -259,7 +259,7 @@ class Draws:
         self._of_step: list[Batch] = []  # that were used in the current step
         self._used: deque[Batch] = deque(maxlen=_PENDING_MAX)  # that were used in earlier ones
         self._num_epochs = 0
-        self._latest: Iteration | None = None  # whose batch was used last
+        self._latest: Iteration | None = None  # the one of the batch that was used last
         self._was_unsure = False  # whether the current step has a pass with unknown samples
         self._is_resumed = resumed
         # Whether batches are used one by one as they come; None before one is used.
@@ -284,14 +284,14 @@ class Draws:
         if not self.source.concerns(loader):
             return None
         self.is_loaded = True
-        why, has_workers = "", getattr(loader, "num_workers", 0) > 0
+        problem, has_workers = "", getattr(loader, "num_workers", 0) > 0
         if self.source.is_dispatched:
-            why = OTHERS
+            problem = OTHERS
         elif isinstance(getattr(loader, "dataset", None), IterableDataset):
-            why = STREAM
+            problem = STREAM
         elif has_workers and not getattr(loader, "in_order", True):
-            why = DISORDER
-        return Iteration(self, why, is_ahead=has_workers)
+            problem = DISORDER
+        return Iteration(self, problem, is_ahead=has_workers)
 
     def add(self, batch: Batch) -> None:
         """Add a batch that was handed out; a sample that was drawn alone extends the last one."""
@@ -309,7 +309,7 @@ class Draws:
     # --- what is used -----------------------------------------------------------------------------
 
     def use(self, blocks: list[Block]) -> Drawn | None:
-        """Return the samples of a forward pass whose inputs lie in `blocks`; None if none are new.
+        """Return the samples of a forward pass with inputs in `blocks`; None if none are new.
 
         Without `blocks` the inputs are not known.
         """
@@ -350,16 +350,16 @@ class Draws:
 
     def _by_memory(self, blocks: list[Block]) -> list[Batch]:
         """Return and take the batches that share memory with `blocks`."""
-        found = [batch for batch in self._pending if batch.shares(blocks)]
-        if len(found) > 1:  # all are parts of one tensor, or the pass is given several
-            found = [batch for batch in found if batch.shares(blocks, exactly=True)]
-        if found:
-            before = [*self._pending][: self._pending.index(found[0])]
-            self._take(found)
+        sharing = [batch for batch in self._pending if batch.shares(blocks)]
+        if len(sharing) > 1:  # all are parts of one tensor, or the pass is given several
+            sharing = [batch for batch in sharing if batch.shares(blocks, exactly=True)]
+        if sharing:
+            before = [*self._pending][: self._pending.index(sharing[0])]
+            self._take(sharing)
             # Earlier ones are skipped, unless the script has kept them. Later ones are read ahead.
             self._keep(lambda batch: not (batch in before and (self._in_order or batch.is_gone())))
             self._is_orderly = all(batch in before for batch in self._pending)
-        return found
+        return sharing
 
     def _again(self, blocks: list[Block]) -> list[Batch] | str:
         again = [batch for batch in self._of_step if batch.shares(blocks)]
@@ -533,10 +533,10 @@ class Samples:
 
     def facts(self) -> dict[str, Any]:
         """Return what the source shows of the data, as JSON can hold it."""
-        found: dict[str, Any] = {}
+        facts: dict[str, Any] = {}
         if self.draws is not None:
             source = self.draws.source
-            found = {
+            facts = {
                 "num_samples": source.numbering.size,
                 "drop_last": source.drop_last,
                 "replacement": source.replacement,
@@ -546,8 +546,8 @@ class Samples:
                 "drawn": self.draws.is_loaded and not self._tells,
             }
         if self._whole is not None:
-            found |= {"num_samples": self._whole.size, "thorough": True}
-        return found
+            facts |= {"num_samples": self._whole.size, "thorough": True}
+        return facts
 
     def selected(self) -> Ids | None:
         """Return the samples of the data set that are drawn in an epoch by all ranks; None: all."""
@@ -557,11 +557,11 @@ class Samples:
 
     def news(self) -> dict[str, bool]:
         """Return what has become known since the last call, as JSON can hold it."""
-        found = {"drop_last": self.draws is not None and self.draws.drops_last}
+        facts = {"drop_last": self.draws is not None and self.draws.drops_last}
         if self._replaces:
-            found["replacement"] = True
+            facts["replacement"] = True
         if self._tells and self.draws is None:
-            found["epochs"] = self._tells_epochs
-        fresh = {name: value for name, value in found.items() if value != self._written.get(name)}
+            facts["epochs"] = self._tells_epochs
+        fresh = {name: value for name, value in facts.items() if value != self._written.get(name)}
         self._written |= fresh
         return fresh if fresh != {"drop_last": False} else {}

@@ -84,10 +84,10 @@ class ScriptFacts:
         if not self._sites.is_known("save"):
             self._recording.write(self._sites.event("save", call_sites.here()))
 
-    def begin(self, subject: Subject, made: Callable[[], int]) -> None:
+    def begin(self, subject: Subject, num_made: Callable[[], int]) -> None:
         """Note that the first pass of the model begins: by now it is wrapped and scheduled.
 
-        `made` returns how many steps were made so far.
+        `num_made` returns how many steps were made so far.
         """
         self._exchanges.begin()
         if self._finds_samples:
@@ -101,7 +101,9 @@ class ScriptFacts:
             self._is_one_source = script_text.are_alike(script_text.SELECTS, own)
         self._by_epoch = script_text.line_by_epoch()
         self._is_joined = surroundings.are_joined(subject.model)
-        checkpoints.watch(dict.fromkeys(subject.trained.values()), made)  # some share a flat one
+        checkpoints.watch(
+            dict.fromkeys(subject.trained.values()), num_made
+        )  # some share a flat one
 
     def schedule_place(self) -> int | None:
         """Return the position of the learning rate's schedule; None if it is unknown."""

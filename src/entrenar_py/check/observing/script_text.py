@@ -322,7 +322,7 @@ class _Order:
     ) -> bool:
         """Return whether a line runs in each turn of a loop, as far as it shows.
 
-        It calls functions in turn, the last one of which has the line in question: those `inside`.
+        It calls functions in turn, those `inside`; the last one has the line in question.
         If it `is_alike`, nothing that it depends on changes from turn to turn.
         """
         file, number = line
@@ -363,12 +363,14 @@ class _Order:
         """Return the names of functions that are called, and not where training steps."""
         left, known = self._within_step(), set[str]()
         every = [node for _, node in self._nodes() if isinstance(node, _Function)]
-        left += [one for one in every if not self._is_only_called(one)]
+        left += [function for function in every if not self._is_only_called(function)]
         while left:
-            known |= {one.name for one in left if isinstance(one, _Function)}
-            names = {name.rpartition(".")[2] for one in left for name in _names(_all(one))} - known
-            left = [one for one in every if one.name in names]
-        return frozenset(one.name for one in every) - known
+            known |= {function.name for function in left if isinstance(function, _Function)}
+            names = {
+                name.rpartition(".")[2] for function in left for name in _names(_all(function))
+            } - known
+            left = [function for function in every if function.name in names]
+        return frozenset(function.name for function in every) - known
 
     def _within_step(self) -> list[ast.AST]:
         """Return the functions that run now, from the innermost one to the loop that steps."""

@@ -68,7 +68,7 @@ class Batch:
         return any({*column}.issuperset(rows) for column in self._rows()[:1])
 
     def find(self, rows: list[Row]) -> list[int] | None:
-        """Return the unused positions whose content is `rows`, in their order; None if not all are.
+        """Return the unused positions with the content `rows`, in their order; None if not all are.
 
         The batch's tensor with the most different rows counts, since labels have duplicates. None,
         too, if duplicates leave open which positions these are.
@@ -290,7 +290,7 @@ def _is_one_ahead() -> bool:
 
 
 class Pass:
-    """One pass over a DataLoader, whose draws and batches are told to `batches`."""
+    """One pass over a DataLoader: its draws and batches are told to `batches`."""
 
     def __init__(self, batches: Batches, loader: Any) -> None:
         self._batches = batches
@@ -483,11 +483,11 @@ class SeenSamples(Samples):
         if self._is_made and not (ids or self._unknown or self._has_ids):
             batch = self._batches.in_use()
             num_made = 0 if batch is None else batch.size
-        told = Told(ids, self._seen_epoch, self._unknown, num_made)
+        seen = Told(ids, self._seen_epoch, self._unknown, num_made)
         self._has_ids |= bool(ids)
         self._ids, self._again, self._unknown, self._is_given = [], (), "", False
         self._is_made = False
-        return reported if self._tells else told
+        return reported if self._tells else seen
 
     def end_step(self) -> None:
         """Note that the optimizer has stepped: the next step may be given the same inputs."""

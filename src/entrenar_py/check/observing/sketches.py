@@ -155,7 +155,7 @@ def _index(piece: Piece | None, device: torch.device) -> Tensor:
 
 
 class Sketches:
-    """Makes the records of tensors whose values are not kept: sketches and digests.
+    """Makes the records of tensors without their values: sketches and digests.
 
     It keeps tables on GPUs from one call to the next, for tensors that stay where they are.
     """

@@ -1,8 +1,8 @@
 """The facts of a loader or a sampler: its data set, its samplers, and what they draw.
 
 Samples have the numbers of the data set that a script began with, before it was split up. A
-position in a `Subset` (of `random_split`, say) is another sample on each rank whose subset is
-another. So positions are followed down to the data set at the bottom.
+position in a `Subset` (of `random_split`, say) is another sample where a rank has another subset.
+So positions are followed down to the data set at the bottom.
 """
 
 from __future__ import annotations
@@ -182,10 +182,10 @@ def _inner(data: Any, depth: int = 3) -> Any:
         return None
     if depth == 0 or not isinstance(attributes, dict):
         return None
-    held = [value for value in attributes.values() if isinstance(value, Dataset)]
-    if len(held) != 1:
+    data_sets = [value for value in attributes.values() if isinstance(value, Dataset)]
+    if len(data_sets) != 1:
         return None
-    (inner,) = held
+    (inner,) = data_sets
     if not isinstance(inner, Subset | ConcatDataset) and _inner(inner, depth - 1) is None:
         return None
     length = length_of(data)
@@ -204,13 +204,13 @@ _REPLACES = re.compile(
     rf"|\brandint\(|\.integers\(|\brandom\.choice\((?!{_CALL}replace\s*=\s*False)"
 )
 _ORDERS = re.compile(r"\b(randperm|shuffle|permutation|permuted)\(")
-# Libraries whose samplers draw every sample of a data set in each epoch.
+# Samplers of these libraries draw every sample of a data set in each epoch.
 _THOROUGH = ("torch", "torchdata", "accelerate", "transformers", "lightning", "pytorch_lightning")
 
 
 @dataclass(frozen=True)
 class InOrder:
-    """A loader that is read several batches ahead, and whose batches are used in order."""
+    """A loader that is read several batches ahead; its batches are used in order."""
 
     source: Any
 
@@ -244,18 +244,18 @@ class Source:
     Raises UsageError for an object that can't be iterated.
     """
 
-    def __init__(self, given: Any) -> None:
-        if not hasattr(given, "__iter__"):
+    def __init__(self, source: Any) -> None:
+        if not hasattr(source, "__iter__"):
             raise UsageError(
-                f"sampler={given!r}: give the DataLoader, batch sampler or sampler that draws the "
+                f"sampler={source!r}: give the DataLoader, batch sampler or sampler that draws the "
                 "samples, or leave it out and report them by samples(ids)"
             )
-        self._given = _Weakly(given)
-        loaders = [*_loaders(given)]
+        self._given = _Weakly(source)
+        loaders = [*_loaders(source)]
         self.has_loader = bool(loaders)
-        self.is_accelerate_s = _library_of(given) == "accelerate"
-        self.is_dispatched = any(_is_dispatcher(each) for each in [given, *loaders])
-        parts = [part for each in loaders or [given] for part in _parts(each, _DEPTH_MAX)]
+        self.is_accelerate_s = _library_of(source) == "accelerate"
+        self.is_dispatched = any(_is_dispatcher(each) for each in [source, *loaders])
+        parts = [part for each in loaders or [source] for part in _parts(each, _DEPTH_MAX)]
         self._concerned = {id(part): _Weakly(part) for part in parts}
         self.drop_last = any(bool(_attribute(part, "drop_last")) for part in parts)
         self.replacement = any(map(_replaces, parts))
@@ -329,12 +329,12 @@ def _attribute(holder: Any, name: str) -> Any:
     return None
 
 
-def _loaders(given: Any) -> Iterator[Any]:
-    """Yield `given` if it is a DataLoader, else the DataLoaders that it holds."""
-    if issubclass(type(given), DataLoader):
-        yield given
+def _loaders(loader: Any) -> Iterator[Any]:
+    """Yield `loader` if it is a DataLoader, else the DataLoaders that it holds."""
+    if issubclass(type(loader), DataLoader):
+        yield loader
         return
-    attributes = getattr(given, "__dict__", None)
+    attributes = getattr(loader, "__dict__", None)
     for value in attributes.values() if isinstance(attributes, dict) else ():
         if issubclass(type(value), DataLoader):
             yield value
@@ -371,7 +371,7 @@ def _replaces(part: Any) -> bool:
         text = inspect.getsource(type(part))
     except (OSError, TypeError):  # a class may have no text
         return False
-    # Beside an order, a random number may be its seed.
+    # Next to an order, a random number may be its seed.
     return bool(_REPLACES.search(text)) and not _ORDERS.search(text)
 
 

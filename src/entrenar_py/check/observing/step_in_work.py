@@ -216,10 +216,10 @@ class Clips:
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float
     ) -> None:
         """Note that the gradients of `parameters` are clipped."""
-        held = [parameters] if isinstance(parameters, Tensor) else parameters
+        clipped = [parameters] if isinstance(parameters, Tensor) else parameters
         limit = float(max_norm)
         is_plain = float(norm_type) == 2 and 0 < limit < math.inf and limit == float(f"{limit:.2g}")
-        self._calls.append((frozenset(map(id, held)), limit if is_plain else None))
+        self._calls.append((frozenset(map(id, clipped)), limit if is_plain else None))
 
     def forget(self) -> None:
         """Forget the calls of a step that is skipped."""
@@ -228,11 +228,11 @@ class Clips:
     def end_step(self, stepped: Collection[Tensor]) -> None:
         """Note that a step was made, of the parameters `stepped` with their gradients."""
         calls, self._calls = self._calls, []
-        held, limit = calls[0] if len(calls) == 1 else (frozenset[int](), None)
+        clipped, limit = calls[0] if len(calls) == 1 else (frozenset[int](), None)
         graded = {id(parameter) for parameter in stepped if parameter.grad is not None}
         is_first = self.limit is None
         self._is_steady &= limit is not None and (is_first or limit == self.limit)
-        self._is_steady &= graded <= held
+        self._is_steady &= graded <= clipped
         self.limit = limit if self._is_steady else None
 
 
@@ -308,14 +308,14 @@ class StepInWork:
         """
         if not self._subject.values:
             return
-        held = self._subject.gradients()
+        gradients_now = self._subject.gradients()
         stayed = {n for n, at_first in self._at_first_pass.items() if self._is_last(n, at_first)}
         edited = self.edited_weights(gradients.keys() & stayed)
         for name, weights in edited.items():
             if name in self._uphill or not self._is_uphill(name, weights, gradients[name]):
                 continue
             self._uphill[name] = weights.digest
-            gradient = held[name]
+            gradient = gradients_now[name]
             if gradient is not None and tensors.local(gradient).any():
                 self._mixed.add(name)
 
@@ -357,7 +357,7 @@ class StepInWork:
 
     def apply(self, optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
         """Note the gradients that `optimizer` is about to apply to the parameters `names`."""
-        held = self._subject.gradients()
+        gradients_now = self._subject.gradients()
         gradients = _unscaled(self._subject.applied_gradients(), optimizer)
         known: trace.Tensors = {}
         due = [*names]
@@ -370,8 +370,8 @@ class StepInWork:
             self._gradient |= known
         elif not self.stepped:
             self._applied_norm = tensors.norm(gradients.values())
-        applied = {name: held[name] for name in due}
-        known = {n: record for n, record in known.items() if gradients[n] is held[n]}
+        applied = {name: gradients_now[name] for name in due}
+        known = {n: record for n, record in known.items() if gradients[n] is gradients_now[n]}
         self.sources.apply(self.number, applied, known)
         self._due = due
 
@@ -422,15 +422,19 @@ class StepInWork:
         if not self._weights:
             return {}
         parameters = self._subject.parameters
-        held = {n: parameters[n] for n in names if n in parameters}
+        weights = {n: parameters[n] for n in names if n in parameters}
         # Of large models only what has changed is sketched, which takes longer than a digest.
-        now = self._subject.record(held) if self._subject.values else self._subject.digests(held)
+        now = (
+            self._subject.record(weights)
+            if self._subject.values
+            else self._subject.digests(weights)
+        )
         edited = {
             name
             for name, record in now.items()
             if name in self._weights and self._weights[name].digest != record.digest
         }
-        wanted = held if edited and self._subject.pieces else {n: held[n] for n in edited}
+        wanted = weights if edited and self._subject.pieces else {n: weights[n] for n in edited}
         return dict(self._subject.record(wanted)) if wanted else {}
 
 

@@ -107,7 +107,7 @@ def _same(before: Tensor | None, buffer: Tensor) -> bool:
 def _synchronised(model: nn.Module) -> set[str]:
     """Return the names of buffers that a forward pass changes on all ranks alike.
 
-    These are the buffers of each SyncBatchNorm whose process group has all ranks.
+    These are the buffers of each SyncBatchNorm with a process group of all ranks.
     """
     names = set()
     for path, module in model.named_modules():
@@ -125,7 +125,7 @@ class Subject:
       them while the model is trained; `look_up` finds the new ones.
     - `buffers`: those of the model, and which of them depend on this rank's samples.
     - `layout`: how the ranks are arranged, None if unknown.
-    - `pieces`: by name, the place of each recorded tensor of which this rank holds a part.
+    - `pieces`: by name, the place of each recorded tensor that this rank holds a part of.
     - `values`: whether tensors are recorded with their values, or else as sketches.
     """
 
@@ -241,10 +241,10 @@ class Subject:
         A tensor is left out if it is the term of a sum that was not reduced, or if this rank holds
         another piece of it than `pieces` says. Of one that it holds whole, that piece is recorded.
         """
-        held = self._held(named)
+        own_parts = self._held(named)
         if self.values:
-            return {name: tensors.record(tensor, values=True) for name, tensor in held.items()}
-        return self._sketches.records(held, self.pieces, exact=exact)
+            return {name: tensors.record(tensor, values=True) for name, tensor in own_parts.items()}
+        return self._sketches.records(own_parts, self.pieces, exact=exact)
 
     def digest(self, name: str, gradient: Tensor) -> str:
         """Return the digest that the record of a gradient has; "" if it can't be recorded."""
@@ -253,19 +253,19 @@ class Subject:
 
     def _held(self, named: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
         """Return this rank's part of each tensor that can be recorded."""
-        held = {}
+        own_parts = {}
         for name, tensor in named.items():
             if tensor is None or tensors.is_partial(tensor):
                 continue
             if (part := self._parts.get(name.partition("/")[0])) is not None:
-                held[name] = tensors.in_numbers(_own(part, tensor).detach())
+                own_parts[name] = tensors.in_numbers(_own(part, tensor).detach())
                 continue
             own, expected = tensors.piece_of(tensor), self.pieces.get(name)
             if own == expected:
-                held[name] = tensors.local(tensor)
+                own_parts[name] = tensors.local(tensor)
             elif own is None and expected is not None and tuple(tensor.shape) == expected.whole:
-                held[name] = tensors.local(tensor)[expected.place].contiguous()
-        return held
+                own_parts[name] = tensors.local(tensor)[expected.place].contiguous()
+        return own_parts
 
     def optimizer_state(self) -> trace.Tensors:
         """Return records of the optimizers' state, by `parameter/key`."""
@@ -297,7 +297,7 @@ class Subject:
         return records
 
     def record_placed(self, named: Mapping[str, Tensor]) -> trace.Tensors:
-        """Return records of tensors beside the model, and note the pieces that this rank holds."""
+        """Return records of tensors next to the model, and note the pieces that this rank holds."""
         self._place(named)
         return self.record(named)
 
@@ -387,7 +387,7 @@ class Subject:
         return {parameter for opt in self.optimizers for parameter in self._tensors_of(opt)}
 
     def first_held(self) -> str:
-        """Return the name of the first trained parameter of which this rank has a non-empty piece.
+        """Return the name of the first trained parameter that this rank has a non-empty piece of.
 
         If there is none, return the name of the first trained parameter.
         """
@@ -411,7 +411,7 @@ class Subject:
         return first, {name: rate for name, rate in rates.items() if rate != first}
 
     def rules(self, step: int, constants: Sequence[Mapping[str, Any]]) -> list[trace.Ruled]:
-        """Return the rules by which optimizers step, whose groups have these `constants`."""
+        """Return the rules by which optimizers step; their groups have these `constants`."""
         kinds = [tensors.rule(opt) for opt in self.optimizers for _ in opt.param_groups]
         return [
             trace.Ruled(

@@ -174,32 +174,34 @@ def mesh(world_size: int) -> DeviceMesh | None:
     Of meshes that differ by axes with a single rank it is the one with all axes of the data.
     """
     meshes: dict[Any, DeviceMesh] = {}
-    for found in _alive(DeviceMesh):
-        names, sizes = found.mesh_dim_names, tuple(found.mesh.shape)
-        in_order = found.mesh.flatten().tolist() == list(range(world_size))
+    for device_mesh in _alive(DeviceMesh):
+        names, sizes = device_mesh.mesh_dim_names, tuple(device_mesh.mesh.shape)
+        in_order = device_mesh.mesh.flatten().tolist() == list(range(world_size))
         if in_order and names and layout.knows(names):
             shown = tuple(axis for axis in zip(names, sizes, strict=True) if axis[1] > 1)
-            if shown not in meshes or (found.ndim > meshes[shown].ndim and layout.are_data(names)):
-                meshes[shown] = found
+            if shown not in meshes or (
+                device_mesh.ndim > meshes[shown].ndim and layout.are_data(names)
+            ):
+                meshes[shown] = device_mesh
     return next(iter(meshes.values())) if len(meshes) == 1 else None
 
 
-def declared(given: Any, tied: Iterable[Iterable[str]], world_size: int) -> Layout | None:
+def declared(axes: Any, tied: Iterable[Iterable[str]], world_size: int) -> Layout | None:
     """Return the layout that a script declares; None if it declares nothing.
 
     It has no axes if the script declares only `tied`. Raises UsageError for an invalid layout.
     """
     ties = layout.require_ties(tied)
-    if given is None:
+    if axes is None:
         return Layout(axes={}, tied=ties) if ties else None
-    if isinstance(given, DeviceMesh):
-        given = _mesh_axes(given, "layout")
-    if not isinstance(given, Mapping):
+    if isinstance(axes, DeviceMesh):
+        axes = _mesh_axes(axes, "layout")
+    if not isinstance(axes, Mapping):
         raise UsageError(
-            f"layout={given!r}: use a mapping from axes to sizes, or a DeviceMesh whose dimensions "
-            'have names: layout={"dp": 2, "tp": 2}'
+            f"layout={axes!r}: use a mapping from axes to sizes, or a DeviceMesh with names of its "
+            'dimensions: layout={"dp": 2, "tp": 2}'
         )
-    return Layout(axes=layout.require(given, world_size, "layout"), tied=ties)
+    return Layout(axes=layout.require(axes, world_size, "layout"), tied=ties)
 
 
 def read_off(model: nn.Module, world_size: int) -> Layout | None:

@@ -216,14 +216,14 @@ def stepped_copies(
 
 def is_finite(tensors: Iterable[Tensor | None]) -> bool:
     """Return whether this rank's parts of `tensors` have no NaN and no infinity."""
-    held = [local(tensor) for tensor in tensors if tensor is not None]
+    own_parts = [local(tensor) for tensor in tensors if tensor is not None]
     by_kind: dict[Any, list[Tensor]] = {}
-    for tensor in held:
+    for tensor in own_parts:
         if tensor.is_cuda and tensor.numel() and tensor.is_floating_point():
             by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     # One kernel for many tensors, and one answer to wait for.
     largest = [torch.stack(torch._foreach_norm(many, math.inf)) for many in by_kind.values()]
-    rest = (tensor for tensor in held if not (tensor.is_cuda and tensor.is_floating_point()))
+    rest = (tensor for tensor in own_parts if not (tensor.is_cuda and tensor.is_floating_point()))
     return all(map(digest.is_finite, (*largest, *rest)))
 
 

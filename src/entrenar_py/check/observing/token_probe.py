@@ -178,7 +178,7 @@ def _is_of(output: Tensor, ids: Tensor) -> bool:
 class Probe:
     """Passes `arguments` through `model`; `start` sets the generators back before each pass.
 
-    `autocast` is the context of the script's own pass, whose format is `autocast_dtype`. Where
+    `autocast` is the context of the script's own pass, in the format `autocast_dtype`. Where
     several `ranks` train, those of `parity` 0 and 1 keep their tokens in turn. Tokens in `special`
     are never replaced.
     """
@@ -244,13 +244,13 @@ class Probe:
 
         In one process the pass is merely repeated.
         """
-        found = 0.0
+        noise = 0.0
         for parity in range(min(2, self.ranks)):
             keeps = self.ranks == 1 or parity == self.parity
             after = self._pass(ids if keeps else _next(ids, self.special), place)
             if keeps and before.scores is not None and after.scores is not None:
-                found = _most(_change(before.scores, after.scores))
-        return found
+                noise = _most(_change(before.scores, after.scores))
+        return noise
 
     def _of_other_rows(self, ids: Tensor, place: int, dimension: int, before: _Output) -> float:
         """Return how much outputs of the last row change if all other rows' tokens are replaced.
@@ -279,10 +279,10 @@ class Probe:
         calls = _Calls(own)
         leaves = [one for one in tree_leaves(self._run(calls, place, ids)) if _is_number(one)]
         scores = [leaf for leaf in leaves if _is_of(leaf, own)]
-        found = max(scores, key=lambda one: one.shape[-1], default=calls.last)
+        last = max(scores, key=lambda one: one.shape[-1], default=calls.last)
         losses = [float(leaf) for leaf in leaves if leaf.dim() == 0]
         return _Output(
-            scores=None if found is None else found.detach().reshape(*ids.shape, -1),
+            scores=None if last is None else last.detach().reshape(*ids.shape, -1),
             loss=next(iter(losses), None),
         )
 

@@ -39,7 +39,7 @@ _TOKEN_NAMES = ("input_ids", "ids", "idx", "tokens", "token_ids", "input", "inpu
 
 
 class Arguments:
-    """A copy of what a model was given in a forward pass, whose tensors can be exchanged.
+    """A copy of what a model was given in a forward pass; its tensors can be exchanged.
 
     Only tensors of whole numbers are copied, unless the model is to be given it `again`.
     """
@@ -70,7 +70,7 @@ class Arguments:
 
         The model may shift them by one before. Positions and types of tokens are no tokens.
         """
-        found = {
+        by_shift = {
             shift: place
             for place, (name, leaf) in reversed([*enumerate(self._named_leaves())])
             if isinstance(leaf, Tensor) and _is_whole(leaf) and leaf.shape == looked_up.shape
@@ -78,7 +78,7 @@ class Arguments:
             for shift in (1, 0)
             if _are_equal(leaf, looked_up, shift)
         }
-        return found.get(0, found.get(1))
+        return by_shift.get(0, by_shift.get(1))
 
     def of_decoder(self, places: Sequence[int]) -> int | None:
         """Return the place of a decoder's tokens, or else the first one that may be tokens.
@@ -133,7 +133,7 @@ def _named(
 
 
 def _inner(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the module whose `forward` names its arguments, in wrappers that pass all on."""
+    """Return the module with a `forward` that names its arguments, inside of wrappers."""
     kinds = [one.kind for one in inspect.signature(model.forward).parameters.values()]
     inner = [*model.children()]
     is_wrapper = kinds == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
@@ -192,14 +192,16 @@ def rows_of(arguments: Arguments, place: int, padding_id: int | None) -> Rows | 
     if ids is None or not ids.numel():
         return None
     ids = (ids[None] if ids.dim() == 1 else ids).long()
-    others = [(name, one) for name, one in arguments.tensors() if one.numel() > 1]
-    masked = next((m for name, one in others if (m := _masked(name, one, ids)) is not None), None)
+    others = [(name, argument) for name, argument in arguments.tensors() if argument.numel() > 1]
+    masked = next(
+        (m for name, argument in others if (m := _masked(name, argument, ids)) is not None), None
+    )
     padding = masked
     if padding is None:  # no token is -1
         padding = _outer(ids == (-1 if padding_id is None else padding_id))
     documents, shown = None, ""
-    for name, one in others:
-        documents = _documents(name, one, ids, padding)
+    for name, argument in others:
+        documents = _documents(name, argument, ids, padding)
         if documents is not None:
             shown = name
             break
@@ -252,21 +254,21 @@ def _documents(name: str, given: Tensor, ids: Tensor, padding: Tensor) -> Tensor
     return numbers if bool(several) else None
 
 
-def _begins(name: str, given: Tensor, ids: Tensor) -> Tensor | None:
+def _begins(name: str, argument: Tensor, ids: Tensor) -> Tensor | None:
     rows, positions = ids.shape
-    if given.dim() in (3, 4) and given.shape[-2:] == (positions, positions):
-        return _of_block_mask(given, rows)
-    if not _is_whole(given):
+    if argument.dim() in (3, 4) and argument.shape[-2:] == (positions, positions):
+        return _of_block_mask(argument, rows)
+    if not _is_whole(argument):
         return None
-    if given.dim() == 1 and rows == 1 and given.numel() != positions:
-        return _of_lengths(given.long(), positions)
+    if argument.dim() == 1 and rows == 1 and argument.numel() != positions:
+        return _of_lengths(argument.long(), positions)
     if (
-        given.dim() > 2
-        or given.shape[-1] != positions
-        or given.numel() not in (*(positions, rows * positions),)
+        argument.dim() > 2
+        or argument.shape[-1] != positions
+        or argument.numel() not in (*(positions, rows * positions),)
     ):
         return None
-    row = given.reshape(-1, positions).long().expand(rows, positions)
+    row = argument.reshape(-1, positions).long().expand(rows, positions)
     begins = torch.zeros(ids.shape, dtype=torch.bool, device=ids.device)
     is_numbered = name in _DOCUMENT_NAMES or ("att" in name and bool((row > 1).any()))
     if is_numbered:
@@ -365,7 +367,7 @@ class _Ears:
         self.all: list[Heard] = []
         self.was_applied = False
 
-    def scored(self, loss: Any, given: dict[str, Any]) -> None:
+    def scored(self, loss: Any, arguments: dict[str, Any]) -> None:
         """Tell all of a cross-entropy, but not of one that is computed again, or only shown.
 
         A checkpoint computes it again within the backward pass.
@@ -374,7 +376,7 @@ class _Ears:
         is_shown = torch.is_grad_enabled() and not getattr(loss, "requires_grad", False)
         if hook_calls.is_traced() or again or is_shown:
             return
-        if (heard := _loss(loss, given)) is not None:
+        if (heard := _loss(loss, arguments)) is not None:
             if heard.is_trained:
                 loss.register_hook(heard.slopes.append)
             for ear in [*self.all]:
@@ -417,22 +419,22 @@ TABLE = tuple(
 )
 
 
-def _loss(loss: Tensor, given: dict[str, Any]) -> Loss | None:
-    """Return the loss of a call with the arguments `given`, None if its targets are no classes."""
-    targets = given["target"]
+def _loss(loss: Tensor, arguments: dict[str, Any]) -> Loss | None:
+    """Return the loss of a call with these `arguments`, None if its targets are no classes."""
+    targets = arguments["target"]
     if targets.is_floating_point() or type(targets) is not Tensor:
         return None
-    reduction = given.get("reduction", "mean")
-    if given.get("reduce") is False:
+    reduction = arguments.get("reduction", "mean")
+    if arguments.get("reduce") is False:
         reduction = "none"
-    elif given.get("size_average") is False:
+    elif arguments.get("size_average") is False:
         reduction = "sum"
     targets = targets.detach().clone()
     return Loss(
         targets=targets,
-        counted=targets != given.get("ignore_index", -100),
+        counted=targets != arguments.get("ignore_index", -100),
         reduction=reduction,
-        is_weighted=given.get("weight") is not None,
+        is_weighted=arguments.get("weight") is not None,
         is_trained=loss.requires_grad,
         dtype=loss.dtype,
     )
@@ -443,7 +445,7 @@ def _loss(loss: Tensor, given: dict[str, Any]) -> Loss | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a loss is `counted`, bool like the ids, whose positions are along `dimension`."""
+    """Where a loss is `counted`, bool like the ids; positions are along `dimension`."""
 
     dimension: int
     counted: Tensor
@@ -510,11 +512,11 @@ def _matches(
     if width < 1:
         return 0, ()
     known = counted[:, :width]
-    found = (
+    equal = (
         int((known & (targets[:, :width] == ids[:, shift : shift + width])).sum())
         for shift in range(SHIFTS)
     )
-    return int(known.sum()), tuple(found)
+    return int(known.sum()), tuple(equal)
 
 
 def _padded(targets: Tensor, counted: Tensor, rows: Rows) -> int:

@@ -263,10 +263,10 @@ def _holders(
     for other in sorted(
         places, key=lambda other: (groups[other] != groups[rank], abs(other - rank))
     ):
-        for held in places[other].values():
-            if held.name != place.name or held.indices is None or known[held.indices].all():
+        for piece in places[other].values():
+            if piece.name != place.name or piece.indices is None or known[piece.indices].all():
                 continue
-            known[held.indices] = True
+            known[piece.indices] = True
             holders.append(other)
     return tuple(sorted(holders))
 
@@ -276,14 +276,14 @@ def _holders(
 
 def _held(events: Iterable[Event]) -> Set[tuple[str, str, int]]:
     """Return the names of tensors that may be in pieces, with their parameters' and sizes."""
-    held = set()
+    names = set()
     for event in events:
         for kind in ("weights", "gradient", "edited", "optimizer", "extra"):
             for name, record in (getattr(event, kind, None) or {}).items():
                 first, _, last = name.partition("/")
                 parameter = {"optimizer": first, "extra": last}.get(kind, name)
-                held.add((name, parameter, record.size or 0))
-    return held
+                names.add((name, parameter, record.size or 0))
+    return names
 
 
 def _renamed(
@@ -295,11 +295,11 @@ def _renamed(
         return event
     changes: dict[str, Any] = {}
     for kind in _BY_NAME:
-        if held := getattr(event, kind, None):
-            changes[kind] = {named.get(name, name): value for name, value in held.items()}
+        if named_values := getattr(event, kind, None):
+            changes[kind] = {named.get(name, name): value for name, value in named_values.items()}
     for kind in _LISTED:
-        if held := getattr(event, kind, None):
-            changes[kind] = tuple(named.get(name, name) for name in held)
+        if named_values := getattr(event, kind, None):
+            changes[kind] = tuple(named.get(name, name) for name in named_values)
     if isinstance(event, Start):
         changes["shapes"] = {
             named.get(name, name): shapes.get(named.get(name, name), shape)
@@ -353,7 +353,7 @@ Batches = Mapping[int, Batch]  # by step
 
 
 def batches_of(rank: RankTrace) -> Batches:
-    """Return the batches of a rank, without steps whose samples are unknown."""
+    """Return the batches of a rank, without steps of unknown samples."""
     shards: dict[int, list[Shard]] = defaultdict(list)
     for event in rank.events:
         if isinstance(event, Shard):
@@ -367,17 +367,17 @@ def batches_of(rank: RankTrace) -> Batches:
     return batches
 
 
-def drawn_batches(ranks: Sequence[RankTrace], one: Batches) -> dict[int, Batches]:
+def drawn_batches(ranks: Sequence[RankTrace], alone_rows: Batches) -> dict[int, Batches]:
     """Return the batches of each rank that draws samples itself, by what one worker draws.
 
     A rank that is given what another has computed has rows, too, but none of those of one worker.
     """
     are_rows = any(rank.header.get("samples") == "content" for rank in ranks)
-    given = {rank.rank: batches_of(rank) for rank in ranks if not rank.life}
+    by_rank = {rank.rank: batches_of(rank) for rank in ranks if not rank.life}
     return {
         rank: batches
-        for rank, batches in given.items()
-        if batches and not (are_rows and _are_others(batches, one))
+        for rank, batches in by_rank.items()
+        if batches and not (are_rows and _are_others(batches, alone_rows))
     }
 
 
@@ -400,21 +400,21 @@ def groups_of(drawn_by: Mapping[int, Batches], world_size: int) -> tuple[int, ..
     return tuple(known.get(rank, 0) for rank in range(world_size))
 
 
-def are_parts(ranks: Sequence[RankTrace], one: Batches) -> bool:
+def are_parts(ranks: Sequence[RankTrace], alone_rows: Batches) -> bool:
     """Return whether each row of one worker is what the ranks have of it, put together.
 
     Then the sizes of parts have that of the row as their sum, and so have their squares. Steps that
-    one worker doesn't make say nothing, nor do those whose contents are unknown: one must be known.
+    one worker doesn't make say nothing, nor do those of unknown contents: one must be known.
     """
-    given: dict[int, dict[int, Batch]] = defaultdict(dict)
+    by_rank: dict[int, dict[int, Batch]] = defaultdict(dict)
     for rank in ranks:
-        given[rank.rank] |= batches_of(rank)
-    steps = set(one).intersection(*given.values())
-    if len(given) < 2:
+        by_rank[rank.rank] |= batches_of(rank)
+    steps = set(alone_rows).intersection(*by_rank.values())
+    if len(by_rank) < 2:
         return False
     is_shown = False
     for step in sorted(steps):
-        with_whole_rows, parts = one[step], [batches[step] for batches in given.values()]
+        with_whole_rows, parts = alone_rows[step], [batches[step] for batches in by_rank.values()]
         if any(len(part.ids) != len(with_whole_rows.ids) for part in parts):
             return False
         if not with_whole_rows.contents or not all(part.contents for part in parts):
@@ -437,15 +437,15 @@ def _is_sum(with_whole_rows: Sequence[float], parts: Sequence[Sequence[float]]) 
     return sum(part[0] for part in parts) == with_whole_rows[0] and is_near
 
 
-def with_whole_rows(rank: RankTrace, one: Batches) -> RankTrace:
+def with_whole_rows(rank: RankTrace, alone_rows: Batches) -> RankTrace:
     """Return the record of a rank that has parts of rows, with the rows of one worker in place."""
     before: dict[int, int] = defaultdict(int)
     events: list[Event] = []
     for event in rank.events:
-        if isinstance(event, Shard) and event.step in one:
+        if isinstance(event, Shard) and event.step in alone_rows:
             first = before[event.step]
             before[event.step] = last = first + len(event.ids)
-            batch = one[event.step]
+            batch = alone_rows[event.step]
             event = replace(event, ids=batch.ids[first:last], contents=batch.contents[first:last])
         events.append(event)
     return replace(rank, events=tuple(events))

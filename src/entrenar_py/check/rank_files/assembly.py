@@ -189,22 +189,22 @@ def numbered(
     accumulation: int,
     places: Mapping[int, int],
     *,
-    told: Set[int] = frozenset(),
+    reporting: Set[int] = frozenset(),
     steps_per_epoch: int | None = None,
 ) -> list[Event]:
     """Return `events` with facts that a rank alone doesn't know.
 
     Shards get numbers that are unique among all ranks, from the `places` of the ranks that draw
     them. Updates get the weight of all shards of their step. A rank that is started again counts
-    epochs from 0, unless it is one of the ranks that are `told` them: with `steps_per_epoch`, its
-    shards get the epochs of the whole run.
+    epochs from 0, unless it is one of those `reporting` them: with `steps_per_epoch`, its shards
+    get the epochs of the whole run.
     """
     weights: dict[int, float] = defaultdict(float)
     epochs_before: dict[int, int] = {}  # rank -> epochs before its life
     renumbered: list[Event] = []
     for event in events:
         if isinstance(event, Start):
-            if steps_per_epoch is not None and event.rank not in told:
+            if steps_per_epoch is not None and event.rank not in reporting:
                 epochs_before[event.rank] = event.step // steps_per_epoch
             for step in [step for step in weights if step >= event.step]:
                 del weights[step]  # this rank resumes here, and these steps are made again
@@ -364,12 +364,12 @@ class _Memory:
         return {step + 1 for step in made}
 
     def _in_part(self, weights: Mapping[str, str]) -> Set[int]:
-        """Return the step whose weights `weights` are in part; none if the rest is unexplained.
+        """Return the step that left `weights` in part; none if the rest is unexplained.
 
         A tensor that no other step has left so tells the step. The others may be as they were at
         first, or be what another tensor was.
         """
-        found = set()
+        steps = set()
         for step, after in self._weights.items():
             others = [self._first_weights, *(w for at, w in self._weights.items() if at != step)]
             tells = any(
@@ -381,8 +381,8 @@ class _Memory:
                 digest in known or digest == self._first_weights.get(name)
                 for name, digest in weights.items()
             ):
-                found.add(step)
-        return found
+                steps.add(step)
+        return steps
 
     def add(self, rank: RankTrace) -> None:
         if "pid" in rank.header:

@@ -42,7 +42,7 @@ SYSTEM = OBSERVED
 _CONTENT = ("content", "unknown")
 # Where a script draws the numbers by which it selects rows.
 _SELECTING = ("batch", "loss", "gradient", "between")
-# torch.optim's optimizers whose rule the checks know -> the name of that rule in a scenario.
+# Optimizers of torch.optim, if checks know their rule -> its name in a scenario.
 _KINDS = {"SGD": "momentum", "Adam": "adamw", "AdamW": "adamw"}
 
 
@@ -138,7 +138,7 @@ def trace_of(
         events,
         scenario.accumulation,
         assembly.places(ranks),
-        told={rank.rank for rank in ranks if rank.epochs},
+        reporting={rank.rank for rank in ranks if rank.epochs},
         steps_per_epoch=max(1, int(batches) if traits.drop_last else math.ceil(batches)),
     )
     return Trace(
@@ -188,7 +188,7 @@ def _of_the_data(ranks: Sequence[RankTrace], header: Mapping[str, Any]) -> dict[
     elif header.get("clips") is not None and traits.get("arranged") != "guessed":
         traits |= {"clip_norm": float(header["clips"]), "clip_source": "calls"}
     if header.get("batch_norm") and any(rank.local for rank in ranks):
-        traits["batch_norm"] = True  # whose statistics forward passes changed
+        traits["batch_norm"] = True  # forward passes changed its statistics
     return traits
 
 
@@ -314,7 +314,7 @@ def _declared_optimizer(rank: RankTrace) -> str:
 
 
 def load(files: Iterable[Path]) -> trace.Trace:
-    """Return the trace of the run whose ranks' files these are, one for each life of a rank.
+    """Return the trace of the run that left these files, one for each life of a rank.
 
     It ends `failed` if a rank is missing, or didn't come to its end. Raises TraceError for a file
     that no rank wrote.

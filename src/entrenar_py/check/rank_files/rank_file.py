@@ -249,7 +249,7 @@ class RankTrace:
     - `events`: in the order in which they were written.
     - `ended`: training came to its end; `problem` is the error that ended it, "" for none.
     - `layout`: how the ranks are arranged, None if the file doesn't say.
-    - `pieces`: by name, the place of each tensor of which the rank holds a part.
+    - `pieces`: by name, the place of each tensor that the rank holds a part of.
     - `local`: buffers that depend on the rank's own samples, None if unknown.
     - `changed`: the optimizer's constants, except learning rates, have changed since the header.
     - `compression`: the format in which gradients were sent, "" if uncompressed; `compressed_from`

@@ -232,7 +232,7 @@ Held = Mapping[int, Tensors]  # rank -> its records of one kind: weights, say, a
 Ranks = Mapping[int, RankTrace]
 
 
-def seen_by(rank: int, held: Held, ranks: Ranks, layout: Layout) -> Tensors:
+def seen_by(rank: int, by_rank: Held, ranks: Ranks, layout: Layout) -> Tensors:
     """Return the tensors of the whole model as `rank` has them.
 
     These are the rank's own tensors, made whole, and tensors that only ranks of other stages hold.
@@ -240,16 +240,18 @@ def seen_by(rank: int, held: Held, ranks: Ranks, layout: Layout) -> Tensors:
     """
     tensors: dict[str, TensorRecord] = {}
     replica = layout.replica(rank)
-    others = sorted(other for other in held if other != rank and layout.replica(other) == replica)
+    others = sorted(
+        other for other in by_rank if other != rank and layout.replica(other) == replica
+    )
     for holder in (rank, *others):
-        for name, record in renamed(made_whole(holder, held, ranks), layout).items():
+        for name, record in renamed(made_whole(holder, by_rank, ranks), layout).items():
             tensors.setdefault(name, record)
-    for name, record in renamed(_of_empty_pieces(rank, held, ranks), layout).items():
+    for name, record in renamed(_of_empty_pieces(rank, by_rank, ranks), layout).items():
         tensors.setdefault(name, record)
     return tensors
 
 
-def _of_empty_pieces(rank: int, held: Held, ranks: Ranks) -> dict[str, TensorRecord]:
+def _of_empty_pieces(rank: int, by_rank: Held, ranks: Ranks) -> dict[str, TensorRecord]:
     """Return what `rank` lacks, since other ranks hold all elements of the parameter.
 
     Such a parameter has no gradient and no optimizer state there.
@@ -258,19 +260,19 @@ def _of_empty_pieces(rank: int, held: Held, ranks: Ranks) -> dict[str, TensorRec
     empty = {name: piece.ranks for name, piece in pieces.items() if 0 in piece.shape}
     others: dict[str, TensorRecord] = {}
     for holder in sorted({holder for holders in empty.values() for holder in holders}):
-        for name in held.get(holder, {}):
-            if name in held[rank] or name.partition("/")[0] not in empty:
+        for name in by_rank.get(holder, {}):
+            if name in by_rank[rank] or name.partition("/")[0] not in empty:
                 continue
-            if (record := _whole(name, holder, held, ranks)) is not None:
+            if (record := _whole(name, holder, by_rank, ranks)) is not None:
                 others.setdefault(name, record)
     return others
 
 
-def gradient(group: Sequence[int], held: Held, ranks: Ranks, layout: Layout) -> Tensors:
+def gradient(group: Sequence[int], by_rank: Held, ranks: Ranks, layout: Layout) -> Tensors:
     """Return the gradient of one micro-batch that the ranks of `group` computed together.
 
-    Ranks of one stage hold copies of it, of which the first is taken. Ranks of several stages hold
-    terms, which are added, or copies again. If ranks compute on parts of samples, the result is
+    Ranks of one stage hold copies of it; the first is taken. Ranks of several stages hold terms,
+    which are added, or copies again. If ranks compute on parts of samples, the result is
     empty: a term can't be told from a copy.
     """
     if layout.has(PARTIAL):
@@ -278,7 +280,7 @@ def gradient(group: Sequence[int], held: Held, ranks: Ranks, layout: Layout) -> 
     stages: dict[int, dict[str, TensorRecord]] = {}
     for rank in group:
         stage = stages.setdefault(layout.coordinates(rank).get("pp", 0), {})
-        for name, record in made_whole(rank, held, ranks).items():
+        for name, record in made_whole(rank, by_rank, ranks).items():
             stage.setdefault(name, record)
     terms = _gathered(renamed(stage, layout) for stage in stages.values())
     sums = {
@@ -307,7 +309,7 @@ def renamed(tensors: Tensors, layout: Layout) -> dict[str, TensorRecord]:
 
 
 def total(terms: Iterable[Tensors]) -> dict[str, TensorRecord]:
-    """Return the sums by name, without tensors whose values are unknown or differ in size."""
+    """Return the sums by name, without tensors of unknown values, or of several sizes."""
     sums = {name: _sum(records) for name, records in _gathered(terms).items()}
     return {name: record for name, record in sums.items() if record is not None}
 
@@ -340,18 +342,20 @@ def _sum(records: Sequence[TensorRecord]) -> TensorRecord | None:
     return record_tensor(np.sum(known, axis=0, dtype=known[0].dtype), values=True)
 
 
-def _whole(name: str, rank: int, held: Held, ranks: Ranks) -> TensorRecord | None:
-    """Return a tensor of which `rank` holds all or a piece; None if a piece is missing."""
+def _whole(name: str, rank: int, by_rank: Held, ranks: Ranks) -> TensorRecord | None:
+    """Return a tensor that `rank` holds all or a piece of; None if a piece is missing."""
     piece = ranks[rank].pieces.get(name)
     if piece is None:
-        return held[rank][name]
-    if held[rank][name].data is None:
-        return _whole_sketch(name, piece, held, ranks)
-    if held[rank][name].size == math.prod(piece.whole):
-        return held[rank][name]  # the gradient that a rank's own pass gave to the whole parameter
+        return by_rank[rank][name]
+    if by_rank[rank][name].data is None:
+        return _whole_sketch(name, piece, by_rank, ranks)
+    if by_rank[rank][name].size == math.prod(piece.whole):
+        return by_rank[rank][
+            name
+        ]  # the gradient that a rank's own pass gave to the whole parameter
     parts = []
     for holder in piece.ranks:
-        record = held.get(holder, {}).get(name)
+        record = by_rank.get(holder, {}).get(name)
         part = ranks[holder].pieces.get(name) if holder in ranks else None
         values = None if record is None else record.values()
         if part is None or values is None or values.size != math.prod(part.shape):
@@ -361,7 +365,7 @@ def _whole(name: str, rank: int, held: Held, ranks: Ranks) -> TensorRecord | Non
         parts.append((part.place, part.arranged(values)))
     if sum(values.size for _, values in parts) < math.prod(piece.whole):
         return None  # before memory is allocated: a file may give any size
-    own = held[rank][name].values()
+    own = by_rank[rank][name].values()
     whole = np.zeros(piece.whole, np.float32 if own is None else own.dtype)
     known = np.zeros(piece.whole, bool)
     for place, values in parts:
@@ -370,15 +374,15 @@ def _whole(name: str, rank: int, held: Held, ranks: Ranks) -> TensorRecord | Non
     return record_tensor(whole, values=True) if known.all() else None
 
 
-def _whole_sketch(name: str, piece: Piece, held: Held, ranks: Ranks) -> TensorRecord | None:
-    """Return the record of a tensor of which the ranks of `piece` have sketches, or digests only.
+def _whole_sketch(name: str, piece: Piece, records_of: Held, ranks: Ranks) -> TensorRecord | None:
+    """Return the record of a tensor that the ranks of `piece` have sketches or digests of.
 
     Its digest is that of the pieces' digests, so it depends on how the tensor is cut.
     """
     records: list[TensorRecord] = []
     num_elements = 0
     for holder in piece.ranks:
-        record = held.get(holder, {}).get(name)
+        record = records_of.get(holder, {}).get(name)
         part = ranks[holder].pieces.get(name) if holder in ranks else None
         if record is None or part is None or part.whole != piece.whole or record.data is not None:
             return None

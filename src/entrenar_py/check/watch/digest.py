@@ -215,7 +215,7 @@ class DigestTable:
         """Return the chunks of one launch on the device, as `hash_chunks` takes them.
 
         These are the address, int64 [chunks], and three int32 [chunks]: the number of words, the
-        index of the tensor whose flags a chunk sets, and the arena's word for the chunk's digest.
+        index of the tensor that gets a chunk's flags, and the arena's word for the chunk's digest.
         """
         address, *rest = np.concatenate(chunks, axis=1)
         small = torch.from_numpy(np.stack(rest).astype(np.int32)).to(self._device)
@@ -259,7 +259,7 @@ class _Lists:
     ) -> list[list[NDArray[np.int64]]]:
         """Return for each launch the chunks of each tensor that takes part, int64 [4, chunks].
 
-        The four are address, number of words, index of the tensor whose flags are set (none for
+        The four are address, number of words, index of the tensor that gets the flags (none for
         lists), and slot of the digest. `sources` are (address, words) pairs, `arena` is an address.
         """
         depth = 1 + max(map(len, self._of))
@@ -305,7 +305,7 @@ def _up(num_bytes: int) -> int:
 def _kind(dtype: torch.dtype) -> tuple[int, int, int]:
     """Return masks of a word of `dtype`: exponent bits, the lowest of each exponent, sign bits.
 
-    All are 0 for a dtype whose NaN and Inf are not recognised.
+    All are 0 for a dtype without NaN and Inf that are recognised.
     """
     if dtype not in _FORMATS:
         return (0, 0, 0)

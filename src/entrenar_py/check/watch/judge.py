@@ -128,7 +128,7 @@ class Judge:
         return findings
 
     def idle(self, rank: int) -> list[int]:
-        """Return the rows of `rank` whose tensors did not move between the last two looks."""
+        """Return the rows of `rank` for tensors that did not move between the last two looks."""
         if LIVENESS not in self._clauses:
             return []
         return [int(row) for row in np.flatnonzero(self._idle[rank])]

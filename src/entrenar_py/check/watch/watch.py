@@ -195,7 +195,9 @@ class Watch:
         if not self._parameters.names:
             raise UsageError("the model has no parameters to watch; leave every= out")
         self._judge: Judge | None = None
-        self._pending: int | None = None  # the step whose rows were sent and not yet looked at
+        self._pending: int | None = (
+            None  # the step of the rows that were sent and not yet looked at
+        )
         self._table: DigestTable | None = None
         self._places: object = None
         self._asked: tuple[int, ...] | None = None
@@ -280,14 +282,14 @@ class Watch:
                 if watched.note:
                     _LOG.warning("watch: %s (%s): %s", watched.clause, watched.check, watched.note)
 
-    def _rows(self, held: Sequence[Tensor]) -> Tensor:
+    def _rows(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return digest and flags of each tensor, int64 [tensors, ROW_WORDS]."""
         if self._table is not None:
             return self._table.run()
-        roots = [digest.root(digest.header(tensor), digest.memory(tensor)) for tensor in held]
-        rows = torch.zeros((len(held), ROW_WORDS), dtype=torch.int64)
+        roots = [digest.root(digest.header(tensor), digest.memory(tensor)) for tensor in tensors]
+        rows = torch.zeros((len(tensors), ROW_WORDS), dtype=torch.int64)
         rows[:, :2] = digest.all_words(roots)
-        rows[:, 2] = torch.tensor([not digest.is_finite(tensor) for tensor in held])
+        rows[:, 2] = torch.tensor([not digest.is_finite(tensor) for tensor in tensors])
         return rows
 
     def _mark(self, rows: Tensor, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -298,7 +300,9 @@ class Watch:
             return
         groups = self._optimizer.param_groups
         rates = {p: group.get("lr") for group in groups for p in group["params"]}
-        asked: dict[object, dict[int, Tensor]] = {}  # row -> gradient, of each device and dtype
+        gradients_of: dict[
+            object, dict[int, Tensor]
+        ] = {}  # row -> gradient, of each device and dtype
         for row in idle:
             parameter = parameters[row]
             if not parameter.requires_grad or parameter.grad is None:
@@ -310,24 +314,24 @@ class Watch:
             # read, as the host would have to wait for it.
             rate = rates.get(parameter)
             if not isinstance(rate, int | float) or rate > 0:
-                asked.setdefault((gradient.device, gradient.dtype), {})[row] = gradient
-        if asked:
+                gradients_of.setdefault((gradient.device, gradient.dtype), {})[row] = gradient
+        if gradients_of:
             # One launch a dtype, not a tensor: hundreds may be idle.
             norms = [
                 torch._foreach_norm([*gradients.values()], float("inf"))
-                for gradients in asked.values()
+                for gradients in gradients_of.values()
             ]
             largest = torch.cat([torch.stack(norm).float().to(rows.device) for norm in norms])
             live = ((largest > 0) & largest.isfinite()).to(rows)
-            places = self._places_of(tuple(chain.from_iterable(asked.values())), rows.device)
+            places = self._places_of(tuple(chain.from_iterable(gradients_of.values())), rows.device)
             rows[:, _LIVE].index_put_((places,), live)
 
-    def _places_of(self, asked: tuple[int, ...], device: torch.device) -> Tensor:
-        """Return the row numbers `asked` as a tensor on `device`, copied without waiting if new."""
-        if asked != self._asked:
-            rows = torch.tensor(asked)
+    def _places_of(self, wanted: tuple[int, ...], device: torch.device) -> Tensor:
+        """Return row numbers as a tensor on `device`, copied without waiting if new."""
+        if wanted != self._asked:
+            rows = torch.tensor(wanted)
             rows = rows.pin_memory() if device.type == "cuda" else rows
-            self._asked, self._index = asked, rows.to(device, non_blocking=True)
+            self._asked, self._index = wanted, rows.to(device, non_blocking=True)
         return self._index
 
     def _leave(self) -> None:

@@ -181,14 +181,14 @@ class Follower:
         self._batches: Batches | None = None
         # The generators' states when a loader handed out a batch, before anything is observed.
         self._at_batch: States = {}
-        # A module that is called in training mode, and of which no optimizer holds anything; and
+        # A module that is called in training mode while no optimizer holds anything of it; and
         # what it was called with before the first backward pass.
         self._untrained: weakref.ref[nn.Module] | None = None
         self._untrained_inputs: list[Any] = []
         self._pid = os.getpid()
         self._gave_up = False
         self._depth = 0  # backward passes that have begun: one may run inside of another
-        self._stepping = 0  # optimizers whose steps have begun: one may step inside of another's
+        self._stepping = 0  # steps that have begun: an optimizer may step inside of another's step
         self._ending = Ending()
         # The modules that each optimizer steps, None if there are none.
         self._watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, nn.Module | None] = (
@@ -200,17 +200,17 @@ class Follower:
         """Return whether this process isn't followed."""
         return self._gave_up
 
-    def give_up(self, why: str) -> None:
+    def give_up(self, reason: str) -> None:
         """Stop following, and tell the harness why."""
         self._gave_up = True
         if self._recorder is not None:
-            self._recorder.fail(why)
+            self._recorder.fail(reason)
             return
         folder = os.environ.get(FOLDER)
         if folder:
-            notes.write_problem(Path(folder), why)
+            notes.write_problem(Path(folder), reason)
         else:
-            printing.warn(f"entrenar: this process is not watched: {why}")
+            printing.warn(f"entrenar: this process is not watched: {reason}")
 
     def wins(self, observation: Observation) -> None:
         """Note that the script calls `observe` itself: what was recorded here is dropped.
@@ -236,22 +236,22 @@ class Follower:
         """Return the optimizers that were built and are alive, without those inside of others.
 
         Of two with the same parameters the later one is meant: a script has built it again. But if
-        one is an attribute of the other, it is inside of that, whichever was built first. One whose
-        tensors no backward pass reaches (DiLoCo's outer optimizer) is left out, unless they are a
-        model that waits for its turn.
+        one is an attribute of the other, it is inside of that, whichever was built first. If no
+        backward pass reaches its tensors (DiLoCo's outer optimizer) it is left out, unless they are
+        a model that waits for its turn.
         """
         alive = [opt for ref in self._optimizers if (opt := ref()) is not None]
         inside = _inside(alive)
         alive = [opt for opt in alive if not any(opt is inner for inner in inside)]
         alive = [opt for opt in alive if _gets_gradients(opt) or _takes_turns(opt, alive)] or alive
-        held = [{p for g in opt.param_groups for p in g["params"]} for opt in alive]
+        by_optimizer = [{p for g in opt.param_groups for p in g["params"]} for opt in alive]
         return [
             opt
             for index, opt in enumerate(alive)
-            if held[index]
+            if by_optimizer[index]
             and not any(
-                held[index] < other or (held[index] == other and index < at)
-                for at, other in enumerate(held)
+                by_optimizer[index] < other or (by_optimizer[index] == other and index < at)
+                for at, other in enumerate(by_optimizer)
             )
         ]
 
@@ -458,7 +458,7 @@ class Follower:
     def before_step(
         self, optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> Any:
-        """Look at an optimizer whose step begins, and see its closure run if it has one.
+        """Look at an optimizer as its step begins, and see its closure run if it has one.
 
         If the first training pass comes in this closure, an Observer's hooks are too late for it.
         """
@@ -502,9 +502,9 @@ class Follower:
             self._recorder.stranger_steps(optimizer)
 
     def _begin_late(self, optimizer: torch.optim.Optimizer) -> None:
-        """Begin to observe in a step whose gradients no backward pass has left, but the script.
+        """Begin to observe in a step with gradients that the script has set, and no backward pass.
 
-        One whose gradients are zeros trains nothing: torch.distributed.checkpoint makes optimizer
+        A step with gradients of zeros trains nothing: torch.distributed.checkpoint makes optimizer
         state in this way.
         """
         from entrenar_py.check.observing import surroundings, tensors

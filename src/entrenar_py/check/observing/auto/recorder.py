@@ -23,7 +23,7 @@ class Recorder(Observer):
     """Records one rank, with the arguments of `observe` that the script's objects show.
 
     Samples are found by what the model is given, and losses are what `backward` is called on.
-    `called` is the module whose forward pass is about to begin, None in a backward pass. What was
+    `called` is the module that is about to be called, None in a backward pass. What was
     drawn since the generators had the states `drawn_since` belongs to the first batch. `give_up` is
     told why, if something goes wrong later on. `stepped` is called after a step that no hook of
     torch's tells of. Raises UsageError where `observe` would.
@@ -63,10 +63,10 @@ class Recorder(Observer):
         """Return whether something has gone wrong."""
         return self._is_off
 
-    def give_up(self, why: str) -> None:
+    def give_up(self, reason: str) -> None:
         """End the observation, and tell the follower why."""
         self._is_off = True
-        self._tell_why(why)
+        self._tell_why(reason)
 
     _before_forward = guarded(Observer._before_forward)
     _after_forward = guarded(Observer._after_forward)
@@ -86,7 +86,7 @@ class Recorder(Observer):
         self._micro_batches.backward_begins(begun)
 
     def was_called(self, inputs: Any) -> None:
-        """Note a forward pass of before this record, of a model of which optimizers step copies."""
+        """Note a pass before this record, of a model that optimizers step copies of."""
         self._micro_batches.before_forward(inputs, samples.blocks_of(inputs))
         self._micro_batches.after_forward(inputs, is_training=True)
 
@@ -141,10 +141,10 @@ class Recorder(Observer):
         """Note that an optimizer has stepped; write what is known of the script, if that is new."""
         self._note_facts()
 
-    def fail(self, why: str) -> None:
+    def fail(self, problem: str) -> None:
         """End the record with a problem: what comes after it is unknown."""
         self._remove_hooks()
-        self._recording.close(why)
+        self._recording.close(problem)
 
     def withdraw(self) -> None:
         """Remove the record: the script observes itself."""
