@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import entrenar_py
 from entrenar_py.check.observing import FOLDER
-from entrenar_py.check.observing.buffers import Buffers
-from entrenar_py.check.rank_files import assembly, rank_trace
-from entrenar_py.check.rank_files.rank_trace import RankTrace
+from entrenar_py.check.observing.subject import Buffers
+from entrenar_py.check.rank_files import assembly, rank_file
+from entrenar_py.check.rank_files.rank_file import RankTrace
 from entrenar_py.shared.trace import Start, Tensors, Update, record_tensor
 
 
@@ -60,7 +60,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RankTrace:
         model.replaced = model.replaced + 2
     obs.close()
     (path,) = tmp_path.glob("*.rank.jsonl")
-    return rank_trace.load(path)
+    return rank_file.load(path)
 
 
 def buffers(ranks: Iterable[RankTrace]) -> list[Tensors]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from entrenar_py.check.observing.carried import Carried
+from entrenar_py.check.observing.contents import Carried
 
 
 def test_returned_state_is_left_out() -> None:

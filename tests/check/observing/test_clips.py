@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from entrenar_py.check.observing.clips import Clips
+from entrenar_py.check.observing.step_in_work import Clips
 
 Calls = Sequence[tuple[str, float, float]]  # of a step: the parameters, max_norm and norm_type
 

@@ -19,10 +19,8 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from entrenar_py.check.observing import draws as wording
-from entrenar_py.check.observing import mirrored_batches
-from entrenar_py.check.observing.batches import blocks_of
-from entrenar_py.check.observing.draws import Drawn, Draws
+from entrenar_py.check.observing import mirrored_batches, samples
+from entrenar_py.check.observing.samples import Drawn, Draws, blocks_of
 from entrenar_py.check.observing.sources import InOrder
 
 DATA = TensorDataset(torch.arange(7.0))
@@ -98,8 +96,8 @@ def test_batches_that_are_fetched_ahead(watch: Any) -> None:
         *(((6,), 0, ""), ((3, 4, 5), 0, ""), ((0, 1, 2), 0, ""))
     ]
     batches = list(loader)
-    assert used(draws, batches[0], copied=True) == unknown(wording.AHEAD, 1)
-    assert used(draws, batches[1], copied=True) == unknown(wording.NONE, 1)
+    assert used(draws, batches[0], copied=True) == unknown(samples.AHEAD, 1)
+    assert used(draws, batches[1], copied=True) == unknown(samples.NONE, 1)
 
 
 def test_batches_without_memory_of_their_own(watch: Any) -> None:
@@ -109,7 +107,7 @@ def test_batches_without_memory_of_their_own(watch: Any) -> None:
     for (batch,) in loader:
         assert used(draws, [batch.to_sparse()]) == (tuple(map(int, batch)), 0, "")
     sparse = [x.to_sparse() for (x,) in loader]
-    assert used(draws, sparse[:1]) == unknown(wording.AHEAD, 1)
+    assert used(draws, sparse[:1]) == unknown(samples.AHEAD, 1)
 
 
 def fetch(loader: Loader, fetched: queue.Queue[Any]) -> None:
@@ -185,8 +183,8 @@ def test_a_batch_that_is_used_again(watch: Any) -> None:
     assert draws.use(blocks_of(batch)) == ((), 0, "")
     assert draws.use(blocks_of([batch[0].clone()])) is None
     draws.end_step()
-    assert used(draws, batch) == unknown(wording.AGAIN)
-    assert used(draws, batch, copied=True) == unknown(wording.NONE)
+    assert used(draws, batch) == unknown(samples.AGAIN)
+    assert used(draws, batch, copied=True) == unknown(samples.NONE)
 
 
 def test_an_evaluation_on_the_same_loader(watch: Any) -> None:
@@ -218,7 +216,7 @@ def test_what_a_script_iterates_itself(watch: Any) -> None:
     assert list(single) == [0, 1, 2]
     assert used(draws, [torch.zeros(3, 1)]) == ((0, 1, 2), 0, "")
     assert list(single) == [0, 1, 2]
-    assert used(draws, [torch.zeros(2, 1)]) == unknown(wording.AHEAD, 1)
+    assert used(draws, [torch.zeros(2, 1)]) == unknown(samples.AHEAD, 1)
 
 
 def test_a_sampler_in_a_loader(watch: Any) -> None:
@@ -237,7 +235,7 @@ def test_a_list_of_batches(watch: Any) -> None:
     assert [used(draws, batch) for batch in loader] == [((0, 1), 0, ""), ((2,), 0, "")]
     assert not draws.source.is_thorough
     draws = watch([[0, 1], [2]])
-    assert used(draws, [torch.zeros(2)]) == unknown(wording.NONE)
+    assert used(draws, [torch.zeros(2)]) == unknown(samples.NONE)
 
 
 class Prepared:
@@ -299,10 +297,10 @@ class Stream(IterableDataset[torch.Tensor]):
 @pytest.mark.parametrize(
     ("loader", "why"),
     [
-        (DataLoaderDispatcher(DATA, batch_size=4), wording.OTHERS),
-        (DataLoader(Stream(), batch_size=2), wording.STREAM),
-        (DataLoader({"a": torch.zeros(1)}, sampler=["a"]), wording.KEYS),  # type: ignore[arg-type]
-        (DataLoader(DATA, num_workers=1, in_order=False), wording.DISORDER),
+        (DataLoaderDispatcher(DATA, batch_size=4), samples.OTHERS),
+        (DataLoader(Stream(), batch_size=2), samples.STREAM),
+        (DataLoader({"a": torch.zeros(1)}, sampler=["a"]), samples.KEYS),  # type: ignore[arg-type]
+        (DataLoader(DATA, num_workers=1, in_order=False), samples.DISORDER),
     ],
 )
 def test_samples_that_have_no_numbers(loader: Iterable[Any], why: str, watch: Any) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from entrenar_py.check.observing import first_look
+from entrenar_py.check.observing import declarations
 
 ADDRESSES = torch.tensor([0x1234ABCD, 0x00007F12] * 4, dtype=torch.int32).view(torch.float32)
 
@@ -25,24 +25,24 @@ class Tied(nn.Module):
 def test_names_of_one_tensor() -> None:
     """Names of one parameter, and of parameters of one memory, are shared."""
     model = Tied()
-    assert first_look.shared(model) == (("wte.weight", "head.weight"),)
-    assert first_look.names_of(model)["head.weight"] == "wte.weight"
+    assert declarations.shared(model) == (("wte.weight", "head.weight"),)
+    assert declarations.names_of(model)["head.weight"] == "wte.weight"
     model.head.weight = nn.Parameter(model.wte.weight.data)
-    assert first_look.shared(model) == (("wte.weight", "head.weight"),)
-    assert first_look.names_of(model)["head.weight"] == "head.weight"
-    assert first_look.shared(Tied(tied=False)) == ()
+    assert declarations.shared(model) == (("wte.weight", "head.weight"),)
+    assert declarations.names_of(model)["head.weight"] == "head.weight"
+    assert declarations.shared(Tied(tied=False)) == ()
     with torch.device("meta"):
-        assert first_look.shared(Tied(tied=False)) == ()
+        assert declarations.shared(Tied(tied=False)) == ()
 
 
 def test_an_embedding_that_was_tied() -> None:
     """A copy of an embedding is noticed, and nothing else that starts alike."""
-    assert first_look.alike(Tied(tied=False)) == (("wte.weight", "head.weight"),)
-    assert first_look.alike(Tied()) == ()
+    assert declarations.alike(Tied(tied=False)) == (("wte.weight", "head.weight"),)
+    assert declarations.alike(Tied()) == ()
     model = Tied(tied=False)
     for weight in (model.wte.weight, model.head.weight):
         nn.init.zeros_(weight)
-    assert first_look.alike(model) == ()
+    assert declarations.alike(model) == ()
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
@@ -52,12 +52,12 @@ def test_what_is_stepped_twice() -> None:
     listed = [p for m in model.modules() for p in m.parameters(recurse=False)]
     named = dict(model.named_parameters())
     twice = torch.optim.SGD(listed, lr=0.1)
-    assert first_look.doubled([twice], named) == ("wte.weight",)
+    assert declarations.doubled([twice], named) == ("wte.weight",)
     once = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
-    assert first_look.doubled(once, named) == ()
+    assert declarations.doubled(once, named) == ()
     model.head.weight = nn.Parameter(model.wte.weight.data)
     both = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert first_look.doubled([both], dict(model.named_parameters())) == (
+    assert declarations.doubled([both], dict(model.named_parameters())) == (
         "wte.weight",
         "head.weight",
     )
@@ -82,11 +82,11 @@ def test_what_is_stepped_twice() -> None:
 )
 def test_peculiar(tensor: torch.Tensor, look: str) -> None:
     """NaN, zeros and numbers that only memory holds are noticed; small weights are not."""
-    assert first_look.peculiar({"w": tensor}) == ({"w": look} if look else {})
+    assert declarations.peculiar({"w": tensor}) == ({"w": look} if look else {})
 
 
 def test_initialisations_are_not_peculiar() -> None:
     """No usual layer starts from peculiar weights."""
     layers = (nn.Linear(9, 9), nn.LayerNorm(9), nn.Conv2d(3, 4, 3), nn.LSTM(4, 4), Tied())
     for layer in layers:
-        assert first_look.peculiar(dict(layer.named_parameters())) == {}
+        assert declarations.peculiar(dict(layer.named_parameters())) == {}

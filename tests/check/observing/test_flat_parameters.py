@@ -15,9 +15,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Sha
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from entrenar_py.check.observing import first_look, flat_parameters, reduced_gradients
-from entrenar_py.check.observing.flat_parameters import WithinPass
-from entrenar_py.check.observing.flat_parts import Part
+from entrenar_py.check.observing import declarations, flat_parameters, step_in_work
+from entrenar_py.check.observing.flat_parameters import Part, WithinPass
 from entrenar_py.check.observing.subject import Subject
 from entrenar_py.check.rank_files import assembly
 from entrenar_py.check.rank_files.layout import Layout
@@ -115,7 +114,7 @@ def test_the_piece_of_each_parameter(kept: bool) -> None:
     nn.init.zeros_(layer.bias)
     weight = layer.weight.detach().flatten().clone()
     model = _wrapped(nn.Sequential(layer), use_orig_params=kept)
-    parts = flat_parameters.of(model)
+    parts = flat_parameters.parts_of(model)
     each = 4 if kept else 3  # of 12 elements, or of 16: parameters begin at addresses of 16 bytes
     weights, bias = (parts[f"0.{name}"].piece for name in ("weight", "bias"))
     assert weights is not None
@@ -134,8 +133,8 @@ def test_a_shared_parameter_has_both_names(kept: bool) -> None:
     tied = nn.Linear(2, 2, bias=False)
     tied.weight = first.weight
     model = _wrapped(nn.Sequential(first, tied, nn.Linear(2, 2)), use_orig_params=kept)
-    assert first_look.shared(model) == (("0.weight", "1.weight"),)
-    assert first_look.names_of(model)["1.weight"] == "0.weight"
+    assert declarations.shared(model) == (("0.weight", "1.weight"),)
+    assert declarations.names_of(model)["1.weight"] == "0.weight"
 
 
 @pytest.mark.usefixtures("four_ranks")
@@ -171,8 +170,8 @@ def test_gradients_that_are_computed_in_16_bits() -> None:
     """They are rounded before ranks add them, whatever the format is in which that is done."""
     policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = _wrapped(nn.Linear(2, 2), mixed_precision=policy)
-    assert reduced_gradients.compression(model) == "bfloat16"
-    assert reduced_gradients.compression(_wrapped(nn.Linear(2, 2))) == ""
+    assert step_in_work.compression(model) == "bfloat16"
+    assert step_in_work.compression(_wrapped(nn.Linear(2, 2))) == ""
 
 
 @pytest.mark.usefixtures("four_ranks")
@@ -183,7 +182,7 @@ def test_a_hook_that_compresses_after_some_steps() -> None:
     model.register_comm_hook(state, lambda state, bucket: powerSGD.powerSGD_hook(state, bucket))
     formats = []
     for _ in range(3):
-        formats.append(reduced_gradients.compression(model))
+        formats.append(step_in_work.compression(model))
         state.iter += 1
     assert formats == ["", "", "PowerSGD"]
 

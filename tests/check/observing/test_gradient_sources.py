@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from entrenar_py.check.observing.gradient_sources import GradientSources
+from entrenar_py.check.observing.step_in_work import GradientSources
 
 
 def digest(_: str, gradient: torch.Tensor) -> str:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from entrenar_py.check.observing import gradients_ready
-from entrenar_py.check.observing.gradients_ready import GradientHooks
+from entrenar_py.check.observing import module_hooks
+from entrenar_py.check.observing.module_hooks import GradientHooks
 
 
 def told(*, alone: bool) -> list[tuple[bool, ...]]:
@@ -71,7 +71,7 @@ def test_gradients_computed_apart_are_told_too() -> None:
 
 def test_gradients_are_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few are held at a time; what was taken of them is told in their order."""
-    monkeypatch.setattr(gradients_ready, "_BYTES_MIN", 0)
+    monkeypatch.setattr(module_hooks, "_BYTES_MIN", 0)
     parameters = [torch.ones(size, requires_grad=True) for size in (2, 3, 4, 5, 6)]
     most, heard = [], list[str | None]()
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from entrenar_py.check.observing import loader_batches, mirrored_batches
-from entrenar_py.check.observing.loader_batches import Batches
-from entrenar_py.check.observing.seen_samples import CUT, NO_ROWS, STRANGE, SeenSamples
+from entrenar_py.check.observing import mirrored_batches, seen_samples
+from entrenar_py.check.observing.seen_samples import CUT, NO_ROWS, STRANGE, Batches, SeenSamples
 
 DATA = torch.arange(12.0).reshape(12, 1)
 
@@ -61,7 +60,7 @@ def test_a_shortened_pass_tells_all_its_samples_with_its_last_batch() -> None:
     drawn = [*mirrored_batches.shortened(order, loader, 2)]
     assert drawn == [[0, 1], [2, 3]]
     batches = Batches()
-    iterator = loader_batches.Pass(batches, loader)
+    iterator = seen_samples.Pass(batches, loader)
     told = []
     for index in drawn:
         iterator.drawn(index)

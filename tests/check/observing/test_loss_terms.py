@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 
-from entrenar_py.check.observing import named_divisors, script_text
+from entrenar_py.check.observing import loss_terms
 from entrenar_py.check.observing.loss_terms import Begun, Losses
 
 LABELS = torch.tensor([-100, 1, 2, 3, 4, 0])
@@ -71,8 +71,8 @@ def test_a_number_of_the_loss_beside_that_of_micro_batches(monkeypatch: pytest.M
 
     A mean of losses may be divided by their number, and a single divisor may be any.
     """
-    monkeypatch.setattr(script_text, "divides_by", lambda number: number == 3)
-    monkeypatch.setattr(named_divisors, "may_be", lambda number: number == 5)
+    monkeypatch.setattr(loss_terms, "divides_by", lambda number: number == 3)
+    monkeypatch.setattr(loss_terms, "may_divide_by", lambda number: number == 5)
     loss = outputs().mean()
     divided = (loss / 2.0**2 / 4, loss / 4 / 4, loss / 3 / 3, loss / 3, loss / 5 / 5)
     counted = [begun(one).terms[0][2:] for one in divided]
@@ -84,8 +84,8 @@ def test_a_number_that_may_be_one_of_the_loss_leaves_it_unknown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two equal divisors count once if one is the loss's own, and twice if none is."""
-    monkeypatch.setattr(script_text, "divides_by", lambda number: False)
-    monkeypatch.setattr(named_divisors, "may_be", lambda number: None if number == 3 else False)
+    monkeypatch.setattr(loss_terms, "divides_by", lambda number: False)
+    monkeypatch.setattr(loss_terms, "may_divide_by", lambda number: None if number == 3 else False)
     loss = outputs().mean()
     assert [len(begun(one).terms) for one in (loss / 3 / 3, loss / 3)] == [0, 1]
 

@@ -8,14 +8,14 @@ from types import ModuleType
 
 import pytest
 
-from entrenar_py.check.observing import named_divisors
+from entrenar_py.check.observing import loss_terms
 
 Written = Callable[[str], ModuleType]
 
 
 @pytest.fixture(autouse=True)
 def _afresh() -> Iterator[None]:
-    caches = (named_divisors._divisors, named_divisors._apart, named_divisors._attributes)
+    caches = (loss_terms._divisors, loss_terms._apart, loss_terms._attributes)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -24,7 +24,7 @@ def _afresh() -> Iterator[None]:
 
 
 def may_be_4(module: ModuleType) -> bool | None:
-    return answered(module, lambda: named_divisors.may_be(4))
+    return answered(module, lambda: loss_terms.may_divide_by(4))
 
 
 def answered(module: ModuleType, question: Callable[[], bool | None]) -> bool | None:
@@ -169,7 +169,7 @@ def test_two_places_that_divide_by_micro_batches(
     text: str, *, are_two: bool, written: Written
 ) -> None:
     """A half of a loss may be its own, unless the text has its number of micro-batches twice."""
-    assert answered(written(text), named_divisors.are_two_counts) is are_two
+    assert answered(written(text), loss_terms.are_two_counts) is are_two
 
 
 class Engine:
@@ -178,7 +178,7 @@ class Engine:
     gradient_accumulation_steps = 2
 
     def backward(self) -> bool:
-        return bool(self.gradient_accumulation_steps) and named_divisors.are_two_counts()
+        return bool(self.gradient_accumulation_steps) and loss_terms.are_two_counts()
 
 
 @pytest.mark.parametrize(("text", "are_two"), [(TWICE, True), ("loss = 1.0\n", False)])

@@ -17,8 +17,8 @@ from torch.utils.data import (
 )
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from entrenar_py.check.observing.numbering import Numbering
 from entrenar_py.check.observing.samples import Samples
+from entrenar_py.check.observing.sources import Numbering
 from entrenar_py.shared.errors import UsageError
 
 WHOLE = TensorDataset(torch.arange(10.0))

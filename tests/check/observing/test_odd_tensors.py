@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import nn
 
-from entrenar_py.check.observing import dtensors, tensors
-from entrenar_py.check.rank_files import rank_header
+from entrenar_py.check.observing import tensors
+from entrenar_py.check.rank_files import rank_file
 
-HEADER = {"kind": "rank", "version": rank_header.VERSION, "rank": 0, "world_size": 1}
+HEADER = {"kind": "rank", "version": rank_file.VERSION, "rank": 0, "world_size": 1}
 
 
 def test_tensors_are_read_as_dense_real_numbers() -> None:
     """A sparse gradient is read as the dense one, a complex parameter as pairs of numbers."""
     dense = torch.tensor([[0.0, 0.0], [1.0, 2.0]])
-    assert dtensors.local(dense.to_sparse()).equal(dense)
+    assert tensors.local(dense.to_sparse()).equal(dense)
     pair = torch.tensor([1.0 + 2.0j])
-    assert dtensors.local(pair).tolist() == [[1.0, 2.0]]
+    assert tensors.local(pair).tolist() == [[1.0, 2.0]]
     assert tensors.is_finite([dense.to_sparse(), pair])
     assert not tensors.is_finite([pair * float("nan")])
     record = tensors.record(pair, values=True)
@@ -41,7 +41,7 @@ def test_parameter_groups_of_any_optimizer_can_be_written(group: dict[str, Any])
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     optimizer.param_groups = [{"params": [], **group}]
     written = json.loads(json.dumps(tensors.groups([optimizer])))
-    read = rank_header.require({**HEADER, "groups": written}, "header")
+    read = rank_file.require_header({**HEADER, "groups": written}, "header")
     assert read["groups"] == written
     assert tensors.rate_of(optimizer.param_groups[0]) == pytest.approx(
         0.1 if group.get("lr") is not None else 0.0

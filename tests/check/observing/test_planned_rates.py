@@ -10,7 +10,7 @@ import torch
 from torch.optim.lr_scheduler import ExponentialLR
 
 from entrenar_py.check.observing import RATES
-from entrenar_py.check.observing.planned_rates import PlannedRates
+from entrenar_py.check.observing.planned_faults import PlannedRates
 from entrenar_py.check.observing.subject import Subject
 
 MODEL = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py.check.observing import FOLDER, STOP, planned_stop
-from entrenar_py.check.observing.planned_stop import PlannedStop
+from entrenar_py.check.observing import FOLDER, STOP, planned_faults
+from entrenar_py.check.observing.planned_faults import PlannedStop
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_a_rank_that_never_comes_is_not_waited_for(
 ) -> None:
     """The wait for other ranks has a limit, and leaves a mark for them."""
     monkeypatch.setenv(STOP, "3")
-    monkeypatch.setattr(planned_stop, "PATIENCE_S", 0.02)
+    monkeypatch.setattr(planned_faults, "PATIENCE_S", 0.02)
     PlannedStop(1, 2).perhaps_end(3, 0)
     assert ended == [0]
     assert (Path(os.environ[FOLDER]) / "00001.before-3").exists()

@@ -9,13 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from entrenar_py.check.observing import (
-    BATCHES,
-    BATCHES_KEPT,
-    FOLDER,
-    replayed_batches,
-    replayed_operands,
-)
+from entrenar_py.check.observing import BATCHES, BATCHES_KEPT, FOLDER, replayed_batches
 from entrenar_py.check.observing.replayed_batches import Giving, Keeping
 
 ROWS = [torch.arange(6).view(3, 2) + 10 * rank for rank in range(2)]
@@ -25,7 +19,7 @@ MASK = torch.ones(2, 2, dtype=torch.bool)
 @pytest.fixture(autouse=True)
 def unheard_operands(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operations would be heard for the life of this process."""
-    monkeypatch.setattr(replayed_operands, "begin", lambda *_: None)
+    monkeypatch.setattr(replayed_batches, "begin_operands", lambda *_: None)
 
 
 def kept(folder: Path, *given: tuple[Tensor, ...]) -> None:
@@ -86,7 +80,7 @@ def test_a_target_is_kept_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     keeping = replayed_batches.begin(0)
     assert keeping is not None
     scores, targets = torch.zeros(2, 3, requires_grad=True), torch.tensor([0, 2])
-    with replayed_operands.Operands(keeping.operands):
+    with replayed_batches.OperandsMode(keeping.operands):
         before(scores, targets)
         functional.cross_entropy(scores, targets)
     functional.cross_entropy(scores, targets)

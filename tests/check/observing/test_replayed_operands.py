@@ -9,9 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from entrenar_py.check.observing import replayed_batches, replayed_operands
-from entrenar_py.check.observing.replayed_batches import Giving, Keeping
-from entrenar_py.check.observing.replayed_operands import ROWS, Named, joined
+from entrenar_py.check.observing import replayed_batches
+from entrenar_py.check.observing.replayed_batches import (
+    ROWS,
+    Giving,
+    Keeping,
+    Named,
+    joined_operands,
+)
 
 
 def operands(rows: int, **tensors: Tensor) -> dict[str, Tensor]:
@@ -21,7 +26,7 @@ def operands(rows: int, **tensors: Tensor) -> dict[str, Tensor]:
 
 def one(own: dict[str, Tensor], *ranks: dict[str, Tensor]) -> Tensor:
     """Return what takes the place of the first operand."""
-    changed = joined(own, ranks)
+    changed = joined_operands(own, ranks)
     assert changed is not None
     return next(tensor for name, tensor in changed.items() if name != ROWS)
 
@@ -49,7 +54,7 @@ def test_a_number_by_which_a_loss_is_weighted_is_the_mean() -> None:
 
 def test_another_operation_is_not_replaced() -> None:
     """What doesn't fit is left to the comparison."""
-    assert joined(operands(0, x=torch.ones(1)), [operands(0, y=torch.ones(1))] * 2) is None
+    assert joined_operands(operands(0, x=torch.ones(1)), [operands(0, y=torch.ones(1))] * 2) is None
 
 
 def test_what_a_loss_takes_beside_the_model_is_that_of_all_ranks(tmp_path: Path) -> None:
@@ -66,10 +71,10 @@ def test_what_a_loss_takes_beside_the_model_is_that_of_all_ranks(tmp_path: Path)
 
     due = torch.zeros(1, 2)
     for rank in range(2):
-        with replayed_operands.Operands(Keeping(tmp_path, rank).operands):
+        with replayed_batches.OperandsMode(Keeping(tmp_path, rank).operands):
             due += gradient(rows[rank], gains[rank]) / 2
     giving = Giving(tmp_path, 2, in_turn=False)
-    with replayed_operands.Operands(giving.operands):
+    with replayed_batches.OperandsMode(giving.operands):
         assert torch.allclose(gradient(torch.zeros(2, 2), torch.zeros(2)), due)
 
 
@@ -82,7 +87,7 @@ def test_changes_in_place_and_passes_without_gradients_are_not_heard() -> None:
         return own
 
     net = nn.Linear(2, 1)
-    with replayed_operands.Operands(change):
+    with replayed_batches.OperandsMode(change):
         with torch.no_grad():
             net(torch.ones(1, 2))
         out = torch.zeros(1, 1)
@@ -98,14 +103,14 @@ def test_what_no_gradient_follows_from_goes_on_with_more_rows() -> None:
         return own
 
     own, given = torch.arange(3.0), torch.zeros(6)
-    with replayed_operands.Operands(change, 2):
+    with replayed_batches.OperandsMode(change, 2):
         with torch.no_grad():
             assert (own - given).tolist() == [0, 1, 2, 0, 1, 2]
         labels = torch.ones(3, dtype=torch.int64)
         assert nn.functional.cross_entropy(torch.zeros(6, 2), labels) == math.log(2)
         with pytest.raises(RuntimeError, match="must match"):
             own + torch.zeros(5)
-    with replayed_operands.Operands(change), pytest.raises(RuntimeError, match="must match"):
+    with replayed_batches.OperandsMode(change), pytest.raises(RuntimeError, match="must match"):
         own + given
 
 
@@ -117,7 +122,7 @@ def test_a_loss_is_heard_once_with_the_operations_and_without(
     heard = replayed_batches._scored(nn.functional.mse_loss, replayed_batches._LOSSES_HEARD)
     score, target = nn.Linear(2, 1)(torch.ones(3, 2)), torch.zeros(3, 1)
     heard(score, target)
-    with replayed_operands.Operands(lambda own: own):
+    with replayed_batches.OperandsMode(lambda own: own):
         heard(score, target)
         with torch.overrides._pop_mode_temporarily():
             heard(score, target)

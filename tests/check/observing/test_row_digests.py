@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from entrenar_py.check.observing.row_digests import rows_of
+from entrenar_py.check.observing.contents import rows_of
 
 
 @pytest.mark.parametrize("padding", [0, -100])

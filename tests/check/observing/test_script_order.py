@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from entrenar_py.check.observing import script_order
+from entrenar_py.check.observing import script_text
 
 LOADS = re.compile(r"\btorch\.load\b|resume")
 
@@ -91,7 +91,7 @@ def is_later(text: str, folder: Path) -> bool:
     body = re.sub(r"^from .*", "", text)  # its lines keep their numbers
     exec(compile(body, file, "exec"), scope)
     train: Callable[..., Any] = scope["train"]
-    train(lambda: seen.append(script_order.come_later(LOADS, {file: text})))
+    train(lambda: seen.append(script_text.come_later(LOADS, {file: text})))
     return seen[0]
 
 
@@ -162,7 +162,7 @@ ONCE = {
 
 
 def comes_again(
-    text: str, folder: Path, look: Callable[..., bool | str] = script_order.line_again
+    text: str, folder: Path, look: Callable[..., bool | str] = script_text.line_again
 ) -> bool | str:
     """Return what is said of the lines that draw, in the midst of a script's function `train`."""
     file, seen = str(folder / "own.py"), list[bool | str]()
@@ -234,7 +234,7 @@ def test_micro_batches_that_are_drawn_alike(
 ) -> None:
     """By a line that nothing of the loop changes; else they may be those of several tasks."""
     text = MICRO_BATCHES.replace(before, after, 1)
-    assert comes_again(text, tmp_path, script_order.are_alike) is is_one
+    assert comes_again(text, tmp_path, script_text.are_alike) is is_one
 
 
 TASKS = """
@@ -278,8 +278,8 @@ def test_micro_batches_that_are_drawn_from_tasks_in_turn(
     edits: dict[str, str], tmp_path: Path
 ) -> None:
     """What is drawn from changes within the loop, so the losses may be those of several tasks."""
-    assert comes_again(TASKS, tmp_path, script_order.are_alike)
+    assert comes_again(TASKS, tmp_path, script_text.are_alike)
     text = TASKS
     for before, after in edits.items():
         text = text.replace(before, after, 1)
-    assert not comes_again(text, tmp_path, script_order.are_alike)
+    assert not comes_again(text, tmp_path, script_text.are_alike)

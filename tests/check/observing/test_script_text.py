@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from entrenar_py.check.observing import script_text
+from entrenar_py.check.observing import loss_terms, script_text
 
 
 @pytest.mark.parametrize(
@@ -75,9 +75,9 @@ def test_a_number_that_the_script_divides_by(
 ) -> None:
     """The number is written, or a part of it is, so that it is no count of micro-batches."""
     written(text)
-    script_text._divisors.cache_clear()
-    assert script_text.divides_by(number)
-    script_text._divisors.cache_clear()
+    loss_terms._divisors.cache_clear()
+    assert loss_terms.divides_by(number)
+    loss_terms._divisors.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -95,9 +95,9 @@ def test_a_number_that_the_script_divides_by(
 )
 def test_numbers_that_may_be_counts(text: str, written: Callable[[str], None]) -> None:
     written(text)
-    script_text._divisors.cache_clear()
-    assert not any(map(script_text.divides_by, (4, -4, 0, float("inf"))))
-    script_text._divisors.cache_clear()
+    loss_terms._divisors.cache_clear()
+    assert not any(map(loss_terms.divides_by, (4, -4, 0, float("inf"))))
+    loss_terms._divisors.cache_clear()
 
 
 @pytest.mark.parametrize(

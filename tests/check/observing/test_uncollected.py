@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from entrenar_py.check.observing.uncollected import uncollected
+from entrenar_py.check.observing.observer import uncollected
 
 
 @pytest.fixture(autouse=True)

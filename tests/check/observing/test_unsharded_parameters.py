@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from entrenar_py.check.observing import surroundings, unsharded_parameters
+from entrenar_py.check.observing import flat_parameters, surroundings
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_each_is_found_once_and_gets_the_ranks_own_gradient() -> None:
         found[name] = []
         whole.register_hook(found[name].append)  # type: ignore[no-untyped-call]
 
-    handles = unsharded_parameters.when_whole(model, hook)
+    handles = flat_parameters.when_whole(model, hook)
     for _ in range(2):
         model(torch.ones(3, 2)).sum().backward()
     assert list(found) == ["0.weight", "0.bias", "1.weight"]

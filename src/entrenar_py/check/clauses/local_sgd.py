@@ -27,7 +27,7 @@ from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
 from entrenar_py.check.evidence import closeness, missing, rounds
 from entrenar_py.check.evidence.needs import ALONE, ORACLE, POISONED, SAVED, Traces
-from entrenar_py.check.rank_files import outer_rounds
+from entrenar_py.check.rank_files import observed_run
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import (
@@ -302,7 +302,7 @@ def seen(trace: Trace) -> Trace:
     met, names = _meetings(trace)
     if not met:
         return trace
-    lengths = outer_rounds.usual_length([sorted(met)])
+    lengths = observed_run.usual_length([sorted(met)])
     options = {**trace.scenario.options, **({} if lengths is None else {"inner_steps": lengths})}
     trace = replace(
         trace,

@@ -21,8 +21,8 @@ from entrenar_py.check.harness.judgement import Listener
 from entrenar_py.check.harness.plan import Task
 from entrenar_py.check.project import commands
 from entrenar_py.check.project.configuration import Standing
-from entrenar_py.check.rank_files import shown_scenario
-from entrenar_py.check.rank_files.arranged import Arrangement
+from entrenar_py.check.rank_files import observed_run
+from entrenar_py.check.rank_files.arrangements import Arrangement
 from entrenar_py.check.reports.report import Entry
 from entrenar_py.shared.trace import Trace, Traits
 
@@ -123,7 +123,7 @@ def work(options: argparse.Namespace, standing: Standing, shared: Shared) -> Wor
         entries=entries,
         environment=environment,
         places=places,
-        system=shown_scenario.SYSTEM,
+        system=observed_run.SYSTEM,
         seed=options.seed,
         not_applying=judging.elsewhere(standing.selected),
         runs=planned,
@@ -154,7 +154,7 @@ def stored_work(
         entries=entries,
         environment=partial(judgement.environment, traces),
         places=partial(judgement.places, traces),
-        system=shown_scenario.SYSTEM,
+        system=observed_run.SYSTEM,
         seed=options.seed,
         num_traces=len(traces),
         not_applying=judging.elsewhere(standing.selected),

@@ -9,7 +9,7 @@ import shutil
 from typing import NoReturn
 
 from entrenar_py.check.observing.auto import Settings
-from entrenar_py.check.watch import clauses
+from entrenar_py.check.watch import judge
 from entrenar_py.shared import shipped
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.untrusted import escaping
@@ -21,7 +21,7 @@ def run(given: argparse.Namespace) -> NoReturn:
     Raises UsageError if the command can't be started or the contract has no clause to watch, and
     ContractError if it is no contract.
     """
-    clauses.select(given.contract)
+    judge.select_clauses(given.contract)
     contract = given.contract and str(shipped.contract_path(given.contract).absolute())
     settings = Settings(every=given.every, contract=contract)
     shown = escaping.shortened(shlex.join(given.program))

@@ -26,7 +26,7 @@ from entrenar_py.check.evidence.needs import (
 )
 from entrenar_py.check.observing import TOKENS
 from entrenar_py.check.observing.auto import Settings
-from entrenar_py.check.rank_files.arranged import Arrangement
+from entrenar_py.check.rank_files.arrangements import Arrangement
 from entrenar_py.check.rank_files.layout import DATA, Layout
 from entrenar_py.shared.errors import UsageError, did_you_mean
 from entrenar_py.shared.faults import LONGER, Fault, steps_of

@@ -24,7 +24,7 @@ from entrenar_py.check.command.run_settings import RunSettings
 from entrenar_py.check.command.run_trace import Arranging, Beginnings, Made, first_step
 from entrenar_py.check.command.witnesses import Controlling, Nudging, Shortening
 from entrenar_py.check.observing import BATCHES, BATCHES_KEPT, FAULTS, RATES, STOP
-from entrenar_py.check.rank_files import auto_notes, checkpoints
+from entrenar_py.check.rank_files import notes
 from entrenar_py.shared import process, trace
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.faults import JOINED, MIRRORED, REPEATED, steps_of
@@ -251,7 +251,7 @@ def _launched(
     _clear(folder)
     (folder / "work").mkdir(parents=True)
     if plan.auto:
-        (folder / auto_notes.ASKED).touch()
+        (folder / notes.ASKED).touch()
     ended: Ended | None = None
     with folders.own_folder(plan.source, folder / folders.FOLDER) as own:
         launched = own.launched(plan.launch) if own else plan.launch
@@ -302,7 +302,7 @@ def _resuming(option: str, folder: Path) -> tuple[list[str], dict[str, str]]:
     There is neither if no checkpoint is known and its path is needed.
     """
     needs_path = option.endswith(_PATH)
-    newest = checkpoints.newest(folder) if needs_path else None
+    newest = notes.newest_checkpoint(folder) if needs_path else None
     if not option or (needs_path and newest is None):
         return [], {}
     if option.startswith("-"):

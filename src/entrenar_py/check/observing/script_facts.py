@@ -10,21 +10,14 @@ from typing import Any
 
 from torch import Tensor
 
-from entrenar_py.check.observing import (
-    call_sites,
-    checkpoints,
-    script_order,
-    script_text,
-    surroundings,
-)
+from entrenar_py.check.observing import call_sites, checkpoints, script_text, surroundings
 from entrenar_py.check.observing.call_sites import CallSites
-from entrenar_py.check.observing.loader_batches import Batches, Pass
-from entrenar_py.check.observing.loader_iterators import LoaderHooks
+from entrenar_py.check.observing.iterations import LoaderHooks
 from entrenar_py.check.observing.micro_batches import MicroBatches
 from entrenar_py.check.observing.outer_synchronisation import Exchanges
 from entrenar_py.check.observing.recording import Recording
 from entrenar_py.check.observing.samples import Samples
-from entrenar_py.check.observing.seen_samples import SeenSamples
+from entrenar_py.check.observing.seen_samples import Batches, Pass, SeenSamples
 from entrenar_py.check.observing.subject import Subject
 from entrenar_py.check.observing.torch_calls import Ear
 from entrenar_py.shared import trace
@@ -91,10 +84,10 @@ class ScriptFacts:
         if not self._sites.is_known("save"):
             self._recording.write(self._sites.event("save", call_sites.here()))
 
-    def begin(self, subject: Subject, made: Callable[[], int]) -> None:
+    def begin(self, subject: Subject, num_made: Callable[[], int]) -> None:
         """Note that the first pass of the model begins: by now it is wrapped and scheduled.
 
-        `made` returns how many steps were made so far.
+        `num_made` returns how many steps were made so far.
         """
         self._exchanges.begin()
         if self._finds_samples:
@@ -104,12 +97,14 @@ class ScriptFacts:
         self._selects = script_text.selecting_line()
         if self._selects:
             own, _ = script_text.texts()
-            again = script_order.line_again(script_text.SELECTS, own)
+            again = script_text.line_again(script_text.SELECTS, own)
             self._selects, self._selects_in_steps = again or self._selects, bool(again)
-            self._is_one_source = script_order.are_alike(script_text.SELECTS, own)
+            self._is_one_source = script_text.are_alike(script_text.SELECTS, own)
         self._by_epoch = script_text.line_by_epoch()
         self._is_joined = surroundings.are_joined(subject.model)
-        checkpoints.watch(dict.fromkeys(subject.trained.values()), made)  # some share a flat one
+        checkpoints.watch(
+            dict.fromkeys(subject.trained.values()), num_made
+        )  # some share a flat one
 
     def schedule_place(self) -> int | None:
         """Return the position of the learning rate's schedule; None if it is unknown."""

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.rank_files.shown_scenario import SYSTEM
+from entrenar_py.check.rank_files.observed_run import SYSTEM
 from entrenar_py.check.reports import evidence
 from entrenar_py.check.reports.report import EXIT_FALSIFIED, EXIT_HELD, Ending, Entry, Report, rank
 from entrenar_py.shared.untrusted import escaping

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from entrenar_py.check.observing import torch_calls
-from entrenar_py.check.observing.auto import patches
-from entrenar_py.check.observing.auto.patches import TABLE
-from entrenar_py.check.observing.torch_calls import Patch
+from entrenar_py.check.observing.torch_calls import TABLE, Patch
 
 ARGUMENTS = {
     "torch.optim.optimizer.Optimizer.__init__": ["self", "params", "defaults"],
@@ -65,12 +63,12 @@ def test_a_module_that_is_not_imported_is_patched_when_it_is(
     """The finder is asked to call back for a module that isn't imported yet."""
     monkeypatch.setattr(torch_calls, "apply", lambda rows, listener: None)
     for name in ("pre", "post"):
-        monkeypatch.setattr(patches, f"register_optimizer_step_{name}_hook", lambda hook: None)
+        monkeypatch.setattr(torch_calls, f"register_optimizer_step_{name}_hook", lambda hook: None)
     for patch in TABLE:
         importlib.import_module(patch.module)
     monkeypatch.delitem(sys.modules, "torch.amp.grad_scaler")
     awaited: dict[str, Any] = {}
-    patches.install(_Nobody(), awaited)  # type: ignore[arg-type]
+    torch_calls.install(_Nobody(), awaited)  # type: ignore[arg-type]
     assert list(awaited) == ["torch.amp.grad_scaler"]
 
 
@@ -81,9 +79,9 @@ def test_what_a_line_hears_is_patched_before_the_script_imports_it(
     patched: list[Patch] = []
     monkeypatch.setattr(torch_calls, "apply", lambda rows, listener: patched.extend(rows))
     monkeypatch.setattr(torch_calls.EARS, "was_applied", False)
-    for row in torch_calls.TABLE:
+    for row in torch_calls.LINE_TABLE:
         importlib.import_module(row.module)
-    patches.install_for_line({})
+    torch_calls.install_for_line({})
     names = [_path(row) for row in patched]
     assert "torch.nn.utils.clip_grad_norm_" in names
     assert "torch.utils.data.dataloader.DataLoader.__init__" in names

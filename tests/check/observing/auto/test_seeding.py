@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from entrenar_py.check.observing import FAULTS
-from entrenar_py.check.observing.auto import seeding
+from entrenar_py.check.observing.auto import beginning
 from entrenar_py.shared.faults import COMMON, Fault
 
 
 @pytest.fixture(autouse=True)
 def own_generators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Set back what the functions of this file seed, and replace."""
-    monkeypatch.setattr(seeding, "_TORCH_S", set())
+    monkeypatch.setattr(beginning, "_TORCH_S", set())
     monkeypatch.delenv(FAULTS, raising=False)
     monkeypatch.setattr(torch, "seed", torch.seed)
     monkeypatch.setattr(torch.random, "seed", torch.random.seed)
@@ -41,7 +41,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch, rank: int, *faults: Fault) -> list[fl
             *((np.random, "seed"), (np.random, "default_rng"), (random, "seed")),
         ):
             patch.setattr(module, name, getattr(module, name))
-        seeding.begin(0)
+        beginning.seed_process(0)
         numbers = [float(torch.rand(())), random.random(), float(np.random.random())]
         for seed in (torch.seed, random.seed, np.random.seed):
             seed()
@@ -66,12 +66,12 @@ def test_a_script_s_own_seeds_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a script seeds itself is left as it is, and it is known whether it has seeded torch."""
     expected = torch.Generator().manual_seed(3), random.Random(3), np.random.RandomState(3)
     monkeypatch.setenv("RANK", "1")
-    seeding.begin(0)
-    assert seeding.is_unseeded()
+    beginning.seed_process(0)
+    assert beginning.is_unseeded()
     torch.manual_seed(3)
     random.seed(3)
     np.random.seed(3)
-    assert not seeding.is_unseeded()
+    assert not beginning.is_unseeded()
     assert torch.rand(()) == torch.rand((), generator=expected[0])
     assert random.random() == expected[1].random()
     assert np.random.random() == expected[2].random_sample()

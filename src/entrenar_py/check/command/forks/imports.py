@@ -190,9 +190,9 @@ def _name(call: ast.Call) -> str:
 FIRST = (
     *("torch", "torch._dynamo.aot_compile", "torch.distributed.run", "torch.nn.parallel"),
     *("torch.utils.data", "numpy.random"),
-    *("entrenar_py.check.observing.observer", "entrenar_py.check.observing.loader_batches"),
+    *("entrenar_py.check.observing.observer", "entrenar_py.check.observing.seen_samples"),
     *("entrenar_py.check.observing.auto.beginning", "entrenar_py.check.observing.auto.recorder"),
-    *("entrenar_py.check.observing.auto.follower", "entrenar_py.check.observing.auto.patches"),
+    *("entrenar_py.check.observing.auto.follower", "entrenar_py.check.observing.torch_calls"),
 )
 # Variables that differ from rank to rank or from run to run.
 RANKS = (

@@ -1,20 +1,31 @@
-"""The token ids that a model is given, and what its other arguments show of them.
+"""The token ids that a model is given, and the cross-entropies that a script takes over them.
 
 Arguments are known by their names in the model's `forward` and by their values: a padding mask has
 zeros, positions begin again at 0 where a document does, cumulated lengths begin at 0 and end at the
 number of tokens.
+
+torch has no hook of a function, so two functions are replaced where a contract asks for it. A
+replacement returns what the original returns. What a token's loss counts is the derivative of what
+the backward pass began at, which a hook of the loss is given.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from entrenar_py.check.observing import torch_calls
+from entrenar_py.check.observing.torch_calls import Function, Patch
+from entrenar_py.shared import hook_calls, trace
 
 _DOCUMENT_NAMES = frozenset(
     f"{what}{number}"
@@ -28,7 +39,7 @@ _TOKEN_NAMES = ("input_ids", "ids", "idx", "tokens", "token_ids", "input", "inpu
 
 
 class Arguments:
-    """A copy of what a model was given in a forward pass, whose tensors can be exchanged.
+    """A copy of what a model was given in a forward pass; its tensors can be exchanged.
 
     Only tensors of whole numbers are copied, unless the model is to be given it `again`.
     """
@@ -59,7 +70,7 @@ class Arguments:
 
         The model may shift them by one before. Positions and types of tokens are no tokens.
         """
-        found = {
+        by_shift = {
             shift: place
             for place, (name, leaf) in reversed([*enumerate(self._named_leaves())])
             if isinstance(leaf, Tensor) and _is_whole(leaf) and leaf.shape == looked_up.shape
@@ -67,7 +78,7 @@ class Arguments:
             for shift in (1, 0)
             if _are_equal(leaf, looked_up, shift)
         }
-        return found.get(0, found.get(1))
+        return by_shift.get(0, by_shift.get(1))
 
     def of_decoder(self, places: Sequence[int]) -> int | None:
         """Return the place of a decoder's tokens, or else the first one that may be tokens.
@@ -122,7 +133,7 @@ def _named(
 
 
 def _inner(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the module whose `forward` names its arguments, in wrappers that pass all on."""
+    """Return the module with a `forward` that names its arguments, inside of wrappers."""
     kinds = [one.kind for one in inspect.signature(model.forward).parameters.values()]
     inner = [*model.children()]
     is_wrapper = kinds == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
@@ -172,7 +183,7 @@ class Rows:
         return begins & ~self.padding
 
 
-def of(arguments: Arguments, place: int, padding_id: int | None) -> Rows | None:
+def rows_of(arguments: Arguments, place: int, padding_id: int | None) -> Rows | None:
     """Return the rows of the token ids at `place`; None if there are none.
 
     `padding_id` is the token that the embedding takes for padding.
@@ -181,14 +192,16 @@ def of(arguments: Arguments, place: int, padding_id: int | None) -> Rows | None:
     if ids is None or not ids.numel():
         return None
     ids = (ids[None] if ids.dim() == 1 else ids).long()
-    others = [(name, one) for name, one in arguments.tensors() if one.numel() > 1]
-    masked = next((m for name, one in others if (m := _masked(name, one, ids)) is not None), None)
+    others = [(name, argument) for name, argument in arguments.tensors() if argument.numel() > 1]
+    masked = next(
+        (m for name, argument in others if (m := _masked(name, argument, ids)) is not None), None
+    )
     padding = masked
     if padding is None:  # no token is -1
         padding = _outer(ids == (-1 if padding_id is None else padding_id))
     documents, shown = None, ""
-    for name, one in others:
-        documents = _documents(name, one, ids, padding)
+    for name, argument in others:
+        documents = _documents(name, argument, ids, padding)
         if documents is not None:
             shown = name
             break
@@ -241,21 +254,21 @@ def _documents(name: str, given: Tensor, ids: Tensor, padding: Tensor) -> Tensor
     return numbers if bool(several) else None
 
 
-def _begins(name: str, given: Tensor, ids: Tensor) -> Tensor | None:
+def _begins(name: str, argument: Tensor, ids: Tensor) -> Tensor | None:
     rows, positions = ids.shape
-    if given.dim() in (3, 4) and given.shape[-2:] == (positions, positions):
-        return _of_block_mask(given, rows)
-    if not _is_whole(given):
+    if argument.dim() in (3, 4) and argument.shape[-2:] == (positions, positions):
+        return _of_block_mask(argument, rows)
+    if not _is_whole(argument):
         return None
-    if given.dim() == 1 and rows == 1 and given.numel() != positions:
-        return _of_lengths(given.long(), positions)
+    if argument.dim() == 1 and rows == 1 and argument.numel() != positions:
+        return _of_lengths(argument.long(), positions)
     if (
-        given.dim() > 2
-        or given.shape[-1] != positions
-        or given.numel() not in (*(positions, rows * positions),)
+        argument.dim() > 2
+        or argument.shape[-1] != positions
+        or argument.numel() not in (*(positions, rows * positions),)
     ):
         return None
-    row = given.reshape(-1, positions).long().expand(rows, positions)
+    row = argument.reshape(-1, positions).long().expand(rows, positions)
     begins = torch.zeros(ids.shape, dtype=torch.bool, device=ids.device)
     is_numbered = name in _DOCUMENT_NAMES or ("att" in name and bool((row > 1).any()))
     if is_numbered:
@@ -306,3 +319,223 @@ def _of_block_mask(mask: Tensor, rows: int) -> Tensor | None:
     begins = torch.zeros(rows, mask.shape[-1], dtype=torch.bool, device=mask.device)
     begins[:, 1:] = ~sees.diagonal(offset=-1, dim1=-2, dim2=-1)
     return begins
+
+
+# --- losses over tokens ---------------------------------------------------------------------------
+
+
+SHIFTS = 3  # a target is compared with the token at its place, the next one, and the one after
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """A cross-entropy of `targets`, bool `counted`, by `reduction`; `slopes` are its gradients.
+
+    `is_weighted`: the classes have weights of their own. `is_trained`: it may have gradients.
+    """
+
+    targets: Tensor
+    counted: Tensor
+    reduction: str
+    is_weighted: bool
+    is_trained: bool
+    dtype: torch.dtype
+    slopes: list[Tensor] = field(default_factory=list)
+
+    def shares(self) -> tuple[float, float] | None:
+        """Return what a counted token counts at least and at most; None without a backward pass."""
+        count = int(self.counted.sum())
+        if not self.slopes or not count:
+            return None
+        if self.is_weighted:
+            return math.nan, math.nan
+        slope = torch.stack([one.double() for one in self.slopes]).sum(0)
+        if self.reduction == "none":
+            known = slope.flatten()[self.counted.flatten()]
+            return float(known.min()), float(known.max())
+        share = float(slope) / (count if self.reduction == "mean" else 1)
+        return share, share
+
+
+Heard = Callable[[Loss], None]
+
+
+class _Ears:
+    """All that listen in this process, as one listener."""
+
+    def __init__(self) -> None:
+        self.all: list[Heard] = []
+        self.was_applied = False
+
+    def scored(self, loss: Any, arguments: dict[str, Any]) -> None:
+        """Tell all of a cross-entropy, but not of one that is computed again, or only shown.
+
+        A checkpoint computes it again within the backward pass.
+        """
+        again = torch._C._current_graph_task_id() != -1
+        is_shown = torch.is_grad_enabled() and not getattr(loss, "requires_grad", False)
+        if hook_calls.is_traced() or again or is_shown:
+            return
+        if (heard := _loss(loss, arguments)) is not None:
+            if heard.is_trained:
+                loss.register_hook(heard.slopes.append)
+            for ear in [*self.all]:
+                ear(heard)
+
+
+_EARS = _Ears()
+
+
+def listen(heard: Heard) -> Callable[[], None]:
+    """Have `heard` called with each loss; return the function that ends that."""
+    if not _EARS.was_applied:
+        _EARS.was_applied = True
+        torch_calls.apply(TABLE, _EARS)
+    _EARS.all.append(heard)
+    return lambda: _EARS.all.remove(heard) if heard in _EARS.all else None
+
+
+def _scored(original: Function, ears: _Ears) -> Function:
+    signature = inspect.signature(original)
+
+    @wraps(original)
+    def scored(*args: Any, **kwargs: Any) -> Any:
+        loss = original(*args, **kwargs)
+        if ears.all:
+            ears.scored(loss, signature.bind(*args, **kwargs).arguments)
+        return loss
+
+    return scored
+
+
+TABLE = tuple(
+    Patch(
+        module="torch.nn.functional",
+        name=name,
+        reason="no hook tells which targets a loss counts, and what each of them counts",
+        wrap=_scored,
+    )
+    for name in ("cross_entropy", "nll_loss")
+)
+
+
+def _loss(loss: Tensor, arguments: dict[str, Any]) -> Loss | None:
+    """Return the loss of a call with these `arguments`, None if its targets are no classes."""
+    targets = arguments["target"]
+    if targets.is_floating_point() or type(targets) is not Tensor:
+        return None
+    reduction = arguments.get("reduction", "mean")
+    if arguments.get("reduce") is False:
+        reduction = "none"
+    elif arguments.get("size_average") is False:
+        reduction = "sum"
+    targets = targets.detach().clone()
+    return Loss(
+        targets=targets,
+        counted=targets != arguments.get("ignore_index", -100),
+        reduction=reduction,
+        is_weighted=arguments.get("weight") is not None,
+        is_trained=loss.requires_grad,
+        dtype=loss.dtype,
+    )
+
+
+# --- what the targets are -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a loss is `counted`, bool like the ids; positions are along `dimension`."""
+
+    dimension: int
+    counted: Tensor
+
+
+def scored_event(loss: Loss, rows: Rows, **place: int) -> tuple[trace.Scored, Place] | None:
+    """Return the record of a loss over the tokens of `rows`, and its positions.
+
+    Return None for a loss without a backward pass, and one over other things than these tokens.
+    """
+    shares = loss.shares()
+    grids = [*_grids(loss, rows.ids)]
+    if shares is None or not grids:
+        return None
+    compared = [(*_matches(*grid), grid) for grid in grids]
+    known, matches, grid = max(compared, key=lambda one: max(one[1], default=0))
+    padded = crossing = tokens_crossing = 0
+    if grid[3] == 1:
+        padded = _padded(*grid[:2], rows)
+        crossing, tokens_crossing = _crossing(*grid[:2], rows)
+    scored = trace.Scored(
+        **place,
+        counted=int(loss.counted.sum()),
+        least=shares[0],
+        most=shares[1],
+        dtype=str(loss.dtype).removeprefix("torch."),
+        known=known,
+        matches=matches,
+        padded=padded,
+        crossing=crossing,
+        tokens_crossing=tokens_crossing,
+    )
+    _, counted, ids, dimension = grid
+    missing = ids.shape[1] - counted.shape[1]
+    counted = F.pad(counted, (0, missing))
+    return scored, Place(dimension=dimension, counted=counted if dimension else counted.t())
+
+
+_Grid = tuple[Tensor, Tensor, Tensor, int]
+
+
+def _grids(loss: Loss, ids: Tensor) -> Iterator[_Grid]:
+    """Yield targets and which are counted as [rows, positions], and the ids, for each layout.
+
+    The last position may be left out, or the last two. Positions may be the second dimension or the
+    first.
+    """
+    for dimension in (1, 0):
+        length, rows = ids.shape[dimension], ids.shape[1 - dimension]
+        for width in range(length, length - SHIFTS, -1):
+            if width < 1 or loss.targets.numel() != width * rows:
+                continue
+            shape = (rows, width) if dimension else (width, rows)
+            parts = (loss.targets.reshape(shape), loss.counted.reshape(shape), ids)
+            targets, counted, tokens = parts if dimension else (one.t() for one in parts)
+            yield targets, counted, tokens, dimension
+
+
+def _matches(
+    targets: Tensor, counted: Tensor, ids: Tensor, dimension: int
+) -> tuple[int, tuple[int, ...]]:
+    """Return how many counted targets are known at each shift, and how many equal its token."""
+    width = min(targets.shape[1], ids.shape[1] - SHIFTS + 1)
+    if width < 1:
+        return 0, ()
+    known = counted[:, :width]
+    equal = (
+        int((known & (targets[:, :width] == ids[:, shift : shift + width])).sum())
+        for shift in range(SHIFTS)
+    )
+    return int(known.sum()), tuple(equal)
+
+
+def _padded(targets: Tensor, counted: Tensor, rows: Rows) -> int:
+    """Return how many padding tokens are counted as targets of padding tokens.
+
+    The first padding token may be meant, as the end of the text.
+    """
+    width = min(targets.shape[1], rows.ids.shape[1] - 1)
+    both = rows.padding[:, :width] & rows.padding[:, 1 : width + 1]
+    return int((counted[:, :width] & both).sum())
+
+
+def _crossing(targets: Tensor, counted: Tensor, rows: Rows) -> tuple[int, int]:
+    """Return how many targets are another document's first token, and how many tokens these are."""
+    if rows.documents is None:
+        return 0, 0
+    width = min(targets.shape[1], rows.ids.shape[1] - 1)
+    after = slice(1, width + 1)
+    other = rows.documents[:, :width] != rows.documents[:, after]
+    here = targets[:, :width] == rows.ids[:, after]
+    crossing = counted[:, :width] & other & here & ~rows.padding[:, after]
+    return int(crossing.sum()), int(torch.unique(targets[:, :width][crossing]).numel())

@@ -1,8 +1,10 @@
-"""Notes to the harness of what a run's processes save, and what their scripts say of it.
+"""Notes to the harness from the processes of a run: problems of `--auto`, and checkpoints.
 
-A process writes a file of its own, also one that a rank has started: a checkpoint may be written in
-the background. The first line says what the process looks for, each other one is of a file that can
-hold the weights.
+`check/observing/auto/startup/sitecustomize.py` writes problems, too, where this package is missing.
+
+Of checkpoints a process writes a file of its own, also one that a rank has started: a checkpoint
+may be written in the background. The first line says what the process looks for, each other one is
+of a file that can hold the weights.
 """
 
 from __future__ import annotations
@@ -17,7 +19,56 @@ from typing import Any
 
 from entrenar_py.shared.untrusted import files, json_text
 
-NOTES = "saves-*.jsonl"
+ASKED = "auto.asked"  # exists if the command was launched to be observed without a line
+LOADED = "auto.loaded"  # exists if any Python of the command ran the start-up module
+PROBLEMS = "auto-*.note.txt"
+_PROBLEMS_BYTES_MAX = 2**16
+
+
+def write_problem(folder: Path, text: str) -> None:
+    """Add a line for the harness to read; nothing is written if the folder is gone."""
+    with (
+        suppress(OSError),
+        (folder / PROBLEMS.replace("*", str(os.getpid()))).open("a", encoding="utf-8") as file,
+    ):
+        file.write(text.replace("\n", " ") + "\n")
+
+
+def why_nothing(folder: Path) -> str:
+    """Return why a run that was to be observed without a line left no record.
+
+    Returns "" for other runs.
+    """
+    if not (folder / ASKED).exists():
+        return ""
+    if lines := problems(folder):
+        return "; ".join(lines[:2])
+    if not (folder / LOADED).exists():
+        return (
+            "no Python of the command ran the start-up module of --auto: an interpreter ignores "
+            "PYTHONPATH (python -I, -E or -S), or something clears the environment; change that, "
+            "or add the line to the script"
+        )
+    return (
+        "no process stepped a torch optimizer on a model that it trained: --auto sees nothing of "
+        "trainers that use other libraries"
+    )
+
+
+def problems(folder: Path) -> list[str]:
+    """Return the lines that the processes have written, each once."""
+    lines: dict[str, None] = {}
+    for path in sorted(folder.glob(PROBLEMS)):
+        with suppress(OSError):
+            text = files.read(path, bytes_max=_PROBLEMS_BYTES_MAX).decode(errors="replace")
+            lines.update(dict.fromkeys(line for line in text.splitlines() if line))
+    return list(lines)
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+SAVES = "saves-*.jsonl"
 LEAST_SHARE = 8  # a file that holds weights has at least this part of their bytes: 1 of 8
 _BYTES_MAX = 2**20
 _FILES_MAX = 4000
@@ -74,16 +125,16 @@ class Saved:
         }
 
 
-def write(folder: Path, **said: Any) -> None:
+def write_save(folder: Path, **said: Any) -> None:
     """Add a line for the harness to read; nothing is written if the folder is gone."""
-    path = folder / NOTES.replace("*", str(os.getpid()))
+    path = folder / SAVES.replace("*", str(os.getpid()))
     with suppress(OSError), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(said) + "\n")
 
 
-def read(folder: Path) -> Saved:
+def saved(folder: Path) -> Saved:
     """Return what the processes of the run in `folder` have noted, and what files they left."""
-    by_process = [[*_lines(path)] for path in sorted(folder.glob(NOTES))]
+    by_process = [[*_lines(path)] for path in sorted(folder.glob(SAVES))]
     notes = [note for own in by_process for note in own]
     begun = [note for note in notes if "weights" in note]
     if not begun:
@@ -106,7 +157,7 @@ def read(folder: Path) -> Saved:
     )
 
 
-def newest(folder: Path) -> Path | None:
+def newest_checkpoint(folder: Path) -> Path | None:
     """Return what a script that is started again would be given: its newest checkpoint.
 
     That is the file with the weights and more, or the only one; or the folder of several, to which
@@ -114,7 +165,7 @@ def newest(folder: Path) -> Path | None:
     """
     saves = [
         (path.name, int(note["after"]), Path(str(note["path"])), bool(note.get("is_whole")))
-        for path in sorted(folder.glob(NOTES))
+        for path in sorted(folder.glob(SAVES))
         for note in _lines(path)
         if "path" in note and Path(str(note["path"])).is_file()
     ]
@@ -150,7 +201,6 @@ def _read(by_process: list[list[dict[str, Any]]], *, trains: bool) -> str:
 
 
 def _said(what: str, notes: list[dict[str, Any]]) -> str:
-    """Return the first text that a note has for `what`; "" if none has any."""
     return next((str(note[what]) for note in notes if note.get(what)), "")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py.check.rank_files import rank_file, rank_trace
+from entrenar_py.check.rank_files import rank_file
 from entrenar_py.check.rank_files.rank_file import RankFile
 from entrenar_py.shared.errors import TraceError, UsageError
 from tests.fuzz import bad_contents
@@ -23,8 +23,8 @@ def test_each_line_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         parsed.append(line)
         return json.JSONDecoder().decode(line.decode())
 
-    monkeypatch.setattr("entrenar_py.check.rank_files.rank_trace.json_text.load", loads)
-    rank_trace.load(path)
+    monkeypatch.setattr("entrenar_py.check.rank_files.rank_file.json_text.load", loads)
+    rank_file.load(path)
     assert b"".join(parsed) == path.read_bytes()
 
 
@@ -34,8 +34,8 @@ def test_a_rank_that_has_closed(tmp_path: Path) -> None:
         RankFile(tmp_path, {"rank": rank, "world_size": 3}).close(problem)
     training = RankFile(tmp_path, {"rank": 2, "world_size": 3})
     paths = sorted(tmp_path.glob("*.rank.jsonl"))
-    assert [rank_trace.is_closed(path) for path in paths] == [True, False, False]
-    assert [rank_trace.load(path).ended for path in paths] == [True, True, False]
+    assert [rank_file.is_closed(path) for path in paths] == [True, False, False]
+    assert [rank_file.load(path).ended for path in paths] == [True, True, False]
     training.close()
 
 
@@ -47,7 +47,7 @@ def test_a_file_that_says_nonsense_of_pieces(tmp_path: Path) -> None:
     file.close()
     (path,) = tmp_path.glob("*.rank.jsonl")
     with pytest.raises(TraceError, match=r"jsonl:2: layout can't be read"):
-        rank_trace.load(path)
+        rank_file.load(path)
 
 
 def test_the_whole_job_comes_before_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

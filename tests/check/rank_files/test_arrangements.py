@@ -1,7 +1,8 @@
-"""Ranks that share a model by hand, in plain tensors, are read as those that declare it."""
+"""How ranks share a model and its samples, as a run on one worker shows it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,9 +11,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from entrenar_py.check.rank_files import arranged, assembly
+from entrenar_py.check.rank_files import arrangements, assembly
 from entrenar_py.check.rank_files.layout import Layout
-from entrenar_py.check.rank_files.rank_trace import RankTrace
+from entrenar_py.check.rank_files.rank_file import RankTrace
 from entrenar_py.shared.trace import Noticed, Shard, Start, TensorRecord, Update, record_tensor
 
 Values = NDArray[Any]
@@ -75,7 +76,7 @@ def recorded(
 
 def whole_of(alone: RankTrace, *ranks: RankTrace) -> list[Any]:
     """Return the events of ranks, put together as the run on one worker shows."""
-    arrangement = arranged.shown(ranks, [alone])
+    arrangement = arrangements.shown(ranks, [alone])
     assert arrangement is not None
     return assembly.ordered(arrangement.of(ranks))
 
@@ -118,7 +119,7 @@ def test_pieces_in_plain_tensors_are_found_beside_a_declared_layout() -> None:
         replace(recorded(rank, HALVES[rank % 2], ids[rank], size=4), layout=layout)
         for rank in range(4)
     ]
-    arrangement = arranged.shown(ranks, [ALONE])
+    arrangement = arrangements.shown(ranks, [ALONE])
     assert arrangement is not None
     assert [arrangement.layout.data(rank) for rank in range(4)] == [(0,), (0,), (1,), (1,)]
     assert (arrangement.layout.axes, arrangement.layout.tied) == (layout.axes, layout.tied)
@@ -130,7 +131,7 @@ def test_pieces_in_plain_tensors_are_found_beside_a_declared_layout() -> None:
         replace(recorded(rank, {name: MODEL[name]}), layout=Layout(axes={"pp": 2}))
         for rank, name in enumerate(("up", "down"))
     ]
-    assert arranged.shown(stages, [ALONE]) is None
+    assert arrangements.shown(stages, [ALONE]) is None
 
 
 def test_a_copy_is_the_rank_s_own() -> None:
@@ -218,10 +219,99 @@ def test_buffers_follow_their_layers() -> None:
 
 def test_where_nothing_is_shown_nothing_is_arranged() -> None:
     """Replicas, a rank with weights of its own, and unlike samples beside unknown ones stay so."""
-    assert arranged.shown([recorded(rank, MODEL) for rank in range(2)], [ALONE]) is None
+    assert arrangements.shown([recorded(rank, MODEL) for rank in range(2)], [ALONE]) is None
     strange = recorded(1, {**HALVES[1], "norm": NORM + 1})
-    assert arranged.shown([recorded(0, HALVES[0]), strange], [ALONE]) is None
+    assert arrangements.shown([recorded(0, HALVES[0]), strange], [ALONE]) is None
     ranks = [
         recorded(rank, HALVES[rank % 2], ids, size=3) for rank, ids in enumerate([(0,), (1,), ()])
     ]
-    assert arranged.shown(ranks, [ALONE]) is None
+    assert arrangements.shown(ranks, [ALONE]) is None
+
+
+ROW = (3.0, 1.0, 2.0, 5.0)
+
+
+def drawing(rank: int, *steps: tuple[int, ...], samples: str = "index") -> RankTrace:
+    """Return the record of a rank that draws these samples in its steps."""
+    shards = [
+        Shard(step=step, epoch=0, rank=rank, shard=0, ids=ids, loss_sum=None, weight=1, finite=True)
+        for step, ids in enumerate(steps)
+    ]
+    header = {"rank": rank, "world_size": 2, "samples": samples}
+    return RankTrace(life=0, header=header, events=tuple(shards), ended=True, problem="")
+
+
+def given(rank: int, *parts: tuple[float, ...], life: int = 0) -> RankTrace:
+    """Return the record of a rank whose model is given a row, or a part of one, in each step."""
+    shards = [
+        Shard(
+            step=step,
+            epoch=0,
+            rank=rank,
+            shard=0,
+            loss_sum=None,
+            weight=1,
+            ids=(10 * rank + step,),
+            finite=True,
+            contents=((float(len(part)), math.hypot(*part), sum(part)),),
+        )
+        for step, part in enumerate(parts, start=life)
+    ]
+    return replace(drawing(rank), events=tuple(shards), life=life)
+
+
+def test_ranks_that_draw_the_same_samples_are_one_group() -> None:
+    """In another order, too; with others in one step they are several groups."""
+    one = arrangements.batches_of(drawing(0, (0, 1), (2, 3)))
+    for second, due in (((3, 2), (0, 0)), ((4, 5), (0, 1))):
+        ranks = [drawing(0, (0, 1), (2, 3)), drawing(1, (1, 0), second)]
+        assert arrangements.groups_of(arrangements.drawn_batches(ranks, one), 2) == due
+
+
+def test_a_later_stage_is_given_no_samples() -> None:
+    """Its rows are none of those of one worker: it works on the first stage's samples."""
+    first, later = drawing(0, (10, 11), samples="content"), drawing(1, (7, 8), samples="content")
+    drawn = arrangements.drawn_batches([first, later], arrangements.batches_of(first))
+    assert sorted(drawn) == [0]
+    assert arrangements.groups_of(drawn, 2) == (0, 0)
+    assert (
+        arrangements.groups_of(
+            {0: arrangements.batches_of(first), 1: arrangements.batches_of(later)}, 3
+        )
+        is None
+    )
+    assert [
+        event.ids
+        for event in arrangements.without_samples(later).events
+        if isinstance(event, Shard)
+    ] == [()]
+
+
+@pytest.mark.parametrize(
+    ("parts", "are_parts"),
+    [
+        ([ROW[:2], ROW[2:]], True),
+        ([ROW[::2], ROW[1::2]], True),
+        ([ROW[:1], ROW[1:]], True),
+        ([ROW[:2], ROW[:2]], False),
+        ([ROW, ROW], False),
+        ([ROW[:2], ROW[1:3]], False),
+    ],
+)
+def test_parts_of_a_row_have_its_numbers_together(
+    parts: list[tuple[float, ...]], are_parts: bool
+) -> None:
+    """Halves of unequal size are parts; a half that is given twice, or the whole row, is none."""
+    ranks = [given(rank, part) for rank, part in enumerate(parts)]
+    assert arrangements.are_parts(ranks, arrangements.batches_of(given(2, ROW))) is are_parts
+
+
+def test_ranks_with_parts_have_the_samples_of_one_worker() -> None:
+    """A rank that is started again goes on where it was; a step of no other run says nothing."""
+    one = arrangements.batches_of(given(2, ROW, ROW))
+    ranks = [given(rank, ROW[2 * rank :][:2], life=life) for rank in (0, 1) for life in (0, 1, 2)]
+    assert arrangements.are_parts(ranks, one)
+    first = [arrangements.with_whole_rows(rank, one).events for rank in ranks[:3]]
+    ids = [[event.ids for event in events if isinstance(event, Shard)] for events in first]
+    assert ids == [[(20,)], [(21,)], [(2,)]]
+    assert not arrangements.are_parts(ranks[2::3], one), "no step is one worker's"

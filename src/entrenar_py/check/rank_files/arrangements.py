@@ -2,11 +2,15 @@
 
 `placement` says where a rank's tensors lie in those of one worker. Here that becomes what a script
 with DTensors declares: a layout, and the pieces of each rank. So both are read in the same way.
+
+Ranks may share the work on a batch: those that draw the same samples, those that are given parts of
+the rows that one worker is given, and those that are given what others have computed.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,11 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from entrenar_py.check.rank_files import placement, shared_rows
+from entrenar_py.check.rank_files import placement
 from entrenar_py.check.rank_files.layout import PARTIAL, Layout, Piece
 from entrenar_py.check.rank_files.placement import Indices, Placed
-from entrenar_py.check.rank_files.rank_trace import RankTrace
-from entrenar_py.check.rank_files.shared_rows import Batches
+from entrenar_py.check.rank_files.rank_file import RankTrace
 from entrenar_py.shared.trace import Event, Noticed, Shard, Start, Synchronised, Update
 
 Places = Mapping[int, Mapping[str, Placed]]  # rank -> its tensor -> where it lies
@@ -100,9 +103,9 @@ class Arrangement:
         """Return the records of a run's ranks with the layout, and with names of whole tensors."""
         if self.rows:
             ranks = [
-                shared_rows.whole(rank, self.rows)
-                if shared_rows.are_parts(ranks, self.rows)
-                else shared_rows.without(rank, _PARTS_UNKNOWN)
+                with_whole_rows(rank, self.rows)
+                if are_parts(ranks, self.rows)
+                else without_samples(rank, _PARTS_UNKNOWN)
                 for rank in ranks
             ]
         return [self._of_rank(rank) for rank in ranks]
@@ -117,7 +120,7 @@ class Arrangement:
     def _of_rank(self, rank: RankTrace) -> RankTrace:
         named = {name: place.name for name, place in self.places.get(rank.rank, {}).items()}
         named |= self.buffers.get(rank.rank, {})
-        bare = shared_rows.without(rank) if rank.rank in self.idle else rank
+        bare = without_samples(rank) if rank.rank in self.idle else rank
         events = tuple(
             self._without_owned(_renamed(event, named, self.shapes)) for event in bare.events
         )
@@ -159,12 +162,12 @@ def shown(ranks: Sequence[RankTrace], alone: Sequence[RankTrace]) -> Arrangement
         place.indices is None and place.name == name for name, place in held
     ):
         return None
-    one = next((shared_rows.of(rank) for rank in alone if not rank.life), {})
-    are_parts = shared_rows.are_parts(ranks, one)
-    if not are_parts and all(_is_whole(of_rank, whole) for of_rank in places.values()):
+    alone_rows = next((batches_of(rank) for rank in alone if not rank.life), {})
+    is_partial = are_parts(ranks, alone_rows)
+    if not is_partial and all(_is_whole(of_rank, whole) for of_rank in places.values()):
         return None
-    drawn = {} if are_parts else shared_rows.drawn(ranks, one)
-    groups = (0,) * len(starts) if are_parts else shared_rows.groups(drawn, len(starts))
+    drawn = {} if is_partial else drawn_batches(ranks, alone_rows)
+    groups = (0,) * len(starts) if is_partial else groups_of(drawn, len(starts))
     if declared is not None:
         groups = _numbers([declared.data(rank) for rank in sorted(starts)])
     if groups is None:
@@ -176,14 +179,14 @@ def shown(ranks: Sequence[RankTrace], alone: Sequence[RankTrace]) -> Arrangement
             axes={axis: len(starts)} if declared is None else declared.axes,
             tied=() if declared is None else declared.tied,
             groups=groups,
-            is_partial=are_parts,
+            is_partial=is_partial,
             owned=_owned(places) if len({*groups}) > 1 else frozenset(),
         ),
         places=places,
         pieces=_pieces(places, whole, groups),
-        idle=frozenset() if are_parts else places.keys() - drawn.keys(),
+        idle=frozenset() if is_partial else places.keys() - drawn.keys(),
         shapes=whole.shapes,
-        rows=one if are_parts else {},
+        rows=alone_rows if is_partial else {},
         buffers=buffers,
         local=_unlike(starts, buffers),
     )
@@ -194,13 +197,11 @@ def _first(rank: RankTrace) -> Start | None:
 
 
 def _numbers(keys: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return a number for each key, the same for equal ones."""
     distinct = [*dict.fromkeys(keys)]
     return tuple(map(distinct.index, keys))
 
 
 def _is_whole(places: Mapping[str, Placed], whole: Start) -> bool:
-    """Return whether a rank holds all tensors of the model, whole."""
     return {place.name for place in places.values() if place.indices is None} >= {*whole.weights}
 
 
@@ -211,14 +212,12 @@ def _is_clear(places: Mapping[str, Placed], start: Start) -> bool:
 
 
 def _owned(places: Places) -> frozenset[str]:
-    """Return the tensors that some ranks hold nothing of, or only a piece."""
     held = [{p.name for p in of_rank.values() if p.indices is None} for of_rank in places.values()]
     every = frozenset(place.name for of_rank in places.values() for place in of_rank.values())
     return every - held[0].intersection(*held)
 
 
 def _unlike(starts: Mapping[int, Start], named: Mapping[int, Mapping[str, str]]) -> Set[str]:
-    """Return the buffers that ranks begin with other values of."""
     digests: dict[str, set[str]] = {}
     for rank, start in starts.items():
         for name, record in start.buffers.items():
@@ -264,10 +263,10 @@ def _holders(
     for other in sorted(
         places, key=lambda other: (groups[other] != groups[rank], abs(other - rank))
     ):
-        for held in places[other].values():
-            if held.name != place.name or held.indices is None or known[held.indices].all():
+        for piece in places[other].values():
+            if piece.name != place.name or piece.indices is None or known[piece.indices].all():
                 continue
-            known[held.indices] = True
+            known[piece.indices] = True
             holders.append(other)
     return tuple(sorted(holders))
 
@@ -277,14 +276,14 @@ def _holders(
 
 def _held(events: Iterable[Event]) -> Set[tuple[str, str, int]]:
     """Return the names of tensors that may be in pieces, with their parameters' and sizes."""
-    held = set()
+    names = set()
     for event in events:
         for kind in ("weights", "gradient", "edited", "optimizer", "extra"):
             for name, record in (getattr(event, kind, None) or {}).items():
                 first, _, last = name.partition("/")
                 parameter = {"optimizer": first, "extra": last}.get(kind, name)
-                held.add((name, parameter, record.size or 0))
-    return held
+                names.add((name, parameter, record.size or 0))
+    return names
 
 
 def _renamed(
@@ -296,11 +295,11 @@ def _renamed(
         return event
     changes: dict[str, Any] = {}
     for kind in _BY_NAME:
-        if held := getattr(event, kind, None):
-            changes[kind] = {named.get(name, name): value for name, value in held.items()}
+        if named_values := getattr(event, kind, None):
+            changes[kind] = {named.get(name, name): value for name, value in named_values.items()}
     for kind in _LISTED:
-        if held := getattr(event, kind, None):
-            changes[kind] = tuple(named.get(name, name) for name in held)
+        if named_values := getattr(event, kind, None):
+            changes[kind] = tuple(named.get(name, name) for name in named_values)
     if isinstance(event, Start):
         changes["shapes"] = {
             named.get(name, name): shapes.get(named.get(name, name), shape)
@@ -334,3 +333,130 @@ def _of_state(key: str, named: Mapping[str, str]) -> str:
 def _of_copy(key: str, named: Mapping[str, str]) -> str:
     label, slash, name = key.partition("/")
     return f"{label}{slash}{named.get(name, name)}"
+
+
+# --- samples that ranks share ---------------------------------------------------------------------
+
+
+_NEAR = 1e-6  # relative: norms are recorded with nine digits
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The samples that a rank draws in a step, in order; `contents` are () where unknown."""
+
+    ids: tuple[int, ...]
+    contents: tuple[tuple[float, ...], ...]
+
+
+Batches = Mapping[int, Batch]  # by step
+
+
+def batches_of(rank: RankTrace) -> Batches:
+    """Return the batches of a rank, without steps of unknown samples."""
+    shards: dict[int, list[Shard]] = defaultdict(list)
+    for event in rank.events:
+        if isinstance(event, Shard):
+            shards[event.step].append(event)
+    batches = {}
+    for step, of_step in shards.items():
+        ids = tuple(id_ for shard in of_step for id_ in shard.ids)
+        contents = tuple(row for shard in of_step for row in shard.contents)
+        if ids:
+            batches[step] = Batch(ids, contents if len(contents) == len(ids) else ())
+    return batches
+
+
+def drawn_batches(ranks: Sequence[RankTrace], alone_rows: Batches) -> dict[int, Batches]:
+    """Return the batches of each rank that draws samples itself, by what one worker draws.
+
+    A rank that is given what another has computed has rows, too, but none of those of one worker.
+    """
+    are_rows = any(rank.header.get("samples") == "content" for rank in ranks)
+    by_rank = {rank.rank: batches_of(rank) for rank in ranks if not rank.life}
+    return {
+        rank: batches
+        for rank, batches in by_rank.items()
+        if batches and not (are_rows and _are_others(batches, alone_rows))
+    }
+
+
+def _are_others(batches: Batches, one: Batches) -> bool:
+    return not any({*b.ids} & {*one[step].ids} for step, b in batches.items() if step in one)
+
+
+def groups_of(drawn_by: Mapping[int, Batches], world_size: int) -> tuple[int, ...] | None:
+    """Return a number for each rank, equal for ranks that draw the same samples in each step.
+
+    A rank that draws none works on those of the others. Return None if these differ.
+    """
+    numbers: dict[frozenset[tuple[int, tuple[int, ...]]], int] = {}
+    known = {}
+    for rank, batches in sorted(drawn_by.items()):
+        key = frozenset((step, tuple(sorted(batch.ids))) for step, batch in batches.items())
+        known[rank] = numbers.setdefault(key, len(numbers))
+    if not known or (len(known) < world_size and len(numbers) > 1):
+        return None
+    return tuple(known.get(rank, 0) for rank in range(world_size))
+
+
+def are_parts(ranks: Sequence[RankTrace], alone_rows: Batches) -> bool:
+    """Return whether each row of one worker is what the ranks have of it, put together.
+
+    Then the sizes of parts have that of the row as their sum, and so have their squares. Steps that
+    one worker doesn't make say nothing, nor do those of unknown contents: one must be known.
+    """
+    by_rank: dict[int, dict[int, Batch]] = defaultdict(dict)
+    for rank in ranks:
+        by_rank[rank.rank] |= batches_of(rank)
+    steps = set(alone_rows).intersection(*by_rank.values())
+    if len(by_rank) < 2:
+        return False
+    is_shown = False
+    for step in sorted(steps):
+        with_whole_rows, parts = alone_rows[step], [batches[step] for batches in by_rank.values()]
+        if any(len(part.ids) != len(with_whole_rows.ids) for part in parts):
+            return False
+        if not with_whole_rows.contents or not all(part.contents for part in parts):
+            continue
+        rows = zip(with_whole_rows.contents, *(part.contents for part in parts), strict=True)
+        if not all(_is_sum(row, of_ranks) for row, *of_ranks in rows):
+            return False
+        is_shown = True
+    return is_shown
+
+
+def _is_sum(with_whole_rows: Sequence[float], parts: Sequence[Sequence[float]]) -> bool:
+    """Return whether the first tensor of a row consists of the first tensors of the parts."""
+    if any(len(row) < 3 for row in (with_whole_rows, *parts)) or any(
+        p[0] >= with_whole_rows[0] for p in parts
+    ):
+        return False
+    square = math.fsum(part[1] ** 2 for part in parts)
+    is_near = math.isclose(square, with_whole_rows[1] ** 2, rel_tol=_NEAR)
+    return sum(part[0] for part in parts) == with_whole_rows[0] and is_near
+
+
+def with_whole_rows(rank: RankTrace, alone_rows: Batches) -> RankTrace:
+    """Return the record of a rank that has parts of rows, with the rows of one worker in place."""
+    before: dict[int, int] = defaultdict(int)
+    events: list[Event] = []
+    for event in rank.events:
+        if isinstance(event, Shard) and event.step in alone_rows:
+            first = before[event.step]
+            before[event.step] = last = first + len(event.ids)
+            batch = alone_rows[event.step]
+            event = replace(event, ids=batch.ids[first:last], contents=batch.contents[first:last])
+        events.append(event)
+    return replace(rank, events=tuple(events))
+
+
+def without_samples(rank: RankTrace, unknown: str = "") -> RankTrace:
+    """Return the record of a rank without samples: it draws none, or they are `unknown`."""
+    events = (
+        replace(event, ids=(), contents=(), unknown=unknown or event.unknown)
+        if isinstance(event, Shard)
+        else event
+        for event in rank.events
+    )
+    return replace(rank, events=tuple(events))

@@ -1,31 +1,52 @@
-"""The scenario and the traits of a run, as its ranks' files show them."""
+"""A run as its ranks' files show it: scenario, traits and trace.
+
+`load` reads a run when only its files are left. No process observed its end, so its ending is known
+from the files alone.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from entrenar_py.check.rank_files import assembly, epochs, outer_rounds, population
-from entrenar_py.check.rank_files.rank_trace import RankTrace
+from entrenar_py.check.rank_files import assembly, rank_file
+from entrenar_py.check.rank_files.assembly import LastLives
+from entrenar_py.check.rank_files.rank_file import RankTrace
+from entrenar_py.shared import trace
 from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import OBSERVED, Scenario
-from entrenar_py.shared.trace import Drawn, End, Event, Shard, Synchronised, Trace, Traits, Update
+from entrenar_py.shared.trace import (
+    Drawn,
+    End,
+    Event,
+    Injected,
+    Selection,
+    Shard,
+    Start,
+    Synchronised,
+    Trace,
+    Traits,
+    Update,
+)
 from entrenar_py.shared.trace.traits import CONSTANTS
+from entrenar_py.shared.untrusted import escaping
 
 SYSTEM = OBSERVED
 # How samples were found, where numbers are no samples' own: of some or all they are digests.
 _CONTENT = ("content", "unknown")
 # Where a script draws the numbers by which it selects rows.
 _SELECTING = ("batch", "loss", "gradient", "between")
-# torch.optim's optimizers whose rule the checks know -> the name of that rule in a scenario.
+# Optimizers of torch.optim, if checks know their rule -> its name in a scenario.
 _KINDS = {"SGD": "momentum", "Adam": "adamw", "AdamW": "adamw"}
 
 
-def of(
+def scenario_of(
     ranks: Sequence[RankTrace], events: Sequence[Event], world_size: int
 ) -> tuple[Scenario, Traits]:
     """Return scenario and traits of a run of `world_size` ranks.
@@ -44,7 +65,7 @@ def of(
         for shard in counted:
             samples_by_step[shard.step] += sign * len(shard.ids)
     ids = {id_ for shard in shards for id_ in shard.ids}
-    samples = population.of(ranks, events)
+    samples = population(ranks, events)
     if header.get("samples") in _CONTENT:  # how many there are is unknown: as many as in a step
         samples = range(max(samples_by_step.values(), default=1))
     num_samples = max(max(ids, default=0) + 1 if samples is None else len(samples), world_size)
@@ -52,7 +73,7 @@ def of(
     accumulation = 1 + max((shard.shard for shard in shards), default=0)
     num_parts = len({*assembly.places(ranks).values()})
     optimizer, traits = _optimizer(ranks, header, updates)
-    options, outer = outer_rounds.shown(ranks, events)
+    options, outer = outer_step(ranks, events)
     scenario = Scenario(
         system=SYSTEM,
         workload="own",
@@ -68,8 +89,8 @@ def of(
         options=options,
         **optimizer,
     )
-    if not population.is_known(ranks, samples):
-        traits["population"] = "varied" if population.vary(ranks) else "guessed"
+    if not is_population_known(ranks, samples):
+        traits["population"] = "varied" if samples_vary(ranks) else "guessed"
     if selects := _selecting_line(ranks, events):
         traits["selects"] = selects
         traits["one_source"] = all(rank.header.get("one_source") for rank in ranks)
@@ -108,16 +129,16 @@ def trace_of(
     """Return the trace of a run; `ending` is the status and the reason of its end."""
     status, reason = ending
     batches = scenario.num_samples / scenario.batch_size
-    samples = population.of(ranks, events)
-    if not epochs.are_told(ranks) and not epochs.go_on(ranks, events, samples):
-        derived = epochs.derived(events, samples)
+    samples = population(ranks, events)
+    if not are_epochs_reported(ranks) and not is_endless_pass(ranks, events, samples):
+        derived = derived_epochs(events, samples)
         events = events if derived is None else derived
         traits = replace(traits, epochs="untold" if derived is None else "told")
     numbered = assembly.numbered(
         events,
         scenario.accumulation,
         assembly.places(ranks),
-        told={rank.rank for rank in ranks if rank.epochs},
+        reporting={rank.rank for rank in ranks if rank.epochs},
         steps_per_epoch=max(1, int(batches) if traits.drop_last else math.ceil(batches)),
     )
     return Trace(
@@ -167,7 +188,7 @@ def _of_the_data(ranks: Sequence[RankTrace], header: Mapping[str, Any]) -> dict[
     elif header.get("clips") is not None and traits.get("arranged") != "guessed":
         traits |= {"clip_norm": float(header["clips"]), "clip_source": "calls"}
     if header.get("batch_norm") and any(rank.local for rank in ranks):
-        traits["batch_norm"] = True  # whose statistics forward passes changed
+        traits["batch_norm"] = True  # forward passes changed its statistics
     return traits
 
 
@@ -192,7 +213,6 @@ def _selecting_line(ranks: Sequence[RankTrace], events: Sequence[Event]) -> str:
 
 
 def _of_found_samples(ranks: Sequence[RankTrace]) -> dict[str, Any]:
-    """Return the traits of a script that doesn't say how ranks are arranged, nor their samples."""
     traits = {}
     if any(rank.header.get("samples") in _CONTENT for rank in ranks):
         traits["sample_ids"] = "content"
@@ -240,7 +260,6 @@ def _optimizer(
 
 
 def _rates_change(updates: Sequence[Update]) -> bool:
-    """Return whether a tensor has different learning rates in different steps of a rank."""
     first: dict[tuple[int, str], float] = {}
     return any(
         first.setdefault((update.rank, name), update.rate_of(name)) != update.rate_of(name)
@@ -250,7 +269,6 @@ def _rates_change(updates: Sequence[Update]) -> bool:
 
 
 def _decays(groups: Sequence[Mapping[str, Any]]) -> set[float]:
-    """Return the weight decays of all parameter groups that have one."""
     return {float(group.get("weight_decay") or 0) for group in groups} - {0.0}
 
 
@@ -280,12 +298,207 @@ def _is_mixed(groups: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _has_changed(ranks: Sequence[RankTrace]) -> bool:
-    """Return whether constants changed while a rank trained, or differ between ranks and lives."""
-    return any(rank.changed for rank in ranks) or len({_declared(rank) for rank in ranks}) > 1
+    return (
+        any(rank.changed for rank in ranks)
+        or len({_declared_optimizer(rank) for rank in ranks}) > 1
+    )
 
 
-def _declared(rank: RankTrace) -> str:
-    """Return as text the optimizer that a rank declared at its start, without learning rates."""
+def _declared_optimizer(rank: RankTrace) -> str:
     groups: Sequence[Mapping[str, Any]] = rank.header.get("groups") or ()
     constants = [[group.get(name) for name in (*CONSTANTS, "weight_decay")] for group in groups]
     return json.dumps([rank.header.get("optimizer", ""), constants])
+
+
+# --- a stored run ---------------------------------------------------------------------------------
+
+
+def load(files: Iterable[Path]) -> trace.Trace:
+    """Return the trace of the run that left these files, one for each life of a rank.
+
+    It ends `failed` if a rank is missing, or didn't come to its end. Raises TraceError for a file
+    that no rank wrote.
+    """
+    ranks = assembly.recognised([rank_file.load(path) for path in sorted(files)])
+    events = assembly.ordered(ranks)
+    world_sizes = sorted({int(rank.header["world_size"]) for rank in ranks})
+    scenario, traits = scenario_of(ranks, events, world_sizes[-1])
+    ending = _ending(LastLives(ranks, events), world_sizes)
+    return trace_of(ranks, events, _disturbed(scenario, events), traits, ending)
+
+
+def _disturbed(scenario: Scenario, events: Sequence[Event]) -> Scenario:
+    """Return `scenario` with the planted faults, and the steps where it was stopped and resumed."""
+    injected = [event.fault for event in events if isinstance(event, Injected)]
+    faults = tuple(dict.fromkeys(Fault.from_dict(fault) for fault in injected))
+    begun = {event.step for event in events if isinstance(event, Start)}
+    stops = sorted(step for step in begun if 0 < step < scenario.num_steps)
+    # If a fault killed or halted all ranks, none made its step; the run was meant to have it.
+    num_steps = max([scenario.num_steps, *((fault.step or 0) + 1 for fault in faults)])
+    return scenario.with_(faults=faults, num_steps=num_steps, stops=() if faults else tuple(stops))
+
+
+def _ending(last: LastLives, world_sizes: Sequence[int]) -> tuple[str, str]:
+    """Return how the run ended, and why, as far as the files show."""
+    if len(world_sizes) > 1:
+        sizes = ", ".join(map(str, world_sizes))
+        return "failed", f"files of runs with {sizes} workers: keep each run in a folder of its own"
+    (world_size,) = world_sizes
+    absent = sorted(set(range(world_size)) - last.ranks.keys())
+    if absent:
+        numbers = ", ".join(map(str, absent))
+        return (
+            "failed",
+            f"no file of rank {numbers}: give the files of all ranks; each must call observe()",
+        )
+    if problem := escaping.shortened(last.problem):
+        return ("halted" if last.met_a_planted_value else "failed"), f"it ended with {problem}"
+    if last.closed == last.ranks.keys() or last.all_made_the_same(world_size):
+        return "completed", ""
+    steps = ", ".join(f"rank {n} after {last.num_steps.get(n, 0)} steps" for n in last.ranks)
+    return "failed", f"not every rank came to its end: the files end with {steps}"
+
+
+# --- the samples that an epoch should have --------------------------------------------------------
+
+
+def population(ranks: Sequence[RankTrace], events: Iterable[Event]) -> Collection[int] | None:
+    """Return the numbers of the samples; None if no loader showed how many there are.
+
+    If ranks select different samples, these are the samples that any rank selects. If the samples
+    vary from pass to pass, nothing is known of them.
+    """
+    if samples_vary(ranks):
+        return None
+    num_samples = ranks[0].header.get("num_samples") if ranks else None
+    chosen = {event.rank: event.ids for event in events if isinstance(event, Selection)}
+    if not chosen or len(chosen) < len({rank.rank for rank in ranks}):
+        return range(num_samples) if num_samples else None
+    return {id_ for ids in chosen.values() for id_ in ids}
+
+
+def samples_vary(ranks: Sequence[RankTrace]) -> bool:
+    """Return whether the script trains from several data sets, or from other parts of one."""
+    return any(rank.header.get("varied") for rank in ranks)
+
+
+def is_population_known(ranks: Sequence[RankTrace], samples: Collection[int] | None) -> bool:
+    """Return whether each epoch should have all `samples`: no sampler of the script's decides."""
+    return samples is not None and all(rank.header.get("thorough", True) for rank in ranks)
+
+
+# --- epochs that a script doesn't report ----------------------------------------------------------
+
+
+def are_epochs_reported(ranks: Sequence[RankTrace]) -> bool:
+    """Return whether all ranks report epochs, or have a loader that shows them."""
+    return all(rank.epochs is not False for rank in ranks)
+
+
+def is_endless_pass(
+    ranks: Sequence[RankTrace], events: Sequence[Event], population: Collection[int] | None
+) -> bool:
+    """Return whether all samples come in one pass of a loader that never ends.
+
+    A sample comes again there once all of `population` have come.
+    """
+    is_seen = all(rank.header.get("samples") == "index" for rank in ranks)
+    shards = [event for event in events if isinstance(event, Shard)]
+    if not is_seen or not population or any(shard.epoch or shard.unknown for shard in shards):
+        return False
+    drawn: dict[int, list[int]] = defaultdict(list)
+    for shard in shards:
+        drawn[shard.step].extend(shard.ids)
+    seen = set[int]()
+    for _, ids in sorted(drawn.items()):
+        if len({*ids}) < len(ids) or not seen.isdisjoint(ids):
+            return seen.union(ids).issuperset(population)
+        seen.update(ids)
+    return False
+
+
+def derived_epochs(
+    events: Sequence[Event], population: Collection[int] | None
+) -> list[Event] | None:
+    """Return `events` with the epochs that follow from the samples, or None if none follow.
+
+    An epoch is over when each sample of `population` was drawn once. By default these are all
+    samples that the run draws. A step that draws a sample again before that could be an error or
+    the beginning of an epoch, and which it is can't be told. The run must begin at its first step.
+    """
+    by_step: dict[int, list[Shard]] = defaultdict(list)
+    for event in events:
+        if isinstance(event, Start) and event.step > 0:
+            return None
+        if isinstance(event, Shard):
+            by_step[event.step].append(event)
+    drawn = {id_ for shards in by_step.values() for shard in shards for id_ in shard.ids}
+    whole = drawn if population is None else set(population)
+    epochs: dict[int, int] = {}
+    epoch, seen = 0, set[int]()
+    for step, shards in sorted(by_step.items()):
+        ids = [id_ for shard in shards for id_ in shard.ids]
+        if len(set(ids)) < len(ids) or any(shard.unknown for shard in shards):
+            return None
+        if not seen.isdisjoint(ids):
+            if not seen >= whole:
+                return None
+            epoch, seen = epoch + 1, set()
+        seen.update(ids)
+        epochs[step] = epoch
+    return [
+        replace(event, epoch=epochs[event.step]) if isinstance(event, Shard) else event
+        for event in events
+    ]
+
+
+# --- rounds of ranks that step alone --------------------------------------------------------------
+
+
+def outer_step(
+    ranks: Sequence[RankTrace], events: Sequence[Event]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the scenario's options and the traits of the outer step; both empty without a rule.
+
+    The option `inner_steps` is left out if it was not declared and rounds have several lengths, or
+    none are known.
+    """
+    rules = [rank.outer for rank in ranks if rank.outer]
+    meetings: dict[int, set[int]] = defaultdict(set)
+    for event in events:
+        if isinstance(event, Synchronised):
+            meetings[event.rank].add(event.step)
+    if not rules:
+        return {}, {}
+    first = rules[0]
+    options: dict[str, Any] = {}
+    declared = next((rule["inner_steps"] for rule in rules if "inner_steps" in rule), None)
+    length = declared or usual_length([sorted(steps) for steps in meetings.values()])
+    if length is not None:
+        options["inner_steps"] = length
+    if first["rule"] == "other" or any(_bare(rule) != _bare(first) for rule in rules):
+        return options, {"outer": "other"}
+    options |= {"outer_learning_rate": first["lr"], "outer_momentum": first["momentum"]}
+    return options, {} if first["rule"] == "nesterov" else {"outer": first["rule"]}
+
+
+def _bare(rule: Any) -> dict[str, Any]:
+    return {name: value for name, value in rule.items() if name != "inner_steps"}
+
+
+def usual_length(meetings: Sequence[Sequence[int]]) -> int | None:
+    """Return the number of steps of a round; None without any, or if all have several lengths.
+
+    The last round may be shorter. If ranks differ, it is the length that most rounds have.
+    """
+    if not meetings:
+        return None
+    rounds = [
+        [step - before for before, step in zip((-1, *steps), steps, strict=False)]
+        for steps in meetings
+    ]
+    if all(lengths == rounds[0] for lengths in rounds):
+        whole = rounds[0][:-1] or rounds[0]
+        return whole[0] if len({*whole}) == 1 and rounds[0][-1] <= whole[0] else None
+    ((length, _),) = Counter(length for lengths in rounds for length in lengths).most_common(1)
+    return length
