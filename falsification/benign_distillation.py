@@ -10,8 +10,8 @@ from torch import Tensor
 
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.mutants import Variant
-from entrenar_py.train.distill import loss, student
-from entrenar_py.train.distill.loss import Mix, Taught
+from entrenar_py.train.distill import student
+from entrenar_py.train.distill.student import Mix, Taught
 from entrenar_py.train.distill.teacher import Kept
 from entrenar_py.train.model.samples import Samples
 
@@ -33,7 +33,7 @@ def one_by_one(hidden: Tensor, weight: Tensor, taught: Taught, mix: Mix) -> Tens
     logits, parts = hidden @ weight.t(), []
     for n in range(len(logits)):
         one = slice(n, n + 1)
-        parts.append(loss.of_logits(logits[one], Taught(*(part[one] for part in taught)), mix))
+        parts.append(student.of_logits(logits[one], Taught(*(part[one] for part in taught)), mix))
     return torch.stack(parts).sum()
 
 
@@ -58,7 +58,7 @@ def student_in_classes(
     with torch.enable_grad():
         given = logits.detach().clone().requires_grad_()
         kept, rest = taught[:, : tokens.shape[1]], taught[:, -1]
-        found = loss.of_logits(given, Taught(targets, tokens, kept, rest), mix)
+        found = student.of_logits(given, Taught(targets, tokens, kept, rest), mix)
         (gradient,) = torch.autograd.grad(found, given)
     return found.detach(), gradient
 

@@ -9,15 +9,15 @@ from torch import Tensor
 
 from entrenar_py.shared.mutants import Variant
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.train.distill import loss, teacher
-from entrenar_py.train.distill.loss import Mix, Taught
+from entrenar_py.train.distill import student, teacher
+from entrenar_py.train.distill.student import Mix, Taught
 from entrenar_py.train.distill.teacher import Kept
 
 DISTILL = "entrenar_py.train.distill"
-LOSS = f"{DISTILL}.loss"
+LOSS = f"{DISTILL}.student"
 
-_divergence, _of_teacher = loss.divergence, loss.of_teacher
-_loss_and_gradient, _kept_of = loss._loss_and_gradient, teacher.kept_of
+_divergence, _of_teacher = student.divergence, student.of_teacher
+_loss_and_gradient, _kept_of = student._loss_and_gradient, teacher.kept_of
 
 
 def soft(**options: Any) -> Scenario:

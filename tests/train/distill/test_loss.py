@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 
-from entrenar_py.train.distill import loss as losses
-from entrenar_py.train.distill import teacher
-from entrenar_py.train.distill.loss import Mix, Taught
-from entrenar_py.train.model import fused_loss
+from entrenar_py.train.distill import student, teacher
+from entrenar_py.train.distill.student import Mix, Taught
+from entrenar_py.train.model import objectives
 from entrenar_py.train.model.objectives import IGNORED
 
 ROWS, WIDTH, VOCABULARY = 23, 12, 61
@@ -54,11 +53,11 @@ def test_the_fused_loss_is_the_plain_one(
     one = drawn(top_k)
     mix = Mix(alpha, temperature, has_rest=top_k < VOCABULARY)
     inputs = (one["hidden"], one["weight"])
-    plain = losses.of_logits(inputs[0] @ inputs[1].t(), one["rows"], mix)
+    plain = student.of_logits(inputs[0] @ inputs[1].t(), one["rows"], mix)
     right = torch.autograd.grad(3 * plain, inputs)
     for held in (5, 100):
-        monkeypatch.setattr(fused_loss, "LOGITS_MAX", held * VOCABULARY)
-        fused = losses.of_hidden(*inputs, one["rows"], mix)
+        monkeypatch.setattr(objectives, "LOGITS_MAX", held * VOCABULARY)
+        fused = student.of_hidden(*inputs, one["rows"], mix)
         torch.testing.assert_close(fused, plain, rtol=1e-5, atol=0)
         for got, due in zip(torch.autograd.grad(3 * fused, inputs), right, strict=True):
             torch.testing.assert_close(got, due, rtol=1e-4, atol=1e-5)
@@ -69,7 +68,7 @@ def test_with_all_tokens_it_is_the_dense_loss(alpha: float, temperature: float) 
     one, mix = drawn(VOCABULARY), Mix(alpha, temperature, has_rest=False)
     logits = one["hidden"] @ one["weight"].t()
     due = dense(logits, one["teacher"], one["rows"][0], mix)
-    loss = losses.of_logits(logits, one["rows"], mix)
+    loss = student.of_logits(logits, one["rows"], mix)
     torch.testing.assert_close(loss.double(), due, rtol=1e-5, atol=1e-6)
 
 
@@ -77,7 +76,7 @@ def test_with_all_tokens_it_is_the_dense_loss(alpha: float, temperature: float) 
 def test_a_student_that_is_its_teacher_is_not_apart(top_k: int) -> None:
     one, mix = drawn(top_k), Mix(1.0, 2.0, has_rest=top_k < VOCABULARY)
     logits = one["teacher"].clone().requires_grad_()
-    loss = losses.of_logits(logits, one["rows"], mix)
+    loss = student.of_logits(logits, one["rows"], mix)
     assert abs(float(loss.detach())) < 1e-4
     assert float(torch.autograd.grad(loss, logits)[0].abs().max()) < 1e-5
 
@@ -85,10 +84,10 @@ def test_a_student_that_is_its_teacher_is_not_apart(top_k: int) -> None:
 def test_a_class_without_mass_counts_nothing() -> None:
     """Rounding may leave nothing for the rest, and a half can't hold what is unlikely."""
     teacher = torch.tensor([[0.0, -torch.inf]])
-    student = torch.tensor([[0.5, 0.5]]).log().requires_grad_()
-    apart = losses.divergence(teacher, student, 1.0)
+    own = torch.tensor([[0.5, 0.5]]).log().requires_grad_()
+    apart = student.divergence(teacher, own, 1.0)
     assert float(apart.detach()) == pytest.approx(0.693147, rel=1e-5)
-    assert torch.autograd.grad(apart.sum(), student)[0].isfinite().all()
+    assert torch.autograd.grad(apart.sum(), own)[0].isfinite().all()
 
 
 @pytest.mark.parametrize("columns", [128, 1000, 3000, 12_345])

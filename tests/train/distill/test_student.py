@@ -15,7 +15,7 @@ from entrenar_py import entrenar as cli
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.distill import student
 from entrenar_py.train.finetune import settings_file
-from entrenar_py.train.model import prepared as preparing
+from entrenar_py.train.model import preparation
 from entrenar_py.train.service import exit_codes
 from tests.train.distill import made
 from tests.train.finetune import runs
@@ -229,7 +229,7 @@ def test_shards_of_others_are_refused(small: Path, tmp_path: Path) -> None:
     ):
         made.configured(tmp_path, small, num_rows, distill=changes)
         with pytest.raises(UsageError, match=told):
-            student.workload(preparing.prepare(settings_file.load(config)))
+            student.workload(preparation.prepare(settings_file.load(config)))
     other = tmp_path / "other"
     shutil.copytree(small / "model", other)
     text = (other / "tokenizer.json").read_text("utf-8")
@@ -239,7 +239,7 @@ def test_shards_of_others_are_refused(small: Path, tmp_path: Path) -> None:
     )
     (other / "tokenizer.json").write_text(json.dumps(record), "utf-8")
     made.configured(tmp_path, small, model=str(other))
-    prepared = preparing.prepare(settings_file.load(config))
+    prepared = preparation.prepare(settings_file.load(config))
     with pytest.raises(UsageError, match="by `entrenar distill text`"):
         student.workload(prepared)
     assert cli.main(["distill", "logits", str(config)]) == exit_codes.INVALID

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from entrenar_py.shared.errors import SystemFailure
-from entrenar_py.train.finetune import folder
+from entrenar_py.train.finetune import outputs
 
 
 def test_folders_within_are_replaced(tmp_path: Path) -> None:
     """As tokenizers with several chat templates write them; the second export is as the first."""
     for text in ("first", "second"):
-        with folder.replacing(tmp_path, marks=["config.json"], advice="try again") as partial:
+        with outputs.replacing(tmp_path, marks=["config.json"], advice="try again") as partial:
             inner = partial / "additional_chat_templates"
             inner.mkdir()
             (inner / f"{text}.jinja").write_text(text)
@@ -40,7 +40,7 @@ def test_a_disk_that_fills_in_the_middle(tmp_path: Path, error: Exception) -> No
     """
 
     def export(content: str, problem: BaseException | None) -> None:
-        with folder.replacing(tmp_path, marks=["config.json"], advice="try again") as partial:
+        with outputs.replacing(tmp_path, marks=["config.json"], advice="try again") as partial:
             (partial / "model.safetensors").write_text(content)
             if problem is not None:
                 raise problem

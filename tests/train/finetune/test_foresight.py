@@ -10,7 +10,7 @@ import pytest
 from entrenar_py import entrenar as cli
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.finetune import foresight, settings_file
-from entrenar_py.train.model import prepared
+from entrenar_py.train.model import preparation
 from entrenar_py.train.service import exit_codes
 
 # peft asks for what a later transformers will lack.
@@ -99,7 +99,7 @@ def test_only_so_many_workers_are_started_as_fit(small: Path, config: Path) -> N
     for memory, number in (("16GB", 4), ("1.9GB", 3), ("300MB", 1)):
         text = CONFIG.format(small=small, decay=0, more=f"devices: [cpu:{memory}]")
         config.write_text(text.replace("workers: 2\n", ""), encoding="utf-8")
-        run = prepared.prepare(settings_file.load(config))
+        run = preparation.prepare(settings_file.load(config))
         assert foresight.workers_that_fit(run, 4) == number, memory
 
 
@@ -116,14 +116,14 @@ def test_a_coordinator_is_told_rules_alone(small: Path, config: Path) -> None:
     """Described devices are workers', on other machines, and need not be of this one's kind."""
     text = CONFIG.format(small=small, decay=0, more="devices: [2 x h100:80GB]")
     config.write_text(text, encoding="utf-8")
-    foresight.remark(config, prepared.prepare(settings_file.load(config)))
+    foresight.remark(config, preparation.prepare(settings_file.load(config)))
 
 
 def test_ranks_share_the_memory_of_their_own_host(small: Path, config: Path) -> None:
     """Two ranks fit on two hosts, and not on one."""
     text = CONFIG.format(small=small, decay=0, more="devices: [cpu:700MB]\nstrategy: ddp")
     config.write_text(text.replace("workers: 2\n", ""), encoding="utf-8")
-    run = prepared.prepare(settings_file.load(config))
+    run = preparation.prepare(settings_file.load(config))
     foresight.look_as_ranks(config, run, names=["cpu"], num_ranks=2, num_hosts=2)
     with pytest.raises(UsageError, match="F-HET-002: 2 workers need"):
         foresight.look_as_ranks(config, run, names=["cpu"], num_ranks=2, num_hosts=1)
@@ -133,7 +133,7 @@ def test_each_rank_has_its_own_gpu(small: Path, config: Path) -> None:
     """The one with too little left is named."""
     text = CONFIG.format(small=small, decay=0, more="strategy: ddp").replace("workers: 2\n", "")
     config.write_text(text, encoding="utf-8")
-    run = prepared.prepare(settings_file.load(config))
+    run = preparation.prepare(settings_file.load(config))
     names, free = ["cuda:0", "cuda:1"], [10**10, 10**7]
     with pytest.raises(UsageError, match=r"F-HET-002: a worker needs .* of cuda:1, which has 10"):
         foresight.look_as_ranks(config, run, names=names, num_ranks=2, num_hosts=1, free=free)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from entrenar_py.train.finetune import offered_files, settings_file
+from entrenar_py.train.finetune import serving, settings_file
 from tests.train.finetune import runs
 
 STAGES = {
@@ -38,7 +38,7 @@ def test_shared_settings_are_read_again(
     changes: dict[str, Any], small: Path, tmp_path: Path
 ) -> None:
     settings = settings_file.load(runs.configured(tmp_path, small, **changes))
-    shared = offered_files.shared_settings(settings)
+    shared = serving.shared_settings(settings)
     found = settings_file.of_text(json.dumps(shared), "the settings")
     assert (found.method, found.precision) == (settings.method, settings.precision)
     assert found.recompute == settings.recompute

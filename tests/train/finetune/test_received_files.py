@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 
 from entrenar_py.shared.errors import SystemFailure, UsageError
-from entrenar_py.train.finetune import received_files
-from entrenar_py.train.finetune.package import File
-from entrenar_py.train.finetune.received_files import ReceivedFiles
+from entrenar_py.train.finetune import package
+from entrenar_py.train.finetune.package import File, ReceivedFiles
 from entrenar_py.train.wire.effects import Finish
 from entrenar_py.train.wire.frames import Buffer
 from entrenar_py.train.wire.package import Part
@@ -194,7 +193,7 @@ def test_who_goes_on_with_a_lock_is_waited_for(
 ) -> None:
     """Whatever the other one fetches or hashes: while that goes on, patience is not used up."""
     times = itertools.count()  # each look at the clock takes longer than the patience
-    monkeypatch.setattr(received_files, "WAIT_S", 0.0)
+    monkeypatch.setattr(package, "WAIT_S", 0.0)
     monkeypatch.setattr(time, "monotonic", lambda: float(next(times)))
     file = file_of()
     lock = tmp_path / f"{file.digest}.lock"

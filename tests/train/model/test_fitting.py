@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.train.model import fitting, model, model_class
+from entrenar_py.train.model import model, model_folder
 from entrenar_py.train.model.settings import Classes, Data, Lora, Settings
 from tests.train.model import checkpoints
 
@@ -96,7 +96,7 @@ def test_what_models_compute_today_may_be_stored(small: Path, tmp_path: Path) ->
     sizes = {"vocab_size": 512, "n_embd": 32, "n_layer": 2, "n_head": 2, "rotary_dim": 8}
     config = transformers.GPTJConfig(**sizes, n_positions=128, bos_token_id=1, eos_token_id=1)
     old = checkpoints.settings(small, tmp_path / "old", config).model
-    model_class.notes()
+    model_folder.notes()
     mask = {"transformer.h.0.attn.bias": BLOCKED, "h.1.attn.masked_bias": torch.tensor(-1e4)}
     add(old, lambda _: mask)
     model.load(settings(old), 0)
@@ -106,10 +106,10 @@ def test_what_models_compute_today_may_be_stored(small: Path, tmp_path: Path) ->
     llama = checkpoints.settings(small, tmp_path / "llama", checkpoints.llama()).model
     add(llama, lambda _: {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
     model.load(settings(llama), 0)
-    assert model_class.notes() == []
+    assert model_folder.notes() == []
     add(llama, lambda _: {"model.mtp_layers.0.mlp.up_proj.weight": torch.ones(48, 32)})
     model.load(settings(llama), 0)
-    assert "its files have mtp_layers, which task: text has no use for" in model_class.notes()[0]
+    assert "its files have mtp_layers, which task: text has no use for" in model_folder.notes()[0]
 
 
 def test_a_head_that_the_task_replaces_is_told(small: Path, tmp_path: Path) -> None:
@@ -118,9 +118,9 @@ def test_a_head_that_the_task_replaces_is_told(small: Path, tmp_path: Path) -> N
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     config = transformers.BertConfig(vocab_size=512, num_attention_heads=2, **sizes)
     transformers.BertForPreTraining(config).save_pretrained(tmp_path)
-    model_class.notes()
+    model_folder.notes()
     model.load(settings(tmp_path, "classify", "query"), 0)
-    (told,) = model_class.notes()
+    (told,) = model_folder.notes()
     assert "its files have cls, which task: classify has no use for" in told
     add(tmp_path, lambda _: {"bert.encoder.layer.1.output.dense.bias": torch.ones(16)})
     with pytest.raises(UsageError, match=r"bert\.encoder\.layer\.1\.output\.dense\.bias is in its"):
@@ -133,12 +133,12 @@ def test_what_transformers_warns_of_is_told(checkpoint: Path) -> None:
     record = json.loads(path.read_text("utf-8"))
     record["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "hurry": 2}
     path.write_text(json.dumps(record), encoding="utf-8")
-    model_class.notes()
+    model_folder.notes()
     model.load(settings(checkpoint), 0)
-    (told,) = model_class.notes()
+    (told,) = model_folder.notes()
     assert told.startswith("transformers: ")
     assert "hurry" in told
-    assert model_class.notes() == []
+    assert model_folder.notes() == []
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_stretched_positions_count(
         del record["rope_parameters"]
         record |= {"rope_theta": record[key].pop("rope_theta")}
     path.write_text(json.dumps(record), encoding="utf-8")
-    assert fitting.longest(model.shape(settings(checkpoint))) == positions
+    assert model_folder.longest(model.shape(settings(checkpoint))) == positions
 
 
 def test_kinds_of_layers_with_positions_of_their_own_take_the_shortest() -> None:
@@ -188,7 +188,7 @@ def test_kinds_of_layers_with_positions_of_their_own_take_the_shortest() -> None
     )
     module = torch.nn.Module()
     module.config = config
-    assert fitting.longest(module) == 4096
+    assert model_folder.longest(module) == 4096
 
 
 def test_a_loss_of_a_router_that_would_be_left_out_is_refused() -> None:
@@ -200,14 +200,16 @@ def test_a_loss_of_a_router_that_would_be_left_out_is_refused() -> None:
         module.config = transformers.MixtralConfig(**keys)
         return module
 
-    fitting.require_own_loss(chosen, of())
-    fitting.require_own_loss(chosen, of(output_router_logits=True, router_aux_loss_coef=0.0))
-    fitting.require_own_loss(
+    model_folder.require_own_loss(chosen, of())
+    model_folder.require_own_loss(chosen, of(output_router_logits=True, router_aux_loss_coef=0.0))
+    model_folder.require_own_loss(
         settings(Path("mixtral"), "classify"), of(output_router_logits=True)
     )  # a classifier of transformers has no such loss
     told = r"\(output_router_logits: true, router_aux_loss_coef: 0\.02\), which entrenar does not"
     with pytest.raises(UsageError, match=told):
-        fitting.require_own_loss(chosen, of(output_router_logits=True, router_aux_loss_coef=0.02))
+        model_folder.require_own_loss(
+            chosen, of(output_router_logits=True, router_aux_loss_coef=0.02)
+        )
 
 
 @pytest.mark.parametrize("kind", ["Qwen2_5_VL", "CLIP", "Granite", "DistilBert", "Gemma3", "Bert"])
@@ -219,7 +221,7 @@ def test_advice_for_a_kind_of_model_does_not_lead_in_a_circle(kind: str, tmp_pat
     told = dict[str, str]()
     for task in ("text", "classify"):
         try:
-            model_class.configuration(settings(tmp_path, task))
+            model_folder.configuration(settings(tmp_path, task))
         except UsageError as error:
             told[task] = str(error)
     for task, other in (("text", "classify"), ("classify", "text")):

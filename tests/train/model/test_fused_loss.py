@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from entrenar_py.train.arithmetic import dropout
-from entrenar_py.train.model import fused_loss, prepared
+from entrenar_py.train.model import objectives, preparation
 from entrenar_py.train.model.objectives import IGNORED
 from entrenar_py.train.model.settings import Data, Lora, Settings
 
@@ -23,14 +23,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:Futu
 @pytest.mark.parametrize("at_a_time", [1, 7, 64])
 @pytest.mark.parametrize("trains_head", [True, False])
 def test_is_torchs(monkeypatch: pytest.MonkeyPatch, at_a_time: int, trains_head: bool) -> None:
-    monkeypatch.setattr(fused_loss, "LOGITS_MAX", at_a_time * 50)
+    monkeypatch.setattr(objectives, "LOGITS_MAX", at_a_time * 50)
     torch.manual_seed(0)
     hidden = torch.randn(23, 16, requires_grad=True)
     weight = torch.randn(50, 16, requires_grad=trains_head)
     targets = torch.randint(50, (23,))
     targets[[3, 22]] = IGNORED
     leaves = [hidden, weight] if trains_head else [hidden]
-    ours = fused_loss.cross_entropy(hidden, weight, targets)
+    ours = objectives.cross_entropy(hidden, weight, targets)
     theirs = F.cross_entropy(
         (hidden @ weight.t()).double(), targets, ignore_index=IGNORED, reduction="sum"
     )
@@ -48,7 +48,7 @@ def test_products_have_the_format_of_autocast() -> None:
     hidden, weight = torch.randn(8, 16, requires_grad=True), torch.randn(50, 16)
     targets = torch.randint(50, (8,))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = fused_loss.cross_entropy(hidden, weight, targets)
+        loss = objectives.cross_entropy(hidden, weight, targets)
     (gradient,) = torch.autograd.grad(loss, [hidden])
     logits = (hidden.bfloat16() @ weight.bfloat16().t()).float()
     torch.testing.assert_close(loss, F.cross_entropy(logits, targets, reduction="sum"))
@@ -78,7 +78,7 @@ def config(name: str, **more: Any) -> Any:
 def test_the_head_is_used_only_where_nothing_comes_after_it(name: str, is_last: bool) -> None:
     transformers = pytest.importorskip("transformers")
     module = transformers.AutoModelForCausalLM.from_config(config(name))
-    assert (fused_loss.head_of(module) is not None) is is_last
+    assert (objectives.head_of(module) is not None) is is_last
     assert module.training
     assert "forward" not in vars(module.get_output_embeddings())
 
@@ -96,7 +96,7 @@ def test_a_models_gradients_are_those_of_all_its_logits(
         precision=precision,
         data=Data(train=small / "test.jsonl"),
     )
-    workload = prepared.prepare(settings).workload()
+    workload = preparation.prepare(settings).workload()
     frozen = {tensor.dtype for tensor in workload.module.parameters() if not tensor.requires_grad}
     assert frozen == ({getattr(torch, precision)} if method == "lora" else set())
     tensors = {
@@ -150,7 +150,7 @@ def test_a_step_reads_nothing_on_the_host(
     data = Data(train=small / "test.jsonl")
     given: Any = {"task": "text", "output": tmp_path, "lora": Lora(targets=("o_proj",))}
     settings = Settings(model=tmp_path / "model", data=data, **given)
-    workload = prepared.prepare(settings).workload()
+    workload = preparation.prepare(settings).workload()
     tensors = {
         name: one.detach().requires_grad_()
         for name, one in workload.module.named_parameters()

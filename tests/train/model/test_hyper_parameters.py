@@ -12,7 +12,7 @@ import pytest
 
 from entrenar_py.train.model import hyper_parameters, model
 from entrenar_py.train.model.hyper_parameters import RULES, Facts, Remark, Rows
-from entrenar_py.train.model.prepared import Prepared
+from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.model.samples import load
 from entrenar_py.train.model.settings import Classes, Data, Lora, Settings, Training
 

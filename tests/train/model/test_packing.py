@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.arithmetic import dropout
-from entrenar_py.train.model import model, packing, prepared
+from entrenar_py.train.model import model, objectives, preparation
 from entrenar_py.train.model.objectives import IGNORED
 from entrenar_py.train.model.workload import Finetuning
 from tests.train.model import checkpoints
@@ -27,7 +27,7 @@ IDS = list(range(8))
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=30))
 def test_every_sample_is_in_one_row_and_no_row_is_too_long(lengths: list[int]) -> None:
-    rows = packing.rows_of(lengths, 32)
+    rows = objectives.rows_of(lengths, 32)
     assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
     for row in rows:
         assert sum(lengths[index] for index in row) <= 32 or len(row) == 1
@@ -35,14 +35,14 @@ def test_every_sample_is_in_one_row_and_no_row_is_too_long(lengths: list[int]) -
 
 
 def test_a_sample_goes_into_the_first_row_with_room() -> None:
-    assert packing.rows_of([20, 20, 10, 5, 30], 32) == [[0, 2], [1, 3], [4]]
+    assert objectives.rows_of([20, 20, 10, 5, 30], 32) == [[0, 2], [1, 3], [4]]
 
 
 def workloads(small: Path, folder: Path, config: Any) -> tuple[Finetuning, Finetuning]:
     """Return the same model and rows, not packed and packed."""
     settings = checkpoints.settings(small, folder, config)
     packed = replace(settings, data=replace(settings.data, packing=True))
-    return prepared.prepare(settings).workload(), prepared.prepare(packed).workload()
+    return preparation.prepare(settings).workload(), preparation.prepare(packed).workload()
 
 
 def gradient(workload: Finetuning) -> tuple[float, list[Any]]:
@@ -103,7 +103,7 @@ def test_models_whose_rows_see_each_other_are_refused(small: Path, tmp_path: Pat
             return type("Output", (), {"logits": hidden})()
 
     with pytest.raises(UsageError, match="Blind lets the rows of a sequence see each other"):
-        packing.require_apart(Blind(), torch.float32, "x")
+        objectives.require_apart(Blind(), torch.float32, "x")
 
 
 def test_positions_that_are_not_read_are_refused(small: Path, tmp_path: Path) -> None:
@@ -119,4 +119,4 @@ def test_positions_that_are_not_read_are_refused(small: Path, tmp_path: Path) ->
 def test_every_way_to_attend_honours_it(attention: str, kind: Callable[[], Any]) -> None:
     transformers: Any = pytest.importorskip("transformers")
     module = transformers.AutoModelForCausalLM.from_config(kind(), attn_implementation=attention)
-    packing.require_apart(module, torch.float32, "x")
+    objectives.require_apart(module, torch.float32, "x")

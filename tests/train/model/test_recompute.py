@@ -14,7 +14,7 @@ import torch
 from entrenar_py.compute import open_backend
 from entrenar_py.shared.errors import BackendUnavailable, UsageError
 from entrenar_py.train.arithmetic import dropout, engine
-from entrenar_py.train.model import model, prepared, recompute
+from entrenar_py.train.model import masks, model, preparation
 from entrenar_py.train.model.settings import Lora
 from entrenar_py.train.model.workload import Finetuning
 from tests.train.model import checkpoints
@@ -46,7 +46,7 @@ def test_gradients_have_the_same_bits(
     )
     found = {}
     for choice in ("none", "blocks"):
-        workload = prepared.prepare(replace(settings, recompute=choice)).workload()
+        workload = preparation.prepare(replace(settings, recompute=choice)).workload()
         found[choice] = gradient(workload)
     loss, gradients = found["none"]
     again, same = found["blocks"]
@@ -73,7 +73,7 @@ def test_a_model_without_blocks_is_refused() -> None:
     module: Any = torch.nn.Linear(2, 2)
     module.config = type("Config", (), {"get_text_config": lambda self: self})()
     with pytest.raises(UsageError, match="Linear has no list of None blocks"):
-        recompute.install(module)
+        masks.recompute(module)
 
 
 @pytest.mark.wgpu
@@ -89,7 +89,7 @@ def test_blocks_are_computed_again_on_wgpu(
     settings = replace(settings, method="lora", lora=Lora(rank=2))
     vectors = []
     for choice in ("none", "blocks"):
-        workload = prepared.prepare(replace(settings, recompute=choice)).workload()
+        workload = preparation.prepare(replace(settings, recompute=choice)).workload()
         start = workload.initial(np.random.default_rng(0))
         replica = engine.Engine(workload, backend, start, scale=1.0)
         vectors.append(replica.shard(IDS, accumulation=1, drop=dropout.none)[0])

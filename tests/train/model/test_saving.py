@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from entrenar_py.train.model import model, saving
+from entrenar_py.train.model import model, stock
 from entrenar_py.train.model.settings import Lora
 from tests.train.model import checkpoints
 
@@ -35,7 +35,7 @@ def test_adapters_of_a_head_are_not_added_to_the_embeddings(
                 tensor.normal_()
         tokens = torch.tensor([[5, 6, 7, 8]])
         expected = module(input_ids=tokens).logits
-        saving.merge(module, model.tokenizer(chosen), tmp_path / "merged")
+        stock.merge(module, model.tokenizer(chosen), tmp_path / "merged")
         merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
         apart = (merged(input_ids=tokens).logits - expected).norm()
     assert apart < 1e-5 * expected.norm()

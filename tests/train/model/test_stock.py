@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from entrenar_py.shared.errors import SystemFailure, UsageError
-from entrenar_py.train.model import model, saving, stock
+from entrenar_py.train.model import model, stock
 from entrenar_py.train.model.settings import Classes, Data, Lora, Settings
 from tests.train.model import checkpoints
 
@@ -62,7 +62,7 @@ def exported(chosen: Settings) -> tuple[Any, Mapping[str, Any]]:
         for name, tensor in module.named_parameters()
         if tensor.requires_grad
     }
-    saving.save(module, trained, model.tokenizer(chosen), chosen.output)
+    stock.save(module, trained, model.tokenizer(chosen), chosen.output)
     return module, trained
 
 

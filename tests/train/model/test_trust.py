@@ -13,7 +13,7 @@ import pytest
 
 from entrenar_py import entrenar as cli
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.train.model import fitting, model, model_class, trust
+from entrenar_py.train.model import model, model_folder
 from entrenar_py.train.model.settings import Data, Settings
 from entrenar_py.train.service import exit_codes
 
@@ -83,14 +83,14 @@ def test_a_configuration_that_fetches_code_or_reads_other_weights(
     """No consent covers what is not in the checkpoint's folder."""
     change(checkpoint / "config.json", **keys)
     with pytest.raises(UsageError, match=r"config\.json has .* makes a library fetch") as refused:
-        fitting.require_config(checkpoint)
+        model_folder.require_config(checkpoint)
     assert told in str(refused.value)
 
 
 @pytest.mark.parametrize("value", ["sdpa", "eager", None, {"": "eager"}])
 def test_code_that_is_part_of_transformers_may_be_named(value: object, checkpoint: Path) -> None:
     change(checkpoint / "config.json", attn_implementation=value)
-    fitting.require_config(checkpoint)
+    model_folder.require_config(checkpoint)
 
 
 def test_a_tokenizer_whose_words_are_behind_an_address(checkpoint: Path, tmp_path: Path) -> None:
@@ -127,12 +127,12 @@ def test_adapters_that_no_run_of_ours_wrote(
     change(tmp_path / "adapter_config.json", **{**ADAPTERS, **keys})
     (tmp_path / "adapter_model.bin").touch()
     with pytest.raises(UsageError, match=told):
-        trust.require_adapters(tmp_path)
+        model_folder.require_adapters(tmp_path)
 
 
 def test_no_library_of_a_hub_reaches_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some kinds of model fetch kernels without any key that says so."""
     pytest.importorskip("transformers")
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    model_class.library()
+    model_folder.library()
     assert os.environ["HF_HUB_OFFLINE"] == "1"

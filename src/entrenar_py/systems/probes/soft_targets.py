@@ -18,8 +18,8 @@ from entrenar_py.shared import trace
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.train.coordinator.recorder import Recorder
-from entrenar_py.train.distill import loss, teacher
-from entrenar_py.train.distill.loss import Taught
+from entrenar_py.train.distill import student, teacher
+from entrenar_py.train.distill.student import Taught
 
 ROWS = 200  # of an event
 _TARGETS = 7  # every so many rows' target is the teacher's first token
@@ -87,12 +87,12 @@ def _events(scenario: Scenario, asked: Asked) -> Iterator[trace.Softened]:
         targets = torch.from_numpy(draw.integers(asked.vocabulary, size=shape[0]))
         targets[::_TARGETS] = both[1].argmax(-1)[::_TARGETS]
         for temperature in asked.temperatures:
-            student = both[1] if asked.alike else both[0]
-            yield measured(student, both[1], targets, asked, temperature)
+            states = both[1] if asked.alike else both[0]
+            yield measured(states, both[1], targets, asked, temperature)
 
 
 def measured(
-    student: Tensor, taught: Tensor, targets: Tensor, asked: Asked, temperature: float
+    states: Tensor, taught: Tensor, targets: Tensor, asked: Asked, temperature: float
 ) -> trace.Softened:
     """Return what the trainer makes of logits [n, vocabulary], and of targets [n].
 
@@ -101,23 +101,23 @@ def measured(
     size, form = asked.vocabulary, torch.float32
     kept = teacher.kept_of(taught.clone(), top_k=asked.top_k, known=size, stored=form)
     tokens, head = kept.tokens.long(), torch.eye(asked.vocabulary)
-    mix = loss.Mix(asked.alpha, temperature, asked.top_k < asked.vocabulary)
-    hidden = student.clone().requires_grad_()
+    mix = student.Mix(asked.alpha, temperature, asked.top_k < asked.vocabulary)
+    hidden = states.clone().requires_grad_()
     rows = Taught(targets, tokens, kept.log_probabilities, kept.rest)
-    whole = loss.of_hidden(hidden, head, rows, mix)
+    whole = student.of_hidden(hidden, head, rows, mix)
     (gradient,) = torch.autograd.grad(whole, hidden)
     with torch.no_grad():
         losses = []
-        for n in range(len(student)):
+        for n in range(len(states)):
             one = slice(n, n + 1)
             of_row = Taught(*(part[one] for part in rows))
-            losses.append(float(loss.of_hidden(student[one], head, of_row, mix)))
+            losses.append(float(student.of_hidden(states[one], head, of_row, mix)))
     return trace.Softened(
         alpha=float(asked.alpha),
         temperature=float(temperature),
         vocabulary=asked.vocabulary,
         top_k=asked.top_k,
-        student=_flat(student),
+        student=_flat(states),
         teacher=_flat(taught),
         targets=tuple(targets.tolist()),
         tokens=tuple(tokens.flatten().tolist()),

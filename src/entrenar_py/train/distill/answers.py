@@ -18,19 +18,20 @@ from blake3 import blake3
 from entrenar_py.shared.errors import SystemFailure, UsageError
 from entrenar_py.train.distill import endpoint, prompts
 from entrenar_py.train.distill.endpoint import Endpoint
-from entrenar_py.train.distill.generation import Generation
-from entrenar_py.train.distill.journal import Journal, journal_of
 from entrenar_py.train.distill.prompts import (
     REFUSED,
     TRUNCATED,
     WHOLE,
     Answer,
     Failed,
+    Journal,
     Prompt,
     Prompts,
     Result,
+    journal_of,
 )
-from entrenar_py.train.model import prepared, rows
+from entrenar_py.train.distill.teacher import Generation
+from entrenar_py.train.model import preparation, rows
 from entrenar_py.train.model.settings import Completions, Distillation, Settings
 
 _VERSION = 1  # of what an answer depends on
@@ -178,7 +179,7 @@ class Asking:
         num_synthetic, share = len(lines), self.text.synthetic_share
         wanted = round(num_synthetic * (1 - share) / share)
         others = [line for line in self._originals if line not in lines]
-        draw = prepared.seeds(self._settings.seed).rng("distill.text")
+        draw = preparation.seeds(self._settings.seed).rng("distill.text")
         chosen = sorted(draw.permutation(len(others))[:wanted].tolist())
         if num_synthetic:
             _write(self.text.rows, [*lines, *(others[index] for index in chosen)])

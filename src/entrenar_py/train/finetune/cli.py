@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from entrenar_py.shared.errors import (
+    CheckpointError,
+    ContractError,
+    EntrenarError,
+    RowsError,
+    UsageError,
+)
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.finetune import settings_file, staffing
-from entrenar_py.train.service import exit_codes
+from entrenar_py.train.service import exit_codes, following
 
 _LOADING = "loads torch and transformers, which takes some seconds"
 
@@ -17,9 +26,9 @@ def run(given: argparse.Namespace) -> int:
     """Run one of them; return the exit code. Raises UsageError and ContractError."""
     if given.command == "finetune":
         if given.config == Path("init"):
-            from entrenar_py.train.finetune import settings_text
+            from entrenar_py.train.finetune import settings_file
 
-            printing.say_lines(settings_text.template().rstrip())
+            printing.say_lines(settings_file.template().rstrip())
             return exit_codes.DONE
         settings_file.load(given.config)  # a slip is told before torch is loaded
         _tell_loading()
@@ -38,7 +47,7 @@ def run(given: argparse.Namespace) -> int:
     _tell_loading()
     if given.command == "plan":
         return _plan(given)
-    from entrenar_py.train.finetune import outputs, rows_read
+    from entrenar_py.train.finetune import foresight, outputs
 
     output = outputs.load(given.output, trusts=given.trust_remote_code)
     if given.command == "infer":
@@ -55,7 +64,7 @@ def run(given: argparse.Namespace) -> int:
                 f"{narrow} weights became float32, of the same values: the model is larger"
             )
         printing.say(f"written to {given.merged}")
-    rows_read.say_warnings()
+    foresight.say_warnings()
     return exit_codes.DONE
 
 
@@ -77,12 +86,12 @@ def distill(given: argparse.Namespace) -> int:
     _tell_loading()
     if given.action == "train":
         staffing.load_ahead(given.backends)
-    from entrenar_py.train.finetune import distill_commands, distill_text
+    from entrenar_py.train.finetune import distill_commands
 
     actions = {
         "logits": distill_commands.logits,
         "train": distill_commands.train,
-        "text": distill_text.run,
+        "text": distill_commands.text,
         "status": distill_commands.look,
     }
     return actions[given.action](given)
@@ -96,19 +105,19 @@ def _tell_loading() -> None:
 
 def _plan(given: argparse.Namespace) -> int:
     """Print a plan; the configuration is invalid for devices on which nothing fits."""
-    from entrenar_py.train.finetune import foresight, remarks, stage_problems
+    from entrenar_py.train.finetune import foresight, settings_file
     from entrenar_py.train.model.hyper_parameters import Facts
     from entrenar_py.train.plan import command
     from entrenar_py.train.plan.shape import Shape
 
     settings = settings_file.load(given.config)
-    stage_problems.require_other(settings, given.config, "entrenar plan")
+    settings_file.require_other(settings, given.config, "entrenar plan")
     rows, longest = foresight.rows_and_longest(settings)
     devices = command.of_run(settings, given.devices)
     if not given.devices and not settings.devices:
         settings = foresight.planned(settings, devices, longest=longest)
     number = Shape(settings).num_parameters
-    remarks.show(given.config, Facts(settings=settings, num_parameters=number, rows=rows))
+    foresight.show_remarks(given.config, Facts(settings=settings, num_parameters=number, rows=rows))
     fits = command.show(
         settings,
         longest=longest,
@@ -117,3 +126,64 @@ def _plan(given: argparse.Namespace) -> int:
         json=given.json,
     )
     return exit_codes.DONE if fits else exit_codes.INVALID
+
+
+PROG = "entrenar_py.finetune"
+
+
+def rank(argv: Sequence[str], environment: Mapping[str, str], init_method: str = "env://") -> int:
+    """Train as the rank that `environment` names; return the exit code.
+
+    Rank 0 prints. What goes wrong before ranks have joined is told by the first rank of each host.
+    """
+    given = _parser().parse_args(argv)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP warns of what is meant so
+    is_first = environment.get("RANK", "0") == "0"
+    try:
+        from entrenar_py.train.finetune.strategies import launch  # brings torch
+
+        here = launch.world(environment)
+    except EntrenarError as error:  # of one host alone: the others wait for it
+        if environment.get("LOCAL_RANK", "0") == "0":
+            _tell(error)
+        return _code(error)
+    try:
+        with launch.joined(here, init_method):
+            return launch.train(
+                given.config,
+                here,
+                resume=given.resume,
+                halt_on_spike=given.halt_on_spike,
+                tensorboard=given.tensorboard,
+            )
+    except EntrenarError as error:
+        if is_first:
+            _tell(error)
+        return _code(error)
+
+
+def _code(error: EntrenarError) -> int:
+    is_invalid = isinstance(error, ContractError | UsageError | CheckpointError)
+    return exit_codes.INVALID if is_invalid else exit_codes.FAILED
+
+
+def _tell(error: EntrenarError) -> None:
+    if isinstance(error, ContractError):  # its lines start with file:line:column
+        printing.warn_lines(str(error))
+    elif isinstance(error, RowsError):
+        printing.warn_lines(f"entrenar: {error}")
+    else:
+        printing.warn(f"entrenar: {error}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"torchrun ... -m {PROG}",
+        description="Fine-tune by ranks that torchrun starts; the configuration has a strategy.",
+    )
+    parser.add_argument("config", type=Path, metavar="RUN.yaml", help="the configuration")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the checkpoint in the output folder"
+    )
+    following.add_options(parser)
+    return parser

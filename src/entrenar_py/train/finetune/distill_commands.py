@@ -3,23 +3,82 @@
 from __future__ import annotations
 
 import argparse
+import secrets
 import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.shared.page import output_file
-from entrenar_py.shared.untrusted import printing
-from entrenar_py.train.distill import producing, status
-from entrenar_py.train.distill.producing import Progress, Stage
-from entrenar_py.train.finetune import distill_page, local, rows_read, settings_file
-from entrenar_py.train.model import prepared as preparing
+from entrenar_py.shared.page import document, output_file
+from entrenar_py.shared.page.charts import Line, chart
+from entrenar_py.shared.untrusted import escaping, printing
+from entrenar_py.shared.wording import counted
+from entrenar_py.train.distill import answers, production, shards
+from entrenar_py.train.distill.answers import Asking, Written
+from entrenar_py.train.distill.endpoint import Endpoint
+from entrenar_py.train.distill.production import Progress, Stage
+from entrenar_py.train.finetune import foresight, local, settings_file
+from entrenar_py.train.model import preparation, samples
 from entrenar_py.train.model.settings import Distillation, Settings
 from entrenar_py.train.service import exit_codes, signals
 from entrenar_py.train.service.figures import duration
+
+PAGE_FILE = "report.html"
+
+
+def write_page(section: Distillation, progress: Progress) -> Path:
+    """Write the page, and return its path; warn if it can't be written: the shards are there.
+
+    Processes that share the folder write the same file: it is that of the last one.
+    """
+    path = section.shards / PAGE_FILE
+    own = path.with_name(f".{PAGE_FILE}.{secrets.token_hex(8)}")
+    try:
+        own.write_text("\n".join(_page_lines(section, progress)) + "\n", encoding="utf-8")
+        own.replace(path)
+    except OSError as error:
+        own.unlink(missing_ok=True)
+        printing.warn(f"entrenar: {path}: can't be written ({error.strerror or error})")
+    return path
+
+
+def _page_lines(section: Distillation, progress: Progress) -> Iterator[str]:
+    name = f"logits of {section.teacher.name if section.teacher else 'the teacher'}"
+    status, badge = progress.state, "held" if progress.state == "completed" else "inconclusive"
+    yield from document.begin(f"{name}: {status}")
+    mark = f'<span class="verdict {badge}">{status}</span>'
+    yield f"<header><h1>{escaping.html(name)} {mark}</h1><dl>"
+    for key, value in _page_facts(section, progress):
+        yield f"<dt>{escaping.html(key)}</dt><dd>{escaping.html(value)}</dd>"
+    yield "</dl></header>"
+    made = enumerate(progress.made, start=1)
+    paces = tuple((number, one.tokens / one.seconds) for number, one in made)
+    if len(paces) > 1:
+        line = Line(label="this process", points=paces, colour=0)
+        yield '<section><h2>Pace</h2><div class="charts">'
+        yield chart("Tokens a second, by shards made here", "tokens/s", [line])
+        yield "</div></section>"
+    yield document.END
+
+
+def _page_facts(section: Distillation, progress: Progress) -> Iterator[tuple[str, str]]:
+    facts = progress.facts
+    yield "shards", f"{progress.shards_done:,} of {facts.num_shards:,} in {section.shards}"
+    behind = facts.num_shards - progress.shards_done
+    yield "behind", f"{behind:,} shards, {progress.rows_left:,} rows of this process's part"
+    yield "rows", f"{progress.rows_done:,} of {sum(facts.rows):,}"
+    if progress.made:
+        yield "pace", f"{progress.tokens_per_s:,.0f} tokens/s of this process"
+    if progress.made and progress.left_s:
+        yield "left", f"{duration(progress.left_s)} at this pace"
+    yield "kept", f"{facts.top_k} of {facts.vocabulary} tokens, {facts.stored}"
+    yield "teacher", f"{section.teacher} ({facts.teacher}), weights in {facts.precision}"
+    yield "tokenizer", facts.tokenizer
+    yield "rows' digest", facts.data
+
 
 TELL_EVERY_S = 10.0
 
@@ -27,8 +86,8 @@ TELL_EVERY_S = 10.0
 def logits(given: argparse.Namespace) -> int:
     """Run the teacher; return the exit code. Raises as `producing.Stage` does."""
     settings, section = settings_of(given.config)
-    prepared = preparing.prepare(settings, needs_weights=False)
-    rows_read.say(prepared)
+    prepared = preparation.prepare(settings, needs_weights=False)
+    foresight.say_rows(prepared)
     stage = Stage(prepared, given.backend, given.part)
     facts = stage.facts
     printing.say(
@@ -40,7 +99,7 @@ def logits(given: argparse.Namespace) -> int:
         is_done = stage.run(show, stopping)
     show.last()
     if show.progress is not None:
-        printing.say(f"drawn in {distill_page.write(section, show.progress)}")
+        printing.say(f"drawn in {write_page(section, show.progress)}")
     if not is_done:
         printing.say("stopped; start it again to go on with the first missing shard")
         return exit_codes.STOPPED
@@ -64,7 +123,7 @@ def train(given: argparse.Namespace) -> int:
 
 def look(given: argparse.Namespace) -> int:
     """Say what is in a folder of shards; 1 if something is missing or damaged."""
-    found = status.look(given.folder)
+    found = shards.status(given.folder)
     for line in found.lines():
         printing.say(line)
     if given.json is not None:
@@ -83,7 +142,7 @@ def settings_of(path: Path) -> tuple[Settings, Distillation]:
     return settings, settings.distill
 
 
-def _of(part: producing.Part) -> str:
+def _of(part: production.Part) -> str:
     return f"{part[0]}/{part[1]}"
 
 
@@ -128,7 +187,7 @@ class _Shown:
         if time.monotonic() >= self._next_s:
             self._next_s = time.monotonic() + TELL_EVERY_S
             self.last()
-            distill_page.write(self._section, progress)
+            write_page(self._section, progress)
 
     def last(self) -> None:
         """Print a line."""
@@ -145,3 +204,124 @@ class _Shown:
         if one.made and one.left_s:
             parts.append(f"{duration(one.left_s)} left at this pace")
         printing.say(", ".join(parts))
+
+
+TELL_ANSWERS_EVERY_S = 10.0
+_FAILURES_SHOWN = 20  # prompts that failed
+
+
+def text(given: argparse.Namespace) -> int:
+    """Ask the teacher; return the exit code. Raises as `Asking` does."""
+    settings, section = settings_of(given.config)
+    asking = Asking(settings, section, url=given.endpoint, backend=given.backend)
+    with closing(asking.journal):
+        _say_what_is_there(asking)
+        show = _AnswersShown()
+        told = "stops: what is asked now is given up"
+        with stopped_by_signals(told) as stopping:
+            progress = asking.run(show, stopping)
+        show.last()
+        left = progress.total - progress.done - len(progress.failed)
+        if left and stopping.is_set():
+            printing.say(
+                f"stopped; start it again to ask the {counted(left, 'prompt')} without an answer"
+            )
+            return exit_codes.STOPPED
+        return _say_end(asking, progress, asking.write())
+
+
+def _say_what_is_there(asking: Asking) -> None:
+    found, text, journal = asking.prompts, asking.text, asking.journal
+    repeated = f" ({found.repeated:,} more ask the same)" if found.repeated else ""
+    printing.say(f"{counted(len(found.distinct), 'prompt')} in {text.prompts}{repeated}")
+    if found.skipped:
+        printing.say(f"skipped: {counted(len(found.skipped), 'row')} (data.on_error: skip)")
+        printing.say_lines("\n".join(samples.listed(found.skipped)))
+    if journal.others:
+        printing.say(
+            f"{journal.path} has {counted(journal.others, 'answer')} of other settings, which are "
+            "left there and not used"
+        )
+    if journal.damaged:
+        printing.say(
+            f"{journal.path} has {counted(journal.damaged, 'damaged line')}; their prompts are "
+            "asked again"
+        )
+    if text.synthetic_share == 1:
+        printing.warn(
+            "distill.text.synthetic_share=1: all rows come from the teacher; a model that learns "
+            "from synthetic rows alone can lose what is rare in real ones; use a smaller share"
+        )
+    if isinstance(asking.source, Endpoint) and asking.source.shows_key:
+        printing.warn(
+            "the endpoint is another machine's, and its URL is http://: the key is sent so that "
+            "anyone between can read it; use https://"
+        )
+
+
+def _say_end(asking: Asking, progress: answers.Progress, written: Written) -> int:
+    """Say what became of all prompts; 1 if any failed, or if there is no row."""
+    text = asking.text
+    _, truncated, refused = answers.counts(progress)
+    if written.synthetic:
+        total = written.synthetic + written.original
+        printing.say(
+            f"written to {text.rows}: {counted(total, 'row')}, {written.synthetic:,} synthetic, "
+            f"{written.original:,} original"
+        )
+    if written.lacking:
+        printing.say(
+            f"data.train has {written.lacking:,} rows too few for distill.text.synthetic_share="
+            f"{text.synthetic_share:g}: more of what is written is synthetic"
+        )
+    printing.say(
+        f"not written: {truncated:,} truncated, {refused:,} refused or empty, "
+        f"{counted(written.duplicates, 'duplicate')}, {len(progress.failed):,} failed"
+    )
+    if truncated:
+        printing.say(
+            f"truncated answers have more than distill.text.new_tokens={text.new_tokens}, or than "
+            "the teacher takes with the prompt; with a larger number these alone are asked again"
+        )
+    if progress.failed:
+        shown = [
+            f"{prompt.place}: {one.reason}" for prompt, one in progress.failed[:_FAILURES_SHOWN]
+        ]
+        more = len(progress.failed) - _FAILURES_SHOWN
+        for line in [*shown, *([f"and {more:,} more"] if more > 0 else [])]:
+            printing.say(line, indent=2)
+        printing.say("start it again to ask those that failed")
+    if not written.synthetic:
+        printing.warn(f"no answer can be learned, so {text.rows} is not written")
+    return exit_codes.WRONG if progress.failed or not written.synthetic else exit_codes.DONE
+
+
+class _AnswersShown:
+    """Prints how far the asking is, now and then."""
+
+    def __init__(self) -> None:
+        self._progress: answers.Progress | None = None
+        self._next_s, self._said = 0.0, ""
+
+    def __call__(self, progress: answers.Progress) -> None:
+        """Print a line if it is time."""
+        self._progress = progress
+        if time.monotonic() >= self._next_s:
+            self._next_s = time.monotonic() + TELL_ANSWERS_EVERY_S
+            self.last()
+
+    def last(self) -> None:
+        """Print a line, unless it was the last one."""
+        one = self._progress
+        if one is None:
+            return
+        parts = [f"{one.done:,} of {counted(one.total, 'prompt')} answered"]
+        if one.failed:
+            parts.append(f"{len(one.failed):,} failed")
+        if one.done > one.before:
+            parts.append(f"{one.per_s:.2g} a second")
+        if one.done > one.before and one.left_s:
+            parts.append(f"{duration(one.left_s)} left at this pace")
+        if (line := ", ".join(parts)) != self._said:
+            self._said = line
+            printing.say(line)

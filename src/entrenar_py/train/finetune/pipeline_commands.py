@@ -11,8 +11,8 @@ from entrenar_py.shared.config.problems import Problems
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.page import output_file
 from entrenar_py.shared.untrusted import printing
-from entrenar_py.train.finetune import foresight, settings_file, stage_problems
-from entrenar_py.train.model import model_class
+from entrenar_py.train.finetune import foresight, settings_file
+from entrenar_py.train.model import model_folder
 from entrenar_py.train.model.settings import LAYER_PIPELINE, Data, Settings
 from entrenar_py.train.plan import devices
 from entrenar_py.train.plan import plan as planning
@@ -130,7 +130,7 @@ def _at_its_line(path: Path, error: UsageError) -> None:
     problems = Problems()
     root = settings_file.read(path, problems)
     if error.field and root is not None:
-        problems.error(stage_problems.place(root, error.field), str(error))
+        problems.error(settings_file.place(root, error.field), str(error))
         problems.settle(strict=True)
 
 
@@ -147,7 +147,7 @@ def convert(given: argparse.Namespace) -> int:
         run = Settings(
             model=given.model, task=given.task, output=given.output, data=Data(train=given.data)
         )
-        num_blocks = int(model_class.configuration(run).get_text_config().num_hidden_layers)
+        num_blocks = int(model_folder.configuration(run).get_text_config().num_hidden_layers)
     old = old_configuration.load(given.old, num_blocks)
     made = imported.lines(
         old,

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from entrenar_py.train.model import precision
-from entrenar_py.train.model.modes import in_evaluation
 from entrenar_py.train.model.objectives import IGNORED
+from entrenar_py.train.model.precision import in_evaluation
 from entrenar_py.train.model.samples import Samples
 from entrenar_py.train.model.settings import Settings
 from entrenar_py.train.model.workload import Rows

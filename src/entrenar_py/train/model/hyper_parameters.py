@@ -16,8 +16,8 @@ import numpy as np
 
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.wording import counted
-from entrenar_py.train.model import encoding, trust
-from entrenar_py.train.model.prepared import Prepared
+from entrenar_py.train.model import model_folder, samples
+from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.model.settings import Settings
 
 # The rate of QLoRA's models up to 13 billion parameters is 2e-4, that of larger ones 1e-4.
@@ -85,16 +85,16 @@ class Facts:
 
 def rows_of(prepared: Prepared) -> Rows:
     """Return what rules look at in rows that were read."""
-    samples, counts = prepared.train, prepared.class_counts
-    too_long = [length for bad in samples.skipped if (length := encoding.length_of(bad))]
-    lengths = np.diff(samples.starts).tolist()[: sum(counts) or None]  # copies come last
+    train, counts = prepared.train, prepared.class_counts
+    too_long = [length for bad in train.skipped if (length := samples.length_of(bad))]
+    lengths = np.diff(train.starts).tolist()[: sum(counts) or None]  # copies come last
     if prepared.validation is not None and prepared.settings.data.validation is None:
         lengths += np.diff(prepared.validation.starts).tolist()  # of the same rows, as skipped ones
     return Rows(
         lengths=(*lengths, *too_long),
         num_skipped=len(too_long),
         class_counts=counts,
-        num_samples=len(samples),
+        num_samples=len(train),
         unlearned_ends=_unlearned_ends(prepared),
     )
 
@@ -113,7 +113,7 @@ def _unlearned_ends(prepared: Prepared) -> tuple[str, ...] | None:
 def _generation_ends(folder: Path) -> list[int]:
     """Return the end tokens of a checkpoint's generation_config.json, if it names any."""
     try:
-        named = trust.record(folder / "generation_config.json", str(folder))["eos_token_id"]
+        named = model_folder.record(folder / "generation_config.json", str(folder))["eos_token_id"]
     except (UsageError, LookupError):
         return []  # generation reads it again, and tells
     return [one for one in (named if isinstance(named, list) else [named]) if type(one) is int]

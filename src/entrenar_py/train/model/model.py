@@ -17,19 +17,8 @@ import torch
 from torch import nn
 
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.train.model import (
-    adapters,
-    blocks,
-    fitting,
-    model_class,
-    packing,
-    precision,
-    quantised,
-    recompute,
-    stock,
-    trust,
-)
-from entrenar_py.train.model.modes import in_evaluation
+from entrenar_py.train.model import blocks, masks, model_folder, objectives, precision, stock
+from entrenar_py.train.model.precision import in_evaluation
 from entrenar_py.train.model.settings import Settings
 
 _MARKERS = ("▁",)  # of a word's beginning, which tokenizers without files have
@@ -42,11 +31,11 @@ def tokenizer(settings: Settings, folder: Path | None = None) -> Any:
 
     Raises UsageError if it can't be read.
     """
-    transformers, folder = model_class.library(), folder or settings.model
+    transformers, folder = model_folder.library(), folder or settings.model
     if not folder.is_dir():
         raise UsageError(f"{folder}: there is no such folder; give one with a checkpoint")
-    trust.require_tokenizer(folder)
-    with model_class.reading(folder, "tokenizer"):
+    model_folder.require_tokenizer(folder)
+    with model_folder.reading(folder, "tokenizer"):
         found = transformers.AutoTokenizer.from_pretrained(
             folder,
             local_files_only=True,
@@ -83,18 +72,18 @@ def load(settings: Settings, pad_token: int) -> nn.Module:
         _draw(settings.seed, module, new)
         stock.require_padding(settings, module, pad_token)
         stock.set_padding(module, pad_token)
-        adapters.freeze_beside(module)
+        stock.freeze_beside(module)
         if settings.adapts:
-            module = adapters.adapted(settings, module, new)
+            module = stock.adapted(settings, module, new)
     precision.prepare(module, settings)
     if settings.task != "classify":
         _require_causal(settings, module)
     if settings.data.packing:
         products = precision.of_products(settings)
         with precision.applied(products, next(module.parameters()).device):
-            packing.require_apart(module, products, settings.model)
+            objectives.require_apart(module, products, settings.model)
     if settings.recompute == "blocks":
-        recompute.install(module)
+        masks.recompute(module)
     return module.train()
 
 
@@ -124,17 +113,17 @@ def part(
     """
     module, new = _base(settings, shorten, unties=unties)
     stock.set_padding(module, pad_token)
-    adapters.freeze_beside(module)
+    stock.freeze_beside(module)
     if settings.adapts:
-        targets = tuple(one for one in settings.lora.targets if adapters.has_target(module, one))
+        targets = tuple(one for one in settings.lora.targets if stock.has_target(module, one))
         if targets:
             lora = replace(settings.lora, targets=targets)
-            module = adapters.adapted(replace(settings, lora=lora), module, new)
+            module = stock.adapted(replace(settings, lora=lora), module, new)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name in trains)
     precision.prepare(module, settings)
     if settings.recompute == "blocks":
-        recompute.install(module)
+        masks.recompute(module)
     return module.train()
 
 
@@ -171,8 +160,8 @@ def without_weights(settings: Settings, pad_token: int) -> nn.Module:
                     zero = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
                     setattr(above, name, nn.Parameter(zero, requires_grad=tensor.requires_grad))
         stock.set_padding(module, pad_token)
-        adapters.freeze_beside(module)
-        module = adapters.adapted(settings, module, new)
+        stock.freeze_beside(module)
+        module = stock.adapted(settings, module, new)
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -232,7 +221,7 @@ def trained(settings: Settings, folder: Path, pad_token: int) -> nn.Module:
 def decoded(settings: Settings, folder: Path, pad_token: int) -> nn.Module:
     """Return the model of `trained` with the numbers that NF4 stands for as float32 weights."""
     module, _ = _base(replace(settings, method="lora"))
-    quantised.decode(_base(settings)[0], module)
+    precision.decode(_base(settings)[0], module)
     return _with_adapters(settings, folder, module, pad_token).eval()
 
 
@@ -241,8 +230,8 @@ def _with_adapters(settings: Settings, folder: Path, module: Any, pad_token: int
     if settings.adapts:
         import peft
 
-        trust.require_adapters(folder)
-        with model_class.reading(folder, "adapters"), adapters.quiet():
+        model_folder.require_adapters(folder)
+        with model_folder.reading(folder, "adapters"), stock.quiet():
             module = peft.PeftModel.from_pretrained(module, str(folder))
     return cast("nn.Module", module)
 
@@ -263,8 +252,8 @@ def random(settings: Settings, *, num_blocks: int) -> nn.Module:
 
 
 def _of_config(settings: Settings, place: torch.device, num_blocks: int | None = None) -> nn.Module:
-    kind, options = model_class.of(settings)
-    config = model_class.configuration(settings)
+    kind, options = model_folder.class_of(settings)
+    config = model_folder.configuration(settings)
     text = config.get_text_config()
     if num_blocks is not None:
         text.num_hidden_layers = num_blocks
@@ -272,24 +261,24 @@ def _of_config(settings: Settings, place: torch.device, num_blocks: int | None =
             text.layer_types = text.layer_types[:num_blocks]
     for name, value in options.items():
         setattr(config, name, value)
-    with place, model_class.reading(settings.model, "model"):
+    with place, model_folder.reading(settings.model, "model"):
         module: nn.Module = kind.from_config(
             config,
             dtype=precision.of_checkpoint(settings),
             trust_remote_code=settings.trust_remote_code,
         )
-    adapters.freeze_beside(module)
+    stock.freeze_beside(module)
     if settings.adapts:
         with place:
-            module = adapters.adapted(settings, module, ())
+            module = stock.adapted(settings, module, ())
     precision.prepare(module, settings)
     return module.train()
 
 
 def _names(settings: Settings, config: Any) -> set[str]:
     """Return the names of all weights of the whole model with `config`."""
-    kind, _ = model_class.of(settings)
-    with torch.device("meta"), model_class.reading(settings.model, "model"):
+    kind, _ = model_folder.class_of(settings)
+    with torch.device("meta"), model_folder.reading(settings.model, "model"):
         whole = kind.from_config(config, trust_remote_code=settings.trust_remote_code)
     return set(whole.state_dict())
 
@@ -302,18 +291,18 @@ def _base(
     `shorten` removes parts of the model before any weights are read; those are not loaded. With
     `unties` one of them may be a table that is also the head, or the head.
     """
-    fitting.require_numbers(settings.model)
-    kind, options = model_class.of(settings)
-    config = model_class.configuration(settings)
+    model_folder.require_numbers(settings.model)
+    kind, options = model_folder.class_of(settings)
+    config = model_folder.configuration(settings)
     if shorten is not None:
-        kind = model_class.shortened(kind, config, shorten, unties=unties)
+        kind = model_folder.shortened_class(kind, config, shorten, unties=unties)
     quantising: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if settings.method == "qlora":
-        quantising = quantised.InThreads()  # type: ignore[no-untyped-call]
-        with model_class.reading(settings.model, "model"), torch.device("meta"):
+        quantising = precision.InThreads()  # type: ignore[no-untyped-call]
+        with model_folder.reading(settings.model, "model"), torch.device("meta"):
             empty = kind.from_config(config, trust_remote_code=settings.trust_remote_code)
-        options |= quantised.loading(empty, precision.of_products(settings))
-    with model_class.reading(settings.model, "model"), quantising:
+        options |= precision.quantised_loading(empty, precision.of_products(settings))
+    with model_folder.reading(settings.model, "model"), quantising:
         module, loading = kind.from_pretrained(
             settings.model,
             dtype=precision.of_checkpoint(settings),
@@ -324,23 +313,23 @@ def _base(
             ignore_mismatched_sizes=True,  # told below, with the weight's name
             **options,
         )
-    fitting.require_shapes(settings.model, loading["mismatched_keys"])
+    model_folder.require_shapes(settings.model, loading["mismatched_keys"])
     unexpected = set(loading["unexpected_keys"])
     if shorten is None:
-        fitting.require_tied(settings.model, module)
+        model_folder.require_tied(settings.model, module)
     elif unexpected:  # what was removed is no surplus
         unexpected -= _names(settings, config)
-    for part in fitting.require_known(settings, module, unexpected):
-        model_class.note(
+    for part in model_folder.require_known(settings, module, unexpected):
+        model_folder.note(
             f"model={settings.model}: its files have {part}, which task: {settings.task} has no "
             "use for; it is left out"
         )
-    new = fitting.require_weights(settings.model, module, loading["missing_keys"])
+    new = model_folder.require_weights(settings.model, module, loading["missing_keys"])
     if new and settings.task != "classify":
         raise UsageError(
             f"model={settings.model}: its files lack {', '.join(new)}, which predicts the next "
-            f"token; use {model_class.advice(settings.task, config)}"
+            f"token; use {model_folder.task_advice(settings.task, config)}"
         )
     if settings.method == "qlora":
-        quantised.settle(module)
+        precision.settle_quantised(module)
     return module, new

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.finetune import settings_file
-from entrenar_py.train.finetune.strategies import probe
-from entrenar_py.train.model import precision
-from entrenar_py.train.model import prepared as preparing
+from entrenar_py.train.finetune.strategies import strategy
+from entrenar_py.train.model import precision, preparation
 from entrenar_py.train.model.workload import Finetuning
 from tests.train.finetune.strategies.runs import Case
 
@@ -32,18 +31,20 @@ def workload(
     case = Case(
         folder=tmp_path, model=small / "model", small=small, more={"precision": request.param}
     )
-    return preparing.prepare(settings_file.load(case.write("out", None))).workload()
+    return preparation.prepare(settings_file.load(case.write("out", None))).workload()
 
 
-def require_same(before: probe.Reference, workload: Finetuning) -> None:
-    probe.require_same(before, probe.logits(workload, CPU), "tensor_parallel", "Qwen3")
+def require_same(before: strategy.Reference, workload: Finetuning) -> None:
+    strategy.require_same_logits(
+        before, strategy.probe_logits(workload, CPU), "tensor_parallel", "Qwen3"
+    )
 
 
 def test_another_rounding_is_the_same_model(
     workload: Finetuning, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights and products in float32, in place of bfloat16."""
-    before = probe.reference(workload, CPU)
+    before = strategy.reference_of(workload, CPU)
     assert 0 < before.rounding < 0.05
     workload.module.float()
     monkeypatch.setattr(workload, "formats", lambda device: precision.as_given(device))
@@ -53,7 +54,7 @@ def test_another_rounding_is_the_same_model(
 @pytest.mark.parametrize("layer", ["o_proj", "down_proj", "q_proj", "v_proj"])
 def test_a_part_that_is_missing_is_told(workload: Finetuning, layer: str) -> None:
     """Of each layer's weights, the half of another rank is 0, as if sums were never added."""
-    before = probe.reference(workload, CPU)
+    before = strategy.reference_of(workload, CPU)
     for name, parameter in workload.module.named_parameters():
         if f"{layer}.base_layer.weight" in name:
             dim = 1 if layer in ("o_proj", "down_proj") else 0
@@ -64,8 +65,8 @@ def test_a_part_that_is_missing_is_told(workload: Finetuning, layer: str) -> Non
 
 def test_adapters_are_part_of_it(workload: Finetuning) -> None:
     """With B filled, an adapter that is applied twice is told, and B is empty afterwards."""
-    with probe.filled(workload.module):
-        before = probe.reference(workload, CPU)
+    with strategy.filled(workload.module):
+        before = strategy.reference_of(workload, CPU)
         for name, parameter in workload.module.named_parameters():
             if "lora_A" in name:
                 parameter.data.mul_(2)
@@ -84,7 +85,7 @@ def test_what_is_no_number_is_left_alone() -> None:
 
     module, x = nn.Sequential(Router(3, 4)), torch.ones(2, 3)
     exact, chosen = module(x)
-    with probe._rounded(module, torch.Generator().manual_seed(0)):
+    with strategy._rounded(module, torch.Generator().manual_seed(0)):
         other, same = module(x)
     assert torch.equal(chosen, same)
     assert 0 < float((exact - other).detach().abs().max()) < 1e-5

@@ -17,12 +17,11 @@ import torch
 from entrenar_py import entrenar as cli
 from entrenar_py.shared import trace
 from entrenar_py.shared.trace import ledger
-from entrenar_py.train.finetune import export, settings_file
-from entrenar_py.train.finetune import rank_command as module
-from entrenar_py.train.finetune.strategies import table
-from entrenar_py.train.model import evaluation, model
-from entrenar_py.train.model import prepared as preparing
-from entrenar_py.train.model.prepared import Prepared
+from entrenar_py.train.finetune import cli as finetune_cli
+from entrenar_py.train.finetune import outputs, settings_file
+from entrenar_py.train.finetune.strategies import launch
+from entrenar_py.train.model import evaluation, model, preparation
+from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.model.settings import STRATEGIES
 from entrenar_py.train.service import exit_codes
 from tests.train.finetune.strategies import ranks, runs
@@ -103,7 +102,7 @@ CASES = [
 ]
 # CI has no minutes for all pairs: it tries every strategy and every case, `-m by_hand` the rest.
 IN_CI = {
-    "qwen3-lora": table.STRATEGIES,
+    "qwen3-lora": launch.STRATEGIES,
     "qwen3-full": ("fsdp",),
     "llama-lora-packed": ("tensor_parallel", "pipeline_parallel"),
     "llama-full": (),
@@ -113,7 +112,7 @@ IN_CI = {
 
 def strategies(*in_ci: str) -> list[Any]:
     """Return all strategies as parameters; those that are not `in_ci` are tried by hand."""
-    return [pytest.param(one, marks=() if one in in_ci else BY_HAND) for one in table.STRATEGIES]
+    return [pytest.param(one, marks=() if one in in_ci else BY_HAND) for one in launch.STRATEGIES]
 
 
 BFLOAT16 = {"precision": "bfloat16"}
@@ -131,7 +130,7 @@ def test_products_in_bfloat16(case: Case, strategy: str) -> None:
 
 @pytest.mark.multi_gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize("strategy", table.STRATEGIES)
+@pytest.mark.parametrize("strategy", launch.STRATEGIES)
 @pytest.mark.parametrize("case", [{}, {"more": BFLOAT16}, {"method": "full"}], indirect=True)
 def test_two_gpus_train_as_one_process_does(case: Case, strategy: str) -> None:
     """What they write infers as what one process wrote."""
@@ -143,8 +142,8 @@ def test_two_gpus_train_as_one_process_does(case: Case, strategy: str) -> None:
     losses = [one.loss for one in steps]
     assert [one.loss for one in found] == pytest.approx(losses, rel=tolerance)
     assert runs.noted(case.folder / "out", "step")[-1]["backends"] == {"0": "cuda:0", "1": "cuda:1"}
-    prepared = preparing.prepare(settings_file.load(case.folder / "alone.yaml"))
-    alone = export.write(prepared, prepared.workload(), tensors, model_digest="0" * 32)
+    prepared = preparation.prepare(settings_file.load(case.folder / "alone.yaml"))
+    alone = outputs.write(prepared, prepared.workload(), tensors, model_digest="0" * 32)
     ours, theirs = runs.logits(case, case.folder / "out"), runs.logits(case, alone)
     # Without training, 72 % of these logits would be further away, 21 % in bfloat16.
     torch.testing.assert_close(ours, theirs, rtol=0.1, atol=0.05 if is_short else 5e-3)
@@ -191,7 +190,7 @@ def test_stages_keep_quantised_weights(case: Case) -> None:
             marks=() if strategy in IN_CI[str(case.id)] else BY_HAND,
         )
         for case in CASES
-        for strategy in table.STRATEGIES
+        for strategy in launch.STRATEGIES
         # Replicas hold whole models, so another architecture is nothing new to them.
         if str(case.id).startswith("qwen3") or strategy not in ("ddp", "ddp_canonical")
     ],
@@ -211,8 +210,8 @@ def test_two_ranks_train_as_one_process_does(
     assert [one.learning_rate for one in found] == [one.learning_rate for one in steps]
     assert (steps[-1].loss or 0.0) < (steps[0].loss or 0.0)
     settings = settings_file.load(case.folder / "alone.yaml")
-    prepared = preparing.prepare(settings)
-    alone = export.write(prepared, prepared.workload(), tensors, model_digest="0" * 32)
+    prepared = preparation.prepare(settings)
+    alone = outputs.write(prepared, prepared.workload(), tensors, model_digest="0" * 32)
     torch.testing.assert_close(
         runs.logits(case, output), runs.logits(case, alone), rtol=1e-3, atol=1e-3
     )
@@ -386,7 +385,7 @@ def test_a_strategy_is_not_for_the_command(case: Case, capsys: pytest.CaptureFix
 def test_the_module_is_not_for_a_lone_process(
     case: Case, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert module.main([str(case.write("out", "ddp"))], {}) == exit_codes.INVALID
+    assert finetune_cli.rank([str(case.write("out", "ddp"))], {}) == exit_codes.INVALID
     assert "is started by torchrun" in capsys.readouterr().err
 
 
@@ -395,7 +394,7 @@ def test_torchrun_starts_the_module(case: Case) -> None:
     config = case.write("out", "ddp_canonical")
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = subprocess.run(
-        [sys.executable, *command, "-m", module.PROG, str(config)],
+        [sys.executable, *command, "-m", finetune_cli.PROG, str(config)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
@@ -410,4 +409,4 @@ def test_torchrun_starts_the_module(case: Case) -> None:
 
 
 def test_the_table_has_every_strategy_of_a_configuration() -> None:
-    assert tuple(table.STRATEGIES) == STRATEGIES
+    assert tuple(launch.STRATEGIES) == STRATEGIES

@@ -24,8 +24,7 @@ from entrenar_py.shared.trace.writer import Mark, Standing
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.arithmetic import checkpoint, layout, optimizer, sharding
 from entrenar_py.train.arithmetic.tensors import TensorSpec
-from entrenar_py.train.finetune.strategies.step import Step
-from entrenar_py.train.finetune.strategies.strategy import Arrays
+from entrenar_py.train.finetune.strategies.strategy import Arrays, Step
 from entrenar_py.train.finetune.task import CHECKPOINT, LEDGER, METRICS
 from entrenar_py.train.model.settings import BY_SHARDS
 from entrenar_py.train.service import file_locks, gradient_norms, ledger_continuity, progress

@@ -25,15 +25,65 @@ from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.arithmetic import schedule, sharding
 from entrenar_py.train.arithmetic.optimizer import BETA1, BETA2, EPSILON
-from entrenar_py.train.finetune import evaluator
+from entrenar_py.train.finetune import task
 from entrenar_py.train.finetune.strategies.record import Made, Record, State
-from entrenar_py.train.finetune.strategies.scoring import Scoring
-from entrenar_py.train.finetune.strategies.step import Shards, Step
-from entrenar_py.train.finetune.strategies.strategy import Arrays, Strategy, gradient_of, local
-from entrenar_py.train.model.evaluation import Scores
+from entrenar_py.train.finetune.strategies.strategy import (
+    Arrays,
+    Shards,
+    Step,
+    Strategy,
+    gradient_of,
+    local,
+)
+from entrenar_py.train.model.evaluation import Examination, Scores
+from entrenar_py.train.model.precision import in_evaluation
+from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.service import gradient_norms, memory_peak, signals
 from entrenar_py.train.service.gradient_norms import GradientNorms
 from entrenar_py.train.service.memory_peak import Memory
+
+
+class Scoring:
+    """Scores every `evaluate_every` steps, and at the end, if there are validation rows."""
+
+    def __init__(self, prepared: Prepared, strategy: Strategy, shards: Shards) -> None:
+        self._every = prepared.settings.evaluate_every
+        self._strategy, self._workload = strategy, shards.workload
+        self._examination: Examination | None = None
+        if prepared.validation is not None:
+            self._examination = Examination(
+                prepared.validation,
+                shards.workload.module,
+                settings=prepared.settings,
+                pad_token=prepared.pad_token,
+                multiple=shards.workload.row_multiple,
+            )
+
+    def is_due(self, made: int) -> bool:
+        """Return whether to score after `made` steps that are not the last."""
+        return self._examination is not None and made % self._every == 0
+
+    def scores(self) -> Scores | None:
+        """Return the scores, the same on all ranks; None without rows. All ranks must call it."""
+        if (examination := self._examination) is None:
+            return None
+        device, rank, size = self._strategy.device, dist.get_rank(), dist.get_world_size()
+        if not self._strategy.shares_rows:
+            rank, size = 0, 1
+        totals = torch.zeros(examination.totals_size, dtype=torch.float64)
+        with in_evaluation(self._workload.objective), self._workload.formats(device):
+            for begin in range(0, len(examination), size):
+                # A forward pass may be a collective: ranks without a batch repeat the first one.
+                is_real = begin + rank < len(examination)
+                batch = examination.batch(begin + rank if is_real else 0)
+                tokens, mask, targets = (one.to(device) for one in batch)
+                logits = self._strategy.logits(tokens, mask)
+                if is_real and logits is not None:
+                    totals += torch.from_numpy(examination.totals(logits, targets))
+        totals = totals.to(device)
+        dist.all_reduce(totals)
+        return examination.scores(totals.cpu().numpy())
+
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _LOOK_EVERY = 16  # steps from one look at this rank's memory to the next
@@ -133,7 +183,7 @@ class Loop:
     def _score(self) -> Scores | None:
         scores, step = self._scoring.scores(), self._step
         if scores is not None:
-            self._on_record(lambda record: record.scored(evaluator.event(scores, step)))
+            self._on_record(lambda record: record.scored(task.event(scores, step)))
         return scores
 
     def _peaks(self) -> str:

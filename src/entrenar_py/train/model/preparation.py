@@ -11,7 +11,7 @@ from typing import Any
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.untrusted import files, json_text
-from entrenar_py.train.model import fitting, model, precision, rendering, samples
+from entrenar_py.train.model import model, model_folder, precision, rendering, samples
 from entrenar_py.train.model.samples import Samples
 from entrenar_py.train.model.settings import Settings
 from entrenar_py.train.model.workload import Finetuning, Tuned
@@ -49,8 +49,8 @@ class Prepared:
         """
         module = model.load(self.settings, self.pad_token)
         both = (self.train, self.validation)
-        fitting.require_samples(self.settings, module, both, self.pad_token)
-        fitting.require_own_loss(self.settings, module)
+        model_folder.require_samples(self.settings, module, both, self.pad_token)
+        model_folder.require_own_loss(self.settings, module)
         weights = self.class_weights
         return kind(
             module,
@@ -78,7 +78,7 @@ def prepare(
     used.
     """
     if needs_weights:
-        fitting.require_checkpoint(settings.model)
+        model_folder.require_checkpoint(settings.model)
     tokenizer, kept = model.tokenizer(settings), cache_folder or cache()
     settings = dated(settings, tokenizer, day)
     data = settings.data
@@ -179,7 +179,7 @@ def _decisive(settings: Settings, workload: Tuned) -> dict[str, Any]:
     """Return what else decides what a run learns. One that is resumed must have the same."""
     data, lora, classes = settings.data, settings.lora, settings.classes
     found: dict[str, Any] = {
-        _MODEL: fitting.digest(settings.model),
+        _MODEL: model_folder.digest(settings.model),
         "rows": workload.data_digest,
         "task": settings.task,
         "method": settings.method,

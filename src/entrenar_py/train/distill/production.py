@@ -18,14 +18,12 @@ import numpy as np
 
 from entrenar_py.shared.errors import SystemFailure, UsageError
 from entrenar_py.shared.untrusted import files
-from entrenar_py.train.distill import schema, shards, student, teacher
-from entrenar_py.train.distill.claims import Claims
-from entrenar_py.train.distill.manifest import Entry, Lists, Writer
-from entrenar_py.train.distill.schema import Facts
+from entrenar_py.train.distill import manifest, shards, student, teacher
+from entrenar_py.train.distill.manifest import Claims, Entry, Facts, Lists, Writer
 from entrenar_py.train.distill.shards import Places, ShardWriter
 from entrenar_py.train.distill.teacher import Batch, Kept, Teacher
-from entrenar_py.train.model import fitting, model, model_class
-from entrenar_py.train.model.prepared import Prepared
+from entrenar_py.train.model import model, model_folder
+from entrenar_py.train.model.preparation import Prepared
 
 LOOK_EVERY_S = 1.0  # at what other processes make
 PIECE_BYTES = 2**25  # of rows that are computed, and then written, at a time
@@ -89,8 +87,8 @@ class Stage:
         self.prepared, self.folder, self._part = prepared, section.shards, part
         self._settings = teacher.settings_of(prepared.settings, section)
         require_tokenizer(prepared, self._settings.model)
-        fitting.require_checkpoint(self._settings.model)
-        config = model_class.configuration(self._settings)
+        model_folder.require_checkpoint(self._settings.model)
+        config = model_folder.configuration(self._settings)
         vocabulary = student.vocabulary_of(config)
         if section.top_k > vocabulary:
             raise UsageError(
@@ -99,7 +97,9 @@ class Stage:
             )
         self._lists = Lists(self.folder)
         self._longest = int(np.diff(prepared.train.starts).max())
-        self.facts, self.places = _facts(prepared, vocabulary, fitting.digest(self._settings.model))
+        self.facts, self.places = _facts(
+            prepared, vocabulary, model_folder.digest(self._settings.model)
+        )
 
     def run(self, listen: Listener, stopping: threading.Event) -> bool:
         """Make all shards of this process's part; return False if `stopping` was set before.
@@ -184,11 +184,11 @@ class Stage:
     def _teacher(self) -> Teacher:
         """Return the teacher. Raises UsageError for one that can't take the rows."""
         section, prepared = student.of(self.prepared), self.prepared
-        known = schema.num_tokens(prepared.tokenizer)
+        known = manifest.num_tokens(prepared.tokenizer)
         loaded = teacher.load(self._settings, section, self.device, known=known)
         tokens = [prepared.pad_token, int(prepared.train.tokens.max())]
-        folder, limit = self._settings.model, fitting.longest(loaded.module)
-        fitting.require_tokens(loaded.module, tokens, folder=folder)
+        folder, limit = self._settings.model, model_folder.longest(loaded.module)
+        model_folder.require_tokens(loaded.module, tokens, folder=folder)
         if limit is not None and self._longest > limit:
             raise UsageError(
                 f"distill.teacher={folder}: it takes rows of {limit} tokens at most "
@@ -314,8 +314,8 @@ def _write(file: ShardWriter, parts: Sequence[tuple[Batch, Kept]], ids: Sequence
 
 def require_tokenizer(prepared: Prepared, folder: Path) -> None:
     """Raise UsageError unless the teacher in `folder` has the student's tokenizer."""
-    theirs = schema.vocabulary_digest(model.tokenizer(prepared.settings, folder))
-    own = schema.vocabulary_digest(prepared.tokenizer)
+    theirs = manifest.vocabulary_digest(model.tokenizer(prepared.settings, folder))
+    own = manifest.vocabulary_digest(prepared.tokenizer)
     if theirs != own:
         raise UsageError(
             f"distill.teacher={folder}: its tokenizer ({theirs}) is not the student's ({own}, "
@@ -331,7 +331,7 @@ def _facts(prepared: Prepared, vocabulary: int, digest: str) -> tuple[Facts, Pla
     every = range(len(places.of_shards))
     facts = Facts(
         teacher=digest,
-        tokenizer=schema.vocabulary_digest(prepared.tokenizer),
+        tokenizer=manifest.vocabulary_digest(prepared.tokenizer),
         data=prepared.train.digest,
         vocabulary=vocabulary,
         top_k=section.top_k,
