@@ -259,8 +259,8 @@ def test_a_prompt_that_is_no_text(
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("model", "it is the model's folder, whose files would be replaced"),
-        ("link", "it is the model's folder, whose files would be replaced"),
+        ("model", "it is the model's folder, and its files would be replaced"),
+        ("link", "it is the model's folder, and its files would be replaced"),
         ("other", "it has a checkpoint that no run has written; give another folder"),
     ],
 )

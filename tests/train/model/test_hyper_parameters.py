@@ -206,7 +206,7 @@ def test_a_class_without_a_row() -> None:
     settings, rows = classified((935, 0))
     [found] = judged("C-HP-008", settings, rows=rows)
     assert found.keys == ("classes", "labels")
-    assert found.message.startswith("labels has 'b', of which there is no row to train on")
+    assert found.message.startswith("labels has 'b', and there is no row of it to train on")
 
 
 def test_a_rare_class_that_is_seen_too_often() -> None:

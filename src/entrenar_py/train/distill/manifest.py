@@ -93,7 +93,7 @@ class Facts:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Facts:
-        """Return the facts of which `to_dict` made `record`.
+        """Return the facts that `to_dict` made `record` of.
 
         Raises UsageError for any other record, such as one of another version.
         """
@@ -113,15 +113,15 @@ class Facts:
             if not is_right:
                 raise UsageError(f"{name}={value!r}: it is no {kind}; make them again")
         lists = {name: tuple(record[name]) for name in ("samples", "rows")}
-        found = cls(**{**record, **lists})
-        if len(found.samples) != len(found.rows) or not found.rows:
+        facts = cls(**{**record, **lists})
+        if len(facts.samples) != len(facts.rows) or not facts.rows:
             raise UsageError("samples and rows don't fit each other; make them again")
-        if not 1 <= found.top_k <= found.vocabulary:
-            raise UsageError(f"top_k={found.top_k} of {found.vocabulary} tokens; make them again")
-        if found.stored not in STORED or found.temperature != 1:
-            told = f"stored={found.stored!r}, temperature={found.temperature:g}"
-            raise UsageError(f"{told}: unknown here; make them again")
-        return found
+        if not 1 <= facts.top_k <= facts.vocabulary:
+            raise UsageError(f"top_k={facts.top_k} of {facts.vocabulary} tokens; make them again")
+        if facts.stored not in STORED or facts.temperature != 1:
+            stored = f"stored={facts.stored!r}, temperature={facts.temperature:g}"
+            raise UsageError(f"{stored}: unknown here; make them again")
+        return facts
 
 
 def vocabulary_digest(tokenizer: Any) -> str:
@@ -148,8 +148,8 @@ def columns(facts: Facts, number: int) -> pa.Schema:
     """Return the Parquet schema of the shard `number`, with the facts in its metadata."""
     pa = arrow()
     value = {"float16": pa.float16(), "float32": pa.float32()}[facts.stored]
-    told = {**facts.to_dict(), "shard": number}
-    del told["samples"], told["rows"]  # a file need not list those of all others
+    listed = {**facts.to_dict(), "shard": number}
+    del listed["samples"], listed["rows"]  # a file need not list those of all others
     return pa.schema(
         [
             pa.field("sample", pa.int32(), nullable=False),
@@ -160,7 +160,7 @@ def columns(facts: Facts, number: int) -> pa.Schema:
             pa.field("rest", pa.float32(), nullable=False),
         ],
         metadata={
-            METADATA_KEY: json.dumps({**told, "facts": facts.digest}, sort_keys=True).encode()
+            METADATA_KEY: json.dumps({**listed, "facts": facts.digest}, sort_keys=True).encode()
         },
     )
 
@@ -225,9 +225,9 @@ class Claims:
         while not self.take(_APPENDING):
             if time.monotonic() >= until_s:
                 owner = _owner(self._file, _APPENDING)
-                whose = "another process" if owner is None else f"process {owner}"
+                holder = "another process" if owner is None else f"process {owner}"
                 raise SystemFailure(
-                    f"distill.logits={self._folder}: {whose} has kept its lists locked for "
+                    f"distill.logits={self._folder}: {holder} has kept its lists locked for "
                     f"{APPENDING_S:g} s (is it stopped?); end it, or let it go on"
                 )
             time.sleep(CLAIM_LOOK_EVERY_S)
@@ -263,16 +263,16 @@ def being_made(folder: Path, num_shards: int) -> dict[int, int]:
         file = os.open(folder / CLAIMS_FILE, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:  # nobody has made any here
         return {}
-    found: dict[int, int] = {}
+    owners: dict[int, int] = {}
     try:
         for shard in range(num_shards):
             if (owner := _owner(file, shard)) is not None:
-                found[shard] = owner
+                owners[shard] = owner
     except OSError:  # no locks there
-        return found
+        return owners
     finally:
         os.close(file)
-    return found
+    return owners
 
 
 def _owner(file: int, byte: int) -> int | None:
@@ -342,7 +342,7 @@ class Lists:
         A last line that is not whole yet is left out. Raises UsageError for a list that was edited
         or damaged, and for lists of different facts.
         """
-        found: Listed | None = None
+        listed: Listed | None = None
         try:
             paths = sorted(self._folder.glob(PATTERN))
         except OSError as error:
@@ -351,26 +351,25 @@ class Lists:
                 f"distill.logits={self._folder}: {told}; give another folder"
             ) from error
         for path in paths:
-            one = self._known.setdefault(path, _List(path))
-            one.update()
-            if one.facts is None:
+            own = self._known.setdefault(path, _List(path))
+            own.update()
+            if own.facts is None:
                 continue
-            if found is None:
-                found = Listed(one.facts, dict(one.shards))
-            elif found.facts != one.facts:
+            if listed is None:
+                listed = Listed(own.facts, dict(own.shards))
+            elif listed.facts != own.facts:
                 raise UsageError(
                     f"{path}: it is of other shards than the other lists in its folder "
-                    f"({_difference(one.facts, found.facts)}); give each its own folder"
+                    f"({_difference(own.facts, listed.facts)}); give each its own folder"
                 )
             else:
-                for shard, entry in one.shards.items():
-                    if entry.remade >= found.shards.get(shard, entry).remade:
-                        found.shards[shard] = entry
-        return found
+                for shard, entry in own.shards.items():
+                    if entry.remade >= listed.shards.get(shard, entry).remade:
+                        listed.shards[shard] = entry
+        return listed
 
 
 def _difference(one: Facts, other: Facts) -> str:
-    """Return the names and values that differ, but for lists, whose names are enough."""
     pairs = {name: (value, other.to_dict()[name]) for name, value in one.to_dict().items()}
     return ", ".join(
         name if isinstance(here, list) else f"{name} {here} and {there}"
@@ -480,7 +479,7 @@ class Writer:
             self._update()
 
     def add(self, entry: Entry) -> Entry:
-        """Add a shard, whose file is in its place; return what the list has of it.
+        """Add a shard that has its file in place; return what the list has of it.
 
         Raises OSError if it can't be written.
         """
@@ -493,7 +492,6 @@ class Writer:
         return entry
 
     def _update(self) -> None:
-        """Read what others have added, and begin a list that is not there, or no more."""
         self._list.update()
         if self._list.facts is None:
             self._append({"what": _HEAD, **self._facts.to_dict()})
@@ -504,7 +502,7 @@ class Writer:
         text, _ = ledger.dump_line(self._list.chain, record)
         file = files.open_to_write(self._path)
         try:
-            os.ftruncate(file, self._list.end)  # a part of a line, whose writer was killed
+            os.ftruncate(file, self._list.end)  # a part of a line: its writer was killed
             line, at = text.encode() + b"\n", self._list.end
             while line:  # a disk that is nearly full takes a part of it
                 written = os.pwrite(file, line, at)

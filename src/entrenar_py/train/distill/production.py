@@ -27,7 +27,7 @@ from entrenar_py.train.model.preparation import Prepared
 
 LOOK_EVERY_S = 1.0  # at what other processes make
 PIECE_BYTES = 2**25  # of rows that are computed, and then written, at a time
-WAITING_MAX = 2  # pieces, each of which is held in memory
+WAITING_MAX = 2  # pieces, each held in memory
 
 Part = tuple[int, int]  # the number of a part, from 1 on, and of all parts
 
@@ -127,7 +127,7 @@ class Stage:
         self, claims: Claims, writer: Writer, listen: Listener, stopping: threading.Event
     ) -> bool:
         progress, loaded = Progress(self.facts), cast("Teacher | None", None)
-        checked: dict[int, Entry] = {}  # whose files have been looked at
+        checked: dict[int, Entry] = {}  # their files have been looked at
         with _Writing(writer) as writing:
 
             def left() -> list[int]:
@@ -200,7 +200,7 @@ class Stage:
     def _make(
         self, loaded: Teacher, shard: int, writing: _Writing, stopping: threading.Event
     ) -> None:
-        """Compute a shard, whose pieces are written meanwhile; leave it if it is stopped."""
+        """Compute a shard and write its pieces meanwhile; leave it if it is stopped."""
         file = ShardWriter(self.folder, self.facts, shard, self.places.starts(shard))
         began_s, tokens = time.monotonic(), 0
         writing.begin(shard, file)
@@ -216,14 +216,14 @@ class Stage:
         writing.end(shard, tokens, began_s)
 
     def _pieces(self, shard: int) -> Iterator[list[int]]:
-        """Yield a shard's samples in pieces whose rows have PIECE_BYTES, or one sample more."""
-        piece, held = list[int](), 0
-        for one in self.places.of_shards[shard]:
-            piece.append(one)
-            held += len(self.places.positions(one)) * shards.row_bytes(self.facts)
-            if held >= PIECE_BYTES:
+        """Yield a shard's samples in pieces: their rows have PIECE_BYTES, or one sample more."""
+        piece, num_bytes = list[int](), 0
+        for sample in self.places.of_shards[shard]:
+            piece.append(sample)
+            num_bytes += len(self.places.positions(sample)) * shards.row_bytes(self.facts)
+            if num_bytes >= PIECE_BYTES:
                 yield piece
-                piece, held = [], 0
+                piece, num_bytes = [], 0
         if piece:
             yield piece
 
@@ -234,7 +234,7 @@ class Stage:
 
 
 class _Writing:
-    """Writes pieces of shards in a thread, some of which wait; a context that ends with it."""
+    """Writes pieces of shards in a thread, where some may wait; a context that ends with it."""
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
@@ -247,18 +247,15 @@ class _Writing:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remove what is not whole."""
         self._thread.shutdown(cancel_futures=True)
         for file in self._files.values():
             file.close()
 
     @property
     def shards(self) -> Collection[int]:
-        """The shards that are being written."""
         return self._files.keys()
 
     def begin(self, shard: int, file: ShardWriter) -> None:
-        """Begin a shard."""
         self._files[shard] = file
 
     def submit(self, write: Callable[[], None]) -> None:
@@ -280,16 +277,14 @@ class _Writing:
         self._pending.append(self._thread.submit(finish))
 
     def finished(self) -> list[tuple[Made, Entry]]:
-        """Return the shards that are in the list since the last call; raises as `submit` does."""
         while self._pending and self._pending[0].done():
             self._take()
-        found, self._finished = self._finished, []
-        for _, entry in found:
+        finished, self._finished = self._finished, []
+        for _, entry in finished:
             del self._files[entry.shard]
-        return found
+        return finished
 
     def leave(self, shard: int) -> None:
-        """Leave a shard that is not whole."""
         self.settle()
         self._files.pop(shard).close()
 
@@ -301,14 +296,12 @@ class _Writing:
         return was_busy
 
     def _take(self) -> None:
-        """Wait for the oldest of all that is to be written."""
         made = self._pending.popleft().result()
         if made is not None:
             self._finished.append(made)
 
 
 def _write(file: ShardWriter, parts: Sequence[tuple[Batch, Kept]], ids: Sequence[int]) -> None:
-    """Write the rows of a piece, in the order of `ids`."""
     file.add(teacher.in_order([batch.rows(kept) for batch, kept in parts], ids))
 
 

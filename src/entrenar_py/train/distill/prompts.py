@@ -1,6 +1,6 @@
 """The prompts that a teacher is to answer, the rows that its answers become, and their journal.
 
-The journal is JSON lines beside the rows. A line is appended when an answer comes, so a process
+The journal is JSON lines next to the rows. A line is appended when an answer comes, so a process
 that is killed loses no answer that it has got.
 """
 
@@ -84,19 +84,19 @@ def read(settings: Settings, path: Path) -> Prompts:
     Raises RowsError for rows that can't be used, unless `data.on_error` is `skip`, and UsageError
     if no row can be used.
     """
-    found, skipped, num_rows = dict[str, Prompt](), list[BadRow](), 0
+    distinct, skipped, num_rows = dict[str, Prompt](), list[BadRow](), 0
     for row in rows.read(path):
         prompt = row if isinstance(row, BadRow) else _prompt(row, settings)
         if isinstance(prompt, BadRow):
             skipped.append(prompt)
         else:
             num_rows += 1
-            found.setdefault(prompt.digest, prompt)
+            distinct.setdefault(prompt.digest, prompt)
     require(settings.data, f"distill.text.prompts={path}", skipped, num_rows)
-    if not found:
+    if not distinct:
         told = f"the first is {skipped[0]}" if skipped else "give one that has rows"
         raise UsageError(f"distill.text.prompts={path}: has no row that can be used; {told}")
-    return Prompts(list(found.values()), num_rows - len(found), skipped)
+    return Prompts(list(distinct.values()), num_rows - len(distinct), skipped)
 
 
 def require(data: Data, where: str, skipped: Sequence[BadRow], num_good: int) -> None:
@@ -127,7 +127,7 @@ def _of_row(row: Row, settings: Settings) -> Prompt | BadRow:
             return BadRow(row.place, escaping.shortened(escaping.exact(problem)))
     text = row.fields.get(name)
     if not isinstance(text, str) or not text.strip():
-        told = (
+        lack = (
             f"{name}={text!r}: use a text that is not empty"
             if name in row.fields
             else (
@@ -135,22 +135,24 @@ def _of_row(row: Row, settings: Settings) -> Prompt | BadRow:
                 "names another"
             )
         )
-        return BadRow(row.place, escaping.shortened(escaping.exact(told)))
+        return BadRow(row.place, escaping.shortened(escaping.exact(lack)))
     return Prompt(row.place, text)
 
 
 def row_of(prompt: Prompt, answer: Answer, data: Data) -> dict[str, Any]:
     """Return the row that `entrenar finetune` learns a whole answer from."""
-    asked = prompt.asked
-    if isinstance(asked, str):
-        return {data.text_field: asked + answer.content}
+    question = prompt.asked
+    if isinstance(question, str):
+        return {data.text_field: question + answer.content}
     turn: dict[str, Any] = {"role": "assistant", "content": answer.content}
     if answer.calls:
         turn["tool_calls"] = list(answer.calls)
     # Earlier answers were not this teacher's, and are not learned.
-    before = [{**one, "weight": 0} if one["role"] == "assistant" else one for one in asked.messages]
+    before = [
+        {**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in question.messages
+    ]
     row: dict[str, Any] = {data.messages_field: [*before, turn]}
-    return row if asked.tools is None else {**row, "tools": list(asked.tools)}
+    return row if question.tools is None else {**row, "tools": list(question.tools)}
 
 
 def is_learnable(prompt: Prompt, answer: Answer, data: Data) -> bool:
@@ -236,7 +238,7 @@ class Journal:
             ) from error
 
     def _read(self) -> None:
-        """Read all whole lines, and cut off a part of one, whose writer was killed."""
+        """Read all whole lines, and cut off a part of one: its writer was killed."""
         end = 0
         try:
             with files.open_file(self.path) as file:

@@ -124,14 +124,14 @@ class Places:
 
 def groups(facts: Facts, starts: NDArray[np.int64]) -> list[slice]:
     """Return the rows of each row group: whole samples, GROUP_BYTES or more together."""
-    found, begin = list[slice](), 0
+    slices, begin = list[slice](), 0
     least = max(1, GROUP_BYTES // row_bytes(facts))
     for end in map(int, starts[1:]):
         if end - begin >= least or end == int(starts[-1]):
             if end > begin:
-                found.append(slice(begin, end))
+                slices.append(slice(begin, end))
             begin = end
-    return found
+    return slices
 
 
 def row_bytes(facts: Facts) -> int:
@@ -165,12 +165,12 @@ class ShardWriter:
         pa, self._num_rows = manifest.arrow(), self._num_rows + len(rows)
         while self._due and self._due[0].stop <= self._num_rows:
             part = self._due.pop(0)
-            held, size = joined(self._held), part.stop - part.start
+            rows, size = joined(self._held), part.stop - part.start
             table = pa.Table.from_arrays(
-                _arrays(self._form, held.part(slice(size))), schema=self._form
+                _arrays(self._form, rows.part(slice(size))), schema=self._form
             )
             self._writer.write_table(table, row_group_size=size)
-            self._held = [held.part(slice(size, None))]
+            self._held = [rows.part(slice(size, None))]
 
     def finish(self) -> Entry:
         """Put the file in its place, and return its line of the list."""
@@ -195,7 +195,7 @@ class ShardWriter:
 
 
 def remove_unfinished(folder: Path, facts: Facts, shard: int) -> None:
-    """Remove what killed processes left of a shard; only who has claimed it may."""
+    """Remove what killed processes left of a shard; only the process that claimed it may."""
     for path in folder.glob(f".{path_of(folder, facts, shard).name}.*"):
         path.unlink(missing_ok=True)
 
@@ -261,22 +261,22 @@ class File:
 
     def _require(self, form: Any) -> None:
         """Raise UsageError unless the file has the columns and the metadata of its place."""
-        found = self._file.schema_arrow
+        schema = self._file.schema_arrow
         for field in form:
-            if field.name not in found.names:
+            if field.name not in schema.names:
                 raise UsageError(f"{self.path}: column {field.name} is missing; {_AGAIN}")
-            if not found.field(field.name).type.equals(field.type):
+            if not schema.field(field.name).type.equals(field.type):
                 raise UsageError(
-                    f"{self.path}: column {field.name} has type {found.field(field.name).type}, "
+                    f"{self.path}: column {field.name} has type {schema.field(field.name).type}, "
                     f"and not {field.type}; {_AGAIN}"
                 )
-        told, wanted = _told(found.metadata), _told(form.metadata)
+        metadata, wanted = _told(schema.metadata), _told(form.metadata)
         # The digest over all facts comes last: it says only that something differs.
         for name, value in sorted(wanted.items(), key=lambda item: item[0] == "facts"):
-            if told.get(name) != value:
+            if metadata.get(name) != value:
                 raise UsageError(
                     f"{self.path}: it is another folder's or another run's: {name} is "
-                    f"{told.get(name)!r}, and {value!r} in the folder's list; {_AGAIN}"
+                    f"{metadata.get(name)!r}, and {value!r} in the folder's list; {_AGAIN}"
                 )
         here = [self._file.metadata.row_group(n).num_rows for n in range(self._file.num_row_groups)]
         due = [part.stop - part.start for part in self._groups]
@@ -309,7 +309,7 @@ class File:
         return rows
 
     def _require_distributions(self, rows: Rows, first: int) -> None:
-        """Raise UsageError for a row that no softmax has, the first of which is row `first`."""
+        """Raise UsageError for a row that no softmax has; row `first` comes first."""
         found = not_distributions(rows)
         if found is not None:
             index, problem = found
@@ -347,7 +347,6 @@ EXPLAINED = 3 * 2.0**-8
 
 
 def _stored_error(rows: Rows) -> float:
-    """Return the relative error of a log-probability in the format that a shard has."""
     return float(np.finfo(rows.log_probabilities.dtype).eps) / 2
 
 
@@ -373,10 +372,10 @@ def rows_of(table: Any, top_k: int) -> Rows:
 
 def _told(metadata: Any) -> dict[str, Any]:
     try:
-        found = json_text.load((metadata or {})[manifest.METADATA_KEY])
+        record = json_text.load((metadata or {})[manifest.METADATA_KEY])
     except (KeyError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return record if isinstance(record, dict) else {}
 
 
 ARRIVAL_LOOK_EVERY_S = 0.5
@@ -395,20 +394,20 @@ def facts_of(
     Raises UsageError if none is after `patience_s` seconds, or for one that can't be read, and
     SystemFailure once `ended` is set.
     """
-    begin, told = time.monotonic(), False
+    begin, is_told = time.monotonic(), False
     lists = Lists(folder)
-    while (found := lists.read()) is None:
+    while (listed := lists.read()) is None:
         waited = time.monotonic() - begin
         if waited >= patience_s:
             raise UsageError(
                 f"distill.logits={folder}: there are no shards ({manifest.PATTERN} is missing); "
                 "make them by `entrenar distill logits`, or give the folder that they come to"
             )
-        if not told:
+        if not is_told:
             say(f"waits for the first list of shards in {folder}")
-            told = True
+            is_told = True
         _wait_on(ended, folder, min(ARRIVAL_LOOK_EVERY_S, patience_s - waited))
-    return found.facts
+    return listed.facts
 
 
 def _wait_on(ended: threading.Event, folder: Path, seconds: float) -> None:
@@ -440,7 +439,7 @@ class TeacherRows:
         self._ended = ended
         self._lists, self._listed = Lists(folder), Listed(facts, {})
         self._files: OrderedDict[int, File] = OrderedDict()
-        # Shards whose digests were compared, and their files' states then: a run with a new order
+        # Shards with compared digests, and their files' states then: a run with a new order
         # in each epoch opens a file again and again.
         self._seen: dict[int, tuple[Entry, tuple[int, ...] | None]] = {}
         self._held: OrderedDict[tuple[int, int], Rows] = OrderedDict()  # by shard and group
@@ -449,8 +448,8 @@ class TeacherRows:
     def rows(self, samples: Sequence[int]) -> Rows:
         """Return the rows of `samples`, one sample after another.
 
-        Raises SystemFailure for a shard that doesn't come in time, and one whose rows are not those
-        of the samples.
+        Raises SystemFailure for a shard that doesn't come in time, and for rows of other
+        samples.
         """
         return joined([self._rows(int(sample)) for sample in samples])
 
@@ -471,37 +470,37 @@ class TeacherRows:
         file = self._file(shard)
         group = file.group_of(begin)
         first = file.first_of(group)
-        found = self._group(file, shard, group).part(slice(begin - first, end - first))
+        rows = self._group(file, shard, group).part(slice(begin - first, end - first))
         positions, targets = self._places.positions(sample), self._places.targets(sample)
-        if not (found.sample == sample).all() or not np.array_equal(found.position, positions):
+        if not (rows.sample == sample).all() or not np.array_equal(rows.position, positions):
             raise SystemFailure(
                 f"{file.path}: rows {begin} to {end - 1} are not those of sample {sample} at "
-                f"positions {_shown(positions)}: they are of {_shown(np.unique(found.sample))} at "
-                f"{_shown(found.position)}; make the shard again by `entrenar distill logits`"
+                f"positions {_shown(positions)}: they are of {_shown(np.unique(rows.sample))} at "
+                f"{_shown(rows.position)}; make the shard again by `entrenar distill logits`"
             )
-        if not np.array_equal(found.target, targets):
+        if not np.array_equal(rows.target, targets):
             raise SystemFailure(
-                f"{file.path}: rows {begin} to {end - 1} predict {_shown(found.target)}, and "
+                f"{file.path}: rows {begin} to {end - 1} predict {_shown(rows.target)}, and "
                 f"sample {sample} has {_shown(targets)} there; make the shard again by `entrenar "
                 "distill logits`"
             )
-        if found.tokens.min() < 0 or found.tokens.max() >= self._num_tokens:
-            wrong = found.tokens[(found.tokens < 0) | (found.tokens >= self._num_tokens)]
+        if rows.tokens.min() < 0 or rows.tokens.max() >= self._num_tokens:
+            wrong = rows.tokens[(rows.tokens < 0) | (rows.tokens >= self._num_tokens)]
             raise SystemFailure(
                 f"{file.path}: sample {sample} has token {wrong[0]}, and teacher and student have "
                 f"{self._num_tokens}; make the shard again by `entrenar distill logits`"
             )
-        return found
+        return rows
 
     def _group(self, file: File, shard: int, group: int) -> Rows:
         key = shard, group
         if key not in self._held:
             try:
-                found = file.read(group)
+                rows = file.read(group)
             except UsageError as error:
                 raise SystemFailure(str(error)) from error
-            self._held[key] = found
-            self._held_bytes += found.num_bytes
+            self._held[key] = rows
+            self._held_bytes += rows.num_bytes
             while self._held_bytes > HELD_BYTES and len(self._held) > 1:
                 _, old = self._held.popitem(last=False)
                 self._held_bytes -= old.num_bytes
@@ -523,17 +522,17 @@ class TeacherRows:
 
     def _wait(self, shard: int) -> None:
         """Wait until the shard is listed, and its file has the listed bytes."""
-        begin, told = time.monotonic(), ""
-        while why := self._lacks(shard):
+        begin, last = time.monotonic(), ""
+        while problem := self._lacks(shard):
             waited = time.monotonic() - begin
             if waited >= self._patience_s:
                 raise SystemFailure(
-                    f"distill.logits={self._folder}: {why} (waited {waited:.0f} s); make it by "
+                    f"distill.logits={self._folder}: {problem} (waited {waited:.0f} s); make it by "
                     "`entrenar distill logits`, or copy it, and resume"
                 )
-            if why != told and waited >= min(TELL_AFTER_S, self._patience_s / 2):
-                self._say(f"waits for shard {shard}: {why}")
-                told = why
+            if problem != last and waited >= min(TELL_AFTER_S, self._patience_s / 2):
+                self._say(f"waits for shard {shard}: {problem}")
+                last = problem
             _wait_on(
                 self._ended, self._folder, min(ARRIVAL_LOOK_EVERY_S, self._patience_s - waited)
             )
@@ -557,21 +556,20 @@ class TeacherRows:
         state = _state(manifest.path_of(self._folder, self.facts, shard))
         if state is not None and self._seen.get(shard) == (entry, state):
             return ""
-        why = problem(self._folder, self.facts, entry)
-        if why:  # it may be listed anew when it has been made again
+        lack = problem(self._folder, self.facts, entry)
+        if lack:  # it may be listed anew when it has been made again
             self._listed = Listed(self.facts, {})
         else:
             self._seen[shard] = entry, state
-        return why
+        return lack
 
 
 def _state(path: Path) -> tuple[int, ...] | None:
-    """Return what changes when a file is written or replaced; None if it isn't there."""
     try:
-        found = path.stat()
+        state = path.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
 
 
 def _shown(numbers: np.ndarray) -> str:

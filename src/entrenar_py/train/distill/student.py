@@ -67,10 +67,10 @@ def divergence(teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
     -inf, counts nothing.
     """
     wanted = (teacher / temperature).log_softmax(-1)
-    found = (student / temperature).log_softmax(-1)
+    own = (student / temperature).log_softmax(-1)
     shares = wanted.exp()
     # 0 * (-inf - x) is no number, and a class without mass has none of the divergence.
-    terms = torch.where(shares > 0, shares * (wanted - found), 0.0)
+    terms = torch.where(shares > 0, shares * (wanted - own), 0.0)
     return temperature**2 * terms.sum(-1)
 
 
@@ -135,10 +135,10 @@ class _Distilled(torch.autograd.Function):
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
             logits = (hidden[part] @ weight.t()).float()
-            found, gradient = _loss_and_gradient(
+            summed, gradient = _loss_and_gradient(
                 logits, targets[part], tokens[part], teacher[part], mix
             )
-            loss += found
+            loss += summed
             gradient = gradient.to(hidden.dtype)
             if of_hidden is not None:
                 torch.mm(gradient, weight, out=of_hidden[part])
@@ -150,7 +150,6 @@ class _Distilled(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of `hidden` and `weight`, times that of the loss."""
         found = (None if one is None else one * scale.to(one.dtype) for one in ctx.saved_tensors)
         return (*found, None, None, None, None)
 
@@ -171,7 +170,7 @@ def _loss_and_gradient(
     if mix.has_rest:
         _put(logits, tokens, torch.full_like(kept, -torch.inf))
         top = logits.amax(-1, keepdim=True)
-        # Less their own maximum, since beside a token that is sure all others may vanish.
+        # Less their own maximum, since next to a token that is sure all others may vanish.
         logits -= top
         mass = logits.exp_().sum(-1, keepdim=True)
         rest = mass.log() + top
@@ -179,12 +178,12 @@ def _loss_and_gradient(
         student = torch.cat([kept, rest], -1)
     student = student - whole
     entropy = (whole - target)[:, 0]
-    found = (student / temperature).log_softmax(-1)
+    own = (student / temperature).log_softmax(-1)
     shares = (teacher / temperature).log_softmax(-1).exp()
     loss = alpha * divergence(teacher, student, temperature) + (1 - alpha) * entropy
     counts = is_there[:, None].to(logits.dtype)
     # Of each class: the part of the divergence, and that of cross entropy but for the target's -1.
-    parts = alpha * temperature * (found.exp() - shares) + (1 - alpha) * student.exp()
+    parts = alpha * temperature * (own.exp() - shares) + (1 - alpha) * student.exp()
     parts *= counts
     if mix.has_rest:
         logits *= parts[:, -1:] / mass
@@ -226,7 +225,7 @@ class Student(Finetuning):
         """Take the arguments of `Finetuning`, the teacher's rows and how they count."""
         self.teacher, self.mix = teacher, mix
         super().__init__(module, train, **options)
-        # A worker whose shards are others has other data.
+        # A worker with other shards has other data.
         self.data_digest = blake3(f"{train.digest} {teacher.facts.digest}".encode()).hexdigest(16)
 
     def new_objective(self, class_weights: Sequence[float]) -> Objective:
@@ -280,7 +279,6 @@ class Student(Finetuning):
 
 
 def _filled(values: Any, room: int) -> Any:
-    """Return `values` and `room` rows of zeros."""
     return np.concatenate([values, np.zeros((room, *values.shape[1:]), values.dtype)])
 
 
@@ -354,14 +352,14 @@ def require_fitting(prepared: Prepared, section: Distillation, facts: Facts) -> 
             "them again in another folder"
         )
     for name in ("top_k", "stored", "precision", "shard_samples"):
-        made = max(facts.samples) if name == "shard_samples" else getattr(facts, name)
-        asked = getattr(section, name)
+        stored = max(facts.samples) if name == "shard_samples" else getattr(facts, name)
+        wanted = getattr(section, name)
         if name == "shard_samples":
-            asked = min(asked, len(prepared.train))
-        if made != asked:
+            wanted = min(wanted, len(prepared.train))
+        if stored != wanted:
             raise UsageError(
-                f"{where}: its shards were made with {name}={made}, and distill.{name} is {asked}; "
-                "use the same, or make them again in another folder"
+                f"{where}: its shards were made with {name}={stored}, and distill.{name} is "
+                f"{wanted}; use the same, or make them again in another folder"
             )
 
 
@@ -399,13 +397,13 @@ def workload(
     if vocabulary < min(known, facts.vocabulary):
         raise UsageError(
             f"model={prepared.settings.model}: it has {vocabulary} logits, and its tokenizer "
-            f"{known} tokens, of which the teacher's rows have any; use a student with a logit for "
-            "each"
+            f"{known} tokens, and the teacher's rows have any of them; use a student with a "
+            "logit for each"
         )
     if vocabulary < facts.vocabulary and facts.top_k > known:
         raise UsageError(
             f"distill.logits={section.shards}: its rows have {facts.top_k} of the teacher's "
-            f"{facts.vocabulary} logits, of which the student has {vocabulary} and the tokenizer "
+            f"{facts.vocabulary} logits; the student has {vocabulary} of them, and the tokenizer "
             f"{known}; make them with top_k={known} or less"
         )
     rows = TeacherRows(

@@ -94,17 +94,17 @@ class Teacher:
             nullcontext() if self._head is None else objectives.replaced_by_identity(self._head)
         )
         with replaced:
-            found = self.module(input_ids=self._here(tokens), use_cache=False).logits
-        outputs = found.flatten(0, 1).index_select(0, self._here(places))
+            output = self.module(input_ids=self._here(tokens), use_cache=False).logits
+        outputs = output.flatten(0, 1).index_select(0, self._here(places))
         held = _LOGITS_MAX if self.device.type == "cuda" else objectives.LOGITS_MAX
         rows = max(1, held // self.vocabulary)
         parts = [self._kept(part) for part in outputs.split(rows)]
-        tokens = torch.cat([one.tokens for one in parts])
-        logs = torch.cat([one.log_probabilities for one in parts])
-        rest = torch.cat([one.rest for one in parts])
+        tokens = torch.cat([part.tokens for part in parts])
+        logs = torch.cat([part.log_probabilities for part in parts])
+        rest = torch.cat([part.rest for part in parts])
         if self.device.type == "cpu":
             return Kept(tokens, logs, rest)
-        copies = [_to_host(one) for one in (tokens, logs, rest)]
+        copies = [_to_host(part) for part in (tokens, logs, rest)]
         copied: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record(torch.cuda.current_stream(self.device))
         return Kept(copies[0], copies[1], copies[2], copied)
@@ -121,7 +121,6 @@ class Teacher:
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    """Return a copy on the host, which is there when the GPU's present work is done."""
     host = torch.empty_like(tensor, device="cpu", pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
 
@@ -153,19 +152,19 @@ def largest(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """
     number = logits.shape[1] // _BLOCK
     if number <= 2 * top_k:
-        found = logits.topk(top_k, dim=-1, sorted=True)
-        return found.values, found.indices
+        top = logits.topk(top_k, dim=-1, sorted=True)
+        return top.values, top.indices
     size = number * _BLOCK
     blocks = logits[:, :size].view(len(logits), number, _BLOCK)
     chosen = blocks.amax(-1).topk(top_k, dim=-1, sorted=False).indices
     values = blocks.gather(1, chosen[:, :, None].expand(-1, -1, _BLOCK)).flatten(1)
     if size < logits.shape[1]:
         values = torch.cat([values, logits[:, size:]], 1)
-    found = values.topk(top_k, dim=-1, sorted=True)
-    block = (found.indices // _BLOCK).clamp(max=top_k - 1)
-    columns = chosen.gather(1, block) * _BLOCK + found.indices % _BLOCK
-    past = found.indices - top_k * _BLOCK  # among the columns that fill no block
-    return found.values, torch.where(past >= 0, size + past, columns)
+    top = values.topk(top_k, dim=-1, sorted=True)
+    block = (top.indices // _BLOCK).clamp(max=top_k - 1)
+    columns = chosen.gather(1, block) * _BLOCK + top.indices % _BLOCK
+    past = top.indices - top_k * _BLOCK  # among the columns that fill no block
+    return top.values, torch.where(past >= 0, size + past, columns)
 
 
 def _log_sum(logits: Tensor) -> Tensor:
@@ -285,10 +284,10 @@ def _require_running(module: nn.Module) -> None:
         with torch.inference_mode():
             module.eval()(input_ids=torch.tensor([[1, 2, 3, 4]]), use_cache=False)
     except RuntimeError as error:
-        told = str(error).partition("\n")[0]
+        message = str(error).partition("\n")[0]
         raise UsageError(
             f"distill.precision=int8: {type(module).__name__} doesn't run with its linear layers "
-            f"in int8 ({told}); use precision: bfloat16"
+            f"in int8 ({message}); use precision: bfloat16"
         ) from error
 
 
@@ -298,12 +297,12 @@ def batches(samples: Samples, ids: Sequence[int], batch_tokens: int) -> Iterator
     They follow from a shard's samples alone, so it has the same bits whoever makes it.
     """
     batch = list[int]()
-    for one in sorted(ids, key=lambda i: (-samples.length(i), i)):
-        longest = _filled(samples.length(batch[0] if batch else one))
+    for sample in sorted(ids, key=lambda i: (-samples.length(i), i)):
+        longest = _filled(samples.length(batch[0] if batch else sample))
         if batch and longest * (len(batch) + 1) > batch_tokens:
             yield batch
             batch = []
-        batch.append(one)
+        batch.append(sample)
     if batch:
         yield batch
 
@@ -322,17 +321,17 @@ class Batch:
         self.ids = ids
         length = min(_filled(max(map(samples.length, ids))), longest)
         tokens = np.full((len(ids), length), pad_token, np.int64)
-        positions = [places.positions(one) for one in ids]
-        for row, one in enumerate(ids):
-            held = samples.tokens[samples.part(one)]
-            tokens[row, : len(held)] = held
+        positions = [places.positions(sample) for sample in ids]
+        for row, sample in enumerate(ids):
+            own_tokens = samples.tokens[samples.part(sample)]
+            tokens[row, : len(own_tokens)] = own_tokens
         self.tokens = torch.from_numpy(tokens)
         self.places = torch.from_numpy(
             np.concatenate([row * length + own for row, own in enumerate(positions)])
         )
         self.sample = np.repeat(np.array(ids, np.int32), [len(own) for own in positions])
         self.position = np.concatenate(positions).astype(np.int32)
-        self.target = np.concatenate([places.targets(one) for one in ids])
+        self.target = np.concatenate([places.targets(sample) for sample in ids])
         self.num_tokens = sum(map(samples.length, ids))
 
     def rows(self, kept: Kept) -> Rows:
@@ -432,12 +431,12 @@ class Generation:
             return Failed(f"has {len(tokens)} tokens; the teacher takes {limit} with its answer")
         if limit is not None:
             most = min(most, limit - len(tokens))
-        made = self._generated(prompt, tokens, most, stopping)
+        answer = self._generated(prompt, tokens, most, stopping)
         if stopping.is_set():
             return None
-        if made[-1] not in self._ends():
-            return Answer(TRUNCATED, self._decoded(prompt, tokens, made))
-        content = self._decoded(prompt, tokens, made[:-1])
+        if answer[-1] not in self._ends():
+            return Answer(TRUNCATED, self._decoded(prompt, tokens, answer))
+        content = self._decoded(prompt, tokens, answer[:-1])
         return Answer(WHOLE if content.strip() else REFUSED, content)
 
     @torch.inference_mode()
@@ -445,7 +444,7 @@ class Generation:
         self, prompt: Prompt, tokens: list[int], most: int, stopping: threading.Event
     ) -> list[int]:
         """Return the new tokens, at most `most`. Sampling follows from the seed and the prompt."""
-        given = torch.tensor([tokens], device=self._device)
+        prompt_tokens = torch.tensor([tokens], device=self._device)
         is_cuda = self._device.type == "cuda"
         temperature = self._text.temperature
         how: dict[str, Any] = {"do_sample": False}
@@ -453,9 +452,9 @@ class Generation:
             how = {"do_sample": True, "temperature": temperature, "top_p": 1.0, "top_k": 0}
         with torch.random.fork_rng(devices=[self._device] if is_cuda else []):
             torch.manual_seed(self._seed(prompt))
-            made = self._module.generate(
-                input_ids=given,
-                attention_mask=torch.ones_like(given),
+            output = self._module.generate(
+                input_ids=prompt_tokens,
+                attention_mask=torch.ones_like(prompt_tokens),
                 max_new_tokens=most,
                 pad_token_id=model.padding(self._tokenizer),
                 eos_token_id=sorted(self._ends()),
@@ -463,25 +462,24 @@ class Generation:
                 logits_processor=[_require_finite],
                 **how,
             )
-        return cast("list[int]", made[0, len(tokens) :].tolist())
+        return cast("list[int]", output[0, len(tokens) :].tolist())
 
     def _seed(self, prompt: Prompt) -> int:
         told = f"{self._settings.seed} {prompt.digest}".encode()
         return int.from_bytes(blake3(told).digest(8)) >> 1
 
     def _ends(self) -> set[int]:
-        """Return the tokens that end an answer."""
         named = getattr(self._module.generation_config, "eos_token_id", None)
         several = named if isinstance(named, list) else [named]
         return {int(one) for one in (*several, self._tokenizer.eos_token_id) if one is not None}
 
-    def _decoded(self, prompt: Prompt, tokens: list[int], made: list[int]) -> str:
+    def _decoded(self, prompt: Prompt, tokens: list[int], new: list[int]) -> str:
         decode = self._tokenizer.decode
-        answer = str(decode(made, skip_special_tokens=True))
+        answer = str(decode(new, skip_special_tokens=True))
         if not isinstance(prompt.asked, str):
             return answer
         # Some tokenizers leave out a space where a text begins.
-        whole = str(decode([*tokens, *made], skip_special_tokens=True))
+        whole = str(decode([*tokens, *new], skip_special_tokens=True))
         before = str(decode(tokens, skip_special_tokens=True))
         return whole.removeprefix(before) if whole.startswith(before) else answer
 
@@ -494,7 +492,6 @@ class Generation:
 
 
 def _require_finite(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Return the next token's logits. Raises SystemFailure if they are not finite."""
     if scores.isnan().any() or (scores == torch.inf).any():
         raise SystemFailure(
             "the teacher's logits are not finite; check the checkpoint, or try distill.precision: "
@@ -515,7 +512,6 @@ def _plain(config: Any) -> Any:
 
 
 def _criteria(stopping: threading.Event) -> Any:
-    """Return what ends a generation once `stopping` is set."""
     from transformers import StoppingCriteriaList
 
     def is_over(tokens: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:

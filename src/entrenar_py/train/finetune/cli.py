@@ -22,70 +22,68 @@ from entrenar_py.train.service import exit_codes, following
 _LOADING = "loads torch and transformers, which takes some seconds"
 
 
-def run(given: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Run one of them; return the exit code. Raises UsageError and ContractError."""
-    if given.command == "finetune":
-        if given.config == Path("init"):
-            from entrenar_py.train.finetune import settings_file
-
+    if arguments.command == "finetune":
+        if arguments.config == Path("init"):
             printing.say_lines(settings_file.template().rstrip())
             return exit_codes.DONE
-        settings_file.load(given.config)  # a slip is told before torch is loaded
+        settings_file.load(arguments.config)  # a slip is told before torch is loaded
         _tell_loading()
-        staffing.load_ahead(given.backends)
+        staffing.load_ahead(arguments.backends)
         from entrenar_py.train.finetune import local
 
         return local.train(
-            given.config,
-            resume=given.resume,
-            names=given.backends,
-            halt_on_spike=given.halt_on_spike,
-            tensorboard=given.tensorboard,
+            arguments.config,
+            resume=arguments.resume,
+            names=arguments.backends,
+            halt_on_spike=arguments.halt_on_spike,
+            tensorboard=arguments.tensorboard,
         )
-    if given.command == "plan":
-        settings_file.load(given.config)
+    if arguments.command == "plan":
+        settings_file.load(arguments.config)
     _tell_loading()
-    if given.command == "plan":
-        return _plan(given)
+    if arguments.command == "plan":
+        return _plan(arguments)
     from entrenar_py.train.finetune import foresight, outputs
 
-    output = outputs.load(given.output, trusts=given.trust_remote_code)
-    if given.command == "infer":
-        for line in outputs.answer(output, given.prompt, new_tokens=given.new_tokens):
+    output = outputs.load(arguments.output, trusts=arguments.trust_remote_code)
+    if arguments.command == "infer":
+        for line in outputs.answer(output, arguments.prompt, new_tokens=arguments.new_tokens):
             printing.say_lines(line)
-    elif given.command == "eval":
-        for line in outputs.evaluate(output, given.data).lines():
+    elif arguments.command == "eval":
+        for line in outputs.evaluate(output, arguments.data).lines():
             printing.say(line)
     else:
-        outputs.merge(output, given.merged)
+        outputs.merge(output, arguments.merged)
         narrow = {"qlora": "NF4"}.get(output.settings.method, output.settings.precision)
         if narrow != "float32":
             printing.say(
                 f"{narrow} weights became float32, of the same values: the model is larger"
             )
-        printing.say(f"written to {given.merged}")
+        printing.say(f"written to {arguments.merged}")
     foresight.say_warnings()
     return exit_codes.DONE
 
 
-def pipeline(given: argparse.Namespace) -> int:
+def pipeline(arguments: argparse.Namespace) -> int:
     """Run an action of `entrenar pipeline`; return the exit code. Raises as `run` does."""
-    if given.action == "plan":
-        settings_file.load(given.config)
+    if arguments.action == "plan":
+        settings_file.load(arguments.config)
     _tell_loading()
     from entrenar_py.train.finetune import pipeline_commands
 
     actions = {"plan": pipeline_commands.plan, "init": pipeline_commands.init}
-    return actions.get(given.action, pipeline_commands.convert)(given)
+    return actions.get(arguments.action, pipeline_commands.convert)(arguments)
 
 
-def distill(given: argparse.Namespace) -> int:
+def distill(arguments: argparse.Namespace) -> int:
     """Run an action of `entrenar distill`; return the exit code. Raises as `run` does."""
-    if given.action != "status":
-        settings_file.load(given.config)
+    if arguments.action != "status":
+        settings_file.load(arguments.config)
     _tell_loading()
-    if given.action == "train":
-        staffing.load_ahead(given.backends)
+    if arguments.action == "train":
+        staffing.load_ahead(arguments.backends)
     from entrenar_py.train.finetune import distill_commands
 
     actions = {
@@ -94,36 +92,36 @@ def distill(given: argparse.Namespace) -> int:
         "text": distill_commands.text,
         "status": distill_commands.look,
     }
-    return actions[given.action](given)
+    return actions[arguments.action](arguments)
 
 
 def _tell_loading() -> None:
-    """Tell a person at a terminal why nothing comes yet."""
     if sys.stderr.isatty():
         printing.warn(_LOADING)
 
 
-def _plan(given: argparse.Namespace) -> int:
+def _plan(arguments: argparse.Namespace) -> int:
     """Print a plan; the configuration is invalid for devices on which nothing fits."""
-    from entrenar_py.train.finetune import foresight, settings_file
+    from entrenar_py.train.finetune import foresight
     from entrenar_py.train.model.hyper_parameters import Facts
     from entrenar_py.train.plan import command
     from entrenar_py.train.plan.shape import Shape
 
-    settings = settings_file.load(given.config)
-    settings_file.require_other(settings, given.config, "entrenar plan")
+    settings = settings_file.load(arguments.config)
+    settings_file.require_other(settings, arguments.config, "entrenar plan")
     rows, longest = foresight.rows_and_longest(settings)
-    devices = command.of_run(settings, given.devices)
-    if not given.devices and not settings.devices:
+    devices = command.of_run(settings, arguments.devices)
+    if not arguments.devices and not settings.devices:
         settings = foresight.planned(settings, devices, longest=longest)
     number = Shape(settings).num_parameters
-    foresight.show_remarks(given.config, Facts(settings=settings, num_parameters=number, rows=rows))
+    facts = Facts(settings=settings, num_parameters=number, rows=rows)
+    foresight.show_remarks(arguments.config, facts)
     fits = command.show(
         settings,
         longest=longest,
         devices=devices,
-        bandwidth=given.bandwidth,
-        json=given.json,
+        bandwidth=arguments.bandwidth,
+        json=arguments.json,
     )
     return exit_codes.DONE if fits else exit_codes.INVALID
 
@@ -136,7 +134,7 @@ def rank(argv: Sequence[str], environment: Mapping[str, str], init_method: str =
 
     Rank 0 prints. What goes wrong before ranks have joined is told by the first rank of each host.
     """
-    given = _parser().parse_args(argv)
+    arguments = _parser().parse_args(argv)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP warns of what is meant so
     is_first = environment.get("RANK", "0") == "0"
     try:
@@ -150,11 +148,11 @@ def rank(argv: Sequence[str], environment: Mapping[str, str], init_method: str =
     try:
         with launch.joined(here, init_method):
             return launch.train(
-                given.config,
+                arguments.config,
                 here,
-                resume=given.resume,
-                halt_on_spike=given.halt_on_spike,
-                tensorboard=given.tensorboard,
+                resume=arguments.resume,
+                halt_on_spike=arguments.halt_on_spike,
+                tensorboard=arguments.tensorboard,
             )
     except EntrenarError as error:
         if is_first:

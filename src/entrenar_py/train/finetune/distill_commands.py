@@ -83,12 +83,12 @@ def _page_facts(section: Distillation, progress: Progress) -> Iterator[tuple[str
 TELL_EVERY_S = 10.0
 
 
-def logits(given: argparse.Namespace) -> int:
+def logits(arguments: argparse.Namespace) -> int:
     """Run the teacher; return the exit code. Raises as `producing.Stage` does."""
-    settings, section = settings_of(given.config)
+    settings, section = settings_of(arguments.config)
     prepared = preparation.prepare(settings, needs_weights=False)
     foresight.say_rows(prepared)
-    stage = Stage(prepared, given.backend, given.part)
+    stage = Stage(prepared, arguments.backend, arguments.part)
     facts = stage.facts
     printing.say(
         f"{sum(facts.rows)} rows of {facts.top_k} tokens in {facts.num_shards} shards, in "
@@ -103,32 +103,32 @@ def logits(given: argparse.Namespace) -> int:
     if not is_done:
         printing.say("stopped; start it again to go on with the first missing shard")
         return exit_codes.STOPPED
-    whose = "all shards are" if given.part is None else f"part {_of(given.part)} is"
-    printing.say(f"{whose} there")
+    subject = "all shards are" if arguments.part is None else f"part {_of(arguments.part)} is"
+    printing.say(f"{subject} there")
     return exit_codes.DONE
 
 
-def train(given: argparse.Namespace) -> int:
+def train(arguments: argparse.Namespace) -> int:
     """Train the student on this machine; return the exit code. Raises as `local.train` does."""
-    settings_of(given.config)
+    settings_of(arguments.config)
     return local.train(
-        given.config,
-        resume=given.resume,
-        names=given.backends,
-        halt_on_spike=given.halt_on_spike,
-        tensorboard=given.tensorboard,
-        follow=given.follow,
+        arguments.config,
+        resume=arguments.resume,
+        names=arguments.backends,
+        halt_on_spike=arguments.halt_on_spike,
+        tensorboard=arguments.tensorboard,
+        follow=arguments.follow,
     )
 
 
-def look(given: argparse.Namespace) -> int:
+def look(arguments: argparse.Namespace) -> int:
     """Say what is in a folder of shards; 1 if something is missing or damaged."""
-    found = shards.status(given.folder)
-    for line in found.lines():
+    status = shards.status(arguments.folder)
+    for line in status.lines():
         printing.say(line)
-    if given.json is not None:
-        output_file.write(found.record(), given.json)
-    return exit_codes.DONE if found.is_whole else exit_codes.WRONG
+    if arguments.json is not None:
+        output_file.write(status.record(), arguments.json)
+    return exit_codes.DONE if status.is_whole else exit_codes.WRONG
 
 
 def settings_of(path: Path) -> tuple[Settings, Distillation]:
@@ -182,7 +182,6 @@ class _Shown:
         self._section, self._next_s = section, 0.0
 
     def __call__(self, progress: Progress) -> None:
-        """Print a line, and draw the page, if it is time."""
         self.progress = progress
         if time.monotonic() >= self._next_s:
             self._next_s = time.monotonic() + TELL_EVERY_S
@@ -191,18 +190,18 @@ class _Shown:
 
     def last(self) -> None:
         """Print a line."""
-        one = self.progress
-        if one is None:
+        progress = self.progress
+        if progress is None:
             return
-        facts = one.facts
+        facts = progress.facts
         parts = [
-            f"{one.shards_done} of {facts.num_shards} shards",
-            f"{one.rows_done:,} of {sum(facts.rows):,} rows",
+            f"{progress.shards_done} of {facts.num_shards} shards",
+            f"{progress.rows_done:,} of {sum(facts.rows):,} rows",
         ]
-        if one.made:
-            parts.append(f"{one.tokens_per_s:,.0f} tokens/s here")
-        if one.made and one.left_s:
-            parts.append(f"{duration(one.left_s)} left at this pace")
+        if progress.made:
+            parts.append(f"{progress.tokens_per_s:,.0f} tokens/s here")
+        if progress.made and progress.left_s:
+            parts.append(f"{duration(progress.left_s)} left at this pace")
         printing.say(", ".join(parts))
 
 
@@ -210,15 +209,15 @@ TELL_ANSWERS_EVERY_S = 10.0
 _FAILURES_SHOWN = 20  # prompts that failed
 
 
-def text(given: argparse.Namespace) -> int:
+def text(arguments: argparse.Namespace) -> int:
     """Ask the teacher; return the exit code. Raises as `Asking` does."""
-    settings, section = settings_of(given.config)
-    asking = Asking(settings, section, url=given.endpoint, backend=given.backend)
+    settings, section = settings_of(arguments.config)
+    asking = Asking(settings, section, url=arguments.endpoint, backend=arguments.backend)
     with closing(asking.journal):
         _say_what_is_there(asking)
         show = _AnswersShown()
-        told = "stops: what is asked now is given up"
-        with stopped_by_signals(told) as stopping:
+        notice = "stops: what is asked now is given up"
+        with stopped_by_signals(notice) as stopping:
             progress = asking.run(show, stopping)
         show.last()
         left = progress.total - progress.done - len(progress.failed)
@@ -231,12 +230,12 @@ def text(given: argparse.Namespace) -> int:
 
 
 def _say_what_is_there(asking: Asking) -> None:
-    found, text, journal = asking.prompts, asking.text, asking.journal
-    repeated = f" ({found.repeated:,} more ask the same)" if found.repeated else ""
-    printing.say(f"{counted(len(found.distinct), 'prompt')} in {text.prompts}{repeated}")
-    if found.skipped:
-        printing.say(f"skipped: {counted(len(found.skipped), 'row')} (data.on_error: skip)")
-        printing.say_lines("\n".join(samples.listed(found.skipped)))
+    prompts, text, journal = asking.prompts, asking.text, asking.journal
+    repeated = f" ({prompts.repeated:,} more ask the same)" if prompts.repeated else ""
+    printing.say(f"{counted(len(prompts.distinct), 'prompt')} in {text.prompts}{repeated}")
+    if prompts.skipped:
+        printing.say(f"skipped: {counted(len(prompts.skipped), 'row')} (data.on_error: skip)")
+        printing.say_lines("\n".join(samples.listed(prompts.skipped)))
     if journal.others:
         printing.say(
             f"{journal.path} has {counted(journal.others, 'answer')} of other settings, which are "
@@ -304,7 +303,6 @@ class _AnswersShown:
         self._next_s, self._said = 0.0, ""
 
     def __call__(self, progress: answers.Progress) -> None:
-        """Print a line if it is time."""
         self._progress = progress
         if time.monotonic() >= self._next_s:
             self._next_s = time.monotonic() + TELL_ANSWERS_EVERY_S
@@ -312,16 +310,16 @@ class _AnswersShown:
 
     def last(self) -> None:
         """Print a line, unless it was the last one."""
-        one = self._progress
-        if one is None:
+        progress = self._progress
+        if progress is None:
             return
-        parts = [f"{one.done:,} of {counted(one.total, 'prompt')} answered"]
-        if one.failed:
-            parts.append(f"{len(one.failed):,} failed")
-        if one.done > one.before:
-            parts.append(f"{one.per_s:.2g} a second")
-        if one.done > one.before and one.left_s:
-            parts.append(f"{duration(one.left_s)} left at this pace")
+        parts = [f"{progress.done:,} of {counted(progress.total, 'prompt')} answered"]
+        if progress.failed:
+            parts.append(f"{len(progress.failed):,} failed")
+        if progress.done > progress.before:
+            parts.append(f"{progress.per_s:.2g} a second")
+        if progress.done > progress.before and progress.left_s:
+            parts.append(f"{duration(progress.left_s)} left at this pace")
         if (line := ", ".join(parts)) != self._said:
             self._said = line
             printing.say(line)

@@ -12,7 +12,7 @@ from entrenar_py.shared.untrusted import escaping, printing
 from entrenar_py.shared.wording import counted
 from entrenar_py.train.distill.student import Student
 from entrenar_py.train.finetune import settings_file, staffing
-from entrenar_py.train.model import hyper_parameters, model_folder, samples
+from entrenar_py.train.model import hyper_parameters, model_folder, preparation, samples
 from entrenar_py.train.model.hyper_parameters import Facts, Rows
 from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.model.rows import BadRow
@@ -106,7 +106,7 @@ _BANDWIDTH = 1e9  # any: only memory is looked at
 def look(path: Path, prepared: Prepared, names: Sequence[str]) -> None:
     """Print what is unusual in the configuration at `path`; refuse a run that does not fit.
 
-    Workers compute on the backends `names`, in turns. A model whose memory can't be foreseen is
+    Workers compute on the backends `names`, in turns. A model that needs unforeseeable memory is
     said to be so, and runs. Raises ContractError for values that can't train anything, and
     UsageError for a device with too little memory.
     """
@@ -209,8 +209,6 @@ def rows_and_longest(settings: Settings) -> tuple[Rows | None, int | None]:
 
     Needs no weights. Raises UsageError for a model that is not there.
     """
-    from entrenar_py.train.model import preparation
-
     model_folder.require_config(settings.model)
     try:
         prepared = preparation.prepare(settings, needs_weights=False)

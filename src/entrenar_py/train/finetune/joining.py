@@ -66,10 +66,10 @@ def rows_of(listed: Contents, files: ReceivedFiles, settings: Settings) -> Sampl
 
     Raises SystemFailure for samples that are not what a coordinator of this release writes.
     """
-    found = samples.read_kept(files.path(listed.samples))
-    if found is None or not _fits(found, listed, settings):
+    train = samples.read_kept(files.path(listed.samples))
+    if train is None or not _fits(train, listed, settings):
         raise SystemFailure(f"the coordinator's rows can't be read: {_ADVICE}")
-    return found
+    return train
 
 
 def prepared_of(listed: Contents, train: Samples, settings: Settings) -> Prepared:
@@ -116,7 +116,6 @@ def link(
 
 
 def _fits(found: Samples, listed: Contents, settings: Settings) -> bool:
-    """Return whether samples and class weights are consistent; they come from another machine."""
     num_labels = len(settings.classes.labels) if settings.task == "classify" else 0
     return found.is_consistent and len(listed.class_weights) == num_labels
 
@@ -125,20 +124,20 @@ INDEX_BYTES_MAX = 2**26  # a weight's name and its file's take some 150
 
 
 async def obtain_stage(
-    listed: Contents, files: ReceivedFiles, source: Source, given: argparse.Namespace
+    listed: Contents, files: ReceivedFiles, source: Source, arguments: argparse.Namespace
 ) -> StageJoining | Finish:
     """Return what joins the run; a Finish if its files can't be had.
 
     Raises UsageError for an `--id` that the plan does not have, and a model of another content.
     """
     small = [file for file in listed.model if not file.name.endswith(WEIGHTS)]
-    if given.model is not None:
-        await asyncio.to_thread(require_same, given.model, small)
-    wanted = [*(() if given.model else small), listed.samples]
+    if arguments.model is not None:
+        await asyncio.to_thread(require_same, arguments.model, small)
+    wanted = [*(() if arguments.model else small), listed.samples]
     finish = await files.get(wanted, partial(file_fetch.fetch, source))
     if finish is not None:
         return finish
-    return await asyncio.to_thread(StageJoining.of, listed, files, source, given)
+    return await asyncio.to_thread(StageJoining.of, listed, files, source, arguments)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,26 +161,26 @@ class StageJoining:
 
     @classmethod
     def of(
-        cls, listed: Contents, files: ReceivedFiles, source: Source, given: argparse.Namespace
+        cls, listed: Contents, files: ReceivedFiles, source: Source, arguments: argparse.Namespace
     ) -> StageJoining:
         """Return what joins the run that `listed` describes, by the model's configuration."""
         settings = settings_of(listed)
         with tempfile.TemporaryDirectory(prefix="entrenar-") as name:
             folder = Path(name)
             small = [file for file in listed.model if not file.name.endswith(WEIGHTS)]
-            link(small, files, folder, given.model)
+            link(small, files, folder, arguments.model)
             settings = replace(settings, model=folder)
             train = rows_of(listed, files, settings)
             prepared = prepared_of(listed, train, settings)
             module = model.shape(settings)
         cut = cutting.of(settings, module)
         specs = [spec for own in cut.specs for spec in own]
-        rank = given.rank if given.id is None else cut.rank_of(given.id)
+        rank = arguments.rank if arguments.id is None else cut.rank_of(arguments.id)
         return cls(
             listed=listed,
             files=files,
             source=source,
-            own=given.model,
+            own=arguments.model,
             prepared=prepared,
             cut=cut,
             stack=blocks.place_of(module)[0].rpartition(".")[2],
@@ -190,9 +189,9 @@ class StageJoining:
             rank=rank,
         )
 
-    def client(self, told: Told, stay: Stay) -> PipelineClient:
+    def client(self, described: Told, stay: Stay) -> PipelineClient:
         """Return the client for the run that the coordinator described."""
-        scenario = worker.scenario_of(told)
+        scenario = worker.scenario_of(described)
         terms = self.cut.terms(
             Terms(run=scenario.digest, manifest=self.manifest, data=self.prepared.train.digest)
         )
@@ -207,7 +206,7 @@ class StageJoining:
             secret=stay.secret,
             backend=stay.backend.name,
             rank=self.rank,
-            timing=Timing(heartbeat_s=told.heartbeat_s, dead_after_s=told.dead_after_s),
+            timing=Timing(heartbeat_s=described.heartbeat_s, dead_after_s=described.dead_after_s),
         )
         return PipelineClient(
             machine,
@@ -265,14 +264,12 @@ class StageJoining:
         return folder
 
     def _fetch(self, wanted: Sequence[File]) -> None:
-        """Fetch files in this thread. Raises SystemFailure if the coordinator refuses them."""
         finish = asyncio.run(self.files.get(wanted, partial(file_fetch.fetch, self.source)))
         if finish is not None:
             raise SystemFailure(f"the stage's files can't be fetched: {finish.reason}")
 
 
 def _loaded(machine: PipelineWorker, stay: Stay, effect: Effect) -> None:
-    """Print this worker's rank once it has loaded its stage."""
     if isinstance(effect, Send) and isinstance(effect.message, Loaded) and machine.rank is not None:
         stay.tell_rank(machine.rank, effect.message.step)
 
@@ -283,7 +280,7 @@ Say = Callable[[str], None]
 
 
 async def obtain(
-    source: Source, given: argparse.Namespace, say: Say
+    source: Source, arguments: argparse.Namespace, say: Say
 ) -> Finetuning | Joining | Finish:
     """Return the workload of the run at `source`, or why it can't be had.
 
@@ -295,17 +292,17 @@ async def obtain(
     listed = await _list(source)
     if isinstance(listed, Finish):
         return listed
-    _require_trust(listed, is_trusting=given.trust_remote_code)
+    _require_trust(listed, is_trusting=arguments.trust_remote_code)
     if listed.settings.get("strategy") == LAYER_PIPELINE:
-        return await obtain_stage(listed, _received(say, source), source, given)
+        return await obtain_stage(listed, _received(say, source), source, arguments)
     wanted: Sequence[File] = listed.files()
-    if given.model is not None:
-        require_same(given.model, listed.model)
+    if arguments.model is not None:
+        require_same(arguments.model, listed.model)
         wanted = [listed.samples]
     files = _received(say, source)
-    if given.id is not None:
+    if arguments.id is not None:
         raise UsageError(
-            "--id: the run is no layer pipeline, whose stages have names; leave it out"
+            "--id: the run is no layer pipeline, where stages have names; leave it out"
         )
     finish = await files.get(wanted, partial(file_fetch.fetch, source))
     if finish is not None:
@@ -314,7 +311,7 @@ async def obtain(
         say(f"fetched {files.num_fetched} bytes, all verified")
     ended = threading.Event()
     with tempfile.TemporaryDirectory(prefix="entrenar-") as name:
-        own = given.model, given.logits
+        own = arguments.model, arguments.logits
         making = asyncio.to_thread(_workload, listed, files, Path(name), *own, ended=ended)
         try:
             return await making
@@ -350,7 +347,8 @@ def _require_trust(listed: Contents, *, is_trusting: bool) -> None:
     if listed.settings.get("trust_remote_code", False) and not is_trusting:
         raise UsageError(
             "the run's checkpoint comes with Python code (trust_remote_code), which this worker "
-            "would fetch and run; give --trust-remote-code if you trust who started the run"
+            "would fetch and run; give --trust-remote-code if you trust "
+            "the person that started the run"
         )
 
 
@@ -392,8 +390,7 @@ def _with_shards(settings: Settings, logits: Path | None) -> Settings:
 
 
 def _checkpoint(listed: Contents, files: ReceivedFiles, folder: Path) -> Path:
-    """Make a folder with links to the checkpoint's files, under the names that these have."""
-    made = folder / MODEL
-    made.mkdir()
-    link(listed.model, files, made)
-    return made
+    linked = folder / MODEL
+    linked.mkdir()
+    link(listed.model, files, linked)
+    return linked

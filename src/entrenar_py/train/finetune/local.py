@@ -47,10 +47,10 @@ def work(pipe: Connection) -> None:
     """Do the one job that comes over `pipe`."""
     torch.set_num_threads(1)  # how a sum is split over threads is part of its order
     desk = Job(pipe)
-    given = desk.next()
-    if given is not None:
+    job = desk.next()
+    if job is not None:
         try:
-            finish = asyncio.run(_stay(desk, json.loads(given)))
+            finish = asyncio.run(_stay(desk, json.loads(job)))
         except SystemFailure as error:  # a teacher's shard does not come, which no restart mends
             finish = Finish("failed", str(error))
         desk.answer(json.dumps({"status": finish.status, "reason": finish.reason}).encode())
@@ -81,7 +81,6 @@ async def _stay(desk: Job, job: Mapping[str, Any]) -> Finish:
 
 
 async def _report_memory(desk: Job) -> None:
-    """Note the peak of this process again and again."""
     while True:
         desk.note(json.dumps(memory_peak.here()).encode())
         await asyncio.sleep(REPORT_EVERY_S)
@@ -101,7 +100,6 @@ def _let_in(member: Member, backend: Backend, effect: Effect) -> None:
 
 
 def _abandoned() -> None:
-    """End this process: its parent has closed the pipe."""
     os._exit(1)
 
 
@@ -207,7 +205,6 @@ def _staff(prepared: Prepared, names: Sequence[str], *, resume: bool) -> tuple[i
 
 
 def _following(settings: Settings, follow: bool | None) -> Settings:
-    """Return the settings, with what the command line says of shards that are missing."""
     if settings.distill is None or follow is None or follow is (settings.distill.wait_s > 0):
         return settings
     wait_s = Distillation.wait_s if follow else 0.0
@@ -215,7 +212,6 @@ def _following(settings: Settings, follow: bool | None) -> Settings:
 
 
 def _device(names: Sequence[str]) -> torch.device:
-    """Return what validation rows are scored on: a GPU of torch if a worker has one, or the CPU."""
     return torch.device(next((name for name in names if name.startswith("cuda")), "cpu"))
 
 
@@ -241,21 +237,15 @@ class _Workers:
         self.are_gone = False
 
     def start(self, address: Address, give_up: Callable[[str], None]) -> None:
-        """Start all workers of the coordinator at `address`, and look after them.
-
-        Once all stay away, `give_up` is called with the reason.
-        """
         self._address, self._give_up = address, give_up
         for rank in range(self._config.scenario.world_size):
             self._begin(rank)
         asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)
 
     def memory(self) -> Memory:
-        """Return the peak of this process and its workers, as these have told it."""
         return memory_peak.total([memory_peak.here(), *self._peaks.values()])
 
     def close(self) -> None:
-        """End all workers."""
         self._crew.dismiss()
 
     def _begin(self, rank: int) -> None:
@@ -282,12 +272,11 @@ class _Workers:
         except SystemFailure as error:  # the next look finds it dead again
             printing.say(f"worker {rank}: {error}")
 
-    def _stay_away(self, rank: int, why: str) -> None:
-        """Tell that a worker is not started again; end the run if it was the last."""
-        printing.say(f"{why} and stays away")
+    def _stay_away(self, rank: int, reason: str) -> None:
+        printing.say(f"{reason} and stays away")
         if all(self._deaths[other] == DEATHS_MAX for other in self._hands):
             self.are_gone = True
-            self._give_up(f"no worker is left: {why}")
+            self._give_up(f"no worker is left: {reason}")
 
     def _look(self) -> None:
         """Hear the workers' notes, and start those again that died.
@@ -309,6 +298,5 @@ class _Workers:
 
 
 def _failure(hand: Hand) -> str:
-    """Return why the worker's part in the run failed; "" if it didn't, or has not ended."""
     ended = {} if hand.answer is None else json.loads(hand.answer)
     return str(ended["reason"]) if ended.get("status") == "failed" else ""

@@ -71,7 +71,6 @@ def replacing(folder: Path, *, marks: Sequence[str], advice: str) -> Iterator[Pa
 
 
 def _problem(error: Exception, partial: Path) -> str:
-    """Return why a file can't be written; for a full disk, which one, and how much is free."""
     told = " ".join(str(error).split())
     if _FULL not in told:
         return told
@@ -103,7 +102,7 @@ def _sync(path: Path) -> None:
 
 
 SETTINGS = "run.json"  # in the output folder: the settings, for later commands
-DIGESTS = "digests"  # in it, beside the settings: of what the run's model and tokenizer were
+DIGESTS = "digests"  # in it, next to the settings: of what the run's model and tokenizer were
 MARKS = ("config.json", "adapter_config.json")  # without them nobody loads the weights
 _OWN = (SETTINGS, "state.checkpoint", "ledger.jsonl", "metrics.jsonl")  # of a run
 _OTHERS = (*MARKS, "tokenizer.json")
@@ -185,14 +184,14 @@ def require_own(settings: Settings) -> None:
     These are the checkpoint that is trained, and any other one that no run has written.
     """
     output = settings.output
-    told = f"output={output}: it has a checkpoint that no run has written"
+    problem = f"output={output}: it has a checkpoint that no run has written"
     if output.resolve() == settings.model.resolve():
-        told = f"output={output}: it is the model's folder, whose files would be replaced"
+        problem = f"output={output}: it is the model's folder, and its files would be replaced"
     elif any((output / name).exists() for name in _OWN) or not any(
         path.name in _OTHERS or path.suffix in _WEIGHTS for path in _listed(output)
     ):
         return
-    raise UsageError(f"{told}; give another folder")
+    raise UsageError(f"{problem}; give another folder")
 
 
 def _listed(folder: Path) -> list[Path]:
@@ -289,28 +288,28 @@ def answer(output: Output, prompt: str, *, new_tokens: int | None) -> Iterator[s
         )
     new_tokens = new_tokens or NEW_TOKENS
     if settings.task == "instruct":
-        asked = _asked(tokenizer, prompt, settings.data.date)
+        question = _asked(tokenizer, prompt, settings.data.date)
     else:
-        asked = samples.tokens_of(tokenizer, prompt)
+        question = samples.tokens_of(tokenizer, prompt)
     module = cast("Any", output.module)
-    _require_room(output, asked, new_tokens)
-    tokens = torch.tensor([asked])
-    given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    _require_room(output, question, new_tokens)
+    tokens = torch.tensor([question])
+    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     products = precision.of_products(settings)
     with torch.no_grad(), precision.applied(products, module.device):
         if settings.task == "classify":
-            shares = module(**given).logits[0].softmax(-1).tolist()
+            shares = module(**batch).logits[0].softmax(-1).tolist()
             labelled = zip(settings.classes.labels, shares, strict=True)
             for label, share in sorted(labelled, key=lambda pair: -pair[1]):
                 yield f"{label} {share:.4f}"
             return
-        made = module.generate(
-            **given,
+        generated = module.generate(
+            **batch,
             max_new_tokens=new_tokens,
             do_sample=False,
             pad_token_id=model.padding(tokenizer),
         )
-    yield tokenizer.decode(made[0, len(asked) :], skip_special_tokens=True)
+    yield tokenizer.decode(generated[0, len(question) :], skip_special_tokens=True)
 
 
 def _asked(tokenizer: Any, prompt: str, day: str | None) -> list[int]:

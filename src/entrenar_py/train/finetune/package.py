@@ -51,7 +51,7 @@ TOKENIZER = (
     "chat_template.jinja",
     "chat_template.json",
 )
-# What a checkpoint has beside its weights. Other files, such as pickled weights, are left out.
+# What a checkpoint has but its weights. Other files, such as pickled weights, are left out.
 PLAIN = ("config.json", "generation_config.json", "model.safetensors.index.json", *TOKENIZER)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -247,7 +247,7 @@ class ReceivedFiles:
         total = sum(file.num_bytes for file in files)
         if not self._partials:
             return Finish("completed")
-        self._say(f"fetches {len(files)} files, {total} bytes, of which {here} are here")
+        self._say(f"fetches {len(files)} files, {total} bytes; {here} of them are here")
         return await fetch(self._missing, self._store)
 
     # --- whole files ------------------------------------------------------------------------------
@@ -272,7 +272,6 @@ class ReceivedFiles:
         return False
 
     def _hash(self, content: BinaryIO) -> tuple[Any, int]:
-        """Return the hash of all that `content` has, and its number of bytes."""
         hasher, num_bytes = hashlib.sha256(), 0
         while data := content.read(HASHED_BYTES):
             hasher.update(data)
@@ -306,7 +305,6 @@ class ReceivedFiles:
                 os.utime(handle)
 
     def _touched(self, file: File) -> int:
-        """Return when the lock of `file` was touched, on the clock of its file system."""
         try:
             return self._beside(file, ".lock").stat().st_mtime_ns
         except OSError as error:
@@ -325,7 +323,6 @@ class ReceivedFiles:
         return self.path(file).with_suffix(suffix)
 
     def _opened_own(self, file: File, suffix: str) -> int:
-        """Return a handle of this worker's own file beside `file`; UsageError for anything else."""
         path = self._beside(file, suffix)
         try:
             return own_files.open_to_write(path, flags=os.O_NOFOLLOW, mode=0o600)
@@ -353,7 +350,6 @@ class ReceivedFiles:
             os.close(partial.handle)
 
     def _missing(self) -> list[Part]:
-        """Return what is still to come."""
         return [
             Part(one.file.digest, one.file.num_bytes, one.num_bytes)
             for one in self._partials.values()

@@ -29,7 +29,7 @@ PASSES_MAX = 2_000  # drawn in one picture
 
 def passes_of(record: Mapping[str, Any]) -> dict[int, list[Timed]]:
     """Return each rank's passes in a line of the metrics; none if they are not of that form."""
-    found = dict[int, list[Timed]]()
+    passes = dict[int, list[Timed]]()
     given = record.get("passes_us")
     for rank, times in given.items() if isinstance(given, dict) else ():
         if not rank.isdecimal() or not isinstance(times, list):
@@ -37,26 +37,26 @@ def passes_of(record: Mapping[str, Any]) -> dict[int, list[Timed]]:
         if not all(type(one) is int for one in times):
             return {}
         try:
-            found[int(rank)] = pipeline.decode(times)
+            passes[int(rank)] = pipeline.decode(times)
         except ProtocolError:
             return {}
-    return found
+    return passes
 
 
 def draw_passes(passes: Mapping[int, Sequence[Timed]], num_shards: int) -> Iterator[str]:
     """Yield the picture of `passes`, by rank, with what stages of equal speed would wait."""
-    every = [one for of_rank in passes.values() for one in of_rank]
+    every = [timed for of_rank in passes.values() for timed in of_rank]
     idle = pipeline.idle_share(passes)
     if idle is None or len(every) > PASSES_MAX:
         return
-    start, end = min(one.began for one in every), max(one.ended for one in every)
+    start, end = min(timed.began for timed in every), max(timed.ended for timed in every)
     height = _ROW * len(passes) + _BOTTOM
     yield '<section><h2>Passes of the last step</h2><div class="wide">'
     yield f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="passes of each rank">'
     for row, (rank, of_rank) in enumerate(sorted(passes.items())):
         top = _ROW * row
         yield f'<text x="0" y="{top + 17}">rank {rank}</text>'
-        yield from (_pass_box(one, start, end, top) for one in of_rank)
+        yield from (_pass_box(timed, start, end, top) for timed in of_rank)
     span_ms = (end - start) / 1e3
     yield f'<text x="{_LEFT}" y="{height - 8}">0</text>'
     yield f'<text x="{_WIDTH}" y="{height - 8}" text-anchor="end">{span_ms:.1f} ms</text>'
@@ -71,16 +71,17 @@ def draw_passes(passes: Mapping[int, Sequence[Timed]], num_shards: int) -> Itera
     yield f"<p>{escaping.html(text)}</p></section>"
 
 
-def _pass_box(one: Timed, start: int, end: int, top: int) -> str:
+def _pass_box(timed: Timed, start: int, end: int, top: int) -> str:
     scale = (_WIDTH - _LEFT) / (end - start)
-    left, width = _LEFT + scale * (one.began - start), max(1.0, scale * (one.ended - one.began))
-    opacity = 0.9 if one.is_forward else 0.4
-    kind = "forward" if one.is_forward else "backward"
-    took_ms = (one.ended - one.began) / 1e3
+    left = _LEFT + scale * (timed.began - start)
+    width = max(1.0, scale * (timed.ended - timed.began))
+    opacity = 0.9 if timed.is_forward else 0.4
+    kind = "forward" if timed.is_forward else "backward"
+    took_ms = (timed.ended - timed.began) / 1e3
     return (
         f'<rect x="{left:.1f}" y="{top + 3}" width="{width:.1f}" height="{_ROW - 6}" '
         f'fill="currentColor" fill-opacity="{opacity}">'
-        f"<title>shard {one.shard}, {kind}: {took_ms:.1f} ms</title></rect>"
+        f"<title>shard {timed.shard}, {kind}: {took_ms:.1f} ms</title></rect>"
     )
 
 
@@ -235,10 +236,10 @@ def _curves(history: History) -> Iterator[str]:
     )
     validated = Line(
         label="validation",
-        points=_points({made: one["loss"] for made, one in scored.items()}),
+        points=_points({step: score["loss"] for step, score in scored.items()}),
         colour=1,
     )
-    norms = {made: norm for made, norm in history.norms.items() if norm > 0}
+    norms = {step: norm for step, norm in history.norms.items() if norm > 0}
     norm = Line(label="largest of each stretch, not clipped", points=_points(norms), colour=0)
     yield '<section><h2>Curves</h2><div class="charts">'
     yield from _chart("Loss", "loss", [trained, validated])
@@ -282,10 +283,10 @@ def _scores(made: int, scores: Mapping[str, Any]) -> Iterator[str]:
     classes = scores["classes"][:CLASSES_MAX]
     if classes:
         columns = ("class", "recall", "precision", "F1")
-        rows = [[one["label"], *(_share(one[key]) for key in _KEYS)] for one in classes]
+        rows = [[row["label"], *(_share(row[key]) for key in _KEYS)] for row in classes]
         yield from _table(columns, rows)
         yield "<h3>Confusion: rows of a class (down), and what they were taken for (across)</h3>"
-        labels = [one["label"] for one in classes]
+        labels = [row["label"] for row in classes]
         counts = [row[:CLASSES_MAX] for row in scores["confusion"][:CLASSES_MAX]]
         yield from _table(
             ("", *labels),
@@ -338,7 +339,6 @@ def _facts(rows: Iterator[tuple[str, str]] | Sequence[tuple[str, str]]) -> Itera
 
 
 def _flat(section: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the name and value of each setting, one in a section as `section.name`."""
     for name, value in section.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{before}{name}.")

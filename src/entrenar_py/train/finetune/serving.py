@@ -128,7 +128,6 @@ def shared_settings(settings: Settings) -> dict[str, object]:
 
 
 def _data(record: dict[str, object]) -> dict[str, object]:
-    """Return the section about rows without those that are for evaluation alone."""
     left_out = ("validation", "validation_share", "on_error")
     return {key: value for key, value in record.items() if key not in left_out} | {
         "train": "rows.jsonl"
@@ -246,13 +245,14 @@ def cut_of(path: Path, settings: Settings, module: nn.Module) -> Cut:
         root = settings_file.read(path, problems)
         if root is None:
             raise
-        problems.error(settings_file.place(root, error.field or "strategy"), str(error))
+        problems.error(
+            settings_file.innermost(root, (error.field or "strategy").split(".")).at, str(error)
+        )
         problems.settle(strict=True)
         raise
 
 
 def _planned(prepared: Prepared, stages: Cut) -> Prepared:
-    """Return the run with its stages in its settings, which workers read."""
     return replace(prepared, settings=replace(prepared.settings, stages=stages.plan()))
 
 

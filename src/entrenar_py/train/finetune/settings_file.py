@@ -10,6 +10,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from operator import attrgetter
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, cast, get_args, get_origin, get_type_hints
@@ -41,8 +42,8 @@ _PLACES: tuple[tuple[tuple[str, ...], str], ...] = (
 def of_pipeline(settings: Settings, root: MapNode) -> Iterator[tuple[Position, str]]:
     """Yield each problem of a layer pipeline with its place; `root` is the configuration."""
     for keys, what in _PLACES:
-        if _value(settings, keys):
-            at = _node(root, keys).at
+        if attrgetter(".".join(keys))(settings):
+            at = innermost(root, keys).at
             yield at, f"strategy: {LAYER_PIPELINE} does not read {what}; leave it out"
     if "compile" in root.fields:
         yield (
@@ -51,7 +52,7 @@ def of_pipeline(settings: Settings, root: MapNode) -> Iterator[tuple[Position, s
             "are; leave it out",
         )
     wait = ("coordinator", "wait_for")
-    if (node := _node(root, wait)) is not _node(root, wait[:1]):
+    if (node := innermost(root, wait)) is not innermost(root, wait[:1]):
         yield (
             node.at,
             f"strategy: {LAYER_PIPELINE} does not read wait_for: a step needs all stages; leave it "
@@ -71,7 +72,7 @@ def _of_workers(settings: Settings, root: MapNode) -> Iterator[tuple[Position, s
     num_shards = settings.training.num_shards
     stage_of = dict[str, int]()
     for index, (stage, item) in enumerate(_both(settings, root)):
-        at = _node(item, ("worker",)).at
+        at = innermost(item, ("worker",)).at
         for name in stage.worker:
             first = stage_of.setdefault(name, index)
             if first != index or stage.worker.count(name) > 1:
@@ -94,7 +95,7 @@ def _of_layers(settings: Settings, root: MapNode) -> Iterator[tuple[Position, st
         index = next(i for i, own in enumerate(sorted(layers)) if own != layers[i])
         own = sorted(layers)[index]
         yield (
-            _node(both[index][1], ("layers",)).at,
+            innermost(both[index][1], ("layers",)).at,
             f"stages[{index}] layers={[*layers[index]]}: stages stand in the order of their "
             f"blocks; put the one with layers: {[*own]} here",
         )
@@ -102,7 +103,7 @@ def _of_layers(settings: Settings, root: MapNode) -> Iterator[tuple[Position, st
     end = 0
     for index, ((start, stop), (_, item)) in enumerate(zip(layers, both, strict=True)):
         if problem := _of_place(start, stop, end, index):
-            at = _node(item, ("layers",)).at
+            at = innermost(item, ("layers",)).at
             yield at, f"stages[{index}] layers={[start, stop]}: {problem}"
         end = max(end, stop)
 
@@ -124,7 +125,6 @@ def _of_place(start: int, stop: int, end: int, index: int) -> str:
 
 
 def _is_whole(layers: list[tuple[int, int]]) -> bool:
-    """Return whether stages follow each other from block 0 on, each with a block."""
     starts = [0, *(stop for _, stop in layers)]
     return all(start == end < stop for (start, stop), end in zip(layers, starts, strict=False))
 
@@ -133,20 +133,6 @@ def _both(settings: Settings, root: MapNode) -> Iterator[tuple[StagePlan, Node]]
     node = root.fields.get("stages")
     items = node.items if isinstance(node, ListNode) else ()
     return zip(settings.stages, items, strict=False)
-
-
-def _node(node: Node, keys: tuple[str, ...]) -> Node:
-    """Return the value of the innermost of `keys` that is given."""
-    for key in keys:
-        if isinstance(node, MapNode) and key in node.fields:
-            node = node.fields[key]
-    return node
-
-
-def _value(settings: object, keys: tuple[str, ...]) -> object:
-    for key in keys:
-        settings = getattr(settings, key)
-    return settings
 
 
 def require_other(settings: Settings, path: Path, command: str) -> None:
@@ -160,17 +146,6 @@ def require_other(settings: Settings, path: Path, command: str) -> None:
             f"{path}` shows its stages, `entrenar coordinator {path}` trains, with an `entrenar "
             "worker --id NAME` for each stage"
         )
-
-
-def place(root: MapNode, field: str) -> Position:
-    """Return the place of the innermost part of `field` that is given, such as stages.1.layers."""
-    node: Node = root
-    for key in field.split("."):
-        if isinstance(node, MapNode) and key in node.fields:
-            node = node.fields[key]
-        elif isinstance(node, ListNode) and key.isdigit() and int(key) < len(node.items):
-            node = node.items[int(key)]
-    return node.at
 
 
 _UNREAD: Any = object()  # the value of a key that has a problem
@@ -239,7 +214,7 @@ def read(path: Path, problems: Problems) -> MapNode | None:
 
 
 def of_text(text: str, name: str) -> Settings:
-    """Return the settings of which `to_text` made `text`.
+    """Return the settings that `to_text` made `text` of.
 
     Raises ContractError with all problems of another text, which it calls `name`.
     """
@@ -260,12 +235,14 @@ def _settings(root: MapNode | None, folder: Path, problems: Problems) -> Setting
     return settings
 
 
-def innermost(root: MapNode, keys: Iterable[str]) -> Node:
-    """Return the value of the last of nested `keys` that is given."""
-    node: Node = root
+def innermost(root: Node, keys: Iterable[str]) -> Node:
+    """Return the value of the last of nested `keys` that is given, such as stages, 1, layers."""
+    node = root
     for key in keys:
         if isinstance(node, MapNode) and key in node.fields:
             node = node.fields[key]
+        elif isinstance(node, ListNode) and key.isdigit() and int(key) < len(node.items):
+            node = node.items[int(key)]
     return node
 
 
@@ -321,11 +298,11 @@ class _Reader:
         if field.is_section and isinstance(node, MapNode):
             return self.section(field.kind, node, field.name)
         if (member := field.member) is not None and _are_sections(node):
-            found = tuple(
+            values = tuple(
                 self.section(member, cast("MapNode", item), f"{field.name}[{index}]")
                 for index, item in enumerate(cast("ListNode", node).items)
             )
-            return _UNREAD if _UNREAD in found else found
+            return _UNREAD if _UNREAD in values else values
         is_nested = field.is_section or field.member is not None
         value = _UNREAD if is_nested else _converted(node, field.kind, self._folder)
         if value is _UNREAD:
@@ -340,7 +317,6 @@ class _Reader:
 
 
 def _own_keys() -> Mapping[str, list[str]]:
-    """Return the names of the keys of each section; "" is the configuration itself."""
     kinds = {field.name: field.kind for field in fields_of(Settings) if field.is_section}
     return {
         name: [f.name for f in fields_of(kind)] for name, kind in {"": Settings, **kinds}.items()
@@ -546,7 +522,6 @@ class _Conflicts:
         return node.fields if isinstance(node, MapNode) else {}
 
     def _error(self, message: str, *keys: str) -> None:
-        """Report a problem at the value of the innermost of `keys` that is given."""
         self._problems.error(innermost(self._root, keys).at, message)
 
 
@@ -624,11 +599,11 @@ def schema(section: type[Any] = Settings) -> dict[str, Any]:
 
 def _schema_of(field: Field) -> dict[str, Any]:
     if field.member is not None:
-        one: dict[str, Any] = {"type": "array", "items": schema(field.member)}
+        form: dict[str, Any] = {"type": "array", "items": schema(field.member)}
     else:
-        one = schema(field.kind) if field.is_section else dict(_JSON[field.kind])
+        form = schema(field.kind) if field.is_section else dict(_JSON[field.kind])
     if field.is_optional:
-        one["type"] = [one["type"], "null"]
+        form["type"] = [form["type"], "null"]
     choices = [*field.key.choices, *([None] if field.is_optional else [])]
     bounds = {
         "description": field.key.meaning,
@@ -638,4 +613,4 @@ def _schema_of(field: Field) -> dict[str, Any]:
         "exclusiveMinimum": field.key.above,
         "exclusiveMaximum": field.key.below,
     }
-    return one | {name: bound for name, bound in bounds.items() if bound is not None}
+    return form | {name: bound for name, bound in bounds.items() if bound is not None}

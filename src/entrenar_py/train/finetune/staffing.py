@@ -55,7 +55,7 @@ def busy(num_cores: int, num_shards: int) -> int:
 
 
 def begun_with(path: Path) -> int | None:
-    """Return the number of workers of the run whose ledger is at `path`; None without a whole one.
+    """Return the number of workers of the run with its ledger at `path`; None without a whole one.
 
     A run that goes on has as many, though this machine may have other cores by now.
     """

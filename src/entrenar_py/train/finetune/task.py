@@ -54,31 +54,31 @@ class Evaluator:
         self._is_stopped = False
 
     def stepped(
-        self, made: int, present: Callable[[], Mapping[str, Array]], tell: Listener
+        self, step: int, present: Callable[[], Mapping[str, Array]], tell: Listener
     ) -> None:
         """Tell `tell` what is scored, and score the `present` tensors, if it is due.
 
-        They are those after `made` steps, and are copied. If it is due, they are left out, and
+        They are those after `step` steps, and are copied. If it is due, they are left out, and
         said to be, only if copies of more than WAITING_BYTES wait already.
         """
         self._tell(tell, wait=False)
         rows = self._prepared.validation
-        if rows is None or made % self._every or made == self._num_steps:
+        if rows is None or step % self._every or step == self._num_steps:
             return
         tensors = present()
         size = sum(array.nbytes for array in tensors.values())
         if self._waiting and size + sum(held for _, held, _ in self._waiting) > WAITING_BYTES:
-            text = f"validation after step {made} is left out: the one before is not done"
-            tell(Noted(what="not_scored", step=made, text=f"{text}; raise evaluate_every"))
+            text = f"validation after step {step} is left out: the one before is not done"
+            tell(Noted(what="not_scored", step=step, text=f"{text}; raise evaluate_every"))
             return
         copies = {name: array.copy() for name, array in tensors.items()}
-        self._waiting.append((made, size, self._thread.submit(self._scores, rows, copies)))
+        self._waiting.append((step, size, self._thread.submit(self._scores, rows, copies)))
 
     def settle(self, tell: Listener) -> None:
         """Wait until everything is scored, and tell `tell` of it: the module is free then."""
         self._tell(tell, wait=True)
 
-    def finish(self, made: int, tensors: Mapping[str, Array], tell: Listener) -> Scores | None:
+    def finish(self, step: int, tensors: Mapping[str, Array], tell: Listener) -> Scores | None:
         """Score and tell the result of the run; return None if there are no validation rows.
 
         What a device has too little memory for is scored on the CPU. What can't be scored there is
@@ -90,9 +90,9 @@ class Evaluator:
         try:
             scores = self._scores_somewhere(rows, tensors)
         except _FAILED as error:
-            tell(_left_out(made, error))
+            tell(_left_out(step, error))
             return None
-        tell(event(scores, made))
+        tell(event(scores, step))
         return scores
 
     def close(self) -> None:
@@ -103,13 +103,13 @@ class Evaluator:
 
     def _tell(self, tell: Listener, *, wait: bool) -> None:
         while self._waiting and (wait or self._waiting[0][2].done()):
-            made, _, future = self._waiting.popleft()
+            step, _, future = self._waiting.popleft()
             try:
                 scores = future.result()
             except _FAILED as error:
-                tell(_left_out(made, error))
+                tell(_left_out(step, error))
             else:
-                tell(event(scores, made))
+                tell(event(scores, step))
 
     def _scores(self, rows: Samples, tensors: Mapping[str, Array]) -> Scores:
         return evaluation.scores(
@@ -128,7 +128,6 @@ class Evaluator:
         return self._scores(rows, tensors)
 
     def _put(self, tensors: Mapping[str, Array]) -> nn.Module:
-        """Return the module on its device, with these tensors in it."""
         module = self._module.to(self._device)
         parameters = dict(module.named_parameters())
         with torch.no_grad():
@@ -141,14 +140,14 @@ class Evaluator:
             raise SystemFailure("the evaluation was given up")
 
 
-def _left_out(made: int, error: Exception) -> Noted:
-    told = escaping.shortened(" ".join(str(error).split()))
-    text = f"validation after step {made} is left out: it failed ({told})"
-    return Noted(what="not_scored", step=made, text=text)
+def _left_out(step: int, error: Exception) -> Noted:
+    reason = escaping.shortened(" ".join(str(error).split()))
+    text = f"validation after step {step} is left out: it failed ({reason})"
+    return Noted(what="not_scored", step=step, text=text)
 
 
-def event(scores: Scores, made: int) -> Scored:
-    """Return `scores` after `made` steps as the run's listeners get them."""
+def event(scores: Scores, step: int) -> Scored:
+    """Return `scores` after `step` steps as the run's listeners get them."""
     classes = tuple(
         ClassScored(
             label=label,
@@ -159,7 +158,7 @@ def event(scores: Scores, made: int) -> Scored:
         for number, label in enumerate(scores.labels)
     )
     return Scored(
-        step=made,
+        step=step,
         loss=scores.loss,
         weight=scores.weight,
         perplexity=None if classes else _known(scores.perplexity),
@@ -220,7 +219,6 @@ def _export(
     tensors: Mapping[str, Array],
     tell: Listener,
 ) -> None:
-    """Write what was trained, and read it back by stock libraries."""
     evaluator.settle(tell)
     digest = preparation.model_digest(scenario)
     output = outputs.write(prepared, workload, tensors, model_digest=digest)
@@ -228,7 +226,6 @@ def _export(
 
 
 def _end(prepared: Prepared, evaluator: Evaluator, scenario: Scenario, ended: Ended) -> None:
-    """Tell how a run that is complete does on the validation rows, and draw it."""
     if ended.finish.status == "completed":
         scores = evaluator.finish(ended.made, ended.tensors, ended.tell)
         for line in () if scores is None else scores.lines():

@@ -77,14 +77,14 @@ class Parts:
         messages = [self._message(index) for index in range(len(self._messages))]
         tools = None if conversation.tools is None else list(map(self._tool, conversation.tools))
         try:
-            found = self._found(template.text(messages, tools))
+            ranges = self._found(template.text(messages, tools))
         except BadConversationError:
-            found = None
+            ranges = None
         self.places = list[tuple[int, Range]]()
-        if found is None:
+        if ranges is None:
             self._require_words()
         else:
-            self._require(found)
+            self._require(ranges)
 
     # --- the conversation with tags ---------------------------------------------------------------
 
@@ -130,12 +130,12 @@ class Parts:
         function = call["function"]
         name, arguments = function["name"], function["arguments"]
         part = _Part(message=index, name=f"the call of {name}", value=name, advice=_WITHOUT_CALLS)
-        told = self._tagged(part)
+        name = self._tagged(part)
         if isinstance(arguments, str):
             tagged: Any = _within_json(arguments, partial(self._argument, index))
         else:
             tagged = self._argument(index, arguments)
-        return {**call, "function": {**function, "name": told, "arguments": tagged}}
+        return {**call, "function": {**function, "name": name, "arguments": tagged}}
 
     def _argument(self, index: int, value: Any, name: str = "") -> Any:
         """Return an argument, or all of them, with tags around each key and each text in it."""
@@ -175,10 +175,10 @@ class Parts:
     def _found(self, tagged: str) -> dict[int, list[Range]] | None:
         """Return where the parts are in the text, by their numbers.
 
-        A range of which only the end is known begins at -1. None if the text is another one when
+        A range with only its end known begins at -1. None if the text is another one when
         the tags are taken out.
         """
-        found, opened = dict[int, list[Range]](), dict[int, int]()
+        ranges, opened = dict[int, list[Range]](), dict[int, int]()
         length, last = 0, 0
         for tag in _TAG.finditer(tagged):
             length, last = length + tag.start() - last, tag.end()
@@ -186,13 +186,13 @@ class Parts:
             if tag[0][0] == _OPEN:
                 opened[number] = length
             else:
-                found.setdefault(number, []).append((opened.pop(number, -1), length))
-        return found if _TAG.sub("", tagged) == self._written else None
+                ranges.setdefault(number, []).append((opened.pop(number, -1), length))
+        return ranges if _TAG.sub("", tagged) == self._written else None
 
-    def _require(self, found: Mapping[int, list[Range]]) -> None:
+    def _require(self, ranges: Mapping[int, list[Range]]) -> None:
         """Note the places of the parts that were found; refuse a row with one that was not."""
         for number, part in enumerate(self._parts):
-            places = list(self._whole(part, found.get(number, ())))
+            places = list(self._whole(part, ranges.get(number, ())))
             if part.message is not None:
                 self.places += [(part.message, place) for place in places]
             if not (places or part.is_optional):
@@ -201,7 +201,6 @@ class Parts:
                 raise self._left_out(part)
 
     def _whole(self, part: _Part, places: Sequence[Range]) -> Iterator[Range]:
-        """Yield the places in which all of a part is written."""
         core = part.value.strip()
         for begin, end in places:
             if begin >= 0 and _is_same(core, self._written[begin:end]):
@@ -221,11 +220,11 @@ class Parts:
 
     def _left_out(self, part: _Part) -> BadConversationError:
         if part.message is None:
-            told = f"the tool {part.name}"
+            name = f"the tool {part.name}"
         else:
             role = self._messages[part.message]["role"]
-            told = f"a part of message {part.message + 1} ({role}), {part.name}"
-        return BadConversationError(f"the chat template leaves out {told}; {part.advice}")
+            name = f"a part of message {part.message + 1} ({role}), {part.name}"
+        return BadConversationError(f"the chat template leaves out {name}; {part.advice}")
 
 
 def _within_json(text: str, change: Callable[[Any], Any]) -> str:
@@ -241,17 +240,14 @@ def _within_json(text: str, change: Callable[[Any], Any]) -> str:
 
 
 def _rest(content: str) -> str:
-    """Return what a content has after its last mark that may close a thought."""
     return re.split(r"[>\]]", content)[-1].strip()
 
 
 def _has_all(text: str, literals: Sequence[object]) -> bool:
-    """Return whether a text has numbers and truth values, as Python or JSON writes them."""
     return all(str(one) in text or json.dumps(one) in text for one in literals)
 
 
 def _spellings(text: str) -> Iterator[str]:
-    """Yield a text as templates may write it: as it is, or within JSON, Python, or HTML."""
     yield text
     yield json.dumps(text)[1:-1]
     yield json.dumps(text, ensure_ascii=False)[1:-1]
@@ -319,15 +315,15 @@ class ChatEncoder:
         else:
             learned = [self._part(conversation, text, index) for index in conversation.learned]
             _require_own(conversation, learned, places)
-        found = self._ranges.targets(text, learned)
-        if found is None:
+        targets = self._ranges.targets(text, learned)
+        if targets is None:
             raise BadConversationError(
                 "this tokenizer does not say where its tokens are, and they are others where the "
                 "text ends with a turn; use a checkpoint with a tokenizer.json"
             )
-        if not any(found[1]):
+        if not any(targets[1]):
             raise BadConversationError("the chat template leaves out all that the assistant says")
-        return found
+        return targets
 
     def _part(self, conversation: Conversation, text: str, index: int) -> Range:
         """Return where the turn of message `index` begins and ends in the whole `text`."""
@@ -359,7 +355,6 @@ class ChatEncoder:
     def _template_text(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False
     ) -> str | None:
-        """Return messages as `ChatTemplate.text` does; None if the template refuses them."""
         try:
             return self._template.text(messages, tools, prompt=prompt)
         except EndlessTemplateError:
@@ -400,7 +395,6 @@ class ChatEncoder:
         return min(begins, default=place)
 
     def _leading_special(self, text: str) -> int:
-        """Return the length of the special token that `text` begins with, 0 without one."""
         return max((len(name) for name in self._special if text.startswith(name)), default=0)
 
     def _around(self, conversation: Conversation, index: int, text: str) -> tuple[int, int]:
@@ -494,7 +488,6 @@ def _without_thoughts(message: Message) -> Message:
 
 
 def _with_texts(messages: Sequence[Message]) -> list[Message]:
-    """Return messages whose calls have their arguments as JSON, as some templates need them."""
     changed = copy.deepcopy(list(messages))
     for call in (call for message in changed for call in message.get("tool_calls", ())):
         arguments = call["function"]["arguments"]
@@ -503,6 +496,5 @@ def _with_texts(messages: Sequence[Message]) -> list[Message]:
 
 
 def _shared(one: str, other: str) -> int:
-    """Return the number of characters at which both texts begin alike."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))

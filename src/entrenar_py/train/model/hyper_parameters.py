@@ -111,7 +111,6 @@ def _unlearned_ends(prepared: Prepared) -> tuple[str, ...] | None:
 
 
 def _generation_ends(folder: Path) -> list[int]:
-    """Return the end tokens of a checkpoint's generation_config.json, if it names any."""
     try:
         named = model_folder.record(folder / "generation_config.json", str(folder))["eos_token_id"]
     except (UsageError, LookupError):
@@ -134,13 +133,15 @@ def _rate(facts: Facts) -> Iterator[Remark]:
     share = 1.0 if facts.settings.adapts else _FULL
     most = share * next(rate for size, rate in _RATES if number < size)
     kind = "adapters" if facts.settings.adapts else "all weights"
-    told = f"learning_rate={rate:g} for {kind} of a model of {_amount(number)} parameters"
+    subject = f"learning_rate={rate:g} for {kind} of a model of {_amount(number)} parameters"
     if rate > most:
-        yield Remark(rule=rule, keys=keys, message=f"{told}: it may diverge; use {most:g} or less")
+        yield Remark(
+            rule=rule, keys=keys, message=f"{subject}: it may diverge; use {most:g} or less"
+        )
     elif rate < share * _RATE_MIN:
         least = share * _RATE_MIN
         yield Remark(
-            rule=rule, keys=keys, message=f"{told}: it hardly learns; use {least:g} or more"
+            rule=rule, keys=keys, message=f"{subject}: it hardly learns; use {least:g} or more"
         )
 
 
@@ -188,20 +189,22 @@ def _length(facts: Facts) -> Iterator[Remark]:
     usual = math.ceil(np.quantile(rows.lengths, _LONGEST, method="higher") / _ROUNDED) * _ROUNDED
     share = rows.num_skipped / len(rows.lengths)
     longest = max((one for one in rows.lengths if one <= most), default=0)
-    told = f"the 99th percentile of the rows' lengths is {usual} tokens (a multiple of {_ROUNDED})"
+    usually = (
+        f"the 99th percentile of the rows' lengths is {usual} tokens (a multiple of {_ROUNDED})"
+    )
     rule, keys = "C-HP-004", ("data", "max_tokens")
     if share > _SKIPPED_MAX:
         yield Remark(
             rule=rule,
             keys=keys,
-            message=f"max_tokens={most} leaves out {share:.1%} of the rows: {told}; use {usual}",
+            message=f"max_tokens={most} leaves out {share:.1%} of the rows: {usually}; use {usual}",
         )
     elif longest > _SLACK * usual:
         yield Remark(
             rule=rule,
             keys=keys,
             message=f"max_tokens={most} takes a row of {longest} tokens, for which memory must "
-            f"suffice: {told}; use {usual} with on_error: skip",
+            f"suffice: {usually}; use {usual} with on_error: skip",
         )
 
 
@@ -274,7 +277,7 @@ def _imbalance(facts: Facts) -> Iterator[Remark]:
         yield Remark(
             rule=rule,
             keys=("classes", "labels"),
-            message=f"labels has {labels[counts.index(0)]!r}, of which there is no row to train "
+            message=f"labels has {labels[counts.index(0)]!r}, and there is no row of it to train "
             "on: no row will be taken for it; leave it out, or add rows",
         )
         return
@@ -305,11 +308,11 @@ def _ending(facts: Facts) -> Iterator[Remark]:
     if facts.rows is None or facts.rows.unlearned_ends is None:
         return
     ends = " or ".join(facts.rows.unlearned_ends)
-    told = f"no row teaches to end an answer by {ends}" if ends else "no token ends an answer"
+    lack = f"no row teaches to end an answer by {ends}" if ends else "no token ends an answer"
     yield Remark(
         rule="C-HP-009",
         keys=("task",),
-        message=f"{told}, so the model may never stop; use a chat template that ends the "
+        message=f"{lack}, so the model may never stop; use a chat template that ends the "
         "assistant's turns by the tokenizer's eos_token, or by one of generation_config.json",
     )
 

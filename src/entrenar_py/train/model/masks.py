@@ -195,5 +195,4 @@ class _Body(nn.Module):
         self.block, self._compute = block, block.forward
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Return what the block returns."""
         return self._compute(*inputs, **named)

@@ -36,22 +36,22 @@ def tokenizer(settings: Settings, folder: Path | None = None) -> Any:
         raise UsageError(f"{folder}: there is no such folder; give one with a checkpoint")
     model_folder.require_tokenizer(folder)
     with model_folder.reading(folder, "tokenizer"):
-        found = transformers.AutoTokenizer.from_pretrained(
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
             folder,
             local_files_only=True,
             trust_remote_code=settings.trust_remote_code,
         )
-    if found.pad_token_id is None and found.eos_token_id is None:
+    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
         raise UsageError(
             f"{folder}: its tokenizer has neither a padding nor an end token; give "
             "it one of them (tokenizer_config.json)"
         )
-    if not set(found.get_vocab()) - {*found.all_special_tokens, *_MARKERS}:
+    if not set(tokenizer.get_vocab()) - {*tokenizer.all_special_tokens, *_MARKERS}:
         raise UsageError(
             f"{folder}: its tokenizer has no words, since no file with them is there (such as "
             "tokenizer.json); copy the whole checkpoint"
         )
-    return found
+    return tokenizer
 
 
 def padding(found: Any) -> int:
@@ -108,7 +108,7 @@ def part(
 ) -> nn.Module:
     """Return what `shorten` leaves of the model, with its adapters, as `load` does the whole.
 
-    Nothing else is read of the checkpoint's weights. Only parameters whose name `trains` has are
+    Nothing else is read of the checkpoint's weights. Only parameters with a name in `trains` are
     trained, and their values are not those that a run begins with.
     """
     module, new = _base(settings, shorten, unties=unties)
@@ -171,8 +171,8 @@ def without_weights(settings: Settings, pad_token: int) -> nn.Module:
 def _draw(seed: int, module: nn.Module, new: Sequence[str]) -> None:
     """Draw the parts `new` from `seed`; what is drawn next follows from it, too.
 
-    Some models (Qwen3.5) draw numbers for blocks whose weights are then read. A coordinator without
-    these blocks, which has to draw the same adapters, doesn't.
+    Some models (Qwen3.5) draw numbers for blocks with weights that are read afterwards. A
+    coordinator without these blocks, which has to draw the same adapters, doesn't.
     """
     torch.manual_seed(seed)
     model = cast("Any", module)
@@ -188,7 +188,7 @@ def _draw(seed: int, module: nn.Module, new: Sequence[str]) -> None:
 def _require_causal(settings: Settings, module: nn.Module) -> None:
     """Raise UsageError if the model predicts a token from itself or later ones.
 
-    An encoder whose head is that of a language model does: its loss would soon be 0. Rounding may
+    An encoder with the head of a language model does: its loss would soon be 0. Rounding may
     differ, where a later token changes how rows are grouped (experts).
     """
     tokens = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]])
@@ -197,12 +197,12 @@ def _require_causal(settings: Settings, module: nn.Module) -> None:
     require_blind(settings, logits)
 
 
-def require_blind(settings: Settings, found: torch.Tensor) -> None:
+def require_blind(settings: Settings, hidden: torch.Tensor) -> None:
     """Raise UsageError if two rows of outputs differ before the last of four tokens.
 
-    `found` is [2, 4, d], of rows that have only their last token, or what is known of it, unlike.
+    `hidden` is [2, 4, d], of rows that have only their last token, or what is known of it, unlike.
     """
-    one, other = found[:, :3].float()
+    one, other = hidden[:, :3].float()
     if (one - other).norm() > _ROUNDED * one.norm():
         raise UsageError(
             f"model={settings.model}: it sees the tokens that it is to predict, as encoders do; "
@@ -276,7 +276,6 @@ def _of_config(settings: Settings, place: torch.device, num_blocks: int | None =
 
 
 def _names(settings: Settings, config: Any) -> set[str]:
-    """Return the names of all weights of the whole model with `config`."""
     kind, _ = model_folder.class_of(settings)
     with torch.device("meta"), model_folder.reading(settings.model, "model"):
         whole = kind.from_config(config, trust_remote_code=settings.trust_remote_code)

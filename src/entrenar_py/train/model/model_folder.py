@@ -42,18 +42,18 @@ _OWN = frozenset(
 )
 
 
-def record(path: Path, whose: str) -> Mapping[str, Any]:
-    """Return the object of JSON at `path`. Raises UsageError, which begins with `whose`."""
-    found: object = None
+def record(path: Path, owner: str) -> Mapping[str, Any]:
+    """Return the object of JSON at `path`. Raises UsageError, which begins with `owner`."""
+    record: object = None
     what = "the checkpoint" if path.name == CONFIG else "it"
     try:
-        found = json_text.load(files.read(path, bytes_max=_JSON_BYTES_MAX))
-        problem = "" if isinstance(found, dict) else "it is no object of JSON"
+        record = json_text.load(files.read(path, bytes_max=_JSON_BYTES_MAX))
+        problem = "" if isinstance(record, dict) else "it is no object of JSON"
     except (OSError, ValueError) as error:
         problem = str(error)
-    if not isinstance(found, dict):
-        raise UsageError(f"{whose}: {path.name} can't be read ({problem}); copy {what} again")
-    return found
+    if not isinstance(record, dict):
+        raise UsageError(f"{owner}: {path.name} can't be read ({problem}); copy {what} again")
+    return record
 
 
 def require_offline() -> None:
@@ -63,13 +63,13 @@ def require_offline() -> None:
 
 def require_model(folder: Path) -> None:
     """Raise UsageError if `folder`'s config.json makes a library fetch code or other weights."""
-    found = record(folder / CONFIG, f"model={folder}")
-    for key, value in _nested(found):
+    config = record(folder / CONFIG, f"model={folder}")
+    for key, value in _nested(config):
         if key.lstrip("_").removesuffix("_internal") in _CODE:
             for name in _texts(value):
                 if "/" in name or ":" in name:
                     _refuse(folder, CONFIG, key, name, "use sdpa or eager, or leave it out")
-    if (other := found.get("transformers_weights")) is not None:
+    if (other := config.get("transformers_weights")) is not None:
         advice = "leave it out: weights are model.safetensors, or what its index names"
         _refuse(folder, CONFIG, "transformers_weights", other, advice)
 
@@ -87,11 +87,11 @@ def require_adapters(folder: Path) -> None:
     """Raise UsageError unless `folder` has adapters as `entrenar` writes them, and no other key."""
     import peft
 
-    found = record(folder / ADAPTERS, str(folder))
+    config = record(folder / ADAPTERS, str(folder))
     usual = peft.LoraConfig().to_dict()
-    if (kind := found.get("peft_type")) != "LORA":
+    if (kind := config.get("peft_type")) != "LORA":
         _refuse(folder, ADAPTERS, "peft_type", kind, "give the output of a run, which has LORA")
-    for key, value in found.items():
+    for key, value in config.items():
         if key in usual and key not in _OWN and value and value != usual[key]:
             advice = "give the output as the run wrote it, where that key has peft's default"
             _refuse(folder, ADAPTERS, key, value, advice)
@@ -122,7 +122,6 @@ def _nested(found: object) -> Iterator[tuple[str, Any]]:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Yield the texts in a value, which may be an object with one for each part of a model."""
     if isinstance(value, str):
         yield value
     for _, inner in _nested(value):
@@ -380,10 +379,10 @@ def require_tokens(module: nn.Module, tokens: Iterable[int], *, folder: Path) ->
 
 
 def require_samples(
-    settings: Settings, module: nn.Module, found: Iterable[Samples | None], pad_token: int
+    settings: Settings, module: nn.Module, parts: Iterable[Samples | None], pad_token: int
 ) -> None:
     """Raise UsageError unless the model can take all samples, and any of `data.max_tokens`."""
-    tokens = [int(one.tokens.max()) for one in found if one is not None and len(one)]
+    tokens = [int(one.tokens.max()) for one in parts if one is not None and len(one)]
     require_tokens(module, [pad_token, *tokens], folder=settings.model)
     most, limit = settings.data.max_tokens, longest(module)
     if limit is not None and most > limit:
@@ -432,10 +431,10 @@ def _positions(config: Any) -> int | None:
     """
     number = getattr(config, "max_position_embeddings", None)
     found = getattr(config, "rope_parameters", None) or {}
-    kinds = [one for one in found.values() if isinstance(one, dict)] or [found]
+    kinds = [kind for kind in found.values() if isinstance(kind, dict)] or [found]
     if not isinstance(number, int):
         return None
-    return min(max(number, _stretched(one, number)) for one in kinds)
+    return min(max(number, _stretched(kind, number)) for kind in kinds)
 
 
 def _stretched(rope: Mapping[str, Any], number: int) -> int:
@@ -477,7 +476,7 @@ def _kind(task: str) -> Any:
 def shortened_class(
     kind: Any, config: Any, shorten: Callable[[nn.Module], None], *, unties: bool
 ) -> Any:
-    """Return the class of models with `config`, whose constructor calls `shorten` at its end."""
+    """Return the class of models with `config`, with a constructor that ends by `shorten`."""
     whole: Any = kind._model_mapping[type(config)]
 
     def made(self: Any, config: Any, *given: Any, **named: Any) -> None:
@@ -487,15 +486,15 @@ def shortened_class(
         shorten(self)
 
     names = {"__init__": made, "__module__": whole.__module__, "__qualname__": whole.__qualname__}
-    found: Any = type(whole.__name__, (whole,), names)
+    shortened: Any = type(whole.__name__, (whole,), names)
 
     def from_config(config: Any, *, dtype: Any = None, trust_remote_code: bool = False) -> Any:
         """Make a model from a configuration, as an Auto class does."""
         assert not trust_remote_code, "such a model has no class to shorten"
-        return found._from_config(config, dtype=dtype)
+        return shortened._from_config(config, dtype=dtype)
 
-    found.from_config = from_config
-    return found
+    shortened.from_config = from_config
+    return shortened
 
 
 def configuration(settings: Settings) -> Any:
@@ -569,7 +568,6 @@ class _Hearing(logging.Handler):
     """Keeps what transformers warns of, for `notes`."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep it, unless this package says the same in its own words."""
         told = " ".join(record.getMessage().split())
         if not any(known in told for known in _OWN_WORDS):
             note(f"transformers: {escaping.shortened(told, chars_max=_TOLD_CHARS)}")

@@ -80,8 +80,9 @@ def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 def select(hidden: Tensor, places: Tensor) -> Tensor:
     """Return the rows of `hidden`, [n, d], at `places`, int64 [m], which ascend: [m, d].
 
-    The first of equal places has the gradient of their row. Unlike `Tensor.index_select`, whose
-    deterministic derivative reads the places on the host, no pass waits for a device.
+    The first of equal places has the gradient of their row. No pass waits for a
+    device. The deterministic derivative of `Tensor.index_select` would, since it reads the places
+    on the host.
     """
     result: Tensor = _Select.apply(hidden, places)  # type: ignore[no-untyped-call]
     return result
@@ -99,7 +100,6 @@ class _Select(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient of `hidden`."""
         [places] = ctx.saved_tensors
         rows = torch.arange(ctx.num_rows, device=places.device)
         found = torch.searchsorted(places, rows).clamp_(max=len(places) - 1)
@@ -137,7 +137,6 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        """Return the gradients of `hidden` and `weight`, times that of the loss."""
         of_hidden, of_weight = (
             None if one is None else one * scale.to(one.dtype) for one in ctx.saved_tensors
         )
@@ -191,7 +190,7 @@ def _nowhere(*_: Tensor) -> None:
 
 
 def _never(*_: Tensor | None) -> bool:
-    """Return whether a graph is traced, whose operations must not depend on a mask's values."""
+    """Return False: operations of a traced graph must not depend on a mask's values."""
     return False
 
 

@@ -102,7 +102,7 @@ def in_evaluation(module: nn.Module) -> Iterator[None]:
 
 
 _PIECE = 2**20  # weights of a layer that a thread quantises at a time, in whole blocks
-TABLES = ("nf4_scales", "nf4_second")  # a layer's buffers, beside the codes in its weight
+TABLES = ("nf4_scales", "nf4_second")  # a layer's buffers, next to the codes in its weight
 # Importing bitsandbytes, as peft does, warns that there are faster kernels to download.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
@@ -160,13 +160,12 @@ def quantised_loading(empty: nn.Module, products: torch.dtype) -> dict[str, Any]
 
 
 def packed(empty: nn.Module) -> set[str]:
-    """Return the names of the layers whose weights are quantised in a model that is as `empty`."""
+    """Return the names of the layers that are quantised in a model that is as `empty`."""
     blocks = set(_within_blocks(empty))
     return {name for name, row in _linear(empty).items() if name in blocks and row % BLOCK == 0}
 
 
 def _linear(empty: nn.Module) -> dict[str, int]:
-    """Return the length of the rows of each linear layer."""
     return {name: _row(layer) for name, layer in empty.named_modules() if _row(layer)}
 
 
@@ -239,14 +238,12 @@ def _require() -> None:
 
 
 def _row(layer: Any) -> int:
-    """Return the length of a layer's rows of weights; 0 if bitsandbytes can't take its place."""
     if type(layer) is nn.Linear:
         return layer.in_features
     return int(layer.weight.shape[0]) if type(layer).__name__ == "Conv1D" else 0  # GPT-2's
 
 
 def _within_blocks(module: nn.Module) -> Iterator[str]:
-    """Yield the names of all layers within lists of modules, which are the blocks of a model."""
     for name, part in module.named_modules():
         if isinstance(part, nn.ModuleList):
             yield from (f"{name}.{inner}" for inner, _ in part.named_modules())

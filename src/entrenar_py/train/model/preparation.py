@@ -178,7 +178,7 @@ def model_digest(run: Scenario) -> str:
 def _decisive(settings: Settings, workload: Tuned) -> dict[str, Any]:
     """Return what else decides what a run learns. One that is resumed must have the same."""
     data, lora, classes = settings.data, settings.lora, settings.classes
-    found: dict[str, Any] = {
+    decisive: dict[str, Any] = {
         _MODEL: model_folder.digest(settings.model),
         "rows": workload.data_digest,
         "task": settings.task,
@@ -187,14 +187,14 @@ def _decisive(settings: Settings, workload: Tuned) -> dict[str, Any]:
         "data.packing": data.max_tokens if data.packing else False,
     }
     if settings.task == "classify":
-        found |= {"classes.labels": list(classes.labels), "classes.weights": classes.weights}
-    found |= workload.decisive
+        decisive |= {"classes.labels": list(classes.labels), "classes.weights": classes.weights}
+    decisive |= workload.decisive
     if data.date is not None:
-        found["data.date"] = data.date
+        decisive["data.date"] = data.date
     if settings.adapts:
-        found |= {f"lora.{name}": value for name, value in asdict(lora).items()}
-        found["lora.targets"] = list(lora.targets)
-    return found
+        decisive |= {f"lora.{name}": value for name, value in asdict(lora).items()}
+        decisive["lora.targets"] = list(lora.targets)
+    return decisive
 
 
 def seeds(seed: int) -> Scenario:

@@ -73,7 +73,6 @@ class TokenRanges:
         return tokens, [any(begin < end <= last for begin, last in parts) for end in ends]
 
     def _end(self, text: str, number: int, first: int, last: int) -> int:
-        """Return where a token ends, without the white space that an added token takes with it."""
         own = self._own.get(number)
         place = text.find(own, first, last) if own else -1
         return last if own is None or place < 0 else place + len(own)
@@ -96,7 +95,6 @@ class TokenRanges:
 
 
 def _trims(post_processor: Any) -> bool:
-    """Return whether offsets lose white space in `post_processor`, or in one within it."""
     return post_processor is not None and b'"trim_offsets":true' in post_processor.__getstate__()
 
 
@@ -319,7 +317,6 @@ def _length(value: Any) -> int:
 
 
 def _whole(*values: Any) -> int:
-    """Return the largest whole number of `values`."""
     return max((one for one in values if isinstance(one, int)), default=0)
 
 
@@ -328,7 +325,6 @@ def _of_format(text: Any, *_: Any) -> int:
 
 
 def _of_joined(*values: Any) -> int:
-    """Return the length of what is joined, with the longest text of `values` between."""
     lists = [one for one in values if isinstance(one, list)]
     between = max((_length(one) for one in values if isinstance(one, str)), default=0)
     return sum(len(str(item)) + between for one in lists for item in one)
@@ -354,7 +350,6 @@ _LONGEST: Mapping[str, Callable[..., int]] = {
 
 
 def _generates(node: Any) -> bool:
-    """Return whether a call block is {% generation %}."""
     return getattr(node.call.node, "name", None) == _GENERATION
 
 

@@ -32,7 +32,7 @@ from entrenar_py.train.model.settings import Settings
 CHARS_PER_TOKEN_MAX = 64
 SHORT_CHARS = 2**16
 NO_LABEL = -1
-_ENDLESS_MAX = 10  # rows whose template does not end; each takes a second or more
+_ENDLESS_MAX = 10  # rows with a template that does not end; each takes a second or more
 _LONG = "has "  # how the problem of a row begins that has too many tokens
 
 
@@ -197,7 +197,6 @@ def _name_of(label: object) -> str:
 
 
 def _hint(label: str, num_labels: int) -> str:
-    """Return what to say about a label that is none of `num_labels` others."""
     if label in ("false", "true"):
         return "; a truth value is a name, not a place: say labels: [false, true]"
     places = [str(place) for place in range(num_labels)]
@@ -283,27 +282,29 @@ def load(settings: Settings, path: Path, tokenizer: Any, *, cache: Path) -> Samp
     rows that can't be used.
     """
     kept = cache / f"{_key(settings, path, tokenizer)}.samples"
-    found = read_kept(kept)
-    if found is None:
-        found = _encoded(settings, path, Encoder(settings, tokenizer))
-        _keep(kept, found)
-    if found.skipped and settings.data.on_error == "stop":
-        raise RowsError(_told(path, found))
-    if not len(found):
-        told = f"the first is {found.skipped[0]}" if found.skipped else "give one that has rows"
-        raise UsageError(f"data {path}: has no row that can be used; {told}")
-    return found
+    samples = read_kept(kept)
+    if samples is None:
+        samples = _encoded(settings, path, Encoder(settings, tokenizer))
+        _keep(kept, samples)
+    if samples.skipped and settings.data.on_error == "stop":
+        raise RowsError(_told(path, samples))
+    if not len(samples):
+        example = (
+            f"the first is {samples.skipped[0]}" if samples.skipped else "give one that has rows"
+        )
+        raise UsageError(f"data {path}: has no row that can be used; {example}")
+    return samples
 
 
-def keep_chosen(found: Samples, folder: Path) -> Path:
+def keep_chosen(samples: Samples, folder: Path) -> Path:
     """Keep samples in a file of `folder` that `read_kept` reads, and return it.
 
     The file is named by their digest, and does not say which rows were skipped. Raises UsageError
     if it can't be written.
     """
-    path = folder / f"{found.digest}.samples"
+    path = folder / f"{samples.digest}.samples"
     if read_kept(path) is None:
-        _keep(path, replace(found, skipped=()))
+        _keep(path, replace(samples, skipped=()))
     return path
 
 
@@ -313,11 +314,12 @@ def listed(skipped: Sequence[BadRow]) -> list[str]:
     return [f"  {one}" for one in skipped[:_SHOWN]] + ([f"  and {more} more"] if more > 0 else [])
 
 
-def _told(path: Path, found: Samples) -> str:
+def _told(path: Path, samples: Samples) -> str:
+    num_bad = len(samples.skipped)
     lines = [
-        f"data {path}: {len(found.skipped)} of {len(found.skipped) + len(found)} rows can't be "
-        "used; mend them, or set data.on_error: skip",
-        *listed(found.skipped),
+        f"data {path}: {num_bad} of {num_bad + len(samples)} rows can't be used; "
+        "mend them, or set data.on_error: skip",
+        *listed(samples.skipped),
     ]
     return "\n".join(lines)
 
@@ -325,7 +327,7 @@ def _told(path: Path, found: Samples) -> str:
 def _key(settings: Settings, path: Path, tokenizer: Any) -> str:
     """Return a name that is another one if file, tokenizer or a setting that counts is another."""
     data = settings.data
-    told = {
+    facts = {
         "version": VERSION,
         "files": [[str(file), _file_digest(file)] for file in rows.files(path)],
         "tokenizer": tokenizer_digest(tokenizer),
@@ -336,7 +338,7 @@ def _key(settings: Settings, path: Path, tokenizer: Any) -> str:
         "date": data.date,
         "labels": list(settings.classes.labels),
     }
-    return blake3(json.dumps(told).encode()).hexdigest(16)
+    return blake3(json.dumps(facts).encode()).hexdigest(16)
 
 
 def _file_digest(path: Path) -> str:
@@ -375,14 +377,14 @@ def read_kept(path: Path) -> Samples | None:
         return None
 
 
-def _keep(path: Path, found: Samples) -> None:
-    arrays = {name: getattr(found, name) for name in ("tokens", "starts", "labels")}
-    arrays["is_target"] = found.is_target.astype(np.uint8)
+def _keep(path: Path, samples: Samples) -> None:
+    arrays = {name: getattr(samples, name) for name in ("tokens", "starts", "labels")}
+    arrays["is_target"] = samples.is_target.astype(np.uint8)
     # A name of its own: another process, or another host, may make the same samples meanwhile.
     own = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        checkpoint.save(own, arrays, {"skipped": [asdict(one) for one in found.skipped]})
+        checkpoint.save(own, arrays, {"skipped": [asdict(one) for one in samples.skipped]})
         own.replace(path)
     except OSError as error:
         raise UsageError(
@@ -392,18 +394,18 @@ def _keep(path: Path, found: Samples) -> None:
 
 
 def _encoded(settings: Settings, path: Path, encoder: Encoder) -> Samples:
-    made, skipped = list[Sample](), list[BadRow]()
-    for one in _samples(path, encoder):
-        if isinstance(one, BadRow):
-            skipped.append(one)
+    encoded, skipped = list[Sample](), list[BadRow]()
+    for sample in _samples(path, encoder):
+        if isinstance(sample, BadRow):
+            skipped.append(sample)
         else:
-            made.append(one)
-    lengths = [len(one.tokens) for one in made]
+            encoded.append(sample)
+    lengths = [len(sample.tokens) for sample in encoded]
     return Samples(
-        tokens=np.array([token for one in made for token in one.tokens], np.int32),
-        is_target=np.array([flag for one in made for flag in one.is_target], np.bool_),
+        tokens=np.array([token for sample in encoded for token in sample.tokens], np.int32),
+        is_target=np.array([flag for sample in encoded for flag in sample.is_target], np.bool_),
         starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        labels=np.array([one.label for one in made], np.int32),
+        labels=np.array([sample.label for sample in encoded], np.int32),
         skipped=tuple(skipped),
     )
 
@@ -416,26 +418,26 @@ def _samples(path: Path, encoder: Encoder) -> Iterator[Sample | BadRow]:
 # --- what a run makes of them ---------------------------------------------------------------------
 
 
-def split(found: Samples, share: float, rng: np.random.Generator) -> tuple[Samples, Samples]:
+def split(samples: Samples, share: float, rng: np.random.Generator) -> tuple[Samples, Samples]:
     """Return samples to train on, and `share` of all, drawn by `rng`, to evaluate on."""
-    num_kept = round(share * len(found))
-    kept = np.sort(rng.permutation(len(found))[:num_kept])
-    rest = np.setdiff1d(np.arange(len(found)), kept)
-    return found.chosen(rest.tolist()), found.chosen(kept.tolist())
+    num_kept = round(share * len(samples))
+    kept = np.sort(rng.permutation(len(samples))[:num_kept])
+    rest = np.setdiff1d(np.arange(len(samples)), kept)
+    return samples.chosen(rest.tolist()), samples.chosen(kept.tolist())
 
 
-def oversampled(found: Samples) -> Samples:
+def oversampled(samples: Samples) -> Samples:
     """Return the samples, then copies of those of rarer classes until all classes are as frequent.
 
     Each copy is a sample of its own.
     """
-    counts = Counter(found.labels.tolist())
+    counts = Counter(samples.labels.tolist())
     most = max(counts.values())
     copies = list[int]()
     for label, count in sorted(counts.items()):
-        (own,) = np.nonzero(found.labels == label)
+        (own,) = np.nonzero(samples.labels == label)
         copies += np.resize(own, most - count).tolist()
-    return found.chosen([*range(len(found)), *copies])
+    return samples.chosen([*range(len(samples)), *copies])
 
 
 def class_counts(found: Samples, labels: Sequence[str]) -> tuple[int, ...]:
@@ -443,27 +445,27 @@ def class_counts(found: Samples, labels: Sequence[str]) -> tuple[int, ...]:
     return tuple(np.bincount(found.labels, minlength=len(labels)).tolist())
 
 
-def require_rows(counts: Sequence[int], labels: Sequence[str], asked: str, other: str) -> None:
-    """Raise UsageError if a class has no sample, which a setting needs that was `asked` for.
+def require_rows(counts: Sequence[int], labels: Sequence[str], setting: str, other: str) -> None:
+    """Raise UsageError if a class has no sample, which a setting needs that was `setting` for.
 
     `other` says what to do where the class is to stay.
     """
     if not all(counts):
         raise UsageError(
-            f"{asked}: class {labels[int(np.argmin(counts))]!r} has no row to train on; leave it "
+            f"{setting}: class {labels[int(np.argmin(counts))]!r} has no row to train on; leave it "
             f"out of classes.labels, or {other}"
         )
 
 
-def class_weights(found: Samples, kind: str, labels: Sequence[str]) -> tuple[float, ...]:
-    """Return each class's weight in the loss, whose mean over the samples is 1.
+def class_weights(samples: Samples, kind: str, labels: Sequence[str]) -> tuple[float, ...]:
+    """Return each class's weight in the loss; their mean over the samples is 1.
 
     Raises UsageError if a class has no sample, unless all weights are 1.
     """
     if kind == "none":
         return (1.0,) * len(labels)
-    counts = np.bincount(found.labels, minlength=len(labels))
+    counts = np.bincount(samples.labels, minlength=len(labels))
     require_rows(counts.tolist(), labels, f"classes.weights={kind}", "use none")
-    raw = (len(found) / counts) ** (1.0 if kind == "inverse" else 0.5)
-    mean = float((raw * counts).sum() / len(found))
+    raw = (len(samples) / counts) ** (1.0 if kind == "inverse" else 0.5)
+    mean = float((raw * counts).sum() / len(samples))
     return tuple(float(weight / mean) for weight in raw)

@@ -26,7 +26,7 @@ STRATEGIES = (
     "sequence_parallel",
     "pipeline_parallel",
 )
-LAYER_PIPELINE = "layer_pipeline"  # whose stages are workers of `entrenar coordinator`
+LAYER_PIPELINE = "layer_pipeline"  # its stages are workers of `entrenar coordinator`
 BY_SHARDS = ("ddp", "ddp_canonical", "fsdp")  # in which a rank computes some shards, alone
 WHOLE_LAYERS = ("ddp", "ddp_canonical", "pipeline_parallel")  # strategies that cut no layer
 KINDS = ("cpu", "cuda", "wgpu")  # of backends
@@ -196,7 +196,7 @@ class Distillation:
         Key("share of the teacher's part of the loss; the rest is cross entropy", least=0, most=1),
     ] = 0.5
     temperature: Annotated[
-        float, Key("T of both distributions, whose divergence counts T * T", above=0, most=10**4)
+        float, Key("T of both distributions; their divergence counts T * T", above=0, most=10**4)
     ] = 2.0
     text: Annotated[
         Completions | None, Key("for `entrenar distill text`, which alone reads it")
@@ -219,7 +219,7 @@ class Tls:
 
     cert: Annotated[Path, Key("the coordinator's certificate; workers check its name")]
     key: Annotated[Path, Key("its private key, without a passphrase")]
-    ca: Annotated[Path | None, Key("who signed the certificates that workers must show")] = None
+    ca: Annotated[Path | None, Key("the signer of the certificates that workers must show")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,7 +287,7 @@ class Settings:
     method: Annotated[
         str,
         Key(
-            "adapters, adapters of a model whose frozen weights are in NF4, or all weights",
+            "adapters, adapters of a model with frozen weights in NF4, or all weights",
             choices=METHODS,
         ),
     ] = "lora"

@@ -35,14 +35,14 @@ def adapted(settings: Settings, module: Any, new: Sequence[str]) -> nn.Module:
     """Return `module` with adapters. Its `new` parts are trained whole, and saved with them."""
     import peft
 
-    lora, beside = settings.lora, _within(model_folder.beside_text(module))
-    _require_targets(lora.targets, module, new, beside)
+    lora, aside = settings.lora, _within(model_folder.beside_text(module))
+    _require_targets(lora.targets, module, new, aside)
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=cast("Any", lora.alpha),  # divided by the rank, and need not be whole
         lora_dropout=lora.dropout,
         target_modules=list(lora.targets),
-        exclude_modules=beside,
+        exclude_modules=aside,
         modules_to_save=[name for name in new if name not in HEADS],
         task_type="SEQ_CLS" if settings.task == "classify" else "CAUSAL_LM",
     )
@@ -59,10 +59,10 @@ def adapted(settings: Settings, module: Any, new: Sequence[str]) -> nn.Module:
 
 
 def _require_targets(
-    targets: Sequence[str], module: nn.Module, new: Sequence[str], beside: str | None
+    targets: Sequence[str], module: nn.Module, new: Sequence[str], aside: str | None
 ) -> None:
-    """Raise UsageError unless each target is a layer of the checkpoint, not only one `beside`."""
-    outside = re.compile(beside or "")
+    """Raise UsageError unless each target is a layer of the checkpoint, not only one in `aside`."""
+    outside = re.compile(aside or "")
     named = [name for name, layer in module.named_modules() if _is_matrix(layer)]
     named = [name for name in named if not outside.fullmatch(name)]
     for target in targets:
@@ -80,7 +80,6 @@ def _require_targets(
 
 
 def _within(parts: Sequence[str]) -> str | None:
-    """Return an expression for the names of all layers within `parts`, as peft excludes them."""
     return rf"({'|'.join(map(re.escape, parts))})\..*" if parts else None
 
 
@@ -98,7 +97,7 @@ def _is_matrix(layer: nn.Module) -> bool:
 
 
 def has_target(module: nn.Module, target: str) -> bool:
-    """Return whether an adapter can stand on a layer whose name ends in `target`."""
+    """Return whether an adapter can stand on a layer with a name that ends in `target`."""
     return any(
         (name == target or name.endswith(f".{target}")) and _is_matrix(layer)
         for name, layer in module.named_modules()
@@ -292,7 +291,6 @@ def _share(settings: Settings, own: nn.Module, below: nn.Module) -> None:
 
 
 def _plain(name: str) -> str:
-    """Return the name that a tensor or layer has without peft; of adapters, one that none has."""
     return ".".join(
         part for part in name.split(".") if part not in ("base_layer", "original_module")
     )
@@ -322,12 +320,12 @@ def _require_same(
         tokens, mask = _rows(module, pad_token)
         ours = _logits(module, tokens, mask, products)
         try:
-            found = _logits(theirs, tokens, mask, products)
+            logits = _logits(theirs, tokens, mask, products)
         except (RuntimeError, ValueError) as error:
             problem = f"it can't compute two rows of unlike lengths ({error})"
         else:
-            if not _is_close(ours, found, products):
-                apart = (ours - found).abs().max()
+            if not _is_close(ours, logits, products):
+                apart = (ours - logits).abs().max()
                 problem = f"its logits of two rows of unlike lengths are up to {apart:.3g} apart"
     if problem:
         raise SystemFailure(
@@ -350,7 +348,6 @@ def _rows(module: nn.Module, pad_token: int) -> tuple[Tensor, Tensor]:
 
 
 def _logits(module: nn.Module, tokens: Tensor, mask: Tensor, products: torch.dtype) -> Tensor:
-    """Return the logits of all that is not filled up, as float32."""
     device = next(module.parameters()).device
     with in_evaluation(module), precision.applied(products, device):
         named = {"input_ids": tokens.to(device), "attention_mask": mask.to(device)}
@@ -359,7 +356,6 @@ def _logits(module: nn.Module, tokens: Tensor, mask: Tensor, products: torch.dty
 
 
 def _is_close(ours: Tensor, theirs: Tensor, products: torch.dtype) -> bool:
-    """Return whether logits differ by rounding at most; what is not a number is in both places."""
     if ours.shape != theirs.shape or not torch.equal(ours.isfinite(), theirs.isfinite()):
         return False
     ours, theirs = (torch.nan_to_num(one, 0, 0, 0).double() for one in (ours, theirs))

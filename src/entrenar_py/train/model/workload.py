@@ -53,7 +53,6 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 
 def _decoded(tensor: Tensor) -> Tensor:
-    """Return a tensor in 16 bits as float32, and any other as it is."""
     is_short = tensor.is_floating_point() and tensor.dtype != torch.float32
     return tensor.float() if is_short else tensor
 
@@ -119,10 +118,12 @@ class Rows:
             start = 0
             for number in numbers:
                 part, stop = samples.part(ids[number]), start + lengths[number]
-                held = samples.tokens[part]
-                tokens[row, start:stop] = held
-                mask[row, start:stop] = 1 if self._capacity is None else np.arange(len(held))
-                targets[row, start:stop] = np.where(samples.is_target[part], held, IGNORED)
+                tokens_of_row = samples.tokens[part]
+                tokens[row, start:stop] = tokens_of_row
+                mask[row, start:stop] = (
+                    1 if self._capacity is None else np.arange(len(tokens_of_row))
+                )
+                targets[row, start:stop] = np.where(samples.is_target[part], tokens_of_row, IGNORED)
                 start = stop
             if self._capacity is not None:  # what fills up is a sample of its own
                 mask[row, start:] = np.arange(shape[1] - start)
@@ -372,7 +373,6 @@ class Finetuning(Tuned):
         return nullcontext() if is_captured(batch) else self.formats(device)
 
     def _move(self, device: torch.device, tensors: Tensors) -> None:
-        """Move frozen weights to `device`, and let the model compile there if that was asked."""
         self.objective.to(device)
         self._device = device
         self._is_compiled = self._compiles and device.type == "cuda" and not self.drops
@@ -391,5 +391,4 @@ class Finetuning(Tuned):
 
 
 def _head(module: Any) -> Any:
-    """Return the layer that makes a language model's logits, or None."""
     return module.get_output_embeddings()

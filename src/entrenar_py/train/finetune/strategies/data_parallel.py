@@ -1,7 +1,7 @@
 """Strategies `ddp`, `ddp_canonical` and `fsdp`: each rank computes some shards of a batch.
 
 `ddp` and `ddp_canonical` have the whole model on every rank. `ddp` reduces by torch's own
-all-reduce, whose sums depend on the number of ranks. `ddp_canonical` adds along one tree over the
+all-reduce: its sums depend on the number of ranks. `ddp_canonical` adds along one tree over the
 logical shards: the weights have the same bits for 1, 2, 4 ... ranks.
 
 In `fsdp` a rank keeps a piece of every tensor (fully_shard). Each decoder block is gathered when it
@@ -28,7 +28,7 @@ from entrenar_py.train.model import blocks
 
 
 class _Whole(Strategy):
-    """A strategy whose ranks have the whole model each."""
+    """A strategy in which each rank has the whole model."""
 
     shares_rows = True
 
@@ -38,7 +38,6 @@ class _Whole(Strategy):
         self.trainable = trainable_of(shards.workload.module)
 
     def logits(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """Implement `Strategy.logits`."""
         found: Tensor = cast("Any", self._objective).logits(tokens, mask)
         return found
 

@@ -255,10 +255,10 @@ def _prepare(settings: Settings, here: World) -> Prepared:
 
 
 def _scenario(settings: Settings, workload: Finetuning, here: World) -> Scenario:
-    found = preparation.scenario(settings, workload)
+    scenario = preparation.scenario(settings, workload)
     assert settings.strategy is not None, "it was required"
-    require_possible(settings.strategy, workload, found, here.size)
-    return found.with_(
+    require_possible(settings.strategy, workload, scenario, here.size)
+    return scenario.with_(
         system=settings.strategy,
         world_size=here.size,
         backends=("cuda" if here.device.type == "cuda" else "cpu",),

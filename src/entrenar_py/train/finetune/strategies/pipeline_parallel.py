@@ -78,7 +78,7 @@ class Ends:
 
 
 class Stage(nn.Module):
-    """The blocks `own` of a model whose forward pass without a head is `decoder`.
+    """The blocks `own` of a model; its forward pass without a head is `decoder`.
 
     Called with tokens int64 [n, t] in the first stage, with hidden states [n, t, d] in others.
     """
@@ -110,12 +110,12 @@ class Stage(nn.Module):
             self._received = x
             named["inputs_embeds"] = x.new_zeros(*x.shape[:2], self._embedding_width)
         try:
-            found = self._decoder(**named, use_cache=False)
+            output = self._decoder(**named, use_cache=False)
         except Reached as reached:
             return reached.hidden
         finally:
             self._received = None
-        hidden: Tensor = found.last_hidden_state
+        hidden: Tensor = output.last_hidden_state
         return hidden
 
     def _enter(
@@ -255,12 +255,12 @@ class PipelineParallel(Strategy):
         schedule = self._scheduled(shape, len(step.shards))
         self._stage.begin(step)
         is_first, is_last = self._rank == 0, self._rank == self._size - 1
-        found: list[Tensor] = []
+        losses_here: list[Tensor] = []
         with self._shards.workload.formats(self.device):
             schedule.step(
                 *([tokens.to(self.device)] if is_first else []),
                 target=targets.to(self.device) if is_last else None,
-                losses=found if is_last else None,
+                losses=losses_here if is_last else None,
                 **named,
             )
         for parameter in self.trainable.values():
@@ -270,7 +270,7 @@ class PipelineParallel(Strategy):
                 dist.all_reduce(gradient_of(self.trainable[name]), group=group)
         losses = self._shards.zeros()
         if is_last:
-            losses += torch.stack([loss.detach() for loss in found]).to(losses)
+            losses += torch.stack([loss.detach() for loss in losses_here]).to(losses)
         return losses
 
     def _batch(self, step: Step) -> tuple[Tensor, dict[str, Tensor], Tensor]:
@@ -280,16 +280,16 @@ class PipelineParallel(Strategy):
         """
         workload = self._shards.workload
         parts = [workload.rows(part or step.shards[0][:1]) for part in step.shards]
-        shape = (max(len(one[0]) for one in parts), max(one[0].shape[1] for one in parts))
-        tokens = torch.cat([_filled(one[0], shape, workload.pad_token) for one in parts])
+        shape = (max(len(own[0]) for own in parts), max(own[0].shape[1] for own in parts))
+        tokens = torch.cat([_filled(own[0], shape, workload.pad_token) for own in parts])
         targets = torch.cat(
             [
-                _filled(one[2] if part else torch.full_like(one[2], IGNORED), shape, IGNORED)
-                for part, one in zip(step.shards, parts, strict=True)
+                _filled(own[2] if part else torch.full_like(own[2], IGNORED), shape, IGNORED)
+                for part, own in zip(step.shards, parts, strict=True)
             ]
         )
         if workload.is_packed:
-            positions = torch.cat([_continued(one[1], shape) for one in parts])
+            positions = torch.cat([_continued(own[1], shape) for own in parts])
             return tokens, {"position_ids": positions}, targets
         if not workload.has_classes:
             return tokens, {}, targets
@@ -299,7 +299,7 @@ class PipelineParallel(Strategy):
             start = shard * shape[0]
             classes[start : start + len(part)] = workload.classes(part)
         # A row that fills up sees its own tokens: a softmax over nothing would not be a number.
-        masks = torch.cat([_filled(one[1], shape, 0) for one in parts])
+        masks = torch.cat([_filled(own[1], shape, 0) for own in parts])
         masks[masks.sum(1) == 0] = 1
         return tokens, {"attention_mask": masks}, torch.stack([classes, ends], dim=1)
 
@@ -323,7 +323,6 @@ class PipelineParallel(Strategy):
         return cast("Schedule1F1B", self._schedule[1])
 
     def _hidden(self, shape: _Shape, rank: int) -> Tensor:
-        """Return an example, without memory, of the hidden states that `rank` makes."""
         dtype, of_meta = self._dtypes[rank], torch.device("meta")
         return torch.empty((*shape, self._width), dtype=dtype, device=of_meta, requires_grad=True)
 
@@ -350,13 +349,11 @@ class PipelineParallel(Strategy):
 
 
 def _ends(tokens: Tensor, pad_token: int) -> Tensor:
-    """Return the place of each row's last token, int64 [n], of tokens [n, t]."""
     places = torch.arange(tokens.shape[1], device=tokens.device)
     return (places * (tokens != pad_token)).argmax(-1)
 
 
 def _filled(rows: Tensor, shape: _Shape, value: int) -> Tensor:
-    """Return `rows`, int64 [n, t], filled up to `shape` with `value`."""
     return F.pad(rows, (0, shape[1] - rows.shape[1], 0, shape[0] - len(rows)), value=value)
 
 
@@ -378,11 +375,9 @@ class _Drawing(nn.Module):
         self._shard = 0
 
     def begin(self, step: Step) -> None:
-        """Begin `step`, whose shards will come in their order."""
         self._step, self._shard = step, 0
 
     def forward(self, x: Tensor, **named: Tensor) -> Tensor:
-        """Return the stage's hidden states for the next shard."""
         assert self._step is not None, "begin was called"
         self._shards.seed(self._step, self._shard, self._rank)
         self._shard += 1
@@ -411,7 +406,6 @@ class _Head:
         self.layer = base.score
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits at each place."""
         found: Tensor = self.layer(hidden)
         return found
 

@@ -55,10 +55,10 @@ def together(action: Callable[[], Result]) -> Result:
     return result
 
 
-def _as_error(kind: str, told: object, rank: int) -> EntrenarError:
-    if isinstance(told, list):
-        return ContractError(told)
-    text = str(told) if rank == 0 else f"rank {rank}: {told}"
+def _as_error(kind: str, message: object, rank: int) -> EntrenarError:
+    if isinstance(message, list):
+        return ContractError(message)
+    text = str(message) if rank == 0 else f"rank {rank}: {message}"
     kinds = {one.__name__: one for one in _KINDS}
     return kinds.get(kind, EntrenarError)(text)
 
@@ -134,7 +134,7 @@ class Shards:
     def padded(self, rank: int, world_size: int) -> Iterator[int | None]:
         """Yield the shards of `rank`, then None as often as others have one more than this rank.
 
-        For models whose forward pass is a collective: all ranks call it equally often.
+        If the forward pass is a collective: all ranks call it equally often.
         """
         share = self.share(rank, world_size)
         yield from share
@@ -161,7 +161,7 @@ class Strategy(ABC):
     def compute(self, step: Step) -> Tensor:
         """Leave the gradient of the step's loss, a sum divided by `step.weight`, in every `.grad`.
 
-        Returns float64 [num_shards]: the summed losses of the shards whose loss this rank has, and
+        Returns float64 [num_shards]: the summed losses of the shards with a loss on this rank, and
         zeros for all others. The sum over ranks is each shard's loss.
         """
 
@@ -186,7 +186,7 @@ class Strategy(ABC):
         return sums.sum()
 
     def first_bad(self) -> str | None:
-        """Return the name of a tensor whose gradient is not finite, the same on all ranks."""
+        """Return the name of a tensor with a gradient that is not finite, the same on all ranks."""
         own = [
             name
             for name, parameter in self.trainable.items()
@@ -228,7 +228,6 @@ class Strategy(ABC):
 
 
 def _as_held(whole: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Return this rank's piece of `whole` if `parameter` is in pieces, else `whole`."""
     if not isinstance(parameter, DTensor):
         return whole
     return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -85,7 +85,7 @@ def complete_gradients(module: nn.Module) -> None:
 
 
 def _complete(gradient: DTensor) -> DTensor:
-    """Return a gradient whose terms, if ranks have one each, are added."""
+    """Return a gradient; if each rank has a term of it, the terms are added."""
     if not gradient.placements[0].is_partial():
         return gradient
     return gradient.redistribute(placements=[Replicate()])
@@ -94,7 +94,7 @@ def _complete(gradient: DTensor) -> DTensor:
 def terms(
     plan: Plan, module: nn.Module, *, in_blocks: nn.ModuleList | None
 ) -> Iterator[nn.Parameter]:
-    """Yield the trainable parameters of whose gradient each rank has a term.
+    """Yield the trainable parameters with a gradient that each rank has a term of.
 
     They are whole, and what they compute is cut: within regions, and with `in_blocks` everywhere
     in these blocks.
@@ -172,7 +172,7 @@ def scattered(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def gathered(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the whole sequence of which each rank has a part, `hidden`."""
+    """Return the whole sequence; each rank has a part of it, `hidden`."""
     held = DTensor.from_local(hidden, mesh, [Shard(1)], run_check=False)
     return held.redistribute(placements=[Replicate()]).to_local()
 
@@ -197,7 +197,7 @@ class TensorParallel(Strategy):
         self.trainable = trainable_of(module)
 
     def _cut(self, module: nn.Module, mesh: DeviceMesh) -> list[nn.Parameter]:
-        """Cut the model, in place; return what of whose gradient each rank has a term."""
+        """Cut the model, in place; return what has a gradient that each rank has a term of."""
         plan = blocks.plan_of(module)
         cut(plan, mesh, outside=Replicate())
         return list(terms(plan, module, in_blocks=None))

@@ -108,7 +108,6 @@ class Halted(Exception):
 
 
 def _not_finite(what: str, step: Step, shard: int | None, tensor: str | None) -> Halted:
-    """Return how a loss or a gradient that is not finite ends the run."""
     where = "" if shard is None else f", shard {shard}"
     reason = f"non-finite {what} in step {step.number}{where}: training halted before any update"
     ids = () if shard is None else tuple(step.shards[shard])
@@ -153,13 +152,13 @@ class Loop:
         self._on_record(lambda record: record.begin(whole))
         self._saved = self._step if resumes else -1
         status, reason = "completed", ""
-        why: tuple[trace.Event, ...] = ()
+        events: tuple[trace.Event, ...] = ()
         num_steps = self._scenario.num_steps
         while self._step < num_steps:
             try:
                 is_stopped = self._train()
             except Halted as error:
-                status, reason, why = "halted", str(error), error.events
+                status, reason, events = "halted", str(error), error.events
                 break
             if is_stopped and self._step < num_steps:
                 status, reason = "stopped", "a rank was stopped by a signal"
@@ -173,7 +172,7 @@ class Loop:
         self._on_record(lambda record: record.note("memory", step, f"peak memory: {peaks}"))
         tensors = self._strategy.whole(lambda parameter: parameter)
         self._on_record(
-            lambda record: record.finish(step, status, reason, tensors=tensors, why=why)
+            lambda record: record.finish(step, status, reason, tensors=tensors, events=events)
         )
         scores = self._score() if status == "completed" else None
         for line in () if scores is None or self._record is None else scores.lines():
@@ -204,8 +203,8 @@ class Loop:
         self._optimizer.zero_grad()
         if self._step % _LOOK_EVERY == 0:
             self._memory = memory_peak.here()
-        host, held = self._memory
-        own = torch.tensor([self._stopping.is_told, host, held or 0], dtype=torch.float64)
+        host, device = self._memory
+        own = torch.tensor([self._stopping.is_told, host, device or 0], dtype=torch.float64)
         told = torch.cat([self._strategy.compute(step), own.to(self._strategy.device)])
         dist.all_reduce(told)
         *losses, stops, host_bytes, device_bytes = told.tolist()
@@ -230,7 +229,7 @@ class Loop:
             applied_norm=applied,
             num_tokens=self._shards.workload.num_tokens([i for ids in step.shards for i in ids]),
             spike=spike,
-            memory=Memory(int(host_bytes), None if held is None else int(device_bytes)),
+            memory=Memory(int(host_bytes), None if device is None else int(device_bytes)),
         )
         self._on_record(lambda record: record.made(step, made))
         return bool(stops)
@@ -244,7 +243,6 @@ class Loop:
             raise _not_finite(f"gradient of {tensor}", step, None, tensor)
 
     def _spike(self, step: Step, norm: float) -> trace.Spike | None:
-        """Take the norm of a step; return the spike that it is, if it is one and doesn't halt."""
         spike = self._norms.spike(step.number, norm)
         if spike is not None and self._halts_on_spike:
             reason = gradient_norms.say_halted(spike)
@@ -298,7 +296,6 @@ class Loop:
         )
 
     def _moment(self, kind: str, parameter: nn.Parameter) -> Tensor:
-        """Return a moment of `parameter`, zeros before its first step."""
         if parameter not in self._optimizer.state:
             return torch.zeros_like(parameter)
         moment: Tensor = self._optimizer.state[parameter][kind]
@@ -363,6 +360,5 @@ class _Stopping:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        """Note the signal; the same one again has its usual effect."""
         self.is_told = True
         signal.signal(number, signal.SIG_DFL)
