@@ -2,6 +2,11 @@
 
 Only safetensors are read, never pickles. Python code of the checkpoint runs only if the settings
 say so.
+
+Weights that a checkpoint lacks, a classifier's head and adapters, are drawn from the run's seed
+after all others were read: a library draws them in an order of its own, and earlier for some kinds
+of models. Every process that loads the same settings then has the same bits, and no weights need to
+be sent. `part` and `without_weights` load what a stage and its coordinator have, and draw the same.
 """
 
 from __future__ import annotations

@@ -1,4 +1,13 @@
-"""The losses of a model, as modules: of a classifier, and of a causal language model."""
+"""The losses of a model, as modules: of a classifier, and of a causal language model.
+
+Logits are the largest tensors of a training step: 128,000 of them a token. `cross_entropy` fuses
+the head's product with the loss, some hundred positions at a time, and computes the gradient in the
+forward pass, so all logits are never held. A captured graph has plain operations instead.
+
+Packing puts several samples in one row of tokens, in their order, by lengths alone. So a shard has
+the same rows wherever it is computed. Positions begin anew with each sample: transformers makes
+masks by them, and `require_apart` proves that a model follows them.
+"""
 
 from __future__ import annotations
 
@@ -80,9 +89,8 @@ def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 def select(hidden: Tensor, places: Tensor) -> Tensor:
     """Return the rows of `hidden`, [n, d], at `places`, int64 [m], which ascend: [m, d].
 
-    The first of equal places has the gradient of their row. No pass waits for a
-    device. The deterministic derivative of `Tensor.index_select` would, since it reads the places
-    on the host.
+    The first of equal places has the gradient of their row. No pass waits for a device. The
+    deterministic derivative of `Tensor.index_select` would, since it reads the places on the host.
     """
     result: Tensor = _Select.apply(hidden, places)  # type: ignore[no-untyped-call]
     return result

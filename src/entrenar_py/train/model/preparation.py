@@ -1,4 +1,13 @@
-"""A run of `entrenar finetune`: what its settings make of a checkpoint and of rows."""
+"""A run of `entrenar finetune`: what its settings make of a checkpoint and of rows.
+
+A run goes through three records. `Settings` say what a user wants, `Prepared` has the rows as
+tokens and the tokenizer, and a workload (`workload.Finetuning`) has the model, too. `entrenar plan`
+and a teacher's shards need the second alone, and no weights: so the two are made apart.
+
+`scenario` says what a run is, in the words of the reference trainer. All that decides a bit of the
+result is in it, digests of checkpoint and rows included. So a run that is resumed with anything
+else is refused, and a ledger says what was trained.
+"""
 
 from __future__ import annotations
 

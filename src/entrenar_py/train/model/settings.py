@@ -1,7 +1,12 @@
 """The settings of a run of `entrenar finetune`, one frozen record a section of its configuration.
 
 Each field is annotated with its meaning and its limits. `settings_file` reads a file by them, and
-writes the commented configuration and the JSON schema of the docs from them.
+writes the commented configuration and the JSON schema of the docs from them. So a key is said once:
+a table of keys next to the records would be a second truth.
+
+Limits are those of one value. What several values exclude together is in `settings_file`, where the
+lines of a file are known, and what depends on a model or on rows is required where these are read.
+A record is plain data, and imports neither torch nor transformers: a slip is told in a moment.
 """
 
 from __future__ import annotations

@@ -1,4 +1,13 @@
-"""A model of transformers and its samples, as the workload of the reference trainer."""
+"""A model of transformers and its samples, as the workload of the reference trainer.
+
+A loss is the *sum* over a batch's targets, and a batch's weight their number (or the classes'
+weights): shards are added along a tree and divided once, so a mean over a shard would be wrong.
+Everything that a batch looks like follows from its samples' ids alone: the length of its rows, how
+samples are packed, the number of places. So a shard has the same bits on any worker.
+
+The trainer passes the trainable tensors in with each call (torch.func.functional_call), and keeps
+them itself. Frozen weights are the module's own: they are moved to a device once.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +146,7 @@ class Tuned(Workload):
     """
 
     name = "finetune"
-    draws = True  # which layers of a model drop something is not to be known from outside
+    draws = True  # which layers of a model drop something can't be known from outside
 
     def __init__(
         self,

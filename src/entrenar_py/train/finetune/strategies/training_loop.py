@@ -3,6 +3,10 @@
 The loss is a sum divided by the batch's whole weight, and the gradient is clipped by one norm over
 all ranks. A value that is not finite stops all ranks before the step is made. So does a spike, if
 that was asked for.
+
+Ranks must take every branch together: one that leaves alone lets all others wait in a collective.
+So what they branch on is summed or gathered first (losses, the norm, signals to stop), and is
+the same number on all of them. Rank 0 alone writes, by `_on_record`.
 """
 
 from __future__ import annotations
