@@ -1,4 +1,8 @@
-"""The commands `finetune`, `plan`, `infer`, `merge` and `eval` of `entrenar`."""
+"""The commands of `entrenar` that fine-tune, and the command line of a rank of torchrun.
+
+Nothing here imports torch at its beginning: a slip in a configuration is told in a moment, and
+what a command needs is imported by that command.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands `entrenar distill logits`, `train` and `status`."""
+"""The commands `entrenar distill logits`, `train`, `text` and `status`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """What a worker does between the coordinator's offer and joining: it gets settings, rows and model.
 
 Code of a checkpoint is fetched and run only if this worker's own command line allows it.
+
+In a layer pipeline a worker first learns the stages, then loads the stage that it gets. Of the
+checkpoint's weights it fetches only the files with blocks of that stage.
 """
 
 from __future__ import annotations

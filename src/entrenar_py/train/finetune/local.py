@@ -1,4 +1,8 @@
-"""`entrenar finetune`: coordinator and workers on this machine, a process each."""
+"""`entrenar finetune`: coordinator and workers on this machine, a process each.
+
+A worker joins by TCP, as another machine's does, and gets the settings over a pipe: one way to
+train, on one machine or on several. It has one thread (`staffing`).
+"""
 
 from __future__ import annotations
 

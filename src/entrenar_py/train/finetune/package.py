@@ -2,6 +2,12 @@
 
 A list is written by a coordinator and read by a worker, which trusts none of its names: only plain
 ones, of kinds that hold no code and no pickles.
+
+A worker's cache has files under their SHA-256, verified, and shared by workers of one host. A file
+is written to `DIGEST.part` by the process that holds the lock `DIGEST.lock`, and renamed when it is
+whole and its digest is right. What a killed worker has left there is gone on with. The holder of a
+lock signs it, and touches it whenever bytes were hashed or came: a worker that waits for the lock
+sees by that whether it makes sense to wait on.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """A run as one self-contained HTML page: curves, scores, settings, versions, the ledger's digest.
 
 No scripts and no requests. What comes from files, such as the names of classes, is escaped.
+
+Curves are read back from the metrics: all of a run, however often it was resumed. Long runs are
+thinned out while they are read, so that memory does not grow with the steps.
 """
 
 from __future__ import annotations

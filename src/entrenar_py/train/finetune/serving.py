@@ -2,6 +2,9 @@
 
 Such a file has a `model`; one for a model of the trainer's own has a `workload`. A file with both
 is refused, by line.
+
+The files that workers need are hashed when a run begins, and read piece by piece when a worker asks
+for one. A file that was changed since then is refused, not sent.
 """
 
 from __future__ import annotations

@@ -48,7 +48,10 @@ from entrenar_py.train.service.memory_peak import Memory
 
 
 class Scoring:
-    """Scores every `evaluate_every` steps, and at the end, if there are validation rows."""
+    """Scores every `evaluate_every` steps, and at the end, if there are validation rows.
+
+    Training waits meanwhile, since no rank need have room for a second model.
+    """
 
     def __init__(self, prepared: Prepared, strategy: Strategy, shards: Shards) -> None:
         self._every = prepared.settings.evaluate_every
