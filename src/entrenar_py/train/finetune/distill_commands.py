@@ -7,9 +7,11 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.page import document, output_file
@@ -81,10 +83,11 @@ def _page_facts(section: Distillation, progress: Progress) -> Iterator[tuple[str
 
 
 TELL_EVERY_S = 10.0
+P = TypeVar("P")  # how far a stage is
 
 
 def logits(arguments: argparse.Namespace) -> int:
-    """Run the teacher; return the exit code. Raises as `producing.Stage` does."""
+    """Run the teacher; return the exit code. Raises as `production.Stage` does."""
     settings, section = settings_of(arguments.config)
     prepared = preparation.prepare(settings, needs_weights=False)
     foresight.say_rows(prepared)
@@ -94,7 +97,7 @@ def logits(arguments: argparse.Namespace) -> int:
         f"{sum(facts.rows)} rows of {facts.top_k} tokens in {facts.num_shards} shards, in "
         f"{section.shards}"
     )
-    show = _Shown(section)
+    show = _Shown(_line_of_shards, partial(write_page, section))
     with stopped_by_signals("stops when the batch in work is done") as stopping:
         is_done = stage.run(show, stopping)
     show.last()
@@ -174,38 +177,55 @@ def stopped_by_signals(told: str) -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-class _Shown:
-    """Prints how far the stage is, now and then."""
+class _Shown(Generic[P]):
+    """Prints how far a stage is, now and then, and never the same line twice."""
 
-    def __init__(self, section: Distillation) -> None:
-        self.progress: Progress | None = None
-        self._section, self._next_s = section, 0.0
+    def __init__(
+        self, line: Callable[[P], str], draw: Callable[[P], object] = lambda _: None
+    ) -> None:
+        """`draw` is called whenever it is time for a `line`."""
+        self.progress: P | None = None
+        self._line, self._draw = line, draw
+        self._next_s, self._said = 0.0, ""
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: P) -> None:
         self.progress = progress
         if time.monotonic() >= self._next_s:
             self._next_s = time.monotonic() + TELL_EVERY_S
             self.last()
-            write_page(self._section, progress)
+            self._draw(progress)
 
     def last(self) -> None:
-        """Print a line."""
-        progress = self.progress
-        if progress is None:
-            return
-        facts = progress.facts
-        parts = [
-            f"{progress.shards_done} of {facts.num_shards} shards",
-            f"{progress.rows_done:,} of {sum(facts.rows):,} rows",
-        ]
-        if progress.made:
-            parts.append(f"{progress.tokens_per_s:,.0f} tokens/s here")
-        if progress.made and progress.left_s:
-            parts.append(f"{duration(progress.left_s)} left at this pace")
-        printing.say(", ".join(parts))
+        line = "" if self.progress is None else self._line(self.progress)
+        if line != self._said:
+            self._said = line
+            printing.say(line)
 
 
-TELL_ANSWERS_EVERY_S = 10.0
+def _line_of_shards(progress: Progress) -> str:
+    facts = progress.facts
+    parts = [
+        f"{progress.shards_done} of {facts.num_shards} shards",
+        f"{progress.rows_done:,} of {sum(facts.rows):,} rows",
+    ]
+    if progress.made:
+        parts.append(f"{progress.tokens_per_s:,.0f} tokens/s here")
+    if progress.made and progress.left_s:
+        parts.append(f"{duration(progress.left_s)} left at this pace")
+    return ", ".join(parts)
+
+
+def _line_of_answers(progress: answers.Progress) -> str:
+    parts = [f"{progress.done:,} of {counted(progress.total, 'prompt')} answered"]
+    if progress.failed:
+        parts.append(f"{len(progress.failed):,} failed")
+    if progress.done > progress.before:
+        parts.append(f"{progress.per_s:.2g} a second")
+    if progress.done > progress.before and progress.left_s:
+        parts.append(f"{duration(progress.left_s)} left at this pace")
+    return ", ".join(parts)
+
+
 _FAILURES_SHOWN = 20  # prompts that failed
 
 
@@ -215,7 +235,7 @@ def text(arguments: argparse.Namespace) -> int:
     asking = Asking(settings, section, url=arguments.endpoint, backend=arguments.backend)
     with closing(asking.journal):
         _say_what_is_there(asking)
-        show = _AnswersShown()
+        show = _Shown(_line_of_answers)
         notice = "stops: what is asked now is given up"
         with stopped_by_signals(notice) as stopping:
             progress = asking.run(show, stopping)
@@ -293,33 +313,3 @@ def _say_end(asking: Asking, progress: answers.Progress, written: Written) -> in
     if not written.synthetic:
         printing.warn(f"no answer can be learned, so {text.rows} is not written")
     return exit_codes.WRONG if progress.failed or not written.synthetic else exit_codes.DONE
-
-
-class _AnswersShown:
-    """Prints how far the asking is, now and then."""
-
-    def __init__(self) -> None:
-        self._progress: answers.Progress | None = None
-        self._next_s, self._said = 0.0, ""
-
-    def __call__(self, progress: answers.Progress) -> None:
-        self._progress = progress
-        if time.monotonic() >= self._next_s:
-            self._next_s = time.monotonic() + TELL_ANSWERS_EVERY_S
-            self.last()
-
-    def last(self) -> None:
-        """Print a line, unless it was the last one."""
-        progress = self._progress
-        if progress is None:
-            return
-        parts = [f"{progress.done:,} of {counted(progress.total, 'prompt')} answered"]
-        if progress.failed:
-            parts.append(f"{len(progress.failed):,} failed")
-        if progress.done > progress.before:
-            parts.append(f"{progress.per_s:.2g} a second")
-        if progress.done > progress.before and progress.left_s:
-            parts.append(f"{duration(progress.left_s)} left at this pace")
-        if (line := ", ".join(parts)) != self._said:
-            self._said = line
-            printing.say(line)

@@ -93,7 +93,7 @@ def show_remarks(path: Path, facts: Facts) -> None:
         problems.settle(strict=True)
         return
     for remark in hyper_parameters.remarks(facts):
-        at = settings_file.innermost(root, remark.keys).at
+        at = settings_file.innermost(root, remark.key.split(".")).at
         report = problems.error if remark.level == "error" else problems.warn
         report(at, f"{remark.message} [{remark.rule}]", rule=remark.rule)
     for problem in problems.settle(strict=False):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -41,14 +41,17 @@ _SEEN_MAX = 40
 Level = Literal["warning", "error"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Remark:
-    """A rule that is broken, at the key that breaks it. An error can't be trained at all."""
+    """A rule that is broken, at the key that breaks it. An error can't be trained at all.
 
-    rule: str
-    keys: tuple[str, ...]
+    Rules leave `rule` out: their table has their names.
+    """
+
+    key: str
     message: str
     level: Level = "warning"
+    rule: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,13 +123,12 @@ def _generation_ends(folder: Path) -> list[int]:
 
 def remarks(facts: Facts) -> list[Remark]:
     """Return what all rules have to say, in the order of the rules."""
-    return [one for rule in RULES.values() for one in rule(facts)]
+    return [replace(found, rule=name) for name, rule in RULES.items() for found in rule(facts)]
 
 
 def _rate(facts: Facts) -> Iterator[Remark]:
     """C-HP-001: the rate, by the size of the model."""
-    rate, rule = facts.settings.training.learning_rate, "C-HP-001"
-    keys = ("training", "learning_rate")
+    rate = facts.settings.training.learning_rate
     if facts.num_parameters is None:
         return
     number = facts.num_parameters
@@ -136,31 +138,31 @@ def _rate(facts: Facts) -> Iterator[Remark]:
     subject = f"learning_rate={rate:g} for {kind} of a model of {_amount(number)} parameters"
     if rate > most:
         yield Remark(
-            rule=rule, keys=keys, message=f"{subject}: it may diverge; use {most:g} or less"
+            "training.learning_rate",
+            f"{subject}: it may diverge; use {most:g} or less",
         )
     elif rate < share * _RATE_MIN:
         least = share * _RATE_MIN
         yield Remark(
-            rule=rule, keys=keys, message=f"{subject}: it hardly learns; use {least:g} or more"
+            "training.learning_rate",
+            f"{subject}: it hardly learns; use {least:g} or more",
         )
 
 
 def _batch(facts: Facts) -> Iterator[Remark]:
     """C-HP-002: the effective batch, which is of all workers together."""
-    size, rule, keys = facts.settings.training.batch_size, "C-HP-002", ("training", "batch_size")
+    size = facts.settings.training.batch_size
     if facts.settings.adapts and size > _BATCH_MAX:
         yield Remark(
-            rule=rule,
-            keys=keys,
-            message=f"batch_size={size}: adapters lose more than full fine-tuning in large "
+            "training.batch_size",
+            f"batch_size={size}: adapters lose more than full fine-tuning in large "
             f"batches; use {_BATCH_MAX} rows or fewer",
         )
     steps = facts.num_steps
     if steps is not None and steps < _STEPS_MIN and facts.rows is not None:
         yield Remark(
-            rule=rule,
-            keys=keys,
-            message=f"batch_size={size}: {counted(facts.rows.num_samples, 'row')} in "
+            "training.batch_size",
+            f"batch_size={size}: {counted(facts.rows.num_samples, 'row')} in "
             f"{counted(facts.settings.training.epochs, 'epoch')} make {counted(steps, 'step')}; "
             "use fewer rows a step, or more epochs",
         )
@@ -173,9 +175,8 @@ def _alpha(facts: Facts) -> Iterator[Remark]:
     least, most = _ALPHA_SHARES
     if facts.settings.adapts and not least <= share <= most:
         yield Remark(
-            rule="C-HP-003",
-            keys=("lora", "alpha"),
-            message=f"alpha={lora.alpha:g} with rank={lora.rank}: an adapter's output is "
+            "lora.alpha",
+            f"alpha={lora.alpha:g} with rank={lora.rank}: an adapter's output is "
             f"multiplied by {share:.3g}; use alpha: {2 * lora.rank} (twice the rank), or "
             f"{least * lora.rank:g} to {most * lora.rank:g}",
         )
@@ -192,78 +193,69 @@ def _length(facts: Facts) -> Iterator[Remark]:
     usually = (
         f"the 99th percentile of the rows' lengths is {usual} tokens (a multiple of {_ROUNDED})"
     )
-    rule, keys = "C-HP-004", ("data", "max_tokens")
     if share > _SKIPPED_MAX:
         yield Remark(
-            rule=rule,
-            keys=keys,
-            message=f"max_tokens={most} leaves out {share:.1%} of the rows: {usually}; use {usual}",
+            "data.max_tokens",
+            f"max_tokens={most} leaves out {share:.1%} of the rows: {usually}; use {usual}",
         )
     elif longest > _SLACK * usual:
         yield Remark(
-            rule=rule,
-            keys=keys,
-            message=f"max_tokens={most} takes a row of {longest} tokens, for which memory must "
+            "data.max_tokens",
+            f"max_tokens={most} takes a row of {longest} tokens, for which memory must "
             f"suffice: {usually}; use {usual} with on_error: skip",
         )
 
 
 def _warmup(facts: Facts) -> Iterator[Remark]:
     """C-HP-005: some warm-up where all weights are trained, and never a large part of the run."""
-    share, rule = facts.settings.training.warmup_share, "C-HP-005"
-    keys = ("training", "warmup_share")
+    share = facts.settings.training.warmup_share
     if share > _WARMUP_MAX:
         yield Remark(
-            rule=rule,
-            keys=keys,
-            message=f"warmup_share={share:g}: the rate rises for {share:.0%} of the steps; use "
+            "training.warmup_share",
+            f"warmup_share={share:g}: the rate rises for {share:.0%} of the steps; use "
             f"0.03 to {_WARMUP_MAX:g}",
         )
     elif not share and not facts.settings.adapts:
         yield Remark(
-            rule=rule,
-            keys=keys,
-            message="warmup_share=0 with all weights trained: AdamW's first steps go by moments "
+            "training.warmup_share",
+            "warmup_share=0 with all weights trained: AdamW's first steps go by moments "
             "of few gradients; use 0.03 to 0.1",
         )
 
 
 def _clip(facts: Facts) -> Iterator[Remark]:
     """C-HP-006: the gradient's norm is clipped, and not in every step."""
-    clip, rule, keys = facts.settings.training.clip_norm, "C-HP-006", ("training", "clip_norm")
+    clip = facts.settings.training.clip_norm
     least, most = _CLIPS
     if clip is None:
         yield Remark(
-            rule=rule,
-            keys=keys,
-            message="clip_norm=null: one bad batch can undo what was learned; use 0.3 to 1",
+            "training.clip_norm",
+            "clip_norm=null: one bad batch can undo what was learned; use 0.3 to 1",
         )
     elif not least <= clip <= most:
         what = "clips no step but a broken one" if clip > most else "clips nearly every step"
         yield Remark(
-            rule=rule, keys=keys, message=f"clip_norm={clip:g} {what}; use {least:g} to {most:g}"
+            "training.clip_norm",
+            f"clip_norm={clip:g} {what}; use {least:g} to {most:g}",
         )
 
 
 def _decay(facts: Facts) -> Iterator[Remark]:
     """C-HP-007: weight decay is small, and never turns a weight's sign."""
-    training, rule, keys = facts.settings.training, "C-HP-007", ("training", "weight_decay")
+    training = facts.settings.training
     decay = training.weight_decay
     most = _DECAY_MAX["adapters" if facts.settings.adapts else "full"]
     if decay * training.learning_rate >= 1:
         yield Remark(
-            rule=rule,
-            keys=keys,
-            level="error",
-            message=f"weight_decay={decay:g} with learning_rate={training.learning_rate:g}: a step "
+            "training.weight_decay",
+            f"weight_decay={decay:g} with learning_rate={training.learning_rate:g}: a step "
             f"would take away all of every weight; use {most:g} or less",
+            level="error",
         )
     elif decay > most:
         yield Remark(
-            rule=rule,
-            keys=keys,
-            message=f"weight_decay={decay:g} pulls what was learned back to nothing; use {most:g} "
-            "or less",
+            "training.weight_decay",
+            f"weight_decay={decay:g} pulls what was learned back to nothing; use {most:g} or less",
         )
 
 
@@ -272,12 +264,11 @@ def _imbalance(facts: Facts) -> Iterator[Remark]:
     rows, settings = facts.rows, facts.settings
     if rows is None or not rows.class_counts:
         return
-    counts, labels, rule = rows.class_counts, settings.classes.labels, "C-HP-008"
+    counts, labels = rows.class_counts, settings.classes.labels
     if not all(counts):
         yield Remark(
-            rule=rule,
-            keys=("classes", "labels"),
-            message=f"labels has {labels[counts.index(0)]!r}, and there is no row of it to train "
+            "classes.labels",
+            f"labels has {labels[counts.index(0)]!r}, and there is no row of it to train "
             "on: no row will be taken for it; leave it out, or add rows",
         )
         return
@@ -287,17 +278,15 @@ def _imbalance(facts: Facts) -> Iterator[Remark]:
     seen = settings.training.epochs * copies
     if settings.classes.weights == "none" and not settings.classes.oversample and share < _RARE:
         yield Remark(
-            rule=rule,
-            keys=("classes", "weights"),
-            message=f"weights=none: {share:.1%} of the rows are {name!r}, and a model that never "
+            "classes.weights",
+            f"weights=none: {share:.1%} of the rows are {name!r}, and a model that never "
             f"says so is right in {1 - share:.1%}; use sqrt_inverse, or oversample: true",
         )
     if share < _RARE and seen > _SEEN_MAX:
         fewer = max(1, int(_SEEN_MAX / copies))
         yield Remark(
-            rule=rule,
-            keys=("training", "epochs"),
-            message=f"epochs={settings.training.epochs}: each of {counts[rarest]} rows of {name!r} "
+            "training.epochs",
+            f"epochs={settings.training.epochs}: each of {counts[rarest]} rows of {name!r} "
             f"is seen {seen:.0f} times, and learned by heart; use epochs: {fewer}"
             + (", or weights in place of oversample" if copies > _SEEN_MAX else ""),
         )
@@ -310,9 +299,8 @@ def _ending(facts: Facts) -> Iterator[Remark]:
     ends = " or ".join(facts.rows.unlearned_ends)
     lack = f"no row teaches to end an answer by {ends}" if ends else "no token ends an answer"
     yield Remark(
-        rule="C-HP-009",
-        keys=("task",),
-        message=f"{lack}, so the model may never stop; use a chat template that ends the "
+        "task",
+        f"{lack}, so the model may never stop; use a chat template that ends the "
         "assistant's turns by the tokenizer's eos_token, or by one of generation_config.json",
     )
 

@@ -148,7 +148,7 @@ _SHOWN = 3  # missing files or weights in a message
 def require_config(folder: Path) -> None:
     """Raise UsageError unless `folder` has a model's configuration, and no adapters.
 
-    The configuration must not make a library do more than read that folder (`trust`).
+    The configuration must not make a library do more than read that folder.
     """
     if not folder.is_dir():
         raise UsageError(
@@ -446,7 +446,7 @@ def _stretched(rope: Mapping[str, Any], number: int) -> int:
 
 _TOLD_CHARS = 300
 # Of warnings that need not be repeated: weights that are missing, unknown or of another shape
-# (`fitting`), rows that are too long (`data.max_tokens`), and how a checkpoint would draw tokens,
+# (see above), rows that are too long (`data.max_tokens`), and how a checkpoint would draw tokens,
 # since answers are the likeliest ones.
 _OWN_WORDS = (
     "LOAD REPORT",

@@ -159,7 +159,7 @@ class Tuned(Workload):
     ) -> None:
         """With `class_weights` the classes are learned, without them the next tokens.
 
-        With `packed_tokens`, samples are packed into rows of so many tokens (`packing`).
+        With `packed_tokens`, samples are packed into rows of so many tokens.
         """
         self.module = module
         self.specs = tuple(
