@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 
-from entrenar_py.train.distill import loss, teacher
-from entrenar_py.train.distill.loss import Mix, Taught
+from entrenar_py.train.distill import student as loss
+from entrenar_py.train.distill import teacher
+from entrenar_py.train.distill.student import Mix, Taught
 from entrenar_py.train.distill.teacher import Kept
 from falsification.distillation import renormalised
 

@@ -15,9 +15,8 @@ import pytest
 from entrenar_py.shared.errors import RowsError, UsageError
 from entrenar_py.train.arithmetic import checkpoint
 from entrenar_py.train.model import model, rendering, samples
-from entrenar_py.train.model.encoding import Encoder
 from entrenar_py.train.model.rows import BadRow, Row
-from entrenar_py.train.model.samples import Samples
+from entrenar_py.train.model.samples import Encoder, Samples
 from entrenar_py.train.model.settings import Classes, Data, Settings
 
 CHAT = [

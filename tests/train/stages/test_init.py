@@ -124,7 +124,7 @@ def test_a_file_is_not_overwritten(
 ) -> None:
     shutil.copy("train.jsonl", "mine.yaml")
     assert asked(monkeypatch, *[""] * 14, file="mine.yaml") == exit_codes.INVALID
-    assert "mine.yaml: it is there already, and is not overwritten" in capsys.readouterr().err
+    assert "mine.yaml: it exists already, and is not overwritten" in capsys.readouterr().err
     assert asked(monkeypatch, file="no/run.yaml") == exit_codes.INVALID
     assert "no/run.yaml: the folder no does not exist" in capsys.readouterr().err
     assert Path("mine.yaml").read_bytes() == Path("train.jsonl").read_bytes()

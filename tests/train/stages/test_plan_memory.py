@@ -11,9 +11,8 @@ import torch
 
 from entrenar_py.train.arithmetic.engine import Dropout
 from entrenar_py.train.finetune import settings_file
-from entrenar_py.train.model import model
-from entrenar_py.train.model import prepared as preparing
-from entrenar_py.train.model.prepared import Prepared
+from entrenar_py.train.model import model, preparation
+from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.plan import plan as planning
 from entrenar_py.train.plan.rehearsal import _Storages
 from entrenar_py.train.plan.stages.stage_costs import Place, StageCosts
@@ -40,7 +39,7 @@ def prepared(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
         "lora": {"rank": 4, "targets": ["q_proj", "down_proj"]},
     }
     (folder / "run.yaml").write_text(json.dumps(record), encoding="utf-8")
-    return preparing.prepare(settings_file.load(folder / "run.yaml"), folder)
+    return preparation.prepare(settings_file.load(folder / "run.yaml"), folder)
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])

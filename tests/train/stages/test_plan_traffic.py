@@ -11,7 +11,7 @@ import pytest
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.finetuned.asked import Asked
 from entrenar_py.systems.finetuned.by_stages import _Training
-from entrenar_py.train.model import prepared as preparing
+from entrenar_py.train.model import preparation
 from entrenar_py.train.model.settings import Data, Lora, Settings, StagePlan, Training
 from entrenar_py.train.plan import plan as planning
 from entrenar_py.train.plan.stages import planned
@@ -49,7 +49,7 @@ def test_stages_send_what_is_foreseen(
         lora=Lora(rank=4, targets=("q_proj", "down_proj")),
         training=Training(batch_size=8, num_shards=NUM_SHARDS, epochs=NUM_STEPS),
     )
-    prepared = preparing.prepare(settings, tmp_path / "cache")
+    prepared = preparation.prepare(settings, tmp_path / "cache")
     longest = prepared.train.length(0)
     run = planning.of(settings, [], longest=longest, bandwidth=1e9)
     workers = [StageWorker(name=str(rank), kind="cpu") for rank in range(len(places))]

@@ -10,7 +10,7 @@ import pytest
 from entrenar_py.shared import trace
 from entrenar_py.shared.errors import ProtocolError
 from entrenar_py.train.arithmetic import sharding
-from entrenar_py.train.model import prepared as preparing
+from entrenar_py.train.model import preparation
 from entrenar_py.train.model.settings import StagePlan
 from entrenar_py.train.stages import coordinated, staged_run
 from entrenar_py.train.stages import cut as cutting
@@ -27,7 +27,7 @@ def server(small: Path, tmp_path: Path) -> PipelineServer:
     plan = (StagePlan(layers=(0, 1)), StagePlan(layers=(1, 4)))
     workload = coordinated.workload(prepared)
     cut = cutting.of(replace(prepared.settings, stages=plan), workload.module)
-    scenario = staged_run.scenario(preparing.scenario(prepared.settings, workload))
+    scenario = staged_run.scenario(preparation.scenario(prepared.settings, workload))
     return PipelineServer(scenario, cut=cut, workload=workload)
 
 

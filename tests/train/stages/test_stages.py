@@ -13,9 +13,8 @@ import torch
 
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.arithmetic.engine import Dropout
-from entrenar_py.train.model import model
-from entrenar_py.train.model import prepared as preparing
-from entrenar_py.train.model.prepared import Prepared
+from entrenar_py.train.model import model, preparation
+from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.model.settings import Classes, Lora, StagePlan
 from entrenar_py.train.stages import cut as cutting
 from entrenar_py.train.stages import stage_loading
@@ -136,7 +135,7 @@ def prepared_of(
     settings = replace(settings, **{"method": "lora", "lora": lora, **changes})
     if settings.task == "classify":
         settings = replace(settings, classes=Classes(labels=("safe", "unsafe")))
-    return preparing.prepare(settings, folder / "cache")
+    return preparation.prepare(settings, folder / "cache")
 
 
 def stages_of(prepared: Prepared, *ends: int) -> list[TorchStage]:

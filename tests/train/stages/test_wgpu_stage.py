@@ -28,7 +28,7 @@ from entrenar_py.systems.probes import device_meter
 from entrenar_py.train.arithmetic import engine, sharding, state
 from entrenar_py.train.arithmetic.engine import Dropout, Engine
 from entrenar_py.train.arithmetic.tensors import Array
-from entrenar_py.train.model import model, prepared
+from entrenar_py.train.model import model, preparation
 from entrenar_py.train.model.settings import Classes, Data, Lora, Settings, StagePlan, Training
 from entrenar_py.train.stages import cut as cutting
 from entrenar_py.train.stages import staged_run
@@ -114,7 +114,7 @@ def settings_of(folder: Path, small: Path, name: str, **changes: Any) -> Setting
 def workloads(settings: Settings) -> list[StageWorkload]:
     """Return the stages of a model."""
     cut = cutting.of(settings, model.shape(settings))
-    ready = prepared.prepare(settings)
+    ready = preparation.prepare(settings)
     return [load_stage(ready, cut, number) for number in range(len(cut.stages))]
 
 
@@ -421,7 +421,7 @@ def test_the_last_stage_of_a_classifier(
 def members(settings: Settings, names: Sequence[str]) -> list[StageMember]:
     """Return the workers of the stages, each on the backend of that name, before the first step."""
     cut, stages = cutting.of(settings, model.shape(settings)), workloads(settings)
-    scenario = staged_run.scenario(prepared.scenario(settings, stages[0]))
+    scenario = staged_run.scenario(preparation.scenario(settings, stages[0]))
     found = []
     for stage, (name, workload) in enumerate(zip(names, stages, strict=True)):
         member = StageMember(

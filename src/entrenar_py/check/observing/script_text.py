@@ -6,8 +6,9 @@ comes after the statement that trains, in a function that is running, outside of
 that statement. Or it is in a function that is used in such lines alone. What can't be told so (a
 callback, a function that is known by a text, or that nobody calls) may run earlier.
 
-`line_again` tells the line that runs in each step: one in the loop that steps, under no condition, or
-in a function that is called there so. A generator is as good, if the line is in a loop of its own.
+`line_again` tells the line that runs in each step: one in the loop that steps, under no condition,
+or in a function that is called there so. A generator is as good, if the line is in a loop of its
+own.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from entrenar_py.systems.finetuned.textbook import Textbook
 from entrenar_py.systems.star.scenario_run import ScenarioRun
 from entrenar_py.systems.star.simulated import SimulatedTransport
 from entrenar_py.train.arithmetic import sharding
-from entrenar_py.train.model import prepared as preparing
-from entrenar_py.train.model.prepared import Prepared
+from entrenar_py.train.model import preparation
+from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.model.settings import LAYER_PIPELINE, StagePlan
 from entrenar_py.train.stages import coordinated, stage_loading
 from entrenar_py.train.stages import cut as cutting
@@ -48,7 +48,7 @@ def run(scenario: Scenario) -> Trace:
         raise UsageError(f"options facts={min(unknown)!r} with stages: allowed is {_FACTS[0]}")
     with small.quiet(), tempfile.TemporaryDirectory() as folder:
         made = small.make(Path(folder), scenario, asked)
-        prepared = preparing.prepare(
+        prepared = preparation.prepare(
             replace(made.settings, strategy=LAYER_PIPELINE), Path(folder, "cache")
         )
         training = _Training(scenario, prepared, asked)

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from entrenar_py.compute import draws, nf4
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.train.model import layer_plan, model, precision, quantised
-from entrenar_py.train.model import recompute as recomputing
+from entrenar_py.train.model import blocks, masks, model, precision
 from entrenar_py.train.model.samples import Samples
 from entrenar_py.train.model.settings import Settings
 from entrenar_py.train.model.workload import Finetuning
@@ -83,7 +82,7 @@ class Shape:
         """The whole model with its adapters."""
         whole = model.shape(self.settings)
         if self.settings.method == "qlora":
-            for name in quantised.packed(whole):
+            for name in precision.packed(whole):
                 setattr(whole.get_submodule(name), _NF4, "lora_" not in name)
         return whole
 
@@ -162,7 +161,7 @@ class Shape:
 
     def cuts_into(self, size: int) -> str:
         """Return why the model's layers can't be shared by `size` ranks, "" if they can."""
-        return layer_plan.problem(self.whole, size)
+        return blocks.problem_of_sharing(self.whole, size)
 
     def rehearsed(
         self, *, rows: int, length: int, kind: str, recompute: bool, cut: Cut = WHOLE
@@ -190,7 +189,7 @@ class Shape:
                 return work.loss_of(tensors, batch, linear=F.linear, drop=drop)
 
             def hidden() -> Tensor:
-                found = layer_plan.decoder_of(part)(input_ids=batch[0], use_cache=False)
+                found = blocks.decoder_of(part)(input_ids=batch[0], use_cache=False)
                 return cast("Tensor", found.last_hidden_state)
 
             step = rehearsal.rehearse(
@@ -230,7 +229,7 @@ class Shape:
             self._parts[key] = _cut(self.whole, cut)
             if recompute:
                 with contextlib.suppress(UsageError):  # of a model without blocks
-                    recomputing.install(self._parts[key])
+                    masks.recompute(self._parts[key])
         return self._parts[key]
 
     def _bytes(self, module: nn.Module) -> int:
@@ -311,17 +310,17 @@ def _cut(whole: nn.Module, cut: Cut) -> nn.Module:
 
 def _cuttable(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """Yield the layers that ranks share, and how they are cut."""
-    plan = layer_plan.plan_of(module)
+    plan = blocks.plan_of(module)
     for name, how in plan.styles.items():
         yield plan.decoder.get_submodule(name), how
 
 
 def _narrow(layer: nn.Module, how: str, size: int) -> None:
     """Cut a linear layer and its adapter: of the two factors one is cut, the other is whole."""
-    axis = 0 if how == layer_plan.COLUMNS else 1
+    axis = 0 if how == blocks.COLUMNS else 1
     for name, tensor in layer.named_parameters():
-        whole = "lora_A" if how == layer_plan.COLUMNS else "lora_B"
-        if whole in name or (tensor.dim() == 1 and how == layer_plan.ROWS):
+        whole = "lora_A" if how == blocks.COLUMNS else "lora_B"
+        if whole in name or (tensor.dim() == 1 and how == blocks.ROWS):
             continue
         parts = list(tensor.shape)
         parts[axis] = -(-parts[axis] // size)

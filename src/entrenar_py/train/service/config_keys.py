@@ -46,7 +46,7 @@ CHECKPOINT: Mapping[str, tuple[str, str, str]] = {
 TLS: Mapping[str, tuple[str, str, str]] = {
     "cert": ("path", "required", "the coordinator's certificate, PEM; workers check its name"),
     "key": ("path", "required", "its private key, PEM, without a passphrase"),
-    "ca": ("path", "none is asked for", "who signed the certificates that workers must show"),
+    "ca": ("path", "none is asked for", "the signer of the certificates that workers must show"),
 }
 TIMING: Mapping[str, str] = {
     "heartbeat_s": "time between two signs of life of either end",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from entrenar_py.train.arithmetic.tensors import Batch, DropFunction, LinearFunction, Tensors
-from entrenar_py.train.model import fitting, model
-from entrenar_py.train.model.prepared import Prepared
+from entrenar_py.train.model import model, model_folder
+from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.model.workload import Tuned
 
 
@@ -32,8 +32,8 @@ def workload(prepared: Prepared) -> Coordinated:
     else:
         module = model.load(settings, prepared.pad_token)
     both = (prepared.train, prepared.validation)
-    fitting.require_samples(settings, module, both, prepared.pad_token)
-    fitting.require_own_loss(settings, module)
+    model_folder.require_samples(settings, module, both, prepared.pad_token)
+    model_folder.require_own_loss(settings, module)
     return Coordinated(
         module,
         prepared.train,

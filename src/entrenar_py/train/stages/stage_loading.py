@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from entrenar_py.train.model import model, precision
-from entrenar_py.train.model.prepared import Prepared
+from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.stages import stage_model
 from entrenar_py.train.stages.cut import Cut
 from entrenar_py.train.stages.stage_model import Stage

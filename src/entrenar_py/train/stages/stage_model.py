@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from entrenar_py.shared import wording
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.train.model import blocks, layer_plan, masks, precision
-from entrenar_py.train.model.modes import in_evaluation
+from entrenar_py.train.model import blocks, masks, precision
+from entrenar_py.train.model.precision import in_evaluation
 
 PROBED = (1, 2, 3, 4)  # tokens that every vocabulary has
 HIDDEN_DIMS = 3  # rows, tokens, features
@@ -154,7 +154,7 @@ def _require_runs(module: nn.Module, own: range, tokens: Tensor) -> None:
     except (UsageError, _InTuples, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a model of others raises what it likes
-        named = type(layer_plan.decoder_of(module)).__name__
+        named = type(blocks.decoder_of(module)).__name__
         part, told = wording.spanned("block", own), f"{type(error).__name__}: {error}".strip()
         raise UsageError(
             f"strategy=layer_pipeline: {part} of {named} can't run on hidden states alone "
@@ -211,7 +211,7 @@ def _require_separate(module: nn.Module, stage: Stage, tokens: Tensor) -> None:
         seen.append(output_of(module, tokens))
     table.fill = 0.0
     if not torch.equal(*seen):
-        named = type(layer_plan.decoder_of(module)).__name__
+        named = type(blocks.decoder_of(module)).__name__
         raise UsageError(
             f"strategy=layer_pipeline: blocks of {named} read the embeddings of "
             "tokens beside the hidden states, so it can't be cut; use coordinator and workers "

@@ -16,7 +16,7 @@ from torch.func import functional_call
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.train.arithmetic.tensors import Batch, DropFunction, Tensors
-from entrenar_py.train.model import captured, layer_plan
+from entrenar_py.train.model import blocks, workload
 from entrenar_py.train.model.masks import Masks
 from entrenar_py.train.model.samples import Samples
 from entrenar_py.train.model.workload import LENGTHS, Finetuning
@@ -51,7 +51,7 @@ class StageWorkload(Finetuning):
         with contextlib.suppress(Reached), torch.no_grad(), formats, masks:
             self.objective(*batch)
         if not torch.equal(before, torch.get_rng_state()):
-            named = type(layer_plan.decoder_of(self.module)).__name__
+            named = type(blocks.decoder_of(self.module)).__name__
             raise UsageError(
                 f"strategy=layer_pipeline: {named} draws random numbers that "
                 "don't follow from a shard and a layer alone, so stages can't draw them alike; use "
@@ -89,7 +89,7 @@ class StageWorkload(Finetuning):
         self.seed(drop)
         if received is not None:
             self.stage.receive(received.hidden, received.draws)
-        objective = partial(functional_call, self.objective, captured.named(tensors, batch))
+        objective = partial(functional_call, self.objective, workload.named(tensors, batch))
         masks = self.masks(place)
         try:
             with self.formats_of(batch, place), masks:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.train.model import blocks, fitting, model
+from entrenar_py.train.model import blocks, model, model_folder
 from entrenar_py.train.model.settings import (
     KINDS,
     LAYER_PIPELINE,
@@ -116,7 +116,7 @@ class _Paths:
 
     def model(self, answer: str) -> Path:
         """Take a folder with a model's configuration."""
-        fitting.require_config(self._folder / answer)
+        model_folder.require_config(self._folder / answer)
         return Path(answer)
 
     def rows(self, answer: str) -> Path:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.train.model import blocks, layer_plan, precision
+from entrenar_py.train.model import blocks, precision
 from entrenar_py.train.model import model as models
 from entrenar_py.train.plan import devices
 from entrenar_py.train.plan.plan import Run
@@ -117,7 +117,7 @@ def _arguments(module: nn.Module, run: Run, block: nn.Module) -> tuple[Any, dict
     def call(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         raise _Called(inputs, named)
 
-    decoder = layer_plan.decoder_of(module)
+    decoder = blocks.decoder_of(module)
     tokens = torch.randint(0, int(run.shape.config.vocab_size), (run.rows, run.length))
     hook = block.register_forward_pre_hook(call, with_kwargs=True)
     try:

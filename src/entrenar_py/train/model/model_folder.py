@@ -1,20 +1,133 @@
-"""Requires that a checkpoint is whole, and that tokenizer, rows and settings fit it."""
+"""A checkpoint's folder: whole, of a kind that is trained, fitting, and harmless.
+
+Python of a checkpoint runs by the user's consent alone (`trust_remote_code`). Other keys make
+transformers, peft or tokenizers fetch something, import a module, or read other files than those
+with a digest that is written down. No consent covers these, so they are refused before a library
+sees them. `library` moreover keeps what the libraries fetch without any key (kernels for a kind of
+model) from reaching a network.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import logging
+import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from blake3 import blake3
 from torch import nn
 
+from entrenar_py.shared import shipped
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.untrusted import escaping, files, json_text
-from entrenar_py.train.model import trust
 from entrenar_py.train.model.samples import Samples
 from entrenar_py.train.model.settings import Settings
+
+CONFIG, TOKENIZER, ADAPTERS = "config.json", "tokenizer_config.json", "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+# Values of these name code that is already here, such as `sdpa`, or `owner/name` of a hub.
+_CODE = ("attn_implementation", "experts_implementation")
+# What `entrenar` writes there. All else has peft's default, and may import a module
+# (`megatron_core`), load another model, or draw the adapters from a file.
+_OWN = frozenset(
+    {
+        *("base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode"),
+        *("lora_alpha", "lora_dropout", "modules_to_save", "peft_type", "peft_version", "r"),
+        *("target_modules", "task_type"),
+    }
+)
+
+
+def record(path: Path, owner: str) -> Mapping[str, Any]:
+    """Return the object of JSON at `path`. Raises UsageError, which begins with `owner`."""
+    record: object = None
+    what = "the checkpoint" if path.name == CONFIG else "it"
+    try:
+        record = json_text.load(files.read(path, bytes_max=_JSON_BYTES_MAX))
+        problem = "" if isinstance(record, dict) else "it is no object of JSON"
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    if not isinstance(record, dict):
+        raise UsageError(f"{owner}: {path.name} can't be read ({problem}); copy {what} again")
+    return record
+
+
+def require_offline() -> None:
+    """Let the libraries of a hub, which are not imported yet, reach no network."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def require_model(folder: Path) -> None:
+    """Raise UsageError if `folder`'s config.json makes a library fetch code or other weights."""
+    config = record(folder / CONFIG, f"model={folder}")
+    for key, value in _nested(config):
+        if key.lstrip("_").removesuffix("_internal") in _CODE:
+            for name in _texts(value):
+                if "/" in name or ":" in name:
+                    _refuse(folder, CONFIG, key, name, "use sdpa or eager, or leave it out")
+    if (other := config.get("transformers_weights")) is not None:
+        advice = "leave it out: weights are model.safetensors, or what its index names"
+        _refuse(folder, CONFIG, "transformers_weights", other, advice)
+
+
+def require_tokenizer(folder: Path) -> None:
+    """Raise UsageError if `folder`'s tokenizer_config.json makes a library fetch a file."""
+    if not (folder / TOKENIZER).is_file():
+        return
+    for key, value in _nested(record(folder / TOKENIZER, str(folder))):
+        if key.endswith("_file") and isinstance(value, str) and "://" in value:
+            _refuse(folder, TOKENIZER, key, value, "leave it out, and copy that file there")
+
+
+def require_adapters(folder: Path) -> None:
+    """Raise UsageError unless `folder` has adapters as `entrenar` writes them, and no other key."""
+    import peft
+
+    config = record(folder / ADAPTERS, str(folder))
+    usual = peft.LoraConfig().to_dict()
+    if (kind := config.get("peft_type")) != "LORA":
+        _refuse(folder, ADAPTERS, "peft_type", kind, "give the output of a run, which has LORA")
+    for key, value in config.items():
+        if key in usual and key not in _OWN and value and value != usual[key]:
+            advice = "give the output as the run wrote it, where that key has peft's default"
+            _refuse(folder, ADAPTERS, key, value, advice)
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        raise UsageError(
+            f"{folder}: no {ADAPTER_WEIGHTS} there; give the output folder as the run wrote it"
+        )
+
+
+def _refuse(folder: Path, name: str, key: str, value: object, advice: str) -> None:
+    shown = escaping.shortened(json.dumps(value, ensure_ascii=False))
+    raise UsageError(
+        f"{folder}: {name} has {key}={shown}, which makes a library fetch, import or read "
+        f"what is not in this folder; {advice}"
+    )
+
+
+def _nested(found: object) -> Iterator[tuple[str, Any]]:
+    """Yield all keys with their values, also those of objects within (`text_config`)."""
+    waiting = [found]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            yield from part.items()
+            waiting.extend(part.values())
+        elif isinstance(part, list):
+            waiting.extend(part)
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    for _, inner in _nested(value):
+        if isinstance(inner, str):
+            yield inner
+
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _POOLER = "pooler."
@@ -35,7 +148,7 @@ _SHOWN = 3  # missing files or weights in a message
 def require_config(folder: Path) -> None:
     """Raise UsageError unless `folder` has a model's configuration, and no adapters.
 
-    The configuration must not make a library do more than read that folder (`trust`).
+    The configuration must not make a library do more than read that folder.
     """
     if not folder.is_dir():
         raise UsageError(
@@ -52,7 +165,7 @@ def require_config(folder: Path) -> None:
             f"model={folder}: no config.json there; give the folder of a checkpoint in Hugging "
             "Face's format"
         )
-    trust.require_model(folder)
+    require_model(folder)
 
 
 def require_checkpoint(folder: Path) -> None:
@@ -266,10 +379,10 @@ def require_tokens(module: nn.Module, tokens: Iterable[int], *, folder: Path) ->
 
 
 def require_samples(
-    settings: Settings, module: nn.Module, found: Iterable[Samples | None], pad_token: int
+    settings: Settings, module: nn.Module, parts: Iterable[Samples | None], pad_token: int
 ) -> None:
     """Raise UsageError unless the model can take all samples, and any of `data.max_tokens`."""
-    tokens = [int(one.tokens.max()) for one in found if one is not None and len(one)]
+    tokens = [int(one.tokens.max()) for one in parts if one is not None and len(one)]
     require_tokens(module, [pad_token, *tokens], folder=settings.model)
     most, limit = settings.data.max_tokens, longest(module)
     if limit is not None and most > limit:
@@ -318,10 +431,10 @@ def _positions(config: Any) -> int | None:
     """
     number = getattr(config, "max_position_embeddings", None)
     found = getattr(config, "rope_parameters", None) or {}
-    kinds = [one for one in found.values() if isinstance(one, dict)] or [found]
+    kinds = [kind for kind in found.values() if isinstance(kind, dict)] or [found]
     if not isinstance(number, int):
         return None
-    return min(max(number, _stretched(one, number)) for one in kinds)
+    return min(max(number, _stretched(kind, number)) for kind in kinds)
 
 
 def _stretched(rope: Mapping[str, Any], number: int) -> int:
@@ -329,3 +442,158 @@ def _stretched(rope: Mapping[str, Any], number: int) -> int:
     if rope.get("rope_type") not in _STRETCHED or not isinstance(factor, int | float):
         return number
     return int(factor * before)
+
+
+_TOLD_CHARS = 300
+# Of warnings that need not be repeated: weights that are missing, unknown or of another shape
+# (see above), rows that are too long (`data.max_tokens`), and how a checkpoint would draw tokens,
+# since answers are the likeliest ones.
+_OWN_WORDS = (
+    "LOAD REPORT",
+    "Token indices sequence length is longer than",
+    "generation flags are not valid",
+)
+
+
+def class_of(settings: Settings) -> tuple[Any, dict[str, Any]]:
+    """Return the class of transformers that makes the model, and what it adds to config.json."""
+    kind, options = _kind(settings.task), dict[str, Any]()
+    if settings.task == "classify":
+        labels = settings.classes.labels
+        options["num_labels"] = len(labels)
+        options["id2label"] = dict(enumerate(labels))
+        options["label2id"] = {label: number for number, label in enumerate(labels)}
+    return kind, options
+
+
+def _kind(task: str) -> Any:
+    transformers = library()
+    if task == "classify":
+        return transformers.AutoModelForSequenceClassification
+    return transformers.AutoModelForCausalLM
+
+
+def shortened_class(
+    kind: Any, config: Any, shorten: Callable[[nn.Module], None], *, unties: bool
+) -> Any:
+    """Return the class of models with `config`, with a constructor that ends by `shorten`."""
+    whole: Any = kind._model_mapping[type(config)]
+
+    def made(self: Any, config: Any, *given: Any, **named: Any) -> None:
+        if unties:
+            config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
+        whole.__init__(self, config, *given, **named)
+        shorten(self)
+
+    names = {"__init__": made, "__module__": whole.__module__, "__qualname__": whole.__qualname__}
+    shortened: Any = type(whole.__name__, (whole,), names)
+
+    def from_config(config: Any, *, dtype: Any = None, trust_remote_code: bool = False) -> Any:
+        """Make a model from a configuration, as an Auto class does."""
+        assert not trust_remote_code, "such a model has no class to shorten"
+        return shortened._from_config(config, dtype=dtype)
+
+    shortened.from_config = from_config
+    return shortened
+
+
+def configuration(settings: Settings) -> Any:
+    """Return the checkpoint's configuration. Raises UsageError for a model of another kind."""
+    require_config(settings.model)
+    with reading(settings.model, "model"):
+        config = library().AutoConfig.from_pretrained(
+            settings.model,
+            local_files_only=True,
+            trust_remote_code=settings.trust_remote_code,
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise UsageError(
+            f"model={settings.model}: {config.model_type} has an encoder and a decoder, which is "
+            "not trained here; use a causal language model, or an encoder for task: classify"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise UsageError(
+            f"model={settings.model}: its weights are quantised already; give the checkpoint that "
+            "they were made from, with method: qlora"
+        )
+    _require_kind(settings, config)
+    return config
+
+
+def _require_kind(settings: Settings, config: Any) -> None:
+    """Raise UsageError if transformers has no class for models like this and the task."""
+    if can_do(settings.task, config):
+        return
+    what = "classifier of texts" if settings.task == "classify" else "language model"
+    raise UsageError(
+        f"model={settings.model}: transformers has no {what} of the kind {config.model_type}; use "
+        f"{task_advice(settings.task, config)}"
+    )
+
+
+def can_do(task: str, config: Any) -> bool:
+    """Return whether transformers, or the checkpoint's own code, has a class for the task."""
+    kind = _kind(task)
+    own = getattr(config, "auto_map", None) or {}
+    return type(config) in kind._model_mapping or kind.__name__ in own
+
+
+def task_advice(task: str, config: Any) -> str:
+    """Return what to use where a model can't do a task: another one, or a task that it can do."""
+    model = "another model" if task == "classify" else "a causal language model"
+    other = "text" if task == "classify" else "classify"
+    if can_do(other, config):
+        return f"{model}, or task: {other}"
+    parts = config.get_text_config() is not config
+    return f"{model} of texts alone, such as the one that this was made from" if parts else model
+
+
+def library() -> Any:
+    require_offline()
+    try:
+        import peft  # noqa: F401
+        import transformers
+    except ImportError as error:
+        raise UsageError(
+            f"entrenar finetune needs {error.name}; {shipped.extra_advice('finetune')}"
+        ) from error
+    transformers.utils.logging.set_verbosity_warning()
+    transformers.utils.logging.disable_progress_bar()
+    logger = logging.getLogger("transformers")
+    logger.handlers[:] = [_HEARING]  # in place of its own, which writes where it likes
+    return transformers
+
+
+class _Hearing(logging.Handler):
+    """Keeps what transformers warns of, for `notes`."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        told = " ".join(record.getMessage().split())
+        if not any(known in told for known in _OWN_WORDS):
+            note(f"transformers: {escaping.shortened(told, chars_max=_TOLD_CHARS)}")
+
+
+_HEARING = _Hearing(logging.WARNING)
+_notes = dict[str, None]()  # in order, each once
+
+
+def note(text: str) -> None:
+    """Keep what is worth a warning about a checkpoint, until somebody takes it by `notes`."""
+    _notes[text] = None
+
+
+def notes() -> list[str]:
+    """Return the warnings since the last call, of transformers and of this package."""
+    found = list(_notes)
+    _notes.clear()
+    return found
+
+
+@contextlib.contextmanager
+def reading(folder: Path, what: str) -> Iterator[None]:
+    """Turn what transformers raises for files that can't be read into a UsageError."""
+    try:
+        yield
+    except Exception as error:  # it raises what it likes
+        told = escaping.shortened(" ".join(str(error).split()), chars_max=_TOLD_CHARS)
+        raise UsageError(f"{folder}: its {what} can't be loaded ({told})") from error

@@ -18,18 +18,16 @@ import numpy as np
 
 from entrenar_py.shared.errors import SystemFailure, UsageError
 from entrenar_py.shared.untrusted import files
-from entrenar_py.train.distill import schema, shards, student, teacher
-from entrenar_py.train.distill.claims import Claims
-from entrenar_py.train.distill.manifest import Entry, Lists, Writer
-from entrenar_py.train.distill.schema import Facts
+from entrenar_py.train.distill import manifest, shards, student, teacher
+from entrenar_py.train.distill.manifest import Claims, Entry, Facts, Lists, Writer
 from entrenar_py.train.distill.shards import Places, ShardWriter
 from entrenar_py.train.distill.teacher import Batch, Kept, Teacher
-from entrenar_py.train.model import fitting, model, model_class
-from entrenar_py.train.model.prepared import Prepared
+from entrenar_py.train.model import model, model_folder
+from entrenar_py.train.model.preparation import Prepared
 
 LOOK_EVERY_S = 1.0  # at what other processes make
 PIECE_BYTES = 2**25  # of rows that are computed, and then written, at a time
-WAITING_MAX = 2  # pieces, each of which is held in memory
+WAITING_MAX = 2  # pieces, each held in memory
 
 Part = tuple[int, int]  # the number of a part, from 1 on, and of all parts
 
@@ -89,8 +87,8 @@ class Stage:
         self.prepared, self.folder, self._part = prepared, section.shards, part
         self._settings = teacher.settings_of(prepared.settings, section)
         require_tokenizer(prepared, self._settings.model)
-        fitting.require_checkpoint(self._settings.model)
-        config = model_class.configuration(self._settings)
+        model_folder.require_checkpoint(self._settings.model)
+        config = model_folder.configuration(self._settings)
         vocabulary = student.vocabulary_of(config)
         if section.top_k > vocabulary:
             raise UsageError(
@@ -99,7 +97,9 @@ class Stage:
             )
         self._lists = Lists(self.folder)
         self._longest = int(np.diff(prepared.train.starts).max())
-        self.facts, self.places = _facts(prepared, vocabulary, fitting.digest(self._settings.model))
+        self.facts, self.places = _facts(
+            prepared, vocabulary, model_folder.digest(self._settings.model)
+        )
 
     def run(self, listen: Listener, stopping: threading.Event) -> bool:
         """Make all shards of this process's part; return False if `stopping` was set before.
@@ -127,7 +127,7 @@ class Stage:
         self, claims: Claims, writer: Writer, listen: Listener, stopping: threading.Event
     ) -> bool:
         progress, loaded = Progress(self.facts), cast("Teacher | None", None)
-        checked: dict[int, Entry] = {}  # whose files have been looked at
+        checked: dict[int, Entry] = {}  # their files have been looked at
         with _Writing(writer) as writing:
 
             def left() -> list[int]:
@@ -184,11 +184,11 @@ class Stage:
     def _teacher(self) -> Teacher:
         """Return the teacher. Raises UsageError for one that can't take the rows."""
         section, prepared = student.of(self.prepared), self.prepared
-        known = schema.num_tokens(prepared.tokenizer)
+        known = manifest.num_tokens(prepared.tokenizer)
         loaded = teacher.load(self._settings, section, self.device, known=known)
         tokens = [prepared.pad_token, int(prepared.train.tokens.max())]
-        folder, limit = self._settings.model, fitting.longest(loaded.module)
-        fitting.require_tokens(loaded.module, tokens, folder=folder)
+        folder, limit = self._settings.model, model_folder.longest(loaded.module)
+        model_folder.require_tokens(loaded.module, tokens, folder=folder)
         if limit is not None and self._longest > limit:
             raise UsageError(
                 f"distill.teacher={folder}: it takes rows of {limit} tokens at most "
@@ -200,7 +200,7 @@ class Stage:
     def _make(
         self, loaded: Teacher, shard: int, writing: _Writing, stopping: threading.Event
     ) -> None:
-        """Compute a shard, whose pieces are written meanwhile; leave it if it is stopped."""
+        """Compute a shard and write its pieces meanwhile; leave it if it is stopped."""
         file = ShardWriter(self.folder, self.facts, shard, self.places.starts(shard))
         began_s, tokens = time.monotonic(), 0
         writing.begin(shard, file)
@@ -216,14 +216,14 @@ class Stage:
         writing.end(shard, tokens, began_s)
 
     def _pieces(self, shard: int) -> Iterator[list[int]]:
-        """Yield a shard's samples in pieces whose rows have PIECE_BYTES, or one sample more."""
-        piece, held = list[int](), 0
-        for one in self.places.of_shards[shard]:
-            piece.append(one)
-            held += len(self.places.positions(one)) * shards.row_bytes(self.facts)
-            if held >= PIECE_BYTES:
+        """Yield a shard's samples in pieces: their rows have PIECE_BYTES, or one sample more."""
+        piece, num_bytes = list[int](), 0
+        for sample in self.places.of_shards[shard]:
+            piece.append(sample)
+            num_bytes += len(self.places.positions(sample)) * shards.row_bytes(self.facts)
+            if num_bytes >= PIECE_BYTES:
                 yield piece
-                piece, held = [], 0
+                piece, num_bytes = [], 0
         if piece:
             yield piece
 
@@ -234,7 +234,7 @@ class Stage:
 
 
 class _Writing:
-    """Writes pieces of shards in a thread, some of which wait; a context that ends with it."""
+    """Writes pieces of shards in a thread, where some may wait; a context that ends with it."""
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
@@ -247,18 +247,15 @@ class _Writing:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remove what is not whole."""
         self._thread.shutdown(cancel_futures=True)
         for file in self._files.values():
             file.close()
 
     @property
     def shards(self) -> Collection[int]:
-        """The shards that are being written."""
         return self._files.keys()
 
     def begin(self, shard: int, file: ShardWriter) -> None:
-        """Begin a shard."""
         self._files[shard] = file
 
     def submit(self, write: Callable[[], None]) -> None:
@@ -280,16 +277,14 @@ class _Writing:
         self._pending.append(self._thread.submit(finish))
 
     def finished(self) -> list[tuple[Made, Entry]]:
-        """Return the shards that are in the list since the last call; raises as `submit` does."""
         while self._pending and self._pending[0].done():
             self._take()
-        found, self._finished = self._finished, []
-        for _, entry in found:
+        finished, self._finished = self._finished, []
+        for _, entry in finished:
             del self._files[entry.shard]
-        return found
+        return finished
 
     def leave(self, shard: int) -> None:
-        """Leave a shard that is not whole."""
         self.settle()
         self._files.pop(shard).close()
 
@@ -301,21 +296,19 @@ class _Writing:
         return was_busy
 
     def _take(self) -> None:
-        """Wait for the oldest of all that is to be written."""
         made = self._pending.popleft().result()
         if made is not None:
             self._finished.append(made)
 
 
 def _write(file: ShardWriter, parts: Sequence[tuple[Batch, Kept]], ids: Sequence[int]) -> None:
-    """Write the rows of a piece, in the order of `ids`."""
     file.add(teacher.in_order([batch.rows(kept) for batch, kept in parts], ids))
 
 
 def require_tokenizer(prepared: Prepared, folder: Path) -> None:
     """Raise UsageError unless the teacher in `folder` has the student's tokenizer."""
-    theirs = schema.vocabulary_digest(model.tokenizer(prepared.settings, folder))
-    own = schema.vocabulary_digest(prepared.tokenizer)
+    theirs = manifest.vocabulary_digest(model.tokenizer(prepared.settings, folder))
+    own = manifest.vocabulary_digest(prepared.tokenizer)
     if theirs != own:
         raise UsageError(
             f"distill.teacher={folder}: its tokenizer ({theirs}) is not the student's ({own}, "
@@ -331,7 +324,7 @@ def _facts(prepared: Prepared, vocabulary: int, digest: str) -> tuple[Facts, Pla
     every = range(len(places.of_shards))
     facts = Facts(
         teacher=digest,
-        tokenizer=schema.vocabulary_digest(prepared.tokenizer),
+        tokenizer=manifest.vocabulary_digest(prepared.tokenizer),
         data=prepared.train.digest,
         vocabulary=vocabulary,
         top_k=section.top_k,

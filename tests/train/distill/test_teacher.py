@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from entrenar_py import entrenar as cli
-from entrenar_py.train.distill import generation
+from entrenar_py.train.distill.teacher import Generation
 from entrenar_py.train.service import exit_codes
 from tests.train.distill.configured import chats, config, said, written
 
@@ -92,7 +92,7 @@ def test_sampling_follows_from_the_seed(
     lines = journal.read_bytes().splitlines(keepends=True)
     journal.write_bytes(lines[0])
 
-    answer, asked = generation.Generation._answer, list[str]()
+    answer, asked = Generation._answer, list[str]()
 
     def stopped(self: Any, prompt: Any, *more: Any) -> Any:
         asked.append(prompt.place)
@@ -100,7 +100,7 @@ def test_sampling_follows_from_the_seed(
             signal.raise_signal(signal.SIGTERM)
         return answer(self, prompt, *more)
 
-    monkeypatch.setattr(generation.Generation, "_answer", stopped)
+    monkeypatch.setattr(Generation, "_answer", stopped)
     assert ask(path) == exit_codes.STOPPED
     monkeypatch.undo()
     assert len(journal.read_bytes().splitlines()) == 2

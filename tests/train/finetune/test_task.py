@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from entrenar_py import entrenar as cli
-from entrenar_py.train.finetune import evaluator as evaluating
-from entrenar_py.train.finetune import settings_file
-from entrenar_py.train.finetune.evaluator import Evaluator
-from entrenar_py.train.model import evaluation, model, prepared
+from entrenar_py.train.finetune import settings_file, task
+from entrenar_py.train.finetune.task import Evaluator
+from entrenar_py.train.model import evaluation, model, preparation
 from entrenar_py.train.model.evaluation import Scores
 from entrenar_py.train.service import exit_codes
 from entrenar_py.train.service.run_events import Happening, Noted, Scored
@@ -66,7 +65,7 @@ def _keep_trained(folder: Path, config: Path) -> None:
     settings = settings_file.load(folder / "with" / "run.yaml")
     tokenizer = model.tokenizer(settings)
     rows = (folder / "with" / "rows.jsonl").read_text(encoding="utf-8").splitlines()
-    found = prepared.prepare(settings).train
+    found = preparation.prepare(settings).train
     texts = [tokenizer.decode(found.tokens[found.part(i)]) for i in range(len(found))]
     by_text = {json.loads(row)["text"]: row for row in rows}
     kept = "".join(by_text[text] + "\n" for text in texts)
@@ -103,7 +102,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Held:
 def evaluator(small: Path, tmp_path: Path, held: Held) -> Iterator[Evaluator]:
     """Score every second step of 100."""
     config = runs.configured(tmp_path, small, evaluate_every=2)
-    ready = prepared.prepare(settings_file.load(config))
+    ready = preparation.prepare(settings_file.load(config))
     made = Evaluator(ready, ready.workload(), device=torch.device("cpu"), num_steps=100)
     yield made
     made.close()
@@ -124,7 +123,7 @@ def test_copies_that_wait_are_bounded(
     evaluator: Evaluator, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is too many is left out, and said to be."""
-    monkeypatch.setattr(evaluating, "WAITING_BYTES", 2 * TENSORS["w"].nbytes)
+    monkeypatch.setattr(task, "WAITING_BYTES", 2 * TENSORS["w"].nbytes)
     heard: list[Happening] = []
     for made in range(1, 7):
         evaluator.stepped(made, lambda: TENSORS, heard.append)
@@ -191,7 +190,7 @@ def test_what_waits_is_given_up(evaluator: Evaluator) -> None:
 def test_scores_of_classes() -> None:
     confusion = np.array([[6, 2, 0], [1, 3, 0], [0, 0, 0]])
     scores = Scores(loss=0.5, weight=12, labels=("a", "b", "c"), confusion=confusion)
-    told = evaluating.event(scores, 7)
+    told = task.event(scores, 7)
     assert (told.step, told.accuracy, told.perplexity) == (7, 0.75, None)
     a, _, c = told.classes
     assert (a.recall, a.precision) == (6 / 8, 6 / 7)
@@ -201,7 +200,7 @@ def test_scores_of_classes() -> None:
 
 
 def test_perplexity() -> None:
-    assert evaluating.event(NO_SCORES, 1).perplexity == pytest.approx(np.exp(0.5))
+    assert task.event(NO_SCORES, 1).perplexity == pytest.approx(np.exp(0.5))
     absurd = Scores(loss=1e4, weight=1, labels=(), confusion=np.zeros((0, 0), np.int64))
-    assert evaluating.event(absurd, 1).perplexity is None
+    assert task.event(absurd, 1).perplexity is None
     assert next(absurd.lines()).endswith("perplexity inf")

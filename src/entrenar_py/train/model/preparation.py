@@ -1,4 +1,13 @@
-"""A run of `entrenar finetune`: what its settings make of a checkpoint and of rows."""
+"""A run of `entrenar finetune`: what its settings make of a checkpoint and of rows.
+
+A run goes through three records. `Settings` say what a user wants, `Prepared` has the rows as
+tokens and the tokenizer, and a workload (`workload.Finetuning`) has the model, too. `entrenar plan`
+and a teacher's shards need the second alone, and no weights: so the two are made apart.
+
+`scenario` says what a run is, in the words of the reference trainer. All that decides a bit of the
+result is in it, digests of checkpoint and rows included. So a run that is resumed with anything
+else is refused, and a ledger says what was trained.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +20,7 @@ from typing import Any
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.untrusted import files, json_text
-from entrenar_py.train.model import fitting, model, precision, rendering, samples
+from entrenar_py.train.model import model, model_folder, precision, rendering, samples
 from entrenar_py.train.model.samples import Samples
 from entrenar_py.train.model.settings import Settings
 from entrenar_py.train.model.workload import Finetuning, Tuned
@@ -49,8 +58,8 @@ class Prepared:
         """
         module = model.load(self.settings, self.pad_token)
         both = (self.train, self.validation)
-        fitting.require_samples(self.settings, module, both, self.pad_token)
-        fitting.require_own_loss(self.settings, module)
+        model_folder.require_samples(self.settings, module, both, self.pad_token)
+        model_folder.require_own_loss(self.settings, module)
         weights = self.class_weights
         return kind(
             module,
@@ -78,7 +87,7 @@ def prepare(
     used.
     """
     if needs_weights:
-        fitting.require_checkpoint(settings.model)
+        model_folder.require_checkpoint(settings.model)
     tokenizer, kept = model.tokenizer(settings), cache_folder or cache()
     settings = dated(settings, tokenizer, day)
     data = settings.data
@@ -178,8 +187,8 @@ def model_digest(run: Scenario) -> str:
 def _decisive(settings: Settings, workload: Tuned) -> dict[str, Any]:
     """Return what else decides what a run learns. One that is resumed must have the same."""
     data, lora, classes = settings.data, settings.lora, settings.classes
-    found: dict[str, Any] = {
-        _MODEL: fitting.digest(settings.model),
+    decisive: dict[str, Any] = {
+        _MODEL: model_folder.digest(settings.model),
         "rows": workload.data_digest,
         "task": settings.task,
         "method": settings.method,
@@ -187,14 +196,14 @@ def _decisive(settings: Settings, workload: Tuned) -> dict[str, Any]:
         "data.packing": data.max_tokens if data.packing else False,
     }
     if settings.task == "classify":
-        found |= {"classes.labels": list(classes.labels), "classes.weights": classes.weights}
-    found |= workload.decisive
+        decisive |= {"classes.labels": list(classes.labels), "classes.weights": classes.weights}
+    decisive |= workload.decisive
     if data.date is not None:
-        found["data.date"] = data.date
+        decisive["data.date"] = data.date
     if settings.adapts:
-        found |= {f"lora.{name}": value for name, value in asdict(lora).items()}
-        found["lora.targets"] = list(lora.targets)
-    return found
+        decisive |= {f"lora.{name}": value for name, value in asdict(lora).items()}
+        decisive["lora.targets"] = list(lora.targets)
+    return decisive
 
 
 def seeds(seed: int) -> Scenario:

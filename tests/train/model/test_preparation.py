@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.train.model import prepared
+from entrenar_py.train.model import preparation
 from entrenar_py.train.model.settings import Classes, Data, Lora, Settings
 
 USUAL = Lora(rank=2, alpha=4, dropout=0.1)
@@ -39,8 +39,8 @@ def test_a_run_that_learns_something_else_has_another_scenario(settings: Setting
     cache = settings.output / "cache"
 
     def options(of: Settings) -> dict[str, object]:
-        made = prepared.prepare(of, cache)
-        return dict(prepared.scenario(of, made.workload()).options)
+        made = preparation.prepare(of, cache)
+        return dict(preparation.scenario(of, made.workload()).options)
 
     usual = options(settings)
     changed = {
@@ -61,8 +61,8 @@ def test_a_run_that_learns_something_else_has_another_scenario(settings: Setting
 def test_other_weights_or_rows_are_another_run(settings: Settings) -> None:
     """Their content counts, under the same names."""
     cache = settings.output / "cache"
-    made = prepared.prepare(settings, cache)
-    before = prepared.scenario(settings, made.workload()).options
+    made = preparation.prepare(settings, cache)
+    before = preparation.scenario(settings, made.workload()).options
     safetensors = pytest.importorskip("safetensors.torch")
     path = settings.model / "model.safetensors"
     weights = safetensors.load_file(path)
@@ -72,7 +72,7 @@ def test_other_weights_or_rows_are_another_run(settings: Settings) -> None:
     lines = rows.read_text(encoding="utf-8").splitlines()
     told = {**json.loads(lines[0]), "text": "ls"}
     rows.write_text("\n".join([json.dumps(told), *lines[1:]]), encoding="utf-8")
-    after = prepared.scenario(settings, prepared.prepare(settings, cache).workload()).options
+    after = preparation.scenario(settings, preparation.prepare(settings, cache).workload()).options
     assert {key for key in before if after[key] != before[key]} == {"model", "rows"}
 
 
@@ -81,23 +81,23 @@ def test_a_template_with_a_clock_is_told_one_day_in_a_run(settings: Settings) ->
     rows = settings.data.train
     rows.write_text('{"instruction": "list", "output": "ls"}', encoding="utf-8")
     chats = replace(settings, task="instruct", classes=Classes())
-    assert prepared.prepare(chats, settings.output / "cache").settings == chats
+    assert preparation.prepare(chats, settings.output / "cache").settings == chats
     template = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
     (settings.model / "chat_template.jinja").write_text(template, encoding="utf-8")
 
-    def made_on(day: str | None) -> prepared.Prepared:
+    def made_on(day: str | None) -> preparation.Prepared:
         given = replace(chats, data=replace(chats.data, date=day))
-        return prepared.prepare(given, settings.output / "cache")
+        return preparation.prepare(given, settings.output / "cache")
 
     assert made_on(None).settings.data.date == datetime.now().astimezone().date().isoformat()
     ledger = {"scenario": {"options": {"data.date": "2024-02-29"}}}
-    (settings.output / prepared.LEDGER).write_text(json.dumps(ledger) + "\n", encoding="utf-8")
+    (settings.output / preparation.LEDGER).write_text(json.dumps(ledger) + "\n", encoding="utf-8")
     usual, other = made_on(None), made_on("2025-03-01")
     assert usual.settings.data.date == "2024-02-29"
     assert usual.tokenizer.decode(usual.train.tokens) == "29 Feb 2024listls"
     assert other.tokenizer.decode(other.train.tokens) == "01 Mar 2025listls"
     first, second = (
-        dict(prepared.scenario(one.settings, one.workload()).options) for one in (usual, other)
+        dict(preparation.scenario(one.settings, one.workload()).options) for one in (usual, other)
     )
     assert {key for key in first if first[key] != second[key]} == {"rows", "data.date"}
     with pytest.raises(UsageError, match=r"data.date='soon': is no day; use one as 2026-11-28"):
@@ -107,5 +107,5 @@ def test_a_template_with_a_clock_is_told_one_day_in_a_run(settings: Settings) ->
 def test_a_ledger_that_is_no_file_says_no_day(settings: Settings) -> None:
     """A FIFO without a writer is not waited for."""
     settings.output.mkdir()
-    os.mkfifo(settings.output / prepared.LEDGER)
-    assert prepared.day_of(settings) == datetime.now().astimezone().date().isoformat()
+    os.mkfifo(settings.output / preparation.LEDGER)
+    assert preparation.day_of(settings) == datetime.now().astimezone().date().isoformat()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.arithmetic import reduction
-from entrenar_py.train.model import compiled, model, quantised
+from entrenar_py.train.model import model, precision, workload
 from entrenar_py.train.model.settings import Classes, Data, Lora, Settings
 from tests.train.model import nf4
 
@@ -68,7 +68,8 @@ def settings(small: Path, folder: Path, config: Any, *, target: str, task: str) 
 def names(module: torch.nn.Module) -> set[str]:
     """Return the ends of the names of all quantised layers."""
     return {
-        name.removesuffix(".base_layer").rpartition(".")[2] for name, _ in quantised.layers(module)
+        name.removesuffix(".base_layer").rpartition(".")[2]
+        for name, _ in precision.quantised_layers(module)
     }
 
 
@@ -83,7 +84,7 @@ def test_all_of_a_block_is_quantised_and_nothing_else(
     config = qwen(tie_word_embeddings=tied)
     module = model.load(settings(small, tmp_path, config, target="q_proj", task=task), 0)
     assert names(module) == ALL_OF_A_BLOCK
-    assert sum(1 for _ in quantised.layers(module)) == 2 * len(ALL_OF_A_BLOCK)
+    assert sum(1 for _ in precision.quantised_layers(module)) == 2 * len(ALL_OF_A_BLOCK)
 
 
 def test_rows_of_broken_blocks_stay_as_they_are(small: Path, tmp_path: Path) -> None:
@@ -120,7 +121,7 @@ def test_the_bits_are_those_of_the_definition(
         second = due.second_scales[0]
         assert second == 0 or got == want or is_near_middle(value / second, levels, got, want)
     stored = replace(due, scales=held)
-    assert np.array_equal(quantised.decoded(layer).numpy(), nf4.decode(stored, levels))
+    assert np.array_equal(precision.decoded(layer).numpy(), nf4.decode(stored, levels))
 
 
 def is_near_middle(ratio: np.float32, levels: Any, one: int, other: int) -> bool:
@@ -164,7 +165,7 @@ def test_blocks_compile_to_the_same_programs(
         monkeypatch.setattr(
             torch.nn.Module, "compile", partialmethod(compile_block, backend=counter)
         )
-        compiled.compile_blocks(module)
+        workload.compile_blocks(module)
         module(input_ids=TOKENS, use_cache=False)
         made.append(counter.frame_count)
     assert made == [2, 2]
@@ -186,8 +187,8 @@ def test_the_decoded_model_computes_the_same(
     one: Any = model.trained(chosen, tmp_path / "out", 0)
     other: Any = model.decoded(chosen, tmp_path / "out", 0)
     plain: Any = model.trained(replace(chosen, method="lora"), tmp_path / "out", 0)
-    assert list(quantised.layers(one))
-    assert not list(quantised.layers(other))
+    assert list(precision.quantised_layers(one))
+    assert not list(precision.quantised_layers(other))
     with torch.no_grad():
         a, b, c = (each(input_ids=TOKENS).logits for each in (one, other, plain))
     assert (a - b).abs().max() <= 1e-5 * a.abs().max()
@@ -214,8 +215,8 @@ def test_threads_change_no_bit(
 ) -> None:
     """A layer's blocks are quantised in pieces, and its scales as ever."""
     given = settings(small, tmp_path, qwen(), target="q_proj", task="instruct")
-    monkeypatch.setattr(quantised, "InThreads", contextlib.nullcontext)
-    expected = [layer.weight for _, layer in quantised.layers(model.load(given, 0))]
+    monkeypatch.setattr(precision, "InThreads", contextlib.nullcontext)
+    expected = [layer.weight for _, layer in precision.quantised_layers(model.load(given, 0))]
     monkeypatch.undo()
     shared: list[int] = []
 
@@ -224,9 +225,9 @@ def test_threads_change_no_bit(
         for item in reversed(items):
             work([item])
 
-    monkeypatch.setattr(quantised, "_PIECE", 2**10)
+    monkeypatch.setattr(precision, "_PIECE", 2**10)
     monkeypatch.setattr(reduction, "share_out", share_out)
-    found = [layer.weight for _, layer in quantised.layers(model.load(given, 0))]
+    found = [layer.weight for _, layer in precision.quantised_layers(model.load(given, 0))]
     assert set(shared) == {2, 4, 8}, "rows of 64 or 128, and 32, 64 or 128 of them"
     assert len(shared) == len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):

@@ -19,11 +19,11 @@ import torch
 
 from entrenar_py import entrenar as cli
 from entrenar_py.shared.errors import SystemFailure, UsageError
-from entrenar_py.train.distill import claims, manifest, shards, student, teacher
+from entrenar_py.train.distill import manifest, shards, student, teacher
 from entrenar_py.train.distill.shards import File
 from entrenar_py.train.distill.teacher import Teacher
 from entrenar_py.train.finetune import settings_file
-from entrenar_py.train.model import prepared as preparing
+from entrenar_py.train.model import preparation
 from entrenar_py.train.service import exit_codes
 from tests.train.distill import made
 
@@ -38,7 +38,7 @@ def config(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 def rows_in(config: Path) -> dict[tuple[int, int], tuple[Any, ...]]:
     """Return what each row of the shards has, by sample and position; each is there once."""
-    prepared = preparing.prepare(settings_file.load(config))
+    prepared = preparation.prepare(settings_file.load(config))
     listed = manifest.read(config.parent / "shards")
     assert listed is not None
     places = student.places(prepared.train, 0, 12)
@@ -74,7 +74,7 @@ def test_rows_are_the_teachers(
     made.configured(tmp_path, small, distill=changes)
     made.make_shards(config)
     found = rows_in(config)
-    prepared = preparing.prepare(settings_file.load(config))
+    prepared = preparation.prepare(settings_file.load(config))
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(small / "model").double().eval()
     due = set()
     for sample in range(len(prepared.train)):
@@ -169,7 +169,7 @@ def test_two_producers_share_the_work_though_killed_in_turn(
     folder, both = tmp_path / "shards", [Forked(config), Forked(config)]
     for kill in range(number):
         one = both[kill % 2]
-        while one.runs and one.pid not in claims.being_made(folder, num_shards).values():
+        while one.runs and one.pid not in manifest.being_made(folder, num_shards).values():
             time.sleep(0.001)
         one.end()
         both[kill % 2] = Forked(config)

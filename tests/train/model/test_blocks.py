@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from entrenar_py.train.model import layer_plan
+from entrenar_py.train.model import blocks
 
 transformers: Any = pytest.importorskip("transformers")
 SIZES = {
@@ -31,7 +31,7 @@ def model(kind: str, **changes: Any) -> nn.Module:
 
 
 def test_the_plan_names_every_layer_of_every_block() -> None:
-    plan = layer_plan.plan_of(model("Qwen3", head_dim=8))
+    plan = blocks.plan_of(model("Qwen3", head_dim=8))
     assert plan.styles["layers.1.self_attn.k_proj"] == "colwise"
     assert plan.styles["layers.0.mlp.down_proj"] == "rowwise"
     assert len(plan.styles) == 2 * 7
@@ -42,12 +42,12 @@ def test_the_plan_names_every_layer_of_every_block() -> None:
 def test_tables_of_tokens_stay_whole() -> None:
     """Some releases of transformers add a rule for tables that are tied to the head."""
     module: Any = model("Qwen3", head_dim=8)
-    styles = layer_plan.plan_of(module).styles
+    styles = blocks.plan_of(module).styles
     module.config.base_model_tp_plan = {
         **module.config.base_model_tp_plan,
         "embed_tokens": "embedding_rowwise",
     }
-    assert layer_plan.plan_of(module).styles == styles
+    assert blocks.plan_of(module).styles == styles
 
 
 @pytest.mark.parametrize(
@@ -78,4 +78,4 @@ def test_tables_of_tokens_stay_whole() -> None:
     ],
 )
 def test_what_ranks_can_share(kind: str, changes: dict[str, Any], size: int, problem: str) -> None:
-    assert layer_plan.problem(model(kind, **changes), size) == problem
+    assert blocks.problem_of_sharing(model(kind, **changes), size) == problem
