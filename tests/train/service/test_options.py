@@ -39,7 +39,6 @@ WORKER = "worker --coordinator trainer.example:7411 --secret-file s"
         ("distill status --help", "entrenar-distill-status-help.txt"),
         ("pipeline --help", "entrenar-pipeline-help.txt"),
         ("pipeline plan --help", "entrenar-pipeline-plan-help.txt"),
-        ("pipeline init --help", "entrenar-pipeline-init-help.txt"),
         ("pipeline import --help", "entrenar-pipeline-import-help.txt"),
         ("distill text --help", "entrenar-distill-text-help.txt"),
     ],

@@ -1,4 +1,4 @@
-"""The options of `entrenar pipeline`: `plan`, `init` and `import`."""
+"""The options of `entrenar pipeline`: `plan` and `import`."""
 
 from __future__ import annotations
 
@@ -17,20 +17,11 @@ Add = Callable[[Any, str, str], argparse.ArgumentParser]
 
 def add(commands: Any, add_command: Add, bandwidth: str) -> None:
     """Add the command to `commands`; `bandwidth` is that of links, by default."""
-    command = add_command(commands, NAME, "plan, write or convert the stages of a layer pipeline")
+    command = add_command(commands, NAME, "plan or convert the stages of a layer pipeline")
     actions = command.add_subparsers(
         title="actions", dest="action", metavar="ACTION", required=True
     )
     _add_plan(actions, add_command, bandwidth)
-    init = add_command(actions, "init", "ask for all that a run needs, and write its configuration")
-    init.add_argument(
-        "file",
-        metavar="FILE",
-        type=Path,
-        nargs="?",
-        default=Path("run.yaml"),
-        help="what is written, which must not be there yet (default run.yaml)",
-    )
     _add_import(actions, add_command)
 
 

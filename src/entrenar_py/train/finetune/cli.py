@@ -66,8 +66,7 @@ def pipeline(given: argparse.Namespace) -> int:
     _tell_loading()
     from entrenar_py.train.finetune import pipeline_commands
 
-    actions = {"plan": pipeline_commands.plan, "init": pipeline_commands.init}
-    return actions.get(given.action, pipeline_commands.convert)(given)
+    return (pipeline_commands.plan if given.action == "plan" else pipeline_commands.convert)(given)
 
 
 def distill(given: argparse.Namespace) -> int:

@@ -1,10 +1,8 @@
-"""`entrenar pipeline`: plans stages, asks for a configuration, or converts one of old."""
+"""`entrenar pipeline`: plans stages, or converts a configuration of old."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from pathlib import Path
 
 from entrenar_py.shared.config.problems import Problems
@@ -17,7 +15,6 @@ from entrenar_py.train.model.settings import LAYER_PIPELINE, Data, Settings
 from entrenar_py.train.plan import devices
 from entrenar_py.train.plan import plan as planning
 from entrenar_py.train.plan.stages import (
-    asked,
     diagram,
     imported,
     measured,
@@ -27,7 +24,6 @@ from entrenar_py.train.plan.stages import (
     stage_workers,
 )
 from entrenar_py.train.plan.stages.planned import StagesPlan
-from entrenar_py.train.plan.stages.questions import Questions
 from entrenar_py.train.plan.stages.stage_costs import StageCosts
 from entrenar_py.train.plan.stages.stage_workers import StageWorker
 from entrenar_py.train.service import exit_codes
@@ -159,36 +155,4 @@ def convert(given: argparse.Namespace) -> int:
         secret=given.secret_file,
     )
     printing.say_lines("\n".join(made))
-    return exit_codes.DONE
-
-
-def init(given: argparse.Namespace) -> int:
-    """Ask for all that a run needs, and write its configuration; return the exit code.
-
-    Raises UsageError, before anything is written, for a file that is there, and if the input ends.
-    """
-    path: Path = given.file
-    if not path.parent.is_dir():
-        raise UsageError(f"{path}: the folder {path.parent} does not exist; create it first")
-    if os.path.lexists(path):
-        raise UsageError(f"{path}: it is there already, and is not overwritten; give another name")
-    answers = asked.ask(Questions(sys.stdin), path.parent)
-    stages, problem = asked.stages(answers, path.parent)
-    text = "\n".join(asked.lines(answers, stages)) + "\n"
-    settings_file.of_text(text, str(path))
-    assert answers.settings.coordinator is not None, "it was asked for"
-    secret = path.parent / answers.settings.coordinator.secret_file
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-        if answers.makes_secret:
-            asked.write_secret(secret)
-    except OSError as error:
-        raise UsageError(
-            f"{error.filename or path}: can't be written ({error.strerror})"
-        ) from error
-    if problem:
-        printing.warn(f"the stages have equally many blocks, which may not fit: {problem}")
-    printing.say(f"wrote {path}{f' and {secret}' if answers.makes_secret else ''}")
-    printing.say(f"next: entrenar pipeline plan {path}, then entrenar coordinator {path}")
     return exit_codes.DONE
