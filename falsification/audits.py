@@ -9,7 +9,7 @@ from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.mutants import Variant
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.train.arithmetic.blocks import Sums
-from entrenar_py.train.coordinator.audited import Copy
+from entrenar_py.train.coordinator.audits import Copy
 from entrenar_py.train.wire import audits
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.audits import Audit, Verdict
@@ -20,8 +20,8 @@ from entrenar_py.train.wire.member import Member as Seen
 from .subjects import COORDINATOR, TRAINING, star
 
 AUDITS = "entrenar_py.train.wire.audits"
-AUDITED = "entrenar_py.train.coordinator.audited"
-COPIES = "entrenar_py.train.coordinator.audited"
+AUDITED = "entrenar_py.train.coordinator.audits"
+COPIES = "entrenar_py.train.coordinator.audits"
 _verdict, _conclude = audits.verdict, Coordinator._conclude
 _replace, _deliver = Coordinator._replace, Sums.deliver
 

@@ -11,8 +11,8 @@ from entrenar_py.shared import trace
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.train.arithmetic.reduction import Node
-from entrenar_py.train.coordinator import audited
-from entrenar_py.train.coordinator.audited import Copies, alike
+from entrenar_py.train.coordinator import audits
+from entrenar_py.train.coordinator.audits import Copies, alike
 from entrenar_py.train.wire.effects import Conclude
 
 SCENARIO = Scenario(
@@ -128,9 +128,9 @@ def test_who_is_gone_takes_its_copies() -> None:
 def test_as_many_as_asked_for(share: float, count: int) -> None:
     """At least one shard is audited, others in each step, and the same ones in each run."""
     scenario = SCENARIO.with_(options={"audit_share": share})
-    drawn = [audited.shards(scenario, step) for step in range(50)]
+    drawn = [audits.shards(scenario, step) for step in range(50)]
     assert {len(set(shards)) for shards in drawn} == {count}
-    assert drawn == [audited.shards(scenario.with_(world_size=5), step) for step in range(50)]
+    assert drawn == [audits.shards(scenario.with_(world_size=5), step) for step in range(50)]
     if 0 < count < 10:
         assert {shard for shards in drawn for shard in shards} == set(range(10))
 
@@ -139,4 +139,4 @@ def test_as_many_as_asked_for(share: float, count: int) -> None:
 def test_a_share_is_a_share(share: object) -> None:
     """A share is a number from 0 to 1."""
     with pytest.raises(UsageError, match=r"audit_share=.*: use a number from 0 to 1"):
-        audited.share_of(SCENARIO.with_(options={"audit_share": share}))
+        audits.share_of(SCENARIO.with_(options={"audit_share": share}))

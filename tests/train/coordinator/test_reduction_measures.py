@@ -15,9 +15,9 @@ from entrenar_py.shared.systems import SYSTEMS
 from entrenar_py.shared.trace import Reduced, Start, Traffic, Update
 from entrenar_py.train.arithmetic.tensors import Array
 from entrenar_py.train.arithmetic.vectors import GivenVectors
-from entrenar_py.train.coordinator import reduction_measures
+from entrenar_py.train.coordinator import recorder
 
-LENGTH = reduction_measures.PIECE + 5  # more than one piece of the recomputation
+LENGTH = recorder.PIECE + 5  # more than one piece of the recomputation
 IDS = (2, 0, 5)  # with the weights 3, 1 and 3
 TCP = ("parameter_server", "mesh", "ring")
 
@@ -39,11 +39,11 @@ def terms(model: GivenVectors) -> Array:
 def test_the_element_that_is_off_is_found(model: GivenVectors, terms: Array, element: int) -> None:
     """Its error is counted in roundings of the terms' mean size; others are within half of one."""
     mean = (terms.sum(axis=0) / 7).astype(np.float32)
-    right = reduction_measures.reduced(0, 1, mean, model, IDS)
+    right = recorder.reduced(0, 1, mean, model, IDS)
     assert 0 < right.roundings <= 1
     size = np.abs(terms[:, element]).sum() / 7
     mean[element] += np.float32(1_000 * size * 2.0**-24)
-    wrong = reduction_measures.reduced(0, 1, mean, model, IDS)
+    wrong = recorder.reduced(0, 1, mean, model, IDS)
     assert wrong.element == element
     assert wrong.roundings == pytest.approx(1_000, rel=0.01)
     assert wrong.error == pytest.approx(1_000 * size * 2.0**-24, rel=0.01)
@@ -55,7 +55,7 @@ def test_what_is_not_finite_is_off_by_all(model: GivenVectors, terms: Array, val
     """A value that is not finite has an infinite error, and its element is named."""
     mean = (terms.sum(axis=0) / 7).astype(np.float32)
     mean[9] = value
-    found = reduction_measures.reduced(0, 0, mean, model, IDS)
+    found = recorder.reduced(0, 0, mean, model, IDS)
     assert (found.roundings, found.element) == (np.inf, 9)
 
 

@@ -18,7 +18,7 @@ from entrenar_py.train.plan import plan as planning
 from entrenar_py.train.plan.rehearsal import _Storages
 from entrenar_py.train.plan.stages.stage_costs import Place, StageCosts
 from entrenar_py.train.stages import cut as cutting
-from entrenar_py.train.stages import stage_loading
+from entrenar_py.train.stages import stage_workload
 from entrenar_py.train.stages.stage_step import TorchStage
 from entrenar_py.train.stages.stage_workload import Received, StageWorkload
 from tests.train.finetune.strategies import runs as models
@@ -77,7 +77,7 @@ def test_a_shard_takes_what_is_foreseen(prepared: Prepared, number: int) -> None
 
 def _stage(prepared: Prepared, number: int) -> StageWorkload:
     cut = cutting.of(prepared.settings, model.shape(prepared.settings))
-    return stage_loading.load(prepared, cut, number)
+    return stage_workload.load(prepared, cut, number)
 
 
 def _step(workload: StageWorkload) -> tuple[TorchStage, list[torch.Tensor]]:

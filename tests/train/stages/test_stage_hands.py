@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from entrenar_py.train.stages.stage_hands import StageHands
+from entrenar_py.train.stages.member import StageHands
 from entrenar_py.train.wire.messages import Welcome
 
 

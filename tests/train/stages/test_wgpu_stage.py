@@ -32,12 +32,11 @@ from entrenar_py.train.arithmetic.tensors import Array
 from entrenar_py.train.model import model, prepared
 from entrenar_py.train.model.settings import Classes, Data, Lora, Settings, StagePlan, Training
 from entrenar_py.train.stages import cut as cutting
-from entrenar_py.train.stages import staged_run
 from entrenar_py.train.stages.member import StageBackend, StageMember
-from entrenar_py.train.stages.stage_loading import load as load_stage
-from entrenar_py.train.stages.stage_step import Backward, Hidden, StageStep, TorchStage
+from entrenar_py.train.stages.server import scenario_of_stages
+from entrenar_py.train.stages.stage_step import Backward, Hidden, StageStep, TorchStage, WgpuStage
 from entrenar_py.train.stages.stage_workload import Received, StageWorkload
-from entrenar_py.train.stages.wgpu_stage import WgpuStage
+from entrenar_py.train.stages.stage_workload import load as load_stage
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.messages import Activation, ActivationGradient, Welcome
 from entrenar_py.train.wire.pipeline_worker import Passed
@@ -422,7 +421,7 @@ def test_the_last_stage_of_a_classifier(
 def members(settings: Settings, names: Sequence[str]) -> list[StageMember]:
     """Return the workers of the stages, each on the backend of that name, before the first step."""
     cut, stages = cutting.of(settings, model.shape(settings)), workloads(settings)
-    scenario = staged_run.scenario(prepared.scenario(settings, stages[0]))
+    scenario = scenario_of_stages(prepared.scenario(settings, stages[0]))
     found = []
     for stage, (name, workload) in enumerate(zip(names, stages, strict=True)):
         member = StageMember(

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 
 from entrenar_py.check.contract import layout, rules
 from entrenar_py.check.contract.records import Equation, FalsificationTest, Invariant, Obligation
+from entrenar_py.shared.config.composer import MapNode, ScalarNode
 from entrenar_py.shared.config.fields import Record
 from entrenar_py.shared.config.problems import Problems
-from entrenar_py.shared.config.tree import MapNode, ScalarNode
 
 _FIRST_WORD = re.compile(r"[\w.\-]+")
 _ID = re.compile(r"[A-Za-z][\w.]*-[\w.\-]*\d")  # a whole rule of this form is meant as an id

@@ -14,9 +14,9 @@ from typing import Any
 from entrenar_py.check.contract.items import DIGEST_CHARS, KINDS
 from entrenar_py.check.contract.records import SEVERITIES, TOLERANCE_KINDS
 from entrenar_py.shared.config import composer
+from entrenar_py.shared.config.composer import MapNode, ScalarNode, plain
 from entrenar_py.shared.config.fields import Record
 from entrenar_py.shared.config.problems import Position, Problems
-from entrenar_py.shared.config.tree import MapNode, ScalarNode, plain
 from entrenar_py.shared.untrusted import escaping
 
 SUFFIX = ".bindings.yaml"

@@ -10,9 +10,9 @@ from entrenar_py.check.contract.records import (
     Invariant,
 )
 from entrenar_py.check.contract.vocabulary import Vocabulary, check_names
+from entrenar_py.shared.config.composer import MapNode, ScalarNode, plain
 from entrenar_py.shared.config.fields import Record
 from entrenar_py.shared.config.problems import Problems
-from entrenar_py.shared.config.tree import MapNode, ScalarNode, plain
 from entrenar_py.shared.wording import listed
 
 # Severity words in contracts of other tools, and the severity that each stands for here.

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from entrenar_py.shared import shipped
 from entrenar_py.shared.config import composer
+from entrenar_py.shared.config.composer import MapNode
 from entrenar_py.shared.config.fields import Record
 from entrenar_py.shared.config.problems import Position, Problems
-from entrenar_py.shared.config.tree import MapNode
 
 
 def check(path: Path, root: MapNode, problems: Problems) -> None:

@@ -12,9 +12,9 @@ from entrenar_py.check.contract import gate_criteria, layout, rules
 from entrenar_py.check.contract.gate_criteria import Demands
 from entrenar_py.check.contract.gate_names import Described, Names
 from entrenar_py.check.contract.records import Contract, Gate
+from entrenar_py.shared.config.composer import ListNode, MapNode, ScalarNode
 from entrenar_py.shared.config.fields import Record
 from entrenar_py.shared.config.problems import Problems
-from entrenar_py.shared.config.tree import ListNode, MapNode, ScalarNode
 
 _OTHER_DEMAND = re.compile(r"(?:min|max|required)_\w+|\w+_threshold")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from entrenar_py.check.contract import layout, rules
 from entrenar_py.check.contract.records import Equation, Harness, Invariant, Obligation
+from entrenar_py.shared.config.composer import ListNode, MapNode, Node, ScalarNode
 from entrenar_py.shared.config.fields import Record
 from entrenar_py.shared.config.problems import Problems
-from entrenar_py.shared.config.tree import ListNode, MapNode, Node, ScalarNode
 
 OBLIGATIONS = "proof_obligations"
 # Longest id, in characters, made from the property of an obligation without an id.

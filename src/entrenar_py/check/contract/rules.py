@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from entrenar_py.check.contract import layout, scenario_counts
+from entrenar_py.shared.config.composer import MapNode, ScalarNode, plain
 from entrenar_py.shared.config.fields import Record
 from entrenar_py.shared.config.problems import Position, Problems
-from entrenar_py.shared.config.tree import MapNode, ScalarNode, plain
 
 
 def block(root: MapNode, name: str, problems: Problems) -> MapNode | None:

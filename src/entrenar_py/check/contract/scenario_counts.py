@@ -7,8 +7,8 @@ from itertools import islice
 from typing import Any
 
 from entrenar_py.shared import scenario
+from entrenar_py.shared.config.composer import MapNode
 from entrenar_py.shared.config.problems import Problems
-from entrenar_py.shared.config.tree import MapNode
 from entrenar_py.shared.errors import UsageError
 
 SCENARIOS_MAX = 10_000  # in one contract; running more would take too long

@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
+from entrenar_py.shared.config.composer import ListNode, MapNode, Node, ScalarNode, plain
 from entrenar_py.shared.config.problems import Position, Problems
-from entrenar_py.shared.config.tree import ListNode, MapNode, Node, ScalarNode, plain
 from entrenar_py.shared.untrusted import escaping
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from entrenar_py.shared import trace
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.train.arithmetic import checkpoint, schedule, sharding
 from entrenar_py.train.arithmetic.tensors import Workload
-from entrenar_py.train.coordinator.devices import Devices
+from entrenar_py.train.coordinator.models import Devices
 from entrenar_py.train.coordinator.recorder import Recorder
 
 

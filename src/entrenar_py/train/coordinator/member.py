@@ -13,7 +13,7 @@ from entrenar_py.shared.scenario import Scenario
 from entrenar_py.train.arithmetic import blocks, engine, reduction, sharding, state
 from entrenar_py.train.arithmetic.tensors import Workload
 from entrenar_py.train.arithmetic.vectors import GivenVectors
-from entrenar_py.train.coordinator import models, reduction_measures, topology
+from entrenar_py.train.coordinator import models, recorder, topology
 from entrenar_py.train.coordinator.exchanges import Held, RingExchange, TreeExchange
 from entrenar_py.train.coordinator.replicas import Replicas, Worker
 from entrenar_py.train.wire.frames import Buffer, new_room
@@ -200,9 +200,7 @@ class Member(Replicas):
             self.recorder.emit(self.make(worker, step, average))
             if isinstance(self.workload, GivenVectors):
                 ids, mean = self.batch(), self.held.vector
-                self.recorder.emit(
-                    reduction_measures.reduced(step, self.rank, mean, self.workload, ids)
-                )
+                self.recorder.emit(recorder.reduced(step, self.rank, mean, self.workload, ids))
         self.nodes.clear()
         self.held.there.clear()
         self.advance(sum(map(len, self._shards)))

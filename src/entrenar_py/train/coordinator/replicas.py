@@ -33,7 +33,7 @@ from entrenar_py.train.arithmetic import (
 from entrenar_py.train.arithmetic.state import Buffer
 from entrenar_py.train.arithmetic.tensors import Array, Workload
 from entrenar_py.train.coordinator import models
-from entrenar_py.train.coordinator.devices import Devices
+from entrenar_py.train.coordinator.models import Devices
 from entrenar_py.train.coordinator.recorder import Recorder
 from entrenar_py.train.wire.messages import Partial, TreeNode
 from entrenar_py.train.wire.terms import Terms

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from entrenar_py.shared.config import composer
+from entrenar_py.shared.config.composer import MapNode
 from entrenar_py.shared.config.problems import Problems
-from entrenar_py.shared.config.tree import MapNode
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.distill import student
@@ -30,9 +30,9 @@ from entrenar_py.train.model.prepared import Prepared
 from entrenar_py.train.model.settings import LAYER_PIPELINE, Serving, Settings
 from entrenar_py.train.service import address, config, config_keys, coordinator
 from entrenar_py.train.service.config import Checkpoint, Config
-from entrenar_py.train.stages import coordinated, cut, staged_run
+from entrenar_py.train.stages import cut
 from entrenar_py.train.stages.cut import Cut
-from entrenar_py.train.stages.server import PipelineServer
+from entrenar_py.train.stages.server import PipelineServer, scenario_of_stages, workload_of
 from entrenar_py.train.wire.pipeline_coordinator import PipelineCoordinator
 from entrenar_py.train.wire.terms import Timing
 from entrenar_py.train.wire_io import tls
@@ -95,7 +95,7 @@ def run(path: Path, *, resume: bool, halt_on_spike: bool, tensorboard: Path | No
     rows_read.say(prepared)
     foresight.remark(path, prepared)  # but not at memory: what workers have is not known here
     is_pipeline = settings.strategy == LAYER_PIPELINE
-    workload = coordinated.workload(prepared) if is_pipeline else student.workload(prepared)
+    workload = workload_of(prepared) if is_pipeline else student.workload(prepared)
     rows_read.say_teacher(workload)
     rows_read.say_warnings()
     stages = cut_of(path, settings, workload.module) if is_pipeline else None
@@ -107,8 +107,8 @@ def run(path: Path, *, resume: bool, halt_on_spike: bool, tensorboard: Path | No
     if share := service.section.audit_share:
         scenario = scenario.with_(options={**scenario.options, "audit_share": share})
     if stages is not None:
-        scenario = staged_run.scenario(scenario)
-        for line in staged_run.lines(stages):
+        scenario = scenario_of_stages(scenario)
+        for line in stages.lines():
             printing.say(line)
     served = Config(
         scenario=scenario,

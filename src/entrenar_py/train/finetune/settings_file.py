@@ -15,9 +15,9 @@ from types import NoneType, UnionType
 from typing import Any, NamedTuple, cast, get_args, get_origin, get_type_hints
 
 from entrenar_py.shared.config import composer
+from entrenar_py.shared.config.composer import ListNode, MapNode, Node, ScalarNode, plain
 from entrenar_py.shared.config.fields import Record
 from entrenar_py.shared.config.problems import Problems
-from entrenar_py.shared.config.tree import ListNode, MapNode, Node, ScalarNode, plain
 from entrenar_py.train.finetune import foreign_keys, stage_problems
 from entrenar_py.train.model.settings import BY_SHARDS, LAYER_PIPELINE, WHOLE_LAYERS, Key, Settings
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from entrenar_py.shared import wording
+from entrenar_py.shared.config.composer import ListNode, MapNode, Node
 from entrenar_py.shared.config.problems import Position
-from entrenar_py.shared.config.tree import ListNode, MapNode, Node
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.model.settings import LAYER_PIPELINE, Settings, StagePlan
 

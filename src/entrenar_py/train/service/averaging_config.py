@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from entrenar_py.shared.config import composer
+from entrenar_py.shared.config.composer import ListNode, MapNode, plain
 from entrenar_py.shared.config.fields import Record
 from entrenar_py.shared.config.problems import Problems
-from entrenar_py.shared.config.tree import ListNode, MapNode, plain
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.service import address
 from entrenar_py.train.service.address import Address

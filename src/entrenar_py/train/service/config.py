@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 
 from entrenar_py.shared import systems, updates
 from entrenar_py.shared.config import composer
+from entrenar_py.shared.config.composer import MapNode, Node, plain
 from entrenar_py.shared.config.fields import Record
 from entrenar_py.shared.config.problems import Problems
-from entrenar_py.shared.config.tree import MapNode, Node, plain
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.scenario import DEFAULTS, OF_USERS, Scenario
 from entrenar_py.shared.untrusted import files
-from entrenar_py.train.coordinator import audited, topology
+from entrenar_py.train.coordinator import audits, topology
 from entrenar_py.train.service import address, config_keys
 from entrenar_py.train.service.address import Address
 from entrenar_py.train.wire.terms import Timing
@@ -135,7 +135,7 @@ class _Reader:
         scenario = self._possible(values)
         if scenario is None:
             return None
-        scenario = self._with_option(scenario, "audit_share", audited.share_of)
+        scenario = self._with_option(scenario, "audit_share", audits.share_of)
         scenario = self._with_option(scenario, updates.OPTION, updates.by_server)
         workload = scenario.workload
         if workload in OF_USERS:

@@ -15,7 +15,7 @@ from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace.writer import Mark, Standing, Writer
 from entrenar_py.shared.untrusted import files
 from entrenar_py.train.arithmetic.tensors import Array, Workload
-from entrenar_py.train.coordinator import topology, worker_records
+from entrenar_py.train.coordinator import recorder, topology
 from entrenar_py.train.coordinator.server import Server
 from entrenar_py.train.service import gradient_norms, ledger_continuity, memory_peak
 from entrenar_py.train.service.figures import digits
@@ -150,7 +150,7 @@ class Host:
         elif isinstance(message, State):
             self._held_step = message.step
         elif isinstance(message, Applied) and message.step > self._made_step:
-            update = worker_records.update_in(self.server.recorder.of(trace.Update))
+            update = recorder.update_in(self.server.recorder.of(trace.Update))
             assert update is not None, "a star's step was told before, a mesh's loss was required"
             assert update.loss is not None
             self._tell_made(message.step, update.loss, update.learning_rate, update.grad_norm)

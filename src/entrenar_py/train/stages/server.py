@@ -7,19 +7,67 @@ from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
+from torch import Tensor
 
 from entrenar_py.shared import trace, updates
 from entrenar_py.shared.errors import ProtocolError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.train.arithmetic import reduction, sharding, state
-from entrenar_py.train.arithmetic.tensors import Workload
-from entrenar_py.train.coordinator import audited, replicas
+from entrenar_py.train.arithmetic.tensors import (
+    Batch,
+    DropFunction,
+    LinearFunction,
+    Tensors,
+    Workload,
+)
+from entrenar_py.train.coordinator import audits, replicas
 from entrenar_py.train.coordinator.server import Server
+from entrenar_py.train.model import fitting, model
+from entrenar_py.train.model.prepared import Prepared
+from entrenar_py.train.model.workload import Tuned
 from entrenar_py.train.stages.cut import Cut
 from entrenar_py.train.wire.effects import Stop
 from entrenar_py.train.wire.frames import Buffer
 from entrenar_py.train.wire.messages import Applied, Loaded, Message, TreeNode, Welcome
 from entrenar_py.train.wire.terms import Run, Terms
+
+
+def scenario_of_stages(plain: Scenario) -> Scenario:
+    """Return the scenario of the same training by stages, whatever their number."""
+    options = {**plain.options, updates.OPTION: updates.SERVER}
+    return plain.with_(world_size=1, options=options)
+
+
+class Coordinated(Tuned):
+    """The trainable tensors of a model. Its stages are elsewhere."""
+
+    def loss_of(
+        self, tensors: Tensors, batch: Batch, *, linear: LinearFunction, drop: DropFunction
+    ) -> Tensor:
+        """Raise AssertionError: there are no weights here."""
+        raise AssertionError("a coordinator of stages computes no loss")
+
+
+def workload_of(prepared: Prepared) -> Coordinated:
+    """Return the workload of a run, with the values that training begins with.
+
+    Adapters are drawn as in one process. With `method: full` all weights are read, since all are
+    trained. Raises UsageError for a checkpoint that can't be used.
+    """
+    settings = prepared.settings
+    if settings.adapts:
+        module = model.without_weights(settings, prepared.pad_token)
+    else:
+        module = model.load(settings, prepared.pad_token)
+    both = (prepared.train, prepared.validation)
+    fitting.require_samples(settings, module, both, prepared.pad_token)
+    fitting.require_own_loss(settings, module)
+    return Coordinated(
+        module,
+        prepared.train,
+        pad_token=prepared.pad_token,
+        class_weights=prepared.class_weights,
+    )
 
 
 class PipelineServer(Server):
@@ -64,7 +112,7 @@ class PipelineServer(Server):
     def gather(self, step: int) -> None:
         """See `Server`; of a round that is void, faults alone are recorded."""
         for recorded in (self._of_round, *self._events.values()):
-            self._record(audited.injected(recorded))
+            self._record(audits.injected(recorded))
         self._of_round.clear()
         super().gather(step)
         self._loss_known = False
@@ -78,7 +126,7 @@ class PipelineServer(Server):
         """See `Server`."""
         self._settle()
         for recorded in self._events.values():
-            self._record(audited.injected(recorded))
+            self._record(audits.injected(recorded))
         super().stop(effect)
 
     def _settle(self) -> None:

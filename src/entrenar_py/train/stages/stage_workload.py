@@ -16,10 +16,13 @@ from torch.func import functional_call
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.train.arithmetic.tensors import Batch, DropFunction, Tensors
-from entrenar_py.train.model import captured, layer_plan
+from entrenar_py.train.model import captured, layer_plan, model, precision
 from entrenar_py.train.model.masks import Masks
+from entrenar_py.train.model.prepared import Prepared
 from entrenar_py.train.model.samples import Samples
 from entrenar_py.train.model.workload import LENGTHS, Finetuning
+from entrenar_py.train.stages import stage_model
+from entrenar_py.train.stages.cut import Cut
 from entrenar_py.train.stages.stage_model import Reached, Stage
 
 
@@ -112,3 +115,30 @@ def hidden_bytes_max(width: int, samples: Samples, scenario: Scenario) -> int:
     longest = int(np.diff(samples.starts).max())
     num_rows = -(-scenario.batch_size // scenario.num_shards)
     return 4 * num_rows * -(-longest // LENGTHS) * LENGTHS * width
+
+
+def load(prepared: Prepared, cut: Cut, number: int) -> StageWorkload:
+    """Return the stage with this `number` as a workload; loads its part of the checkpoint.
+
+    Raises UsageError for a checkpoint that can't be used, and a model that can't be cut.
+    """
+    own, settings = cut.stages[number], prepared.settings
+    module = model.part(
+        settings,
+        prepared.pad_token,
+        partial(stage_model.shorten, own=own),
+        {spec.name for spec in cut.specs[number]},
+        unties=number < len(cut.stages) - 1,
+    )
+    products = precision.of_products(settings)
+    stage = Stage(module, own, products)
+    if settings.task != "classify":  # a model that looks ahead does so in some stage
+        model.require_blind(settings, stage_model.unlike_at_the_end(module, products))
+    return StageWorkload(
+        module,
+        stage,
+        prepared.train,
+        pad_token=prepared.pad_token,
+        class_weights=prepared.class_weights,
+        products=products,
+    )

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import chain
 
 from entrenar_py.check.contract import layout
+from entrenar_py.shared.config.composer import ListNode, MapNode, Node, ScalarNode
 from entrenar_py.shared.config.problems import Position
-from entrenar_py.shared.config.tree import ListNode, MapNode, Node, ScalarNode
 
 # Kinds of contract that need proofs; the format's other kinds don't.
 PROVED = ("kernel", "competitive-parity")

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from entrenar_py.check.contract.validation.outline import CLAUSES, Item, Outline, is_filled
+from entrenar_py.shared.config.composer import Node, ScalarNode
 from entrenar_py.shared.config.problems import Position
-from entrenar_py.shared.config.tree import Node, ScalarNode
 
 
 @dataclass(frozen=True, kw_only=True)

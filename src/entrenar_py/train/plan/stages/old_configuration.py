@@ -13,9 +13,9 @@ from typing import Any
 
 from entrenar_py.shared import backend_names
 from entrenar_py.shared.config import composer
+from entrenar_py.shared.config.composer import ListNode, MapNode, Node, ScalarNode
 from entrenar_py.shared.config.fields import Record
 from entrenar_py.shared.config.problems import Problems
-from entrenar_py.shared.config.tree import ListNode, MapNode, Node, ScalarNode
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.plan.stages import old_plan_problems
 from entrenar_py.train.plan.stages.old_plan_problems import LOCAL, OldStage, OldWorker

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from entrenar_py.shared.config import composer
+from entrenar_py.shared.config.composer import ListNode, MapNode, ScalarNode
 from entrenar_py.shared.config.fields import Record
 from entrenar_py.shared.config.problems import Problems
-from entrenar_py.shared.config.tree import ListNode, MapNode, ScalarNode
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.model.settings import KINDS
 from entrenar_py.train.plan import devices

@@ -6,7 +6,7 @@ import pytest
 
 from entrenar_py.shared import trace
 from entrenar_py.shared.faults import Fault
-from entrenar_py.train.coordinator.lies import Liar
+from entrenar_py.systems.star.lies import Liar
 from entrenar_py.train.wire.messages import Computed, Heartbeat, Message, Staged, TreeNode
 from entrenar_py.train.wire_io.message_faults import Said
 
