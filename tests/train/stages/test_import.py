@@ -14,7 +14,7 @@ from entrenar_py import entrenar as cli
 from entrenar_py.shared.errors import ContractError
 from entrenar_py.train.finetune import settings_file
 from entrenar_py.train.model.settings import StagePlan
-from entrenar_py.train.plan.stages import old_configuration
+from entrenar_py.train.plan import old_configuration
 from entrenar_py.train.service import exit_codes
 from tests.train.plan.qwen3 import TINY
 

@@ -15,12 +15,11 @@ from entrenar_py import entrenar as cli
 from entrenar_py.shared.errors import ContractError
 from entrenar_py.train.finetune import settings_file
 from entrenar_py.train.model.settings import StagePlan, Training
-from entrenar_py.train.plan import memory
+from entrenar_py.train.plan import memory, stage_plan, stage_text, stage_workers
 from entrenar_py.train.plan import plan as planning
 from entrenar_py.train.plan.memory import Load
-from entrenar_py.train.plan.stages import plan_text, planned, stage_workers
-from entrenar_py.train.plan.stages.stage_costs import Place, StageCosts
-from entrenar_py.train.plan.stages.stage_workers import StageWorker
+from entrenar_py.train.plan.stage_costs import Place, StageCosts
+from entrenar_py.train.plan.stage_workers import StageWorker
 from entrenar_py.train.service import exit_codes
 from tests.train.plan.qwen3 import TINY, settings
 
@@ -154,7 +153,7 @@ def workers(*flops: float, memory: int | None = 10**10) -> list[StageWorker]:
 
 
 def test_a_faster_worker_has_more_blocks(costs: StageCosts) -> None:
-    found = planned.propose(costs, workers(1e12, 4e12))
+    found = stage_plan.propose(costs, workers(1e12, 4e12))
     assert [stage.blocks for stage in found.stages] == [range(1), range(1, 4)]
     assert found.slowest == max(stage.seconds for stage in found.stages)
     assert found.bubble == pytest.approx(1 / 5)
@@ -163,7 +162,7 @@ def test_a_faster_worker_has_more_blocks(costs: StageCosts) -> None:
 def test_a_step_is_its_stages_and_the_slowest_one_for_each_further_shard(
     costs: StageCosts,
 ) -> None:
-    found = planned.propose(costs, workers(1e12, 1e12))
+    found = stage_plan.propose(costs, workers(1e12, 1e12))
     first, last = (stage.seconds for stage in found.stages)
     moved = 2 * 4 * costs.run.shape.counts().trained / 1e9
     assert found.step_seconds == pytest.approx(first + last + 3 * max(first, last) + moved)
@@ -176,20 +175,20 @@ def test_memory_moves_blocks_to_others(costs: StageCosts) -> None:
     """The faster worker has room for one block alone."""
     room = int(costs.terms(place(1, 2, "cpu"), 3, 4).needed)
     fast = StageWorker(name="fast", kind="cpu", memory=room, flops=9e12)
-    found = planned.propose(costs, [*workers(1e12), fast])
+    found = stage_plan.propose(costs, [*workers(1e12), fast])
     assert [stage.blocks for stage in found.stages] == [range(3), range(3, 4)]
 
 
 def test_the_fastest_order_is_that_of_all_orders(costs: StageCosts) -> None:
     given = [*workers(1e12, 4e12), StageWorker(name="x", kind="cpu", memory=None, flops=2e12)]
-    found = planned.faster_order(costs, given)
+    found = stage_plan.faster_order(costs, given)
     assert found is not None
-    every = [planned.propose(costs, order).slowest for order in permutations(given)]
+    every = [stage_plan.propose(costs, order).slowest for order in permutations(given)]
     assert found.slowest == min(every)
 
 
 def test_without_speeds_times_are_in_blocks(costs: StageCosts) -> None:
-    found = planned.propose(costs, stage_workers.nameless(4))
+    found = stage_plan.propose(costs, stage_workers.nameless(4))
     assert [stage.seconds for stage in found.stages[:3]] == [1, 1, 1]
     assert found.step_seconds is None
     assert found.plan()[0] == StagePlan(layers=(0, 1))
@@ -209,7 +208,7 @@ def test_the_section_can_be_pasted(config: Path, capsys: pytest.CaptureFixture[s
     assert [stage.worker for stage in planned_stages] == [("a",), ("b",)]
     assert [stage.backend for stage in planned_stages] == ["cpu", "cuda"]
     found = json.loads(record.read_text(encoding="utf-8"))
-    assert found["schema"] == plan_text.SCHEMA
+    assert found["schema"] == stage_text.SCHEMA
     assert [one["layers"] for one in found["stages"]] == [[*own.layers] for own in planned_stages]
     needs = found["stages"][0]["workers"][0]
     assert sum(needs["needs"].values()) == needs["needed_bytes"]
@@ -393,5 +392,5 @@ def test_a_file_of_workers_is_refused_by_line(tmp_path: Path, text: str, told: s
 
 @pytest.mark.parametrize("name", ["a", "yes", "1", "a b", "a: b", "null", "-", 'a"b', "😀", "a,b"])
 def test_names_are_read_back(name: str) -> None:
-    (line,) = [*plan_text.section([StagePlan(layers=(0, 1), worker=(name,))])][1:]
+    (line,) = [*stage_text.section([StagePlan(layers=(0, 1), worker=(name,))])][1:]
     assert yaml.safe_load(line) == [{"layers": [0, 1], "worker": name}]

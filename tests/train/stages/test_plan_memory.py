@@ -15,8 +15,8 @@ from entrenar_py.train.model import model
 from entrenar_py.train.model import prepared as preparing
 from entrenar_py.train.model.prepared import Prepared
 from entrenar_py.train.plan import plan as planning
-from entrenar_py.train.plan.rehearsal import _Storages
-from entrenar_py.train.plan.stages.stage_costs import Place, StageCosts
+from entrenar_py.train.plan.shape import _Storages
+from entrenar_py.train.plan.stage_costs import Place, StageCosts
 from entrenar_py.train.stages import cut as cutting
 from entrenar_py.train.stages import stage_workload
 from entrenar_py.train.stages.stage_step import TorchStage

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from entrenar_py.train.plan.stages import partition
-from entrenar_py.train.plan.stages.partition import Costs
+from entrenar_py.train.plan import stage_plan
+from entrenar_py.train.plan.stage_plan import Costs
 
 
 @st.composite
@@ -29,16 +29,16 @@ def test_no_cut_is_better(costs: list[Costs]) -> None:
     known = []
     for inner in combinations(range(1, num_blocks), len(costs) - 1):
         cut = tuple(range(a, b) for a, b in pairwise((0, *inner, num_blocks)))
-        known.append((partition.slowest(costs, cut), partition.total(costs, cut)))
+        known.append((stage_plan.slowest(costs, cut), stage_plan.total(costs, cut)))
     known = [one for one in known if np.isfinite(one[0])]
-    found = partition.best(costs)
+    found = stage_plan.best_cut(costs)
     if found is None:
         assert not known
         return
     assert [block for own in found for block in own] == [*range(num_blocks)]
     assert all(found)
-    assert (partition.slowest(costs, found), partition.total(costs, found)) == min(known)
+    assert (stage_plan.slowest(costs, found), stage_plan.total(costs, found)) == min(known)
 
 
 def test_more_stages_than_blocks_have_no_cut() -> None:
-    assert partition.best([np.ones((2, 2))] * 2) is None
+    assert stage_plan.best_cut([np.ones((2, 2))] * 2) is None

@@ -14,9 +14,9 @@ from entrenar_py.systems.finetuned.by_stages import _Training
 from entrenar_py.train.model import prepared as preparing
 from entrenar_py.train.model.settings import Data, Lora, Settings, StagePlan, Training
 from entrenar_py.train.plan import plan as planning
-from entrenar_py.train.plan.stages import planned
-from entrenar_py.train.plan.stages.stage_costs import StageCosts
-from entrenar_py.train.plan.stages.stage_workers import StageWorker
+from entrenar_py.train.plan import stage_plan
+from entrenar_py.train.plan.stage_costs import StageCosts
+from entrenar_py.train.plan.stage_workers import StageWorker
 from entrenar_py.train.wire_io.mesh_end import MeshEnd
 
 NUM_STEPS, NUM_SHARDS = 3, 4
@@ -53,7 +53,7 @@ def test_stages_send_what_is_foreseen(
     longest = prepared.train.length(0)
     run = planning.of(settings, [], longest=longest, bandwidth=1e9)
     workers = [StageWorker(name=str(rank), kind="cpu") for rank in range(len(places))]
-    plan = planned.of_settings(StageCosts(run), workers)
+    plan = stage_plan.of_settings(StageCosts(run), workers)
 
     scenario = Scenario(
         system="finetuned_by_stages",

@@ -97,18 +97,18 @@ def _plan(given: argparse.Namespace) -> int:
     """Print a plan; the configuration is invalid for devices on which nothing fits."""
     from entrenar_py.train.finetune import foresight, remarks, stage_problems
     from entrenar_py.train.model.hyper_parameters import Facts
-    from entrenar_py.train.plan import command
+    from entrenar_py.train.plan import text
     from entrenar_py.train.plan.shape import Shape
 
     settings = settings_file.load(given.config)
     stage_problems.require_other(settings, given.config, "entrenar plan")
     rows, longest = foresight.rows_and_longest(settings)
-    devices = command.of_run(settings, given.devices)
+    devices = text.of_run(settings, given.devices)
     if not given.devices and not settings.devices:
         settings = foresight.planned(settings, devices, longest=longest)
     number = Shape(settings).num_parameters
     remarks.show(given.config, Facts(settings=settings, num_parameters=number, rows=rows))
-    fits = command.show(
+    fits = text.show(
         settings,
         longest=longest,
         devices=devices,

@@ -12,20 +12,11 @@ from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.finetune import foresight, settings_file, stage_problems
 from entrenar_py.train.model import model_class
 from entrenar_py.train.model.settings import LAYER_PIPELINE, Data, Settings
-from entrenar_py.train.plan import devices
+from entrenar_py.train.plan import devices, old_configuration, stage_plan, stage_text, stage_workers
 from entrenar_py.train.plan import plan as planning
-from entrenar_py.train.plan.stages import (
-    diagram,
-    imported,
-    measured,
-    old_configuration,
-    plan_text,
-    planned,
-    stage_workers,
-)
-from entrenar_py.train.plan.stages.planned import StagesPlan
-from entrenar_py.train.plan.stages.stage_costs import StageCosts
-from entrenar_py.train.plan.stages.stage_workers import StageWorker
+from entrenar_py.train.plan.stage_costs import StageCosts
+from entrenar_py.train.plan.stage_plan import StagesPlan
+from entrenar_py.train.plan.stage_workers import StageWorker
 from entrenar_py.train.service import exit_codes
 
 _DOCTOR = "doctor"
@@ -43,20 +34,20 @@ def plan(given: argparse.Namespace) -> int:
     workers = _workers(given, costs)
     try:
         found = _plan(given, costs, workers)
-        planned.require_fits(found)
+        stage_plan.require_fits(found)
     except UsageError as error:
         _at_its_line(given.config, error)
         raise
     if given.diagram is not None:
-        printing.say_lines(diagram.draw(found, given.diagram))
+        printing.say_lines(stage_text.draw(found, given.diagram))
     else:
         length_from = "data.max_tokens" if longest is None else "the longest row"
-        printing.say_lines("\n".join(plan_text.lines(found, length_from=length_from)))
+        printing.say_lines("\n".join(stage_text.lines(found, length_from=length_from)))
         _tell_order(given, costs, workers, found)
         if not costs.run.settings.stages:
-            printing.say_lines("\n".join(["", *plan_text.section(found.plan())]))
+            printing.say_lines("\n".join(["", *stage_text.section(found.plan())]))
     if given.json is not None:
-        output_file.write(plan_text.to_record(found), given.json)
+        output_file.write(stage_text.to_record(found), given.json)
     return exit_codes.DONE
 
 
@@ -74,7 +65,7 @@ def _costs(given: argparse.Namespace) -> tuple[StageCosts, int | None]:
         settings,
         devices.described(settings.devices),
         longest=longest,
-        bandwidth=devices.bandwidth(given.bandwidth),
+        bandwidth=devices.bandwidth_of(given.bandwidth),
     )
     return StageCosts(run), longest
 
@@ -83,7 +74,7 @@ def _workers(given: argparse.Namespace, costs: StageCosts) -> list[StageWorker]:
     """Return the workers to plan for; an empty list if only stages are known."""
     settings = costs.run.settings
     if given.workers == _DOCTOR:
-        return measured.workers(costs.run, printing.warn)
+        return stage_workers.measured(costs.run, printing.warn)
     if given.workers is not None:
         return stage_workers.load(Path(given.workers))
     if costs.run.devices:
@@ -93,17 +84,18 @@ def _workers(given: argparse.Namespace, costs: StageCosts) -> list[StageWorker]:
 
 def _plan(given: argparse.Namespace, costs: StageCosts, workers: list[StageWorker]) -> StagesPlan:
     if costs.run.settings.stages:
-        return planned.of_settings(costs, workers)
+        return stage_plan.of_settings(costs, workers)
     if given.order == "best":
-        found = planned.faster_order(costs, workers)
+        found = stage_plan.faster_order(costs, workers)
         if found is not None:
             return found
-        if len(workers) > planned.ORDERS_OF_MAX:
+        if len(workers) > stage_plan.ORDERS_OF_MAX:
             raise UsageError(
                 f"--order best with {len(workers)} workers: all orders of "
-                f"{planned.ORDERS_OF_MAX} are tried, not of more; give them in the order they have"
+                f"{stage_plan.ORDERS_OF_MAX} are tried, not of more; give them in the order they "
+                "have"
             )
-    return planned.propose(costs, workers)
+    return stage_plan.propose(costs, workers)
 
 
 def _tell_order(
@@ -112,7 +104,7 @@ def _tell_order(
     """Tell if another order of the workers is faster."""
     if costs.run.settings.stages or given.order == "best":
         return
-    other = planned.faster_order(costs, workers)
+    other = stage_plan.faster_order(costs, workers)
     if other is not None and other.slowest < _WORTH * found.slowest:
         names = ", ".join(stage.workers[0].name or "any" for stage in other.stages)
         share = 100 * (1 - other.slowest / found.slowest)
@@ -145,7 +137,7 @@ def convert(given: argparse.Namespace) -> int:
         )
         num_blocks = int(model_class.configuration(run).get_text_config().num_hidden_layers)
     old = old_configuration.load(given.old, num_blocks)
-    made = imported.lines(
+    made = old_configuration.lines(
         old,
         source=given.old,
         model=given.model or Path("path/to/checkpoint"),

@@ -1,4 +1,7 @@
-"""The devices of a run: this machine's, or described by hand as `name:memory[:bandwidth]`."""
+"""The devices of a run, this machine's or described by hand; and sizes and times in words.
+
+A device is described as `name:memory[:bandwidth]`. Sizes and times are written as `23.6 MB` and
+`0.19 s`."""
 
 from __future__ import annotations
 
@@ -52,8 +55,8 @@ def described(texts: Sequence[str]) -> list[Device]:
         device = Device(
             name=name,
             kind=_kind(name),
-            memory=size(found["memory"]),
-            bandwidth=None if rate is None else bandwidth(rate),
+            memory=bytes_of(found["memory"]),
+            bandwidth=None if rate is None else bandwidth_of(rate),
         )
         devices += [device] * count
     return devices
@@ -83,7 +86,7 @@ def of_backend(name: str) -> Device:
     return Device(name=name, kind=backend_names.kind_of(name), memory=machine.free_bytes(name))
 
 
-def size(text: str) -> int:
+def bytes_of(text: str) -> int:
     """Return the bytes of `24GB` (10^9) or `24GiB` (2^30)."""
     found = _SIZE.fullmatch(text.strip())
     if found is None:
@@ -95,7 +98,7 @@ def size(text: str) -> int:
     return int(number)
 
 
-def bandwidth(text: str) -> float:
+def bandwidth_of(text: str) -> float:
     """Return the bytes a second of `10Gbit` or `25GB/s`."""
     found = _RATE.fullmatch(text.strip())
     if found is None or not float(found[1]):
@@ -107,3 +110,31 @@ def bandwidth(text: str) -> float:
 
 def _kind(name: str) -> str:
     return next((kind for kind in ("cpu", "wgpu") if name.lower().startswith(kind)), "cuda")
+
+
+_UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
+
+
+def size(num_bytes: float) -> str:
+    """Return bytes with three digits, in powers of 1000."""
+    for factor, unit in _UNITS:
+        if num_bytes >= factor:
+            return f"{_digits(num_bytes / factor)} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def short(num_bytes: float) -> str:
+    """Return bytes as `23.6M`, for a narrow column."""
+    return size(num_bytes).replace(" ", "").removesuffix("B") or "0"
+
+
+def seconds(number: float) -> str:
+    """Return a time with two digits or more."""
+    if number >= 1:
+        return f"{_digits(number)} s"
+    return f"{_digits(number * 1e3)} ms"
+
+
+def _digits(number: float) -> str:
+    places = 2 if number < 10 else 1 if number < 100 else 0
+    return f"{number:.{places}f}"

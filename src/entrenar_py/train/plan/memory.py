@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from entrenar_py.train.plan.rehearsal import Rehearsal
-from entrenar_py.train.plan.shape import FLOAT_BYTES, WHOLE, Counts, Cut, Shape
+from entrenar_py.train.plan.shape import FLOAT_BYTES, WHOLE, Counts, Cut, Rehearsal, Shape
 
 # What is there before any tensor: an interpreter with torch and transformers; on a GPU the context
 # and the workspaces of its libraries. The CPU's is measured, the others are estimates.

@@ -2,7 +2,8 @@
 
 Workers have stages in the order in which they are given. The order is part of what a user decides:
 the first worker sees the tokens, the last one what is to be predicted, and neighbours need a link.
-`faster_order` tries all orders of a few workers, and is asked for.
+`faster_order` tries all orders of a few workers, for `--order best`. The cut of a row of blocks is
+exact: dynamic programming makes the slowest stage as fast as it can be.
 """
 
 from __future__ import annotations
@@ -12,16 +13,67 @@ from dataclasses import dataclass
 from itertools import pairwise, permutations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from entrenar_py.shared import wording
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.model.settings import StagePlan
-from entrenar_py.train.plan.stages import partition
-from entrenar_py.train.plan.stages.partition import Costs
-from entrenar_py.train.plan.stages.stage_costs import Place, StageCosts, Terms, matrix
-from entrenar_py.train.plan.stages.stage_workers import StageWorker
-from entrenar_py.train.plan.units import size
+from entrenar_py.train.plan.devices import size
+from entrenar_py.train.plan.stage_costs import Place, StageCosts, Terms, matrix
+from entrenar_py.train.plan.stage_workers import StageWorker
 from entrenar_py.train.stages.cut import require_end
+
+Costs = NDArray[np.float64]
+
+
+def best_cut(costs: Sequence[Costs]) -> tuple[range, ...] | None:
+    """Return the blocks of each stage, of which the largest cost is least; None if there are none.
+
+    `costs` has for each stage float64 [num_blocks + 1, num_blocks + 1]: at [a, b] the cost of
+    blocks a to b - 1, infinite for what can't be. Each stage gets a block at least. Of the cuts
+    with the least largest cost, one with the least sum of costs is returned, which makes the
+    shortest step: a step takes the sum once, and the largest cost for each further shard.
+    """
+    largest = _ends(costs, np.maximum)
+    if largest is None:
+        return None
+    limit = slowest(costs, largest)
+    return _ends([np.where(one <= limit, one, np.inf) for one in costs], np.add)
+
+
+def slowest(costs: Sequence[Costs], stages: Sequence[range]) -> float:
+    """Return the largest cost of `stages`."""
+    return max(float(one[own.start, own.stop]) for one, own in zip(costs, stages, strict=True))
+
+
+def total(costs: Sequence[Costs], stages: Sequence[range]) -> float:
+    """Return the sum of the costs of `stages`."""
+    return sum(float(one[own.start, own.stop]) for one, own in zip(costs, stages, strict=True))
+
+
+def _ends(costs: Sequence[Costs], join: np.ufunc) -> tuple[range, ...] | None:
+    """Return the stages whose costs, joined by `join`, are least; None if no cut is finite.
+
+    Dynamic programming over prefixes: the best cut of the first b blocks into k stages has, up to
+    its last stage, a best cut of some a < b blocks into k - 1. `join` is monotone, so that holds
+    for the maximum and for the sum.
+    """
+    size = len(costs[0])
+    least = np.full(size, np.inf)  # by the number of blocks so far
+    least[0] = 0.0
+    begins: list[NDArray[np.intp]] = []
+    empty = np.tril(np.ones((size, size), dtype=bool))  # stages without a block
+    for one in costs:
+        joined = join(least[:, None], np.where(empty, np.inf, one))
+        begins.append(joined.argmin(axis=0))
+        least = joined.min(axis=0)
+    if not np.isfinite(least[-1]):
+        return None
+    ends = [size - 1]
+    for begin in reversed(begins):
+        ends.append(int(begin[ends[-1]]))
+    return tuple(range(a, b) for a, b in pairwise(reversed(ends)))
+
 
 ORDERS_OF_MAX = 6  # workers of which all orders are tried: 720
 
@@ -140,10 +192,10 @@ def propose(costs: StageCosts, workers: Sequence[StageWorker]) -> StagesPlan:
             f"{len(workers)} workers and {costs.num_blocks} blocks: a stage would have none; use "
             f"{costs.num_blocks} workers or fewer"
         )
-    found = partition.best(_costs(costs, workers))
+    found = best_cut(_costs(costs, workers))
     if found is None:
         shares = [_shares(costs, one, stage, len(workers)) for stage, one in enumerate(workers)]
-        found = partition.best(shares)
+        found = best_cut(shares)
         assert found is not None, "there are as many blocks as workers"
         plan = _of(costs, found, [(one,) for one in workers])
         require_fits(plan, "no cut fits, and the one that lacks least has ")
@@ -161,10 +213,10 @@ def faster_order(costs: StageCosts, workers: Sequence[StageWorker]) -> StagesPla
     matrices: dict[tuple[int, StageWorker], Costs] = {}
     for order in dict.fromkeys(permutations(workers)):
         table = _costs(costs, order, matrices)
-        cut = partition.best(table)
+        cut = best_cut(table)
         if cut is None:
             continue
-        value = partition.slowest(table, cut), partition.total(table, cut)
+        value = slowest(table, cut), total(table, cut)
         if best is None or value < best[:2]:
             best = *value, order, cut
     return None if best is None else _of(costs, best[3], [(one,) for one in best[2]])
