@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from entrenar_py.train.service.averaging_keys import KEYS, TIMING
+from entrenar_py.train.service.averaging import KEYS, TIMING_KEYS
 from entrenar_py.train.upstream import wire_frames
 from entrenar_py.train.upstream.averaging_worker import IGNORED_MAX, MAY_SEND
 from entrenar_py.train.upstream.wire_messages import WIRE_MESSAGES
@@ -59,7 +59,7 @@ def timing() -> Rows:
     """Return a row per timeout."""
     return [
         (f"`{name}`", "seconds > 0", f"`{getattr(Patience(), name):g}`", meaning)
-        for name, meaning in TIMING.items()
+        for name, meaning in TIMING_KEYS.items()
     ]
 
 

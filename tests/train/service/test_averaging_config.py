@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from entrenar_py.shared.errors import ContractError
-from entrenar_py.train.service import averaging_config, averaging_keys, config_keys
+from entrenar_py.train.service import averaging, config
 from entrenar_py.train.service.address import Address
-from entrenar_py.train.service.averaging_config import AveragingConfig
+from entrenar_py.train.service.averaging import AveragingConfig
 from entrenar_py.train.upstream.wire_frames import FRAME_BYTES_MAX
 from entrenar_py.train.upstream.wire_terms import AveragingRun, Patience
 
@@ -20,7 +20,7 @@ def load(folder: Path, text: str) -> AveragingConfig:
     """Return the configuration of the YAML `text`."""
     path = folder / "run.yaml"
     path.write_text(text, encoding="utf-8")
-    return averaging_config.load(path)
+    return averaging.load(path)
 
 
 def problems(folder: Path, text: str) -> list[str]:
@@ -60,7 +60,7 @@ def test_all_of_one(tmp_path: Path) -> None:
         "timing: {hello_s: 1, dead_after_s: 2.5, shard_s: 3, gather_s: 4}\n"
         "metrics: /var/log/m.jsonl\nledger: l.jsonl\n"
     )
-    assert {line.partition(":")[0] for line in text.splitlines()} == set(averaging_keys.KEYS)
+    assert {line.partition(":")[0] for line in text.splitlines()} == set(averaging.KEYS)
     assert load(tmp_path, text) == AveragingConfig(
         run=AveragingRun(
             num_samples=100,
@@ -123,15 +123,15 @@ def test_what_is_wrong(line: str, problem: str, tmp_path: Path) -> None:
     assert problem in told
 
 
-@pytest.mark.parametrize("key", averaging_keys.NOT_HERE)
+@pytest.mark.parametrize("key", averaging.NOT_HERE)
 def test_what_would_be_ignored(key: str, tmp_path: Path) -> None:
     """Keys of other runs are refused, with the reason."""
     (told,) = problems(tmp_path, f"{SMALL}{key}: 1\n")
-    assert told == f"run.yaml:4:1: error: {key}: {averaging_keys.NOT_HERE[key]}; leave it out"
+    assert told == f"run.yaml:4:1: error: {key}: {averaging.NOT_HERE[key]}; leave it out"
 
 
 def test_keys_of_other_runs_exist() -> None:
     """What is refused by name is a key of the other coordinator."""
-    known = {*config_keys.TRAINING, *config_keys.SERVICE}
-    assert set(averaging_keys.NOT_HERE) <= known
-    assert not set(averaging_keys.NOT_HERE) & set(averaging_keys.KEYS)
+    known = {*config.TRAINING, *config.SERVICE}
+    assert set(averaging.NOT_HERE) <= known
+    assert not set(averaging.NOT_HERE) & set(averaging.KEYS)

@@ -7,7 +7,7 @@ from pathlib import Path
 from entrenar_py.shared.trace.ledger import Reader
 from entrenar_py.shared.trace.writer import Writer
 from entrenar_py.train.service import ledger_account
-from entrenar_py.train.service.averaging_record import AveragingRecord, new_ledger
+from entrenar_py.train.service.averaging import AveragingRecord, new_ledger
 from entrenar_py.train.service.run_events import Happening, Noted
 from entrenar_py.train.wire import effects as do
 from tests.train.wire_io.averaging import run_of

@@ -15,7 +15,7 @@ import pytest
 
 from entrenar_py import entrenar as cli
 from entrenar_py.shared.errors import BackendUnavailable, CheckpointError
-from entrenar_py.train.service import exit_codes, ledger_verification, signals
+from entrenar_py.train.service import exit_codes, ledger_account, signals
 
 HEAVY = ("torch", "numpy", "rich", "yaml", "wgpu", "blake3", "asyncio")
 
@@ -80,7 +80,7 @@ def test_a_signal_while_all_is_being_loaded(
             raise
         raise AssertionError("it was not interrupted")
 
-    monkeypatch.setattr(ledger_verification, "verify", load)
+    monkeypatch.setattr(ledger_account, "verify", load)
     assert cli.main(["ledger", "verify", "l"]) == exit_codes.STOPPED
     told = f"entrenar: interrupted by {number.name} before anything had begun\n"
     assert capsys.readouterr().err == told
@@ -98,7 +98,7 @@ def test_an_interrupt_that_an_import_swallows(monkeypatch: pytest.MonkeyPatch) -
         assert ended.wait(20.0)
         return exit_codes.DONE
 
-    monkeypatch.setattr(ledger_verification, "verify", load)
+    monkeypatch.setattr(ledger_account, "verify", load)
     assert cli.main(["ledger", "verify", "l"]) == exit_codes.DONE
 
 
@@ -109,7 +109,7 @@ def test_a_hang_up_that_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
         signal.raise_signal(signal.SIGHUP)
         return exit_codes.DONE
 
-    monkeypatch.setattr(ledger_verification, "verify", verify)
+    monkeypatch.setattr(ledger_account, "verify", verify)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     assert cli.main(["ledger", "verify", "l"]) == exit_codes.DONE
 
@@ -158,6 +158,6 @@ def test_what_goes_wrong(
     def fail(path: Path, *, replay: bool) -> NoReturn:
         raise error
 
-    monkeypatch.setattr(ledger_verification, "verify", fail)
+    monkeypatch.setattr(ledger_account, "verify", fail)
     assert cli.main(["ledger", "verify", "l"]) == code
     assert capsys.readouterr().err.startswith(said)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.train.service.event_files import EventFiles
+from entrenar_py.train.service.metrics import EventFiles
 from entrenar_py.train.service.run_events import ClassScored, Noted, Scored
 from tests.train.service.happened import made
 

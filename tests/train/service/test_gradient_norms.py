@@ -16,8 +16,8 @@ from entrenar_py.shared.errors import CheckpointError
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.train.coordinator.server import Server
-from entrenar_py.train.service import exit_codes, gradient_norms
-from entrenar_py.train.service.gradient_norms import FACTOR, STEPS_KEPT, STEPS_LEAST, GradientNorms
+from entrenar_py.train.service import exit_codes, measures
+from entrenar_py.train.service.measures import FACTOR, STEPS_KEPT, STEPS_LEAST, GradientNorms
 from entrenar_py.train.service.run_events import Happening, Noted
 from entrenar_py.train.wire.effects import Finish, Stop
 from tests.train.service.members import Noticed, host_of, meet, record, scenario_of, train
@@ -52,14 +52,14 @@ def test_the_median_runs_along() -> None:
 
 @given(st.lists(st.floats(min_value=0, max_value=1e30), max_size=STEPS_KEPT))
 def test_a_checkpoint_keeps_them(values: list[float]) -> None:
-    noted = {gradient_norms.KEY: GradientNorms(values).to_record()}
-    assert gradient_norms.of_checkpoint(noted, Path("c")).to_record() == values
+    noted = {measures.NORMS_KEY: GradientNorms(values).to_record()}
+    assert measures.of_checkpoint(noted, Path("c")).to_record() == values
 
 
 @pytest.mark.parametrize("noted", ["x", [1, 2], [float("nan")], [-1.0], [1.0] * (STEPS_KEPT + 1)])
 def test_a_checkpoint_with_something_else_is_refused(noted: Any) -> None:
-    with pytest.raises(CheckpointError, match=f"{gradient_norms.KEY} is not a list of up to"):
-        gradient_norms.of_checkpoint({gradient_norms.KEY: noted}, Path("c"))
+    with pytest.raises(CheckpointError, match=f"{measures.NORMS_KEY} is not a list of up to"):
+        measures.of_checkpoint({measures.NORMS_KEY: noted}, Path("c"))
 
 
 # --- in a run -------------------------------------------------------------------------------------

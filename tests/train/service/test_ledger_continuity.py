@@ -15,7 +15,7 @@ from entrenar_py.shared.errors import CheckpointError, TraceError
 from entrenar_py.shared.trace import writer
 from entrenar_py.shared.trace.ledger import Reader
 from entrenar_py.train.arithmetic import checkpoint
-from entrenar_py.train.service import exit_codes, ledger_verification
+from entrenar_py.train.service import exit_codes, ledger_account
 from entrenar_py.train.service.host import Host
 from entrenar_py.train.service.run_events import Happening, Noted
 from entrenar_py.train.wire.effects import Finish
@@ -88,7 +88,7 @@ def run(tmp_path: Path) -> Run:
 
 def verified(run: Run, capsys: pytest.CaptureFixture[str], *, replay: bool = False) -> str:
     """Verify the ledger, which must be right, and return the output."""
-    assert ledger_verification.verify(run.ledger, replay=replay) == exit_codes.DONE
+    assert ledger_account.verify(run.ledger, replay=replay) == exit_codes.DONE
     return capsys.readouterr().out
 
 
@@ -216,7 +216,7 @@ def test_steps_that_are_not_there(run: Run, capsys: pytest.CaptureFixture[str]) 
     read = trace.load(run.ledger)
     holed = [one for one in read.events if getattr(one, "step", 0) not in (1, 2)]
     trace.save(replace(read, events=tuple(holed)), run.ledger)
-    assert ledger_verification.verify(run.ledger, replay=False) == exit_codes.WRONG
+    assert ledger_account.verify(run.ledger, replay=False) == exit_codes.WRONG
     said = capsys.readouterr().out.splitlines()[-1]
     assert said == "incomplete: steps 1 to 2 are missing, and no gap explains it"
 

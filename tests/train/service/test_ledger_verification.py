@@ -20,7 +20,7 @@ from entrenar_py.shared import trace
 from entrenar_py.shared.errors import BackendUnavailable, UsageError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Attempt, Trace, writer
-from entrenar_py.train.service import exit_codes, ledger_account, ledger_verification, retraining
+from entrenar_py.train.service import exit_codes, ledger_account, retraining
 from entrenar_py.train.wire.effects import Finish
 from tests.shared.trace.samples import WHOLE, any_event
 from tests.train.service.members import host_of, meet, record, scenario_of, train
@@ -83,7 +83,7 @@ def verdict(
     path: Path, capsys: pytest.CaptureFixture[str], *, replay: bool = False
 ) -> tuple[int, str]:
     """Return the exit code and the last line of the verification."""
-    code = ledger_verification.verify(path, replay=replay)
+    code = ledger_account.verify(path, replay=replay)
     return code, capsys.readouterr().out.splitlines()[-1]
 
 
@@ -154,7 +154,7 @@ def test_no_ledger(tmp_path: Path, content: str) -> None:
     path = tmp_path / "l"
     path.write_text(content)
     with pytest.raises(UsageError):
-        ledger_verification.verify(path, replay=False)
+        ledger_account.verify(path, replay=False)
 
 
 def test_one_that_contradicts_itself(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -337,7 +337,7 @@ def test_no_service_made_it(tmp_path: Path, scenario: Scenario) -> None:
     )
     trace.save(Trace(scenario=scenario, environment={}, promises=(), events=events), path)
     with pytest.raises(UsageError, match="judge it with `entrenar-check --judge`"):
-        ledger_verification.verify(path, replay=True)
+        ledger_account.verify(path, replay=True)
 
 
 def test_lines_are_json(whole: Path) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from entrenar_py.train.service.measures import STEPS_AVERAGED, Stopwatch, Times
 from entrenar_py.train.service.run_events import Last
-from entrenar_py.train.service.stopwatch import STEPS_AVERAGED, Stopwatch, Times
 
 
 class Clock:

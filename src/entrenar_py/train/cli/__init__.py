@@ -16,7 +16,7 @@ from entrenar_py.shared.errors import (
     UsageError,
 )
 from entrenar_py.shared.untrusted import printing
-from entrenar_py.train.cli import distill_options, options, pipeline_options
+from entrenar_py.train.cli import options
 from entrenar_py.train.service import exit_codes, signals
 
 Others = Mapping[str, Callable[[argparse.Namespace], int]]
@@ -96,21 +96,13 @@ def _run(given: argparse.Namespace, others: Others) -> int:
         from entrenar_py.train.service import worker
 
         return worker.run(given, joining.obtain)
-    if given.command in ("finetune", "plan", "infer", "merge", "eval"):
+    if given.command != "ledger":
         from entrenar_py.train.finetune import cli
 
-        return cli.run(given)
-    if given.command == pipeline_options.NAME:
-        from entrenar_py.train.finetune import cli
+        return {"pipeline": cli.pipeline, "distill": cli.distill}.get(given.command, cli.run)(given)
+    from entrenar_py.train.service import ledger_account
 
-        return cli.pipeline(given)
-    if given.command == distill_options.NAME:
-        from entrenar_py.train.finetune import cli
-
-        return cli.distill(given)
-    from entrenar_py.train.service import ledger_verification
-
-    return ledger_verification.verify(given.path, replay=given.replay)
+    return ledger_account.verify(given.path, replay=given.replay)
 
 
 def _say(message: object) -> None:

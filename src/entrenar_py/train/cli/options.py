@@ -1,21 +1,25 @@
-"""The command line of `entrenar`. Imports nothing heavy, so that `--help` is instant."""
+"""The command line of `entrenar`, as one table of commands and what may be typed after each.
+
+Imports nothing heavy, so that `--help` is instant.
+"""
 
 from __future__ import annotations
 
 import argparse
 import functools
+import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import entrenar_py
 from entrenar_py.shared import backend_names
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.page import values
-from entrenar_py.train.cli import distill_options, pipeline_options
 from entrenar_py.train.finetune import NEW_TOKENS
-from entrenar_py.train.service import address, exit_codes, following
+from entrenar_py.train.service import address, exit_codes, metrics
 
 PROG = "entrenar"
 AUTO = "auto"
@@ -24,6 +28,11 @@ EVERY = 10
 PATIENCE_S = 300.0
 OWN_WIRE, WIRE_2 = WIRES = ("own", "v2")
 BANDWIDTH = "10Gbit"
+DIAGRAMS = ("mermaid", "dot", "svg")
+ORDERS = ("given", "best")
+DOCTOR = "doctor"  # in place of a file of workers
+_TASK = "text"
+_PART = re.compile(r"([1-9][0-9]{0,5})/([1-9][0-9]{0,5})")
 _HELP_COLUMNS = 98
 
 
@@ -34,8 +43,403 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; see {self.prog} --help")
 
 
-if TYPE_CHECKING:
-    _Commands: TypeAlias = argparse._SubParsersAction[_Parser]
+# --- values ---------------------------------------------------------------------------------------
+
+
+def _address(text: str) -> address.Address:
+    try:
+        return address.parse(text, port_min=1)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _backend(text: str) -> str:
+    if text != AUTO:
+        try:
+            backend_names.kind_of(text)
+        except UsageError as error:
+            raise argparse.ArgumentTypeError(f"{error}, {AUTO}") from error
+    return text
+
+
+def _backends(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    for name in names:
+        try:
+            backend_names.kind_of(name)
+        except UsageError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+    return names
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= address.PORT_MAX):
+        raise argparse.ArgumentTypeError(f"{text!r}: use a port, 1 to {address.PORT_MAX}")
+    return int(text)
+
+
+def _part(text: str) -> tuple[int, int]:
+    """Return K and N of the text `K/N`."""
+    match = _PART.fullmatch(text)
+    if match is None or int(match[1]) > int(match[2]):
+        raise argparse.ArgumentTypeError(f"{text!r}: use K/N with K from 1 to N, such as 2/3")
+    return int(match[1]), int(match[2])
+
+
+_positive = functools.partial(values.natural, least=1)
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+# Name as typed, or of a positional argument -> the arguments of argparse's `add_argument`.
+Arguments = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command, what it does, and what may be typed after it: arguments, or one of `actions`."""
+
+    name: str
+    what: str
+    arguments: Arguments = field(default_factory=dict)
+    actions: tuple[Command, ...] = ()
+
+
+def _path(metavar: str, what: str, **more: Any) -> Mapping[str, Any]:
+    return {"metavar": metavar, "type": Path, "help": what, **more}
+
+
+def _flag(what: str) -> Mapping[str, Any]:
+    return {"action": "store_true", "help": what}
+
+
+_RESUME = _flag("go on from the checkpoint, or from the start if there is none yet")
+_JSON = _path("FILE", "also write it as JSON")
+_TRAINING: Arguments = {
+    "config": _path("CONFIG.yaml", "what to train, and on what; `init` prints one with all keys"),
+    "--resume": _RESUME,
+    "--backend": {
+        "metavar": "LIST",
+        "dest": "backends",
+        "type": _backends,
+        "default": ("cpu",),
+        "help": "what the workers compute on, in turns, e.g. cpu,wgpu or cuda:0,cuda:1; one worker "
+        "each at least (default cpu)",
+    },
+    **metrics.OPTIONS,
+}
+_TRAINED: Arguments = {
+    "output": _path("OUT", "the run's output folder"),
+    "--trust-remote-code": _flag("run Python that comes with the checkpoint, as the run did"),
+}
+_STUDENT = _path("CONFIG.yaml", "as `finetune` takes it, with `distill`")
+
+COORDINATOR = Command(
+    name="coordinator",
+    what="serve a run to all workers that know its secret",
+    arguments={
+        "config": _path("CONFIG.yaml", "what to train, and how"),
+        "--resume": _RESUME,
+        **metrics.OPTIONS,
+        "--wire": {
+            "choices": WIRES,
+            "default": OWN_WIRE,
+            "help": "what workers speak: this package's own protocol, or the original system's "
+            "second layout (v2), which has no secret, and whose workers hold the weights (default "
+            "own)",
+        },
+        "--insecure": _flag(
+            "with --wire v2: let anyone take part who can connect from other machines"
+        ),
+    },
+)
+WORKER = Command(
+    name="worker",
+    what="compute for a coordinator, which says what to train",
+    arguments={
+        "--coordinator": {
+            "metavar": "HOST:PORT",
+            "required": True,
+            "type": _address,
+            "help": "where the coordinator listens; an IPv6 host in brackets",
+        },
+        "--secret-file": _path("FILE", "the run's shared secret", required=True),
+        "--tls-ca": _path("FILE", "connect over TLS, and trust the authorities in this file (PEM)"),
+        "--tls-cert": _path("FILE", "the certificate to show the coordinator"),
+        "--tls-key": _path("FILE", "the key of --tls-cert"),
+        "--backend": {
+            "metavar": "NAME",
+            "type": _backend,
+            "default": "cpu",
+            "help": "what to compute on: cpu, cuda, wgpu (cuda:1, wgpu:1: the second device), or "
+            "auto, the first of cuda, wgpu, cpu that works (default cpu)",
+        },
+        "--model": _path(
+            "FOLDER",
+            "this machine's copy of the checkpoint that is fine-tuned; its files must have the "
+            "hashes of the coordinator's (default: they are fetched and kept)",
+        ),
+        "--logits": _path(
+            "FOLDER",
+            "this machine's copy of the shards that a student learns from, which may still come",
+        ),
+        "--trust-remote-code": _flag(
+            "run Python that comes with the checkpoint, if the coordinator's configuration says "
+            "so, too"
+        ),
+        "--rank": {
+            "metavar": "N",
+            "type": values.natural,
+            "help": "the rank to request (default: the lowest free one)",
+        },
+        "--id": {
+            "metavar": "NAME",
+            "help": "in a layer pipeline, the name by which the configuration gives this worker a "
+            "stage",
+        },
+        "--listen-port": {
+            "metavar": "N",
+            "type": _port,
+            "help": "in a mesh or a layer pipeline, the port where other workers connect (default: "
+            "any free one)",
+        },
+        "--patience-s": {
+            "metavar": "S",
+            "type": values.seconds,
+            "default": PATIENCE_S,
+            "help": f"seconds to keep trying to join the run (default {PATIENCE_S:g})",
+        },
+    },
+)
+LEDGER = Command(
+    name="ledger",
+    what="inspect the trace of a run",
+    actions=(
+        Command(
+            name="verify",
+            what="check that no line of a ledger was changed, lost or moved",
+            arguments={
+                "path": _path("PATH", "the file"),
+                "--replay": _flag(
+                    "also train again, in this process, and compare the weights after every step"
+                ),
+            },
+        ),
+    ),
+)
+WATCHING = Command(
+    name=WATCH,
+    what="watch a training whose script doesn't call observe(every=)",
+    arguments={
+        "--every": {
+            "metavar": "N",
+            "type": _positive,
+            "default": EVERY,
+            "help": f"optimizer steps between two looks (default {EVERY})",
+        },
+        "--contract": {
+            "metavar": "FILE",
+            "help": "a contract, or the name of a shipped one: only its clauses are watched",
+        },
+    },
+)
+VISIT = Command(
+    name="doctor",
+    what="say what this machine has, and which checks it can exercise",
+    arguments={
+        "--clauses": _flag("list every clause, with what it lacks"),
+        "--json": _path("FILE", "also write it as JSON, clauses included"),
+        "--no-color": _flag("no colours"),
+    },
+)
+FINETUNE = (
+    Command(
+        name="finetune",
+        what="train a checkpoint on this machine's processes",
+        arguments=_TRAINING,
+    ),
+    Command(
+        name="plan",
+        what="say what a run of `finetune` needs, and which strategy fits",
+        arguments={
+            "config": _path("CONFIG.yaml", "as `finetune` takes it"),
+            "--device": {
+                "metavar": "D",
+                "dest": "devices",
+                "action": "append",
+                "default": [],
+                "help": "plan for this device in place of this machine's, as "
+                "name:memory[:bandwidth], e.g. rtx4090:24GB or '2 x h100:80GB:25GB/s'; give it "
+                "once for each kind",
+            },
+            "--bandwidth": {
+                "metavar": "B",
+                "default": BANDWIDTH,
+                "help": "of links for which no device states one, e.g. 1Gbit or 25GB/s (default "
+                f"{BANDWIDTH})",
+            },
+            "--json": _JSON,
+        },
+    ),
+    Command(
+        name="infer",
+        what="answer a prompt with what `finetune` has trained",
+        arguments={
+            **_TRAINED,
+            "--prompt": {"metavar": "TEXT", "required": True, "help": "the text to answer"},
+            "--new-tokens": {
+                "metavar": "N",
+                "type": _positive,
+                "help": f"tokens of an answer at most (default {NEW_TOKENS})",
+            },
+        },
+    ),
+    Command(
+        name="merge",
+        what="write a model with the adapters added to its weights",
+        arguments={**_TRAINED, "merged": _path("MERGED", "a new folder")},
+    ),
+    Command(
+        name="eval",
+        what="score what `finetune` has trained on rows",
+        arguments={
+            **_TRAINED,
+            "--data": _path("FILE", "rows: .jsonl, .json or .parquet", required=True),
+        },
+    ),
+)
+PIPELINE = Command(
+    name="pipeline",
+    what="plan or convert the stages of a layer pipeline",
+    actions=(
+        Command(
+            name="plan",
+            what="show the stages of a configuration, or cut the model as is fastest",
+            arguments={
+                "config": _path("CONFIG.yaml", "as `coordinator` takes it"),
+                "--workers": {
+                    "metavar": "FILE",
+                    "help": "a list of {worker, memory, backend, flops or seconds_per_block, "
+                    f"bandwidth}}; or {DOCTOR}: this machine's devices, measured (default: "
+                    "`devices` of the configuration)",
+                },
+                "--order": {
+                    "choices": ORDERS,
+                    "default": ORDERS[0],
+                    "help": "let workers have stages in the order in which they are given, or in "
+                    "the fastest one, of six workers at most (default given)",
+                },
+                "--bandwidth": {
+                    "metavar": "B",
+                    "default": BANDWIDTH,
+                    "help": "of the coordinator's link, and of workers without their own, e.g. "
+                    f"1Gbit (default {BANDWIDTH})",
+                },
+                "--diagram": {
+                    "choices": DIAGRAMS,
+                    "help": "print machines and links instead, drawn in this form",
+                },
+                "--json": _JSON,
+            },
+        ),
+        Command(
+            name="import",
+            what="print a configuration made from an earlier framework's hetero_config.json",
+            arguments={
+                "old": _path("OLD.json", "the hetero_config.json"),
+                "--model": _path("FOLDER", "folder with the checkpoint; its blocks are counted"),
+                "--data": _path(
+                    "FILE", "rows to train on (default train.jsonl)", default=Path("train.jsonl")
+                ),
+                "--output": _path(
+                    "FOLDER", "folder for what is trained (default out)", default=Path("out")
+                ),
+                "--secret-file": _path(
+                    "FILE", "the run's shared secret (default secret)", default=Path("secret")
+                ),
+                "--task": {
+                    "choices": ("instruct", "text"),
+                    "default": _TASK,
+                    "help": f"what is learned (default {_TASK})",
+                },
+            },
+        ),
+    ),
+)
+DISTILL = Command(
+    name="distill",
+    what="learn from a teacher: its logits once, in shards, then a student",
+    actions=(
+        Command(
+            name="logits",
+            what="run the teacher over all rows, and keep its most likely tokens",
+            arguments={
+                "config": _STUDENT,
+                "--backend": {
+                    "metavar": "NAME",
+                    "type": _backend,
+                    "default": "cpu",
+                    "help": "what the teacher computes on: cpu or cuda (cuda:1: the second device; "
+                    "default cpu)",
+                },
+                "--part": {
+                    "metavar": "K/N",
+                    "type": _part,
+                    "help": "make each N-th shard from the K-th on, for machines that share no "
+                    "folder; those that do share one share the work without it",
+                },
+            },
+        ),
+        Command(
+            name="train",
+            what="train the student on this machine, while shards may still come",
+            arguments={
+                **_TRAINING,
+                "--follow": {
+                    "action": argparse.BooleanOptionalAction,
+                    "help": "wait for shards that are missing, or end with an error at the first "
+                    "one (default: as distill.wait_s says)",
+                },
+            },
+        ),
+        Command(
+            name="text",
+            what="let the teacher answer prompts, for a student with another tokenizer",
+            arguments={
+                "config": _STUDENT,
+                "--endpoint": {
+                    "metavar": "URL",
+                    "help": "base URL of an OpenAI-compatible server that answers, such as "
+                    "http://host:8000/v1 (default: distill.text.endpoint, or without one "
+                    "distill.teacher is run here)",
+                },
+                "--backend": {
+                    "metavar": "NAME",
+                    "type": _backend,
+                    "help": "what the teacher computes on where there is no endpoint: cpu or cuda "
+                    "(cuda:1: the second device; default cpu)",
+                },
+            },
+        ),
+        Command(
+            name="status",
+            what="say which shards are there, missing or damaged",
+            arguments={"folder": _path("DIR", "the folder of the shards"), "--json": _JSON},
+        ),
+    ),
+)
+COMMANDS = (COORDINATOR, WORKER, LEDGER, WATCHING, VISIT, *FINETUNE, PIPELINE, DISTILL)
+
+
+# --- the parser -----------------------------------------------------------------------------------
+
+# Arguments of all parsers.
+_FORM: Mapping[str, Any] = {
+    "formatter_class": functools.partial(
+        argparse.RawDescriptionHelpFormatter, max_help_position=26
+    ),
+    "allow_abbrev": False,
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -43,18 +447,44 @@ def parser() -> argparse.ArgumentParser:
     what = "Trains and fine-tunes on one machine or several, with workers that come and go."
     cli = _Parser(prog=PROG, description=what, epilog=_epilog(), **_FORM)
     cli.add_argument("--version", action="version", version=f"%(prog)s {entrenar_py.__version__}")
-    commands = cli.add_subparsers(
-        title="commands", dest="command", metavar="COMMAND", required=True
+    _add(cli, COMMANDS, title="commands", dest="command")
+    watch = next(command for command in _parsers(cli) if command.prog == f"{PROG} {WATCH}")
+    watch.usage = "%(prog)s [--every N] [--contract FILE] -- COMMAND ..."
+    watch.epilog = (
+        "The exit code is the command's own. A finding is raised out of optimizer.step() on every\n"
+        "rank, so the training ends as it does after any other error."
     )
-    _add_coordinator(commands)
-    _add_worker(commands)
-    _add_ledger(commands)
-    _add_watch(commands)
-    _add_doctor(commands)
-    _add_finetune(commands)
-    pipeline_options.add(commands, _add, BANDWIDTH)
-    distill_options.add(commands, _add, _add_training, _backend)
     return cli
+
+
+def _add(
+    above: argparse.ArgumentParser, commands: Sequence[Command], *, title: str, dest: str
+) -> None:
+    group = above.add_subparsers(title=title, dest=dest, metavar=dest.upper(), required=True)
+    for command in commands:
+        sentence = f"{command.what[0].upper()}{command.what[1:]}."
+        own = group.add_parser(command.name, help=command.what, description=sentence, **_FORM)
+        own.epilog = _epilog(own.prog.removeprefix(f"{PROG} "))
+        for name, settings in command.arguments.items():
+            own.add_argument(name, **settings)
+        if command.actions:
+            _add(own, command.actions, title="actions", dest="action")
+
+
+def _parsers(cli: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """Yield the parsers of commands."""
+    for action in cli._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            yield from action.choices.values()
+
+
+def _epilog(command: str = "") -> str:
+    lines = ["exit codes:"]
+    for code, meaning in exit_codes.of_command(command).items():
+        lines += textwrap.wrap(
+            meaning, _HELP_COLUMNS, initial_indent=f"  {code}  ", subsequent_indent=" " * 5
+        )
+    return "\n".join(lines)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -97,164 +527,6 @@ def _require_of_wire(parsed: argparse.Namespace) -> None:
         )
 
 
-def _epilog(command: str = "") -> str:
-    lines = ["exit codes:"]
-    for code, meaning in exit_codes.of_command(command).items():
-        lines += textwrap.wrap(
-            meaning, _HELP_COLUMNS, initial_indent=f"  {code}  ", subsequent_indent=" " * 5
-        )
-    return "\n".join(lines)
-
-
-# Arguments of all parsers.
-_FORM: Mapping[str, Any] = {
-    "formatter_class": functools.partial(
-        argparse.RawDescriptionHelpFormatter, max_help_position=26
-    ),
-    "allow_abbrev": False,
-}
-
-
-def _add(commands: _Commands, name: str, what: str) -> _Parser:
-    """Add a command called `name`, with `what` as its help."""
-    sentence = f"{what[0].upper()}{what[1:]}."
-    command = commands.add_parser(name, help=what, description=sentence, **_FORM)
-    command.epilog = _epilog(command.prog.removeprefix(f"{PROG} "))
-    return command
-
-
-def _add_coordinator(commands: _Commands) -> None:
-    command = _add(commands, "coordinator", "serve a run to all workers that know its secret")
-    command.add_argument("config", metavar="CONFIG.yaml", type=Path, help="what to train, and how")
-    command.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on from the checkpoint, or from the start if there is none yet",
-    )
-    following.add_options(command)
-    command.add_argument(
-        "--wire",
-        choices=WIRES,
-        default=OWN_WIRE,
-        help="what workers speak: this package's own protocol, or the original system's second "
-        "layout (v2), which has no secret, and whose workers hold the weights (default own)",
-    )
-    command.add_argument(
-        "--insecure",
-        action="store_true",
-        help="with --wire v2: let anyone take part who can connect from other machines",
-    )
-
-
-def _add_worker(commands: _Commands) -> None:
-    command = _add(commands, "worker", "compute for a coordinator, which says what to train")
-    command.add_argument(
-        "--coordinator",
-        metavar="HOST:PORT",
-        required=True,
-        type=_address,
-        help="where the coordinator listens; an IPv6 host in brackets",
-    )
-    command.add_argument(
-        "--secret-file", metavar="FILE", required=True, type=Path, help="the run's shared secret"
-    )
-    command.add_argument(
-        "--tls-ca",
-        metavar="FILE",
-        type=Path,
-        help="connect over TLS, and trust the authorities in this file (PEM)",
-    )
-    command.add_argument(
-        "--tls-cert", metavar="FILE", type=Path, help="the certificate to show the coordinator"
-    )
-    command.add_argument("--tls-key", metavar="FILE", type=Path, help="the key of --tls-cert")
-    command.add_argument(
-        "--backend",
-        metavar="NAME",
-        type=_backend,
-        default="cpu",
-        help="what to compute on: cpu, cuda, wgpu (cuda:1, wgpu:1: the second device), or auto, "
-        "the first of cuda, wgpu, cpu that works (default cpu)",
-    )
-    command.add_argument(
-        "--model",
-        metavar="FOLDER",
-        type=Path,
-        help="this machine's copy of the checkpoint that is fine-tuned; its files must have the "
-        "hashes of the coordinator's (default: they are fetched and kept)",
-    )
-    command.add_argument(
-        "--logits",
-        metavar="FOLDER",
-        type=Path,
-        help="this machine's copy of the shards that a student learns from, which may still come",
-    )
-    command.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        help="run Python that comes with the checkpoint, if the coordinator's configuration says "
-        "so, too",
-    )
-    command.add_argument(
-        "--rank",
-        metavar="N",
-        type=values.natural,
-        help="the rank to request (default: the lowest free one)",
-    )
-    command.add_argument(
-        "--id",
-        metavar="NAME",
-        help="in a layer pipeline, the name by which the configuration gives this worker a stage",
-    )
-    command.add_argument(
-        "--listen-port",
-        metavar="N",
-        type=_port,
-        help="in a mesh or a layer pipeline, the port where other workers connect (default: any "
-        "free one)",
-    )
-    command.add_argument(
-        "--patience-s",
-        metavar="S",
-        type=values.seconds,
-        default=PATIENCE_S,
-        help=f"seconds to keep trying to join the run (default {PATIENCE_S:g})",
-    )
-
-
-def _add_ledger(commands: _Commands) -> None:
-    ledger = _add(commands, "ledger", "inspect the trace of a run")
-    actions = ledger.add_subparsers(title="actions", dest="action", metavar="ACTION", required=True)
-    verify = _add(actions, "verify", "check that no line of a ledger was changed, lost or moved")
-    verify.add_argument("path", metavar="PATH", type=Path, help="the file")
-    verify.add_argument(
-        "--replay",
-        action="store_true",
-        help="also train again, in this process, and compare the weights after every step",
-    )
-
-
-def _add_watch(commands: _Commands) -> None:
-    watch = _add(commands, WATCH, "watch a training whose script doesn't call observe(every=)")
-    watch.epilog = (
-        "The exit code is the command's own. A finding is raised out of optimizer.step() on every\n"
-        "rank, so the training ends as it does after any other error."
-    )
-    watch.usage = "%(prog)s [--every N] [--contract FILE] -- COMMAND ..."
-    watch.add_argument(
-        "--every",
-        metavar="N",
-        type=functools.partial(values.natural, least=1),
-        default=EVERY,
-        help=f"optimizer steps between two looks (default {EVERY})",
-    )
-    watch.add_argument(
-        "--contract",
-        metavar="FILE",
-        help="a contract, or the name of a shipped one: only its clauses are watched",
-    )
-
-
 def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     """Return the arguments of `watch` before `--` and the command after it."""
     words = list(arguments)
@@ -266,122 +538,3 @@ def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
         )
     place = words.index("--")
     return words[:place], words[place + 1 :]
-
-
-def _add_doctor(commands: _Commands) -> None:
-    doctor = _add(commands, "doctor", "say what this machine has, and which checks it can exercise")
-    doctor.add_argument(
-        "--clauses", action="store_true", help="list every clause, with what it lacks"
-    )
-    doctor.add_argument(
-        "--json", metavar="FILE", type=Path, help="also write it as JSON, clauses included"
-    )
-    doctor.add_argument("--no-color", action="store_true", help="no colours")
-
-
-def _add_finetune(commands: _Commands) -> None:
-    _add_training(_add(commands, "finetune", "train a checkpoint on this machine's processes"))
-    _add_plan(commands)
-    infer = _add(commands, "infer", "answer a prompt with what `finetune` has trained")
-    _add_output(infer)
-    infer.add_argument("--prompt", metavar="TEXT", required=True, help="the text to answer")
-    infer.add_argument(
-        "--new-tokens",
-        metavar="N",
-        type=functools.partial(values.natural, least=1),
-        help=f"tokens of an answer at most (default {NEW_TOKENS})",
-    )
-    merge = _add(commands, "merge", "write a model with the adapters added to its weights")
-    _add_output(merge)
-    merge.add_argument("merged", metavar="MERGED", type=Path, help="a new folder")
-    evaluate = _add(commands, "eval", "score what `finetune` has trained on rows")
-    _add_output(evaluate)
-    evaluate.add_argument(
-        "--data", metavar="FILE", type=Path, required=True, help="rows: .jsonl, .json or .parquet"
-    )
-
-
-def _add_output(command: argparse.ArgumentParser) -> None:
-    command.add_argument("output", metavar="OUT", type=Path, help="the run's output folder")
-    command.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        help="run Python that comes with the checkpoint, as the run did",
-    )
-
-
-def _add_training(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "config",
-        metavar="CONFIG.yaml",
-        type=Path,
-        help="what to train, and on what; `init` prints one with all keys",
-    )
-    command.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on from the checkpoint, or from the start if there is none yet",
-    )
-    command.add_argument(
-        "--backend",
-        metavar="LIST",
-        dest="backends",
-        type=_backends,
-        default=("cpu",),
-        help="what the workers compute on, in turns, e.g. cpu,wgpu or cuda:0,cuda:1; one worker "
-        "each at least (default cpu)",
-    )
-    following.add_options(command)
-
-
-def _add_plan(commands: _Commands) -> None:
-    plan = _add(commands, "plan", "say what a run of `finetune` needs, and which strategy fits")
-    plan.add_argument("config", metavar="CONFIG.yaml", type=Path, help="as `finetune` takes it")
-    plan.add_argument(
-        "--device",
-        metavar="D",
-        dest="devices",
-        action="append",
-        default=[],
-        help="plan for this device in place of this machine's, as name:memory[:bandwidth], "
-        "e.g. rtx4090:24GB or '2 x h100:80GB:25GB/s'; give it once for each kind",
-    )
-    plan.add_argument(
-        "--bandwidth",
-        metavar="B",
-        default=BANDWIDTH,
-        help=f"of links for which no device states one, e.g. 1Gbit or 25GB/s (default {BANDWIDTH})",
-    )
-    plan.add_argument("--json", metavar="FILE", type=Path, help="also write it as JSON")
-
-
-def _address(text: str) -> address.Address:
-    try:
-        return address.parse(text, port_min=1)
-    except UsageError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _backend(text: str) -> str:
-    if text != AUTO:
-        try:
-            backend_names.kind_of(text)
-        except UsageError as error:
-            raise argparse.ArgumentTypeError(f"{error}, {AUTO}") from error
-    return text
-
-
-def _backends(text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(","))
-    for name in names:
-        try:
-            backend_names.kind_of(name)
-        except UsageError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-    return names
-
-
-def _port(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= address.PORT_MAX):
-        raise argparse.ArgumentTypeError(f"{text!r}: use a port, 1 to {address.PORT_MAX}")
-    return int(text)

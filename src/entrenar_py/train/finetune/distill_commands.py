@@ -19,7 +19,7 @@ from entrenar_py.train.finetune import distill_page, local, rows_read, settings_
 from entrenar_py.train.model import prepared as preparing
 from entrenar_py.train.model.settings import Distillation, Settings
 from entrenar_py.train.service import exit_codes, signals
-from entrenar_py.train.service.figures import duration
+from entrenar_py.train.service.progress import duration
 
 TELL_EVERY_S = 10.0
 

@@ -11,7 +11,7 @@ from entrenar_py.shared.page.charts import Line, chart
 from entrenar_py.shared.untrusted import escaping, printing
 from entrenar_py.train.distill.producing import Progress
 from entrenar_py.train.model.settings import Distillation
-from entrenar_py.train.service.figures import duration
+from entrenar_py.train.service.progress import duration
 
 FILE = "report.html"
 

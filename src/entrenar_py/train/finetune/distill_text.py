@@ -14,7 +14,7 @@ from entrenar_py.train.distill.endpoint import Endpoint
 from entrenar_py.train.finetune import distill_commands
 from entrenar_py.train.model import samples
 from entrenar_py.train.service import exit_codes
-from entrenar_py.train.service.figures import duration
+from entrenar_py.train.service.progress import duration
 
 TELL_EVERY_S = 10.0
 _SHOWN = 20  # prompts that failed

@@ -31,10 +31,10 @@ from entrenar_py.train.finetune import task as tasks
 from entrenar_py.train.model import prepared as preparing
 from entrenar_py.train.model.prepared import Prepared
 from entrenar_py.train.model.settings import Distillation, Settings
-from entrenar_py.train.service import coordinator, exit_codes, memory_peak
+from entrenar_py.train.service import coordinator, exit_codes, measures
 from entrenar_py.train.service.address import Address
 from entrenar_py.train.service.config import Checkpoint, Config
-from entrenar_py.train.service.memory_peak import Memory
+from entrenar_py.train.service.measures import Memory
 from entrenar_py.train.wire.terms import Timing
 from entrenar_py.train.wire_io.processes import Crew, Hand
 
@@ -187,7 +187,7 @@ class _Workers:
 
     def memory(self) -> Memory:
         """Return the peak of this process and its workers, as these have told it."""
-        return memory_peak.total([memory_peak.here(), *self._peaks.values()])
+        return measures.total([measures.memory_peak(), *self._peaks.values()])
 
     def close(self) -> None:
         """End all workers."""

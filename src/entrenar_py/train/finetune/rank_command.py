@@ -15,7 +15,7 @@ from entrenar_py.shared.errors import (
     UsageError,
 )
 from entrenar_py.shared.untrusted import printing
-from entrenar_py.train.service import exit_codes, following
+from entrenar_py.train.service import exit_codes, metrics
 
 PROG = "entrenar_py.finetune"
 
@@ -74,5 +74,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--resume", action="store_true", help="go on from the checkpoint in the output folder"
     )
-    following.add_options(parser)
+    for name, option in metrics.OPTIONS.items():
+        parser.add_argument(name, **option)
     return parser

@@ -28,7 +28,7 @@ from entrenar_py.train.finetune.offered_files import OfferedFiles
 from entrenar_py.train.model import prepared as preparing
 from entrenar_py.train.model.prepared import Prepared
 from entrenar_py.train.model.settings import LAYER_PIPELINE, Serving, Settings
-from entrenar_py.train.service import address, config, config_keys, coordinator
+from entrenar_py.train.service import address, config, coordinator
 from entrenar_py.train.service.config import Checkpoint, Config
 from entrenar_py.train.stages import cut
 from entrenar_py.train.stages.cut import Cut
@@ -76,7 +76,7 @@ def is_finetuning(path: Path) -> bool:
 def _misplaced(root: MapNode) -> Iterator[str]:
     known = [field.name for field in settings_file.fields_of(Settings)]
     for key in root.fields:
-        if key in config_keys.SERVICE and key not in known and OF_THE_TRAINER not in root.fields:
+        if key in config.SERVICE and key not in known and OF_THE_TRAINER not in root.fields:
             yield key
 
 

@@ -18,9 +18,9 @@ from entrenar_py.train.finetune.page import Outcome
 from entrenar_py.train.model import prepared as preparing
 from entrenar_py.train.model.prepared import Prepared
 from entrenar_py.train.model.workload import Tuned
-from entrenar_py.train.service import coordinator, memory_peak
+from entrenar_py.train.service import coordinator, measures
 from entrenar_py.train.service.coordinator import Ended, Listening, Task
-from entrenar_py.train.service.memory_peak import Memory
+from entrenar_py.train.service.measures import Memory
 from entrenar_py.train.service.run_events import Listener
 
 CHECKPOINT, LEDGER, METRICS = "state.checkpoint", preparing.LEDGER, "metrics.jsonl"  # in the output
@@ -35,7 +35,7 @@ def opened(
     scenario: Scenario,
     device: torch.device,
     listening: Listening = coordinator.ignore,
-    memory: Callable[[], Memory] = memory_peak.here,
+    memory: Callable[[], Memory] = measures.memory_peak,
     halt_on_spike: bool = False,
     tensorboard: Path | None = None,
 ) -> Iterator[Task]:

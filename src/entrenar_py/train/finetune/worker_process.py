@@ -22,7 +22,7 @@ from entrenar_py.train.coordinator.member import Member
 from entrenar_py.train.distill import student
 from entrenar_py.train.finetune import settings_file
 from entrenar_py.train.model import prepared
-from entrenar_py.train.service import memory_peak
+from entrenar_py.train.service import measures
 from entrenar_py.train.wire.effects import Effect, Finish, Load
 from entrenar_py.train.wire.terms import Timing
 from entrenar_py.train.wire_io.processes import Job
@@ -71,7 +71,7 @@ async def _stay(desk: Job, job: Mapping[str, Any]) -> Finish:
 async def _report_memory(desk: Job) -> None:
     """Note the peak of this process again and again."""
     while True:
-        desk.note(json.dumps(memory_peak.here()).encode())
+        desk.note(json.dumps(measures.memory_peak()).encode())
         await asyncio.sleep(REPORT_EVERY_S)
 
 

@@ -1,7 +1,6 @@
 """The coordinator's configuration: a YAML file, in which every key is known and in its place.
 
-`config_keys` lists the keys. Some are a scenario's, the rest describe the service.
-"""
+Some keys are a scenario's, the rest describe the service. The docs show the tables of keys."""
 
 from __future__ import annotations
 
@@ -21,11 +20,61 @@ from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.scenario import DEFAULTS, OF_USERS, Scenario
 from entrenar_py.shared.untrusted import files
 from entrenar_py.train.coordinator import audits, topology
-from entrenar_py.train.service import address, config_keys
+from entrenar_py.train.service import address
 from entrenar_py.train.service.address import Address
 from entrenar_py.train.wire.terms import Timing
 from entrenar_py.train.wire_io import tls
 from entrenar_py.train.wire_io.tcp import SECRET_BYTES_MIN
+
+LISTEN = "127.0.0.1:7411"
+TOPOLOGIES = ("star", "mesh")
+SIZED = ("mlp", "vectors")  # workloads that `width` makes larger
+
+# Scenario fields that a service does not use. It injects nothing, has no planned stops, and runs on
+# the backends of its workers.
+_NOT_HERE = ("system", "backends", "faults", "stops", "repeat", "detail", "mutant", "options")
+TRAINING = tuple(name for name in Scenario.__dataclass_fields__ if name not in _NOT_HERE)
+REQUIRED = ("workload", "world_size", "seed")
+
+# Key -> (type, default, meaning). The docs show this table.
+SERVICE: Mapping[str, tuple[str, str, str]] = {
+    "topology": (
+        *("`star` or `mesh`", "`star`"),
+        "where gradients go: all to the coordinator, or from worker to worker",
+    ),
+    "listen": ("host:port", f"`{LISTEN}`", "where workers connect; port 0 is any free one"),
+    "secret_file": ("path", "required", "its bytes, less white space at both ends, are the secret"),
+    "tls": ("mapping", "nothing is encrypted", "connections over TLS 1.3, and no others"),
+    "wait_for": ("whole number >= 1", "`1`", "workers that must be there before the first step"),
+    "audit_share": (
+        *("number from 0 to 1", "`0`"),
+        "share of each step's shards that a second worker computes, too, at least one if not 0",
+    ),
+    "updates": (
+        *("`workers` or `server`", "`workers`"),
+        "who makes the steps: every worker, or the server, which then sends the new weights",
+    ),
+    "timing": ("mapping", "below", "how long either end waits"),
+    "checkpoint": ("mapping", "none is written", "the state, to go on from with `--resume`"),
+    "metrics": ("path", "none are written", "one JSON object a step"),
+    "ledger": ("path", "none is written", "the trace of the run, a chained line an event"),
+}
+CHECKPOINT: Mapping[str, tuple[str, str, str]] = {
+    "path": ("path", "required", "the file; it is replaced as a whole or not at all"),
+    "every_steps": ("whole number >= 1", "required", "steps from one save to the next"),
+}
+TLS: Mapping[str, tuple[str, str, str]] = {
+    "cert": ("path", "required", "the coordinator's certificate, PEM; workers check its name"),
+    "key": ("path", "required", "its private key, PEM, without a passphrase"),
+    "ca": ("path", "none is asked for", "who signed the certificates that workers must show"),
+}
+TIMING: Mapping[str, str] = {
+    "heartbeat_s": "time between two signs of life of either end",
+    "dead_after_s": "how long either end may be silent before it is given up",
+    "hello_s": "how long a new connection may take to prove the secret",
+    "gather_s": "how long the run waits for enough workers before it is given up",
+}
+
 
 SECRET_BYTES_MAX = 2**16
 
@@ -92,7 +141,7 @@ class _Reader:
     """Reads one file key by key. Every problem goes to `problems`, with its place."""
 
     def __init__(self, root: MapNode, folder: Path, problems: Problems) -> None:
-        known = (*config_keys.TRAINING, *config_keys.SERVICE)
+        known = (*TRAINING, *SERVICE)
         self._root = Record(root, what="configuration", known=known, problems=problems)
         self._folder, self._problems = folder, problems
         self._root.warn_unread()
@@ -127,10 +176,10 @@ class _Reader:
 
     def _scenario(self) -> Scenario | None:
         nodes = self._root.node.fields
-        missing = [name for name in config_keys.REQUIRED if self._root.present(name) is None]
+        missing = [name for name in REQUIRED if self._root.present(name) is None]
         for name in missing:
             self._problems.error(self._root.node.at, f"{name} is missing; give it")
-        named = [name for name in config_keys.TRAINING if name in nodes and name not in missing]
+        named = [name for name in TRAINING if name in nodes and name not in missing]
         values = {name: _value(name, nodes[name]) for name in named}
         scenario = self._possible(values)
         if scenario is None:
@@ -144,8 +193,8 @@ class _Reader:
             )
             self._error("workload", f"workload={workload!r}: only {other}; use another one")
             return None
-        if "width" in values and workload not in config_keys.SIZED:
-            sized = " or ".join(config_keys.SIZED)
+        if "width" in values and workload not in SIZED:
+            sized = " or ".join(SIZED)
             width = f"width={scenario.width}"
             self._error("width", f"{width}: {workload} has one size; leave it out, or use {sized}")
         return None if missing else scenario
@@ -160,17 +209,17 @@ class _Reader:
                 return Scenario.from_dict({**DEFAULTS, **values, "system": self._system()})
             except UsageError as error:
                 self._error(error.field, str(error))
-                if error.field in config_keys.REQUIRED or error.field not in values:
+                if error.field in REQUIRED or error.field not in values:
                     return None
                 del values[error.field]
 
     def _system(self) -> str:
         """Return the system of the configured topology."""
-        text = self._root.text("topology") or config_keys.TOPOLOGIES[0]
-        if text not in config_keys.TOPOLOGIES:
-            allowed = " or ".join(config_keys.TOPOLOGIES)
+        text = self._root.text("topology") or TOPOLOGIES[0]
+        if text not in TOPOLOGIES:
+            allowed = " or ".join(TOPOLOGIES)
             self._error("topology", f"topology={text!r}: use {allowed}")
-            text = config_keys.TOPOLOGIES[0]
+            text = TOPOLOGIES[0]
         return topology.BY_NAME[text].system
 
     def _with_option(
@@ -200,24 +249,24 @@ class _Reader:
         return self._read("secret_file", lambda: secret(path))
 
     def _listen(self) -> Address | None:
-        text = self._root.text("listen") or config_keys.LISTEN
+        text = self._root.text("listen") or LISTEN
         return self._read("listen", lambda: address.parse(text, port_min=0))
 
     def _context(self) -> ssl.SSLContext | None:
-        record = self._block("tls", config_keys.TLS)
+        record = self._block("tls", TLS)
         if record is None:
             return None
-        cert, key, ca = (self._path(record, name) for name in config_keys.TLS)
+        cert, key, ca = (self._path(record, name) for name in TLS)
         if cert is None or key is None:
             self._error("tls", f"tls: {'key' if cert else 'cert'} is missing; give its file")
             return None
         return self._read("tls", lambda: tls.server_context(cert=cert, key=key, ca=ca))
 
     def _timing(self) -> Timing:
-        record = self._block("timing", config_keys.TIMING)
+        record = self._block("timing", TIMING)
         if record is None:
             return Timing()
-        given = {name: record.number(name) for name in config_keys.TIMING}
+        given = {name: record.number(name) for name in TIMING}
         try:
             return Timing(**{name: value for name, value in given.items() if value is not None})
         except UsageError as error:
@@ -225,7 +274,7 @@ class _Reader:
             return Timing()
 
     def _checkpoint(self) -> Checkpoint | None:
-        record = self._block("checkpoint", config_keys.CHECKPOINT)
+        record = self._block("checkpoint", CHECKPOINT)
         if record is None:
             return None
         path, every = self._path(record, "path"), self._whole(record, "every_steps", default=0)

@@ -22,13 +22,12 @@ from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.arithmetic.tensors import Array, Workload
 from entrenar_py.train.coordinator import topology
 from entrenar_py.train.coordinator.server import Server
-from entrenar_py.train.service import config, exit_codes, file_locks, memory_peak, progress, signals
+from entrenar_py.train.service import config, exit_codes, file_locks, measures, progress, signals
 from entrenar_py.train.service.address import Address
 from entrenar_py.train.service.config import Config
-from entrenar_py.train.service.event_files import EventFiles
 from entrenar_py.train.service.host import Host, Stepped
-from entrenar_py.train.service.memory_peak import Memory
-from entrenar_py.train.service.metrics import Metrics
+from entrenar_py.train.service.measures import Memory
+from entrenar_py.train.service.metrics import EventFiles, Metrics
 from entrenar_py.train.service.run_events import Listener
 from entrenar_py.train.wire.coordinator import Coordinator
 from entrenar_py.train.wire.effects import Finish
@@ -100,7 +99,7 @@ class Task:
 
     workload: Workload | None = None
     listening: Listening = ignore
-    memory: Callable[[], Memory] = memory_peak.here
+    memory: Callable[[], Memory] = measures.memory_peak
     stepped: Stepped = lambda made, tensors, tell: None
     complete: Callable[[Mapping[str, Array], Listener], None] = lambda tensors, tell: None
     ended: Callable[[Ended], None] = lambda _: None

@@ -23,7 +23,7 @@ from entrenar_py.shared.untrusted import json_text, printing
 from entrenar_py.train.arithmetic.tensors import Workload
 from entrenar_py.train.coordinator import topology
 from entrenar_py.train.coordinator.member import Member
-from entrenar_py.train.service import config, config_keys, exit_codes, signals
+from entrenar_py.train.service import config, exit_codes, signals
 from entrenar_py.train.wire.effects import Effect, Finish, Load
 from entrenar_py.train.wire.terms import Timing
 from entrenar_py.train.wire_io import run_query, tls
@@ -181,7 +181,7 @@ class Stay:
         Without a `workload` it is built from the scenario.
         """
         scenario = scenario_of(told)
-        if scenario.system not in {topology.BY_NAME[one].system for one in config_keys.TOPOLOGIES}:
+        if scenario.system not in {topology.BY_NAME[one].system for one in config.TOPOLOGIES}:
             raise SystemFailure(
                 f"the coordinator's run is of system {scenario.system}, which is not known here: "
                 "use one release on both ends"

@@ -28,13 +28,11 @@ from entrenar_py.train.finetune.strategies.step import Step
 from entrenar_py.train.finetune.strategies.strategy import Arrays
 from entrenar_py.train.finetune.task import CHECKPOINT, LEDGER, METRICS
 from entrenar_py.train.model.settings import BY_SHARDS
-from entrenar_py.train.service import file_locks, gradient_norms, ledger_continuity, progress
-from entrenar_py.train.service.event_files import EventFiles
+from entrenar_py.train.service import file_locks, ledger_account, measures, progress
 from entrenar_py.train.service.ledger_account import weights_digest
-from entrenar_py.train.service.memory_peak import Memory
-from entrenar_py.train.service.metrics import Metrics
+from entrenar_py.train.service.measures import Memory, Stopwatch
+from entrenar_py.train.service.metrics import EventFiles, Metrics
 from entrenar_py.train.service.run_events import Happening, Listener, Noted, Scored, StepMade
-from entrenar_py.train.service.stopwatch import Stopwatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,14 +138,14 @@ class Record:
         limits = {"step": most, "epoch": most, "offset": self._scenario.num_samples}
         expected = self._expected()
         checkpoint.require_fitting(path, arrays, stored, expected=expected, limits=limits)
-        self._since = ledger_continuity.since(stored, path)
+        self._since = ledger_account.gap_since(stored, path)
         moments = checkpoint.group_of(arrays, "optimizer")
         return State(
             step=stored["step"],
             position=sharding.Position(stored["epoch"], stored["offset"]),
             tensors=checkpoint.group_of(arrays, "tensors"),
             moments={name: self._unflat(moments[name]) for name in ("exp_avg", "exp_avg_sq")},
-            norms=gradient_norms.of_checkpoint(stored, path).to_record(),
+            norms=measures.of_checkpoint(stored, path).to_record(),
         )
 
     def _expected(self) -> Arrays:
@@ -233,7 +231,7 @@ class Record:
         )
         if made.spike is not None:
             self._write(made.spike)
-            told = gradient_norms.say_made(made.spike, self._scenario.clip_norm)
+            told = measures.say_made(made.spike, self._scenario.clip_norm)
             self.note("spike", step.number, told)
         times = self._watch.made(reduce_s=0.0, num_tokens=made.num_tokens)
         self._watch.begin()
@@ -276,8 +274,8 @@ class Record:
         arrays = checkpoint.as_arrays(tensors=state.tensors, optimizer=moments)
         scenario = self._scenario.to_dict()
         notes = {
-            ledger_continuity.KEY: ledger_continuity.to_record(self._ledger.last),
-            gradient_norms.KEY: list(state.norms),
+            ledger_account.LEDGER_KEY: ledger_account.mark_record(self._ledger.last),
+            measures.NORMS_KEY: list(state.norms),
         }
         try:
             checkpoint.save(path, arrays, {**state.progress, "scenario": scenario, **notes})
