@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +22,7 @@ import entrenar_py
 from entrenar_py.shared import trace
 from entrenar_py.shared.config import composer
 from entrenar_py.shared.config.composer import ListNode, MapNode, plain
-from entrenar_py.shared.config.fields import Record
+from entrenar_py.shared.config.fields import WHOLE_MAX, Record
 from entrenar_py.shared.config.problems import Problems
 from entrenar_py.shared.errors import SystemFailure, UsageError
 from entrenar_py.shared.page import console
@@ -103,11 +103,8 @@ NOT_HERE: Mapping[str, str] = {
 
 
 PARTS_MAX = 2**16
-NUMBER_MAX = 2**63 - 1
 FRAME_BYTES_MIN = 2**12
 COMPONENT_MAX = 2**8 - 1
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,19 +153,21 @@ class _Reader:
         frame_bytes_max = self._whole(
             "frame_bytes_max", FRAME_BYTES_MAX, least=FRAME_BYTES_MIN, most=LENGTH_MAX
         )
+        text = self._root.text("listen") or LISTEN
+        listen = self._root.attempt("listen", lambda: address.parse(text, port_min=0))
         return AveragingConfig(
             run=self._run(frame_bytes_max),
-            listen=self._read("listen", self._listen, Address("", 0)),
+            listen=listen or Address("", 0),
             frame_bytes_max=frame_bytes_max,
-            patience=self._patience(),
-            metrics=self._path("metrics"),
-            ledger=self._path("ledger"),
+            patience=self._root.numbers("timing", Patience, TIMING_KEYS),
+            metrics=self._root.path("metrics", self._folder),
+            ledger=self._root.path("ledger", self._folder),
         )
 
     def _run(self, frame_bytes_max: int) -> AveragingRun:
         num_samples = self._whole("num_samples", 1)
         if self._root.present("num_samples") is None:
-            num_samples = NUMBER_MAX  # its absence is a problem already; it limits nothing else
+            num_samples = WHOLE_MAX  # its absence is a problem already; it limits nothing else
         world_size = self._whole("world_size", 1, most=min(PARTS_MAX, num_samples))
         num_shards = self._whole("num_shards", world_size, least=world_size, most=PARTS_MAX)
         batch_size = self._whole("batch_size", num_samples, least=num_shards, most=num_samples)
@@ -186,16 +185,12 @@ class _Reader:
             late_joins=self._root.present("late_joins") is None or self._root.flag("late_joins"),
         )
 
-    def _whole(self, name: str, default: int, *, least: int = 1, most: int = NUMBER_MAX) -> int:
+    def _whole(self, name: str, default: int, *, least: int = 1, most: int = WHOLE_MAX) -> int:
         """Return the number at `name`, or `default`, which has to be within the limits, too."""
-        node = self._root.present(name)
-        value = default if node is None else plain(node)
-        if type(value) is int and least <= value <= most:
-            return value
-        if node is not None or name not in REQUIRED:
-            allowed = f"{least} to {most}" if most < NUMBER_MAX else f"{least} or more"
-            self._error(name, f"{name}={value!r}: use a whole number, {allowed}")
-        return least
+        if self._root.present(name) is None and name in REQUIRED:
+            return least  # its absence is a problem already
+        value = self._root.whole(name, default, least=least, most=most)
+        return least if value is None else value
 
     def _components(self) -> tuple[int, ...] | None:
         node = self._root.present("components")
@@ -207,45 +202,9 @@ class _Reader:
         right = all(type(value) is int and 0 <= value <= COMPONENT_MAX for value in values)
         if not right or len(set(values)) < len(values):
             advice = f"use a list of different numbers from 0 to {COMPONENT_MAX}"
-            self._error("components", f"components={plain(node)!r}: {advice}")
+            self._root.refuse("components", f"components={plain(node)!r}: {advice}")
             return None
         return tuple(values)
-
-    def _listen(self) -> Address:
-        return address.parse(self._root.text("listen") or LISTEN, port_min=0)
-
-    def _patience(self) -> Patience:
-        node = self._root.present("timing")
-        if node is None:
-            return Patience()
-        if not isinstance(node, MapNode):
-            self._error("timing", f"timing is a mapping of {', '.join(TIMING_KEYS)}")
-            return Patience()
-        record = Record(node, what="timing", known=tuple(TIMING_KEYS), problems=self._problems)
-        record.warn_unread()
-        given = {name: record.number(name) for name in TIMING_KEYS}
-        try:
-            return Patience(**{name: value for name, value in given.items() if value is not None})
-        except UsageError as error:
-            self._problems.error(record.place(error.field), str(error))
-            return Patience()
-
-    def _path(self, name: str) -> Path | None:
-        text = self._root.text(name)
-        if "\0" in text:
-            self._error(name, f"{name}={text!r}: a path can't contain a NUL; remove it")
-            return None
-        return self._folder / text if text else None
-
-    def _read(self, name: str, read: Callable[[], T], otherwise: T) -> T:
-        try:
-            return read()
-        except UsageError as error:
-            self._error(name, str(error))
-            return otherwise
-
-    def _error(self, name: str, message: str) -> None:
-        self._problems.error(self._root.place(name), message)
 
 
 SYSTEM = "averaging"  # of the scenario in such a ledger

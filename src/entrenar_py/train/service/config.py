@@ -9,7 +9,7 @@ import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from entrenar_py.shared import systems, updates
 from entrenar_py.shared.config import composer
@@ -77,8 +77,6 @@ TIMING: Mapping[str, str] = {
 
 
 SECRET_BYTES_MAX = 2**16
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,13 +148,15 @@ class _Reader:
         """Return the configuration, or None if a required part is missing or wrong."""
         scenario = self._scenario()
         shared = self._secret()
-        listen, context = self._listen(), self._context()
-        timing = self._timing()
+        text = self._root.text("listen") or LISTEN
+        listen = self._root.attempt("listen", lambda: address.parse(text, port_min=0))
+        context = self._context()
+        timing = self._root.numbers("timing", Timing, TIMING)
         checkpoint = self._checkpoint()
-        wait_for = self._whole(self._root, "wait_for", default=1)
-        metrics, ledger = self._path(self._root, "metrics"), self._path(self._root, "ledger")
+        wait_for = self._root.whole("wait_for", 1) or 1
+        metrics, ledger = (self._root.path(name, self._folder) for name in ("metrics", "ledger"))
         if scenario is not None and wait_for > scenario.world_size:
-            self._error(
+            self._root.refuse(
                 "wait_for",
                 f"wait_for={wait_for}: world_size is {scenario.world_size}; wait for no more",
             )
@@ -191,12 +191,14 @@ class _Reader:
             other = (
                 "`entrenar finetune` trains it" if workload != "own" else "stored traces have it"
             )
-            self._error("workload", f"workload={workload!r}: only {other}; use another one")
+            self._root.refuse("workload", f"workload={workload!r}: only {other}; use another one")
             return None
         if "width" in values and workload not in SIZED:
             sized = " or ".join(SIZED)
-            width = f"width={scenario.width}"
-            self._error("width", f"{width}: {workload} has one size; leave it out, or use {sized}")
+            self._root.refuse(
+                "width",
+                f"width={scenario.width}: {workload} has one size; leave it out, or use {sized}",
+            )
         return None if missing else scenario
 
     def _possible(self, values: dict[str, Any]) -> Scenario | None:
@@ -208,7 +210,7 @@ class _Reader:
             try:
                 return Scenario.from_dict({**DEFAULTS, **values, "system": self._system()})
             except UsageError as error:
-                self._error(error.field, str(error))
+                self._root.refuse(error.field, str(error))
                 if error.field in REQUIRED or error.field not in values:
                     return None
                 del values[error.field]
@@ -218,7 +220,7 @@ class _Reader:
         text = self._root.text("topology") or TOPOLOGIES[0]
         if text not in TOPOLOGIES:
             allowed = " or ".join(TOPOLOGIES)
-            self._error("topology", f"topology={text!r}: use {allowed}")
+            self._root.refuse("topology", f"topology={text!r}: use {allowed}")
             text = TOPOLOGIES[0]
         return topology.BY_NAME[text].system
 
@@ -230,11 +232,11 @@ class _Reader:
         if node is None:
             return scenario
         changed = scenario.with_(options={**scenario.options, name: plain(node)})
-        value = self._read(name, lambda: read(changed))
+        value = self._root.attempt(name, lambda: read(changed))
         if value is not None and name in systems.SYSTEMS[scenario.system].options:
             return changed
         if value:
-            self._error(
+            self._root.refuse(
                 name,
                 f"{name}={plain(node)!r} with topology: mesh: no gradient passes the coordinator "
                 "there; leave it out, or use topology: star",
@@ -242,91 +244,36 @@ class _Reader:
         return scenario
 
     def _secret(self) -> bytes | None:
-        path = self._path(self._root, "secret_file")
+        path = self._root.path("secret_file", self._folder)
         if path is None:
-            self._error("secret_file", "secret_file is missing; give the file of the secret")
+            self._root.refuse("secret_file", "secret_file is missing; give the file of the secret")
             return None
-        return self._read("secret_file", lambda: secret(path))
-
-    def _listen(self) -> Address | None:
-        text = self._root.text("listen") or LISTEN
-        return self._read("listen", lambda: address.parse(text, port_min=0))
+        return self._root.attempt("secret_file", lambda: secret(path))
 
     def _context(self) -> ssl.SSLContext | None:
-        record = self._block("tls", TLS)
+        record = self._root.block("tls", TLS)
         if record is None:
             return None
-        cert, key, ca = (self._path(record, name) for name in TLS)
+        cert, key, ca = (record.path(name, self._folder) for name in TLS)
         if cert is None or key is None:
-            self._error("tls", f"tls: {'key' if cert else 'cert'} is missing; give its file")
+            self._root.refuse("tls", f"tls: {'key' if cert else 'cert'} is missing; give its file")
             return None
-        return self._read("tls", lambda: tls.server_context(cert=cert, key=key, ca=ca))
-
-    def _timing(self) -> Timing:
-        record = self._block("timing", TIMING)
-        if record is None:
-            return Timing()
-        given = {name: record.number(name) for name in TIMING}
-        try:
-            return Timing(**{name: value for name, value in given.items() if value is not None})
-        except UsageError as error:
-            self._problems.error(record.place(error.field), str(error))
-            return Timing()
+        return self._root.attempt("tls", lambda: tls.server_context(cert=cert, key=key, ca=ca))
 
     def _checkpoint(self) -> Checkpoint | None:
-        record = self._block("checkpoint", CHECKPOINT)
+        record = self._root.block("checkpoint", CHECKPOINT)
         if record is None:
             return None
-        path, every = self._path(record, "path"), self._whole(record, "every_steps", default=0)
-        for name, value in (("path", record.text("path")), ("every_steps", every)):
-            if not value:
-                self._problems.error(record.place(name), f"checkpoint: {name} is missing; give it")
-        if path is None or not every:
+        for name in CHECKPOINT:
+            if not record.text(name):
+                record.error(name, f"{name} is missing; give it")
+        path = record.path("path", self._folder)
+        every = record.whole("every_steps", 1)
+        if path is None or every is None:
             return None
         # A link is resolved, so that its target is written and locked. A rename would replace it.
         target = Path(os.path.realpath(path)) if path.is_symlink() else path
         return Checkpoint(path=target, every_steps=every)
-
-    def _block(self, name: str, known: Mapping[str, Any]) -> Record | None:
-        node = self._root.present(name)
-        if node is None:
-            return None
-        if not isinstance(node, MapNode):
-            self._error(name, f"{name} is a mapping of {', '.join(known)}")
-            return None
-        record = Record(node, what=name, known=tuple(known), problems=self._problems)
-        record.warn_unread()
-        return record
-
-    def _path(self, record: Record, name: str) -> Path | None:
-        text = record.text(name)
-        if "\0" in text:
-            self._problems.error(
-                record.place(name), f"{name}={text!r}: a path can't contain a NUL; remove it"
-            )
-            return None
-        return self._folder / text if text else None
-
-    def _whole(self, record: Record, name: str, *, default: int) -> int:
-        node = record.present(name)
-        if node is None:
-            return default
-        value = plain(node)
-        if type(value) is not int or value < 1:
-            self._problems.error(node.at, f"{name}={value!r}: use a whole number >= 1")
-            return 1
-        return value
-
-    def _read(self, name: str, read: Callable[[], T]) -> T | None:
-        """Return the result of `read`, or None after reporting its UsageError at the key `name`."""
-        try:
-            return read()
-        except UsageError as error:
-            self._error(name, str(error))
-            return None
-
-    def _error(self, name: str, message: str) -> None:
-        self._problems.error(self._root.place(name), message)
 
 
 def _value(name: str, node: Node) -> Any:
