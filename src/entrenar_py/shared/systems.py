@@ -26,13 +26,14 @@ AUTO = "auto"
 class System:
     """One system: its module, its description, and what a scenario may ask of it.
 
-    `room` is its package below `systems`, or its module if there is a dot in it; `what` describes
-    the system. `faults` lists the fault kinds that it can inject, `places` the messages at which a
-    fault can strike, `options` the options that it accepts. `only` lists the backend names that it
-    accepts, if it does not accept all. `in_step` is False if each worker makes some steps without
-    the others: clauses on steps made by all together then do not apply. `bitwise` is False if the
-    number of workers changes the bits: no clause then requires equal bits. With `powers_of_two` the
-    numbers of workers and of micro-batches must be powers of two. `traits` hold for each run.
+    `room` is its package below `systems`, or its module if there is a dot in it, which may be one
+    of `train`; `what` describes the system. `faults` lists the fault kinds that it can inject,
+    `places` the messages at which a fault can strike, `options` the options that it accepts. `only`
+    lists the backend names that it accepts, if it does not accept all. `in_step` is False if each
+    worker makes some steps without the others: clauses on steps made by all together then do not
+    apply. `bitwise` is False if the number of workers changes the bits: no clause then requires
+    equal bits. With `powers_of_two` the numbers of workers and of micro-batches must be powers of
+    two. `traits` hold for each run.
     """
 
     room: str
@@ -106,7 +107,7 @@ _OVER_TORCH = System(
 # The systems by name. The module of the same name in `room` has `run`, unless `room` is a module.
 SYSTEMS: dict[str, System] = {
     "reference": System(
-        room="single",
+        room="train.reference",
         what="the deterministic data-parallel trainer, all workers in this process",
         faults=_TRAINING_FAULTS,
         options=(_TERMS,),

@@ -50,7 +50,7 @@ def module_of(system: str) -> ModuleType:
     """Return the module that holds the `run` of `system`, which is one of SYSTEMS."""
     room = systems.SYSTEMS[system].room
     name = room if "." in room else f"{room}.{system}"
-    return import_module(f"entrenar_py.systems.{name}")
+    return import_module(f"entrenar_py.{name if name.startswith('train.') else f'systems.{name}'}")
 
 
 def load(scenario: Scenario) -> None:
