@@ -47,7 +47,7 @@ def chosen(run: Run, found: dict[str, Option]) -> tuple[str, str]:
     """Return the strategy to take, "" for none, and why."""
     options = [*found.values()]
     one = plan.choose(run, options)
-    return "" if one is None else one.strategy, plan.why(run, options, one)
+    return "" if one is None else one.strategy, plan.reason(run, options, one)
 
 
 def test_gradients_of_qwen3_4b_on_the_wire(folder: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from entrenar_py.train.service.coordinator import _Stopper
+from entrenar_py.train.service.signals import Stopper
 
 
 @dataclass
@@ -47,7 +47,7 @@ def test_when_a_run_ends(
     heard: Any = Heard()
 
     async def stopped() -> None:
-        stopper = _Stopper(heard, heard, grace_s)
+        stopper = Stopper(heard, heard.note, grace_s)
         for _ in range(signals):
             stopper.stop(signal.SIGTERM)
         await asyncio.sleep(0.2)

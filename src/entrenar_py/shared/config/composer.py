@@ -188,10 +188,10 @@ def _document(data: bytes, file: str, problems: Problems) -> Node | None:
 
 def _refuse(root: Node, form: str, problems: Problems) -> None:
     """Report a document of another form."""
-    found = {MapNode: "a mapping", ListNode: "a list"}.get(type(root), "a single value")
+    kind = {MapNode: "a mapping", ListNode: "a list"}.get(type(root), "a single value")
     if isinstance(root, ScalarNode) and root.value is None:
-        found = "nothing: the file is empty"
-    problems.error(root.at, f"{form}; found {found}")
+        kind = "nothing: the file is empty"
+    problems.error(root.at, f"{form}; found {kind}")
 
 
 def _decode(data: bytes, file: str, problems: Problems) -> str | None:

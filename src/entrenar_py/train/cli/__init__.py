@@ -72,37 +72,39 @@ def _failed(error: Exception) -> int:
     return exit_codes.FAILED
 
 
-def _run(given: argparse.Namespace, others: Others) -> int:
+def _run(parsed: argparse.Namespace, others: Others) -> int:
     """Run the chosen command. Heavy modules are imported only here, so that `--help` is fast."""
-    if given.command in others:
-        return others[given.command](given)
-    if given.command == "coordinator" and given.wire == options.WIRE_2:
+    if parsed.command in others:
+        return others[parsed.command](parsed)
+    if parsed.command == "coordinator" and parsed.wire == options.WIRE_2:
         from entrenar_py.train.service import averaging
 
-        return averaging.run(given.config, insecure=given.insecure)
-    if given.command == "coordinator":
+        return averaging.run(parsed.config, insecure=parsed.insecure)
+    if parsed.command == "coordinator":
         from entrenar_py.train.finetune import serving
         from entrenar_py.train.service import coordinator
 
-        serve = serving.run if serving.is_finetuning(given.config) else coordinator.run
+        serve = serving.run if serving.is_finetuning(parsed.config) else coordinator.run
         return serve(
-            given.config,
-            resume=given.resume,
-            halt_on_spike=given.halt_on_spike,
-            tensorboard=given.tensorboard,
+            parsed.config,
+            resume=parsed.resume,
+            halt_on_spike=parsed.halt_on_spike,
+            tensorboard=parsed.tensorboard,
         )
-    if given.command == "worker":
+    if parsed.command == "worker":
         from entrenar_py.train.finetune import joining
         from entrenar_py.train.service import worker
 
-        return worker.run(given, joining.obtain)
-    if given.command != "ledger":
+        return worker.run(parsed, joining.obtain)
+    if parsed.command != "ledger":
         from entrenar_py.train.finetune import cli
 
-        return {"pipeline": cli.pipeline, "distill": cli.distill}.get(given.command, cli.run)(given)
+        return {"pipeline": cli.pipeline, "distill": cli.distill}.get(parsed.command, cli.run)(
+            parsed
+        )
     from entrenar_py.train.service import ledger_account
 
-    return ledger_account.verify(given.path, replay=given.replay)
+    return ledger_account.verify(parsed.path, replay=parsed.replay)
 
 
 def _say(message: object) -> None:

@@ -145,11 +145,11 @@ COORDINATOR = Command(
             "choices": WIRES,
             "default": OWN_WIRE,
             "help": "what workers speak: this package's own protocol, or the original system's "
-            "second layout (v2), which has no secret, and whose workers hold the weights (default "
+            "second layout (v2), without a secret, with the weights at the workers (default "
             "own)",
         },
         "--insecure": _flag(
-            "with --wire v2: let anyone take part who can connect from other machines"
+            "with --wire v2: let any process take part that can connect from other machines"
         ),
     },
 )
@@ -229,7 +229,7 @@ LEDGER = Command(
 )
 WATCHING = Command(
     name=WATCH,
-    what="watch a training whose script doesn't call observe(every=)",
+    what="watch the training of a script that doesn't call observe(every=)",
     arguments={
         "--every": {
             "metavar": "N",

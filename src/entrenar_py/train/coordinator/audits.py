@@ -99,13 +99,13 @@ class Copies:
         """Return the copy that counts, or None, and the events to record; drop the copies."""
         copies = self._whole.pop(effect.shard, [])
         chosen = None if effect.copy is None else copies[effect.copy]
-        wrong = [one for one in copies if one.rank == effect.culprit]
-        places = [one.difference(chosen) for one in wrong if chosen is not None]
+        wrong = [copy for copy in copies if copy.rank == effect.culprit]
+        places = [copy.difference(chosen) for copy in wrong if chosen is not None]
         place = next((locate(*place) for place in places if place is not None), (None, None))
         audit = trace.Audit(
             step=effect.step,
             shard=effect.shard,
-            ranks=tuple(one.rank for one in copies),
+            ranks=tuple(copy.rank for copy in copies),
             alike=effect.alike,
             culprit=effect.culprit,
             tensor=place[0],
@@ -113,7 +113,7 @@ class Copies:
             disputed=effect.disputed,
         )
         recorded = [
-            e for one in copies for e in (one.events if one is chosen else injected(one.events))
+            e for copy in copies for e in (copy.events if copy is chosen else injected(copy.events))
         ]
         return chosen, [*recorded, audit]
 

@@ -32,7 +32,7 @@ from entrenar_py.train.wire.messages import (
 
 
 class Member(Replicas):
-    """One worker of a run whose other workers live elsewhere; `load` sets its `rank`."""
+    """One worker of a run. Its other workers live elsewhere; `load` sets its `rank`."""
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ def model_of(scenario: Scenario) -> Workload:
 
 
 def place_of(fault: Fault, model: Workload) -> tuple[str, int]:
-    """Return the trainable tensor whose gradient `fault` changes, and the element's flat index.
+    """Return the trainable tensor, and the flat index of the element, that `fault` changes.
 
     By default each is the first one. Raises UsageError for a tensor that is not trained, and for
     an element past the end of the tensor.

@@ -45,17 +45,17 @@ def described(texts: Sequence[str]) -> list[Device]:
     """
     devices = list[Device]()
     for text in texts:
-        found = _DEVICE.fullmatch(text.strip())
-        if found is None:
+        match = _DEVICE.fullmatch(text.strip())
+        if match is None:
             raise UsageError(f"device {text!r}: use {FORM}")
-        name, count = found["name"].strip(), int(found["count"] or 1)
+        name, count = match["name"].strip(), int(match["count"] or 1)
         if not 1 <= count <= _COUNT_MAX:
             raise UsageError(f"device {text!r}: use 1 to {_COUNT_MAX} of them")
-        rate = found["rate"]
+        rate = match["rate"]
         device = Device(
             name=name,
             kind=_kind(name),
-            memory=bytes_of(found["memory"]),
+            memory=bytes_of(match["memory"]),
             bandwidth=None if rate is None else bandwidth_of(rate),
         )
         devices += [device] * count
@@ -67,11 +67,11 @@ def found() -> list[Device]:
     from entrenar_py.compute import machine
 
     devices = []
-    for one in machine.found():
-        if one.serves and not one.software:
-            kind = backend_names.kind_of(one.name)
-            name = f"{one.name} ({one.device})"
-            memory = one.facts.get("free bytes")
+    for device in machine.found():
+        if device.serves and not device.software:
+            kind = backend_names.kind_of(device.name)
+            name = f"{device.name} ({device.device})"
+            memory = device.facts.get("free bytes")
             devices.append(Device(name=name, kind=kind, memory=memory))
     return devices
 
@@ -88,11 +88,11 @@ def of_backend(name: str) -> Device:
 
 def bytes_of(text: str) -> int:
     """Return the bytes of `24GB` (10^9) or `24GiB` (2^30)."""
-    found = _SIZE.fullmatch(text.strip())
-    if found is None:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
         raise UsageError(f"memory {text!r}: use a number with its unit, such as 24GB or 24GiB")
-    unit = found[2].removesuffix("B")
-    number = float(found[1]) * (_BINARY | _FACTORS)[unit]
+    unit = match[2].removesuffix("B")
+    number = float(match[1]) * (_BINARY | _FACTORS)[unit]
     if not 1 <= number <= _MEMORY_MAX:
         raise UsageError(f"memory {text!r}: use 1B to {_MEMORY_MAX}B")
     return int(number)
@@ -100,12 +100,12 @@ def bytes_of(text: str) -> int:
 
 def bandwidth_of(text: str) -> float:
     """Return the bytes a second of `10Gbit` or `25GB/s`."""
-    found = _RATE.fullmatch(text.strip())
-    if found is None or not float(found[1]):
+    match = _RATE.fullmatch(text.strip())
+    if match is None or not float(match[1]):
         raise UsageError(
             f"bandwidth {text!r}: use a number with its unit, such as 10Gbit, 1Gbit/s or 25GB/s"
         )
-    return float(found[1]) * _FACTORS[found[2]] / (8 if found[3] == "bit" else 1)
+    return float(match[1]) * _FACTORS[match[2]] / (8 if match[3] == "bit" else 1)
 
 
 def _kind(name: str) -> str:

@@ -197,10 +197,10 @@ def load(path: Path, num_blocks: int | None) -> OldConfiguration:
     """
     problems = Problems()
     root = composer.load(path, problems, form=FORM)
-    found = None if root is None else _Reader(problems).whole(root, num_blocks)
+    old = None if root is None else _Reader(problems).whole(root, num_blocks)
     problems.settle(strict=True)
-    assert found is not None, "what can't be read is a problem"
-    return found
+    assert old is not None, "what can't be read is a problem"
+    return old
 
 
 class _Reader:
@@ -278,11 +278,11 @@ class _Reader:
 
     def _hosts(self, record: Record, keys: Sequence[str]) -> tuple[str, ...]:
         """Return the texts of those of `keys` that are given; one has to be."""
-        given = [key for key in keys if key in record.node.fields]
-        if not given:
+        present = [key for key in keys if key in record.node.fields]
+        if not present:
             record.error(keys[0], f"{' and '.join(keys)} are missing; give one")
         hosts = list[str]()
-        for key in given:
+        for key in present:
             host: str | None = self._value(record, key, str)
             if host and not _HOST.fullmatch(host):  # it gets into commands and a comment
                 record.error(key, f"{key}={host!r}: use the name of a host, or its address")
@@ -364,12 +364,12 @@ def lines(
 def _stage_plans(old: OldConfiguration) -> list[StagePlan]:
     """Return the stages; one on the coordinator's machine has no device in the old file."""
     kinds = {worker.number: backend_names.kind_of(worker.device) for worker in old.workers}
-    found = []
+    plans = []
     for stage in old.stages:
         assert stage.layers is not None, "what can't be read is a problem"
         kind = None if stage.number == LOCAL else kinds[stage.number]  # type: ignore[index]
-        found.append(StagePlan(layers=stage.layers, worker=(stage.name,), backend=kind))
-    return found
+        plans.append(StagePlan(layers=stage.layers, worker=(stage.name,), backend=kind))
+    return plans
 
 
 def _commands(old: OldConfiguration, secret: Path) -> Iterator[str]:

@@ -234,7 +234,9 @@ def memory_or_infinite(device: Device) -> float:
     return math.inf if device.memory is None else device.memory
 
 
-def to_record(run: Run, found: Sequence[Option], chosen: Option | None, why: str) -> dict[str, Any]:
+def to_record(
+    run: Run, tried: Sequence[Option], chosen: Option | None, reason: str
+) -> dict[str, Any]:
     """Return a plan as JSON can hold it. Sizes are in bytes."""
     counts = run.shape.counts()
     return {
@@ -250,9 +252,9 @@ def to_record(run: Run, found: Sequence[Option], chosen: Option | None, why: str
         "workers": run.num_workers,
         "bandwidth_bytes_per_s": run.link,
         "recompute": run.recompute,
-        "options": [_option_record(one) for one in found],
+        "options": [_option_record(one) for one in tried],
         "strategy": None if chosen is None else chosen.strategy,
-        "why": why,
+        "why": reason,
     }
 
 
@@ -283,30 +285,30 @@ def _option_record(option: Option) -> dict[str, Any]:
 _SHORTEST = 64  # tokens: shorter rows are not advised
 
 
-def choose(run: Run, found: Sequence[Option]) -> Option | None:
+def choose(run: Run, tried: Sequence[Option]) -> Option | None:
     """Return the strategy to take, None if none fits.
 
     Alike GPUs take what torch's collectives offer; of several that fit, the one that is fastest on
-    the wire. All others take the reference trainer, whose bits do not depend on the devices.
+    the wire. All others take the reference trainer: its bits do not depend on the devices.
     """
-    fitting = [one for one in _advised(found) if one.fits(recompute=run.recompute)]
-    by_protocol = [one for one in fitting if one.strategy in BY_PROTOCOL]
-    others = [one for one in fitting if one.strategy not in BY_PROTOCOL]
-    are_gpus = all(one.kind == "cuda" for one in run.devices)
+    fitting = [option for option in _advised(tried) if option.fits(recompute=run.recompute)]
+    by_protocol = [option for option in fitting if option.strategy in BY_PROTOCOL]
+    others = [option for option in fitting if option.strategy not in BY_PROTOCOL]
+    are_gpus = all(option.kind == "cuda" for option in run.devices)
     pool = others if are_gpus and others else by_protocol or others
-    return min(pool, key=lambda one: one.seconds, default=None)
+    return min(pool, key=lambda option: option.seconds, default=None)
 
 
 def _advised(found: Sequence[Option]) -> list[Option]:
     return [one for one in found if one.strategy not in COMPARED]
 
 
-def why(run: Run, found: Sequence[Option], chosen: Option | None) -> str:
+def reason(run: Run, tried: Sequence[Option], chosen: Option | None) -> str:
     """Return two sentences: why this strategy, and why not another."""
-    found = _advised(found)
+    tried = _advised(tried)
     if chosen is None:
-        return _none_fits(run, found)
-    return f"{_reason(run, chosen)} {_others(run, found, chosen)}"
+        return _none_fits(run, tried)
+    return f"{_reason(run, chosen)} {_others(run, tried, chosen)}"
 
 
 def _reason(run: Run, chosen: Option) -> str:
@@ -314,74 +316,72 @@ def _reason(run: Run, chosen: Option) -> str:
     needed = (worker.recomputed if run.recompute else worker.memory).needed * worker.sharing
     limit = worker.device.memory
     room = f"{size(limit)} of {worker.device.name}" if limit else f"{worker.device.name}"
-    whom = f"{worker.sharing} workers need" if worker.sharing > 1 else "a worker needs"
+    workers = f"{worker.sharing} workers need" if worker.sharing > 1 else "a worker needs"
     if run.num_workers == 1:
         return f"One worker shares nothing: it needs {size(needed)} of the {room}."
     return (
-        f"With {chosen.strategy} {whom} {size(needed)} of the {room}, and a step moves "
+        f"With {chosen.strategy} {workers} {size(needed)} of the {room}, and a step moves "
         f"{size(chosen.traffic.sent)} from a worker, {seconds(chosen.seconds)} on the wire."
     )
 
 
-def _others(run: Run, found: Sequence[Option], chosen: Option) -> str:
-    full = [one for one in found if not one.problem and not one.fits(recompute=run.recompute)]
+def _others(run: Run, tried: Sequence[Option], chosen: Option) -> str:
+    full = [
+        option
+        for option in tried
+        if not option.problem and not option.fits(recompute=run.recompute)
+    ]
     if full:
-        least = min(full, key=lambda one: one.peak(recompute=run.recompute))
-        names = wording.listed([one.strategy for one in full], most=len(full))
+        least = min(full, key=lambda option: option.peak(recompute=run.recompute))
+        names = wording.listed([option.strategy for option in full], most=len(full))
         return (
             f"There is no room for {names}: the least of them peaks at "
             f"{size(least.peak(recompute=run.recompute))}."
         )
-    able = [one for one in found if one is not chosen and not one.problem]
-    faster = [one.strategy for one in able if one.seconds < chosen.seconds]
+    able = [option for option in tried if not option.problem]
+    faster = [option.strategy for option in able if option.seconds < chosen.seconds]
     if faster and chosen.strategy in BY_PROTOCOL:
         are = "is" if len(faster) == 1 else "are"
         return (
             f"{wording.listed(faster, most=len(faster))} {are} faster on the wire; weights of "
             f"{chosen.strategy} have the same bits however many workers take part."
         )
-    slower = [one for one in able if one.seconds > chosen.seconds]
-    if slower:
-        next_best = min(slower, key=lambda one: one.seconds)
-        return (
-            f"Every strategy that can run here fits, and {next_best.strategy} is the next on the "
-            f"wire with {seconds(next_best.seconds)}."
-        )
-    if not all(one.kind == "cuda" for one in run.devices):
-        return "Its weights have the same bits however many workers take part."
-    return "No other strategy moves fewer bytes."
+    return "Every strategy that can run here fits."
 
 
-def _none_fits(run: Run, found: Sequence[Option]) -> str:
-    able = [one for one in found if not one.problem]
+def _none_fits(run: Run, tried: Sequence[Option]) -> str:
+    able = [option for option in tried if not option.problem]
     if not able:
         return "No strategy can run here: " + "; ".join(
-            f"{one.strategy}: {one.problem}" for one in found
+            f"{option.strategy}: {option.problem}" for option in tried
         )
-    least = min(able, key=lambda one: one.peak(recompute=run.recompute))
+    least = min(able, key=lambda option: option.peak(recompute=run.recompute))
     worst = max(
-        (one for one in least.workers if not one.fits(recompute=run.recompute)),
-        key=lambda one: one.sharing * one.memory.needed - memory_or_infinite(one.device),
+        (option for option in least.workers if not option.fits(recompute=run.recompute)),
+        key=lambda option: (
+            option.sharing * option.memory.needed - memory_or_infinite(option.device)
+        ),
     )
     needed = worst.sharing * (worst.recomputed if run.recompute else worst.memory).needed
     what = remedies(run, least.strategy)
-    told = "; ".join(what) if what else "nothing that the configuration can change"
+    changes = "; ".join(what) if what else "nothing that the configuration can change"
     return (
         f"Nothing fits: {least.strategy}, which needs least, takes {size(needed)} on "
-        f"{worst.device.name}, which has {size(worst.device.memory or 0)}. What would fit: {told}."
+        f"{worst.device.name}, which has {size(worst.device.memory or 0)}. What would fit: "
+        f"{changes}."
     )
 
 
 def remedies(run: Run, strategy: str) -> list[str]:
     """Return changes of the configuration with which `strategy` fits, each with what it needs."""
-    told = list[str]()
+    texts = list[str]()
     for text, changed in _changes(run):
-        if any(text.startswith(one.rpartition(" (")[0]) for one in told):
+        if any(text.startswith(one.rpartition(" (")[0]) for one in texts):
             continue  # less than this is enough
         tried = option(changed, strategy)
         if tried.fits(recompute=changed.recompute):
-            told.append(f"{text} ({size(tried.peak(recompute=changed.recompute))})")
-    return told
+            texts.append(f"{text} ({size(tried.peak(recompute=changed.recompute))})")
+    return texts
 
 
 def _changes(run: Run) -> Iterator[tuple[str, Run]]:
@@ -449,10 +449,10 @@ def require_memory(run: Run, strategy: str = "star") -> None:
         needed = worker.sharing * parts[run.recompute].needed + extra
         if limit is None or needed <= limit:
             continue
-        whom = "a worker needs" if worker.sharing == 1 else f"{worker.sharing} workers need"
-        beside = f", and the coordinator {size(extra)}" if extra else ""
+        workers = "a worker needs" if worker.sharing == 1 else f"{worker.sharing} workers need"
+        more = f", and the coordinator {size(extra)}" if extra else ""
         raise UsageError(
-            f"{RULE}: {whom} {size(needed - extra)} of {worker.device.name}{beside}, which has "
+            f"{RULE}: {workers} {size(needed - extra)} of {worker.device.name}{more}, which has "
             f"{size(limit)}; {_advice(run, strategy, has_coordinator=has_coordinator)}; "
             "`entrenar plan` shows all of it"
         )

@@ -124,10 +124,10 @@ def _gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
 
     The public function turns modes of functions off before it begins.
     """
-    made: Sequence[Tensor] = graph._engine_run_backward(
+    gradients: Sequence[Tensor] = graph._engine_run_backward(
         (loss,), (torch.ones_like(loss),), False, False, tuple(leaves), allow_unreachable=True
     )
-    return made
+    return gradients
 
 
 class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -141,14 +141,14 @@ class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        made = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(made):
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self.add(leaf)
         if function.overloadpacket in _HIDDEN:
             inside = args[0].numel() * args[0].element_size()
             self.peak = max(self.peak, self.now + inside)
-        return made
+        return result
 
     def add(self, tensor: Tensor) -> None:
         """Count a tensor's storage, unless it is counted."""
@@ -195,19 +195,21 @@ class _Answers(TorchFunctionMode):
                 args, kwargs = tree_map(lambda leaf: _cast(leaf, dtype), (args, kwargs))
         if name == "scaled_dot_product_attention" and self._kind in _FUSED:
             return _attention(self._kind, *args, **kwargs)
-        made = function(*args, **kwargs)
+        result = function(*args, **kwargs)
         if name == "linear":
-            self._products[made] = True
+            self._products[result] = True
         if name == "all" and args[0].dim() == 1:
-            self._holds[made] = True
-        return made
+            self._holds[result] = True
+        return result
 
-    def _equal(self, one: Tensor, other: Tensor) -> bool:
+    def _equal(self, output: Tensor, logits: Tensor) -> bool:
         """Return whether both are outputs of a linear layer, and of one shape.
 
         So a head's output is taken for the logits, unless these were scaled or capped afterwards.
         """
-        return one.shape == other.shape and one in self._products and other in self._products
+        return (
+            output.shape == logits.shape and output in self._products and logits in self._products
+        )
 
 
 def _nonzero(given: Tensor) -> Tensor:
@@ -265,7 +267,7 @@ FLOAT_BYTES = 4
 # What a model of others raises on tensors without values; RuntimeError is torch's own.
 _UNFORESEEN = (RuntimeError, NotImplementedError, ValueError, TypeError, LookupError)
 _SCALES = 256  # of NF4, that share a scale
-_NF4 = "_is_planned_in_nf4"  # the mark of a layer whose weights are kept so
+_NF4 = "_is_planned_in_nf4"  # the mark of a layer with weights that are kept so
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,17 +348,17 @@ class Shape:
 
     def block_counts(self) -> list[Counts]:
         """Return the numbers of each block."""
-        found = []
+        counts = []
         for block in self.blocks:
             trained = sum(p.numel() for p in block.parameters() if p.requires_grad)
             size = self._bytes(block)
             frozen = size - FLOAT_BYTES * trained
-            found.append(
+            counts.append(
                 Counts(
                     frozen_bytes=frozen, trained=trained, largest_block_bytes=size, outside_bytes=0
                 )
             )
-        return found
+        return counts
 
     def counts(self, cut: Cut = WHOLE) -> Counts:
         """Return the numbers of a part of the model."""
@@ -380,14 +382,16 @@ class Shape:
         """
         model = cast("Any", part)
         ends = (model.get_input_embeddings(), model.get_output_embeddings())
-        known = {one for end in ends if end is not None for one in end.parameters()}
+        known = {parameter for end in ends if end is not None for parameter in end.parameters()}
         is_here, module = cut.has_table, part
         for name in self._path:
             for other, child in module.named_children():
                 if other == name:
                     is_here = cut.has_head
                 elif not is_here:
-                    yield from (one for one in child.parameters() if one not in known)
+                    yield from (
+                        parameter for parameter in child.parameters() if parameter not in known
+                    )
             is_here, module = cut.has_table, module.get_submodule(name)
 
     @cached_property
@@ -415,12 +419,12 @@ class Shape:
         self, rows: int, length: int, kind: str, part: nn.Module, has_head: bool
     ) -> Rehearsal:
         samples = _samples(rows, length)
-        for one in (self.whole, part):
-            cast("Any", one).config.pad_token_id = 0
-        tensors = {name: one for name, one in part.named_parameters() if one.requires_grad}
+        for tensor in (self.whole, part):
+            cast("Any", tensor).config.pad_token_id = 0
+        tensors = {name: tensor for name, tensor in part.named_parameters() if tensor.requires_grad}
         try:
             work = self._work(part, kind)
-            batch = [one.to(META) for one in work.with_samples(samples).batch(range(rows))]
+            batch = [tensor.to(META) for tensor in work.with_samples(samples).batch(range(rows))]
             drop = draws.Keyed(torch.zeros(2, dtype=torch.int32, device=META))
 
             def loss() -> Tensor:
@@ -438,10 +442,10 @@ class Shape:
                 products=precision.of_products(self.settings),
             )
         except _UNFORESEEN as error:
-            told = " ".join(str(error).split())
+            problem = " ".join(str(error).split())
             raise UsageError(
                 f"model={self.settings.model}: its memory can't be foreseen without weights "
-                f"({type(error).__name__}: {told})"
+                f"({type(error).__name__}: {problem})"
             ) from error
         return replace(step, peak=step.peak + self._decoded_bytes(part))
 
@@ -471,7 +475,7 @@ class Shape:
         return self._parts[key]
 
     def _bytes(self, module: nn.Module) -> int:
-        """Return the bytes of a module's weights, of which some may be in NF4."""
+        """Return the bytes of a module's weights; some may be in NF4."""
         whole = sum(one.numel() * one.element_size() for one in module.parameters())
         spared = sum(one.numel() * one.element_size() for one in self._packed(module))
         return whole - spared + sum(_nf4_bytes(one.numel()) for one in self._packed(module))

@@ -90,7 +90,7 @@ class Place:
 
 
 class StageCosts:
-    """The costs of stages of the model of `run`, whose shards are its micro-batches."""
+    """The costs of stages of the model of `run`. Its shards are its micro-batches."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -165,12 +165,12 @@ class StageCosts:
         return 2 * _UPDATE * counts.trained + held + memory.RUNTIME_BYTES["cpu"]
 
     def _ends(self, place: Place) -> Any:
-        """Return the counts of what the stage has beside its blocks."""
+        """Return the counts of what the stage has besides its blocks."""
         cut = Cut(blocks=0, has_table=place.is_first, has_head=place.is_last)
         return self.run.shape.counts(cut)
 
     def _activations(self, place: Place) -> tuple[int, int, int]:
-        """Return the bytes that a shard keeps in a block and beside them, and those of a pass."""
+        """Return the bytes that a shard keeps in a block and outside of it, and those of a pass."""
         two = min(2, self.num_blocks)
         block = self._rehearsed(place, two).kept
         if two == 2:
@@ -194,12 +194,12 @@ class StageCosts:
         Experts are counted as if each token went through all.
         """
         tokens = self.run.rows * self.run.length
-        found = _work(block, tokens, again=self.run.recompute)
+        products = _work(block, tokens, again=self.run.recompute)
         config = self.run.shape.config
         heads = getattr(config, "num_attention_heads", 0)
         size = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
         passes = 4 if self.run.recompute else 3
-        return int(found + passes * 4 * tokens * self.run.length * heads * size)
+        return int(products + passes * 4 * tokens * self.run.length * heads * size)
 
     @cached_property
     def _head_work(self) -> int:

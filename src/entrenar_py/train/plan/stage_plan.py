@@ -27,7 +27,7 @@ Costs = NDArray[np.float64]
 
 
 def best_cut(costs: Sequence[Costs]) -> tuple[range, ...] | None:
-    """Return the blocks of each stage, of which the largest cost is least; None if there are none.
+    """Return the blocks of each stage with the least largest cost; None if no cut is finite.
 
     `costs` has for each stage float64 [num_blocks + 1, num_blocks + 1]: at [a, b] the cost of
     blocks a to b - 1, infinite for what can't be. Each stage gets a block at least. Of the cuts
@@ -52,7 +52,7 @@ def total(costs: Sequence[Costs], stages: Sequence[range]) -> float:
 
 
 def _ends(costs: Sequence[Costs], join: np.ufunc) -> tuple[range, ...] | None:
-    """Return the stages whose costs, joined by `join`, are least; None if no cut is finite.
+    """Return the stages with the least costs, joined by `join`; None if no cut is finite.
 
     Dynamic programming over prefixes: the best cut of the first b blocks into k stages has, up to
     its last stage, a best cut of some a < b blocks into k - 1. `join` is monotone, so that holds
@@ -75,7 +75,7 @@ def _ends(costs: Sequence[Costs], join: np.ufunc) -> tuple[range, ...] | None:
     return tuple(range(a, b) for a, b in pairwise(reversed(ends)))
 
 
-ORDERS_OF_MAX = 6  # workers of which all orders are tried: 720
+ORDERS_OF_MAX = 6  # workers in all orders, which are 720
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,9 +150,9 @@ def of_settings(costs: StageCosts, workers: Sequence[StageWorker]) -> StagesPlan
     """
     planned = costs.run.settings.stages
     require_end([range(*stage.layers) for stage in planned], costs.num_blocks)
-    by_name = {one.name: one for one in workers}
+    by_name = {worker.name: worker for worker in workers}
     named = {name for stage in planned for name in stage.worker}
-    left = iter([one for one in workers if one.name not in named])
+    left = iter([worker for worker in workers if worker.name not in named])
     groups = []
     for index, stage in enumerate(planned):
         names, group = stage.worker, list[StageWorker]()
@@ -166,15 +166,15 @@ def of_settings(costs: StageCosts, workers: Sequence[StageWorker]) -> StagesPlan
             group.append(by_name.get(name, StageWorker(name=name, kind=stage.backend or "cpu")))
         if not names:
             unknown = StageWorker(name="", kind=stage.backend or "cpu")
-            one = next(left, None if workers else unknown)
-            if one is None:
+            worker = next(left, None if workers else unknown)
+            if worker is None:
                 raise UsageError(f"stages[{index}]: no worker is left for it; give one more")
-            group.append(one)
-        for one in group:
-            if stage.backend not in (None, one.kind):
+            group.append(worker)
+        for worker in group:
+            if stage.backend not in (None, worker.kind):
                 raise UsageError(
-                    f"stages[{index}] backend={stage.backend}: worker {one.name} computes on "
-                    f"{one.kind}",
+                    f"stages[{index}] backend={stage.backend}: worker {worker.name} computes on "
+                    f"{worker.kind}",
                     field=f"stages.{index}.backend",
                 )
         groups.append(tuple(group))
@@ -192,14 +192,16 @@ def propose(costs: StageCosts, workers: Sequence[StageWorker]) -> StagesPlan:
             f"{len(workers)} workers and {costs.num_blocks} blocks: a stage would have none; use "
             f"{costs.num_blocks} workers or fewer"
         )
-    found = best_cut(_costs(costs, workers))
-    if found is None:
-        shares = [_shares(costs, one, stage, len(workers)) for stage, one in enumerate(workers)]
-        found = best_cut(shares)
-        assert found is not None, "there are as many blocks as workers"
-        plan = _of(costs, found, [(one,) for one in workers])
+    cut = best_cut(_costs(costs, workers))
+    if cut is None:
+        shares = [
+            _shares(costs, worker, stage, len(workers)) for stage, worker in enumerate(workers)
+        ]
+        cut = best_cut(shares)
+        assert cut is not None, "there are as many blocks as workers"
+        plan = _of(costs, cut, [(worker,) for worker in workers])
         require_fits(plan, "no cut fits, and the one that lacks least has ")
-    return _of(costs, found, [(one,) for one in workers])
+    return _of(costs, cut, [(worker,) for worker in workers])
 
 
 def faster_order(costs: StageCosts, workers: Sequence[StageWorker]) -> StagesPlan | None:
@@ -248,21 +250,24 @@ def _of(
 ) -> StagesPlan:
     """Return the plan of a cut; `groups` are the workers of each stage."""
     num_stages = len(cut)
-    has_speed = all(one.has_speed for group in groups for one in group)
+    has_speed = all(worker.has_speed for group in groups for worker in group)
     stages = []
     for index, (own, group) in enumerate(zip(cut, groups, strict=True)):
         share = -(-costs.num_shards // len(group))
         backend = None
-        if any(one.name or one.memory for one in group) and len({o.kind for o in group}) == 1:
+        if (
+            any(worker.name or worker.memory for worker in group)
+            and len({o.kind for o in group}) == 1
+        ):
             backend = group[0].kind
         if costs.run.settings.stages:
             backend = costs.run.settings.stages[index].backend
-        places = [_place(costs, index, num_stages, one.kind, len(group)) for one in group]
+        places = [_place(costs, index, num_stages, worker.kind, len(group)) for worker in group]
         gradient = int(costs.trained_bytes(places[0], own.start, own.stop))
         wire = _wire(costs, groups, index) if has_speed else 0.0
         computing = max(
-            float(costs.work(place, own.start, own.stop)) / one.speed(costs.block_work)
-            for place, one in zip(places, group, strict=True)
+            float(costs.work(place, own.start, own.stop)) / worker.speed(costs.block_work)
+            for place, worker in zip(places, group, strict=True)
         )
         stages.append(
             PlannedStage(
@@ -288,23 +293,23 @@ def _place(costs: StageCosts, stage: int, num_stages: int, kind: str, sharing: i
 def _costs(
     costs: StageCosts,
     workers: Sequence[StageWorker],
-    made: dict[tuple[int, StageWorker], Costs] | None = None,
+    known: dict[tuple[int, StageWorker], Costs] | None = None,
 ) -> list[Costs]:
     """Return the seconds of a shard in each stage, infinite where its worker has too little memory.
 
-    `made` keeps what depends on a stage and its worker alone.
+    `known` keeps what depends on a stage and its worker alone.
     """
-    made, found = {} if made is None else made, []
-    has_speed = all(one.has_speed for one in workers)
-    for stage, one in enumerate(workers):
-        if (stage, one) not in made:
-            place = _place(costs, stage, len(workers), one.kind, 1)
+    known, matrices = {} if known is None else known, []
+    has_speed = all(worker.has_speed for worker in workers)
+    for stage, worker in enumerate(workers):
+        if (stage, worker) not in known:
+            place = _place(costs, stage, len(workers), worker.kind, 1)
             work = matrix(costs, lambda a, b, place=place: costs.work(place, a, b))  # type: ignore[misc]
-            fits = _shares(costs, one, stage, len(workers)) <= 1
-            made[stage, one] = np.where(fits, work / one.speed(costs.block_work), np.inf)
-        wire = _wire(costs, [(one,) for one in workers], stage) if has_speed else 0.0
-        found.append(made[stage, one] + wire)
-    return found
+            fits = _shares(costs, worker, stage, len(workers)) <= 1
+            known[stage, worker] = np.where(fits, work / worker.speed(costs.block_work), np.inf)
+        wire = _wire(costs, [(worker,) for worker in workers], stage) if has_speed else 0.0
+        matrices.append(known[stage, worker] + wire)
+    return matrices
 
 
 def _shares(costs: StageCosts, worker: StageWorker, stage: int, num_stages: int) -> Costs:

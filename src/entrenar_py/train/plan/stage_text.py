@@ -150,19 +150,19 @@ def _step(plan: StagesPlan) -> Iterator[str]:
     """Yield what a step takes, and of what that is the sum."""
     num_shards, num_stages = plan.costs.num_shards, len(plan.stages)
     if plan.step_seconds is None:
-        told = (
+        sentence = (
             f"time     no speed is known (flops or seconds_per_block of workers): they are taken "
             f"to be alike, and links to take no time. The slowest stage takes {plan.slowest:.2f} "
             "blocks a shard."
         )
     else:
-        told = (
+        sentence = (
             f"time     a step takes {seconds(plan.step_seconds)}: a shard through all stages, "
             f"{num_shards - 1} more behind the slowest stage ({seconds(plan.slowest)} each), and "
             f"gradients and weights over the coordinator's link ({size(plan.costs.run.bandwidth)}"
             "/s)"
         )
-    yield from textwrap.wrap(told, COLUMNS, subsequent_indent=" " * 9)
+    yield from textwrap.wrap(sentence, COLUMNS, subsequent_indent=" " * 9)
     yield (
         f"bubble   {100 * plan.bubble:.0f} % of a step is idle: {counted(num_stages, 'stage')} and "
         f"{counted(num_shards, 'shard')}, (P - 1) / (S + P - 1)"
@@ -227,7 +227,7 @@ def _mermaid(boxes: list[_Box]) -> Iterator[str]:
 
 
 def _entities(text: str) -> str:
-    """Return `text` for a label of mermaid, whose entities have # in place of &."""
+    """Return `text` for a label of mermaid. Its entities have # in place of &."""
     kept = " ,.:-_"
     return "".join(c if c.isalnum() or c in kept else f"#{ord(c)};" for c in text)
 
@@ -258,7 +258,7 @@ def _by_graphviz(source: str) -> str:
     if program is None:
         return ""
     try:
-        made = subprocess.run(
+        drawing = subprocess.run(
             [program, "-Tsvg"],
             input=source.encode(),
             capture_output=True,
@@ -267,7 +267,7 @@ def _by_graphviz(source: str) -> str:
         )
     except (OSError, subprocess.SubprocessError):
         return ""
-    return made.stdout.decode("utf-8", "replace").rstrip()
+    return drawing.stdout.decode("utf-8", "replace").rstrip()
 
 
 def _svg(boxes: list[_Box]) -> Iterator[str]:

@@ -76,26 +76,26 @@ def load(path: Path) -> list[StageWorker]:
     return found
 
 
-def of_devices(given: Sequence[Device]) -> list[StageWorker]:
+def of_devices(described: Sequence[Device]) -> list[StageWorker]:
     """Return a worker for each device; several of one name get numbers."""
-    times, so_far = Counter(one.name for one in given), Counter[str]()
-    found = []
-    for one in given:
-        so_far[one.name] += 1
-        number = f"-{so_far[one.name]}" if times[one.name] > 1 else ""
-        found.append(
+    times, so_far = Counter(device.name for device in described), Counter[str]()
+    workers = []
+    for device in described:
+        so_far[device.name] += 1
+        number = f"-{so_far[device.name]}" if times[device.name] > 1 else ""
+        workers.append(
             StageWorker(
-                name=f"{one.name}{number}",
-                kind=one.kind,
-                memory=one.memory,
-                bandwidth=one.bandwidth,
+                name=f"{device.name}{number}",
+                kind=device.kind,
+                memory=device.memory,
+                bandwidth=device.bandwidth,
             )
         )
-    return found
+    return workers
 
 
 def nameless(number: int) -> list[StageWorker]:
-    """Return so many workers of which nothing is known."""
+    """Return `number` workers without a name, a speed or a known memory."""
     return [StageWorker(name="", kind="cpu")] * number
 
 
@@ -184,7 +184,7 @@ def _require_all_speeds(root: ListNode, problems: Problems) -> None:
             )
 
 
-_TIMES = 5  # of which the median is taken, after one pass that is not timed
+_TIMES = 5  # the median is taken, after one pass that is not timed
 _ENOUGH_S = 10.0  # no further pass is begun after so long
 _KINDS = ("cuda", "cpu")  # that torch computes a block on
 
@@ -200,18 +200,18 @@ class _Called(Exception):
 def measured(run: Run, say: Callable[[str], None]) -> list[StageWorker]:
     """Return a worker for each device of this machine, with its free memory and its speed.
 
-    GPUs come before the CPU. `say` is told what was measured. Raises UsageError for a model whose
-    block can't be run alone.
+    GPUs come before the CPU. `say` is told what was measured. Raises UsageError for a model
+    with blocks that can't be run alone.
     """
     module = _two_blocks(run)
-    found = []
+    workers = []
     for place, device in _places(say):
         took = block_seconds(module, run, torch.device(place))
         say(
             f"measured on {device.name}: {seconds(took)} for block 1 of {run.shape.num_blocks}, "
             f"forward and backward, {run.rows} x {run.length} tokens, random weights"
         )
-        found.append(
+        workers.append(
             StageWorker(
                 name=place.replace(":", "-"),
                 kind=device.kind,
@@ -220,7 +220,7 @@ def measured(run: Run, say: Callable[[str], None]) -> list[StageWorker]:
                 bandwidth=device.bandwidth,
             )
         )
-    return found
+    return workers
 
 
 def _places(say: Callable[[str], None]) -> Iterator[tuple[str, devices.Device]]:
@@ -238,8 +238,8 @@ def _places(say: Callable[[str], None]) -> Iterator[tuple[str, devices.Device]]:
 def block_seconds(module: nn.Module, run: Run, place: torch.device) -> float:
     """Return the seconds of a shard in the second block of `module`, forward and backward.
 
-    The first block of a model whose adapters are all that is trained has no gradient to send on,
-    so it does less than others.
+    If adapters alone are trained, the first block of a model has no gradient to send on, so it does
+    less than others.
     """
     layers = blocks.of(module)
     inputs, named = _arguments(module, run, layers[-1])

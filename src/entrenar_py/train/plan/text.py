@@ -22,19 +22,19 @@ _GAP = "  "
 
 
 def lines(
-    run: Run, found: Sequence[Option], chosen: Option | None, why: str, *, length_from: str
+    run: Run, options: Sequence[Option], chosen: Option | None, reason: str, *, length_from: str
 ) -> Iterator[str]:
     """Yield the plan: the model, each worker's memory, each strategy's traffic, and the choice."""
     yield from _head(run, length_from)
     yield ""
     yield "bytes of a worker, each part at its largest; +: with blocks computed again (recompute)"
-    yield from columns(_MEMORY, list(_memory_rows(found)))
+    yield from columns(_MEMORY, list(_memory_rows(options)))
     yield ""
     yield f"a step on the wire, at {size(run.link)}/s"
-    yield from columns(_WIRE, list(_wire_rows(run, found)))
+    yield from columns(_WIRE, list(_wire_rows(run, options)))
     yield ""
     yield f"use: {chosen.strategy if chosen else 'none'}"
-    yield from textwrap.wrap(why, COLUMNS, initial_indent="why: ", subsequent_indent="     ")
+    yield from textwrap.wrap(reason, COLUMNS, initial_indent="why: ", subsequent_indent="     ")
 
 
 def _head(run: Run, length_from: str) -> Iterator[str]:
@@ -133,13 +133,13 @@ def show(
         longest=longest,
         bandwidth=device_texts.bandwidth_of(bandwidth),
     )
-    found = plan.options(run)
-    chosen = plan.choose(run, found)
-    why = plan.why(run, found, chosen)
+    options = plan.options(run)
+    chosen = plan.choose(run, options)
+    reason = plan.reason(run, options, chosen)
     length_from = "data.max_tokens" if longest is None else "the longest row"
-    printing.say_lines("\n".join(lines(run, found, chosen, why, length_from=length_from)))
+    printing.say_lines("\n".join(lines(run, options, chosen, reason, length_from=length_from)))
     if json is not None:
-        output_file.write(plan.to_record(run, found, chosen, why), json)
+        output_file.write(plan.to_record(run, options, chosen, reason), json)
     return chosen is not None
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import math
 import platform
-import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -25,17 +24,14 @@ from entrenar_py.shared.config.composer import ListNode, MapNode, plain
 from entrenar_py.shared.config.fields import WHOLE_MAX, Record
 from entrenar_py.shared.config.problems import Problems
 from entrenar_py.shared.errors import SystemFailure, UsageError
-from entrenar_py.shared.page import console
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import writer
 from entrenar_py.shared.trace.writer import Writer
-from entrenar_py.shared.untrusted import printing
 from entrenar_py.shared.wording import counted
 from entrenar_py.train.service import address, exit_codes, file_locks, progress, signals
 from entrenar_py.train.service.address import Address
 from entrenar_py.train.service.config import LISTEN
 from entrenar_py.train.service.measures import Stopwatch
-from entrenar_py.train.service.metrics import Metrics
 from entrenar_py.train.service.run_events import Listener, Noted, StepAveraged
 from entrenar_py.train.upstream import wire_effects as wire
 from entrenar_py.train.upstream.wire_frames import FRAME_BYTES_MAX, LENGTH_MAX
@@ -269,26 +265,26 @@ class AveragingRecord:
         if self._ledger is not None:
             self._ledger.close()
 
-    def _made(self, made: wire.MadeStep) -> None:
+    def _made(self, effect: wire.MadeStep) -> None:
         averages = self.averages()
-        digests = {str(part): averages[part].digest for part in made.parts}
+        digests = {str(part): averages[part].digest for part in effect.parts}
         self._write(
             trace.Averaged(
-                step=made.step,
-                ranks=made.workers,
+                step=effect.step,
+                ranks=effect.workers,
                 gradient={name: trace.TensorRecord(digest) for name, digest in digests.items()},
-                loss=made.loss,
-                correct=made.correct,
-                weight=made.total,
+                loss=effect.loss,
+                correct=effect.correct,
+                weight=effect.total,
             )
         )
-        times = self._watch.made(reduce_s=sum(averages[part].seconds for part in made.parts))
+        times = self._watch.made(reduce_s=sum(averages[part].seconds for part in effect.parts))
         traffic = self.traffic()
         happening = StepAveraged(
-            step=made.step,
+            step=effect.step,
             num_steps=self._run.num_steps,
-            loss=math.nan if made.loss is None else made.loss,
-            workers=made.workers,
+            loss=math.nan if effect.loss is None else effect.loss,
+            workers=effect.workers,
             step_ms=times.step_ms,
             exchange_ms=times.exchange_ms,
             reduce_ms=times.reduce_ms,
@@ -296,10 +292,10 @@ class AveragingRecord:
             bytes_in=traffic[0] - self._told[0],
             bytes_out=traffic[1] - self._told[1],
             last=self._watch.last(),
-            waits_ms=self._watch.waits_ms(made.workers),
-            num_samples=made.num_samples,
-            correct=made.correct,
-            total=made.total,
+            waits_ms=self._watch.waits_ms(effect.workers),
+            num_samples=effect.num_samples,
+            correct=effect.correct,
+            total=effect.total,
             digests=digests,
         )
         self._told = traffic
@@ -357,27 +353,11 @@ def run(path: Path, *, insecure: bool) -> int:
     """
     config = load(path)
     with ExitStack() as stack:
-        _claim(config, stack)
-        shown = console.standard_output(color=True)
-        listeners: list[Listener] = [
-            stack.enter_context(progress.opened(shown, num_steps=config.run.num_steps))
-        ]
-        if config.metrics is not None:
-            metrics = Metrics(config.metrics)
-            stack.callback(metrics.close)
-            listeners.append(metrics)
+        file_locks.claim({"ledger": config.ledger, "metrics": config.metrics}, stack)
+        listeners = progress.listeners(
+            stack, num_steps=config.run.num_steps, metrics=config.metrics
+        )
         return asyncio.run(_serve(config, listeners, stack, insecure=insecure))
-
-
-def _claim(config: AveragingConfig, stack: ExitStack) -> None:
-    """Lock the ledger until `stack` is closed; UsageError if a path can't be used."""
-    file_locks.require_distinct({"ledger": config.ledger, "metrics": config.metrics})
-    if config.ledger is not None:
-        stack.enter_context(file_locks.claimed(config.ledger, "ledger", warn=_warn))
-
-
-def _warn(text: str) -> None:
-    printing.warn(f"entrenar: {text}")
 
 
 async def _serve(
@@ -407,7 +387,7 @@ async def _serve(
             raise
         problem = f"can't listen there ({error.strerror or error}); use another one"
         raise UsageError(f"listen={config.listen}: {problem}") from error
-    signals.deliver(_Stopper(server, record).stop)
+    signals.deliver(signals.Stopper(server, record.note).stop)
     record.note("listening", f"listens at {Address(*at)} for workers of the original system")
     finish = await server.finish()
     signals.ignore()
@@ -424,19 +404,3 @@ async def _serve(
 def _end_soon(loop: asyncio.AbstractEventLoop, server: AveragingServer, reason: str) -> None:
     """Stop `server` in the loop's next turn, because `server` is in one of its callbacks."""
     loop.call_soon(partial(server.stop, reason, at_once=True))
-
-
-class _Stopper:
-    """Ends a run on signals. The first lets the current step finish; the second ends it at once."""
-
-    def __init__(self, server: AveragingServer, record: AveragingRecord) -> None:
-        self._server, self._record = server, record
-        self._again = False
-
-    def stop(self, number: signal.Signals) -> None:
-        """Handle the signal `number`."""
-        when = "now" if self._again else "after the step in work"
-        self._record.note("stopping", f"{number.name}: stops {when}")
-        reason = f"the coordinator was stopped by {number.name}"
-        self._server.stop(reason, at_once=self._again)
-        self._again = True

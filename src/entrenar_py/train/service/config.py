@@ -52,7 +52,7 @@ SERVICE: Mapping[str, tuple[str, str, str]] = {
     ),
     "updates": (
         *("`workers` or `server`", "`workers`"),
-        "who makes the steps: every worker, or the server, which then sends the new weights",
+        "what makes the steps: every worker, or the server, which then sends the new weights",
     ),
     "timing": ("mapping", "below", "how long either end waits"),
     "checkpoint": ("mapping", "none is written", "the state, to go on from with `--resume`"),
@@ -66,7 +66,11 @@ CHECKPOINT: Mapping[str, tuple[str, str, str]] = {
 TLS: Mapping[str, tuple[str, str, str]] = {
     "cert": ("path", "required", "the coordinator's certificate, PEM; workers check its name"),
     "key": ("path", "required", "its private key, PEM, without a passphrase"),
-    "ca": ("path", "none is asked for", "who signed the certificates that workers must show"),
+    "ca": (
+        "path",
+        "none is asked for",
+        "the authority that signs the certificates that workers must show",
+    ),
 }
 TIMING: Mapping[str, str] = {
     "heartbeat_s": "time between two signs of life of either end",

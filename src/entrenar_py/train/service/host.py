@@ -272,7 +272,7 @@ class Host:
         self.tell(Noted(what=what, step=self._step, text=text))
 
     def _objection(self, norm: float) -> str | None:
-        """Return why training halts before a step whose gradient has this norm, or None."""
+        """Return why training halts before a step with this norm of its gradient, or None."""
         self._spike = self._norms.spike(self._step, norm)
         return None if self._spike is None else measures.say_halted(self._spike)
 

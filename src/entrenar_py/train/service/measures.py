@@ -182,7 +182,7 @@ class Stopwatch:
         )
 
     def last(self) -> Last | None:
-        """Return who delivered last in this step, or None if fewer than two delivered."""
+        """Return the worker that delivered last in this step, or None if fewer than two did."""
         if len(self._delivered) < 2:
             return None
         rank = max(self._delivered, key=self._delivered.__getitem__)

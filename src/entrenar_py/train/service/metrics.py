@@ -19,7 +19,7 @@ from entrenar_py.train.service.run_events import Happening, Noted, Scored, StepA
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "--halt-on-spike": {
         "action": "store_true",
-        "help": "halt before a step whose gradient norm is more than ten times its running median; "
+        "help": "halt before a step if its gradient norm is over ten times the running median; "
         "without it such a step is only reported, on the screen and in the ledger",
     },
     "--tensorboard": {
@@ -119,14 +119,14 @@ class EventFiles:
         """Write the figures of one event."""
         if isinstance(happening, Noted) or self._is_broken:
             return
-        made = happening.step if isinstance(happening, Scored) else happening.step + 1
+        num_steps = happening.step if isinstance(happening, Scored) else happening.step + 1
         try:
             if self._writer is None:
                 self._writer = self._new_writer(
-                    str(self._path), purge_step=made, flush_secs=FLUSH_EVERY_S
+                    str(self._path), purge_step=num_steps, flush_secs=FLUSH_EVERY_S
                 )
             for name, value in _figures(happening):
-                self._writer.add_scalar(name, value, made)
+                self._writer.add_scalar(name, value, num_steps)
         except OSError as error:
             self._give_up(error)
 
@@ -148,20 +148,20 @@ class EventFiles:
 def _figures(happening: StepMade | Scored) -> Iterator[tuple[str, float]]:
     """Yield the name and value of each figure that is known."""
     if isinstance(happening, Scored):
-        found = {
+        figures = {
             "validation/loss": happening.loss,
             "validation/perplexity": happening.perplexity,
             "validation/accuracy": happening.accuracy,
         }
-        for one in happening.classes:
-            label = escaping.line(one.label)
-            found |= {
-                f"validation/recall/{label}": one.recall,
-                f"validation/precision/{label}": one.precision,
-                f"validation/f1/{label}": one.f1,
+        for scores in happening.classes:
+            label = escaping.line(scores.label)
+            figures |= {
+                f"validation/recall/{label}": scores.recall,
+                f"validation/precision/{label}": scores.precision,
+                f"validation/f1/{label}": scores.f1,
             }
     else:
-        found = {
+        figures = {
             "train/loss": happening.loss,
             "train/learning_rate": happening.learning_rate,
             "train/gradient_norm": happening.grad_norm,
@@ -171,5 +171,5 @@ def _figures(happening: StepMade | Scored) -> Iterator[tuple[str, float]]:
             "memory/device_bytes": happening.device_bytes,
         }
         waits = happening.waits_ms.items()
-        found |= {f"wait_ms/worker {rank}": waited for rank, waited in waits}
-    yield from ((name, value) for name, value in found.items() if value is not None)
+        figures |= {f"wait_ms/worker {rank}": waited for rank, waited in waits}
+    yield from ((name, value) for name, value in figures.items() if value is not None)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
+from pathlib import Path
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -14,7 +15,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from entrenar_py.shared.page import console
 from entrenar_py.shared.untrusted import escaping
+from entrenar_py.train.service.metrics import EventFiles, Metrics
 from entrenar_py.train.service.run_events import Happening, Listener, Noted, Scored, StepMade
 
 CLASSES_SHOWN = 4
@@ -22,7 +25,7 @@ _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def summary(step: StepMade) -> str:
-    """Return one step in a line: loss, pace, workers, traffic, times, and who delivered last."""
+    """Return one step in a line: loss, pace, workers, traffic, times, and the last delivery."""
     parts = [] if math.isnan(step.loss) else [f"loss {step.loss:.6g}"]
     if step.steps_per_s is not None:
         parts.append(f"{digits(step.steps_per_s)} steps/s")
@@ -57,10 +60,10 @@ def scored(scores: Scored) -> str:
         parts.append(f"perplexity {scores.perplexity:.4g}")
     if scores.accuracy is not None:
         parts.append(f"accuracy {scores.accuracy:.3f}")
-    for one in scores.classes[:CLASSES_SHOWN]:
-        figures = {"recall": one.recall, "precision": one.precision, "F1": one.f1}
-        told = [f"{name} {'-' if x is None else f'{x:.3f}'}" for name, x in figures.items()]
-        parts.append(f"{escaping.line(one.label)} {' '.join(told)}")
+    for own in scores.classes[:CLASSES_SHOWN]:
+        figures = {"recall": own.recall, "precision": own.precision, "F1": own.f1}
+        texts = [f"{name} {'-' if x is None else f'{x:.3f}'}" for name, x in figures.items()]
+        parts.append(f"{escaping.line(own.label)} {' '.join(texts)}")
     if len(scores.classes) > CLASSES_SHOWN:
         parts.append(f"and {len(scores.classes) - CLASSES_SHOWN} more classes")
     return ", ".join(parts)
@@ -112,14 +115,14 @@ class Screen:
         return grid
 
     def _bar(self) -> RenderableType:
-        made = 0 if self._step is None else self._step.step + 1
+        num_made = 0 if self._step is None else self._step.step + 1
         line = Table.grid(padding=(0, 2))
-        bar = ProgressBar(total=self._num_steps, completed=made, width=_BAR_WIDTH)
+        bar = ProgressBar(total=self._num_steps, completed=num_made, width=_BAR_WIDTH)
         left = "waits for workers"
         if self._step is not None:
             pace = self._step.steps_per_s
-            left = f"{duration((self._num_steps - made) / pace)} left" if pace else ""
-        line.add_row(bar, Text(f"{made}/{self._num_steps}"), Text(left))
+            left = f"{duration((self._num_steps - num_made) / pace)} left" if pace else ""
+        line.add_row(bar, Text(f"{num_made}/{self._num_steps}"), Text(left))
         return line
 
     def _rows(self) -> Iterator[tuple[str, str]]:
@@ -171,6 +174,23 @@ def _workers(step: StepMade) -> str:
 
 LINE_EVERY_S = 5.0
 REFRESHES_A_SECOND = 4
+
+
+def listeners(
+    stack: ExitStack, *, num_steps: int, metrics: Path | None, tensorboard: Path | None = None
+) -> list[Listener]:
+    """Return what shows and writes a run's events until `stack` is closed.
+
+    The run is shown on the terminal. `metrics` is a file, and `tensorboard` a folder of event
+    files, for those that are wanted. Raises UsageError if one can't be written.
+    """
+    shown = console.standard_output(color=True)
+    opened_listeners: list[Listener] = [stack.enter_context(opened(shown, num_steps=num_steps))]
+    if metrics is not None:
+        opened_listeners.append(stack.enter_context(closing(Metrics(metrics))))
+    if tensorboard is not None:
+        opened_listeners.append(stack.enter_context(closing(EventFiles(tensorboard))))
+    return opened_listeners
 
 
 @contextmanager
@@ -231,4 +251,4 @@ class Lines:
             self._print(f"step {happening.step + 1}/{happening.num_steps}  {summary(happening)}")
 
     def _print(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True)  # also flushes, for readers who follow the log
+        self._console.print(text, soft_wrap=True)  # also flushes, for readers that follow the log

@@ -97,7 +97,7 @@ class _Round:
 
 
 class StageMember(Member):
-    """The worker of stage `stage`, whose trainable tensors are the workload's."""
+    """The worker of stage `stage`. Its trainable tensors are the workload's."""
 
     workload: StageWorkload
 
@@ -193,16 +193,16 @@ class StageMember(Member):
         """Note that the pass `asked` is of the present round, which may be over when it begins."""
         self._bound[asked] = self._round
 
-    def run(self, asked: do.Pass) -> Passed | NonFinite:
+    def run(self, request: do.Pass) -> Passed | NonFinite:
         """Make the pass `asked`, in any thread."""
         began_s = self._clock()
-        found = self._run(asked)
-        if isinstance(found, Passed):
-            found = replace(found, began_s=began_s, ended_s=self._clock())
-        return found
+        outcome = self._run(request)
+        if isinstance(outcome, Passed):
+            outcome = replace(outcome, began_s=began_s, ended_s=self._clock())
+        return outcome
 
-    def _run(self, asked: do.Pass) -> Passed | NonFinite:
-        current, shard = self._bound.pop(asked), asked.shard
+    def _run(self, request: do.Pass) -> Passed | NonFinite:
+        current, shard = self._bound.pop(request), request.shard
         if current is not self._round:
             return Passed()  # nobody waits for it, and its tensors are gone
         worker, ids = self.workers[self.rank], self._shards[shard]
@@ -210,28 +210,28 @@ class StageMember(Member):
         if not current.is_begun:
             current.is_begun = True
             step.begin()
-        found: Hidden | Backward
+        outcome: Hidden | Backward
         drawn: str | None = None
         if not ids:
-            found = self._nothing(asked.is_forward)
-        elif asked.is_forward:
-            rng = self.scenario.rng("dropout", asked.step, shard)
+            outcome = self._nothing(request.is_forward)
+        elif request.is_forward:
+            rng = self.scenario.rng("dropout", request.step, shard)
             drop = dropout.Dropout(self.scenario.dropout, rng)
-            found = step.forward(shard, ids, self._received(current, shard), drop)
+            outcome = step.forward(shard, ids, self._received(current, shard), drop)
             drawn = drop.digest()
         else:
             gradient = _tensor(
                 current.gradients.pop(shard),
                 *(current.dtypes[shard], self.workload.hidden_shape(ids)),
             )
-            found = step.backward(shard, gradient)
-        if isinstance(found, Hidden):
-            current.dtypes[shard] = found.tensor.dtype
-            self._out[Activation, shard] = _payload(found.tensor)
-            return Passed(str(found.tensor.dtype).removeprefix("torch."), found.draws)
-        if found.hidden is not None:
-            self._out[ActivationGradient, shard] = _payload(found.hidden)
-        return self._add(current, asked, found, drawn)
+            outcome = step.backward(shard, gradient)
+        if isinstance(outcome, Hidden):
+            current.dtypes[shard] = outcome.tensor.dtype
+            self._out[Activation, shard] = _payload(outcome.tensor)
+            return Passed(str(outcome.tensor.dtype).removeprefix("torch."), outcome.draws)
+        if outcome.hidden is not None:
+            self._out[ActivationGradient, shard] = _payload(outcome.hidden)
+        return self._add(current, request, outcome, drawn)
 
     def _received(self, current: _Round, shard: int) -> Received | None:
         if self.workload.stage.is_first:
@@ -249,19 +249,19 @@ class StageMember(Member):
         return Backward(zeros, None if self.workload.stage.is_first else empty)
 
     def _add(
-        self, current: _Round, asked: do.Pass, found: Backward, drawn: str | None
+        self, current: _Round, request: do.Pass, outcome: Backward, drawn: str | None
     ) -> Passed | NonFinite:
         """Add a shard's gradient along the tree; `drawn` identifies its random numbers."""
-        worker, shard, ids = self.workers[self.rank], asked.shard, self._shards[asked.shard]
-        vector = engine.as_one(found.gradients)
+        worker, shard, ids = self.workers[self.rank], request.shard, self._shards[request.shard]
+        vector = engine.as_one(outcome.gradients)
         weight = float(self.workload.weight(ids)) if ids else 0.0
-        loss = self.inject(vector, found.loss, worker, asked.step, shard, len(ids))
+        loss = self.inject(vector, outcome.loss, worker, request.step, shard, len(ids))
         leaf = reduction.Node(0, shard, vector, loss, weight)
-        halt = self.guard(leaf, worker, asked.step, shard, ids)
+        halt = self.guard(leaf, worker, request.step, shard, ids)
         if self.workload.stage.is_last:  # the one that knows the loss
             current.events.append(
                 trace.Shard(
-                    step=asked.step,
+                    step=request.step,
                     epoch=self.position.epoch,
                     rank=worker.rank,
                     shard=shard,
@@ -274,12 +274,12 @@ class StageMember(Member):
             )
         if halt is not None:
             return self._problem(halt, leaf)
-        self._go_wrong(leaf, asked.step, len(ids))
+        self._go_wrong(leaf, request.step, len(ids))
         current.nodes = reduction.fold([*current.nodes, leaf], self.scenario.num_shards)
-        if not asked.is_last:
+        if not request.is_last:
             return Passed()
         self.nodes.update({(node.level, node.index): node for node in current.nodes})
-        return Passed(nodes=self.named(asked.step, current.nodes))
+        return Passed(nodes=self.named(request.step, current.nodes))
 
     def payload(self, message: Message) -> Buffer:
         """Return the payload of `message`."""
@@ -303,7 +303,7 @@ def _tensor(payload: Buffer, dtype: torch.dtype, shape: Sequence[int]) -> Tensor
     return torch.frombuffer(payload, dtype=dtype).reshape(list(shape))
 
 
-_OPTIMIZER = "sgd"  # of workers, whose steps are the coordinator's
+_OPTIMIZER = "sgd"  # of workers: the coordinator makes their steps
 
 
 class StageHands:

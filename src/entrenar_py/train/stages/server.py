@@ -145,13 +145,13 @@ class PipelineServer(Server):
             self._require_weight(message)
         if isinstance(message, Loaded | Applied):
             found = self._events_in(rank, message, payload)
-            told = [one for one in found if isinstance(one, trace.Start | trace.Update)]
+            records = [one for one in found if isinstance(one, trace.Start | trace.Update)]
             kind = trace.Start if isinstance(message, Loaded) else trace.Update
-            if [type(one) for one in told] != [kind]:
+            if [type(one) for one in records] != [kind]:
                 raise ProtocolError(
                     f"{type(message).__name__} of rank {rank} without the weights that it holds"
                 )
-            self._require_own(told[0])
+            self._require_own(records[0])
 
     def _require_weight(self, node: TreeNode) -> None:
         """Raise ProtocolError unless a sum has the weight of the samples under it."""
@@ -177,14 +177,14 @@ class PipelineServer(Server):
         names = [spec.name for spec in self.cut.specs[self.cut.stage_of_rank(event.rank)]]
         if isinstance(event, trace.Start):
             arrays = self.replica.replica.arrays
-            held = self.recorder.tensors({name: arrays[name] for name in names})
+            own = self.recorder.tensors({name: arrays[name] for name in names})
         elif self._recorded[0] == event.step + 1:
-            held = self._recorded[1]
+            own = self._recorded[1]
         else:
             return  # no such step is prepared: the machine refuses the message
         for name in names:
             theirs = event.weights.get(name)
-            if theirs is None or theirs.digest != held[name].digest:
+            if theirs is None or theirs.digest != own[name].digest:
                 raise ProtocolError(
                     f"rank {event.rank} holds other weights than it was sent: {name}, step "
                     f"{event.step}"
@@ -193,18 +193,18 @@ class PipelineServer(Server):
     def _completed(self, event: trace.Event) -> trace.Event:
         """Put the weights that a worker recorded of its stage together with other stages' weights.
 
-        So each worker's weights are those of the whole model of which it has a part.
+        So each worker's weights are those of the whole model, not of its part.
         """
         event = super()._completed(event)
         if not isinstance(event, trace.Start | trace.Update):
             return event
-        held = self._held(event.step + isinstance(event, trace.Update))
+        weights = self._held(event.step + isinstance(event, trace.Update))
         if isinstance(event, trace.Update):
-            return replace(event, weights=held)
+            return replace(event, weights=weights)
         specs = self.workload.specs
         return replace(
             event,
-            weights=held,
+            weights=weights,
             trainable=tuple(spec.name for spec in specs),
             decayed=tuple(spec.name for spec in specs if spec.decayed),
         )

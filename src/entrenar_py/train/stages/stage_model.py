@@ -155,10 +155,10 @@ def _require_runs(module: nn.Module, own: range, tokens: Tensor) -> None:
         raise
     except Exception as error:  # a model of others raises what it likes
         named = type(layer_plan.decoder_of(module)).__name__
-        part, told = wording.spanned("block", own), f"{type(error).__name__}: {error}".strip()
+        part, problem = wording.spanned("block", own), f"{type(error).__name__}: {error}".strip()
         raise UsageError(
             f"strategy=layer_pipeline: {part} of {named} can't run on hidden states alone "
-            f"({told}); cut the model elsewhere, or use coordinator and workers without stages"
+            f"({problem}); cut the model elsewhere, or use coordinator and workers without stages"
         ) from error
 
 
@@ -214,7 +214,7 @@ def _require_separate(module: nn.Module, stage: Stage, tokens: Tensor) -> None:
         named = type(layer_plan.decoder_of(module)).__name__
         raise UsageError(
             f"strategy=layer_pipeline: blocks of {named} read the embeddings of "
-            "tokens beside the hidden states, so it can't be cut; use coordinator and workers "
+            "tokens and the hidden states, so it can't be cut; use coordinator and workers "
             "without stages"
         )
 
@@ -222,7 +222,7 @@ def _require_separate(module: nn.Module, stage: Stage, tokens: Tensor) -> None:
 def output_of(module: nn.Module, tokens: Tensor) -> Tensor:
     """Return what a stage makes of `tokens`: hidden states, or logits in the last one."""
     try:
-        found: Tensor = module(input_ids=tokens, use_cache=False).logits
+        logits: Tensor = module(input_ids=tokens, use_cache=False).logits
     except Reached as reached:
         return reached.hidden
-    return found
+    return logits

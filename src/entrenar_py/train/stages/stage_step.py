@@ -52,9 +52,7 @@ class StageStep(Protocol):
         ...
 
     def backward(self, shard: int, gradient: Tensor) -> Backward:
-        """Make the backward pass, of which `gradient`, that of the hidden states sent on, is the
-        beginning.
-        """
+        """Make the backward pass from `gradient`, that of the hidden states sent on."""
         ...
 
 
@@ -96,16 +94,16 @@ class TorchStage:
         if received is not None:
             hidden = received.hidden.to(self._place).detach().requires_grad_()
             came = Received(hidden, received.draws)
-        found, draws = self._workload.output_of(
+        output, draws = self._workload.output_of(
             self._tensors, self._workload.batch(ids), came, drop=drop, place=self._place
         )
         into = None if came is None else came.hidden
         if not self._workload.stage.is_last:
-            self._kept[shard] = into, found
-            return Hidden(found.detach().contiguous().cpu(), draws)
+            self._kept[shard] = into, output
+            return Hidden(output.detach().contiguous().cpu(), draws)
         # In one process the scale multiplies the loss, and so do all bits of the gradient here.
-        scaled = found * torch.tensor(self._scale, device=found.device)
-        return self._through(scaled, None, into, loss=found.item())
+        scaled = output * torch.tensor(self._scale, device=output.device)
+        return self._through(scaled, None, into, loss=output.item())
 
     def backward(self, shard: int, gradient: Tensor) -> Backward:
         """See `StageStep`."""

@@ -96,13 +96,13 @@ class StageWorkload(Finetuning):
         masks = self.masks(place)
         try:
             with self.formats_of(batch, place), masks:
-                found: Tensor = objective(tuple(one.to(place) for one in batch))
+                output: Tensor = objective(tuple(one.to(place) for one in batch))
         except Reached as reached:
-            found = reached.hidden
+            output = reached.hidden
         finally:
             self.stage.receive(None)
         first = 0 if received is None else received.draws
-        return found, masks.num_drawn if isinstance(masks, Masks) else first
+        return output, masks.num_drawn if isinstance(masks, Masks) else first
 
 
 def width_of(module: nn.Module) -> int:
