@@ -9,9 +9,9 @@ import pytest
 
 from entrenar_py.shared.errors import ProtocolError
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.train.coordinator.exchanges import TreeExchange
 from entrenar_py.train.coordinator.member import Member
 from entrenar_py.train.coordinator.server import Server
+from entrenar_py.train.coordinator.topology import TreeExchange
 from entrenar_py.train.wire.messages import Average, NonFinite, Partial, State, TreeNode
 from tests.systems import by_hand, stars
 

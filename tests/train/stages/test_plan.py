@@ -15,9 +15,9 @@ from entrenar_py import entrenar as cli
 from entrenar_py.shared.errors import ContractError
 from entrenar_py.train.finetune import settings_file
 from entrenar_py.train.model.settings import StagePlan, Training
-from entrenar_py.train.plan import memory, stage_plan, stage_text, stage_workers
 from entrenar_py.train.plan import plan as planning
-from entrenar_py.train.plan.memory import Load
+from entrenar_py.train.plan import stage_plan, stage_text, stage_workers
+from entrenar_py.train.plan.costs import Load, memory_of
 from entrenar_py.train.plan.stage_costs import Place, StageCosts
 from entrenar_py.train.plan.stage_workers import StageWorker
 from entrenar_py.train.service import exit_codes
@@ -134,7 +134,7 @@ def test_memory_is_near_that_of_torchs_pipeline(costs: StageCosts) -> None:
     load = Load(
         rows=run.rows, length=run.length, shards=4, num_workers=2, kind="cuda", recompute=False
     )
-    theirs = memory.of("pipeline_parallel", run.shape, load)
+    theirs = memory_of("pipeline_parallel", run.shape, load)
     ours = [costs.terms(place(stage, 2), 2 * stage, 2 * stage + 2) for stage in (0, 1)]
     num_kept = place(0, 2).num_kept  # of the first stage, which keeps most; theirs has two
     most = max(one.kept for one in ours)

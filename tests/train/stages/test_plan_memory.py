@@ -18,9 +18,9 @@ from entrenar_py.train.plan import plan as planning
 from entrenar_py.train.plan.shape import _Storages
 from entrenar_py.train.plan.stage_costs import Place, StageCosts
 from entrenar_py.train.stages import cut as cutting
-from entrenar_py.train.stages import stage_workload
+from entrenar_py.train.stages import stage_model
+from entrenar_py.train.stages.stage_model import Received, StageWorkload
 from entrenar_py.train.stages.stage_step import TorchStage
-from entrenar_py.train.stages.stage_workload import Received, StageWorkload
 from tests.train.finetune.strategies import runs as models
 
 STAGES = ((0, 1), (1, 3), (3, 4))
@@ -77,7 +77,7 @@ def test_a_shard_takes_what_is_foreseen(prepared: Prepared, number: int) -> None
 
 def _stage(prepared: Prepared, number: int) -> StageWorkload:
     cut = cutting.of(prepared.settings, model.shape(prepared.settings))
-    return stage_workload.load(prepared, cut, number)
+    return stage_model.load_stage(prepared, cut, number)
 
 
 def _step(workload: StageWorkload) -> tuple[TorchStage, list[torch.Tensor]]:

@@ -34,9 +34,9 @@ from entrenar_py.train.model.settings import Classes, Data, Lora, Settings, Stag
 from entrenar_py.train.stages import cut as cutting
 from entrenar_py.train.stages.member import StageBackend, StageMember
 from entrenar_py.train.stages.server import scenario_of_stages
+from entrenar_py.train.stages.stage_model import Received, StageWorkload
+from entrenar_py.train.stages.stage_model import load_stage as load_stage
 from entrenar_py.train.stages.stage_step import Backward, Hidden, StageStep, TorchStage, WgpuStage
-from entrenar_py.train.stages.stage_workload import Received, StageWorkload
-from entrenar_py.train.stages.stage_workload import load as load_stage
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.messages import Activation, ActivationGradient, Welcome
 from entrenar_py.train.wire.pipeline_worker import Passed

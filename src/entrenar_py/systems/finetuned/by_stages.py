@@ -26,11 +26,11 @@ from entrenar_py.train.model import prepared as preparing
 from entrenar_py.train.model.prepared import Prepared
 from entrenar_py.train.model.settings import LAYER_PIPELINE, StagePlan
 from entrenar_py.train.stages import cut as cutting
-from entrenar_py.train.stages import stage_workload
+from entrenar_py.train.stages import stage_model
 from entrenar_py.train.stages.cut import Cut
 from entrenar_py.train.stages.member import StageHands, StageMember
 from entrenar_py.train.stages.server import PipelineServer, workload_of
-from entrenar_py.train.stages.stage_workload import hidden_bytes_max, width_of
+from entrenar_py.train.stages.stage_model import hidden_bytes_max, width_of
 from entrenar_py.train.wire.pipeline_worker import PipelineWorker
 from entrenar_py.train.wire.terms import Run
 
@@ -108,7 +108,7 @@ class _Training(ScenarioRun):
         )
 
     def _member(self, cut: Cut, stage: int) -> StageMember:
-        workload = stage_workload.load(self._prepared, cut, stage)
+        workload = stage_model.load_stage(self._prepared, cut, stage)
         own = cut.stages[stage]
         when = f"in {wording.spanned('block', own)}"
         self.frozen.append(frozen.of_module(workload.module, when))

@@ -14,8 +14,8 @@ from entrenar_py.train.arithmetic import blocks, engine, reduction, sharding, st
 from entrenar_py.train.arithmetic.tensors import Workload
 from entrenar_py.train.arithmetic.vectors import GivenVectors
 from entrenar_py.train.coordinator import models, recorder, topology
-from entrenar_py.train.coordinator.exchanges import Held, RingExchange, TreeExchange
 from entrenar_py.train.coordinator.replicas import Replicas, Worker
+from entrenar_py.train.coordinator.topology import Held, RingExchange, TreeExchange
 from entrenar_py.train.wire.frames import Buffer, new_room
 from entrenar_py.train.wire.messages import (
     Applied,

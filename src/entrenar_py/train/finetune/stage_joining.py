@@ -26,10 +26,10 @@ from entrenar_py.train.model.prepared import Prepared
 from entrenar_py.train.service import worker
 from entrenar_py.train.service.worker import Stay
 from entrenar_py.train.stages import cut as cutting
-from entrenar_py.train.stages import stage_workload
+from entrenar_py.train.stages import stage_model
 from entrenar_py.train.stages.cut import Cut
 from entrenar_py.train.stages.member import StageHands, StageMember
-from entrenar_py.train.stages.stage_workload import hidden_bytes_max, width_of
+from entrenar_py.train.stages.stage_model import hidden_bytes_max, width_of
 from entrenar_py.train.wire.effects import Effect, Finish, Send
 from entrenar_py.train.wire.messages import Loaded
 from entrenar_py.train.wire.pipeline_worker import PipelineWorker
@@ -145,7 +145,7 @@ class StageJoining:
             prepared = replace(
                 self.prepared, settings=replace(self.prepared.settings, model=folder)
             )
-            workload = stage_workload.load(prepared, self.cut, stage)
+            workload = stage_model.load_stage(prepared, self.cut, stage)
         return StageMember(
             scenario,
             stay.backend,

@@ -11,11 +11,10 @@ from entrenar_py.shared import backend_names, wording
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.model import precision
 from entrenar_py.train.model.settings import BY_SHARDS, WHOLE_LAYERS, Settings
-from entrenar_py.train.plan import devices, memory, traffic
+from entrenar_py.train.plan import costs, devices
+from entrenar_py.train.plan.costs import NOTHING, Batch, Load, Memory, Traffic
 from entrenar_py.train.plan.devices import Device, seconds, size
-from entrenar_py.train.plan.memory import Load, Memory
 from entrenar_py.train.plan.shape import FLOAT_BYTES, Shape
-from entrenar_py.train.plan.traffic import NOTHING, Batch, Traffic
 
 SCHEMA = "entrenar-plan/1"
 BY_PROTOCOL = ("star", "mesh")  # of this package's coordinator; others are torchrun's
@@ -153,7 +152,7 @@ def rehearse(run: Run, strategy: str) -> None:
 
 def options(run: Run) -> list[Option]:
     """Return every strategy on the run's devices."""
-    return [option(run, strategy) for strategy in memory.STRATEGIES]
+    return [option(run, strategy) for strategy in costs.STRATEGIES]
 
 
 def option(run: Run, strategy: str) -> Option:
@@ -162,7 +161,7 @@ def option(run: Run, strategy: str) -> Option:
     if problem:
         return Option(strategy=strategy, problem=problem)
     training = run.settings.training
-    moved = traffic.of(
+    moved = costs.traffic_of(
         strategy,
         run.shape,
         Batch(
@@ -197,8 +196,8 @@ def _worker(run: Run, strategy: str, rank: int) -> Worker:
     )
     return Worker(
         device=device,
-        memory=memory.of(strategy, run.shape, load),
-        recomputed=memory.of(strategy, run.shape, replace(load, recompute=True)),
+        memory=costs.memory_of(strategy, run.shape, load),
+        recomputed=costs.memory_of(strategy, run.shape, replace(load, recompute=True)),
         sharing=sum(run.place(other) == number for other in range(run.num_workers)),
     )
 
@@ -498,4 +497,4 @@ def _less(device: Device, shape: Shape) -> Device:
 
 def _coordinator(shape: Shape) -> int:
     """Return the bytes of a coordinator: the model, and the state of the run."""
-    return memory.coordinator_bytes(shape.counts())
+    return costs.coordinator_bytes(shape.counts())

@@ -17,7 +17,7 @@ from torch import nn
 from entrenar_py.train.arithmetic import sharding
 from entrenar_py.train.arithmetic.reduction import num_nodes
 from entrenar_py.train.model import precision
-from entrenar_py.train.plan import memory
+from entrenar_py.train.plan import costs
 from entrenar_py.train.plan.plan import Run
 from entrenar_py.train.plan.shape import FLOAT_BYTES, Cut
 
@@ -149,7 +149,7 @@ class StageCosts:
             kept=place.num_kept * ((end - begin) * block + before),
             hidden=place.num_hidden * self.hidden_bytes,
             passing=passing,
-            runtime=memory.RUNTIME_BYTES[place.kind],
+            runtime=costs.RUNTIME_BYTES[place.kind],
         )
 
     def nodes(self, num_workers: int) -> int:
@@ -162,7 +162,7 @@ class StageCosts:
         """The coordinator's memory: all that is trained, twice while a step is made."""
         counts = self.run.shape.counts()
         held = counts.weight_bytes if not self.run.settings.adapts else 0
-        return 2 * _UPDATE * counts.trained + held + memory.RUNTIME_BYTES["cpu"]
+        return 2 * _UPDATE * counts.trained + held + costs.RUNTIME_BYTES["cpu"]
 
     def _ends(self, place: Place) -> Any:
         """Return the counts of what the stage has besides its blocks."""

@@ -17,11 +17,11 @@ from entrenar_py.shared.errors import ProtocolError, UsageError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.train.arithmetic import dropout, engine, reduction, state
 from entrenar_py.train.arithmetic.tensors import Workload
-from entrenar_py.train.coordinator.exchanges import Held
 from entrenar_py.train.coordinator.member import Member
+from entrenar_py.train.coordinator.topology import Held
 from entrenar_py.train.stages.cut import Cut, OwnBlocks, StageBlocks
+from entrenar_py.train.stages.stage_model import Received, StageWorkload
 from entrenar_py.train.stages.stage_step import Backward, Hidden, StageStep, TorchStage, WgpuStage
-from entrenar_py.train.stages.stage_workload import Received, StageWorkload
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.frames import Buffer, new_room
 from entrenar_py.train.wire.messages import (

@@ -13,7 +13,7 @@ from entrenar_py.compute import draws
 from entrenar_py.compute.wgpu.resident import Body, Programs, Resident, Shapes, shapes_of
 from entrenar_py.train.arithmetic import dropout
 from entrenar_py.train.arithmetic.tensors import Array, DropFunction, Tensors
-from entrenar_py.train.stages.stage_workload import Received, StageWorkload
+from entrenar_py.train.stages.stage_model import Received, StageWorkload
 
 
 @dataclass(frozen=True)
