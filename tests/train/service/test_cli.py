@@ -23,7 +23,7 @@ HEAVY = ("torch", "numpy", "rich", "yaml", "wgpu", "blake3", "asyncio")
 def test_help_is_instant() -> None:
     """`--help` imports nothing heavy."""
     code = (
-        "import sys\nfrom entrenar_py.train.service import cli\n"
+        "import sys\nfrom entrenar_py import entrenar as cli\n"
         "try:\n    cli.main(['--help'])\nexcept SystemExit:\n    pass\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules])"
     )

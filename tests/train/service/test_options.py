@@ -11,7 +11,7 @@ import pytest
 from entrenar_py import compute as backends
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.systems import AUTO
-from entrenar_py.train.cli import options
+from entrenar_py.train import cli as options
 from entrenar_py.train.service import exit_codes
 from entrenar_py.train.service.address import Address
 
