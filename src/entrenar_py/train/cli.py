@@ -114,8 +114,11 @@ class Command:
     actions: tuple[Command, ...] = ()
 
 
-def _path(metavar: str, what: str, **more: Any) -> Mapping[str, Any]:
-    return {"metavar": metavar, "type": Path, "help": what, **more}
+def _value(metavar: str, what: str, **more: Any) -> Mapping[str, Any]:
+    return {"metavar": metavar, "help": what, **more}
+
+
+_path = functools.partial(_value, type=Path)
 
 
 def _flag(what: str) -> Mapping[str, Any]:
@@ -127,14 +130,14 @@ _JSON = _path("FILE", "also write it as JSON")
 _TRAINING: Arguments = {
     "config": _path("CONFIG.yaml", "what to train, and on what; `init` prints one with all keys"),
     "--resume": _RESUME,
-    "--backend": {
-        "metavar": "LIST",
-        "dest": "backends",
-        "type": _backends,
-        "default": ("cpu",),
-        "help": "what the workers compute on, in turns, e.g. cpu,wgpu or cuda:0,cuda:1; one worker "
+    "--backend": _value(
+        "LIST",
+        "what the workers compute on, in turns, e.g. cpu,wgpu or cuda:0,cuda:1; one worker "
         "each at least (default cpu)",
-    },
+        dest="backends",
+        type=_backends,
+        default=("cpu",),
+    ),
     **metrics.OPTIONS,
 }
 _TRAINED: Arguments = {
@@ -166,23 +169,23 @@ WORKER = Command(
     name="worker",
     what="compute for a coordinator, which says what to train",
     arguments={
-        "--coordinator": {
-            "metavar": "HOST:PORT",
-            "required": True,
-            "type": _address,
-            "help": "where the coordinator listens; an IPv6 host in brackets",
-        },
+        "--coordinator": _value(
+            "HOST:PORT",
+            "where the coordinator listens; an IPv6 host in brackets",
+            required=True,
+            type=_address,
+        ),
         "--secret-file": _path("FILE", "the run's shared secret", required=True),
         "--tls-ca": _path("FILE", "connect over TLS, and trust the authorities in this file (PEM)"),
         "--tls-cert": _path("FILE", "the certificate to show the coordinator"),
         "--tls-key": _path("FILE", "the key of --tls-cert"),
-        "--backend": {
-            "metavar": "NAME",
-            "type": _backend,
-            "default": "cpu",
-            "help": "what to compute on: cpu, cuda, wgpu (cuda:1, wgpu:1: the second device), or "
+        "--backend": _value(
+            "NAME",
+            "what to compute on: cpu, cuda, wgpu (cuda:1, wgpu:1: the second device), or "
             "auto, the first of cuda, wgpu, cpu that works (default cpu)",
-        },
+            type=_backend,
+            default="cpu",
+        ),
         "--model": _path(
             "FOLDER",
             "this machine's copy of the checkpoint that is fine-tuned; its files must have the "
@@ -196,28 +199,25 @@ WORKER = Command(
             "run Python that comes with the checkpoint, if the coordinator's configuration says "
             "so, too"
         ),
-        "--rank": {
-            "metavar": "N",
-            "type": values.natural,
-            "help": "the rank to request (default: the lowest free one)",
-        },
-        "--id": {
-            "metavar": "NAME",
-            "help": "in a layer pipeline, the name by which the configuration gives this worker a "
-            "stage",
-        },
-        "--listen-port": {
-            "metavar": "N",
-            "type": _port,
-            "help": "in a mesh or a layer pipeline, the port where other workers connect (default: "
+        "--rank": _value(
+            "N", "the rank to request (default: the lowest free one)", type=values.natural
+        ),
+        "--id": _value(
+            "NAME",
+            "in a layer pipeline, the name by which the configuration gives this worker a stage",
+        ),
+        "--listen-port": _value(
+            "N",
+            "in a mesh or a layer pipeline, the port where other workers connect (default: "
             "any free one)",
-        },
-        "--patience-s": {
-            "metavar": "S",
-            "type": values.seconds,
-            "default": PATIENCE_S,
-            "help": f"seconds to keep trying to join the run (default {PATIENCE_S:g})",
-        },
+            type=_port,
+        ),
+        "--patience-s": _value(
+            "S",
+            f"seconds to keep trying to join the run (default {PATIENCE_S:g})",
+            type=values.seconds,
+            default=PATIENCE_S,
+        ),
     },
 )
 LEDGER = Command(
@@ -240,16 +240,15 @@ WATCHING = Command(
     name=WATCH,
     what="watch the training of a script that doesn't call observe(every=)",
     arguments={
-        "--every": {
-            "metavar": "N",
-            "type": _positive,
-            "default": EVERY,
-            "help": f"optimizer steps between two looks (default {EVERY})",
-        },
-        "--contract": {
-            "metavar": "FILE",
-            "help": "a contract, or the name of a shipped one: only its clauses are watched",
-        },
+        "--every": _value(
+            "N",
+            f"optimizer steps between two looks (default {EVERY})",
+            type=_positive,
+            default=EVERY,
+        ),
+        "--contract": _value(
+            "FILE", "a contract, or the name of a shipped one: only its clauses are watched"
+        ),
     },
 )
 VISIT = Command(
@@ -272,21 +271,21 @@ FINETUNE = (
         what="say what a run of `finetune` needs, and which strategy fits",
         arguments={
             "config": _path("CONFIG.yaml", "as `finetune` takes it"),
-            "--device": {
-                "metavar": "D",
-                "dest": "devices",
-                "action": "append",
-                "default": [],
-                "help": "plan for this device in place of this machine's, as "
+            "--device": _value(
+                "D",
+                "plan for this device in place of this machine's, as "
                 "name:memory[:bandwidth], e.g. rtx4090:24GB or '2 x h100:80GB:25GB/s'; give it "
                 "once for each kind",
-            },
-            "--bandwidth": {
-                "metavar": "B",
-                "default": BANDWIDTH,
-                "help": "of links for which no device states one, e.g. 1Gbit or 25GB/s (default "
+                dest="devices",
+                action="append",
+                default=[],
+            ),
+            "--bandwidth": _value(
+                "B",
+                "of links for which no device states one, e.g. 1Gbit or 25GB/s (default "
                 f"{BANDWIDTH})",
-            },
+                default=BANDWIDTH,
+            ),
             "--json": _JSON,
         },
     ),
@@ -295,12 +294,10 @@ FINETUNE = (
         what="answer a prompt with what `finetune` has trained",
         arguments={
             **_TRAINED,
-            "--prompt": {"metavar": "TEXT", "required": True, "help": "the text to answer"},
-            "--new-tokens": {
-                "metavar": "N",
-                "type": _positive,
-                "help": f"tokens of an answer at most (default {NEW_TOKENS})",
-            },
+            "--prompt": _value("TEXT", "the text to answer", required=True),
+            "--new-tokens": _value(
+                "N", f"tokens of an answer at most (default {NEW_TOKENS})", type=_positive
+            ),
         },
     ),
     Command(
@@ -326,24 +323,24 @@ PIPELINE = Command(
             what="show the stages of a configuration, or cut the model as is fastest",
             arguments={
                 "config": _path("CONFIG.yaml", "as `coordinator` takes it"),
-                "--workers": {
-                    "metavar": "FILE",
-                    "help": "a list of {worker, memory, backend, flops or seconds_per_block, "
+                "--workers": _value(
+                    "FILE",
+                    "a list of {worker, memory, backend, flops or seconds_per_block, "
                     f"bandwidth}}; or {DOCTOR}: this machine's devices, measured (default: "
                     "`devices` of the configuration)",
-                },
+                ),
                 "--order": {
                     "choices": ORDERS,
                     "default": ORDERS[0],
                     "help": "let workers have stages in the order in which they are given, or in "
                     "the fastest one, of six workers at most (default given)",
                 },
-                "--bandwidth": {
-                    "metavar": "B",
-                    "default": BANDWIDTH,
-                    "help": "of the coordinator's link, and of workers without their own, e.g. "
+                "--bandwidth": _value(
+                    "B",
+                    "of the coordinator's link, and of workers without their own, e.g. "
                     f"1Gbit (default {BANDWIDTH})",
-                },
+                    default=BANDWIDTH,
+                ),
                 "--diagram": {
                     "choices": DIAGRAMS,
                     "help": "print machines and links instead, drawn in this form",
@@ -384,19 +381,19 @@ DISTILL = Command(
             what="run the teacher over all rows, and keep its most likely tokens",
             arguments={
                 "config": _STUDENT,
-                "--backend": {
-                    "metavar": "NAME",
-                    "type": _backend,
-                    "default": "cpu",
-                    "help": "what the teacher computes on: cpu or cuda (cuda:1: the second device; "
+                "--backend": _value(
+                    "NAME",
+                    "what the teacher computes on: cpu or cuda (cuda:1: the second device; "
                     "default cpu)",
-                },
-                "--part": {
-                    "metavar": "K/N",
-                    "type": _part,
-                    "help": "make each N-th shard from the K-th on, for machines that share no "
+                    type=_backend,
+                    default="cpu",
+                ),
+                "--part": _value(
+                    "K/N",
+                    "make each N-th shard from the K-th on, for machines that share no "
                     "folder; those that do share one share the work without it",
-                },
+                    type=_part,
+                ),
             },
         ),
         Command(
@@ -416,18 +413,18 @@ DISTILL = Command(
             what="let the teacher answer prompts, for a student with another tokenizer",
             arguments={
                 "config": _STUDENT,
-                "--endpoint": {
-                    "metavar": "URL",
-                    "help": "base URL of an OpenAI-compatible server that answers, such as "
+                "--endpoint": _value(
+                    "URL",
+                    "base URL of an OpenAI-compatible server that answers, such as "
                     "http://host:8000/v1 (default: distill.text.endpoint, or without one "
                     "distill.teacher is run here)",
-                },
-                "--backend": {
-                    "metavar": "NAME",
-                    "type": _backend,
-                    "help": "what the teacher computes on where there is no endpoint: cpu or cuda "
+                ),
+                "--backend": _value(
+                    "NAME",
+                    "what the teacher computes on where there is no endpoint: cpu or cuda "
                     "(cuda:1: the second device; default cpu)",
-                },
+                    type=_backend,
+                ),
             },
         ),
         Command(

@@ -187,7 +187,6 @@ def _document(data: bytes, file: str, problems: Problems) -> Node | None:
 
 
 def _refuse(root: Node, form: str, problems: Problems) -> None:
-    """Report a document of another form."""
     kind = {MapNode: "a mapping", ListNode: "a list"}.get(type(root), "a single value")
     if isinstance(root, ScalarNode) and root.value is None:
         kind = "nothing: the file is empty"

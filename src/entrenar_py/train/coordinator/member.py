@@ -243,7 +243,6 @@ class Member(Replicas):
         return trace.dump_events(self.recorder.drain()) if message.carries == "events" else b""
 
     def _cut(self) -> None:
-        """Cut the next batch into its logical shards."""
         self._shards = sharding.cut(self.batch(), self.scenario.num_shards)
 
     def _problem(self, halt: trace.Halt, leaf: reduction.Node) -> NonFinite:

@@ -312,7 +312,6 @@ class Replicas:
             )
 
     def _order(self) -> sharding.Ids:
-        """Return the order of the samples in the current epoch."""
         epoch = self.position.epoch
         if self._visit is None or self._visit[0] != epoch:
             rng = self.scenario.rng("order", epoch)

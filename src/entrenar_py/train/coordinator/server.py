@@ -383,7 +383,6 @@ class Server(Replicas):
         )
 
     def _locate(self, block: int, place: int) -> tuple[str, int]:
-        """Return the tensor and the element in it at index `place` of `block`."""
         return self.layout.locate(self.blocks.part(block).start + place)
 
     def _record(self, events: Iterable[trace.Event]) -> None:

@@ -283,7 +283,6 @@ def _fsdp_moves(shape: Shape, batch: Batch) -> Traffic:
 
 
 def _hidden(shape: Shape, batch: Batch) -> int:
-    """Return the bytes of one micro-batch between two blocks."""
     hidden_size: int = shape.config.hidden_size
     return batch.rows * batch.length * hidden_size * batch.product_bytes
 

@@ -424,7 +424,6 @@ def _steps(run: Run) -> Iterator[tuple[str, Callable[[Run], Run]]]:
 
 
 def _with(run: Run, **changes: object) -> Run:
-    """Return the run with other settings, and with a shape of its own if the model is another."""
     settings = replace(run.settings, **changes)  # type: ignore[arg-type]
     other = {"method", "precision"} & changes.keys()
     shape = Shape(settings) if other else run.shape
@@ -458,7 +457,6 @@ def require_memory(run: Run, strategy: str = "star") -> None:
 
 
 def _advice(run: Run, strategy: str, *, has_coordinator: bool) -> str:
-    """Return what would fit, with a worker's peak."""
     room = [_less(one, run.shape) if has_coordinator else one for one in run.devices]
     fitting = remedies(replace(run, devices=tuple(room)), strategy)
     if not fitting:
@@ -489,12 +487,10 @@ def of_backends(names: Sequence[str], described: Sequence[str]) -> list[Device]:
 
 
 def _less(device: Device, shape: Shape) -> Device:
-    """Return a device with what it has left for workers."""
     if device.memory is None or device.kind != "cpu":
         return device
     return replace(device, memory=max(device.memory - _coordinator(shape), 0))
 
 
 def _coordinator(shape: Shape) -> int:
-    """Return the bytes of a coordinator: the model, and the state of the run."""
     return costs.coordinator_bytes(shape.counts())

@@ -396,7 +396,6 @@ class Shape:
 
     @cached_property
     def _path(self) -> list[str]:
-        """The names on the way to the model's blocks."""
         stack = _stack(self.whole)
         names = (name for name, module in self.whole.named_modules() if module is stack)
         return next(names, "").split(".")
@@ -486,14 +485,12 @@ class Shape:
         return width * max((one.numel() for one in self._packed(part)), default=0)
 
     def _packed(self, module: nn.Module) -> Iterator[Tensor]:
-        """Yield the weights that are kept in NF4."""
         for layer in module.modules():
             if getattr(layer, _NF4, False):
                 yield cast("Tensor", layer.weight)
 
 
 def _samples(rows: int, length: int) -> Samples:
-    """Return rows of one length, in which every token is to be predicted."""
     return Samples(
         tokens=np.ones(rows * length, np.int32),
         is_target=np.ones(rows * length, np.bool_),
@@ -551,7 +548,6 @@ def _cut(whole: nn.Module, cut: Cut) -> nn.Module:
 
 
 def _cuttable(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Yield the layers that ranks share, and how they are cut."""
     plan = layer_plan.plan_of(module)
     for name, how in plan.styles.items():
         yield plan.decoder.get_submodule(name), how

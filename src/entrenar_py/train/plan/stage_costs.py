@@ -216,7 +216,6 @@ def matrix(costs: StageCosts, of: Callable[[Number, Number], Number]) -> NDArray
 
 
 def _work(module: nn.Module, tokens: int, *, again: bool = False) -> int:
-    """Return the operations of `tokens` with the matrices of `module`."""
     return sum(
         tokens * one.numel() * ((_TRAINED if one.requires_grad else _FROZEN) + (2 if again else 0))
         for one in module.parameters()

@@ -285,7 +285,6 @@ def _of(
 
 
 def _place(costs: StageCosts, stage: int, num_stages: int, kind: str, sharing: int) -> Place:
-    """Return the place of one of the workers that share a stage."""
     shards = -(-costs.num_shards // sharing)
     return Place(stage=stage, num_stages=num_stages, kind=kind, shards=shards)
 

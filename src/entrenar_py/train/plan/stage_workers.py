@@ -308,7 +308,6 @@ def _moved(value: Any, place: torch.device) -> Any:
 
 
 def _two_blocks(run: Run) -> nn.Module:
-    """Return the model with random weights and two blocks, or one if it has no more."""
     if run.settings.method == "qlora":
         raise UsageError(
             "method: qlora: weights in NF4 are made from a checkpoint's, so no block of random "

@@ -182,7 +182,6 @@ class _Reader:
         )
 
     def _whole(self, name: str, default: int, *, least: int = 1, most: int = WHOLE_MAX) -> int:
-        """Return the number at `name`, or `default`, which has to be within the limits, too."""
         if self._root.present(name) is None and name in REQUIRED:
             return least  # its absence is a problem already
         value = self._root.whole(name, default, least=least, most=most)
@@ -402,5 +401,4 @@ async def _serve(
 
 
 def _end_soon(loop: asyncio.AbstractEventLoop, server: AveragingServer, reason: str) -> None:
-    """Stop `server` in the loop's next turn, because `server` is in one of its callbacks."""
     loop.call_soon(partial(server.stop, reason, at_once=True))

@@ -220,7 +220,6 @@ class _Reader:
                 del values[error.field]
 
     def _system(self) -> str:
-        """Return the system of the configured topology."""
         text = self._root.text("topology") or TOPOLOGIES[0]
         if text not in TOPOLOGIES:
             allowed = " or ".join(TOPOLOGIES)

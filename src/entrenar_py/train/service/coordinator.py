@@ -248,5 +248,4 @@ def _open_ledger(settings: Config, host: Host, *, resume: bool) -> None:
 
 
 def _end_soon(loop: asyncio.AbstractEventLoop, server: CoordinatorServer, reason: str) -> None:
-    """Stop `server` in the loop's next turn, because `server` is in one of its callbacks."""
     loop.call_soon(partial(server.stop, reason, at_once=True))

@@ -128,7 +128,6 @@ def _locked(lock: Path, path: Path, what: str, warn: Callable[[str], None]) -> i
 
 
 def _is_at(file: int, lock: Path) -> bool:
-    """Return whether the open `file` is the one at the path `lock`."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(file), lock.stat())
     return False

@@ -277,7 +277,6 @@ class Host:
         return None if self._spike is None else measures.say_halted(self._spike)
 
     def _look_for_spike(self, step: int, norm: float) -> None:
-        """Record and tell that the gradient of a step that was made is far larger than before."""
         spike = self._norms.spike(step, norm)
         self._norms.add(norm)
         if spike is not None:

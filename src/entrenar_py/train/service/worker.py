@@ -229,7 +229,6 @@ class Stay:
         return tls.server_context(cert=options.tls_cert, key=options.tls_key, ca=options.tls_ca)
 
     def _let_in(self, member: Member, effect: Effect) -> None:
-        """Record this worker's backend when it is admitted, and print its rank."""
         if isinstance(effect, Load):
             for attempt in self.attempts:
                 member.recorder.emit(attempt)

@@ -241,7 +241,6 @@ class StageMember(Member):
         return Received(_tensor(payload, _DTYPES[dtype], shape), draws)
 
     def _nothing(self, is_forward: bool) -> Hidden | Backward:
-        """Return the outcome of a pass of a shard without samples."""
         empty = torch.zeros(0)
         if is_forward and not self.workload.stage.is_last:
             return Hidden(empty, 0)

@@ -267,7 +267,6 @@ class WgpuStage:
         return self._workload.output_of(tensors, shard.batch, received, drop=drop, place=_HOST)
 
     def _leaves(self, tensors: Tensors, shard: Shard) -> list[Tensor]:
-        """Return the tensors that gradients are taken of."""
         leaves = [tensors[name] for name in self._names]
         return leaves if shard.hidden is None else [*leaves, shard.hidden]
 
