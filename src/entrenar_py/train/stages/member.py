@@ -194,7 +194,7 @@ class StageMember(Member):
         self._bound[asked] = self._round
 
     def run(self, request: do.Pass) -> Passed | NonFinite:
-        """Make the pass `asked`, in any thread."""
+        """Make the pass that `request` names, in any thread."""
         began_s = self._clock()
         outcome = self._run(request)
         if isinstance(outcome, Passed):
@@ -397,7 +397,7 @@ class StageHands:
         self.member.bind(asked)
 
     def run(self, asked: do.Pass) -> Passed | NonFinite:
-        """Make the pass `asked`, in any thread."""
+        """Make the pass that `request` names, in any thread."""
         return self.member.run(asked)
 
     def regroup(self, number: int) -> None:
