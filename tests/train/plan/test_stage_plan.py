@@ -1,15 +1,18 @@
-"""`entrenar pipeline plan`: memory, time and traffic of stages, and the cut that it proposes."""
+"""Plans of stages: cuts, orders and refusals, by hand and by the command."""
 
 from __future__ import annotations
 
 import json
-from itertools import permutations
+from itertools import combinations, pairwise, permutations
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from entrenar_py import entrenar as cli
 from entrenar_py.shared.errors import ContractError
@@ -19,6 +22,7 @@ from entrenar_py.train.plan import plan as planning
 from entrenar_py.train.plan import stage_plan, stage_text, stage_workers
 from entrenar_py.train.plan.costs import Load, memory_of
 from entrenar_py.train.plan.stage_costs import Place, StageCosts
+from entrenar_py.train.plan.stage_plan import Costs
 from entrenar_py.train.plan.stage_workers import StageWorker
 from entrenar_py.train.service import exit_codes
 from tests.train.plan.qwen3 import TINY, settings
@@ -394,3 +398,35 @@ def test_a_file_of_workers_is_refused_by_line(tmp_path: Path, text: str, told: s
 def test_names_are_read_back(name: str) -> None:
     (line,) = [*stage_text.section([StagePlan(layers=(0, 1), worker=(name,))])][1:]
     assert yaml.safe_load(line) == [{"layers": [0, 1], "worker": name}]
+
+
+@st.composite
+def some_costs(draw: st.DrawFn) -> list[Costs]:
+    """Draw costs of up to four stages and seven blocks, some of them infinite."""
+    num_stages, num_blocks = draw(st.integers(1, 4)), draw(st.integers(1, 7))
+    cost = st.sampled_from([0.0, 1.0, 2.0, 3.5, 7.0, np.inf])
+    size = num_blocks + 1
+    table = st.lists(cost, min_size=size * size, max_size=size * size)
+    return [np.array(draw(table)).reshape(size, size) for _ in range(num_stages)]
+
+
+@given(some_costs())
+def test_no_cut_is_better(costs: list[Costs]) -> None:
+    """Brute force finds no cut with a smaller largest cost, or with as large a one and less sum."""
+    num_blocks = len(costs[0]) - 1
+    known = []
+    for inner in combinations(range(1, num_blocks), len(costs) - 1):
+        cut = tuple(range(a, b) for a, b in pairwise((0, *inner, num_blocks)))
+        known.append((stage_plan.slowest(costs, cut), stage_plan.total(costs, cut)))
+    known = [one for one in known if np.isfinite(one[0])]
+    found = stage_plan.best_cut(costs)
+    if found is None:
+        assert not known
+        return
+    assert [block for own in found for block in own] == [*range(num_blocks)]
+    assert all(found)
+    assert (stage_plan.slowest(costs, found), stage_plan.total(costs, found)) == min(known)
+
+
+def test_more_stages_than_blocks_have_no_cut() -> None:
+    assert stage_plan.best_cut([np.ones((2, 2))] * 2) is None
