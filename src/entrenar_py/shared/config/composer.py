@@ -1,7 +1,8 @@
 """Composes the bytes of a YAML file into a tree in which every value knows its line and column.
 
 A hostile file costs little: bytes, nodes and depth are bounded, an alias counts as many nodes as
-its target, and no tag builds an object. This module knows nothing of contracts."""
+its target, and no tag builds an object. This module knows nothing of contracts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Records the events of one run: its tensors, what workers sent, and how exact a reduction was."""
+"""Records the events of one run: its tensors, what workers sent, and how exact a reduction was.
+
+A tensor is recorded by a digest, or by its values if the scenario wants them. Digests of large
+tensors are computed in some threads, each tensor in one, so that they do not depend on the number
+of threads. Events of workers are untrusted: each message may carry some kinds of them alone, of the
+worker's own rank and of the message's step.
+"""
 
 from __future__ import annotations
 

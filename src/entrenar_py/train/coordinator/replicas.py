@@ -2,6 +2,12 @@
 
 Every system that trains by logical shards and the tree uses this module. Communication between
 workers is left to the system.
+
+A shard's gradient is a sum over its samples, at an exact power-of-two scale, and is recorded before
+anything else can change it. Clipping and the optimizer see the average over the batch. It is
+computed once and given to each worker, so that replicas can't drift apart by rounding. Data order,
+dropout and initial weights are drawn from the seed and the place of the draw (epoch, step, shard),
+never from a generator that goes on: a worker that takes over a shard draws what the lost one drew.
 """
 
 from __future__ import annotations

@@ -1,4 +1,20 @@
-"""The work of a coordinator: it adds and averages, and keeps the state and the record."""
+"""The work of a coordinator: it adds and averages, and keeps the state and the record.
+
+The protocol's machine (`train/wire/coordinator.py`) decides, and its end carries out each decision
+by a call here. A step is `gather`; then `require`, `keep` and `deliver` for each delivery; then
+`complete` and `reduce` for each block, in any thread; and at last `apply_average`. If the server
+makes the steps, `prepare` comes before that.
+
+A payload is taken over with its memory, since a copy of every gradient would double the memory of a
+large model: `room` gives it a place, and sums free the nodes that they have added.
+
+`replica` is the state before the next step. The step of a large model is made aside, while workers
+compute their next shards. So whatever reads `replica` waits for it first. A step of the server's is
+prepared on a second replica: if all workers are lost before it is applied, it did not happen.
+
+What a worker has recorded counts with its delivery. Of a delivery that is never complete only the
+injected faults are recorded.
+"""
 
 from __future__ import annotations
 

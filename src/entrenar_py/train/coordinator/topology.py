@@ -2,7 +2,8 @@
 blocks that workers exchange.
 
 In a mesh blocks are added along the tree, in a ring one worker after the other. Only this module
-derives a topology from a system's name, for the harness and the service alike."""
+derives a topology from a system's name, for the harness and the service alike.
+"""
 
 from __future__ import annotations
 

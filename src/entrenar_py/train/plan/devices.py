@@ -1,7 +1,8 @@
 """The devices of a run, this machine's or described by hand; and sizes and times in words.
 
 A device is described as `name:memory[:bandwidth]`. Sizes and times are written as `23.6 MB` and
-`0.19 s`."""
+`0.19 s`.
+"""
 
 from __future__ import annotations
 

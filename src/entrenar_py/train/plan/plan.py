@@ -1,4 +1,12 @@
-"""The plan of a run: every strategy on the devices there are, and the one to take."""
+"""The plan of a run: every strategy on the devices there are, the one to take, and what would fit.
+
+A plan is made from shapes alone: no weight is read. Alike GPUs take the strategy that is fastest on
+the wire, all others the reference trainer, with the same bits on any devices. A run that no device
+can hold is refused before it begins, with the changes that would make it fit. Those are tried first
+that change the least of what is learned.
+
+Source: distributed-training-v1, F-HET-002: each worker fits the device that it is given.
+"""
 
 from __future__ import annotations
 

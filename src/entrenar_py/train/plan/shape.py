@@ -2,7 +2,8 @@
 
 A micro-batch is rehearsed on torch's meta device: the trainer's own code, on tensors without data.
 Every storage that an operation makes is counted until it is freed, so activations and peak are
-those of this model, batch and length, whatever its architecture."""
+those of this model, batch and length, whatever its architecture.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The needs of a model's stages: bytes on a worker's device, and work, by the blocks they have.
 
 All functions of blocks take one stage, or arrays of many: a matrix [num_blocks + 1,
-num_blocks + 1] has at [a, b] the value of a stage with blocks a to b - 1."""
+num_blocks + 1] has at [a, b] the value of a stage with blocks a to b - 1.
+"""
 
 from __future__ import annotations
 

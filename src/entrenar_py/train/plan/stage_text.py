@@ -17,10 +17,9 @@ from entrenar_py.shared.untrusted import escaping
 from entrenar_py.shared.wording import counted
 from entrenar_py.train.model.settings import StagePlan
 from entrenar_py.train.plan.devices import seconds, short, size
-from entrenar_py.train.plan.shape import FLOAT_BYTES
 from entrenar_py.train.plan.stage_costs import Terms
 from entrenar_py.train.plan.stage_plan import PlannedStage, StagesPlan
-from entrenar_py.train.plan.text import COLUMNS, columns
+from entrenar_py.train.plan.text import COLUMNS, columns, step_lines
 
 SCHEMA = "entrenar-pipeline-plan/1"
 _PLAIN = re.compile(r"[A-Za-z][\w./-]*")
@@ -33,20 +32,7 @@ _TERMS = ("weights", "trained", "gradients", "arriving", "kept", "hidden", "pass
 
 def lines(plan: StagesPlan, *, length_from: str) -> Iterator[str]:
     """Yield the model, each stage, and what a step takes."""
-    costs, run = plan.costs, plan.costs.run
-    counts, training = run.shape.counts(), run.settings.training
-    yield (
-        f"model    {run.shape.config.model_type}: {run.shape.num_parameters:,} parameters, "
-        f"{costs.num_blocks} blocks"
-    )
-    yield (
-        f"trained  {counts.trained:,} by {run.settings.method}, "
-        f"{size(FLOAT_BYTES * counts.trained)} a gradient"
-    )
-    yield (
-        f"step     {training.batch_size} rows in {costs.num_shards} shards of {run.rows} x "
-        f"{run.length} tokens ({length_from})"
-    )
+    yield from step_lines(plan.costs.run, length_from, "shards")
     yield ""
     yield "stages: memory of a worker, time of a shard, bytes on the wire"
     yield from columns(_HEAD, list(_rows(plan)))

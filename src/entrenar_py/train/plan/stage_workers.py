@@ -1,6 +1,7 @@
 """The workers that stages are planned for: from a file, from `devices`, or measured here.
 
-A file is a list of {worker, memory, backend, flops or seconds_per_block, bandwidth}."""
+A file is a list of {worker, memory, backend, flops or seconds_per_block, bandwidth}.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ def lines(
     run: Run, options: Sequence[Option], chosen: Option | None, reason: str, *, length_from: str
 ) -> Iterator[str]:
     """Yield the plan: the model, each worker's memory, each strategy's traffic, and the choice."""
-    yield from _head(run, length_from)
+    yield from step_lines(run, length_from, "micro-batches")
+    yield from _devices(run)
     yield ""
     yield "bytes of a worker, each part at its largest; +: with blocks computed again (recompute)"
     yield from columns(_MEMORY, list(_memory_rows(options)))
@@ -37,7 +38,8 @@ def lines(
     yield from textwrap.wrap(reason, COLUMNS, initial_indent="why: ", subsequent_indent="     ")
 
 
-def _head(run: Run, length_from: str) -> Iterator[str]:
+def step_lines(run: Run, length_from: str, parts: str) -> Iterator[str]:
+    """Yield the model, what is trained, and how a step is cut into `parts`."""
     counts, config = run.shape.counts(), run.shape.config
     number = run.shape.num_parameters
     gradient = size(FLOAT_BYTES * counts.trained)
@@ -45,9 +47,12 @@ def _head(run: Run, length_from: str) -> Iterator[str]:
     yield f"model    {config.model_type}: {number:,} parameters, {run.shape.num_blocks} blocks"
     yield f"trained  {counts.trained:,} by {run.settings.method}, {gradient} a gradient"
     yield (
-        f"step     {training.batch_size} rows in {training.num_shards} micro-batches of "
+        f"step     {training.batch_size} rows in {training.num_shards} {parts} of "
         f"{run.rows} x {run.length} tokens ({length_from})"
     )
+
+
+def _devices(run: Run) -> Iterator[str]:
     for device, count in Counter(run.devices).items():
         times = f"{count} x " if count > 1 else ""
         room = "reports no memory" if device.memory is None else size(device.memory)
@@ -76,17 +81,8 @@ def _memory_rows(found: Sequence[Option]) -> Iterator[tuple[str, ...]]:
 
 def _parts(worker: Worker) -> Iterator[str]:
     plain, again = worker.memory, worker.recomputed
-    for number in (
-        plain.weights,
-        plain.trained,
-        plain.gradients,
-        plain.optimizer,
-        plain.activations,
-        again.activations,
-        plain.peak,
-        again.peak,
-    ):
-        yield short(number)
+    yield from map(short, (plain.weights, plain.trained, plain.gradients, plain.optimizer))
+    yield from map(short, (plain.activations, again.activations, plain.peak, again.peak))
     for recompute in (False, True):
         yield {True: "yes", False: "no", None: "?"}[worker.fits(recompute=recompute)]
 

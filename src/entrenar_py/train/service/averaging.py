@@ -1,6 +1,7 @@
 """`entrenar coordinator --wire v2`: averages for workers that speak the original system's wire.
 
-Its configuration is a YAML file, in which every key is known. The docs show the table of keys."""
+Its configuration is a YAML file, in which every key is known. The docs show the table of keys.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The coordinator's configuration: a YAML file, in which every key is known and in its place.
 
-Some keys are a scenario's, the rest describe the service. The docs show the tables of keys."""
+Some keys are a scenario's, the rest describe the service. The docs show the tables of keys.
+"""
 
 from __future__ import annotations
 

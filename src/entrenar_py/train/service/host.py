@@ -1,6 +1,10 @@
 """The record of a run that may take weeks: its ledger, its checkpoints, its notes to listeners.
 
-Nothing that grows with the number of steps is kept in memory.
+Nothing that grows with the number of steps is kept in memory. The ledger is written before the
+checkpoint: a checkpoint that is newer than its ledger would leave a gap that nobody could explain,
+while a ledger that is newer only repeats some steps. A ledger that can't be written ends the run.
+A checkpoint that can't be written doesn't, since the one before it stays whole; the next save tries
+again.
 """
 
 from __future__ import annotations

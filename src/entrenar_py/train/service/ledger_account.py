@@ -1,7 +1,8 @@
 """The account of a whole ledger, and its verification.
 
 An account has the ledger's extent, the weights after each step, and the devices. A checkpoint has a
-link to the last ledger line before it, by which lost lines are noticed."""
+link to the last ledger line before it, by which lost lines are noticed.
+"""
 
 from __future__ import annotations
 

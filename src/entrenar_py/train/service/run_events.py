@@ -1,4 +1,9 @@
-"""Events that a coordinator sends its listeners during a run."""
+"""Events that a coordinator sends its listeners during a run.
+
+The terminal, the metrics file and TensorBoard are listeners, and none knows of another. An event is
+a frozen record of what happened, never a reference to the run: a listener can keep it, and a slow
+one can't see a later state.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""How a model is cut into stages: the blocks, tensors, files and places for workers of each."""
+"""How a model is cut into stages: the blocks, tensors, files and places for workers of each.
+
+A stage has consecutive blocks, and so a consecutive part of the flat vector of all that is trained:
+the coordinator adds and steps the vector of the whole model, and blocks of the wire never cross
+from one stage to the next. A model that names what it trains in another order is refused, and so is
+one that ties a trained table to its head, since two stages would then train one tensor.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""The work of one stage's worker: passes, the sum of its gradients, and new weights."""
+"""The work of one stage's worker: passes, the sum of its gradients, and new weights.
+
+A pass is bound to the round in which it was requested. A pass of a round that is void may still be
+running in a thread when the next round begins, so a round's tensors are kept in an object of its
+own: the old pass ends in the old one, and its outcome is dropped. The worker has no optimizer. The
+coordinator makes each step and sends the new weights of the stage.
+
+`StageHands` stands in until the coordinator has said which stage is this worker's. It loads that
+stage in the background, because a connection that is silent for too long is taken for dead.
+"""
 
 from __future__ import annotations
 

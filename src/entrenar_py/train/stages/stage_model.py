@@ -1,7 +1,8 @@
 """A stage of a model: it has some of the blocks, and loads no weights of the others.
 
 The model's own forward pass runs in each stage. It leaves out the blocks of others, takes the
-hidden states that came in at the first block of its own, and ends after the last one of its own."""
+hidden states that came in at the first block of its own, and ends after the last one of its own.
+"""
 
 from __future__ import annotations
 
