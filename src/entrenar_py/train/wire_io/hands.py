@@ -19,7 +19,7 @@ from entrenar_py.train.wire.messages import (
 
 
 class ServerHands(Protocol):
-    """The coordinator's arithmetic and recording (`systems.star.server`)."""
+    """The coordinator's arithmetic and recording (`train.coordinator.server`)."""
 
     def sizes(self) -> Mapping[type[Message], int]: ...
     def room(self, message: Message, num_bytes: int) -> memoryview: ...
@@ -44,7 +44,7 @@ class ServerHands(Protocol):
 
 
 class MemberHands(Protocol):
-    """A worker's arithmetic and recording (`systems.star.member`)."""
+    """A worker's arithmetic and recording (`train.coordinator.member`)."""
 
     def sizes(self) -> Mapping[type[Message], int]: ...
     def room(self, message: Message, num_bytes: int) -> memoryview: ...
