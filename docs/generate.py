@@ -24,7 +24,7 @@ from entrenar_py.shared.scenario import CHOICES, Scenario
 from entrenar_py.shared.systems import SYSTEMS
 from entrenar_py.shared.verdict import Counterexample
 from entrenar_py.train.finetune import foreign_keys
-from entrenar_py.train.service import config_keys, exit_codes
+from entrenar_py.train.service import config, exit_codes
 from entrenar_py.train.wire import attendance, frames, messages, phases, terms
 from entrenar_py.train.wire.mesh_worker import MeshWorker, RingWorker
 from entrenar_py.train.wire.messages import MESSAGES, Accept, Message
@@ -220,13 +220,13 @@ def service(page: str) -> str:
     head = ("key", "holds", "left out", "means")
     waits = [
         (f"`{name}`", "seconds > 0", f"`{getattr(Timing(), name):g}`", meaning)
-        for name, meaning in config_keys.TIMING.items()
+        for name, meaning in config.TIMING.items()
     ]
     tables = {
         "training": _table(head, _training()),
-        "service": _table(head, _keys(config_keys.SERVICE)),
-        "checkpoint": _table(head, _keys(config_keys.CHECKPOINT)),
-        "tls": _table(head, _keys(config_keys.TLS)),
+        "service": _table(head, _keys(config.SERVICE)),
+        "checkpoint": _table(head, _keys(config.CHECKPOINT)),
+        "tls": _table(head, _keys(config.TLS)),
         "timing": _table(head, waits),
         "exits": _table(
             ("code", "means"), [(str(code), text) for code, text in exit_codes.MEANINGS.items()]
@@ -275,9 +275,9 @@ def configuration(page: str) -> str:
 def _training() -> list[tuple[str, ...]]:
     """A row for each field of a scenario that a configuration may hold."""
     rows: list[tuple[str, ...]] = []
-    for name in config_keys.TRAINING:
+    for name in config.TRAINING:
         field = Scenario.__dataclass_fields__[name]
-        default = "required" if name in config_keys.REQUIRED else _default(field)
+        default = "required" if name in config.REQUIRED else _default(field)
         holds = _holds(field).removesuffix(", `finetune`, `own`")
         rows.append((f"`{name}`", holds, default, {**MEANINGS, **SERVED}[name]))
     return rows

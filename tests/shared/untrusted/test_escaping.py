@@ -361,7 +361,7 @@ WRITERS = {
         "train.model.rows",
         "train.distill.endpoint",
     ),
-    *("train.finetune.settings_file", "train.plan.stages.plan_text"),  # as YAML
+    *("train.finetune.settings_file", "train.plan.stage_text"),  # as YAML
 }
 FORBIDDEN = ("print", "Console", "rich.print", "traceback.print_exc", "warnings.warn")
 

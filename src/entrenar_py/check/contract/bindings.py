@@ -32,9 +32,9 @@ from entrenar_py.check.contract.records import (
 )
 from entrenar_py.shared import shipped
 from entrenar_py.shared.config import composer
+from entrenar_py.shared.config.composer import MapNode, ScalarNode, plain
 from entrenar_py.shared.config.fields import Record
 from entrenar_py.shared.config.problems import Position, Problems
-from entrenar_py.shared.config.tree import MapNode, ScalarNode, plain
 from entrenar_py.shared.untrusted import escaping
 
 KINDS = ("clause", "test", "obligation", "equation")

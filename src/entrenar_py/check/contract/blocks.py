@@ -23,9 +23,9 @@ from entrenar_py.check.contract.records import (
 )
 from entrenar_py.shared import scenario, shipped
 from entrenar_py.shared.config import composer
+from entrenar_py.shared.config.composer import ListNode, MapNode, Node, ScalarNode, plain
 from entrenar_py.shared.config.fields import Record
 from entrenar_py.shared.config.problems import Position, Problems
-from entrenar_py.shared.config.tree import ListNode, MapNode, Node, ScalarNode, plain
 from entrenar_py.shared.errors import UsageError
 
 

@@ -14,9 +14,9 @@ from itertools import islice
 
 from entrenar_py.check.contract import blocks, layout
 from entrenar_py.check.contract.records import Contract, FalsificationTest, Gate, Invariant
+from entrenar_py.shared.config.composer import ListNode, MapNode, ScalarNode
 from entrenar_py.shared.config.fields import Record
 from entrenar_py.shared.config.problems import Problems
-from entrenar_py.shared.config.tree import ListNode, MapNode, ScalarNode
 
 _WORD = re.compile(r"[^\W_]+")
 # Limits of the search in descriptions: names per gate, and words per name.

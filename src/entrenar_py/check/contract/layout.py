@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from entrenar_py.shared.config.tree import ListNode, MapNode, Node, ScalarNode, plain
+from entrenar_py.shared.config.composer import ListNode, MapNode, Node, ScalarNode, plain
 
 # Top-level blocks with a meaning of their own, in which no clauses are searched.
 RESERVED = (

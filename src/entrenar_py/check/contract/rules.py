@@ -13,8 +13,8 @@ from enum import StrEnum
 from itertools import chain
 
 from entrenar_py.check.contract import layout
+from entrenar_py.shared.config.composer import ListNode, MapNode, Node, ScalarNode
 from entrenar_py.shared.config.problems import Position
-from entrenar_py.shared.config.tree import ListNode, MapNode, Node, ScalarNode
 from entrenar_py.shared.errors import UsageError, did_you_mean
 
 # Kinds of contract that need proofs; the format's other kinds don't.

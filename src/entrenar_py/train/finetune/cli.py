@@ -21,7 +21,7 @@ from entrenar_py.shared.errors import (
 )
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.finetune import settings_file, staffing
-from entrenar_py.train.service import exit_codes, following
+from entrenar_py.train.service import exit_codes, metrics
 
 _LOADING = "loads torch and transformers, which takes some seconds"
 
@@ -77,8 +77,8 @@ def pipeline(arguments: argparse.Namespace) -> int:
     _tell_loading()
     from entrenar_py.train.finetune import pipeline_commands
 
-    actions = {"plan": pipeline_commands.plan, "init": pipeline_commands.init}
-    return actions.get(arguments.action, pipeline_commands.convert)(arguments)
+    is_plan = arguments.action == "plan"
+    return (pipeline_commands.plan if is_plan else pipeline_commands.convert)(arguments)
 
 
 def distill(arguments: argparse.Namespace) -> int:
@@ -108,19 +108,19 @@ def _plan(arguments: argparse.Namespace) -> int:
     """Print a plan; the configuration is invalid for devices on which nothing fits."""
     from entrenar_py.train.finetune import foresight
     from entrenar_py.train.model.hyper_parameters import Facts
-    from entrenar_py.train.plan import command
+    from entrenar_py.train.plan import text
     from entrenar_py.train.plan.shape import Shape
 
     settings = settings_file.load(arguments.config)
     settings_file.require_other(settings, arguments.config, "entrenar plan")
     rows, longest = foresight.rows_and_longest(settings)
-    devices = command.of_run(settings, arguments.devices)
+    devices = text.of_run(settings, arguments.devices)
     if not arguments.devices and not settings.devices:
         settings = foresight.planned(settings, devices, longest=longest)
     number = Shape(settings).num_parameters
     facts = Facts(settings=settings, num_parameters=number, rows=rows)
     foresight.show_remarks(arguments.config, facts)
-    fits = command.show(
+    fits = text.show(
         settings,
         longest=longest,
         devices=devices,
@@ -187,5 +187,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--resume", action="store_true", help="go on from the checkpoint in the output folder"
     )
-    following.add_options(parser)
+    for name, option in metrics.OPTIONS.items():
+        parser.add_argument(name, **option)
     return parser

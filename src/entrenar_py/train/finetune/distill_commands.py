@@ -26,7 +26,7 @@ from entrenar_py.train.finetune import foresight, local, settings_file
 from entrenar_py.train.model import preparation, samples
 from entrenar_py.train.model.settings import Distillation, Settings
 from entrenar_py.train.service import exit_codes, signals
-from entrenar_py.train.service.figures import duration
+from entrenar_py.train.service.progress import duration
 
 PAGE_FILE = "report.html"
 

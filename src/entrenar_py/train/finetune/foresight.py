@@ -17,7 +17,7 @@ from entrenar_py.train.model.hyper_parameters import Facts, Rows
 from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.model.rows import BadRow
 from entrenar_py.train.model.settings import Settings
-from entrenar_py.train.plan import plan, room
+from entrenar_py.train.plan import plan
 from entrenar_py.train.plan.devices import Device
 from entrenar_py.train.plan.shape import Shape
 
@@ -110,7 +110,7 @@ def look(path: Path, prepared: Prepared, names: Sequence[str]) -> None:
     said to be so, and runs. Raises ContractError for values that can't train anything, and
     UsageError for a device with too little memory.
     """
-    devices, places = room.of_backends(names, prepared.settings.devices), list(dict.fromkeys(names))
+    devices, places = plan.of_backends(names, prepared.settings.devices), list(dict.fromkeys(names))
     _look(path, prepared, devices, "star", turns=[places.index(name) for name in names])
 
 
@@ -134,11 +134,11 @@ def planned(settings: Settings, devices: Sequence[Device], *, longest: int | Non
 
 
 def _fitting(settings: Settings, most: int, *, longest: int | None) -> int:
-    devices = room.of_backends(("cpu",), settings.devices)
+    devices = plan.of_backends(("cpu",), settings.devices)
     run = plan.of(settings, devices, longest=longest, bandwidth=_BANDWIDTH)
     for number in range(most, 1, -1):
         try:
-            room.require(replace(run, settings=replace(settings, workers=number)))
+            plan.require_memory(replace(run, settings=replace(settings, workers=number)))
         except UsageError:
             continue
         return number
@@ -167,7 +167,7 @@ def look_as_ranks(
             for rank, num_bytes in enumerate(free)
         ]
     else:
-        devices = num_hosts * room.of_backends(names, settings.devices)
+        devices = num_hosts * plan.of_backends(names, settings.devices)
     _look(path, replace(prepared, settings=settings), devices, settings.strategy)
 
 
@@ -199,9 +199,9 @@ def _look(
     try:
         plan.rehearse(run, strategy)
     except UsageError as error:
-        printing.warn(f"{room.RULE} is not looked at: {error}")
+        printing.warn(f"{plan.RULE} is not looked at: {error}")
         return
-    room.require(run, strategy)
+    plan.require_memory(run, strategy)
 
 
 def rows_and_longest(settings: Settings) -> tuple[Rows | None, int | None]:

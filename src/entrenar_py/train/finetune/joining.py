@@ -33,12 +33,11 @@ from entrenar_py.train.model.settings import LAYER_PIPELINE, Settings
 from entrenar_py.train.model.workload import Finetuning
 from entrenar_py.train.service import worker
 from entrenar_py.train.service.worker import Joining, Stay
+from entrenar_py.train.stages import cut, stage_model
 from entrenar_py.train.stages import cut as cutting
-from entrenar_py.train.stages import stage_files, stage_loading
 from entrenar_py.train.stages.cut import Cut
-from entrenar_py.train.stages.member import StageMember
-from entrenar_py.train.stages.stage_hands import StageHands
-from entrenar_py.train.stages.stage_workload import hidden_bytes_max, width_of
+from entrenar_py.train.stages.member import StageHands, StageMember
+from entrenar_py.train.stages.stage_model import hidden_bytes_max, width_of
 from entrenar_py.train.wire.effects import Effect, Finish, Send
 from entrenar_py.train.wire.frames import Buffer
 from entrenar_py.train.wire.messages import Loaded
@@ -227,7 +226,7 @@ class StageJoining:
             prepared = replace(
                 self.prepared, settings=replace(self.prepared.settings, model=folder)
             )
-            workload = stage_loading.load(prepared, self.cut, stage)
+            workload = stage_model.load_stage(prepared, self.cut, stage)
         return StageMember(
             scenario,
             stay.backend,
@@ -241,13 +240,13 @@ class StageJoining:
     def _checkpoint(self, own: range, folder: Path) -> Path:
         """Put links to the files that a stage needs into `folder`, and return it."""
         weights = {file.name for file in self.listed.model if file.name.endswith(WEIGHTS)}
-        index = next((one for one in self.listed.model if one.name == stage_files.INDEX), None)
+        index = next((one for one in self.listed.model if one.name == cut.INDEX), None)
         narrowed: str | None = None
         if index is not None:
             place = self.files.path(index) if self.own is None else self.own / index.name
-            content = stage_files.read(own_files.read(place, bytes_max=INDEX_BYTES_MAX))
-            weights &= stage_files.of_stage(content, self.stack, own)
-            narrowed = stage_files.narrowed(content, weights)
+            content = cut.read_index(own_files.read(place, bytes_max=INDEX_BYTES_MAX))
+            weights &= cut.files_of_stage(content, self.stack, own)
+            narrowed = cut.narrowed(content, weights)
         wanted = [
             file
             for file in self.listed.model
@@ -261,7 +260,7 @@ class StageJoining:
         linked = [file for file in wanted if file is not index]
         link(linked, self.files, folder, self.own)
         if narrowed is not None:
-            (folder / stage_files.INDEX).write_text(narrowed, "utf-8")
+            (folder / cut.INDEX).write_text(narrowed, "utf-8")
         return folder
 
     def _fetch(self, wanted: Sequence[File]) -> None:

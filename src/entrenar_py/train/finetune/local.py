@@ -35,10 +35,10 @@ from entrenar_py.train.finetune import foresight, outputs, settings_file, staffi
 from entrenar_py.train.model import preparation
 from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.model.settings import Distillation, Settings
-from entrenar_py.train.service import coordinator, exit_codes, memory_peak
+from entrenar_py.train.service import coordinator, exit_codes, measures
 from entrenar_py.train.service.address import Address
 from entrenar_py.train.service.config import Checkpoint, Config
-from entrenar_py.train.service.memory_peak import Memory
+from entrenar_py.train.service.measures import Memory
 from entrenar_py.train.wire.effects import Effect, Finish, Load
 from entrenar_py.train.wire.terms import Timing
 from entrenar_py.train.wire_io.processes import Crew, Hand, Job
@@ -86,7 +86,7 @@ async def _stay(desk: Job, job: Mapping[str, Any]) -> Finish:
 
 async def _report_memory(desk: Job) -> None:
     while True:
-        desk.note(json.dumps(memory_peak.here()).encode())
+        desk.note(json.dumps(measures.memory_peak()).encode())
         await asyncio.sleep(REPORT_EVERY_S)
 
 
@@ -247,7 +247,7 @@ class _Workers:
         asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)
 
     def memory(self) -> Memory:
-        return memory_peak.total([memory_peak.here(), *self._peaks.values()])
+        return measures.total([measures.memory_peak(), *self._peaks.values()])
 
     def close(self) -> None:
         self._crew.dismiss()

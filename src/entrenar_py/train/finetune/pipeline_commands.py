@@ -1,132 +1,120 @@
-"""`entrenar pipeline`: plans stages, asks for a configuration, or converts one of old."""
+"""`entrenar pipeline`: plans stages, or converts a configuration of old."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from pathlib import Path
 
 from entrenar_py.shared.config.problems import Problems
 from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.page import arguments
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.finetune import foresight, settings_file
 from entrenar_py.train.model import model_folder
 from entrenar_py.train.model.settings import LAYER_PIPELINE, Data, Settings
-from entrenar_py.train.plan import devices
+from entrenar_py.train.plan import devices, old_configuration, stage_plan, stage_text, stage_workers
 from entrenar_py.train.plan import plan as planning
-from entrenar_py.train.plan.stages import (
-    asked,
-    diagram,
-    imported,
-    measured,
-    old_configuration,
-    plan_text,
-    planned,
-    stage_workers,
-)
-from entrenar_py.train.plan.stages.planned import StagesPlan
-from entrenar_py.train.plan.stages.questions import Questions
-from entrenar_py.train.plan.stages.stage_costs import StageCosts
-from entrenar_py.train.plan.stages.stage_workers import StageWorker
+from entrenar_py.train.plan.stage_costs import StageCosts
+from entrenar_py.train.plan.stage_plan import StagesPlan
+from entrenar_py.train.plan.stage_workers import StageWorker
 from entrenar_py.train.service import exit_codes
 
 _DOCTOR = "doctor"
 _WORTH = 0.99  # another order is told of if its slowest stage takes less than this share
 
 
-def plan(arguments: argparse.Namespace) -> int:
+def plan(given: argparse.Namespace) -> int:
     """Print the stages of a configuration, or the best ones; return the exit code.
 
     Raises ContractError and UsageError for what is invalid, and for stages that don't fit.
     """
-    if arguments.json is not None:
-        arguments.require_writable(arguments.json, "json")
-    costs, longest = _costs(arguments)
-    workers = _workers(arguments, costs)
+    if given.json is not None:
+        arguments.require_writable(given.json, "json")
+    costs, longest = _costs(given)
+    workers = _workers(given, costs)
     try:
-        stages = _plan(arguments, costs, workers)
-        planned.require_fits(stages)
+        found = _plan(given, costs, workers)
+        stage_plan.require_fits(found)
     except UsageError as error:
-        _at_its_line(arguments.config, error)
+        _at_its_line(given.config, error)
         raise
-    if arguments.diagram is not None:
-        printing.say_lines(diagram.draw(stages, arguments.diagram))
+    if given.diagram is not None:
+        printing.say_lines(stage_text.draw(found, given.diagram))
     else:
         length_from = "data.max_tokens" if longest is None else "the longest row"
-        printing.say_lines("\n".join(plan_text.lines(stages, length_from=length_from)))
-        _tell_order(arguments, costs, workers, stages)
+        printing.say_lines("\n".join(stage_text.lines(found, length_from=length_from)))
+        _tell_order(given, costs, workers, found)
         if not costs.run.settings.stages:
-            printing.say_lines("\n".join(["", *plan_text.section(stages.plan())]))
-    if arguments.json is not None:
-        arguments.write_file(plan_text.to_record(stages), arguments.json)
+            printing.say_lines("\n".join(["", *stage_text.section(found.plan())]))
+    if given.json is not None:
+        arguments.write_file(stage_text.to_record(found), given.json)
     return exit_codes.DONE
 
 
-def _costs(arguments: argparse.Namespace) -> tuple[StageCosts, int | None]:
+def _costs(given: argparse.Namespace) -> tuple[StageCosts, int | None]:
     """Return the costs of the configuration's model, and the tokens of the longest row."""
-    settings = settings_file.load(arguments.config)
+    settings = settings_file.load(given.config)
     if settings.strategy != LAYER_PIPELINE:
         asked = settings.strategy or "no strategy"
         raise UsageError(
-            f"{arguments.config}: {asked}: stages are of strategy: {LAYER_PIPELINE}; set it, or "
-            f"use `entrenar plan {arguments.config}`"
+            f"{given.config}: {asked}: stages are of strategy: {LAYER_PIPELINE}; set it, or use "
+            f"`entrenar plan {given.config}`"
         )
     _, longest = foresight.rows_and_longest(settings)
     run = planning.of(
         settings,
         devices.described(settings.devices),
         longest=longest,
-        bandwidth=devices.bandwidth(arguments.bandwidth),
+        bandwidth=devices.bandwidth_of(given.bandwidth),
     )
     return StageCosts(run), longest
 
 
-def _workers(arguments: argparse.Namespace, costs: StageCosts) -> list[StageWorker]:
+def _workers(given: argparse.Namespace, costs: StageCosts) -> list[StageWorker]:
     """Return the workers to plan for; an empty list if only stages are known."""
     settings = costs.run.settings
-    if arguments.workers == _DOCTOR:
-        return measured.workers(costs.run, printing.warn)
-    if arguments.workers is not None:
-        return stage_workers.load(Path(arguments.workers))
+    if given.workers == _DOCTOR:
+        return stage_workers.measured(costs.run, printing.warn)
+    if given.workers is not None:
+        return stage_workers.load(Path(given.workers))
     if costs.run.devices:
         return stage_workers.of_devices(costs.run.devices)
     return [] if settings.stages else stage_workers.nameless(settings.num_workers)
 
 
-def _plan(
-    arguments: argparse.Namespace, costs: StageCosts, workers: list[StageWorker]
-) -> StagesPlan:
+def _plan(given: argparse.Namespace, costs: StageCosts, workers: list[StageWorker]) -> StagesPlan:
     if costs.run.settings.stages:
-        return planned.of_settings(costs, workers)
-    if arguments.order == "best":
-        found = planned.faster_order(costs, workers)
+        return stage_plan.of_settings(costs, workers)
+    if given.order == "best":
+        found = stage_plan.faster_order(costs, workers)
         if found is not None:
             return found
-        if len(workers) > planned.ORDERS_OF_MAX:
+        if len(workers) > stage_plan.ORDERS_OF_MAX:
             raise UsageError(
                 f"--order best with {len(workers)} workers: all orders of "
-                f"{planned.ORDERS_OF_MAX} are tried, not of more; give them in the order they have"
+                f"{stage_plan.ORDERS_OF_MAX} are tried, not of more; give them in the order they "
+                "have"
             )
-    return planned.propose(costs, workers)
+    return stage_plan.propose(costs, workers)
 
 
 def _tell_order(
-    arguments: argparse.Namespace, costs: StageCosts, workers: list[StageWorker], stages: StagesPlan
+    given: argparse.Namespace, costs: StageCosts, workers: list[StageWorker], found: StagesPlan
 ) -> None:
     """Tell if another order of the workers is faster."""
-    if costs.run.settings.stages or arguments.order == "best":
+    if costs.run.settings.stages or given.order == "best":
         return
-    other = planned.faster_order(costs, workers)
-    if other is not None and other.slowest < _WORTH * stages.slowest:
+    other = stage_plan.faster_order(costs, workers)
+    if other is not None and other.slowest < _WORTH * found.slowest:
         names = ", ".join(stage.workers[0].name or "any" for stage in other.stages)
-        share = 100 * (1 - other.slowest / stages.slowest)
+        share = 100 * (1 - other.slowest / found.slowest)
         printing.say_lines(
             f"order    as {names} the slowest stage takes {share:.0f} % less time: --order best"
         )
 
 
 def _at_its_line(path: Path, error: UsageError) -> None:
+    """Raise `error` as a problem at its line, if it is about a field of the configuration."""
     problems = Problems()
     root = settings_file.read(path, problems)
     if error.field and root is not None:
@@ -135,64 +123,29 @@ def _at_its_line(path: Path, error: UsageError) -> None:
         problems.settle(strict=True)
 
 
-def convert(arguments: argparse.Namespace) -> int:
+def convert(given: argparse.Namespace) -> int:
     """Print a configuration made from an earlier framework's; return the exit code.
 
     Raises ContractError with each line that can't be converted, and UsageError for a model that is
     not there.
     """
     num_blocks = None
-    if arguments.model is None:
+    if given.model is None:
         printing.warn("no --model: its number of blocks is not compared; set model in the output")
     else:
         run = Settings(
-            model=arguments.model,
-            task=arguments.task,
-            output=arguments.output,
-            data=Data(train=arguments.data),
+            model=given.model, task=given.task, output=given.output, data=Data(train=given.data)
         )
         num_blocks = int(model_folder.configuration(run).get_text_config().num_hidden_layers)
-    old = old_configuration.load(arguments.old, num_blocks)
-    lines = imported.lines(
+    old = old_configuration.load(given.old, num_blocks)
+    made = old_configuration.lines(
         old,
-        source=arguments.old,
-        model=arguments.model or Path("path/to/checkpoint"),
-        task=arguments.task,
-        data=arguments.data,
-        output=arguments.output,
-        secret=arguments.secret_file,
+        source=given.old,
+        model=given.model or Path("path/to/checkpoint"),
+        task=given.task,
+        data=given.data,
+        output=given.output,
+        secret=given.secret_file,
     )
-    printing.say_lines("\n".join(lines))
-    return exit_codes.DONE
-
-
-def init(arguments: argparse.Namespace) -> int:
-    """Ask for all that a run needs, and write its configuration; return the exit code.
-
-    Raises UsageError, before anything is written, for a file that is there, and if the input ends.
-    """
-    path: Path = arguments.file
-    if not path.parent.is_dir():
-        raise UsageError(f"{path}: the folder {path.parent} does not exist; create it first")
-    if os.path.lexists(path):
-        raise UsageError(f"{path}: it exists already, and is not overwritten; give another name")
-    answers = asked.ask(Questions(sys.stdin), path.parent)
-    stages, problem = asked.stages(answers, path.parent)
-    text = "\n".join(asked.lines(answers, stages)) + "\n"
-    settings_file.of_text(text, str(path))
-    assert answers.settings.coordinator is not None, "it was asked for"
-    secret = path.parent / answers.settings.coordinator.secret_file
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-        if answers.makes_secret:
-            asked.write_secret(secret)
-    except OSError as error:
-        raise UsageError(
-            f"{error.filename or path}: can't be written ({error.strerror})"
-        ) from error
-    if problem:
-        printing.warn(f"the stages have equally many blocks, which may not fit: {problem}")
-    printing.say(f"wrote {path}{f' and {secret}' if answers.makes_secret else ''}")
-    printing.say(f"next: entrenar pipeline plan {path}, then entrenar coordinator {path}")
+    printing.say_lines("\n".join(made))
     return exit_codes.DONE

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from entrenar_py.shared.config import composer
+from entrenar_py.shared.config.composer import MapNode
 from entrenar_py.shared.config.problems import Problems
-from entrenar_py.shared.config.tree import MapNode
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.untrusted import files, printing
 from entrenar_py.train.distill import student
@@ -32,9 +32,9 @@ from entrenar_py.train.finetune.package import Contents, File
 from entrenar_py.train.model import model_folder, preparation, samples
 from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.model.settings import LAYER_PIPELINE, Serving, Settings
-from entrenar_py.train.service import address, config, config_keys, coordinator
+from entrenar_py.train.service import address, config, coordinator
 from entrenar_py.train.service.config import Checkpoint, Config
-from entrenar_py.train.stages import coordinated, cut, staged_run
+from entrenar_py.train.stages import cut, server
 from entrenar_py.train.stages.cut import Cut
 from entrenar_py.train.stages.server import PipelineServer
 from entrenar_py.train.wire.messages import Piece
@@ -175,7 +175,7 @@ def is_finetuning(path: Path) -> bool:
 def _misplaced(root: MapNode) -> Iterator[str]:
     known = [field.name for field in settings_file.fields_of(Settings)]
     for key in root.fields:
-        if key in config_keys.SERVICE and key not in known and OF_THE_TRAINER not in root.fields:
+        if key in config.SERVICE and key not in known and OF_THE_TRAINER not in root.fields:
             yield key
 
 
@@ -194,7 +194,7 @@ def run(path: Path, *, resume: bool, halt_on_spike: bool, tensorboard: Path | No
     foresight.say_rows(prepared)
     foresight.remark(path, prepared)  # but not at memory: what workers have is not known here
     is_pipeline = settings.strategy == LAYER_PIPELINE
-    workload = coordinated.workload(prepared) if is_pipeline else student.workload(prepared)
+    workload = server.workload_of(prepared) if is_pipeline else student.workload(prepared)
     foresight.say_teacher(workload)
     foresight.say_warnings()
     stages = cut_of(path, settings, workload.module) if is_pipeline else None
@@ -206,8 +206,8 @@ def run(path: Path, *, resume: bool, halt_on_spike: bool, tensorboard: Path | No
     if share := service.section.audit_share:
         scenario = scenario.with_(options={**scenario.options, "audit_share": share})
     if stages is not None:
-        scenario = staged_run.scenario(scenario)
-        for line in staged_run.lines(stages):
+        scenario = server.scenario_of_stages(scenario)
+        for line in stages.lines():
             printing.say(line)
     served = Config(
         scenario=scenario,

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple, cast, get_args, get_origin, get_type_hints
 
 from entrenar_py.shared import wording
 from entrenar_py.shared.config import composer
+from entrenar_py.shared.config.composer import ListNode, MapNode, Node, ScalarNode, plain
 from entrenar_py.shared.config.fields import Record
 from entrenar_py.shared.config.problems import Position, Problems
-from entrenar_py.shared.config.tree import ListNode, MapNode, Node, ScalarNode, plain
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.finetune import foreign_keys
 from entrenar_py.train.model.settings import (

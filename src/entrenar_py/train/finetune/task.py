@@ -28,9 +28,9 @@ from entrenar_py.train.model.evaluation import Scores
 from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.model.samples import Samples
 from entrenar_py.train.model.workload import Tuned
-from entrenar_py.train.service import coordinator, memory_peak
+from entrenar_py.train.service import coordinator, measures
 from entrenar_py.train.service.coordinator import Ended, Listening, Task
-from entrenar_py.train.service.memory_peak import Memory
+from entrenar_py.train.service.measures import Memory
 from entrenar_py.train.service.run_events import ClassScored, Listener, Noted, Scored
 
 # Copies that may wait to be scored. Adapters fit in many times; one copy may always wait.
@@ -192,7 +192,7 @@ def opened(
     scenario: Scenario,
     device: torch.device,
     listening: Listening = coordinator.ignore,
-    memory: Callable[[], Memory] = memory_peak.here,
+    memory: Callable[[], Memory] = measures.memory_peak,
     halt_on_spike: bool = False,
     tensorboard: Path | None = None,
 ) -> Iterator[Task]:

@@ -27,13 +27,11 @@ from entrenar_py.train.arithmetic.tensors import TensorSpec
 from entrenar_py.train.finetune.strategies.strategy import Arrays, Step
 from entrenar_py.train.finetune.task import CHECKPOINT, LEDGER, METRICS
 from entrenar_py.train.model.settings import BY_SHARDS
-from entrenar_py.train.service import file_locks, gradient_norms, ledger_continuity, progress
-from entrenar_py.train.service.event_files import EventFiles
+from entrenar_py.train.service import file_locks, ledger_account, measures, progress
 from entrenar_py.train.service.ledger_account import weights_digest
-from entrenar_py.train.service.memory_peak import Memory
-from entrenar_py.train.service.metrics import Metrics
+from entrenar_py.train.service.measures import Memory, Stopwatch
+from entrenar_py.train.service.metrics import EventFiles, Metrics
 from entrenar_py.train.service.run_events import Happening, Listener, Noted, Scored, StepMade
-from entrenar_py.train.service.stopwatch import Stopwatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,14 +136,14 @@ class Record:
         limits = {"step": most, "epoch": most, "offset": self._scenario.num_samples}
         expected = self._expected()
         checkpoint.require_fitting(path, arrays, stored, expected=expected, limits=limits)
-        self._since = ledger_continuity.since(stored, path)
+        self._since = ledger_account.gap_since(stored, path)
         moments = checkpoint.group_of(arrays, "optimizer")
         return State(
             step=stored["step"],
             position=sharding.Position(stored["epoch"], stored["offset"]),
             tensors=checkpoint.group_of(arrays, "tensors"),
             moments={name: self._unflat(moments[name]) for name in ("exp_avg", "exp_avg_sq")},
-            norms=gradient_norms.of_checkpoint(stored, path).to_record(),
+            norms=measures.of_checkpoint(stored, path).to_record(),
         )
 
     def _expected(self) -> Arrays:
@@ -230,7 +228,7 @@ class Record:
         )
         if result.spike is not None:
             self._write(result.spike)
-            spike = gradient_norms.say_made(result.spike, self._scenario.clip_norm)
+            spike = measures.say_made(result.spike, self._scenario.clip_norm)
             self.note("spike", step.number, spike)
         times = self._watch.made(reduce_s=0.0, num_tokens=result.num_tokens)
         self._watch.begin()
@@ -273,8 +271,8 @@ class Record:
         arrays = checkpoint.as_arrays(tensors=state.tensors, optimizer=moments)
         scenario = self._scenario.to_dict()
         notes = {
-            ledger_continuity.KEY: ledger_continuity.to_record(self._ledger.last),
-            gradient_norms.KEY: list(state.norms),
+            ledger_account.LEDGER_KEY: ledger_account.mark_record(self._ledger.last),
+            measures.NORMS_KEY: list(state.norms),
         }
         try:
             checkpoint.save(path, arrays, {**state.progress, "scenario": scenario, **notes})

@@ -42,9 +42,8 @@ from entrenar_py.train.finetune.strategies.strategy import (
 from entrenar_py.train.model.evaluation import Examination, Scores
 from entrenar_py.train.model.precision import in_evaluation
 from entrenar_py.train.model.preparation import Prepared
-from entrenar_py.train.service import gradient_norms, memory_peak, signals
-from entrenar_py.train.service.gradient_norms import GradientNorms
-from entrenar_py.train.service.memory_peak import Memory
+from entrenar_py.train.service import measures, signals
+from entrenar_py.train.service.measures import GradientNorms, Memory
 
 
 class Scoring:
@@ -197,7 +196,7 @@ class Loop:
         if self._strategy.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._strategy.device)
         else:
-            peak = memory_peak.here().host_bytes
+            peak = measures.memory_peak().host_bytes
         everyone = [0] * dist.get_world_size()
         dist.all_gather_object(everyone, peak)
         return ", ".join(
@@ -209,7 +208,7 @@ class Loop:
         step = self._shards.step(self._step, self._position)
         self._optimizer.zero_grad()
         if self._step % _LOOK_EVERY == 0:
-            self._memory = memory_peak.here()
+            self._memory = measures.memory_peak()
         host, device = self._memory
         own = torch.tensor([self._stopping.is_told, host, device or 0], dtype=torch.float64)
         told = torch.cat([self._strategy.compute(step), own.to(self._strategy.device)])
@@ -252,7 +251,7 @@ class Loop:
     def _spike(self, step: Step, norm: float) -> trace.Spike | None:
         spike = self._norms.spike(step.number, norm)
         if spike is not None and self._halts_on_spike:
-            reason = gradient_norms.say_halted(spike)
+            reason = measures.say_halted(spike)
             raise Halted(spike, trace.Halt(step=step.number, reason=reason), reason=reason)
         self._norms.add(norm)
         return spike
