@@ -101,8 +101,9 @@ def _stage_record(stage: PlannedStage, *, has_speed: bool) -> dict[str, Any]:
 def _rows(plan: StagesPlan) -> Iterator[tuple[str, ...]]:
     for index, stage in enumerate(plan.stages):
         time = seconds(stage.seconds) if plan.has_speed else f"{stage.seconds:.2f} blocks"
+        sizes = (stage.hidden_bytes, stage.sent_bytes, stage.received_bytes)
+        moved = (time, *(size(num_bytes) if num_bytes else "-" for num_bytes in sizes))
         for number, (worker, terms) in enumerate(zip(stage.workers, stage.terms, strict=True)):
-            moved: tuple[str, ...] = (time, *map(_moved, _traffic(stage)))
             yield (
                 str(index),
                 f"{stage.blocks.start}-{stage.blocks.stop - 1}",
@@ -112,14 +113,6 @@ def _rows(plan: StagesPlan) -> Iterator[tuple[str, ...]]:
                 "?" if worker.memory is None else size(worker.memory),
                 *(moved if not number else ("",) * len(moved)),
             )
-
-
-def _traffic(stage: PlannedStage) -> tuple[int, int, int]:
-    return stage.hidden_bytes, stage.sent_bytes, stage.received_bytes
-
-
-def _moved(num_bytes: int) -> str:
-    return size(num_bytes) if num_bytes else "-"
 
 
 def _term_rows(plan: StagesPlan) -> Iterator[tuple[str, ...]]:
