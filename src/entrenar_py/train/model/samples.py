@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib import metadata
@@ -405,7 +405,8 @@ def _keep(path: Path, samples: Samples) -> None:
 
 def _encoded(settings: Settings, path: Path, encoder: Encoder) -> Samples:
     encoded, skipped = list[Sample](), list[BadRow]()
-    for sample in _samples(path, encoder):
+    for row in rows.read(path):
+        sample = row if isinstance(row, BadRow) else encoder.encode(row)
         if isinstance(sample, BadRow):
             skipped.append(sample)
         else:
@@ -418,11 +419,6 @@ def _encoded(settings: Settings, path: Path, encoder: Encoder) -> Samples:
         labels=np.array([sample.label for sample in encoded], np.int32),
         skipped=tuple(skipped),
     )
-
-
-def _samples(path: Path, encoder: Encoder) -> Iterator[Sample | BadRow]:
-    for row in rows.read(path):
-        yield row if isinstance(row, BadRow) else encoder.encode(row)
 
 
 # --- what a run makes of them ---------------------------------------------------------------------
