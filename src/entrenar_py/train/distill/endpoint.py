@@ -421,9 +421,9 @@ def _first_cause(error: BaseException) -> BaseException:
     while True:
         if isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        elif (cause := error.__cause__ or error.__context__) is not None:
+        elif isinstance(cause := error.__cause__ or error.__context__, Exception):
             error = cause
-        else:
+        else:  # also a cancellation, by which a time-out ends what it waited for
             return error
 
 

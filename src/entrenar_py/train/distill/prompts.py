@@ -17,9 +17,8 @@ from typing import Any
 
 from blake3 import blake3
 
-from entrenar_py.shared.errors import RowsError, SystemFailure, UsageError
+from entrenar_py.shared.errors import SystemFailure, UsageError
 from entrenar_py.shared.untrusted import escaping, files, json_text
-from entrenar_py.shared.wording import counted
 from entrenar_py.train.model import conversations, rows, samples
 from entrenar_py.train.model.conversations import BadConversationError, Conversation
 from entrenar_py.train.model.rows import BadRow, Row
@@ -92,19 +91,11 @@ def read(settings: Settings, path: Path) -> Prompts:
         else:
             num_rows += 1
             distinct.setdefault(prompt.digest, prompt)
-    require(settings.data, f"distill.text.prompts={path}", skipped, num_rows)
+    samples.require_usable(settings.data, f"distill.text.prompts={path}", skipped, num_rows)
     if not distinct:
         told = f"the first is {skipped[0]}" if skipped else "give one that has rows"
         raise UsageError(f"distill.text.prompts={path}: has no row that can be used; {told}")
     return Prompts(list(distinct.values()), num_rows - len(distinct), skipped)
-
-
-def require(data: Data, where: str, skipped: Sequence[BadRow], num_good: int) -> None:
-    """Raise RowsError if there are rows that can't be used, unless they are to be skipped."""
-    if skipped and data.on_error == "stop":
-        told = f"{len(skipped)} of {counted(len(skipped) + num_good, 'row')} can't be used"
-        lines = [f"{where}: {told}; mend them, or set data.on_error: skip"]
-        raise RowsError("\n".join([*lines, *samples.listed(skipped)]))
 
 
 def _prompt(row: Row, settings: Settings) -> Prompt | BadRow:
@@ -180,7 +171,7 @@ def originals(settings: Settings) -> Iterator[Mapping[str, Any]]:
         else:
             num_rows += 1
             yield row.fields
-    require(settings.data, f"data.train={settings.data.train}", skipped, num_rows)
+    samples.require_usable(settings.data, f"data.train={settings.data.train}", skipped, num_rows)
 
 
 JOURNAL_END = ".journal"  # of its name, after that of the rows

@@ -18,7 +18,7 @@ from entrenar_py.shared.page import html_page
 from entrenar_py.shared.page.html_page import Line, chart
 from entrenar_py.shared.untrusted import escaping, printing
 from entrenar_py.shared.wording import counted
-from entrenar_py.train.distill import answers, production, shards
+from entrenar_py.train.distill import answers, shards
 from entrenar_py.train.distill.answers import Asking, Written
 from entrenar_py.train.distill.endpoint import Endpoint
 from entrenar_py.train.distill.production import Progress, Stage
@@ -106,7 +106,11 @@ def logits(arguments: argparse.Namespace) -> int:
     if not is_done:
         printing.say("stopped; start it again to go on with the first missing shard")
         return exit_codes.STOPPED
-    subject = "all shards are" if arguments.part is None else f"part {_of(arguments.part)} is"
+    subject = (
+        "all shards are"
+        if arguments.part is None
+        else f"part {'/'.join(map(str, arguments.part))} is"
+    )
     printing.say(f"{subject} there")
     return exit_codes.DONE
 
@@ -143,10 +147,6 @@ def settings_of(path: Path) -> tuple[Settings, Distillation]:
             "shards (logits)"
         )
     return settings, settings.distill
-
-
-def _of(part: production.Part) -> str:
-    return f"{part[0]}/{part[1]}"
 
 
 @contextmanager

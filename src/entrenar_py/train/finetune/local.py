@@ -183,7 +183,8 @@ def train(
             prepared,
             workload,
             scenario=config.scenario,
-            device=_device(names),
+            # What validation rows are scored on: a GPU of torch if a worker has one.
+            device=torch.device(next((name for name in names if name.startswith("cuda")), "cpu")),
             listening=workers.start,
             memory=workers.memory,
             halt_on_spike=halt_on_spike,
@@ -213,10 +214,6 @@ def _following(settings: Settings, follow: bool | None) -> Settings:
         return settings
     wait_s = Distillation.wait_s if follow else 0.0
     return replace(settings, distill=replace(settings.distill, wait_s=wait_s))
-
-
-def _device(names: Sequence[str]) -> torch.device:
-    return torch.device(next((name for name in names if name.startswith("cuda")), "cpu"))
 
 
 def _opened(names: Sequence[str]) -> dict[str, str]:

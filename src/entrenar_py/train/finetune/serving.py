@@ -198,8 +198,8 @@ def run(path: Path, *, resume: bool, halt_on_spike: bool, tensorboard: Path | No
     foresight.say_teacher(workload)
     foresight.say_warnings()
     stages = cut_of(path, settings, workload.module) if is_pipeline else None
-    planned = prepared if stages is None else _planned(prepared, stages)
-    offered = OfferedFiles(planned)
+    planned = settings if stages is None else replace(settings, stages=stages.plan())
+    offered = OfferedFiles(replace(prepared, settings=planned))  # workers read the stages there
     printing.say(f"workers get {len(offered.package.sizes)} files, {offered.num_bytes} bytes")
     output = outputs.make_folder(prepared)
     scenario = preparation.scenario(settings, workload)
@@ -252,10 +252,6 @@ def cut_of(path: Path, settings: Settings, module: nn.Module) -> Cut:
         )
         problems.settle(strict=True)
         raise
-
-
-def _planned(prepared: Prepared, stages: Cut) -> Prepared:
-    return replace(prepared, settings=replace(prepared.settings, stages=stages.plan()))
 
 
 @dataclass(frozen=True, kw_only=True)

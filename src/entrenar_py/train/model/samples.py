@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib import metadata
@@ -28,13 +28,14 @@ from numpy.typing import NDArray
 
 from entrenar_py.shared.errors import CheckpointError, RowsError, UsageError
 from entrenar_py.shared.untrusted import escaping, json_text
+from entrenar_py.shared.wording import counted
 from entrenar_py.train.arithmetic import checkpoint
 from entrenar_py.train.model import conversations, rows
 from entrenar_py.train.model.chat_template import ChatEncoder
 from entrenar_py.train.model.conversations import BadConversationError
 from entrenar_py.train.model.rendering import EndlessTemplateError
 from entrenar_py.train.model.rows import BadRow, Row
-from entrenar_py.train.model.settings import Settings
+from entrenar_py.train.model.settings import Data, Settings
 
 # A text with more characters a token than this has too many tokens, and is not tokenised to learn
 # how many: that takes 400 bytes of memory for each of its own. No language comes near it. Short
@@ -296,8 +297,7 @@ def load(settings: Settings, path: Path, tokenizer: Any, *, cache: Path) -> Samp
     if samples is None:
         samples = _encoded(settings, path, Encoder(settings, tokenizer))
         _keep(kept, samples)
-    if samples.skipped and settings.data.on_error == "stop":
-        raise RowsError(_told(path, samples))
+    require_usable(settings.data, f"data {path}", samples.skipped, len(samples))
     if not len(samples):
         example = (
             f"the first is {samples.skipped[0]}" if samples.skipped else "give one that has rows"
@@ -324,14 +324,13 @@ def listed(skipped: Sequence[BadRow]) -> list[str]:
     return [f"  {one}" for one in skipped[:_SHOWN]] + ([f"  and {more} more"] if more > 0 else [])
 
 
-def _told(path: Path, samples: Samples) -> str:
-    num_bad = len(samples.skipped)
-    lines = [
-        f"data {path}: {num_bad} of {num_bad + len(samples)} rows can't be used; "
-        "mend them, or set data.on_error: skip",
-        *listed(samples.skipped),
-    ]
-    return "\n".join(lines)
+def require_usable(data: Data, where: str, skipped: Sequence[BadRow], num_good: int) -> None:
+    """Raise RowsError if there are rows that can't be used, unless they are to be skipped."""
+    if skipped and data.on_error == "stop":
+        total = counted(len(skipped) + num_good, "row")
+        problem = f"{where}: {len(skipped)} of {total} can't be used"
+        lines = [f"{problem}; mend them, or set data.on_error: skip", *listed(skipped)]
+        raise RowsError("\n".join(lines))
 
 
 def _key(settings: Settings, path: Path, tokenizer: Any) -> str:
@@ -405,7 +404,8 @@ def _keep(path: Path, samples: Samples) -> None:
 
 def _encoded(settings: Settings, path: Path, encoder: Encoder) -> Samples:
     encoded, skipped = list[Sample](), list[BadRow]()
-    for sample in _samples(path, encoder):
+    for row in rows.read(path):
+        sample = row if isinstance(row, BadRow) else encoder.encode(row)
         if isinstance(sample, BadRow):
             skipped.append(sample)
         else:
@@ -418,11 +418,6 @@ def _encoded(settings: Settings, path: Path, encoder: Encoder) -> Samples:
         labels=np.array([sample.label for sample in encoded], np.int32),
         skipped=tuple(skipped),
     )
-
-
-def _samples(path: Path, encoder: Encoder) -> Iterator[Sample | BadRow]:
-    for row in rows.read(path):
-        yield row if isinstance(row, BadRow) else encoder.encode(row)
 
 
 # --- what a run makes of them ---------------------------------------------------------------------

@@ -53,12 +53,9 @@ def is_captured(batch: Batch) -> bool:
 
 def named(tensors: Tensors, batch: Batch) -> dict[str, Tensor]:
     """Return tensors by their names in an objective; in float32 while a graph is captured."""
-    convert = _decoded if is_captured(batch) else _as_it_is
-    return {f"module.{name}": convert(tensor) for name, tensor in tensors.items()}
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
+    if not is_captured(batch):
+        return {f"module.{name}": tensor for name, tensor in tensors.items()}
+    return {f"module.{name}": _decoded(tensor) for name, tensor in tensors.items()}
 
 
 def _decoded(tensor: Tensor) -> Tensor:

@@ -274,7 +274,10 @@ def _run(
     halts_on_spike: bool,
 ) -> Ended:
     def opened() -> State | None:
-        return None if record is None else _opened(record, prepared, resume=resume)
+        if record is None:
+            return None
+        outputs.make_folder(prepared)
+        return record.open(resume=resume)
 
     # First, so that a strategy that is refused leaves no ledger behind.
     strategy = together(lambda: STRATEGIES[shards.scenario.system](shards))
@@ -292,8 +295,3 @@ def _run(
         halts_on_spike=halts_on_spike,
     )
     return loop.run(state, resumes=resumes[0])
-
-
-def _opened(record: Record, prepared: Prepared, *, resume: bool) -> State | None:
-    outputs.make_folder(prepared)
-    return record.open(resume=resume)
