@@ -19,8 +19,8 @@ from typing import Any
 from blake3 import blake3
 
 from entrenar_py.check import cli
-from entrenar_py.check.contract import binding_file
-from entrenar_py.check.contract.binding_file import Entry
+from entrenar_py.check.contract import bindings
+from entrenar_py.check.contract.bindings import Entry
 from entrenar_py.shared import shipped
 from entrenar_py.shared.config.problems import Problems
 
@@ -52,7 +52,7 @@ def tables() -> str:
     kept = json.loads(KEPT.read_text(encoding="utf-8"))
     parts = []
     for path in shipped.all_bindings():
-        file = binding_file.read(path, Problems())
+        file = bindings.read(path, Problems())
         assert file is not None, path
         lines = kept.get(file.contract, {}).get("lines", {})
         rows = [_row(entry, lines.get(str(entry.position.line), {})) for entry in file.entries]

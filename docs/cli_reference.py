@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from entrenar_py.check.cli.options.modes import MODES
-from entrenar_py.check.cli.options.parser import EPILOG, PROG, build, flag
+from entrenar_py.check.cli.command_line import EPILOG, MODES, PROG, build, flag
 
 
 def reference() -> str:
@@ -15,7 +14,8 @@ def reference() -> str:
     parts = [
         f"# `{PROG}`",
         f"`{PROG} [--contract FILE] [options] [-- COMMAND ...]`, `{PROG} init [-- COMMAND ...]`",
-        "Generated from `entrenar_py.check.cli.options`; a test says whether this page is current. "
+        "Generated from `entrenar_py.check.cli.command_line`; a test says whether this page is "
+        "current. "
         "Options that are left out are read from the project's [configuration](configuration.md).",
     ]
     for group in build()._action_groups:

@@ -16,7 +16,7 @@ from entrenar_py.check.clauses import CHECKS, Check
 from entrenar_py.check.contract import Invariant
 from entrenar_py.check.contract.validation import RULES
 from entrenar_py.check.kill_matrix import Row
-from entrenar_py.check.project import keys as project_keys
+from entrenar_py.check.project import configuration as project_keys
 from entrenar_py.shared import mutants, scenario
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.faults import KINDS, LIE_PLACES, LIES, NEEDED, OPTIONAL, STRANGERS
@@ -25,14 +25,14 @@ from entrenar_py.shared.systems import SYSTEMS
 from entrenar_py.shared.verdict import Counterexample
 from entrenar_py.train.finetune import foreign_keys
 from entrenar_py.train.service import config_keys, exit_codes
-from entrenar_py.train.wire import attendance, frames, messages, package, phases
-from entrenar_py.train.wire.mesh_worker import MeshWorker
+from entrenar_py.train.wire import attendance, frames, messages, phases, terms
+from entrenar_py.train.wire.mesh_worker import MeshWorker, RingWorker
 from entrenar_py.train.wire.messages import MESSAGES, Accept, Message
-from entrenar_py.train.wire.pipeline_worker import PipelineWorker
-from entrenar_py.train.wire.ring_worker import RingWorker
+from entrenar_py.train.wire.pipeline_peers import PipelineWorker
 from entrenar_py.train.wire.terms import Timing
 from entrenar_py.train.wire_io import door
-from falsification import classes, user_integrations, user_knobs, user_trainers
+from falsification import classes
+from falsification.twins import every
 from tests.check.command import twins
 
 DOCS = Path(__file__).parent
@@ -140,7 +140,7 @@ def pages(rows: Sequence[Row]) -> dict[str, str]:
 def scripts() -> list[tuple[str, ...]]:
     """A row per broken twin of an example script; none of them is run."""
     found: list[tuple[str, ...]] = []
-    for one in (*user_trainers.TWINS, *user_knobs.BUGS, *user_integrations.TWINS):
+    for one in every(("trainers", "knobs", "integrations")):
         place = Counterexample(message="", step=one.step, rank=one.rank, tensor=one.tensor).place()
         where = ", ".join(filter(None, (place, f"“{one.words}”" if one.words else "")))
         script = f"[`{one.script}`](../examples/user_trainers/{one.script})"
@@ -249,7 +249,7 @@ def your_trainer(page: str) -> str:
 def auto(page: str) -> str:
     """Return `page` with the current numbers of scripts by class."""
     head = ("by", "class", "broken scripts", "right scripts")
-    return _filled(page, {"classes": _table(head, [*classes.counts(twins.EVERY)])})
+    return _filled(page, {"classes": _table(head, [*classes.counts(twins.every())])})
 
 
 def configuration(page: str) -> str:
@@ -455,8 +455,8 @@ def bounds() -> str:
         ("list in a header", f"{messages.LIST_MAX} numbers"),
         ("payload in one frame", f"{frames.CHUNK_BYTES} bytes"),
         ("payload of a message", "what its receiver allows: the manifest says how much is right"),
-        ("piece of a file", f"{package.PIECE_BYTES} bytes"),
-        ("pieces that a worker wants before the first has come", f"{package.WANTED_MAX}"),
+        ("piece of a file", f"{terms.PIECE_BYTES} bytes"),
+        ("pieces that a worker wants before the first has come", f"{terms.WANTED_MAX}"),
         (
             "connections that fetch files, beside one for each rank",
             f"{attendance.FETCHING_MAX}",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from entrenar_py.check.kill_matrix import rows as matrix
-from entrenar_py.check.kill_matrix.rows import Row
+from entrenar_py.check import kill_matrix as matrix
+from entrenar_py.check.kill_matrix import Row
 
 
 def page(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from entrenar_py.train.service.averaging_keys import KEYS, TIMING
-from entrenar_py.train.upstream import wire_frames
-from entrenar_py.train.upstream.averaging_worker import IGNORED_MAX, MAY_SEND
-from entrenar_py.train.upstream.wire_messages import WIRE_MESSAGES
-from entrenar_py.train.upstream.wire_terms import BLOCKS_MAX, Patience
+from entrenar_py.train.upstream import frames
+from entrenar_py.train.upstream.averager import IGNORED_MAX, MAY_SEND
+from entrenar_py.train.upstream.messages import WIRE_MESSAGES
+from entrenar_py.train.upstream.terms import BLOCKS_MAX, Patience
 from entrenar_py.train.wire_io import door
 
 Rows = list[tuple[str, ...]]
@@ -66,11 +66,11 @@ def timing() -> Rows:
 def bounds() -> Rows:
     """Return a row per bound."""
     return [
-        ("frame of a connection that has not joined", f"{wire_frames.SHORT_BYTES_MAX} bytes"),
-        ("frame of a worker", f"{wire_frames.FRAME_BYTES_MAX} bytes (`frame_bytes_max`)"),
+        ("frame of a connection that has not joined", f"{frames.SHORT_BYTES_MAX} bytes"),
+        ("frame of a worker", f"{frames.FRAME_BYTES_MAX} bytes (`frame_bytes_max`)"),
         ("all parts of one shard's gradient", "`gradient_bytes_max`"),
-        ("a text", f"{wire_frames.TEXT_BYTES_MAX} bytes"),
-        ("components of a block", str(wire_frames.COMPONENTS_MAX)),
+        ("a text", f"{frames.TEXT_BYTES_MAX} bytes"),
+        ("components of a block", str(frames.COMPONENTS_MAX)),
         ("blocks", str(BLOCKS_MAX)),
         ("connections that have not joined", str(door.STRANGERS_MAX)),
         ("workers", "`world_size`"),

@@ -10,19 +10,19 @@ from entrenar_py.shared.mutants import Variant
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.train.arithmetic.blocks import Sums
 from entrenar_py.train.coordinator.audited import Copy
-from entrenar_py.train.wire import audits
 from entrenar_py.train.wire import effects as do
-from entrenar_py.train.wire.audits import Audit, Verdict
+from entrenar_py.train.wire import shard_assignment
+from entrenar_py.train.wire.attendance import Member as Seen
 from entrenar_py.train.wire.coordinator import Coordinator
 from entrenar_py.train.wire.effects import Effect, Peer
-from entrenar_py.train.wire.member import Member as Seen
+from entrenar_py.train.wire.shard_assignment import Audit, Verdict
 
 from .subjects import COORDINATOR, TRAINING, star
 
-AUDITS = "entrenar_py.train.wire.audits"
+AUDITS = "entrenar_py.train.wire.shard_assignment"
 AUDITED = "entrenar_py.train.coordinator.audited"
 COPIES = "entrenar_py.train.coordinator.audited"
-_verdict, _conclude = audits.verdict, Coordinator._conclude
+_verdict, _conclude = shard_assignment.verdict, Coordinator._conclude
 _replace, _deliver = Coordinator._replace, Sums.deliver
 
 

@@ -6,18 +6,16 @@ from collections.abc import Sequence
 
 from entrenar_py.shared.mutants import Variant
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.train.arithmetic.reduction import Vector
-from entrenar_py.train.arithmetic.weighted_average import weighted_mean
-from entrenar_py.train.upstream import wire_frames
-from entrenar_py.train.upstream.averager import Averager
-from entrenar_py.train.upstream.averaging_worker import AveragingWorker
-from entrenar_py.train.upstream.wire_frames import Decoder
-from entrenar_py.train.upstream.wire_messages import Part, Upload, part_of
+from entrenar_py.train.arithmetic.reduction import Vector, weighted_mean
+from entrenar_py.train.upstream import frames
+from entrenar_py.train.upstream.averager import Averager, AveragingWorker
+from entrenar_py.train.upstream.frames import Decoder
+from entrenar_py.train.upstream.messages import Part, Upload, part_of
+from entrenar_py.train.upstream.server import AveragingEnd
 from entrenar_py.train.wire.effects import Effect, Peer
-from entrenar_py.train.wire_io.averaging_end import AveragingEnd
 
 MACHINE = "entrenar_py.train.upstream"
-END = "entrenar_py.train.wire_io.averaging_end"
+END = "entrenar_py.train.upstream.server"
 _average = AveragingEnd._average
 _drop = Averager._drop
 _end_length, _is_due = Decoder._end_length, AveragingWorker.is_due
@@ -60,14 +58,14 @@ def shard_lost(self: Averager, peer: Peer, reason: str, now: float) -> list[Effe
 
 def wrapped(self: Decoder, head_end: int, count: int) -> str:
     """Computes the bytes of a vector in 64 bits: 2^62 floats take none."""
-    num_bytes = wire_frames.FLOAT_BYTES * count % 2**64
-    due = head_end + num_bytes + wire_frames.LAYOUTS[self._kind].rest.size
+    num_bytes = frames.FLOAT_BYTES * count % 2**64
+    due = head_end + num_bytes + frames.LAYOUTS[self._kind].rest.size
     return "" if due == self._length else "another length"
 
 
 def set_aside_first(self: Decoder) -> None:
     """Allocates a frame's length (here: at most 64 MiB) before it compares it with the cap."""
-    (length,) = wire_frames.LENGTH.unpack(self._head)
+    (length,) = frames.LENGTH.unpack(self._head)
     claimed = bytearray(min(length, _ALLOCATED_BYTES_MAX))
     _end_length(self)
     del claimed
@@ -108,7 +106,7 @@ VARIANTS = (
         name="late-gradient-averaged",
         summary="a gradient that comes again after its step is taken for the next step's",
         source="classic (a stale gradient)",
-        plants={f"{MACHINE}.averaging_worker.AveragingWorker.is_due": of_any_step},
+        plants={f"{MACHINE}.averager.AveragingWorker.is_due": of_any_step},
         scenario=AVERAGING,
         invariants=("F-WP-007",),
         place={"step": 1, "tensor": "every message comes twice"},
@@ -135,7 +133,7 @@ VARIANTS = (
         name="original-count-wraps",
         summary="the bytes of a vector are computed in 64 bits, where 2^62 floats take none",
         source="the original system (length checked after a multiplication that wraps)",
-        plants={f"{MACHINE}.wire_frames.Decoder._unfit": wrapped},
+        plants={f"{MACHINE}.frames.Decoder._unfit": wrapped},
         scenario=_WIRE,
         invariants=("F-WP-002",),
         place={"tensor": "original: 2^62 gradients"},
@@ -144,7 +142,7 @@ VARIANTS = (
         name="original-length-uncapped",
         summary="memory is allocated for a frame's length before it is compared with the cap",
         source="classic (length checked after allocation)",
-        plants={f"{MACHINE}.wire_frames.Decoder._end_length": set_aside_first},
+        plants={f"{MACHINE}.frames.Decoder._end_length": set_aside_first},
         scenario=_WIRE,
         invariants=("F-WP-003",),
         place={"tensor": "original: a frame of 4 GiB"},

@@ -17,7 +17,7 @@ from entrenar_py.systems.single import textbook as trainer
 from entrenar_py.systems.single import textbook_replica
 from entrenar_py.systems.single.textbook_replica import Replica, Setup
 from entrenar_py.train import reference as coordinator
-from entrenar_py.train.arithmetic import dropout, engine, reduction, sharding, workload
+from entrenar_py.train.arithmetic import engine, reduction, sharding, workload
 from entrenar_py.train.arithmetic.tensors import Array, DropFunction, LinearFunction
 
 from .subjects import REFERENCE, REPLICA, TEXTBOOK, TRAINING, reference, textbook
@@ -108,7 +108,7 @@ def evaluate_then_schedule(setup: Setup, replica: Replica) -> None:
             replica.tensors,
             setup.model.batch(range(setup.scenario.num_samples)),
             linear=torch.nn.functional.linear,
-            drop=dropout.none,
+            drop=engine.no_dropout,
         )
     replica.scheduler.step()
 

@@ -8,7 +8,7 @@ from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.mutants import Variant
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.train.coordinator import audited
-from entrenar_py.train.wire.audits import Audit
+from entrenar_py.train.wire.shard_assignment import Audit
 
 from .audits import AUDITED, AUDITS
 from .subjects import star

@@ -9,9 +9,9 @@ from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.mutants import Variant
 from entrenar_py.train.arithmetic import reduction, sharding
 from entrenar_py.train.arithmetic.blocks import Sums
+from entrenar_py.train.wire.attendance import Member as Seen
 from entrenar_py.train.wire.coordinator import Coordinator
 from entrenar_py.train.wire.effects import Effect, Keep, Peer
-from entrenar_py.train.wire.member import Member as Seen
 from entrenar_py.train.wire.messages import TreeNode
 from entrenar_py.train.wire.phases import Stage
 from entrenar_py.train.wire.worker import Worker

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from entrenar_py.shared.mutants import Variant
+from entrenar_py.train.wire.attendance import Member as Seen
 from entrenar_py.train.wire.effects import Effect, Peer, Send
-from entrenar_py.train.wire.member import Member as Seen
 from entrenar_py.train.wire.mesh_coordinator import MeshCoordinator
+from entrenar_py.train.wire.mesh_worker import RingWorker
 from entrenar_py.train.wire.messages import Group, TreeNode
-from entrenar_py.train.wire.ring_worker import RingWorker
 
 from .subjects import MESH_COORDINATOR, RING_WORKER, vectors
 

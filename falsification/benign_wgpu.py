@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from entrenar_py.compute.wgpu import lower, plan, tiles
-from entrenar_py.compute.wgpu.plan import Plan
+from entrenar_py.compute.wgpu import lower, program, tiles
+from entrenar_py.compute.wgpu.program import Plan
 from entrenar_py.compute.wgpu.values import Step
 from entrenar_py.shared.mutants import Variant
 from entrenar_py.shared.scenario import Scenario
 
 from .wgpu_subjects import MLP, PACKAGE, SPLIT, operations
 
-_plan, _lower = plan.plan, lower.lower
+_plan, _lower = program.plan, lower.lower
 STEPS = ("F-WGPU-002", "F-WGPU-003", "F-WGPU-005", "F-WGPU-006", "F-WGPU-007")
 
 

@@ -13,10 +13,10 @@ from entrenar_py.train.arithmetic import reduction
 from entrenar_py.train.arithmetic.blocks import Sums
 from entrenar_py.train.coordinator.member import Member
 from entrenar_py.train.coordinator.server import Server
+from entrenar_py.train.wire.attendance import Member as Seen
 from entrenar_py.train.wire.coordinator import Coordinator
 from entrenar_py.train.wire.effects import Effect, Hold, Peer
 from entrenar_py.train.wire.frames import Buffer, new_room
-from entrenar_py.train.wire.member import Member as Seen
 from entrenar_py.train.wire.messages import Average, Message, TreeNode, Welcome
 from entrenar_py.train.wire.phases import Stage
 from entrenar_py.train.wire.worker import Worker

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from falsification.user_trainers import Twin
+from falsification.twins import Twin
 
 # What explains an error -> beginnings of names, of broken scripts and of right ones.
 EXPLAINED: dict[str, tuple[str, ...]] = {
@@ -93,7 +93,6 @@ INFERRED: dict[str, tuple[str, ...]] = {
 }
 # What stays as it was if one thing is turned -> the like.
 TURNED: dict[str, tuple[str, ...]] = {
-    "parameters of a group in another order": ("orders: ",),
     "random numbers alike for all samples, one order, mirrored ranks": ("controlled: ", "made: "),
     "batches of all workers at once, or replayed": ("fed: ", "own draws: "),
     "micro-batches in another order, a step that is not full": (

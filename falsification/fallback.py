@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from entrenar_py import compute as backends
-from entrenar_py.compute import Backend, chain, cpu
+from entrenar_py.compute import Backend, chain, on_torch
 from entrenar_py.shared.errors import BackendUnavailable
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.mutants import Variant
@@ -72,14 +72,14 @@ def elsewhere(
         try:
             return compute(backend)
         except BackendUnavailable:
-            return compute(cpu.open_cpu())
+            return compute(on_torch.open_cpu())
 
     def opened_anyway(name: str) -> Callable[[], Backend]:
         def open_backend() -> Backend:
             try:
                 return table[name]()
             except BackendUnavailable:
-                return replace(cpu.open_cpu(), name=name)
+                return replace(on_torch.open_cpu(), name=name)
 
         return open_backend
 

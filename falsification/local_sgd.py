@@ -14,8 +14,8 @@ from torch import Tensor
 
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.mutants import Variant
-from entrenar_py.shared.outer import Outer
 from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.workers import Outer
 from entrenar_py.systems.torch import local_sgd
 from entrenar_py.systems.torch.finite_guard import FiniteGuard, NotFinite
 from entrenar_py.systems.torch.local_sgd import Worker

@@ -17,9 +17,9 @@ from entrenar_py.train.arithmetic import reduction
 from entrenar_py.train.arithmetic.blocks import Sums
 from entrenar_py.train.coordinator.exchanges import TreeExchange
 from entrenar_py.train.coordinator.member import Member
+from entrenar_py.train.wire.attendance import Member as Seen
 from entrenar_py.train.wire.effects import Effect, Peer, Reduce, Send
 from entrenar_py.train.wire.frames import Buffer
-from entrenar_py.train.wire.member import Member as Seen
 from entrenar_py.train.wire.mesh_coordinator import MeshCoordinator
 from entrenar_py.train.wire.mesh_worker import MeshWorker
 from entrenar_py.train.wire.messages import (

@@ -13,7 +13,7 @@ from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.mutants import Variant
 from entrenar_py.systems.single import textbook as trainer
 from entrenar_py.systems.single.textbook_replica import Replica, Setup
-from entrenar_py.train.arithmetic import engine, layout, reduction, sharding
+from entrenar_py.train.arithmetic import blocks, engine, reduction, sharding
 from entrenar_py.train.arithmetic.tensors import Array
 from entrenar_py.train.coordinator import replicas
 
@@ -80,7 +80,7 @@ def blamed_on_rank_0(
     return halt and trace.Halt(step=step, rank=0, reason="non-finite gradient on worker 0")
 
 
-def first_tensor(self: layout.Layout, position: int) -> tuple[str, int]:
+def first_tensor(self: blocks.Layout, position: int) -> tuple[str, int]:
     """Names the first tensor, whatever the position in the flat gradient."""
     return next(iter(self.trainable)), position
 
@@ -196,7 +196,7 @@ VARIANTS = (
         name="halt-names-first-tensor",
         summary="the halt takes the flat position for one in the first tensor, and blames that",
         source="classic (flattened gradients)",
-        plants={f"{TRAINING}.layout.Layout.locate": first_tensor},
+        plants={f"{TRAINING}.blocks.Layout.locate": first_tensor},
         scenario=reference(faults=(_NAN_LATER,)),
         invariants=("F-DP-003",),
         place={**_CULPRIT, "tensor": "hidden2.bias"},

@@ -19,10 +19,10 @@ from entrenar_py.train.arithmetic import checkpoint, state
 from entrenar_py.train.coordinator.member import Member
 from entrenar_py.train.coordinator.server import Server
 from entrenar_py.train.wire import frames
+from entrenar_py.train.wire.attendance import Member as Seen
 from entrenar_py.train.wire.coordinator import Coordinator
 from entrenar_py.train.wire.effects import Apply, Effect, Keep, Peer, Send
 from entrenar_py.train.wire.frames import Buffer
-from entrenar_py.train.wire.member import Member as Seen
 from entrenar_py.train.wire.messages import (
     Applied,
     Halt,

@@ -10,12 +10,12 @@ from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.single import textbook as trainer
 from entrenar_py.systems.single import textbook_replica
 from entrenar_py.systems.single.textbook_replica import Replica, Setup
-from entrenar_py.train.arithmetic import dropout, sharding
+from entrenar_py.train.arithmetic import engine, sharding
 
 from .subjects import REPLICA, TEXTBOOK, TRAINING, reference, textbook
 
 _rng, _build_replica = Scenario.rng, textbook_replica.build_replica
-_masks, _drop = trainer.masks, dropout.Dropout.__call__
+_masks, _drop = trainer.masks, engine.Dropout.__call__
 _RNG = "entrenar_py.shared.scenario.Scenario.rng"
 
 # One generator for the whole process, as in a trainer without seeds.
@@ -63,17 +63,17 @@ def one_stream(setup: Setup, rank: int) -> Replica:
 
 def eval_on_rank_1(
     setup: Setup, replica: Replica, step: int, ids: sharding.Ids
-) -> dropout.Dropout | None:
+) -> engine.Dropout | None:
     """Leaves rank 1 in evaluation mode."""
     return None if replica.rank == 1 else _masks(setup, replica, step, ids)
 
 
-def unscaled(self: dropout.Dropout, tensor: torch.Tensor) -> torch.Tensor:
+def unscaled(self: engine.Dropout, tensor: torch.Tensor) -> torch.Tensor:
     """Does not scale the kept elements by 1 / (1 - rate)."""
     return _drop(self, tensor) * 0.8
 
 
-def ignored(self: dropout.Dropout, tensor: torch.Tensor) -> torch.Tensor:
+def ignored(self: engine.Dropout, tensor: torch.Tensor) -> torch.Tensor:
     """Draws the mask and does not apply it."""
     _drop(self, tensor)
     return tensor
@@ -132,7 +132,7 @@ VARIANTS = (
         name="dropout-unscaled",
         summary="kept units are not scaled by 1 / (1 - rate)",
         source="classic",
-        plants={f"{TRAINING}.dropout.Dropout.__call__": unscaled},
+        plants={f"{TRAINING}.engine.Dropout.__call__": unscaled},
         scenario=_DROPPING,
         invariants=("F-DP-005", "F-TI-001"),
         place={"step": 0, "rank": 0},
@@ -141,7 +141,7 @@ VARIANTS = (
         name="dropout-ignored",
         summary="masks are drawn but not applied",
         source="classic",
-        plants={f"{TRAINING}.dropout.Dropout.__call__": ignored},
+        plants={f"{TRAINING}.engine.Dropout.__call__": ignored},
         scenario=_DROPPING,
         invariants=("F-DP-005", "F-TI-001"),
         place={"step": 0, "rank": 0},

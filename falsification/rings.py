@@ -12,13 +12,12 @@ from entrenar_py.shared.mutants import Variant
 from entrenar_py.train.arithmetic import blocks, reduction
 from entrenar_py.train.coordinator.exchanges import RingExchange
 from entrenar_py.train.coordinator.member import Member
+from entrenar_py.train.wire.attendance import Member as Seen
 from entrenar_py.train.wire.effects import Effect, Peer, Send
 from entrenar_py.train.wire.frames import Buffer
-from entrenar_py.train.wire.member import Member as Seen
 from entrenar_py.train.wire.mesh_coordinator import MeshCoordinator
-from entrenar_py.train.wire.mesh_worker import Exchanged, MeshWorker
+from entrenar_py.train.wire.mesh_worker import Exchanged, MeshWorker, RingWorker
 from entrenar_py.train.wire.messages import Average, Group, Hello, Message, Partial, TreeNode
-from entrenar_py.train.wire.ring_worker import RingWorker
 from entrenar_py.train.wire_io.link import Link
 
 from .subjects import (

@@ -8,11 +8,11 @@ from entrenar_py.shared.mutants import Variant
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.single import textbook_replica
 from entrenar_py.systems.single.textbook_replica import Replica, Setup
-from entrenar_py.train.arithmetic import schedule
+from entrenar_py.train.arithmetic import optimizer
 
 from .subjects import REPLICA, TEXTBOOK, TRAINING, reference, textbook
 
-_learning_rate = schedule.learning_rate
+_learning_rate = optimizer.learning_rate
 _build_scheduler = textbook_replica.build_scheduler
 
 
@@ -85,7 +85,7 @@ VARIANTS = (
         name="warm-up-off-by-one",
         summary="the warm-up starts at a rate of zero, so the first step does nothing",
         source="classic (off by one)",
-        plants={f"{TRAINING}.schedule.learning_rate": warm_up_from_zero},
+        plants={f"{TRAINING}.optimizer.learning_rate": warm_up_from_zero},
         scenario=reference(warmup_steps=2),
         invariants=("F-TI-008",),
         place={"step": 0, "rank": 0},
@@ -94,7 +94,7 @@ VARIANTS = (
         name="scheduler-first",
         summary="the scheduler steps before the optimizer",
         source="pytorch lr_scheduler, order as documented since 1.1",
-        plants={f"{TRAINING}.schedule.learning_rate": one_ahead},
+        plants={f"{TRAINING}.optimizer.learning_rate": one_ahead},
         scenario=textbook(schedule="linear"),
         invariants=("F-TI-008",),
         place={"step": 0, "rank": 0},

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from entrenar_py.shared.mutants import Variant
-from entrenar_py.train.canonical import gradients
-from entrenar_py.train.canonical.gradients import Counter, Gradients
+from entrenar_py.train.canonical import reducer
+from entrenar_py.train.canonical.reducer import Counter, Gradients
 
 from .subjects import textbook
 
@@ -23,7 +23,7 @@ def in_rank_order(rows: Tensor, *, scale: float, out: Tensor) -> None:
 def one_after_the_other(self: Counter, node: Gradients) -> None:
     """Adds a rank's micro-batches one after the other, as `.grad` would."""
     if self._levels:
-        gradients.add(self._levels[0].values(), node.values())
+        reducer.add(self._levels[0].values(), node.values())
     else:
         self._levels.append(node)
 
@@ -46,7 +46,7 @@ VARIANTS = (
         name="canonical-local-order",
         summary="a rank adds up its micro-batches one after the other",
         source="classic (torch's accumulation in .grad)",
-        plants={"entrenar_py.train.canonical.gradients.Counter.push": one_after_the_other},
+        plants={"entrenar_py.train.canonical.reducer.Counter.push": one_after_the_other},
         scenario=_FOUR,
         invariants=("F-TI-006",),
         place={"step": 0, "rank": 0, "tensor": "hidden1.weight"},

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from entrenar_py.shared import updates
+from entrenar_py.shared import workers
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.mutants import Variant
 from entrenar_py.train.arithmetic import engine, optimizer
@@ -69,7 +69,7 @@ def made_in_place(self: Server, step: int) -> tuple[float, float]:
 
 def in_use_already(self: Server, step: int) -> None:
     """Only moves on to the next samples on commit, because `made_in_place` changed the state."""
-    if not updates.by_server(self.scenario):
+    if not workers.by_server(self.scenario):
         _apply(self, step)
         return
     self.advance(len(self.batch()))
@@ -81,7 +81,7 @@ def in_use_already(self: Server, step: int) -> None:
 def restored_without_moments(self: Server) -> int:
     """Resumes from a checkpoint without the moments."""
     step = _restore(self)
-    if updates.by_server(self.scenario):
+    if workers.by_server(self.scenario):
         self.replica.state = {n: np.zeros_like(one) for n, one in self.replica.state.items()}
     return step
 
@@ -90,7 +90,7 @@ def moments_left_behind(self: Server, step: int) -> None:
     """Uses the prepared weights with the old moments."""
     before = self.replica.state
     _apply(self, step)
-    if updates.by_server(self.scenario):
+    if workers.by_server(self.scenario):
         self.replica.state, self._beside.state = before, self.replica.state  # type: ignore[union-attr]
 
 

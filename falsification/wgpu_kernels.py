@@ -10,24 +10,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from entrenar_py.compute.wgpu import (
-    codegen,
-    codings,
-    index,
-    intrinsics,
-    product,
-    tile_loads,
-    tiles,
-    values,
-)
+from entrenar_py.compute.wgpu import codegen, emitter, index, product, tiles, values
 from entrenar_py.compute.wgpu.program import Program
 
 from .wgpu_subjects import MLP, mutant, operations
 
 _product_kernel, _layout = product.product_kernel, values._layout
-_load, _loop, _tree = tile_loads.load, codegen._loop, codegen._tree
-_lane = codings.lane
-_functions_of, _pipeline = intrinsics.functions_of, Program._pipeline
+_load, _loop, _tree = product.load, codegen._loop, codegen._tree
+_lane = emitter.lane
+_functions_of, _pipeline = codegen.functions_of, Program._pipeline
 
 
 def swapped(given: tiles.Product, *arguments: Any, **keywords: Any) -> product.Kernel:

@@ -13,7 +13,7 @@ from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.mutants import Variant
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.train.coordinator.server import Server
-from entrenar_py.train.wire import frames, handshake, terms
+from entrenar_py.train.wire import frames, terms
 from entrenar_py.train.wire.effects import Left
 from entrenar_py.train.wire.messages import Challenge, Hello, Message, Refuse
 from entrenar_py.train.wire.terms import Admission, Terms
@@ -57,7 +57,7 @@ def half_is_enough(
     hello: Hello, challenge: Challenge, agreed: Terms, *, secret: bytes, **rules: Any
 ) -> Admission | Refuse:
     """Compares only as many characters of the proof as were given."""
-    right = handshake.proof_of_worker(secret, challenge, hello)
+    right = terms.proof_of_worker(secret, challenge, hello)
     if hello.proof and right.startswith(hello.proof):
         hello = replace(hello, proof=right)
     return _admit(hello, challenge, agreed, secret=secret, **rules)

@@ -171,7 +171,7 @@ def test_rank_files_are_read_without_torch() -> None:
 # Modules that read JSON without bounds: only what another process of the same run has written to
 # a pipe or the environment, or a text that the module's own room has made.
 OF_OWN_PROCESSES = {
-    "check.command.forks.messages",
+    "check.command.forks.processes",
     "check.command.forks.parent",
     "train.finetune.local",
     "train.finetune.worker_process",
@@ -179,7 +179,7 @@ OF_OWN_PROCESSES = {
     "check.observing.auto.seeding",
     "check.observing.planned_faults",
     "check.observing.planned_rates",
-    "check.reports.drawn_runs",
+    "check.reports.html",
     "systems.finetuned.by_ranks",
     "systems.probes.memory",
     "systems.single.textbook_replica",

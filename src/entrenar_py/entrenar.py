@@ -25,9 +25,9 @@ def _watch(given: argparse.Namespace) -> int:
 
 
 def _doctor(given: argparse.Namespace) -> int:
-    from entrenar_py.check.doctor import visit  # brings torch
+    from entrenar_py.check import doctor
 
-    visit.run(given.json, clauses=given.clauses, color=not given.no_color)
+    doctor.run(given.json, clauses=given.clauses, color=not given.no_color)
     return exit_codes.DONE
 
 

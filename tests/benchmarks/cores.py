@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from entrenar_py import compute as backends
-from entrenar_py.train.arithmetic import dropout
+from entrenar_py.train.arithmetic import engine
 from entrenar_py.train.arithmetic.engine import Engine
 from entrenar_py.train.finetune import settings_file
 from entrenar_py.train.model import prepared
@@ -79,7 +79,7 @@ def process(folder: Path, ids: Sequence[list[int]], steps: int, gate: Barrier, t
         start = time.perf_counter()
         for _ in range(steps):
             for one in ids:
-                stepper(one, dropout.none)
+                stepper(one, engine.no_dropout)
             gate.wait()
         told.put(time.perf_counter() - start)
 
@@ -127,10 +127,10 @@ def main() -> None:
         cpu = backends.open_backend("cpu")
 
         def one_by_one() -> Grads:
-            return [replica.stepper(one, dropout.none) for one in ids]
+            return [replica.stepper(one, engine.no_dropout) for one in ids]
 
         def at_once() -> Grads:
-            return [replica.stepper([row for one in ids for row in one], dropout.none)]
+            return [replica.stepper([row for one in ids for row in one], engine.no_dropout)]
 
         def told(way: str, number: int, found: dict[str, Any]) -> None:
             print(json.dumps({"way": way, "number": number, **found}), flush=True)
@@ -150,7 +150,7 @@ def main() -> None:
 
                 def part(rank: int, size: int = size, steppers: Any = steppers) -> Grads:
                     mine = ids[rank * size : (rank + 1) * size]
-                    return [steppers[rank](one, dropout.none) for one in mine]
+                    return [steppers[rank](one, engine.no_dropout) for one in mine]
 
                 def side_by_side(number: int = number, pool: Any = pool, part: Any = part) -> Grads:
                     return [one for found in pool.map(part, range(number)) for one in found]

@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from entrenar_py.train.canonical import exchange
-from entrenar_py.train.canonical.pipeline import Pipeline
-from entrenar_py.train.canonical.symmetric import Symmetric
+from entrenar_py.train.canonical.on_gpus import Pipeline, Symmetric
 
 WAYS: dict[str, type[Pipeline | Symmetric]] = {"nccl": Pipeline, "symmetric": Symmetric}
 CALLS = 10  # of one round

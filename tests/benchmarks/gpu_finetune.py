@@ -138,7 +138,7 @@ def peer(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
 def stepper(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     """Compute the gradient of a shard, as a worker does, without the rest of a step."""
     from entrenar_py import compute as backends
-    from entrenar_py.train.arithmetic import dropout, engine
+    from entrenar_py.train.arithmetic import engine
     from entrenar_py.train.model import prepared
     from entrenar_py.train.model.settings import Data, Settings
 
@@ -162,15 +162,15 @@ def stepper(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     for _ in range(given.steps):
         torch.cuda.synchronize()
         began = time.perf_counter()
-        vector, _, _ = one.shard(ids, accumulation=1, drop=dropout.none)
+        vector, _, _ = one.shard(ids, accumulation=1, drop=engine.no_dropout)
         times.append(time.perf_counter() - began)
     if given.profile:
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-            one.shard(ids, accumulation=1, drop=dropout.none)
+            one.shard(ids, accumulation=1, drop=engine.no_dropout)
         print(seen.key_averages().table(sort_by="cuda_time_total", row_limit=40), file=sys.stderr)
-    again, _, _ = one.shard(ids, accumulation=1, drop=dropout.none)
+    again, _, _ = one.shard(ids, accumulation=1, drop=engine.no_dropout)
     return {
         "step_s": median(times[UNCOUNTED:]),
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9,

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from entrenar_py.compute import adapters, rounding
+from entrenar_py.compute import adapters, products
 from entrenar_py.compute.wgpu.device import LIMITS, limits_of
 from entrenar_py.compute.wgpu.product import Kernel, product_kernel
 from entrenar_py.compute.wgpu.tiles import Layout, Product, Tiling, choose
@@ -279,7 +279,7 @@ def of_bound(case: Case, adapter: Adapter) -> float:
     result = torch.from_numpy(data).reshape(-1, one.m, one.n).to(case.a.device)
     worst = 0.0
     for c, a, b in zip(result, case.a, case.b, strict=True):
-        found = rounding.compare(c, a, b, unit_roundoff=2.0**-23)
+        found = products.compare(c, a, b, unit_roundoff=2.0**-23)
         worst = max(worst, found.error / found.bound if found.finite else float("inf"))
     return worst
 

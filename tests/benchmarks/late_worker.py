@@ -26,13 +26,12 @@ from entrenar_py.train.finetune.package import File
 from entrenar_py.train.finetune.received_files import ReceivedFiles
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.messages import Piece
-from entrenar_py.train.wire.package import PIECE_BYTES, Package
-from entrenar_py.train.wire.terms import Timing
+from entrenar_py.train.wire.terms import PIECE_BYTES, Package, Timing
 from entrenar_py.train.wire.worker import Worker
-from entrenar_py.train.wire_io import file_fetch
+from entrenar_py.train.wire_io import queries
 from entrenar_py.train.wire_io.tcp import CoordinatorServer, WorkerClient
 from tests.train.wire_io.fakes import LOOPBACK, SECRET, TERMS, FakeMember, FakeServer, run_of
-from tests.train.wire_io.test_file_fetch import source
+from tests.train.wire_io.test_queries import source
 
 FILE_BYTES = 2**31
 BLOCK_BYTES = 2**24
@@ -71,7 +70,7 @@ def fetch(port: int, digest: str, folder: Path, told: Queue[tuple[float, float, 
     """Fetch the file; tell the seconds, the memory that this took, and whether it is whole."""
     cache = ReceivedFiles(folder, lambda text: None, patience_s=300.0)
     since, before = time.monotonic(), peak_mib()
-    get = partial(file_fetch.fetch, source(port, package=digest, timing=TIMING))
+    get = partial(queries.fetch, source(port, package=digest, timing=TIMING))
     finish = asyncio.run(cache.get([File("model.safetensors", FILE_BYTES, digest)], get))
     told.put((time.monotonic() - since, peak_mib() - before, finish is None))
 

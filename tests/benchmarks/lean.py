@@ -17,7 +17,7 @@ from entrenar_py.train.wire.coordinator import Coordinator
 from entrenar_py.train.wire.effects import Conclude, Finish, Joined, Left, Stop
 from entrenar_py.train.wire.frames import Buffer, new_room
 from entrenar_py.train.wire.mesh_coordinator import MeshCoordinator
-from entrenar_py.train.wire.mesh_worker import MeshWorker
+from entrenar_py.train.wire.mesh_worker import MeshWorker, RingWorker
 from entrenar_py.train.wire.messages import (
     Applied,
     Average,
@@ -30,12 +30,10 @@ from entrenar_py.train.wire.messages import (
     Weights,
     Welcome,
 )
-from entrenar_py.train.wire.ring_worker import RingWorker
 from entrenar_py.train.wire.terms import Run, Terms, Timing
 from entrenar_py.train.wire.worker import Worker
 from entrenar_py.train.wire_io.processes import Job
-from entrenar_py.train.wire_io.tcp import CoordinatorServer, WorkerClient
-from entrenar_py.train.wire_io.tcp_mesh import MeshClient
+from entrenar_py.train.wire_io.tcp import CoordinatorServer, MeshClient, WorkerClient
 
 TERMS = Terms(run="lean", manifest="m", data="d")
 TIMING = Timing(heartbeat_s=2.0, dead_after_s=60.0, gather_s=60.0)

@@ -28,7 +28,7 @@ from typing import Any
 from entrenar_py.entrenar import main as entrenar
 from entrenar_py.shared import trace
 from entrenar_py.train.coordinator.replicas import Replicas
-from entrenar_py.train.wire.pace import NEEDED
+from entrenar_py.train.wire.shard_assignment import NEEDED
 from tests.train.service.cluster import Cluster, cluster, metrics, weights
 
 FAST_MS, SLOW_MS = 40.0, 120.0  # for a shard

@@ -28,8 +28,7 @@ import torch
 from entrenar_py import compute as backends
 from entrenar_py.compute.wgpu import open_wgpu
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.train.arithmetic import dropout
-from entrenar_py.train.arithmetic.engine import Engine
+from entrenar_py.train.arithmetic.engine import Engine, no_dropout
 from entrenar_py.train.model import prepared
 from entrenar_py.train.model.settings import Data, Settings
 from entrenar_py.train.model.workload import Finetuning
@@ -63,7 +62,7 @@ def timed(workload: Finetuning, backend: Any, batch: int) -> tuple[dict[str, Any
     times = []
     for _ in range(RUNS + 1):
         start = time.perf_counter()
-        gradient, _, _ = engine.shard(range(batch), accumulation=1, drop=dropout.none)
+        gradient, _, _ = engine.shard(range(batch), accumulation=1, drop=no_dropout)
         times.append(time.perf_counter() - start)
     steps = [round(1000 * one, 2) for one in times[1:]]
     return {"first_s": round(times[0], 2), "step_ms": median(steps), "all_ms": steps}, gradient

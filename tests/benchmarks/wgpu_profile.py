@@ -25,8 +25,7 @@ import numpy as np
 from entrenar_py.compute.wgpu import WgpuBackend
 from entrenar_py.compute.wgpu.device import open_device
 from entrenar_py.compute.wgpu.program import Program
-from entrenar_py.train.arithmetic import dropout
-from entrenar_py.train.arithmetic.engine import Engine
+from entrenar_py.train.arithmetic.engine import Engine, no_dropout
 from tests.benchmarks import gpu_finetune, wgpu_frozen
 
 RUNS = 5
@@ -82,7 +81,7 @@ def measure(given: argparse.Namespace) -> None:
         steps, encoded = [], []
         for number in range(RUNS + 1):
             started = time.perf_counter()
-            engine.shard(range(given.batch), accumulation=1, drop=dropout.none)
+            engine.shard(range(given.batch), accumulation=1, drop=no_dropout)
             steps.append(1e3 * (time.perf_counter() - started))
             (program,) = backend.programs.of(workload).programs.values()
             encoded.append(1e3 * program.counts.encode_s)

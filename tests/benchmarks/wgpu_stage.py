@@ -28,8 +28,7 @@ from torch import Tensor
 
 from entrenar_py.compute import open_backend
 from entrenar_py.compute.wgpu import open_wgpu
-from entrenar_py.train.arithmetic.dropout import Dropout
-from entrenar_py.train.arithmetic.engine import Engine
+from entrenar_py.train.arithmetic.engine import Dropout, Engine
 from entrenar_py.train.model import model, prepared
 from entrenar_py.train.model.settings import Data, Settings, StagePlan
 from entrenar_py.train.stages import cut as cutting

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from entrenar_py import compute as backends
 from entrenar_py.compute import Backend, chain
-from entrenar_py.compute.cpu import CpuBackend, open_cpu
+from entrenar_py.compute.on_torch import CpuBackend, open_cpu
 from entrenar_py.shared.errors import BackendUnavailable, UsageError
 
 FAILURES = {

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from entrenar_py.compute import BACKENDS, Backend, Pair, open_backend, rounding
+from entrenar_py.compute import BACKENDS, Backend, Pair, open_backend, products
 from entrenar_py.shared.errors import BackendUnavailable, UsageError
 
 
@@ -27,7 +27,7 @@ def viewed(matrix: Tensor, view: str) -> Tensor:
 
 
 def assert_explained(backend: Backend, result: Tensor, pair: Pair) -> None:
-    found = rounding.compare(result, *pair, unit_roundoff=backend.unit_roundoff)
+    found = products.compare(result, *pair, unit_roundoff=backend.unit_roundoff)
     assert found.explained, found
 
 

@@ -14,7 +14,7 @@ import torch
 from entrenar_py.compute import Backend, open_backend
 from entrenar_py.compute.steps import Array
 from entrenar_py.compute.wgpu import WgpuBackend
-from entrenar_py.train.arithmetic import dropout, workload
+from entrenar_py.train.arithmetic import engine, workload
 from entrenar_py.train.arithmetic.engine import Engine
 from entrenar_py.train.arithmetic.tensors import Workload
 
@@ -43,7 +43,7 @@ def _engine(backend: Backend, name: str) -> Engine:
 
 def _shard(replica: Engine, ids: list[int] | None = None) -> tuple[Array, float]:
     rate = RATES[replica.workload.name]
-    drop = dropout.Dropout(rate, np.random.default_rng(2)) if rate else dropout.none
+    drop = engine.Dropout(rate, np.random.default_rng(2)) if rate else engine.no_dropout
     vector, loss, _ = replica.shard(ids or IDS, accumulation=1, drop=drop)
     return vector, loss
 
@@ -109,7 +109,7 @@ def test_programs_go_with_their_workload(wgpu_backend: WgpuBackend) -> None:
     """The programs of a workload are dropped with it."""
     model = workload.build("linear", num_samples=4, width=1, data=np.random.default_rng(0))
     replica = Engine(model, wgpu_backend, model.initial(np.random.default_rng(1)), scale=1.0)
-    replica.shard([0, 1], accumulation=1, drop=dropout.none)
+    replica.shard([0, 1], accumulation=1, drop=engine.no_dropout)
     gone = ref(next(iter(wgpu_backend.programs.of(model).programs.values())))
     del model, replica
     gc.collect()
@@ -121,9 +121,9 @@ def test_a_step_leaves_its_tensors_alone(backend: Backend) -> None:
     replica = _engine(backend, "linear")
     before = {name: array.tobytes() for name, array in replica.arrays.items()}
     step = backend.stepper(replica.workload, replica.tensors, scale=SCALE)
-    _, parts = step(IDS, dropout.none)
+    _, parts = step(IDS, engine.no_dropout)
     kept = [part.copy() for part in parts]
-    _, others = step([5, 6, 7, 8], dropout.none)
+    _, others = step([5, 6, 7, 8], engine.no_dropout)
     for part, other, copy in zip(parts, others, kept, strict=True):
         assert not np.shares_memory(part, other)
         assert np.array_equal(part, copy)

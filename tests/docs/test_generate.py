@@ -69,7 +69,7 @@ def test_each_class_of_bugs_has_five_broken_scripts() -> None:
     """The table of classes is current, and each has right scripts beside the broken ones."""
     page = generate.AUTO.read_text("utf-8")
     assert generate.auto(page) == page, "say `make docs`"
-    for _, title, broken, right in classes.counts(twins.EVERY):
+    for _, title, broken, right in classes.counts(twins.every()):
         assert int(broken) >= 5, title
         assert int(right) >= 2, title
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from docs import kill_matrix_page
-from tests.check.kill_matrix.rows import BENIGN, HELD, MUTANT, UNKNOWN, falsified, row
+from tests.check.test_kill_matrix import BENIGN, HELD, MUTANT, UNKNOWN, falsified, row
 
 
 def test_what_went_wrong_is_marked() -> None:

@@ -244,12 +244,12 @@ def main() -> int:
     options = parser.parse_args()
     import torch
 
+    from entrenar_py.check import doctor
     from entrenar_py.check.cli import session  # noqa: F401
-    from entrenar_py.check.doctor import visit
     from entrenar_py.train.service import coordinator, ledger_verification, worker  # noqa: F401
 
     torch.set_num_threads(1)
-    visit.examine = visit_nothing  # takes seconds, and devices
+    doctor.examine = visit_nothing  # takes seconds, and devices
     found = 0
     for name, kind, door, make in cases():
         if options.door and name not in options.door:

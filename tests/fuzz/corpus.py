@@ -17,7 +17,7 @@ from entrenar_py import systems
 from entrenar_py.shared import trace
 from entrenar_py.train.arithmetic import checkpoint
 from entrenar_py.train.coordinator.server import Server
-from entrenar_py.train.wire import handshake, headers, messages
+from entrenar_py.train.wire import frames, messages, terms
 from entrenar_py.train.wire.frames import PREFIX_BYTES
 from entrenar_py.train.wire.messages import (
     Applied,
@@ -62,7 +62,7 @@ def seeds() -> Mapping[str, list[bytes]]:
             for tag, row in zip(messages.MESSAGES, _golden(), strict=True)
         ],
         "knock": [*golden, b"".join(golden), b"GET / HTTP/1.1\r\n\r\n" * 9, _huge(golden[1])],
-        "greet": [headers.dump(one) for one in _hellos()],
+        "greet": [frames.dump_header(one) for one in _hellos()],
         "take_part": [script(*part_of_a_worker()), *(script(one) for one in _odd_words())],
         "listen": [script(*part_of_a_coordinator()), *(script(one) for one in _odd_orders())],
         "read_wire": [*_wire_frames(), b"".join(_wire_frames())],
@@ -143,7 +143,7 @@ def part_of_a_worker() -> list[Said]:
 def part_of_a_coordinator() -> list[Said]:
     """Return all messages that a well-behaved coordinator sends to worker 1."""
     server = Server(SCENARIO)
-    proof = handshake.proof_of_coordinator(SECRET, CHALLENGE, hello_of(1))
+    proof = terms.proof_of_coordinator(SECRET, CHALLENGE, hello_of(1))
     welcome = Welcome(rank=1, step=0, blocks=1, resumed=False, proof=proof)
     said: list[Said] = [(welcome, bytes(server.payload(welcome)))]
     for step in range(SCENARIO.num_steps):

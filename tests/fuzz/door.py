@@ -13,7 +13,7 @@ from entrenar_py.shared.scenario import Scenario
 from entrenar_py.train.coordinator.member import Member
 from entrenar_py.train.coordinator.server import Server
 from entrenar_py.train.wire import effects as do
-from entrenar_py.train.wire import handshake
+from entrenar_py.train.wire import terms
 from entrenar_py.train.wire.coordinator import Coordinator
 from entrenar_py.train.wire.effects import Peer
 from entrenar_py.train.wire.frames import Buffer
@@ -21,7 +21,7 @@ from entrenar_py.train.wire.messages import VERSION, Challenge, Hello, Message
 from entrenar_py.train.wire.terms import Timing
 from entrenar_py.train.wire.worker import Worker
 from entrenar_py.train.wire_io.endpoints import CoordinatorEnd, WorkerEnd
-from entrenar_py.train.wire_io.simulated_connections import feed
+from entrenar_py.train.wire_io.simulated import feed
 from tests.train.wire_io.fakes import AtOnce
 
 SCENARIO = Scenario(
@@ -34,7 +34,7 @@ SCENARIO = Scenario(
     optimizer="momentum",
 )
 SECRET = b"open sesame"
-NONCE = "0" * 2 * handshake.NONCE_BYTES
+NONCE = "0" * 2 * terms.NONCE_BYTES
 CHALLENGE = Challenge(version=VERSION, nonce=NONCE)
 TERMS = Server(SCENARIO).terms
 HONEST, FUZZER, PASSER_BY = "honest", "fuzzer", "passer-by"
@@ -145,12 +145,12 @@ def hello_of(rank: int | None) -> Hello:
 
 def proved(hello: Hello) -> Hello:
     """Return `hello` with the proof of a worker that knows the secret."""
-    return replace(hello, proof=handshake.proof_of_worker(SECRET, CHALLENGE, hello))
+    return replace(hello, proof=terms.proof_of_worker(SECRET, CHALLENGE, hello))
 
 
 def session_key(hello: Hello) -> bytes:
     """Return the key of the session that `hello` opens."""
-    return handshake.session_key(SECRET, CHALLENGE, hello)
+    return terms.session_key(SECRET, CHALLENGE, hello)
 
 
 def _clock() -> float:

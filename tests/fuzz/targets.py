@@ -19,9 +19,9 @@ from blake3 import blake3
 from entrenar_py.check import contract
 from entrenar_py.check.clauses import CHECKS
 from entrenar_py.check.contract import Invariant, Vocabulary, validation
-from entrenar_py.check.harness import counterexamples, plan, stored
+from entrenar_py.check.harness import counterexamples, judgement, plan
 from entrenar_py.check.harness.plan import Task
-from entrenar_py.check.project import reading
+from entrenar_py.check.project import configuration
 from entrenar_py.shared import scenario, trace
 from entrenar_py.shared.config.problems import Position
 from entrenar_py.shared.errors import (
@@ -34,18 +34,14 @@ from entrenar_py.shared.errors import (
 from entrenar_py.train.arithmetic import checkpoint
 from entrenar_py.train.coordinator.server import Server
 from entrenar_py.train.service import config
-from entrenar_py.train.upstream.wire_frames import Decoder as WireDecoder
-from entrenar_py.train.upstream.wire_frames import encode
-from entrenar_py.train.upstream.wire_messages import (
-    WIRE_MESSAGES,
-    ShardAssignment,
-    WireMessage,
-)
+from entrenar_py.train.upstream.frames import Decoder as WireDecoder
+from entrenar_py.train.upstream.frames import encode
+from entrenar_py.train.upstream.messages import WIRE_MESSAGES, ShardAssignment, WireMessage
 from entrenar_py.train.wire import effects as do
-from entrenar_py.train.wire import frames, headers
+from entrenar_py.train.wire import frames
 from entrenar_py.train.wire.frames import FIELDS, HEADER_BYTES_MAX, NO_KEY, Decoder, Encoder
 from entrenar_py.train.wire.messages import VERSION, Hello, Message
-from entrenar_py.train.wire_io.simulated_connections import feed
+from entrenar_py.train.wire_io.simulated import feed
 from tests.fuzz.bad_contents import TRAINING
 from tests.fuzz.door import (
     CHALLENGE,
@@ -62,7 +58,7 @@ from tests.fuzz.door import (
     worker_end,
 )
 from tests.train.upstream import original
-from tests.train.wire_io.averaging import Office
+from tests.train.upstream.averaging import Office
 
 KEY = bytes(range(32))
 PAYLOAD_BYTES_MAX = 2**12
@@ -100,8 +96,8 @@ def read_frames(data: bytes) -> None:
 def read_header(data: bytes) -> None:
     """Read a message's tag and header; writing it again gives the same."""
     with suppress(ProtocolError):
-        message = headers.parse(data[0] if data else 0, data[1:])
-        assert headers.dump(message) == data[1:]
+        message = frames.parse_header(data[0] if data else 0, data[1:])
+        assert frames.dump_header(message) == data[1:]
 
 
 # --- the door ---------------------------------------------------------------------------------
@@ -120,7 +116,7 @@ def knock(data: bytes) -> None:
 def greet(data: bytes) -> None:
     """A peer with the secret sends any hello: it is admitted if it agrees; nothing else happens."""
     try:
-        hello = headers.parse(Hello.tag, data)
+        hello = frames.parse_header(Hello.tag, data)
     except ProtocolError:
         return
     assert isinstance(hello, Hello)
@@ -182,7 +178,7 @@ def spoken(data: bytes, key: bytes, *, direction: int) -> Iterator[bytes]:
 
 def script(*said: tuple[Message, bytes]) -> bytes:
     """Return the items from which `spoken` makes these messages."""
-    items = ((one.tag, headers.dump(one), payload) for one, payload in said)
+    items = ((one.tag, frames.dump_header(one), payload) for one, payload in said)
     return b"".join(
         ITEM.pack(tag, len(header), len(payload)) + header + payload
         for tag, header, payload in items
@@ -294,7 +290,7 @@ def read_configuration(data: bytes) -> None:
     """Read a project's configuration; each problem has a line of the file."""
     path = _written(data)
     try:
-        reading.load(path)
+        configuration.load(path)
     except ContractError as error:
         lines = data.count(b"\n") + 1
         for problem in error.problems:
@@ -325,14 +321,14 @@ def read_rank_file(data: bytes) -> None:
 def require_judged(paths: Sequence[Path]) -> None:
     """Require that files are refused, or that every check of any training judges them."""
     try:
-        traces = stored.load(paths)
+        traces = judgement.load_stored(paths)
     except UsageError:
         return
     for name in JUDGES:
         clause = Invariant(id="F-X", name="x", statement="", position=Position("c.yaml", 1, 1))
         planned = tuple(one.scenario for one in traces.values())
         task = Task(invariant=clause, check=CHECKS[name], planned=planned)
-        for entry in stored.judge_stored([task], traces):
+        for entry in judgement.judge_stored([task], traces):
             assert "crashed" not in entry.finding.reason, entry.finding.reason
 
 

@@ -21,7 +21,7 @@ from entrenar_py.systems.star.scenario_run import ScenarioRun
 from entrenar_py.train.wire.effects import Effect, Left
 from entrenar_py.train.wire.messages import Message
 from entrenar_py.train.wire.terms import Run
-from entrenar_py.train.wire_io.message_faults import Meddling
+from entrenar_py.train.wire_io.injections import Meddling
 from entrenar_py.train.wire_io.processes import Crew, Hand
 from tests.network.hosts import Host, enter
 from tests.systems import stars

@@ -8,7 +8,7 @@ import pytest
 
 import entrenar_py
 from entrenar_py.compute import open_backend, wgpu
-from entrenar_py.shared import environment
+from entrenar_py.shared import process
 from entrenar_py.shared.errors import BackendUnavailable
 
 VERSIONS = {"entrenar", "python", "torch", "numpy", "platform"}
@@ -16,7 +16,7 @@ VERSIONS = {"entrenar", "python", "torch", "numpy", "platform"}
 
 def test_versions() -> None:
     """The version of every library that affects bits is recorded, as text."""
-    described = environment.describe()
+    described = process.environment()
     assert set(described) >= VERSIONS
     assert described["entrenar"] == entrenar_py.__version__
     assert all(isinstance(value, str) and value for value in described.values())
@@ -25,9 +25,9 @@ def test_versions() -> None:
 def test_no_adapter_unless_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an open adapter none is named, and none is opened for the description."""
     monkeypatch.setattr(wgpu, "_opened", {})
-    assert set(environment.describe()) == VERSIONS
+    assert set(process.environment()) == VERSIONS
     monkeypatch.delitem(sys.modules, "entrenar_py.compute.wgpu")
-    assert set(environment.describe()) == VERSIONS
+    assert set(process.environment()) == VERSIONS
     assert "entrenar_py.compute.wgpu" not in sys.modules
 
 
@@ -37,7 +37,7 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wgpu, "_opened", {})  # as if none were open
     with pytest.raises(BackendUnavailable, match="backend wgpu"):
         open_backend("wgpu")
-    assert set(environment.describe()) == VERSIONS
+    assert set(process.environment()) == VERSIONS
 
 
 @pytest.mark.wgpu
@@ -47,6 +47,6 @@ def test_opened_adapter() -> None:
         backend = open_backend("wgpu")
     except BackendUnavailable as error:
         pytest.skip(str(error))
-    adapter = environment.describe()["wgpu_adapter"]
+    adapter = process.environment()["wgpu_adapter"]
     assert adapter.startswith(backend.device)
     assert adapter.endswith(", software") == backend.software

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from entrenar_py.shared import extras
+from entrenar_py.shared import shipped
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
@@ -25,7 +25,7 @@ def test_advice_is_what_the_project_requires() -> None:
     named = {extra for path in SOURCES for extra in ADVICE.findall(path.read_text("utf-8"))}
     assert named == {"finetune", "integrations", "tensorboard", "wgpu"}
     for extra in named:
-        pip, install, *words = shlex.split(extras.advice(extra))
+        pip, install, *words = shlex.split(shipped.extra_advice(extra))
         assert (pip, install) == ("pip", "install")
         required = PROJECT["optional-dependencies"][extra]
         assert sorted(map(str, map(Requirement, words))) == sorted(
@@ -45,4 +45,4 @@ def test_without_metadata_the_checkout_is_named(monkeypatch: pytest.MonkeyPatch)
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "requires", missing)
-    assert extras.advice("wgpu") == "pip install '.[wgpu]' in the checkout"
+    assert shipped.extra_advice("wgpu") == "pip install '.[wgpu]' in the checkout"

@@ -9,7 +9,7 @@ import torch
 
 from entrenar_py import compute as backends
 from entrenar_py.compute import machine
-from entrenar_py.compute.cpu import open_cpu
+from entrenar_py.compute.on_torch import open_cpu
 from entrenar_py.shared.errors import BackendUnavailable
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.shared.outer import Outer
+from entrenar_py.shared.workers import Outer
 
 
 def test_the_last_round_may_be_short() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from entrenar_py.shared import systems, updates
+from entrenar_py.shared import systems, workers
 from entrenar_py.shared.errors import ProtocolError, UsageError
 from entrenar_py.shared.faults import SERVED_PLACES, Fault
 from entrenar_py.shared.scenario import Scenario
@@ -307,7 +307,7 @@ def test_who_updates_is_one_of_two() -> None:
     scenario = served(SIMULATED).with_(options={"updates": "nobody"})
     with pytest.raises(UsageError, match="updates='nobody': use workers or server"):
         systems.require_possible(scenario)
-    assert not updates.by_server(scenario.with_(options={"updates": "workers"}))
+    assert not workers.by_server(scenario.with_(options={"updates": "workers"}))
 
 
 @pytest.mark.parametrize("system", [MESH_SIMULATED, "mesh", "ring", "ring_simulated", "reference"])

@@ -13,7 +13,7 @@ from entrenar_py.systems.star.scenario_run import ScenarioRun
 from entrenar_py.systems.star.simulated import SimulatedTransport
 from entrenar_py.train.wire.effects import Effect, Gather
 from entrenar_py.train.wire.messages import Average, Message, TreeNode, Weights
-from entrenar_py.train.wire_io.message_faults import Meddling
+from entrenar_py.train.wire_io.injections import Meddling
 
 
 class Between(ScenarioRun):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from entrenar_py.shared.faults import Fault
 from entrenar_py.systems.star import strangers
 from entrenar_py.train.wire.terms import Terms
-from entrenar_py.train.wire_io.uninvited_client import Guest
+from entrenar_py.train.wire_io.injections import Guest
 from tests.train.wire_io.misdeeds import RESETS, speeches
 
 AT_A_TIME = 300  # more than the connections that are accepted at once

@@ -13,12 +13,12 @@ import pytest
 
 from entrenar_py.check import contract
 from entrenar_py.check.cli import session
-from entrenar_py.check.contract import Contract, binding_file, selection
-from entrenar_py.check.harness import falsify, interrupts, plan
-from entrenar_py.check.project import exclusions, location, reading
+from entrenar_py.check.contract import Contract, bindings, records
+from entrenar_py.check.harness import falsify, plan
+from entrenar_py.check.project import configuration, toml_file
 from entrenar_py.check.reports import evidence
 from entrenar_py.check.reports.report import Entry, Report
-from entrenar_py.shared import shipped
+from entrenar_py.shared import process, shipped
 from entrenar_py.shared.errors import EntrenarError
 from entrenar_py.shared.untrusted import escaping
 from entrenar_py.shared.verdict import Verdict
@@ -119,28 +119,28 @@ def wish_of(mark: pytest.Mark, usual: str | None, root: Path) -> Wish:
 def _configured(mark: pytest.Mark, root: Path) -> dict[str, Any]:
     """Return the clause's options in the project's configuration, as keywords of Wish."""
     try:
-        path = location.find(root)
+        path = toml_file.find(root)
         if path is None:
             _refuse(
                 f"{mark}: no contract is named; give contract=FILE, or pytest --contract FILE, or "
                 "configure the project (docs/configuration.md)"
             )
-        project = reading.load(path)
+        project = configuration.load(path)
         if project.command and "system" not in mark.kwargs:
             _refuse(
                 f"{mark}: {project.place} names a command, which entrenar-check runs and pytest "
                 "does not; give system=NAME to try a trainer of entrenar-py"
             )
         contracts, files = project.values["contract"], project.values.get("bind", ())
-        bind = {name: binding_file.for_contract(files, name, contracts) for name in contracts}
+        bind = {name: bindings.for_contract(files, name, contracts) for name in contracts}
         loaded = {name: load(name, bind[name]) for name in contracts}
-        ids = {id_: name for name, read in loaded.items() for id_ in selection.ids_of(read)}
-        selection.require_ids(mark.args, ids, f"the contracts of {project.place.file}")
+        ids = {id_: name for name, read in loaded.items() for id_ in records.ids_of(read)}
+        records.require_ids(mark.args, ids, f"the contracts of {project.place.file}")
         name = ids[mark.args[0]]
         selected = plan.select(loaded[name], only=mark.args)
     except EntrenarError as error:
         _refuse(str(error))
-    standing = exclusions.apply(selected, project.exclusions)
+    standing = configuration.apply(selected, project.exclusions)
     why = [f"is excluded {clause.why}" for clause in standing.excluded]
     why += [f"does not apply: {clause.reason}" for clause in standing.not_applying]
     values = {name: project.values[name] for name in _CONFIGURABLE if name in project.values}
@@ -160,7 +160,7 @@ def judge(wish: Wish) -> Judged:
         if not_applying:
             why = f"{wish.clause} does not apply to {wish.system}: {not_applying[0].reason}"
             pytest.skip(evidence.one_line(why))
-        with interrupts.deferred():
+        with process.deferred_interrupts():
             (entry,) = falsify.falsify(tasks, wish.plan())
     except EntrenarError as error:
         _refuse(str(error))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from entrenar_py.compute.steps import Model, Stepper
-from entrenar_py.shared.backend_names import kind_of
+from entrenar_py.shared.scenario import backend_kind
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,15 +63,15 @@ class Backend(Stepping, Protocol):
 
 
 def _open_cpu() -> Backend:
-    from entrenar_py.compute import cpu
+    from entrenar_py.compute import on_torch
 
-    return cpu.open_cpu()
+    return on_torch.open_cpu()
 
 
 def _open_cuda(index: int | None = None) -> Backend:
-    from entrenar_py.compute import cuda
+    from entrenar_py.compute import on_torch
 
-    return cuda.open_cuda(index)
+    return on_torch.open_cuda(index)
 
 
 def _open_wgpu(index: int | None = None) -> Backend:
@@ -94,7 +94,7 @@ def open_backend(name: str) -> Backend:
     Raises UsageError for an unknown name, and BackendUnavailable with the device library's message
     if the device is missing or does not start.
     """
-    kind = kind_of(name)
+    kind = backend_kind(name)
     if name == kind:
         return BACKENDS[kind]()
     return _BY_INDEX[kind](int(name.removeprefix(f"{kind}:")))

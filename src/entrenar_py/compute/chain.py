@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from entrenar_py import compute as backends
-from entrenar_py.compute import Backend, rounding
+from entrenar_py.compute import Backend, products
 from entrenar_py.shared.errors import BackendUnavailable, UsageError
 
 ORDER = ("cuda", "wgpu", "cpu")
@@ -94,7 +94,7 @@ def probe(backend: Backend) -> Tensor:
     a = torch.linspace(-1, 1, 17 * 19).reshape(17, 19)
     b = torch.linspace(1, -2, 19 * 23).reshape(19, 23)
     result = backend.matmul(a, b)
-    comparison = rounding.compare(result, a, b, unit_roundoff=backend.unit_roundoff)
+    comparison = products.compare(result, a, b, unit_roundoff=backend.unit_roundoff)
     if not comparison.explained:
         raise BackendUnavailable(
             f"probe product on {backend.device}: element {comparison.element} is off by "

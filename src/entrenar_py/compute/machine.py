@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from entrenar_py import compute as backends
 from entrenar_py.compute import adapters, chain
-from entrenar_py.shared import environment
+from entrenar_py.shared import process
 from entrenar_py.shared.errors import BackendUnavailable
 
 
@@ -55,7 +55,7 @@ _CGROUPS = (
 
 def versions() -> dict[str, str]:
     """Return the version of each part, as the part itself reports it."""
-    by_part = dict(environment.describe())
+    by_part = dict(process.environment())
     by_part.pop("wgpu_adapter", None)
     by_part |= {name: _version(name) for name in PACKAGES}
     by_part["wgpu_native"] = _wgpu_native()

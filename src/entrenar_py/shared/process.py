@@ -1,11 +1,24 @@
-"""The process of a command: it crashes with a word, and begins and ends without delay."""
+"""The process of a command: how it begins and ends, defers Ctrl-C, and what it runs on.
+
+An interrupt at an arbitrary place can be swallowed (by an import, by a callback of the garbage
+collector) and leave modules half loaded. So the first one is only noted, until a safe point.
+"""
 
 from __future__ import annotations
 
 import atexit
 import faulthandler
 import gc
+import platform
+import signal
 import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from types import FrameType
+
+import entrenar_py
 
 _NEW_OBJECTS = 10_000
 
@@ -34,3 +47,65 @@ def _skip_last_collection() -> None:
     """
     if "triton" not in sys.modules:
         gc.freeze()
+
+
+_noted = threading.Event()
+
+
+@contextmanager
+def deferred_interrupts(
+    *, numbers: Sequence[signal.Signals] = (signal.SIGINT,), for_good: bool = False
+) -> Iterator[None]:
+    """In the body, the first of the signals waits for `check()`; a second interrupts at once.
+
+    Afterwards the old handlers are back, or with `for_good` the signals are ignored, because the
+    process is about to exit. Does nothing outside the main thread, and for signals already ignored.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in numbers if main}
+    taken = {number: old for number, old in before.items() if old is not signal.SIG_IGN}
+    if taken:
+        _noted.clear()
+    for number in taken:
+        signal.signal(number, _note)
+    try:
+        yield
+    finally:
+        for number, handler in taken.items():
+            signal.signal(number, signal.SIG_IGN if for_good else handler)
+        if taken:
+            _noted.clear()
+
+
+def check_interrupts() -> None:
+    """Raise KeyboardInterrupt if a signal was noted. Call it wherever nothing is half done."""
+    if _noted.is_set():
+        _noted.clear()
+        raise KeyboardInterrupt
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    if _noted.is_set():
+        raise KeyboardInterrupt
+    _noted.set()
+
+
+def environment() -> dict[str, str]:
+    """Return versions and platform of this process, and the wgpu adapters that it has opened."""
+    import numpy as np
+    import torch
+
+    described = {
+        "entrenar": entrenar_py.__version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "platform": platform.platform(),
+    }
+    backend = sys.modules.get("entrenar_py.compute.wgpu")  # its import costs 0.2 s
+    opened = [] if backend is None else backend.opened()
+    if opened:
+        titles = [f"{one.device}{', software' if one.software else ''}" for one in opened]
+        named = "; ".join(dict.fromkeys(titles))
+        described |= {"wgpu": metadata.version("wgpu"), "wgpu_adapter": named}
+    return described

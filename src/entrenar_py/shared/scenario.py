@@ -1,14 +1,15 @@
 """The complete description of one run: equal scenarios give equal runs.
 
 A Scenario holds every number that a system needs, and is the only source of randomness
-(`Scenario.rng`).
+(`Scenario.rng`). It names backends (`cuda`, `wgpu`, `cpu`, and `wgpu:1` for the second device of a
+kind); `entrenar_py.compute` opens them.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -23,6 +24,29 @@ from entrenar_py.shared.untrusted import json_text
 
 if TYPE_CHECKING:
     import numpy as np
+
+# Kinds of which a machine may have several devices: `wgpu:1` is the second.
+INDEXED = ("cuda", "wgpu")
+BACKENDS = (*INDEXED, "cpu")
+
+
+def backend_kind(name: str) -> str:
+    """Return the kind of backend that `name` selects: `wgpu` for `wgpu` and `wgpu:1`.
+
+    Raises UsageError for an unknown or malformed name.
+    """
+    kind, colon, index = name.partition(":")
+    known = kind in (INDEXED if colon else BACKENDS)
+    if not known or (colon and not (index.isascii() and index.isdigit() and len(index) <= 4)):
+        raise UsageError(f"backend={name!r}: allowed are {backends_in_words(BACKENDS)}")
+    return kind
+
+
+def backends_in_words(kinds: Iterable[str]) -> str:
+    """Return the names that select a backend of `kinds`, for a message."""
+    indexed = [f"{kind}:N" for kind in kinds if kind in INDEXED]
+    return ", ".join([*kinds, *indexed])
+
 
 OBSERVED = "command"  # the system of a user's script, whose runs `observe` has recorded
 # Workloads that are made of a user's files or script: a scenario alone can't be run with them.

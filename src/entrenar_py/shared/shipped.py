@@ -1,11 +1,14 @@
-"""Find the contracts and counterexamples that come with the package.
+"""What comes with the package: contracts, counterexamples, and pyproject.toml's extras.
 
-They are inside an installed package, and at the top of a checkout.
+Files are inside an installed package, and at the top of a checkout. Extras are the libraries that
+only some commands need.
 """
 
 from __future__ import annotations
 
 import os
+import re
+from importlib import metadata
 from pathlib import Path
 
 from entrenar_py.shared.errors import UsageError, did_you_mean
@@ -84,3 +87,26 @@ def _folder(name: str) -> Path | None:
     if inside.is_dir():
         return inside
     return checkout if PACKAGE.parent.name == "src" and checkout.is_dir() else None
+
+
+DISTRIBUTION = "entrenar-py"
+
+
+def extra_requirements(extra: str) -> list[str]:
+    """Return what an extra requires, such as `tensorboard>=2.18`; [] if nothing is installed."""
+    marked = re.compile(rf"\bextra == ['\"]{re.escape(extra)}['\"]")
+    try:
+        lines = metadata.requires(DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:  # run from a folder of its sources
+        return []
+    pairs = (line.partition(";") for line in lines)
+    return [requirement.strip() for requirement, _, marker in pairs if marked.search(marker)]
+
+
+def extra_advice(extra: str) -> str:
+    """Return the command that installs what an extra requires.
+
+    The command names the libraries, not this package, which is on no index.
+    """
+    named = " ".join(f"'{one}'" for one in extra_requirements(extra))
+    return f"pip install {named}" if named else f"pip install '.[{extra}]' in the checkout"

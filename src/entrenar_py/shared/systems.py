@@ -10,11 +10,16 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from entrenar_py.shared import faults, membership, trace, updates
-from entrenar_py.shared.backend_names import KINDS, allowed, kind_of
+from entrenar_py.shared import faults, trace, workers
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.faults import PIPELINE_PLACES, PLACES, RING_PLACES, Fault
-from entrenar_py.shared.scenario import DEFAULTS, Scenario
+from entrenar_py.shared.scenario import (
+    BACKENDS,
+    DEFAULTS,
+    Scenario,
+    backend_kind,
+    backends_in_words,
+)
 from entrenar_py.shared.trace import Traits
 from entrenar_py.shared.trace.traits import USUAL
 
@@ -26,13 +31,14 @@ AUTO = "auto"
 class System:
     """One system: its module, its description, and what a scenario may ask of it.
 
-    `room` is its package below `systems`, or its module if there is a dot in it; `what` describes
-    the system. `faults` lists the fault kinds that it can inject, `places` the messages at which a
-    fault can strike, `options` the options that it accepts. `only` lists the backend names that it
-    accepts, if it does not accept all. `in_step` is False if each worker makes some steps without
-    the others: clauses on steps made by all together then do not apply. `bitwise` is False if the
-    number of workers changes the bits: no clause then requires equal bits. With `powers_of_two` the
-    numbers of workers and of micro-batches must be powers of two. `traits` hold for each run.
+    `room` is its package below `entrenar_py`, or its module if there are two dots in it; `what`
+    describes the system. `faults` lists the fault kinds that it can inject, `places` the messages
+    at which a fault can strike, `options` the options that it accepts. `only` lists the backend
+    names that it accepts, if it does not accept all. `in_step` is False if each worker makes some
+    steps without the others: clauses on steps made by all together then do not apply. `bitwise` is
+    False if the number of workers changes the bits: no clause then requires equal bits. With
+    `powers_of_two` the numbers of workers and of micro-batches must be powers of two. `traits` hold
+    for each run.
     """
 
     room: str
@@ -49,28 +55,28 @@ class System:
     @property
     def is_probe(self) -> bool:
         """True if the system tests one thing without training."""
-        return self.room.startswith("probes")
+        return self.room.startswith("systems.probes")
 
     @property
     def trains(self) -> bool:
         """True if the system trains the workload that a scenario names, and not one of its own."""
-        return not self.is_probe and not self.room.startswith("finetuned")
+        return not self.is_probe and not self.room.startswith("systems.finetuned")
 
     @property
     def backends(self) -> tuple[str, ...]:
         """The kinds of backend that a scenario may name for this system."""
         if self.only:
             return self.only
-        return (*KINDS, AUTO) if self.trains else KINDS
+        return (*BACKENDS, AUTO) if self.trains else BACKENDS
 
     def require_backend(self, name: str, where: str) -> None:
         """Raise UsageError unless a scenario may name backend `name` for this system."""
         kind = name if name in self.backends or self.only else name.partition(":")[0]
         if kind not in self.backends:
-            names = ", ".join(self.only) or allowed(self.backends)
+            names = ", ".join(self.only) or backends_in_words(self.backends)
             raise UsageError(f"backend={name!r}{where}: allowed are {names}")
         if kind != AUTO:
-            kind_of(name)
+            backend_kind(name)
 
 
 TUNED = (
@@ -95,7 +101,7 @@ _FAULTS = (*_TRAINING_FAULTS, *faults.ON_THE_WAY, "lie", "stranger", "restart")
 _STAR, _MESH, _RING = (Traits(topology=one, masks="shard") for one in ("star", "mesh", "ring"))
 # A trainer over torch.distributed, by gloo or NCCL.
 _OVER_TORCH = System(
-    room="torch",
+    room="systems.torch",
     what="",
     faults=_TRAINING_FAULTS,
     options=("deadline_s",),
@@ -106,48 +112,48 @@ _OVER_TORCH = System(
 # The systems by name. The module of the same name in `room` has `run`, unless `room` is a module.
 SYSTEMS: dict[str, System] = {
     "reference": System(
-        room="single",
+        room="train",
         what="the deterministic data-parallel trainer, all workers in this process",
         faults=_TRAINING_FAULTS,
         options=(_TERMS,),
         traits=Traits(masks="shard"),
     ),
     "textbook": System(
-        room="single",
+        room="systems.single",
         what="a plain torch data-parallel loop, independent of the reference",
         faults=_TRAINING_FAULTS,
         bitwise=False,
     ),
     "parameter_server": System(
-        room="star.processes",
+        room="systems.star.processes",
         what="a parameter server over TCP, each worker a process of its own",
         faults=(*_FAULTS, *faults.SILENT),
         options=(*_REAL_OPTIONS, "audit_share", "updates"),
         traits=_STAR,
     ),
     "parameter_server_simulated": System(
-        room="star.simulated",
+        room="systems.star.simulated",
         what="a parameter server and its workers, under a seeded simulator of network and time",
         faults=(*_FAULTS, *faults.SILENT),
         options=("block_bytes", "network_seed", "audit_share", "updates", _TERMS),
         traits=_STAR,
     ),
     "mesh": System(
-        room="star.processes",
+        room="systems.star.processes",
         what="workers that exchange blocks with each other over TCP, each a process of its own",
         faults=_FAULTS,
         options=_REAL_OPTIONS,
         traits=_MESH,
     ),
     "mesh_simulated": System(
-        room="star.simulated",
+        room="systems.star.simulated",
         what="workers that exchange blocks with each other, under the same simulator",
         faults=_FAULTS,
         options=("block_bytes", "network_seed", _TERMS),
         traits=_MESH,
     ),
     "ring": System(
-        room="star.processes",
+        room="systems.star.processes",
         what="workers that send blocks around a ring over TCP, each a process of its own",
         faults=_FAULTS,
         places=RING_PLACES,
@@ -155,7 +161,7 @@ SYSTEMS: dict[str, System] = {
         traits=_RING,
     ),
     "ring_simulated": System(
-        room="star.simulated",
+        room="systems.star.simulated",
         what="workers that send blocks around a ring, under the same simulator",
         faults=_FAULTS,
         places=RING_PLACES,
@@ -201,23 +207,26 @@ SYSTEMS: dict[str, System] = {
         in_step=False,
     ),
     "finetuned": System(
-        room="finetuned.trained",
+        room="systems.finetuned.trained",
         what="a small checkpoint fine-tuned as `entrenar finetune` does, over the simulated star",
         faults=(*_FAULTS, *faults.SILENT),
         options=OWN,
         traits=_STAR,
     ),
     "finetuned_by_peer": System(
-        room="finetuned.peer", what="the same by transformers.Trainer", options=TUNED, only=("cpu",)
+        room="systems.finetuned.peer",
+        what="the same by transformers.Trainer",
+        options=TUNED,
+        only=("cpu",),
     ),
     "finetuned_by_ranks": System(
-        room="finetuned.by_ranks",
+        room="systems.finetuned.by_ranks",
         what="the same by torchrun's ranks",
         options=BY_RANKS,
         only=("cpu",),
     ),
     "finetuned_by_stages": System(
-        room="finetuned.by_stages",
+        room="systems.finetuned.by_stages",
         what="the same by a layer pipeline: each worker has a stage of the model, simulated",
         faults=(*_VALUE_FAULTS, "leave", *faults.ON_THE_WAY, "restart"),
         places=PIPELINE_PLACES,
@@ -226,64 +235,61 @@ SYSTEMS: dict[str, System] = {
         traits=Traits(masks="shard", updates="server"),
     ),
     "distilled": System(
-        room="finetuned.distilled",
+        room="systems.finetuned.distilled",
         what="a small student that learns from a teacher's shards, over the simulated star",
         faults=(*_FAULTS, *faults.SILENT),
         options=DISTILLED,
         only=("cpu",),
         traits=_STAR,
     ),
-    "soft_targets": System(
-        room="probes",
-        what="a distillation's loss and gradient of rows of logits, with what is kept of them",
-        options=("pairs", "vocabulary", "top_k", "alpha", "temperatures", "spread", "alike"),
-        only=("cpu",),
-    ),
     "language_model": System(
-        room="probes",
+        room="systems.probes",
         what="a small decoder on tokens: what its losses are over, and what its outputs depend on",
         options=("rows",),
         only=("cpu",),
     ),
     "matmul": System(
-        room="probes.products",
+        room="systems.probes.products",
         what="matrix products on one backend against the CPU and float64",
         options=("m", "k", "n", "shapes", "layout", "magnitude"),
     ),
     "backend_chain": System(
-        room="probes",
+        room="systems.probes",
         what="the fallback chain under failing backends",
-        only=KINDS,
+        only=BACKENDS,
         faults=(
             *("absent", "init_error", "out_of_memory", "non_finite_output"),
             *faults.OF_ADAPTERS,
         ),
         options=("m", "k", "n", "layout", "magnitude"),
     ),
-    "manifest": System(room="probes", what="the gradients that each backend really produces"),
+    "manifest": System(
+        room="systems.probes", what="the gradients that each backend really produces"
+    ),
     "wgpu_steps": System(
-        room="probes",
+        room="systems.probes",
         what="training steps on a wgpu adapter: each one's calls to the device, and its results",
         only=("wgpu",),
         options=("samples",),
     ),
     "wgpu_operations": System(
-        room="probes",
+        room="systems.probes",
         what="each operation alone on a wgpu adapter, compared with float64, and with a NaN",
         only=("wgpu",),
         options=("operations",),
     ),
     "wgpu_refusals": System(
-        room="probes",
+        room="systems.probes",
         what="operations without a kernel, and empty tensors, which a wgpu adapter must refuse",
         only=("wgpu",),
     ),
     "wire": System(
-        room="probes", what="the wire's codec and admission of peers, on valid and damaged bytes"
+        room="systems.probes",
+        what="the wire's codec and admission of peers, on valid and damaged bytes",
     ),
-    "averaging": System(room="probes", what="averages for workers of the original system"),
+    "averaging": System(room="systems.probes", what="averages for workers of the original system"),
     "memory": System(
-        room="probes",
+        room="systems.probes",
         what="each worker's share in a process of its own, its memory measured",
         options=("budget_bytes",),
     ),
@@ -303,7 +309,7 @@ def require_trainer(name: str | None, backends: Collection[str]) -> None:
 def traits_of(scenario: Scenario) -> Traits:
     """Return the traits of a run of `scenario`; its system must be one of SYSTEMS."""
     traits = SYSTEMS[scenario.system].traits
-    if updates.by_server(scenario):
+    if workers.by_server(scenario):
         return replace(traits, updates="server")
     return traits
 
@@ -322,15 +328,15 @@ def require_possible(scenario: Scenario) -> None:
     for option in scenario.options:
         require("option", option, system.options, where)
     require_sizes(scenario)
-    places = updates.places(scenario, system.places)
+    places = workers.places_of_faults(scenario, system.places)
     for fault in scenario.faults:
         require("fault kind", fault.kind, system.faults, where)
         if fault.at is not None:
             require(f"fault {fault.kind} at", fault.at, places, where)
         if fault.backend is not None:
-            require(f"fault {fault.kind} backend", fault.backend, KINDS)
+            require(f"fault {fault.kind} backend", fault.backend, BACKENDS)
     if not system.is_probe:
-        membership.require_possible(scenario)
+        workers.require_possible(scenario)
 
 
 def require_sizes(scenario: Scenario) -> None:

@@ -49,8 +49,8 @@ def run(scenario: Scenario, *, every_fault: bool = True) -> trace.Trace:
 def module_of(system: str) -> ModuleType:
     """Return the module that holds the `run` of `system`, which is one of SYSTEMS."""
     room = systems.SYSTEMS[system].room
-    name = room if "." in room else f"{room}.{system}"
-    return import_module(f"entrenar_py.systems.{name}")
+    name = room if room.count(".") == 2 else f"{room}.{system}"
+    return import_module(f"entrenar_py.{name}")
 
 
 def load(scenario: Scenario) -> None:

@@ -11,7 +11,7 @@ from entrenar_py.shared import mutants
 
 STAR = (
     "encodings.idna",  # loaded when a host name is first used
-    "entrenar_py.compute.cpu",
+    "entrenar_py.compute.on_torch",
     "entrenar_py.systems.star.worker_process",
     "entrenar_py.train.arithmetic.decoder",
     "numpy.random",

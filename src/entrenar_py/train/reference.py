@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from entrenar_py.shared import membership, trace
+from entrenar_py.shared import trace, workers
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.train.arithmetic import checkpoint, reduction, sharding
@@ -32,7 +32,7 @@ class Trainer(Replicas):
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
         initial = self.initial()
-        ranks = membership.initial_ranks(scenario)
+        ranks = workers.initial_ranks(scenario)
         self.workers = {rank: self.new_worker(rank, initial) for rank in ranks}
 
     def train(self) -> str:

@@ -17,12 +17,11 @@ from entrenar_py.check.evidence.needs import (
     ALONE,
     CONTROLLED,
     NUDGED,
-    REORDERED,
     REPEATED,
     SHORTENED,
     Runs,
 )
-from entrenar_py.check.harness import roles
+from entrenar_py.check.harness import companions
 from entrenar_py.shared.faults import MERGED, MIRRORED, Fault
 from entrenar_py.shared.trace import Injected, Noticed, Shard, Start, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Finding, Verdict
@@ -450,23 +449,20 @@ def test_witnesses_are_found_among_stored_runs() -> None:
     nudge = Fault(kind="nudged_weights", step=0, value="1e-6")
     stored["nudged"] = stored["alone"].with_(faults=(nudge,))
     stored["common"] = usual.with_(faults=(Fault(kind="common_numbers", step=0),))
-    order = Fault(kind="reordered_groups", step=0)
-    stored["reordered"] = stored["alone"].with_(faults=(order,))
     short = Fault(kind="shortened_epochs", step=0, value="2")
     stored["short"] = usual.with_(faults=(short,))
     for name in stored:
-        witnesses = roles.of(CHECKS["parity"].needs, name, stored).witnesses
+        witnesses = companions.among(CHECKS["parity"].needs, name, stored).witnesses
         assert witnesses == {
             ALONE: ("alone",),
             REPEATED: ("usual", "again"),
             NUDGED: ("alone", "nudged"),
-            REORDERED: ("alone", "reordered"),
             CONTROLLED: ("common",),
             SHORTENED: ("short",),
         }, name
     del stored["again"], stored["alone"], stored["common"], stored["short"]
-    assert not any(roles.of((), "turned", stored).witnesses.values())
-    assert roles.of((), 0, {0: SUBJECT, 1: SUBJECT.with_(repeat=1)}).witnesses == {}
+    assert not any(companions.among((), "turned", stored).witnesses.values())
+    assert companions.among((), 0, {0: SUBJECT, 1: SUBJECT.with_(repeat=1)}).witnesses == {}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from entrenar_py.check.causes import random_draws
 from entrenar_py.check.causes.run_comparison import Compared
-from entrenar_py.check.clauses import script_streams
+from entrenar_py.check.clauses import randomness
 from entrenar_py.check.evidence.needs import Runs
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Drawn, End, Event, Shard, Trace, Traits
@@ -119,7 +119,7 @@ def judged(
 ) -> Tally:
     tally = Tally("F-TI-005")
     trace = replace(run(2, *two, dropout=dropout), traits=Traits(**traits))
-    script_streams.judge(tally, trace, run(1, *alone) if alone else None)
+    randomness.judge_streams(tally, trace, run(1, *alone) if alone else None)
     return tally
 
 
@@ -213,13 +213,13 @@ def test_the_beginning_of_equal_draws_is_sought_once(monkeypatch: pytest.MonkeyP
     """A pair of ranks that draws alike in many steps is walked back once, and one worker's run."""
     walked: list[str] = []
     for name in ("_begin_alike", "_states"):
-        plain = getattr(script_streams, name)
+        plain = getattr(randomness, name)
 
         def counted(*given: Any, name: str = name, plain: Any = plain) -> Any:
             walked.append(name)
             return plain(*given)
 
-        monkeypatch.setattr(script_streams, name, counted)
+        monkeypatch.setattr(randomness, name, counted)
     states = "abcdefgh"
     two = [
         drawn(rank, states[step], states[step + 1], step=step)
@@ -283,5 +283,5 @@ def test_evaluation_mode() -> None:
 
 def modes(two: Sequence[Event], dropout: float = 0.0) -> Tally:
     tally = Tally("F-TI-005")
-    script_streams.modes_alike(tally, run(2, *two, dropout=dropout))
+    randomness.modes_alike(tally, run(2, *two, dropout=dropout))
     return tally

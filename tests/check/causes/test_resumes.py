@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from entrenar_py.check.causes import resumes
-from entrenar_py.check.clauses.optimizer_state import judge
+from entrenar_py.check.clauses.replicas import judge_state
 from entrenar_py.check.evidence.needs import SAVED, Runs
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import End, Event, Shard, Start, Tensors, Trace, Update, record_tensor
@@ -54,7 +54,7 @@ STRAIGHT = traces.hand_written(
 
 def judged(trace: Trace) -> Finding:
     """Return the finding of F-TI-002 on a stopped run."""
-    return judge(clause("optimizer_state"), Runs(STRAIGHT, {SAVED: (trace,)}))
+    return judge_state(clause("optimizer_state"), Runs(STRAIGHT, {SAVED: (trace,)}))
 
 
 def test_what_was_restored_is_held() -> None:

@@ -11,13 +11,12 @@ import pytest
 
 from entrenar_py.check.causes import coupled_samples, state
 from entrenar_py.check.causes.run_comparison import Compared
-from entrenar_py.check.clauses import stepped_twice
+from entrenar_py.check.clauses import step_rule
 from entrenar_py.check.evidence.needs import Runs
 from entrenar_py.shared.trace import Noticed, Shard, Start, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Tally, Verdict
 from tests.check.clauses import traces
 from tests.check.clauses.micro_batch_traces import SHAPES, records, summed, times, trace_of
-from tests.check.clauses.test_replica_identity import updated
 from tests.check.clauses.traces import altered, broken, one, scenario, values
 
 SUBJECT = scenario(optimizer="momentum")
@@ -28,7 +27,7 @@ def sharing(*held: Tensors) -> Trace:
     """Return a run of one step after which each rank holds this optimizer state."""
     subject = scenario(world_size=len(held), optimizer="momentum")
     weights = {"w": values(1.0)}
-    updates = [updated(0, rank, weights, tensors) for rank, tensors in enumerate(held)]
+    updates = [traces.updated(0, rank, weights, tensors) for rank, tensors in enumerate(held)]
     return traces.hand_written(*updates, subject=subject)
 
 
@@ -256,7 +255,7 @@ def test_weights_after_a_resume() -> None:
 def test_stepped_twice(noticed: dict[str, Any], optimizer: str, words: str) -> None:
     """A tensor that is stepped twice is an error, but for two parameters under plain SGD."""
     tally = Tally("F-TI-008")
-    twice = stepped_twice.judge(tally, begun(optimizer=optimizer, **noticed))
+    twice = step_rule.judge_doubled(tally, begun(optimizer=optimizer, **noticed))
     assert twice == set(noticed["doubled"])
     assert (tally.broken is not None) == bool(words)
     assert words in (tally.broken.message if tally.broken else "")

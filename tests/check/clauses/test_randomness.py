@@ -90,9 +90,17 @@ def test_other_orders_and_no_shuffling(
     share: Callable[[Sequence[int]], list[list[int]]],
 ) -> None:
     """A new order holds, and so does no shuffling, in whatever way ranks share the data."""
-    for first, second in ((SHUFFLED, OTHER), (ASCENDING, ASCENDING)):
+    padded = (*ASCENDING[:-1], ASCENDING[0])  # as torch's sampler does, with 11 samples
+    for first, second in ((SHUFFLED, OTHER), (ASCENDING, ASCENDING), (padded, padded)):
         finding = traces.judge("randomness", [two_epochs(first, second, share)])
         assert finding.verdict is not Verdict.FALSIFIED
+
+
+def test_the_same_shuffled_order_with_a_sample_again() -> None:
+    """The sample that pads an epoch doesn't hide the order of the others."""
+    padded = (*SHUFFLED[:-1], SHUFFLED[0])
+    finding = traces.judge("randomness", [two_epochs(padded, padded, strided)])
+    assert "in the order of epoch 0" in broken(finding).message
 
 
 def test_the_same_order_where_a_batch_is_skipped() -> None:

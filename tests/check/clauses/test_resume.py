@@ -1,18 +1,19 @@
-"""F-TI-003 on traces broken by hand."""
+"""A resumed run is the straight run; and what its comparison presupposes."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from entrenar_py.check.clauses import CHECKS
+from entrenar_py.check.clauses import CHECKS, resume
 from entrenar_py.check.evidence import closeness
-from entrenar_py.shared.trace import Shard, Start, Trace, Update
-from entrenar_py.shared.verdict import Verdict
+from entrenar_py.shared.trace import End, Event, Shard, Start, Tensors, Trace, Update
+from entrenar_py.shared.verdict import Counterexample, Tally, Verdict
 from tests.check.clauses import traces
-from tests.check.clauses.traces import altered, broken, scenario, without
+from tests.check.clauses.traces import altered, broken, scenario, values, without
 
 SUBJECT = scenario(stops=(2, 4), dropout=0.3, optimizer="momentum", schedule="cosine")
 
@@ -275,3 +276,237 @@ def test_weights_that_are_loaded_for_a_test_at_the_end_are_no_resume() -> None:
     ):
         assert absent([straight, other]) == "", other.traits
     assert absent([straight]) == ""
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+OF_A_COMMAND = scenario(system="command", workload="own", world_size=1, num_steps=4)
+STOPPED = OF_A_COMMAND.with_(stops=(2,))
+
+
+def start(weight: float, step: int) -> Start:
+    """Return the start of a life with this weight."""
+    return Start(step=step, rank=0, weights={"w": values(weight)}, resumed=step > 0)
+
+
+def steps(*numbers: int, ahead: int = 0) -> list[Event]:
+    """Return shard and update of each step; after step n the weight is n + 1 + `ahead`."""
+    events: list[Event] = []
+    for step in numbers:
+        shard = Shard(
+            step=step,
+            epoch=0,
+            rank=0,
+            shard=0,
+            ids=(step,),
+            loss_sum=1.0,
+            weight=1.0,
+            finite=True,
+        )
+        update = Update(
+            step=step,
+            rank=0,
+            loss=1.0,
+            weight=1.0,
+            learning_rate=0.1,
+            finite=True,
+            weights={"w": values(step + 1.0 + ahead)},
+        )
+        events += [shard, update]
+    return events
+
+
+STRAIGHT = traces.hand_written(start(0.0, 0), *steps(0, 1, 2, 3), subject=OF_A_COMMAND)
+RESUMED = traces.hand_written(
+    start(0.0, 0), *steps(0, 1), start(2.0, 2), *steps(2, 3), subject=STOPPED
+)
+
+
+def judged(trace: Trace) -> Any:
+    """Return the finding of F-TI-003."""
+    return traces.judge("resume", [trace, STRAIGHT])
+
+
+def test_a_right_resume_is_held() -> None:
+    """The same samples, weights and rates, after the stop and before it."""
+    assert judged(RESUMED).verdict is Verdict.HELD
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        (Update, {"learning_rate": 0.2}, "the schedule depends on more than the steps"),
+        (Shard, {"ids": (7,)}, "drew other samples in step 1 than without stops"),
+        (Update, {"weights": {"w": values(9.0)}}, "two launches of this command are not the same"),
+    ],
+)
+def test_a_run_that_differed_before_the_stop(
+    kind: type[Event], changes: dict[str, Any], words: str
+) -> None:
+    """What differs before the stop is no fault of the resume: inconclusive, with the reason."""
+    finding = judged(altered(RESUMED, kind, {"step": 1}, **changes))
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert words in finding.reason
+
+
+def test_a_step_that_is_not_the_weights() -> None:
+    """A script whose own count is off is falsified; one that told observe another step is asked."""
+    behind = [start(0.0, 0), *steps(0, 1), start(2.0, 1), *steps(1, 2, 3, ahead=1)]
+    finding = judged(traces.hand_written(*behind, subject=STOPPED))
+    assert finding.verdict is Verdict.FALSIFIED
+    assert "its count of steps is 1, and 2 were made" in finding.reason
+    told = [start(0.0, 0), *steps(0, 1), start(2.0, 8), *steps(8, 9)]
+    finding = judged(traces.hand_written(*told, subject=STOPPED))
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "observe(..., step=2)" in finding.reason
+
+
+@pytest.mark.parametrize(
+    ("weight", "words"),
+    [
+        (0.0, "the script began anew, with its initial weights"),
+        (9.0, "with weights of no earlier step"),
+    ],
+)
+def test_a_script_that_begins_anew(weight: float, words: str) -> None:
+    """A script that has no checkpoint yet, or doesn't say its step, is asked for it."""
+    anew = [start(0.0, 0), *steps(0, 1), start(weight, 0), *steps(0, 1, 2, 3)]
+    finding = judged(traces.hand_written(*anew, subject=STOPPED))
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert words in finding.reason
+
+
+@pytest.mark.parametrize(
+    ("first", "verdict"), [(0.0, Verdict.FALSIFIED), (1.0, Verdict.INCONCLUSIVE)]
+)
+def test_a_script_that_reads_its_checkpoint_and_begins_anew(first: float, verdict: Verdict) -> None:
+    """It restores nothing; but if a step moved nothing, its weights may be the checkpoint's."""
+    anew = [start(first, 0), *steps(0, 1), start(first, 0), *steps(0, 1, 2, 3)]
+    trace = traces.hand_written(*anew, subject=STOPPED)
+    finding = judged(replace(trace, traits=replace(trace.traits, read_back="train.py:12")))
+    assert finding.verdict is verdict
+    why = "nothing of it was restored" if first == 0.0 else "at which step it goes on can't be told"
+    assert "read a checkpoint (train.py:12)" in finding.reason
+    assert why in finding.reason
+
+
+@pytest.mark.parametrize("status", ["completed", "failed"])
+def test_a_script_that_reads_its_checkpoint_and_does_not_go_on(status: str) -> None:
+    """It may have failed, or have taken the training for finished."""
+    cut = traces.hand_written(start(0.0, 0), *steps(0, 1), subject=STOPPED)
+    end = End(status=status, reason="exit code 1")
+    trace = replace(cut, events=(*cut.events[:-1], end), environment={"unresumed": "it ended"})
+    finding = judged(trace)
+    assert finding.verdict is Verdict.FALSIFIED
+    assert "it ended" in finding.reason
+    assert finding.counterexample.step == 2
+
+
+def test_an_older_checkpoint_is_a_resume() -> None:
+    """A script that goes back further than the stop repeats steps, and is right."""
+    back = [start(0.0, 0), *steps(0, 1), start(1.0, 1), *steps(1, 2, 3)]
+    assert judged(traces.hand_written(*back, subject=STOPPED)).verdict is Verdict.HELD
+
+
+def test_more_steps_than_without_a_stop() -> None:
+    """Steps beyond those of the other run are missing: {steps} may count those of a launch."""
+    longer = [start(0.0, 0), *steps(0, 1), start(2.0, 2), *steps(2, 3, 4, 5)]
+    finding = judged(traces.hand_written(*longer, subject=STOPPED))
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "2 steps more" in finding.reason
+
+
+def test_a_script_that_does_not_heed_its_number_of_steps() -> None:
+    """A run that goes on where it was to stop was not stopped by {steps}."""
+    assert not resume.differed_before(STRAIGHT, RESUMED)
+    assert resume.differed_before(STRAIGHT, replace(STRAIGHT, scenario=STOPPED))
+
+
+def test_the_first_life_ends_where_a_rank_is_started_again() -> None:
+    """Events of the second life don't belong to the first."""
+    assert [*resume.first_life(RESUMED)] == list(RESUMED.events[:5])
+    tally = Tally("F")
+    assert resume.repeats(tally, STRAIGHT, replace(RESUMED, events=RESUMED.events[:5]))
+
+
+# --- the first step after a resume ----------------------------------------------------------------
+
+TWO_STEPS = scenario(system="command", workload="own", world_size=1, num_steps=2)
+BEGUN = {"a": values(0.0, 1.0), "b": values(1.0, 0.0)}
+TRAINED = {"a": values(5.0, 9.0), "b": values(9.0, 5.0)}
+NEXT = {"a": values(5.5, 9.5), "b": values(9.5, 5.5)}
+WENT_BACK = "it went back to nearly what it was before the first step"
+OTHER_CONSTANTS = "what the optimizer was made with"
+
+
+def update(step: int, weights: Tensors) -> Update:
+    """Return an update that ends with `weights`; its gradient is always the same."""
+    return Update(
+        step=step,
+        rank=0,
+        loss=1.0,
+        weight=1.0,
+        learning_rate=0.1,
+        finite=True,
+        weights=weights,
+        gradient={"a": values(1.0, 1.0)},
+    )
+
+
+def resumed(after: Tensors, *, begun: Tensors = BEGUN, held: Tensors = TRAINED) -> Trace:
+    """Return a run that begins with `begun`, resumes with `held` and then has weights `after`."""
+    return traces.hand_written(
+        Start(step=0, rank=0, weights=begun),
+        update(0, held),
+        Start(step=1, rank=0, weights=held, resumed=True),
+        update(1, after),
+        subject=TWO_STEPS.with_(stops=(1,)),
+    )
+
+
+STRAIGHT_STEPS = traces.hand_written(
+    Start(step=0, rank=0, weights=BEGUN), update(0, TRAINED), update(1, NEXT), subject=TWO_STEPS
+)
+
+
+def found(trace: Trace) -> Counterexample:
+    """Return the counterexample of the first step after the resume."""
+    tally = Tally("")
+    resume.compare_first_steps(tally, STRAIGHT_STEPS, trace)
+    assert tally.broken is not None
+    return tally.broken
+
+
+def test_weights_that_went_back() -> None:
+    """Weights nearer to the beginning than to the checkpoint came from copies of the former."""
+    back = {"a": values(0.1, 1.1), "b": values(1.1, 0.1)}
+    assert WENT_BACK in found(resumed(back)).message
+    assert OTHER_CONSTANTS in found(resumed({"a": values(5.4, 9.4), "b": NEXT["b"]})).message
+
+
+def test_a_tensor_is_not_compared_with_another_of_its_place() -> None:
+    """Values that `a` has come from `a`, also where the records are in another order."""
+    begun = {"b": values(8.0, 7.0), "a": values(0.0, 0.0)}
+    held = {"a": values(7.0, 7.0), "b": values(0.0, 0.0)}
+    after = {"a": values(8.0, 7.0), "b": values(0.0, 0.0)}
+    assert OTHER_CONSTANTS in found(resumed(after, begun=begun, held=held)).message
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        pytest.param({**NEXT, "a": values(5.4, 9.4), "c": values(1.0)}, id="one more"),
+        pytest.param({"a": values(5.4, 9.4)}, id="one less"),
+        pytest.param({"a": values(5.5), "b": values(9.5, 5.5, 1.0)}, id="other sizes"),
+        pytest.param({"a": values(math.nan, 9.5), "b": NEXT["b"]}, id="not a number"),
+    ],
+)
+def test_tensors_that_say_nothing_about_the_cause(after: Tensors) -> None:
+    """With other tensors, other sizes or a NaN both causes are possible."""
+    assert OTHER_CONSTANTS in found(resumed(after)).message
+
+
+def test_a_tensor_that_the_next_step_lacks() -> None:
+    """Weights of other tensors than those that were restored can't be held against them."""
+    after = {"a": values(5.4, 9.4), "b": NEXT["b"]}
+    assert OTHER_CONSTANTS in found(resumed(after, held={**TRAINED, "c": values(1.0)})).message

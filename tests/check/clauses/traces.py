@@ -14,8 +14,8 @@ from entrenar_py import systems
 from entrenar_py.check.clauses import CHECKS
 from entrenar_py.check.contract import Invariant
 from entrenar_py.check.evidence.needs import ALONE, Runs
-from entrenar_py.check.harness import companions, roles
-from entrenar_py.check.harness.runner import combine
+from entrenar_py.check.harness import companions
+from entrenar_py.check.harness.judgement import combine
 from entrenar_py.shared.config.problems import Position
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
@@ -89,7 +89,7 @@ def judge(check: str, traces: Sequence[Trace], tolerance: float | None = None) -
     scenarios = {number: trace.scenario for number, trace in enumerate(traces)}
     findings, left = [], [*scenarios]
     while left:
-        runs = roles.of(row.needs, left[0], scenarios)
+        runs = companions.among(row.needs, left[0], scenarios)
         findings.append(row.judge(invariant, runs.chosen(lambda number: traces[number])))
         done = {left[0], *runs, *(near.run for near in runs.near.values())}
         left = [number for number in left if number not in done]
@@ -187,6 +187,20 @@ def observed(subject: Scenario | None = None, **traits: Any) -> Trace:
 def values(*numbers: float, dtype: str = "float32") -> TensorRecord:
     """Return the record of a vector, with its values."""
     return record_tensor(np.array(numbers, dtype), values=True)
+
+
+def updated(step: int, rank: int, weights: Tensors, optimizer: Tensors | None = None) -> Update:
+    """Return an update with default values for fields that are no state."""
+    return Update(
+        step=step,
+        rank=rank,
+        loss=1.0,
+        weight=1.0,
+        learning_rate=0.1,
+        finite=True,
+        weights=weights,
+        optimizer=optimizer or {},
+    )
 
 
 def swapped(tensors: Tensors, name: str, record: TensorRecord) -> Tensors:

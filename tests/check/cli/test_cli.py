@@ -15,7 +15,7 @@ from entrenar_py.check import clauses as checks
 from entrenar_py.check.harness import counterexamples, runner
 from entrenar_py.shared import trace
 from entrenar_py.shared.errors import SystemFailure
-from entrenar_py.shared.page import output_file
+from entrenar_py.shared.page import arguments as file_arguments
 from entrenar_py.shared.scenario import OBSERVED, Scenario
 from entrenar_py.shared.trace import End, Trace
 from tests.command_line import (
@@ -105,7 +105,7 @@ def test_output_lost_after_the_run_is_the_harness_failing(
     contract: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It exits 3, not 2, since 2 means that nothing ran; the terminal still has the report."""
-    monkeypatch.setattr(output_file, "require_writable", lambda path, option: None)
+    monkeypatch.setattr(file_arguments, "require_writable", lambda path, option: None)
     assert check("--contract", contract, "--examples", 0, "--json", "gone/r.json") == 3
     printed = capsys.readouterr()
     assert "held: F-DP-001" in printed.out
@@ -249,7 +249,7 @@ def test_interrupted_before_anything(
     def interrupted(argv: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("entrenar_py.check.cli.options.typed.read", interrupted)
+    monkeypatch.setattr("entrenar_py.check.cli.command_line.read", interrupted)
     assert check("--contract", contract) == 4
     assert capsys.readouterr().err == "entrenar-check: interrupted before anything was known\n"
 

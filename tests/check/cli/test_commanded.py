@@ -13,7 +13,7 @@ from rich.console import Console
 from entrenar_py.check import contract
 from entrenar_py.check.cli import commanded, reporting
 from entrenar_py.check.command import judging
-from entrenar_py.check.project import exclusions
+from entrenar_py.check.project import configuration
 from entrenar_py.check.reports.report import Entry
 from entrenar_py.shared import shipped
 from entrenar_py.shared.verdict import Counterexample, Finding, Verdict, inconclusive
@@ -75,7 +75,7 @@ def job(file: str, *entries: Entry, is_aside: bool = False) -> reporting.Job:
         work=reporting.Work(
             entries=lambda *_: entries, environment=dict, system="command", seed=0, streams=True
         ),
-        standing=exclusions.Standing(selected=(), notes={}),
+        standing=configuration.Standing(selected=(), notes={}),
         is_aside=is_aside,
     )
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from entrenar_py.check.evidence import run_names
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.verdict import Finding, Verdict
-from falsification.user_trainers import Twin
+from falsification.twins import Twin
 from tests.check.command import scripts, side_by_side, twins
 
 OF_INTEGRATIONS = ("accelerate_loop.py", "trainer.py", "lightning_module.py")
@@ -45,7 +45,6 @@ KNOBS = {
     "replayed": "-replayed-of-",
     "short-epochs": "with epochs of two steps",
     "longer": "with more steps",
-    "reordered": "in another order",
 }
 KINDS = ("found", "open", "undeclared", "left alone", "exit 0", "exit 4")
 # Bugs that a line leaves open, since it says that samples are drawn with replacement, or comes
@@ -63,7 +62,6 @@ def right() -> list[Twin]:
         Twin(
             name=f"as it is: {name}",
             script=name,
-            changes=(),
             turned=tuple(scripts.KNOBS) if name == "knobs.py" else (),
         )
         for name in names
@@ -129,7 +127,7 @@ def tried(twin: Twin) -> tuple[str, list[str], list[tuple[str, str]]]:
 def main() -> int:
     """Print a line or two for each script, and how many bugs are found without a line."""
     words, jobs = twins.words_and_jobs()
-    chosen = [one for one in (*right(), *twins.EVERY) if all(word in one.name for word in words)]
+    chosen = [one for one in (*right(), *twins.every()) if all(word in one.name for word in words)]
     counts: Counter[str] = Counter()
     by_knob: Counter[tuple[str, str]] = Counter()
     for kind, lines, turned in side_by_side.results(tried, chosen, jobs):

@@ -21,20 +21,8 @@ from pathlib import Path
 
 from entrenar_py.shared import trace
 from entrenar_py.shared.verdict import Finding, Verdict
-from falsification import (
-    user_benign,
-    user_chaos,
-    user_declared,
-    user_explained,
-    user_foreign,
-    user_presupposed,
-    user_random,
-    user_resume_scripts,
-    user_round_scripts,
-    user_scalers,
-    user_styles,
-)
-from falsification.user_trainers import Twin
+from falsification import twins as scripts_of_users
+from falsification.twins import Twin
 from tests.check.command import scripts, side_by_side, twins
 
 NUM_RUNS = 500
@@ -57,31 +45,29 @@ _EXAMPLES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "uneven.py": ((2, 1, 4, 3), ()),
 }
 _OF_THREE = ("ddp.py", "fsdp.py")  # right for three workers with other sizes
-# With the guard that its twins of resumes do without.
-_FOLDERS = user_resume_scripts.FOLDERS.replace(
-    "            optimizer.step()\n",
-    "            assert all(p.grad.isfinite().all() for p in whole.parameters())\n"
-    "            optimizer.step()\n",
+# The guard that the twins of resumes do without.
+_GUARD = (
+    (
+        "            optimizer.step()\n",
+        "            assert all(p.grad.isfinite().all() for p in whole.parameters())\n"
+        "            optimizer.step()\n",
+    ),
+)
+_FAMILIES = (
+    *("benign", "declared", "presupposed", "chaos", "explained", "foreign", "random", "styles"),
+    "scalers",
 )
 _TWINS = (
-    *(*user_benign.VARIANTS, *user_declared.VARIANTS, *user_presupposed.VARIANTS),
-    *(
-        *user_chaos.VARIANTS,
-        *user_explained.VARIANTS,
-        *user_foreign.VARIANTS,
-        *user_random.VARIANTS,
-    ),
     # A script without a backward pass has no gradient in which a NaN could be planted.
-    *(twin for twin in user_styles.VARIANTS if twin.script != "per_sample.py"),
-    *(*user_scalers.VARIANTS, *user_scalers.ROUNDED),
+    *(twin for twin in scripts_of_users.right(*_FAMILIES) if twin.file != "per_sample.py"),
     *(
-        Twin(name=f"right: {script}", script=script, text=text, changes=(), arguments=arguments)
-        for script, text, arguments in (
-            ("nanogpt.py", user_resume_scripts.NANOGPT, ("{steps}", "{workdir}")),
-            ("folders.py", _FOLDERS, ("{steps}", "{workdir}")),
-            ("snapshot.py", user_resume_scripts.SNAPSHOT, _SNAPSHOT),
-            ("diloco.py", user_round_scripts.DILOCO, ("{steps}",)),
-            ("stages.py", user_round_scripts.STAGES, ()),
+        Twin(name=f"right: {script}", script=script, changes=changes, arguments=arguments)
+        for script, changes, arguments in (
+            ("resumes/nanogpt.py", (), ("{steps}", "{workdir}")),
+            ("resumes/folders.py", _GUARD, ("{steps}", "{workdir}")),
+            ("resumes/snapshot.py", (), _SNAPSHOT),
+            ("rounds/diloco.py", (), ("{steps}",)),
+            ("rounds/stages.py", (), ()),
         )
     ),
 )
@@ -103,7 +89,7 @@ class Case:
 def cases() -> Iterator[Case]:
     """Yield right scripts without end, in a fixed order: seed by seed, all scripts with each."""
     examples = [
-        Twin(name=name, script=name, changes=(), turned=turned, world_size=world_size)
+        Twin(name=name, script=name, turned=turned, world_size=world_size)
         for place in range(4)
         for name, (world_sizes, turned) in _EXAMPLES.items()
         for world_size in world_sizes[place : place + 1]
@@ -118,10 +104,7 @@ def cases() -> Iterator[Case]:
 
 def seeded(twin: Twin, seed: int) -> Twin:
     """Return `twin` with another seed wherever its script seeds a generator with a number."""
-    text = twin.text or (scripts.EXAMPLES / twin.script).read_text()
-    for before, after in twin.changes:
-        assert text.count(before) == 1, before
-        text = text.replace(before, after)
+    text = twin.changed()
     shift = 1000 * seed
     text = re.sub(
         r"(\bmanual_seed\(|\brandom\.seed\(|^SEED = |^SEED, STEPS = )(\d+)",

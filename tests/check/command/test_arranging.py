@@ -62,6 +62,6 @@ def test_a_run_is_read_again_with_the_pieces_that_one_worker_shows(tmp_path: Pat
     assert names == ["2-workers", "2-workers", "1-worker"]
     traces: Mapping[int, trace.Trace] = {place: run.trace for place, (_, run) in enumerate(seen)}
     assert [sizes(traces[place]) for place in range(3)] == [[6, 6], [12, 12], [12]]
-    assert seen[2][1].asked in seen[1][1].ahead, "it is not judged before one worker has run"
+    assert seen[2][1].settings in seen[1][1].ahead, "it is not judged before one worker has run"
     assert [traces[place].scenario.batch_size for place in range(3)] == [4, 2, 2]
     assert sizes(trace.load(tmp_path / "runs/2-workers.jsonl")) == [12, 12]

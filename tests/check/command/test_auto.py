@@ -15,10 +15,11 @@ from entrenar_py.check.command import run_plan, runs
 from entrenar_py.check.observing.auto import Settings
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.verdict import Verdict
-from falsification.user_trainers import TWINS, Twin
+from falsification.twins import Twin, family
 from tests.check.command import auto_twins, scripts, twins, zygote
 from tests.check.command.stripped import bare, stripped
 
+BYPASSED = family("trainers")[0]
 HELD = ("coverage", "replica_identity", "randomness", "step_rule", "weighting")
 NO_OPTIONS = "argparse.Namespace(epochs=3, dir='.')"
 ALTERNATING = """
@@ -120,8 +121,8 @@ def test_what_auto_sees_a_bare_line_sees(twin: Twin, tmp_path: Path) -> None:
 
 def test_a_broken_script(tmp_path: Path) -> None:
     """A bug is found at its place without the line."""
-    found = twins.findings(TWINS[0], tmp_path, auto=True)
-    assert twins.problem(TWINS[0], found) == ""
+    found = twins.findings(BYPASSED, tmp_path, auto=True)
+    assert twins.problem(BYPASSED, found) == ""
 
 
 @pytest.mark.parametrize(
@@ -184,7 +185,7 @@ def test_a_watched_training(tmp_path: Path) -> None:
     """A training whose ranks drift apart ends with a finding, without a line."""
     script, output = tmp_path / "train.py", tmp_path / "run/output.txt"
     text = (scripts.EXAMPLES / "ddp.py").read_text()
-    for before, after in TWINS[0].changes:
+    for before, after in BYPASSED.changes:
         text = text.replace(before, after)
     script.write_text(stripped(text))
     told = [*scripts.command(script)[:2], "2", str(script)]
@@ -313,7 +314,7 @@ def test_an_environment_variable_that_says_to_resume(tmp_path: Path) -> None:
 def test_what_belongs_to_the_line_is_stripped() -> None:
     """No name of the package is left in an example or a twin, and each is still a script."""
     texts = {path.read_text() for path in scripts.EXAMPLES.glob("*.py")}
-    for whole in sorted(texts | {twin.text for twin in twins.EVERY}):
+    for whole in sorted(texts | {twin.original() for twin in twins.every()}):
         text = stripped(whole)
         nodes = [*ast.walk(ast.parse(text))]
         names = {node.id for node in nodes if isinstance(node, ast.Name)}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from entrenar_py.check.command.beginnings import Beginnings, first_step
+from entrenar_py.check.command.run_trace import Beginnings, first_step
 from entrenar_py.shared import trace
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import End, Start, Tensors, Trace, Update

@@ -6,16 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from entrenar_py.check.clauses.population import has_ended_epoch
-from entrenar_py.check.command.asked import Asked
-from entrenar_py.check.command.controlling import Controlling
-from entrenar_py.check.command.shortening import Shortening
+from entrenar_py.check.clauses.coverage import has_ended_epoch
+from entrenar_py.check.command.run_settings import RunSettings
+from entrenar_py.check.command.witnesses import Controlling, Shortening
 from entrenar_py.check.evidence.needs import CONTROLLED, NUDGED, SHORTENED
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.trace import Trace
 from tests.check.causes.test_presuppositions import own
 from tests.check.clauses import traces
-from tests.check.clauses.test_controlled import (
+from tests.check.clauses.test_parity import (
     COUPLED,
     MASKED,
     alone,
@@ -26,12 +25,12 @@ from tests.check.clauses.test_controlled import (
     reordered,
     repeated,
 )
-from tests.check.clauses.test_controlled import planned as planned_in
+from tests.check.clauses.test_parity import planned as planned_in
 
-TWO, ONE = Asked(world_size=2, seed=0), Asked(world_size=1, seed=0)
+TWO, ONE = RunSettings(world_size=2, seed=0), RunSettings(world_size=1, seed=0)
 
 
-def planned(kind: str, size: int, value: str | None = None) -> Asked:
+def planned(kind: str, size: int, value: str | None = None) -> RunSettings:
     return replace(ONE, world_size=size, faults=(Fault(kind=kind, step=0, value=value),))
 
 
@@ -54,10 +53,10 @@ ORDER = {
 REPEATED = {"1-worker-repeated-of-2": planned("repeated_share", 1, "2")}
 
 
-def plans(*made: tuple[Asked, Trace], wanted: bool = True) -> list[dict[str, Asked]]:
+def plans(*made: tuple[RunSettings, Trace], wanted: bool = True) -> list[dict[str, RunSettings]]:
     """Return what is planned after each of the runs that were `made`."""
     controlling = Controlling({CONTROLLED if wanted else NUDGED})
-    return [controlling.after(asked, trace) for asked, trace in made]
+    return [controlling.after(settings, trace) for settings, trace in made]
 
 
 def test_draws_are_made_alike_first() -> None:
@@ -74,7 +73,7 @@ def test_samples_are_put_in_one_order() -> None:
     """If that can't be done, all ranks are given one share."""
     plain = (TWO, MASKED[0]), (ONE, reordered(own(1)))
     assert plans(*plain) == [{}, ORDER]
-    both = [(asked, ordered(own(asked.world_size))) for asked in ORDER.values()]
+    both = [(settings, ordered(own(settings.world_size))) for settings in ORDER.values()]
     assert plans(*plain, *both)[2:] == [{}, {}]
     both[1] = (both[1][0], ordered(reordered(own(1))))
     assert plans(*plain, *both)[2:] == [{}, SHARES]

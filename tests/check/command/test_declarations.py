@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py.check.command import declarations
-from entrenar_py.check.command.asked import Asked
+from entrenar_py.check.command import judging
 from entrenar_py.check.command.judging import tasks
+from entrenar_py.check.command.run_settings import RunSettings
 from entrenar_py.check.command.runs import Run
 from entrenar_py.shared.verdict import Verdict
 from tests.check.clauses import traces
@@ -25,8 +25,8 @@ def test_a_clause_that_the_runs_decide_is_reported() -> None:
     ran = traces.run(traces.scenario())
     subject = ran.scenario.with_(workload="own", system="command")
     trace = replace(ran, scenario=subject, promises=())
-    runs = {Path("3-workers.jsonl"): Run(asked=Asked(world_size=3, seed=0), trace=trace)}
-    (entry,) = declarations.refuted(DECLARED, runs, REASONS)
+    runs = {Path("3-workers.jsonl"): Run(settings=RunSettings(world_size=3, seed=0), trace=trace)}
+    (entry,) = judging.refuted(DECLARED, runs, REASONS)
     assert (entry.invariant.id, entry.verdict) == (COPIES, Verdict.HELD)
     assert entry.finding.notes[-1].endswith(
         "its runs decide it; take that out: said so (x.toml:1:1)"
@@ -58,4 +58,4 @@ def test_what_speaks_against_a_declaration(
     work.mkdir(parents=True)
     for name in files:
         (work / name).touch()
-    assert declarations.doubts(DECLARED, command, [tmp_path]) == doubts
+    assert judging.doubts(DECLARED, command, [tmp_path]) == doubts

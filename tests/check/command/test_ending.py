@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py.check.command import ending, own_folder
-from entrenar_py.check.command.asked import Asked
+from entrenar_py.check.command import folders, run_trace
 from entrenar_py.check.command.launch import Ended
+from entrenar_py.check.command.run_settings import RunSettings
 from entrenar_py.check.rank_files import auto_notes
 from entrenar_py.check.rank_files.rank_file import STACK_SUFFIX
 from entrenar_py.check.rank_files.rank_trace import RankTrace
@@ -102,7 +102,7 @@ def test_how_it_ended(
     ended = Ended(
         code=code, seconds=1.0, tail=("last", "----"), output=tmp_path / "o.txt", num_left=0
     )
-    found = ending.of(ranks, events, Asked(world_size=2, seed=0), ended, problems)
+    found = run_trace.ending(ranks, events, RunSettings(world_size=2, seed=0), ended, problems)
     assert found[0] == status
     assert reason in found[1]
     assert bool(reason) == bool(found[1])
@@ -114,20 +114,22 @@ def test_an_error_comes_before_what_is_not_seen(tmp_path: Path) -> None:
     (tmp_path / auto_notes.LOADED).touch()
     output = tmp_path / "o.txt"
     output.write_text("Traceback (most recent call last):\n  x\nValueError: an even number\n")
-    asked = Asked(world_size=1, seed=0)
+    settings = RunSettings(world_size=1, seed=0)
     ended = Ended(code=1, seconds=1.0, tail=("x",), output=output, num_left=0)
-    reason = ending.of([], [], asked, ended, [])[1]
+    reason = run_trace.ending([], [], settings, ended, [])[1]
     assert reason.startswith("nothing was recorded before it failed: exit code 1: ValueError: an")
     output.write_text("")
     ended = Ended(code=0, seconds=1.0, tail=(), output=output, num_left=0)
-    assert "no process stepped a torch optimizer" in ending.of([], [], asked, ended, [])[1]
+    assert (
+        "no process stepped a torch optimizer" in run_trace.ending([], [], settings, ended, [])[1]
+    )
 
 
 def test_a_folder_that_was_removed(tmp_path: Path) -> None:
     """If the folder was removed, nothing is known of the ranks, whatever the exit code."""
     output = tmp_path / "gone" / "output.txt"
     ended = Ended(code=0, seconds=1.0, tail=(), output=output, num_left=0)
-    status, reason = ending.of([], [], Asked(world_size=2, seed=0), ended, [])
+    status, reason = run_trace.ending([], [], RunSettings(world_size=2, seed=0), ended, [])
     assert status == "failed"
     assert reason.endswith("was removed while it ran; exit code 0: it printed nothing")
 
@@ -140,22 +142,22 @@ def test_a_hanging_rank_stands_in_the_users_own_file(
     mine.mkdir()
     monkeypatch.chdir(mine)
     folder = tmp_path / "runs"
-    copied = folder.joinpath(own_folder.FOLDER, *mine.parts[1:], "train.py")
+    copied = folder.joinpath(folders.FOLDER, *mine.parts[1:], "train.py")
     copied.parent.mkdir(parents=True)
     stack = f'Thread 0x1 (most recent call first):\n  File "{copied}", line 7 in <module>\n'
     (folder / f"00000-000{STACK_SUFFIX}").write_text(stack)
     ended = Ended(code=None, seconds=9, output=folder / "output.txt", tail=(), num_left=0)
-    _, reason = ending.of(CUT, steps(2, 1), Asked(world_size=2, seed=0), ended, [])
+    _, reason = run_trace.ending(CUT, steps(2, 1), RunSettings(world_size=2, seed=0), ended, [])
     assert "rank 0 in no collective (train.py:7)" in reason
 
 
 def test_an_error_names_the_users_own_file(tmp_path: Path) -> None:
     """A path below the run's copy of the user's folder is told without what is in front of it."""
-    line = f"FileNotFoundError: no such file: '{tmp_path / own_folder.FOLDER}/home/me/data.bin'"
+    line = f"FileNotFoundError: no such file: '{tmp_path / folders.FOLDER}/home/me/data.bin'"
     output = tmp_path / "output.txt"
     output.write_text(line)
     ended = Ended(code=1, seconds=9, output=output, tail=(), num_left=0)
-    _, reason = ending.of(CUT, steps(2, 1), Asked(world_size=2, seed=0), ended, [])
+    _, reason = run_trace.ending(CUT, steps(2, 1), RunSettings(world_size=2, seed=0), ended, [])
     assert "FileNotFoundError: no such file: '/home/me/data.bin'" in reason
 
 
@@ -182,35 +184,39 @@ def test_a_run_that_was_not_resumed(
     output = tmp_path / "output.txt"
     output.write_text(printed)
     ended = Ended(code=code, seconds=9, output=output, tail=(), num_left=0)
-    asked = Asked(world_size=2, seed=0, stops=(5, 6), interrupted=True)
-    found = ending.unresumed(BOTH, asked, ended, read)
+    settings = RunSettings(world_size=2, seed=0, stops=(5, 6), interrupted=True)
+    found = run_trace.unresumed(BOTH, settings, ended, read)
     assert words in found
     assert bool(words) == bool(found)
     again = [*BOTH, *(replace(one, life=life) for one in BOTH for life in (1, 2))]
-    assert not ending.unresumed(again, asked, ended, read)
-    assert not ending.unresumed(BOTH, replace(asked, interrupted=False), ended, read)
+    assert not run_trace.unresumed(again, settings, ended, read)
+    assert not run_trace.unresumed(BOTH, replace(settings, interrupted=False), ended, read)
 
 
 @pytest.mark.parametrize(
-    ("lives", "printed", "status"),
+    ("lives", "code", "printed", "interrupted", "status"),
     [
-        (2, "OSError: port", "failed"),
-        (3, "OSError: port", "completed"),  # as the process group was taken down
-        (2, LOADING, "completed"),  # `unresumed` says so
+        (2, 1, "OSError: port", False, "failed"),
+        (3, 1, "OSError: port", False, "completed"),  # as the process group was taken down
+        (2, 1, LOADING, True, "completed"),  # `unresumed` says so
+        (2, 1, LOADING, False, "failed"),
+        (2, None, LOADING, False, "failed"),
+        (3, None, "", False, "completed"),  # as the process group was taken down
     ],
 )
 def test_a_last_launch_that_recorded_nothing(
-    lives: int, printed: str, status: str, tmp_path: Path
+    lives: int, code: int | None, printed: str, interrupted: bool, status: str, tmp_path: Path
 ) -> None:
     """What ranks have recorded is of the launches before it, and is not the whole run."""
     output = tmp_path / "output.txt"
     output.write_text(printed)
-    ended = Ended(code=1, seconds=9, output=output, tail=(printed,), num_left=0)
+    ended = Ended(code=code, seconds=9, output=output, tail=(printed,), num_left=0)
     ranks = [replace(one, life=life) for life in range(lives) for one in BOTH]
-    asked = Asked(world_size=2, seed=0, stops=(1, 2))
-    got, why = ending.of(ranks, steps(2, 2), asked, ended, [])
+    settings = RunSettings(world_size=2, seed=0, stops=(1, 2), interrupted=interrupted)
+    got, why = run_trace.ending(ranks, steps(2, 2), settings, ended, [])
     assert got == status
-    assert ("after the stop before step 2: exit code 1" in why) is (status == "failed")
+    words = printed.splitlines()[-1] if printed else "none"
+    assert (f"after the stop before step 2: {ended.how}: {words}" in why) is (status == "failed")
 
 
 def passes(*made: int) -> list[Shard]:
@@ -237,9 +243,9 @@ def test_a_rank_that_skips_a_batch_alone(
     output = tmp_path / "output.txt"
     output.write_text("Connection closed by peer\n")
     ended = Ended(code=1, seconds=1.0, tail=("last",), output=output, num_left=0)
-    asked = Asked(world_size=2, seed=0)
+    settings = RunSettings(world_size=2, seed=0)
     events = [*passes(*made), *steps(3, 2)]
-    assert ending.of(ranks, events, asked, ended, [])[0] == status
+    assert run_trace.ending(ranks, events, settings, ended, [])[0] == status
 
 
 def joined(problem: str) -> tuple[list[RankTrace], list[Shard | Update]]:
@@ -261,13 +267,15 @@ def test_a_rank_that_waits_for_those_with_more_batches(
     output.write_text(f"{problem}\n")
     ended = Ended(code=1, seconds=1.0, tail=("last",), output=output, num_left=0)
     ranks, events = joined(problem)
-    assert ending.of(ranks, events, Asked(world_size=2, seed=0), ended, [])[0] == status
+    assert (
+        run_trace.ending(ranks, events, RunSettings(world_size=2, seed=0), ended, [])[0] == status
+    )
 
 
 def test_steps_that_all_ranks_made_are_those_before_one_has_no_batch() -> None:
     """Later numbers may mean other steps: of four steps and two, two are left."""
     ranks, events = joined("Connection closed by peer")
-    assert ending.by_all(ranks, events) == [*passes(2, 2), *steps(2, 2)]
+    assert run_trace.by_all(ranks, events) == [*passes(2, 2), *steps(2, 2)]
 
 
 def test_ranks_that_are_in_unlike_epochs_make_other_steps() -> None:
@@ -277,4 +285,4 @@ def test_ranks_that_are_in_unlike_epochs_make_other_steps() -> None:
         replace(event, epoch=1) if isinstance(event, Shard) and event.rank and event.step else event
         for event in events
     ]
-    assert ending.by_all(ranks, second) == [*passes(1, 1), *steps(1, 1)]
+    assert run_trace.by_all(ranks, second) == [*passes(1, 1), *steps(1, 1)]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from entrenar_py.check.command import launch, warm
-from falsification.user_trainers import Twin
+from falsification.twins import Twin
 from tests.check.command import scripts, twins
 
 pytestmark = pytest.mark.by_hand
@@ -29,7 +29,7 @@ def parents() -> Iterator[warm.Parents]:
     made.close()
 
 
-@pytest.mark.parametrize("twin", twins.EVERY, ids=lambda twin: twin.name)
+@pytest.mark.parametrize("twin", twins.every(), ids=lambda twin: twin.name)
 def test_a_forked_twin_is_judged_as_it_should_be(
     twin: Twin, parents: warm.Parents, tmp_path: Path
 ) -> None:

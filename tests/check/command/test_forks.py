@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from entrenar_py.check.command import launch, warm
-from entrenar_py.check.command.forks import interpreter, script_imports
+from entrenar_py.check.command.forks import imports, interpreter
 from entrenar_py.check.command.launch import Ended
 
 # Started like torchrun, and starts ranks like it; torch is not imported.
@@ -326,7 +326,7 @@ def test_where_the_order_of_a_set_counts(text: str, counts: bool, tmp_path: Path
     """A set counts unless it is only looked up, read in an order, or of one element."""
     script = tmp_path / "train.py"
     script.write_text(text)
-    assert bool(script_imports.read(script, tmp_path).by_hash) == counts
+    assert bool(imports.read_script(script, tmp_path).by_hash) == counts
 
 
 def test_what_a_script_imports(tmp_path: Path) -> None:
@@ -339,7 +339,7 @@ def test_what_a_script_imports(tmp_path: Path) -> None:
         "own/data.py": "def f():\n    import yaml",
     }.items():
         (tmp_path / name).write_text(text)
-    read = script_imports.read(tmp_path / "train.py", tmp_path)
+    read = imports.read_script(tmp_path / "train.py", tmp_path)
     named = {"torch.nn": (), "numpy": ("linalg", "fft"), "yaml": ()}
     assert {**dict(read.installed), "os": ()} == {**named, "os": ()}
 

@@ -12,9 +12,7 @@ import pytest
 
 from entrenar_py.check.clauses import language_model
 from entrenar_py.shared.verdict import Verdict
-from falsification import user_zero
-from falsification.user_integrations import TWINS
-from falsification.user_trainers import Twin
+from falsification.twins import Twin, family
 from tests.check.command import scripts, twins, zygote
 
 pytestmark = pytest.mark.integrations
@@ -52,14 +50,16 @@ def test_no_alarm_on_what_is_right(script: str, tmp_path: Path) -> None:
     assert all(one.compared for name, one in found.items() if name not in undecided)
 
 
-@pytest.mark.parametrize("twin", TWINS, ids=[one.name.replace(" ", "-") for one in TWINS])
+@pytest.mark.parametrize(
+    "twin", family("integrations"), ids=lambda twin: twin.name.replace(" ", "-")
+)
 def test_every_broken_twin_is_found(twin: Twin, tmp_path: Path) -> None:
     """Each bug is found by its check, at its place."""
     require(twin.script)
     assert twins.problem(twin, twins.findings(twin, tmp_path, deadline_s=DEADLINE_S)) == ""
 
 
-@pytest.mark.parametrize("twin", user_zero.BUGS + user_zero.VARIANTS, ids=lambda one: one.name)
+@pytest.mark.parametrize("twin", family("zero"), ids=lambda one: one.name)
 def test_deepspeed_is_judged(twin: Twin, tmp_path: Path) -> None:
     """Loops with DeepSpeed's partitions are right, or their bug is found by its check."""
     require(twin.script)

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py.check.command import launch, leash, placeholders, run_plan
+from entrenar_py.check.command import launch, placeholders, run_plan
 from entrenar_py.check.command.launch import Ended
-from entrenar_py.check.harness import interrupts
+from entrenar_py.shared import process
 from entrenar_py.shared.errors import UsageError
 from tests.check.command import scripts, zygote
 
@@ -60,7 +60,7 @@ def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
 
 def test_one_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A command that hangs is ended with all its processes, even those that ignore SIGTERM."""
-    monkeypatch.setattr(leash, "MERCY_S", 0.5)
+    monkeypatch.setattr(launch, "MERCY_S", 0.5)
     code = (
         "import signal, subprocess, sys, time\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -211,7 +211,7 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
 def test_an_interrupt(tmp_path: Path) -> None:
     """An interrupt ends the command and all its processes before it is raised."""
     code = f"import os, signal, time; os.kill({os.getpid()}, signal.SIGTERM); time.sleep(600)"
-    with interrupts.deferred(numbers=(signal.SIGTERM,)), pytest.raises(KeyboardInterrupt):
+    with process.deferred_interrupts(numbers=(signal.SIGTERM,)), pytest.raises(KeyboardInterrupt):
         launched(code, tmp_path, deadline_s=60.0)
     assert not left_of(tmp_path)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py.check.command import own_folder
+from entrenar_py.check.command import folders
+from entrenar_py.check.command.folders import OwnFolder
 from entrenar_py.check.command.launch import launch
-from entrenar_py.check.command.own_folder import OwnFolder
 
 REMEMBERS = (
     "import os, pathlib; note = pathlib.Path('out/note.txt'); note.parent.mkdir(exist_ok=True); "
@@ -44,7 +44,7 @@ def test_every_run_finds_the_folder_as_the_user_left_it(project: Path, tmp_path:
     """A run does not see the files of another, and the user's folder stays as it is."""
     before = sorted(project.rglob("*"))
     for name in ("one", "two"):
-        with own_folder.of(project, tmp_path / name / "root") as own:
+        with folders.own_folder(project, tmp_path / name / "root") as own:
             assert own is not None
             ended = own.launched(launch)(
                 [sys.executable, "-c", REMEMBERS],
@@ -78,8 +78,8 @@ def test_large_files_and_folders_are_links(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is too large to copy for every run is read through a link."""
-    monkeypatch.setattr(own_folder, "FILE_BYTES_MAX", 10)
-    monkeypatch.setattr(own_folder, "FOLDER_ENTRIES_MAX", 2)
+    monkeypatch.setattr(folders, "FILE_BYTES_MAX", 10)
+    monkeypatch.setattr(folders, "FOLDER_ENTRIES_MAX", 2)
     for number in range(3):
         (project / f"data/{number}.bin").write_bytes(bytes(number))
     (project / "conf/large.bin").write_bytes(bytes(11))
@@ -102,7 +102,7 @@ def test_a_copy_that_cannot_be_made_is_done_without(
 ) -> None:
     """Where no copy can be made, the command runs in the folder itself, and this is said."""
     (tmp_path / "root").touch()
-    with own_folder.of(project, tmp_path / "root") as own:
+    with folders.own_folder(project, tmp_path / "root") as own:
         assert own is None
     assert "runs in the folder itself" in capsys.readouterr().err
 
@@ -113,4 +113,4 @@ def test_a_copy_that_cannot_be_made_is_done_without(
 )
 def test_commands_that_run_elsewhere(command: tuple[str, ...], elsewhere: bool) -> None:
     """A container or another machine may not have what the links lead to."""
-    assert own_folder.runs_elsewhere(command) is elsewhere
+    assert folders.runs_elsewhere(command) is elsewhere

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 
 from entrenar_py.check.command import placeholders, run_plan
-from entrenar_py.check.command.asked import Asked
-from entrenar_py.check.evidence.needs import ALONE, KILLED, REORDERED, RESUMED, turned
+from entrenar_py.check.evidence.needs import ALONE, KILLED, RESUMED, turned
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.shared.trace import End, Ruled, Trace, Traits
+from entrenar_py.shared.trace import End, Trace, Traits
 
 NEEDS = (ALONE, RESUMED, turned("accumulation"))
 
@@ -101,12 +99,14 @@ def test_a_command_is_stopped_between_epochs() -> None:
     """With {epochs} and no {steps} a run is stopped after each epoch, if these are equally long."""
     told = plan("{epochs}", "{workdir}", num_epochs=3)
     like = usual(num_steps=12)
-    [resumed] = [asked for name, asked in told.others(like).items() if name.endswith("-resumed")]
+    [resumed] = [
+        settings for name, settings in told.others(like).items() if name.endswith("-resumed")
+    ]
     assert resumed.stops == (4, 8)
     assert [epochs for _, epochs in told.lengths(resumed)] == [1, 2, 3]
     assert not resumed.interrupted
-    unequal = [asked for asked in told.others(usual(num_steps=11)).values() if asked.stops]
-    assert [asked.interrupted for asked in unequal] == [True]
+    unequal = [settings for settings in told.others(usual(num_steps=11)).values() if settings.stops]
+    assert [settings.interrupted for settings in unequal] == [True]
     by_steps = plan("{epochs}", "{steps}", "{workdir}")
     assert by_steps.lengths(resumed) == [(4, 2), (8, 2), (8, 2)]
 
@@ -137,18 +137,6 @@ def test_no_worker_is_killed_that_nobody_starts_again(restarts: str, is_killed: 
     """The first run shows whether the launcher restarts workers; a launch is saved."""
     names = plan(needs=(KILLED,)).others(usual(num_steps=8, restarts=restarts))
     assert ("2-workers-killed" in names) is is_killed
-
-
-def test_an_optimizer_of_ones_own_is_built_in_another_order() -> None:
-    """On one worker, which suffices; and only if the optimizer's rule is nobody else's."""
-    rule = Ruled(step=0, rank=0, rule="", names=(*"abcd",), constants={}, derived=True)
-    first = usual(num_steps=8, rule="own")
-    own = replace(first, events=(rule, *first.events))
-    told = plan(needs=(ALONE, REORDERED))
-    order = Asked(world_size=1, seed=0, faults=(Fault(kind="reordered_groups", step=0),))
-    assert told.others(own) == {"1-worker-reordered": order}
-    assert told.others(first) == {}
-    assert plan(needs=(ALONE,)).others(own) == {}
 
 
 SAVED = {"saves": "weights", "saved_after": (4, 8)}

@@ -12,8 +12,8 @@ import pytest
 
 from entrenar_py.check import cli
 from entrenar_py.check.cli import commanded
-from entrenar_py.check.command import run_folder
-from entrenar_py.check.project import launchers
+from entrenar_py.check.command import folders
+from entrenar_py.check.project import commands
 from entrenar_py.check.reports.report import Entry
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.verdict import Finding, Verdict
@@ -46,7 +46,7 @@ def test_a_folder_for_temporary_files(
 ) -> None:
     """A temporary folder is removed with its runs, or named if a finding refers to them."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with run_folder.temporary() as kept:
+    with folders.temporary() as kept:
         (kept.path / "2-workers.jsonl").write_text("")
         kept.see(entry(verdict, reason.format(kept.path)))
     assert kept.path.exists() is stays
@@ -144,7 +144,7 @@ def test_a_number_of_workers_that_cannot_be_filled_in_is_refused_at_once(
 )
 def test_a_script_without_a_launcher_is_tried_on_one_worker(command: str, is_alone: bool) -> None:
     """A program that may start workers itself is not: it has to say where their number goes."""
-    assert launchers.starts_one(shlex.split(command)) is is_alone
+    assert commands.starts_one(shlex.split(command)) is is_alone
 
 
 @pytest.mark.parametrize(
@@ -162,8 +162,8 @@ def test_a_launcher_of_one_of_several_machines_is_refused(command: str, told: st
     """Each call would start {world_size} workers on its machine; srun starts those of all."""
     words = command.split()
     if not told:
-        launchers.require_one_machine(words)
+        commands.require_one_machine(words)
         return
     with pytest.raises(UsageError, match=f"{told}.*docs/multi-node.md"):
-        launchers.require_one_machine(words)
+        commands.require_one_machine(words)
     assert cli.main(["--contract", "distributed-training-v1.yaml", "--", *words]) == 2

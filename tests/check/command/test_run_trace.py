@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from entrenar_py.check.command import run_trace
-from entrenar_py.check.command.asked import Asked, Turn
+from entrenar_py.check.command.run_settings import RunSettings, Turn
 from entrenar_py.shared.trace import Traits
 
 
@@ -17,7 +17,7 @@ def test_a_declared_norm_that_a_knob_replaces(
     declared: float | None, told: str, kept: float | None
 ) -> None:
     """A script that was told its clipping norm is judged by that, not by another it declares."""
-    asked = Asked(world_size=2, seed=0, turn=Turn("clip", told) if told else None)
-    traits = run_trace._as_told_to_clip(Traits(clipping="other", clip_norm=declared), asked)
+    settings = RunSettings(world_size=2, seed=0, turn=Turn("clip", told) if told else None)
+    traits = run_trace._as_told_to_clip(Traits(clipping="other", clip_norm=declared), settings)
     assert traits.clip_norm == kept
     assert traits.clipping == ("other" if told else "told")

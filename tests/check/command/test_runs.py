@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 from entrenar_py.check.command import runs
-from entrenar_py.check.command.asked import Asked
 from entrenar_py.check.command.launch import Ended
 from entrenar_py.check.command.run_plan import Plan
+from entrenar_py.check.command.run_settings import RunSettings
 from entrenar_py.check.observing import RATES
 from entrenar_py.check.rank_files.layout import Layout
 from entrenar_py.shared.faults import COMMON, REPLAYED, Fault
 from entrenar_py.shared.trace import Update
 from tests.check.clauses import traces
 
-FIRST = Asked(world_size=2, seed=0)
+FIRST = RunSettings(world_size=2, seed=0)
 SECOND, THIRD = (replace(FIRST, repeat=number) for number in (1, 2))
 
 
@@ -73,7 +73,7 @@ def test_a_run_waits_for_the_batches_that_it_is_given(tmp_path: Path) -> None:
 
     common = Fault(kind=COMMON, step=0)
     keeping = replace(FIRST, faults=(common,))
-    alone = Asked(world_size=1, seed=0)
+    alone = RunSettings(world_size=1, seed=0)
     given = replace(alone, faults=(common, Fault(kind=REPLAYED, step=0, value="2")))
     later = {"1-worker-common": given}
     with runs._Ahead(plan(tmp_path, launch, "--standalone")) as ahead:
@@ -155,7 +155,9 @@ def test_runs_with_one_share_step_with_the_rates_of_several_workers(
     """A schedule that follows a score would part there, as these runs have other weights."""
     several = traces.run(traces.scenario(world_size=2))
     fault = Fault(kind=kind, step=0, value="2")
-    file = runs._rates(Asked(world_size=world_size, seed=0, faults=(fault,)), tmp_path, several)
+    file = runs._rates(
+        RunSettings(world_size=world_size, seed=0, faults=(fault,)), tmp_path, several
+    )
     steps = {str(update.step) for update in several.of(Update)}
     assert set(json.loads(Path(file[RATES]).read_text("utf-8"))) == steps
-    assert runs._rates(Asked(world_size=world_size, seed=0), tmp_path, several) == {}
+    assert runs._rates(RunSettings(world_size=world_size, seed=0), tmp_path, several) == {}

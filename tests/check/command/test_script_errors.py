@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py.check.command import script_errors
+from entrenar_py.check.command import run_trace
 
 SCRIPT = """Traceback (most recent call last):
   File "train.py", line 1, in <module>
@@ -53,10 +53,10 @@ def test_the_error_of_the_script(tmp_path: Path, text: str, error: str) -> None:
     """The last error that is not a launcher's is reported, or none if there is no other."""
     path = tmp_path / "output.txt"
     path.write_text(text)
-    found = script_errors.find(path)
+    found = run_trace.script_error(path)
     assert error in found
     assert bool(found) == bool(error)
-    assert script_errors.find(tmp_path / "none") == ""
+    assert run_trace.script_error(tmp_path / "none") == ""
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def test_the_last_line_of_the_script(tmp_path: Path, text: str, line: str) -> No
     """What a script printed last is reported, not what its launcher adds."""
     path = tmp_path / "output.txt"
     path.write_text(text)
-    assert script_errors.last_line(path, []) == line
-    assert script_errors.last_line(tmp_path / "none", text.splitlines()) == line or "[rank" in text
+    assert run_trace.last_printed(path, []) == line
+    assert run_trace.last_printed(tmp_path / "none", text.splitlines()) == line or "[rank" in text
 
 
 @pytest.mark.parametrize(
@@ -91,4 +91,4 @@ def test_an_error_of_loading_a_checkpoint(tmp_path: Path, frame: str, loads: boo
     path = tmp_path / "output.txt"
     text = SCRIPT.replace("    import", f'  File "{frame}\n    import')
     path.write_text(text + PEER + TORCHRUN)
-    assert script_errors.of_loading(path) == (script_errors.find(path) if loads else "")
+    assert run_trace.of_loading(path) == (run_trace.script_error(path) if loads else "")

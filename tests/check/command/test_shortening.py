@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from entrenar_py.check.command.asked import Asked
-from entrenar_py.check.command.shortening import Shortening
+from entrenar_py.check.command.run_settings import RunSettings
+from entrenar_py.check.command.witnesses import Shortening
 from entrenar_py.check.evidence.needs import NUDGED, SHORTENED
 from entrenar_py.shared.faults import steps_of
 from entrenar_py.shared.trace import End, Event, Shard, Trace
 from tests.check.clauses import traces
 from tests.check.clauses.micro_batch_traces import STEPS, summed, trace_of
 
-TWO = Asked(world_size=2, seed=0)
+TWO = RunSettings(world_size=2, seed=0)
 
 
 def run(*, num_samples: int = 20, limited: bool = True) -> Trace:
@@ -31,7 +31,7 @@ def failed(trace: Trace) -> Trace:
     return replace(trace, events=(*trace.events[:-1], End(status="failed", reason="0 / 0")))
 
 
-def planned(usual: Trace, short: Trace | None) -> dict[str, Asked]:
+def planned(usual: Trace, short: Trace | None) -> dict[str, RunSettings]:
     """Return what is planned after the first run, or after the run with short epochs."""
     shortening = Shortening({SHORTENED})
     first = shortening.after(TWO, usual)
@@ -46,9 +46,9 @@ def test_short_epochs_are_tried_first() -> None:
 
 def test_a_script_that_fails_with_short_epochs_goes_on_into_the_second() -> None:
     """Five steps are an epoch, and four more show ten samples of the next order."""
-    (name, asked), *_ = planned(run(), failed(run())).items()
+    (name, settings), *_ = planned(run(), failed(run())).items()
     assert name == "2-workers-two-epochs"
-    assert steps_of(asked.faults) == 9
+    assert steps_of(settings.faults) == 9
 
 
 def test_a_sampler_without_an_end_is_not_shortened() -> None:

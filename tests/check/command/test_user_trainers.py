@@ -10,12 +10,11 @@ import pytest
 from entrenar_py.check.clauses import CHECKS, language_model
 from entrenar_py.check.clauses import knobs as knob_table
 from entrenar_py.check.command import judging, run_plan, runs
-from entrenar_py.check.command.asked import Asked
 from entrenar_py.check.command.launch import OUTPUT, Ended
+from entrenar_py.check.command.run_settings import RunSettings
 from entrenar_py.check.contract import Binding, Position
 from entrenar_py.shared.verdict import Verdict
-from falsification import user_knobs, user_reported
-from falsification.user_trainers import TWINS, Twin
+from falsification.twins import Twin, family
 from tests.check.clauses import traces
 from tests.check.clauses.traces import clause, scenario
 from tests.check.command import scripts, twins, zygote
@@ -38,9 +37,9 @@ OPEN = {
 TRIED = ("GA-MEAN", "GA-STEP-EACH", "CLIP-BEFORE", "TP-PARTIAL", "weights are not")
 REPORTED = ("units are drawn anew", "a share of the parameters")
 BROKEN = (
-    *TWINS,
-    *(one for one in user_knobs.BUGS if one.name.startswith(TRIED)),
-    *(one for one in user_reported.BUGS if one.name.startswith(REPORTED)),
+    *family("trainers"),
+    *(one for one in family("knobs") if one.name.startswith(TRIED)),
+    *(one for one in family("reported") if one.check and one.name.startswith(REPORTED)),
 )
 LANGUAGE = {check.name for check in language_model.ROWS}
 WANTED = ("coverage", "finiteness", "determinism", "resume", "parity")
@@ -78,7 +77,7 @@ def test_knobs_are_turned_one_by_one() -> None:
     command = ("train", "{world_size}", "{clip}", "{loss_scale}")
     usual = run_plan.Plan(command=command, needs=CHECKS["parity"].needs, folder=Path())
     trace = traces.hand_written()
-    turned = {name: asked.turn for name, asked in usual.pairs(trace).items()}
+    turned = {name: settings.turn for name, settings in usual.pairs(trace).items()}
     assert list(turned) == ["2-workers-clip-0.001", "2-workers-loss_scale-1024"]
     first = turned["2-workers-clip-0.001"]
     assert first is not None
@@ -124,6 +123,6 @@ def test_knobs_that_a_command_does_not_have() -> None:
     """An entry has the missing knobs that its check compares runs by."""
     trace = traces.hand_written(subject=scenario(system="command", workload="own"))
     (task,) = [one for one in judging.tasks([clause("parity")]) if one.check is not None]
-    run = runs.Run(asked=Asked(world_size=2, seed=0), trace=trace)
+    run = runs.Run(settings=RunSettings(world_size=2, seed=0), trace=trace)
     (entry,) = judging.judge([task], {Path("2-workers.jsonl"): run})
     assert set(entry.untried) == set(knob_table.KNOBS)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from entrenar_py.check import cli
-from entrenar_py.check.command import judging, verdicts
-from entrenar_py.check.command.asked import Asked, Turn
+from entrenar_py.check.command import judging
+from entrenar_py.check.command.run_settings import RunSettings, Turn
 from entrenar_py.check.command.runs import Run
 from entrenar_py.check.evidence import run_names
 from entrenar_py.check.reports.report import Entry
@@ -25,7 +25,7 @@ from tests.conftest import shipped_invariants
 
 COPIES, SAMPLES, NAN = "F-DP-001", "F-DP-002", "F-DP-003"
 TASKS = judging.tasks([shipped_invariants()[name] for name in (COPIES, SAMPLES, NAN)])
-PLAIN = Asked(world_size=3, seed=0)
+PLAIN = RunSettings(world_size=3, seed=0)
 AGAIN = replace(PLAIN, repeat=1)
 POISONED = replace(PLAIN, faults=(traces.leave(1, 2),))
 TURNED = replace(PLAIN, turn=Turn("permute", "1"))
@@ -51,17 +51,17 @@ def failed(trace: Trace) -> Trace:
     return replace(trace, events=(*trace.events[:-1], End(status="failed", reason="ValueError: 9")))
 
 
-def recorded(*made: tuple[str, Asked, Trace]) -> Iterator[tuple[Path, Run]]:
+def recorded(*made: tuple[str, RunSettings, Trace]) -> Iterator[tuple[Path, Run]]:
     """Yield the runs, each with the settings of those after it."""
-    for number, (name, asked, trace) in enumerate(made):
+    for number, (name, settings, trace) in enumerate(made):
         ahead = tuple(later[1] for later in made[number + 1 :])
-        yield Path(f"runs/{name}.jsonl"), Run(asked=asked, trace=trace, ahead=ahead)
+        yield Path(f"runs/{name}.jsonl"), Run(settings=settings, trace=trace, ahead=ahead)
 
 
-def timeline(*made: tuple[str, Asked, Trace]) -> list[tuple[int, str, Verdict]]:
+def timeline(*made: tuple[str, RunSettings, Trace]) -> list[tuple[int, str, Verdict]]:
     """Return the verdicts, each with how many runs had been made by then."""
     runs: dict[Path, Run] = {}
-    entries: Iterator[Entry] = verdicts.as_known(TASKS, recorded(*made), runs)
+    entries: Iterator[Entry] = judging.verdicts_as_known(TASKS, recorded(*made), runs)
     return [(len(runs), entry.invariant.id, entry.verdict) for entry in entries]
 
 
@@ -96,10 +96,10 @@ def test_a_run_that_is_tried_counts_only_if_it_shows_an_error(tmp_path: Path) ->
         for file in files:
             file.touch()
         wide = replace(PLAIN, world_size=4)
-        made = [Run(asked=PLAIN, trace=trained(), ahead=(wide,))]
-        made.append(Run(asked=wide, trace=trace, is_tried=True))
+        made = [Run(settings=PLAIN, trace=trained(), ahead=(wide,))]
+        made.append(Run(settings=wide, trace=trace, is_tried=True))
         runs: dict[Path, Run] = {}
-        entries = list(verdicts.as_known(TASKS, zip(files, made, strict=True), runs))
+        entries = list(judging.verdicts_as_known(TASKS, zip(files, made, strict=True), runs))
         first = next(entry.verdict for entry in entries if entry.invariant.id == COPIES)
         assert first is (Verdict.FALSIFIED if kept else Verdict.HELD)
         assert [file.name for file in runs] == (kept or ["2"])
@@ -110,10 +110,10 @@ def test_after_an_interrupt_what_is_falsified_is_told() -> None:
     """The other clauses need all runs."""
 
     def interrupted() -> Iterator[tuple[Path, Run]]:
-        yield Path("3-workers.jsonl"), Run(asked=PLAIN, trace=drifted(), ahead=(AGAIN,))
+        yield Path("3-workers.jsonl"), Run(settings=PLAIN, trace=drifted(), ahead=(AGAIN,))
         raise KeyboardInterrupt
 
-    entries = verdicts.as_known(TASKS, interrupted(), {})
+    entries = judging.verdicts_as_known(TASKS, interrupted(), {})
     entry = next(entries)
     assert (entry.invariant.id, entry.verdict) == (COPIES, Verdict.FALSIFIED)
     with pytest.raises(KeyboardInterrupt):
@@ -130,10 +130,10 @@ def test_after_an_interrupt_what_is_falsified_is_told() -> None:
     ],
 )
 def test_a_verdict_stands_without_a_failed_run_of_others(
-    name: str, asked: Asked, verdict: Verdict
+    name: str, settings: RunSettings, verdict: Verdict
 ) -> None:
     """A failed run that was made for other checks is only noted."""
-    runs = dict(recorded(("3-workers", PLAIN, trained()), (name, asked, failed(trained()))))
+    runs = dict(recorded(("3-workers", PLAIN, trained()), (name, settings, failed(trained()))))
     (entry,) = judging.judge(TASKS[:1], runs)
     assert entry.verdict is verdict
     noted = any(note.startswith("not judged: the run on") for note in entry.finding.notes)
@@ -192,13 +192,15 @@ def test_a_run_that_was_not_planned_is_told(name: str, why: str) -> None:
     assert why in entry.finding.reason
 
 
-def of_a_command(folder: Path, *extra: tuple[str, Asked, Trace]) -> dict[Path, Run]:
+def of_a_command(folder: Path, *extra: tuple[str, RunSettings, Trace]) -> dict[Path, Run]:
     """Return runs as a command leaves them, and save their traces in `folder`."""
     alone = [one for one in extra if one[1].world_size == 1]
     again = ("3-workers-again", AGAIN, trained(repeat=1))
     others = [one for one in extra if one not in alone]
     made = [("3-workers", PLAIN, trained()), *alone, again, *others]
-    runs = {folder / f"{name}.jsonl": Run(asked=asked, trace=run) for name, asked, run in made}
+    runs = {
+        folder / f"{name}.jsonl": Run(settings=settings, trace=run) for name, settings, run in made
+    }
     for file, run in runs.items():
         trace_file.save(run.trace, file)
     return runs
@@ -227,7 +229,7 @@ def with_permuted(**changes: Any) -> Trace:
     ids=["plain", "failed-model", "turned", "resumed", "turned-and-resumed", "killed"],
 )
 def test_stored_runs_of_a_command_get_its_verdicts(
-    tmp_path: Path, extra: tuple[tuple[str, Asked, Trace], ...]
+    tmp_path: Path, extra: tuple[tuple[str, RunSettings, Trace], ...]
 ) -> None:
     """--judge of the folder that a command left says what the command said, of each clause."""
     folder = tmp_path / "runs"

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from entrenar_py.check import contract
-from entrenar_py.check.contract import layout, scenario_counts
+from entrenar_py.check.contract import blocks, layout
 from entrenar_py.shared.errors import ContractError
 from entrenar_py.shared.scenario import Scenario
 from tests.check.contract import known
@@ -131,7 +131,7 @@ def test_lists_that_multiply_without_end_are_refused(tmp_path: Path) -> None:
     entry = f"{{seed: {seeds}, repeat: {seeds}}}"
     text = HEAD + f"c: [{{id: A, scenarios: [{entry}, {entry}]}}, {{id: B, scenarios: [{entry}]}}]"
     (problem,) = _problems_of(tmp_path, text)
-    assert f"over {scenario_counts.SCENARIOS_MAX} scenarios" in problem
+    assert f"over {blocks.SCENARIOS_MAX} scenarios" in problem
     text = f"{HEAD}invariants: {{B: {{statement: s, scenarios: [{entry}, {entry}]}}}}"
     (problem,) = _problems_of(tmp_path, text)
     assert "clause B: scenarios: the contract's lists multiply to over" in problem

@@ -11,7 +11,7 @@ import pytest
 
 from entrenar_py.check.clauses import CHECKS
 from entrenar_py.check.evidence import run_names
-from entrenar_py.check.harness import roles
+from entrenar_py.check.harness import companions
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Event, Shard, Start, Trace, Update, record_tensor
 from entrenar_py.shared.verdict import Verdict
@@ -91,10 +91,10 @@ def test_the_usual_run_is_known() -> None:
     stored = Scenario.from_dict(json.loads(json.dumps(turned.to_dict())))
     (need,) = CHECKS["step_rule"].needs
     scenarios = {"usual": USUAL, "other": USUAL.with_(seed=7), "turned": stored}
-    assert roles.of((need,), "turned", scenarios).base == "turned"
-    runs = roles.of(CHECKS["parity"].needs, "turned", scenarios)
+    assert companions.among((need,), "turned", scenarios).base == "turned"
+    runs = companions.among(CHECKS["parity"].needs, "turned", scenarios)
     assert (runs.base, [*runs.turned()]) == ("usual", [("accumulation", "turned")])
-    assert [*roles.of(CHECKS["parity"].needs, "usual", scenarios)] == ["usual"]
+    assert [*companions.among(CHECKS["parity"].needs, "usual", scenarios)] == ["usual"]
 
 
 @pytest.mark.parametrize("check", ["parity", "weighting"])

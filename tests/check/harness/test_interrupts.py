@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from entrenar_py.check.harness import interrupts
+from entrenar_py.shared import process
 
 
 def press_ctrl_c() -> None:
@@ -17,17 +17,17 @@ def press_ctrl_c() -> None:
 
 def test_the_first_waits_for_a_safe_place() -> None:
     """The signal raises nothing on arrival, and KeyboardInterrupt once, at the next check."""
-    with interrupts.deferred():
-        interrupts.check()
+    with process.deferred_interrupts():
+        process.check_interrupts()
         press_ctrl_c()
         with pytest.raises(KeyboardInterrupt):
-            interrupts.check()
-        interrupts.check()
+            process.check_interrupts()
+        process.check_interrupts()
 
 
 def test_the_second_does_not_wait() -> None:
     """A second Ctrl-C raises at once."""
-    with interrupts.deferred():
+    with process.deferred_interrupts():
         press_ctrl_c()
         with pytest.raises(KeyboardInterrupt):
             press_ctrl_c()
@@ -36,19 +36,19 @@ def test_the_second_does_not_wait() -> None:
 def test_the_handler_goes() -> None:
     """Afterwards Python's own handler is back, and a noted signal is forgotten."""
     before = signal.getsignal(signal.SIGINT)
-    with interrupts.deferred():
+    with process.deferred_interrupts():
         press_ctrl_c()
     assert signal.getsignal(signal.SIGINT) is before
-    interrupts.check()
+    process.check_interrupts()
 
 
 def test_ignored_stays_ignored() -> None:
     """A signal that is ignored, as under nohup, stays ignored."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with interrupts.deferred():
+        with process.deferred_interrupts():
             press_ctrl_c()
-            interrupts.check()
+            process.check_interrupts()
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -58,8 +58,8 @@ def test_another_thread() -> None:
     seen = []
 
     def inside() -> None:
-        with interrupts.deferred():
-            interrupts.check()
+        with process.deferred_interrupts():
+            process.check_interrupts()
             seen.append(signal.getsignal(signal.SIGINT))
 
     before = signal.getsignal(signal.SIGINT)

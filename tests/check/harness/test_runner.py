@@ -15,8 +15,9 @@ from entrenar_py import systems
 from entrenar_py.check import clauses as checks
 from entrenar_py.check.contract import Invariant
 from entrenar_py.check.evidence.needs import ALONE, Runs
-from entrenar_py.check.harness import runner
-from entrenar_py.check.harness.runner import Judgement, Runner
+from entrenar_py.check.harness import judgement, runner
+from entrenar_py.check.harness.judgement import Judgement
+from entrenar_py.check.harness.runner import Runner
 from entrenar_py.shared import trace
 from entrenar_py.shared.config.problems import Position
 from entrenar_py.shared.scenario import Scenario
@@ -95,12 +96,12 @@ def test_trouble() -> None:
     def crash(clause: Invariant, runs: Runs[trace.Trace]) -> NoReturn:
         raise KeyError("step")
 
-    crashed = runner.judge(CLAUSE, check_with(crash), Runs(ended(scenario())))
+    crashed = judgement.judge(CLAUSE, check_with(crash), Runs(ended(scenario())))
     assert crashed.failed
     assert crashed.finding.verdict is Verdict.INCONCLUSIVE
     assert crashed.finding.reason == "the check determinism crashed: KeyError: 'step'"
-    assert runner.judge(CLAUSE, check_with(held), Runs(ended(scenario(), "failed"))).failed
-    assert not runner.judge(CLAUSE, check_with(held), Runs(ended(scenario(), "halted"))).failed
+    assert judgement.judge(CLAUSE, check_with(held), Runs(ended(scenario(), "failed"))).failed
+    assert not judgement.judge(CLAUSE, check_with(held), Runs(ended(scenario(), "halted"))).failed
 
 
 def finding(verdict: Verdict, compared: int = 1, reason: str = "", *notes: str) -> Finding:
@@ -126,7 +127,7 @@ def test_telling() -> None:
         Judgement(finding=broken, failed=False),
         Judgement(finding=failed, failed=True),
     ]
-    assert runner.telling(explored) == [loud, broken, failed]
+    assert judgement.telling(explored) == [loud, broken, failed]
 
 
 def test_combine() -> None:
@@ -136,18 +137,18 @@ def test_combine() -> None:
         finding(Verdict.FALSIFIED, 1, "one", "b"),
         finding(Verdict.FALSIFIED, 2, "two", "a"),
     )
-    both = runner.combine([held, one, two])
+    both = judgement.combine([held, one, two])
     assert (both.verdict, both.compared, both.reason) == (Verdict.FALSIFIED, 8, "one")
     assert both.counterexample == one.counterexample
     assert both.notes == ("a", "b")
     open_ = [finding(Verdict.INCONCLUSIVE, 0, reason) for reason in ("x", "y", "x", "z", "u")]
-    assert runner.combine([held, *open_]).reason == "x; y; z; and 1 more"
+    assert judgement.combine([held, *open_]).reason == "x; y; z; and 1 more"
 
 
 @given(verdicts=st.lists(st.sampled_from(Verdict), min_size=1))
 def test_the_worst_verdict_wins(verdicts: list[Verdict]) -> None:
     """The worst verdict wins in any order."""
-    combined = runner.combine([finding(verdict) for verdict in verdicts])
+    combined = judgement.combine([finding(verdict) for verdict in verdicts])
     assert combined.verdict is worst(verdicts)
     assert combined.compared == len(verdicts)
 
@@ -161,14 +162,14 @@ def test_a_planted_bug_that_took_no_part_proves_nothing() -> None:
         finding = Finding(invariant="F-X", verdict=found, compared=1)
         judged = replace(check, judge=lambda *_: finding)
         one = trace.Trace(scenario=mutated, environment={}, promises=(), events=events)
-        return runner.judge(
+        return judgement.judge(
             CLAUSE, judged, Runs(one, {ALONE: (ended(scenario()),)})
         ).finding.verdict
 
     assert verdict(Verdict.HELD) is Verdict.INCONCLUSIVE
     assert verdict(Verdict.HELD, trace.Planted(name="ddp-bypass")) is Verdict.HELD
     assert verdict(Verdict.FALSIFIED) is Verdict.FALSIFIED
-    idle = runner.judge(CLAUSE, check_with(held), Runs(ended(mutated))).finding
+    idle = judgement.judge(CLAUSE, check_with(held), Runs(ended(mutated))).finding
     why = "mutant ddp-bypass took no part: no function that it replaces was called in this run"
     assert (idle.reason, idle.compared) == (why, 1)
 
@@ -176,13 +177,13 @@ def test_a_planted_bug_that_took_no_part_proves_nothing() -> None:
 def test_a_bug_in_somebodys_own_trainer_is_not_planted_here() -> None:
     """In a user's own trainer `mutant` is only a name, and the run counts as it is."""
     theirs = ended(scenario().with_(system="mine", workload="own", mutant="my-label"))
-    judgement = runner.judge(CLAUSE, check_with(held), Runs(theirs))
-    assert (judgement.finding.verdict, judgement.finding.compared) == (Verdict.HELD, 1)
+    found = judgement.judge(CLAUSE, check_with(held), Runs(theirs)).finding
+    assert (found.verdict, found.compared) == (Verdict.HELD, 1)
 
 
 def test_nothing_to_compare_anywhere() -> None:
     """The combination is vacuous only if every finding is."""
     open_ = finding(Verdict.INCONCLUSIVE, 0, "x")
     empty = replace(open_, vacuous=True)
-    assert runner.combine([empty, empty]).vacuous
-    assert not runner.combine([empty, open_]).vacuous
+    assert judgement.combine([empty, empty]).vacuous
+    assert not judgement.combine([empty, open_]).vacuous

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from entrenar_py.check.harness import shrink
+from entrenar_py.check.harness import falsify
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.verdict import Finding, Verdict
@@ -50,7 +50,7 @@ def broken_if(claim: Claim, tried: list[Scenario]) -> Callable[[Scenario], Findi
 def smallest(claim: Claim, **options: Any) -> tuple[Scenario, list[Scenario]]:
     """Return the last scenario to which LARGE is shrunk, and all that were tried."""
     tried: list[Scenario] = []
-    *_, (scenario, finding) = shrink.shrink(LARGE, broken_if(claim, tried), **options)
+    *_, (scenario, finding) = falsify.shrink(LARGE, broken_if(claim, tried), **options)
     assert finding.verdict is Verdict.FALSIFIED
     assert claim(scenario)
     return scenario, tried
@@ -64,7 +64,7 @@ def test_everything_that_does_not_matter_goes() -> None:
     assert (found.accumulation, found.warmup_steps, found.dropout) == (1, 0, 0.0)
     assert (found.clip_norm, found.weight_decay, found.seed) == (None, 0.0, 0)
     assert (found.faults, found.stops, found.detail) == ((), (1,), "values")
-    assert len(set(tried)) == len(tried) <= shrink.MAX_RUNS + 1
+    assert len(set(tried)) == len(tried) <= falsify.MAX_RUNS + 1
 
 
 def test_faults_come_earlier() -> None:
@@ -77,15 +77,15 @@ def test_faults_come_earlier() -> None:
 def test_nothing_simpler() -> None:
     """If no simpler scenario breaks, none is yielded, within MAX_RUNS attempts."""
     tried: list[Scenario] = []
-    assert list(shrink.shrink(LARGE, broken_if(lambda one: False, tried))) == []
-    assert len(tried) <= shrink.MAX_RUNS + 1
+    assert list(falsify.shrink(LARGE, broken_if(lambda one: False, tried))) == []
+    assert len(tried) <= falsify.MAX_RUNS + 1
 
 
 def test_values_already_recorded() -> None:
     """A scenario that records values is not run again."""
     tried: list[Scenario] = []
     valued = LARGE.with_(detail="values")
-    list(shrink.shrink(valued, broken_if(lambda one: False, tried)))
+    list(falsify.shrink(valued, broken_if(lambda one: False, tried)))
     assert valued not in tried
 
 
@@ -111,7 +111,7 @@ def test_deterministic(least: dict[str, int], optimizer: str) -> None:
         return (sizes and one.optimizer == optimizer) or one == LARGE
 
     def run() -> list[Scenario]:
-        return [one for one, _ in shrink.shrink(LARGE, broken_if(claim, []))]
+        return [one for one, _ in falsify.shrink(LARGE, broken_if(claim, []))]
 
     chain = run()
     assert chain == run()

@@ -13,7 +13,7 @@ from typing import NoReturn
 import pytest
 
 from entrenar_py import systems
-from entrenar_py.check.harness import stopping
+from entrenar_py.check.harness import runner
 from entrenar_py.check.harness.runner import Runner
 from entrenar_py.shared import trace
 from entrenar_py.shared.scenario import Scenario
@@ -27,7 +27,7 @@ STOPPED = "SystemFailure: the run made no progress for 0.05 s and was stopped"
 def trusted() -> Iterator[None]:
     """Give the process of these tests back the trust that they take from it."""
     yield
-    stopping._distrusted.clear()
+    runner._distrusted.clear()
 
 
 def hang() -> NoReturn:
@@ -77,7 +77,7 @@ def test_a_run_that_goes_on_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_signal_that_comes_at_the_end_of_a_run_has_no_successor() -> None:
     """One that is handled after the timer was stopped leaves it so, and interrupts nothing."""
-    with stopping._interrupted(60.0):
+    with runner._interrupted(60.0):
         signal.setitimer(signal.ITIMER_REAL, 0)
         look = signal.getsignal(signal.SIGALRM)
     assert callable(look)
@@ -115,7 +115,7 @@ def test_outside_the_main_thread_no_run_is_stopped(monkeypatch: pytest.MonkeyPat
 @pytest.mark.by_hand
 def test_a_process_elsewhere_is_replaced() -> None:
     """One that hangs is killed, and one that dies is noticed; the next run is right each time."""
-    elsewhere, right = stopping.Elsewhere(), systems.run(SCENARIO)
+    elsewhere, right = runner.Elsewhere(), systems.run(SCENARIO)
     for end, reason in ((signal.SIGSTOP, "made no progress for 1 s"), (signal.SIGKILL, "died")):
         assert elsewhere.run(SCENARIO, patience_s=60.0) == right
         process = elsewhere._process

@@ -12,10 +12,10 @@ import pytest
 from entrenar_py import systems
 from entrenar_py.check import clauses as checks
 from entrenar_py.check.command import judging
-from entrenar_py.check.command.asked import Asked
+from entrenar_py.check.command.run_settings import RunSettings
 from entrenar_py.check.command.runs import Run
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.harness import stored
+from entrenar_py.check.harness import judgement
 from entrenar_py.check.harness.plan import Task
 from entrenar_py.check.reports.report import Entry
 from entrenar_py.shared import trace
@@ -42,7 +42,7 @@ def judged(name: str, *traces: Trace, planned: tuple[Scenario, ...] = (scenario(
     clause = Invariant(id="F-X", name="x", statement="", position=Position("c.yaml", 3, 5))
     task = Task(invariant=clause, check=checks.CHECKS.get(name), planned=planned)
     files = {Path(f"{number}.jsonl"): one for number, one in enumerate(traces)}
-    (entry,) = stored.judge_stored([task], files)
+    (entry,) = judgement.judge_stored([task], files)
     return entry
 
 
@@ -104,7 +104,7 @@ def test_a_malformed_pair(tmp_path: Path, pair: object, words: str) -> None:
     odd = replace(theirs, scenario=theirs.scenario.with_(options={"pair": pair}))
     trace.save(odd, file)
     with pytest.raises(TraceError) as caught:
-        stored.load([file])
+        judgement.load_stored([file])
     assert str(caught.value).startswith(f"trace file {file}: scenario: option pair")
     assert words in str(caught.value)
 
@@ -115,7 +115,7 @@ def test_a_malformed_seed_of_the_network(tmp_path: Path) -> None:
     odd = scenario(system="ring", options={"network_seed": "x"})
     trace.save(replace(run(), scenario=odd), file)
     with pytest.raises(TraceError, match=r"run\.jsonl: scenario: network_seed='x': use a whole"):
-        stored.load([file])
+        judgement.load_stored([file])
 
 
 def test_the_nearest_other_trace_is_put_beside() -> None:
@@ -252,21 +252,21 @@ def test_load(tmp_path: Path) -> None:
     folder = tmp_path / "t"
     for name, seed in (("b.jsonl", 1), ("a.jsonl", 0), ("notes.txt", 2)):
         trace.save(run(seed=seed), folder / name)
-    loaded = stored.load([folder / "notes.txt", folder])
+    loaded = judgement.load_stored([folder / "notes.txt", folder])
     assert [one.scenario.seed for one in loaded.values()] == [2, 0, 1]
     assert list(loaded) == [folder / name for name in ("notes.txt", "a.jsonl", "b.jsonl")]
     (tmp_path / "none").mkdir()
     with pytest.raises(UsageError, match=r"none: holds no \*.jsonl file; give one that does"):
-        stored.load([tmp_path / "none"])
+        judgement.load_stored([tmp_path / "none"])
     with pytest.raises(TraceError, match="gone"):
-        stored.load([tmp_path / "gone"])
+        judgement.load_stored([tmp_path / "gone"])
 
 
 def test_environment() -> None:
     """Facts on which all traces agree are given once, differing ones as a list."""
     one, two = (replace(run(), environment={"torch": v, "python": "3"}) for v in ("1", "2"))
     more = replace(one, environment={"python": "3", "gpu": "a"})
-    assert stored.environment([one, two, one, more]) == {
+    assert judgement.environment([one, two, one, more]) == {
         "torch": ["1", "2"],
         "python": "3",
         "gpu": "a",
@@ -277,15 +277,15 @@ def test_a_pattern_that_no_shell_has_filled_in(tmp_path: Path) -> None:
     """A pattern loads the files that match. Without a match it is refused, as a missing file is."""
     for seed in (0, 1):
         trace.save(run(seed=seed), tmp_path / f"run-{seed}.jsonl")
-    found = stored.load([tmp_path / "run-*.jsonl", tmp_path / "run-1.jsonl"])
+    found = judgement.load_stored([tmp_path / "run-*.jsonl", tmp_path / "run-1.jsonl"])
     assert [path.name for path in found] == ["run-0.jsonl", "run-1.jsonl"]
     with pytest.raises(UsageError, match="no such file; give a trace"):
-        stored.load([tmp_path / "absent-*.jsonl"])
+        judgement.load_stored([tmp_path / "absent-*.jsonl"])
     with pytest.raises(TraceError, match="can't be read"):
-        stored.load([tmp_path / "absent.jsonl"])
+        judgement.load_stored([tmp_path / "absent.jsonl"])
     odd = tmp_path / "run[1].jsonl"  # a name is a name, whatever is in it
     trace.save(run(), odd)
-    assert list(stored.load([odd])) == [odd]
+    assert list(judgement.load_stored([odd])) == [odd]
 
 
 @pytest.mark.parametrize("is_command", [False, True])
@@ -301,11 +301,11 @@ def test_who_wants_to_hear_of_judgements(is_command: bool) -> None:
 
     if is_command:
         made = {
-            file: Run(asked=Asked(world_size=one.scenario.world_size, seed=0), trace=one)
+            file: Run(settings=RunSettings(world_size=one.scenario.world_size, seed=0), trace=one)
             for file, one in traces.items()
         }
         entries = judging.judge([task], made, on_judged=hear)
     else:
-        entries = stored.judge_stored([task], traces, on_judged=hear)
+        entries = judgement.judge_stored([task], traces, on_judged=hear)
     assert [entry.verdict for entry in entries] == [Verdict.HELD]
     assert heard == [[2, 1], [1]]

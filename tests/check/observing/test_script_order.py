@@ -162,10 +162,10 @@ ONCE = {
 
 
 def comes_again(
-    text: str, folder: Path, look: Callable[..., bool] = script_order.come_again
-) -> bool:
+    text: str, folder: Path, look: Callable[..., bool | str] = script_order.line_again
+) -> bool | str:
     """Return what is said of the lines that draw, in the midst of a script's function `train`."""
-    file, seen = str(folder / "own.py"), list[bool]()
+    file, seen = str(folder / "own.py"), list[bool | str]()
     scope: dict[str, Any] = {"randint": int}
     exec(compile(text, file, "exec"), scope)
     scope["train"](lambda: seen.append(look(DRAWS, {file: text})))
@@ -176,6 +176,13 @@ def comes_again(
 def test_a_line_that_draws_in_each_step(name: str, tmp_path: Path) -> None:
     """By itself or in what is called there, under no condition."""
     assert comes_again(AGAIN[name], tmp_path)
+
+
+def test_the_line_that_draws_in_each_step_is_named(tmp_path: Path) -> None:
+    """Not one before it, such as that of a function that samples from the model."""
+    text = "def generate():\n    return randint(0)\n" + IN_THE_LOOP
+    number = text.splitlines().index("    return randint(step)") + 1
+    assert comes_again(text, tmp_path) == f"own.py:{number}"
 
 
 @pytest.mark.parametrize("name", ONCE)

@@ -7,8 +7,8 @@ from collections.abc import Collection
 
 import pytest
 
-from entrenar_py.check.project import exclusions
-from entrenar_py.check.project.tables import Acceptance, Exclusion
+from entrenar_py.check.project import configuration
+from entrenar_py.check.project.configuration import Acceptance, Exclusion
 from entrenar_py.shared.config.problems import Position
 from entrenar_py.shared.errors import ContractError
 from tests.check.clauses.traces import clause
@@ -23,8 +23,8 @@ NEVER = Exclusion(clause=CLAUSE.id, reason="no NaNs here", until=None, place=EXC
 
 def standing(
     found: Exclusion, today: datetime.date, asked: Collection[str] = ()
-) -> exclusions.Standing:
-    return exclusions.apply([OTHER, CLAUSE], [found], asked=asked, today=today)
+) -> configuration.Standing:
+    return configuration.apply([OTHER, CLAUSE], [found], asked=asked, today=today)
 
 
 def test_until_its_last_day() -> None:
@@ -63,25 +63,25 @@ def test_not_applicable() -> None:
 
 def test_each_names_a_clause_once() -> None:
     """A misspelt or repeated clause is refused, as it would exclude nothing unnoticed."""
-    exclusions.require_known([EXCLUDED], [CLAUSE.id])
+    configuration.require_known([EXCLUDED], [CLAUSE.id])
     with pytest.raises(ContractError) as refusal:
-        exclusions.require_known([EXCLUDED, NEVER], ["F-DP-033"])
+        configuration.require_known([EXCLUDED, NEVER], ["F-DP-033"])
     assert refusal.value.problems[0] == (
         "pyproject.toml:9:3: error: clause 'F-DP-003' is in none of the contracts; did you mean "
         "'F-DP-033'?"
     )
     with pytest.raises(ContractError, match="is excluded at pyproject"):
-        exclusions.require_known([EXCLUDED, NEVER], [CLAUSE.id])
+        configuration.require_known([EXCLUDED, NEVER], [CLAUSE.id])
 
 
 def test_an_accepted_clause_is_tried() -> None:
     """Its falsification is accepted for the reason given, if nothing else leaves it out."""
     accepted = Acceptance(clause=CLAUSE.id, reason="clamped", place=EXCLUDED.place)
-    found = exclusions.apply([OTHER, CLAUSE], [], [accepted])
+    found = configuration.apply([OTHER, CLAUSE], [], [accepted])
     assert found.selected == (OTHER, CLAUSE)
     assert found.accepted == {CLAUSE.id: "clamped (pyproject.toml:9:3)"}
-    exclusions.require_known([], [CLAUSE.id], [accepted])
+    configuration.require_known([], [CLAUSE.id], [accepted])
     with pytest.raises(ContractError, match="is in none of the contracts"):
-        exclusions.require_known([], [OTHER.id], [accepted])
+        configuration.require_known([], [OTHER.id], [accepted])
     with pytest.raises(ContractError, match=r"is excluded at pyproject\.toml:9:3, too"):
-        exclusions.require_known([EXCLUDED], [CLAUSE.id], [accepted])
+        configuration.require_known([EXCLUDED], [CLAUSE.id], [accepted])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py.check.project import guessing, launchers, script
+from entrenar_py.check.project import commands, init
 
 EXAMPLES = Path(__file__).parents[3] / "examples/user_trainers"
 SCRIPT = """
@@ -28,8 +28,8 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("train.py").write_text(SCRIPT)
 
 
-def guess(line: str) -> guessing.Guess:
-    return guessing.guess(line.split(), Path.cwd())
+def guess(line: str) -> init.Guess:
+    return init.guess_command(line.split(), Path.cwd())
 
 
 @pytest.mark.parametrize(
@@ -111,14 +111,14 @@ def test_workers(line: str, made: str, world_size: int | None) -> None:
 def test_a_check_fills_in_what_init_does() -> None:
     """The command behind `--` gets {world_size} by the function that `init` uses."""
     line = "OMP_NUM_THREADS=1 torchrun --nproc_per_node 4 train.py --nproc_per_node 3"
-    found = launchers.of(line.split())
+    found = commands.of(line.split())
     assert " ".join(found.command) == (
         "env OMP_NUM_THREADS=1 torchrun --nproc_per_node {world_size} train.py --nproc_per_node 3"
     )
     assert found.changes[-1] == "{world_size} stands for the number of workers, instead of 4"
     assert found.world_size == 4
     for untouched in ("./train.sh 2", "torchrun --nproc_per_node={world_size} train.py"):
-        assert launchers.of(untouched.split()) == launchers.Launch(command=(*untouched.split(),))
+        assert commands.of(untouched.split()) == commands.Launch(command=(*untouched.split(),))
 
 
 def test_options_of_the_script() -> None:
@@ -221,12 +221,12 @@ def test_as_typed_in_a_shell() -> None:
         *("env", "OMP_NUM_THREADS=1", "torchrun")
     ]
     line = "torchrun --nproc_per_node=2 train.py --name 'two words'"
-    found = guessing.guess([line], Path.cwd())
+    found = init.guess_command([line], Path.cwd())
     assert found.command[:5] == [
         *("torchrun", "--nproc_per_node={world_size}", "train.py", "--name", "two words")
     ]
     shell = ["bash", "-lc", "cd x && torchrun --nproc_per_node=2 train.py"]
-    found = guessing.guess(shell, Path.cwd())
+    found = init.guess_command(shell, Path.cwd())
     assert found.command == shell
     assert found.look == [
         "the text for bash is not read: put {world_size}, {steps}, {workdir} and {seed} into it, "
@@ -245,7 +245,7 @@ def test_several_machines() -> None:
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_the_examples_are_observed(path: Path) -> None:
     """Every example is recognised as observed, by `observe` or by a callback."""
-    found = script.read(path)
+    found = commands.read_script(path)
     assert found is not None
     assert found.is_observed
 
@@ -253,7 +253,7 @@ def test_the_examples_are_observed(path: Path) -> None:
 def test_a_script_that_only_looks_like_it() -> None:
     """Another library's `observe`, or a comment, doesn't count."""
     Path("other.py").write_text("import rx\n# entrenar_py.observe(model)\nrx.observe(1)\n")
-    found = script.read(Path("other.py"))
+    found = commands.read_script(Path("other.py"))
     assert found is not None
     assert not found.is_observed
-    assert script.read(Path(sys.executable)) is None
+    assert commands.read_script(Path(sys.executable)) is None

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py.check.project import reading
+from entrenar_py.check.project import configuration
 from entrenar_py.shared import shipped
 from tests.command_line import check, contract_file
 
@@ -29,7 +29,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_new_file(capsys: pytest.CaptureFixture[str]) -> None:
     """The guesses for the example are written and printed."""
     assert check("init", "--", *COMMAND) == 0
-    project = reading.load(Path("entrenar-check.toml"))
+    project = configuration.load(Path("entrenar-check.toml"))
     assert " ".join(project.command) == (
         "torchrun --nproc_per_node={world_size} train.py --steps {steps} --dir {workdir}"
     )
@@ -45,7 +45,7 @@ def test_a_new_file(capsys: pytest.CaptureFixture[str]) -> None:
 def test_without_a_command() -> None:
     """Without a command the reference trainers are configured."""
     assert check("init") == 0
-    project = reading.load(Path("entrenar-check.toml"))
+    project = configuration.load(Path("entrenar-check.toml"))
     assert (project.command, project.exclusions) == ((), ())
     assert len(project.values["contract"]) == 2
     assert check("--list") == 0
@@ -64,7 +64,7 @@ def test_pyproject(end: str, last: str) -> None:
     assert added.count(b"\n") == added.count(end.encode())
     table = tomllib.loads(after.decode())["tool"]["entrenar-check"]
     assert table["contract"] == "reduction-v1"
-    assert reading.load(Path("pyproject.toml")).command[3:5] == ("--name", 'a "b" é')
+    assert configuration.load(Path("pyproject.toml")).command[3:5] == ("--name", 'a "b" é')
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from entrenar_py.check.project import positions
+from entrenar_py.check.project import toml_file
 
 TEXT = """\
 # a = 1
@@ -33,7 +33,7 @@ last = {}
 
 def test_places() -> None:
     """Each place is the line and column of a key or element; strings and comments hold no keys."""
-    found = positions.scan(TEXT)
+    found = toml_file.scan(TEXT)
     first = ("tool", "first")
     assert found[first] == (2, 7)
     assert found[*first, "plain"] == (3, 1)
@@ -47,7 +47,7 @@ def test_places() -> None:
     assert set(found) == {*_paths(tomllib.loads(TEXT))}
 
 
-def _paths(value: Any, path: positions.Path = ()) -> Iterator[positions.Path]:
+def _paths(value: Any, path: toml_file.KeyPath = ()) -> Iterator[toml_file.KeyPath]:
     """Yield every path in the parsed text."""
     if path:
         yield path
@@ -94,7 +94,7 @@ def test_every_key_and_element_has_a_place(tables: dict[str, dict[str, Any]]) ->
         ]
     text = "\n".join(lines)
     assert tomllib.loads(text) == tables
-    found = positions.scan(text)
+    found = toml_file.scan(text)
     assert set(found) == {*_paths(tables)}
     rows = text.split("\n")
     for path, (line, column) in found.items():

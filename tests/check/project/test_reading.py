@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py.check.cli.options import modes, parser, typed
-from entrenar_py.check.project import reading
-from entrenar_py.check.project.keys import KEYS
+from entrenar_py.check.cli import command_line
+from entrenar_py.check.project import configuration
+from entrenar_py.check.project.configuration import KEYS
 from entrenar_py.shared.errors import ContractError, UsageError
 
 # Options that say what is done in one call, or how it is shown: no project has a usual value.
 NOT_CONFIGURED = {
     *("help", "version", "config", "no_config", "stop_early", "no_color", "verbose"),
-    *(name for name in modes.MODES if name != "command"),
+    *(name for name in command_line.MODES if name != "command"),
 }
 FULL = """\
 [project]
@@ -54,7 +54,7 @@ def problems(folder: Path, text: str) -> list[str]:
     """Return the errors in a table of these lines, without the file's name."""
     path = write(folder, f"[tool.entrenar-check]\n{text}")
     with pytest.raises(ContractError) as refusal:
-        reading.load(path)
+        configuration.load(path)
     return [line.partition("pyproject.toml:")[2] for line in refusal.value.problems]
 
 
@@ -65,7 +65,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_option_has_a_key_or_none_on_purpose() -> None:
     """Every option has a key or is exempt, and every key but the known ones has an option."""
-    names = {action.dest for action in parser.build()._actions} - NOT_CONFIGURED
+    names = {action.dest for action in command_line.build()._actions} - NOT_CONFIGURED
     keys = {name.replace("-", "_") for name in KEYS}
     assert names - keys == set()
     assert keys - names == {"accept", "command", "knobs"}
@@ -73,11 +73,11 @@ def test_every_option_has_a_key_or_none_on_purpose() -> None:
 
 def test_all_keys(tmp_path: Path) -> None:
     """Values are those of the command line's options; paths are relative to the current folder."""
-    project = reading.load(write(tmp_path, FULL))
+    project = configuration.load(write(tmp_path, FULL))
     assert (str(project.place), project.folder) == ("pyproject.toml:4:7", tmp_path)
     assert project.command == ("torchrun", "--nproc_per_node={world_size}", "my train.py")
     line = "--steps 6 --deadline 12.5 --world-size 2,4 --seed 3 --only F-DP-001 --severity P0,P1"
-    options = typed.read(line.split())
+    options = command_line.read(line.split())
     for name in options.typed:
         assert project.values[name] == getattr(options, name)
     assert project.values["contract"] == ("distributed-training-v1.yaml", "contracts/own.yaml")
@@ -95,7 +95,7 @@ def test_seen_from_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     path = write(tmp_path, FULL)
     (tmp_path / "src").mkdir()
     monkeypatch.chdir(tmp_path / "src")
-    project = reading.load(path)
+    project = configuration.load(path)
     assert project.place.file == "../pyproject.toml"
     assert project.values["contract"] == ("distributed-training-v1.yaml", "../contracts/own.yaml")
     assert project.values["trace_dir"] == Path("../traces/{contract}")
@@ -104,11 +104,11 @@ def test_seen_from_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_file_of_its_own(tmp_path: Path) -> None:
     """In entrenar-check.toml the same keys are at the top."""
     path = write(tmp_path, 'contract = "c.yaml"\nsystem = "ddp"\n', "entrenar-check.toml")
-    project = reading.load(path)
+    project = configuration.load(path)
     assert project.values == {"contract": ("c.yaml",), "system": "ddp"}
     assert str(project.places["system"]) == "entrenar-check.toml:2:1"
     with pytest.raises(UsageError, match=r"has no table \[tool.entrenar-check\]"):
-        reading.load(write(tmp_path, ""))
+        configuration.load(write(tmp_path, ""))
 
 
 def test_all_problems_at_once(tmp_path: Path) -> None:
@@ -205,4 +205,4 @@ def test_a_table_that_is_none(tmp_path: Path) -> None:
     """A value that isn't a table, under the table's name, is refused."""
     path = write(tmp_path, "[tool]\nentrenar-check = 1\n")
     with pytest.raises(ContractError, match="give a table with keys among contract, command"):
-        reading.load(path)
+        configuration.load(path)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py.check.project import reading
+from entrenar_py.check.project import configuration
 from entrenar_py.shared.errors import ContractError
 from tests.check.contract.validation.written import KERNEL, written
 from tests.command_line import check
@@ -42,7 +42,7 @@ def configured(folder: Path, text: str = TABLE) -> Path:
 
 def test_read(tmp_path: Path) -> None:
     """Levels are read by rule, and suppressions with their places."""
-    project = reading.load(configured(tmp_path))
+    project = configuration.load(configured(tmp_path))
     assert project.levels["SCHEMA-009"] == "info"
     (one,) = project.suppressions
     assert (one.rule, one.file, one.until) == (
@@ -78,7 +78,7 @@ def test_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
     """A wrong value is an error at its place."""
     path = configured(tmp_path, TABLE.replace(old, new, 1))
     with pytest.raises(ContractError) as refusal:
-        reading.load(path)
+        configuration.load(path)
     assert message in str(refusal.value)
 
 

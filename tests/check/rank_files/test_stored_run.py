@@ -11,7 +11,7 @@ import pytest
 
 from entrenar_py.check.clauses import CHECKS
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.harness import stored
+from entrenar_py.check.harness import judgement
 from entrenar_py.check.harness.plan import Task
 from entrenar_py.check.rank_files.rank_file import RankFile
 from entrenar_py.shared import trace
@@ -79,11 +79,11 @@ def header(rank: int, world_size: int) -> dict[str, Any]:
 
 def found(check: str, *paths: Path) -> Finding:
     """Return the finding of the check on the runs in `paths`."""
-    traces = stored.load(paths)
+    traces = judgement.load_stored(paths)
     clause = Invariant(id="F-X", name="x", statement="", position=Position("c.yaml", 3, 5))
     planned = (own_run().scenario,)
     task = Task(invariant=clause, check=CHECKS[check], planned=planned)
-    (entry,) = stored.judge_stored([task], traces)
+    (entry,) = judgement.judge_stored([task], traces)
     return entry.finding
 
 
@@ -98,7 +98,7 @@ def test_whole_runs_are_held(tmp_path: Path, check: str) -> None:
 
 def test_what_it_was(tmp_path: Path) -> None:
     """The scenario is what the files show, and the environment is what they recorded."""
-    ((folder, read),) = stored.load([write(tmp_path / "run", 0, 1, of=own_run())]).items()
+    ((folder, read),) = judgement.load_stored([write(tmp_path / "run", 0, 1, of=own_run())]).items()
     assert folder == tmp_path / "run"
     own = read.scenario
     assert (own.system, own.world_size, own.num_steps, own.batch_size) == ("command", 2, STEPS, 4)
@@ -111,7 +111,7 @@ def test_files_by_a_pattern(tmp_path: Path) -> None:
     """The files of a folder are one run; a pattern may match the files of several."""
     write(tmp_path / "two", 0, 1, of=own_run())
     write(tmp_path / "one", 0, of=own_run(1))
-    found = stored.load([tmp_path / "*" / "*.rank.jsonl"])
+    found = judgement.load_stored([tmp_path / "*" / "*.rank.jsonl"])
     assert {folder.name: one.scenario.world_size for folder, one in found.items()} == {
         "one": 1,
         "two": 2,
@@ -137,8 +137,10 @@ def test_a_drifting_rank_is_caught(tmp_path: Path) -> None:
 def test_ranks_that_are_brought_together_now_and_then(tmp_path: Path) -> None:
     """A run with outer synchronisations promises agreement after each round, not each step."""
     met = tuple(trace.Synchronised(step=STEPS - 1, rank=rank, weights={}) for rank in (0, 1))
-    (alone,) = stored.load([write(tmp_path / "alone", 0, 1, of=own_run())]).values()
-    (outer,) = stored.load([write(tmp_path / "outer", 0, 1, of=own_run(), extra=met)]).values()
+    (alone,) = judgement.load_stored([write(tmp_path / "alone", 0, 1, of=own_run())]).values()
+    (outer,) = judgement.load_stored(
+        [write(tmp_path / "outer", 0, 1, of=own_run(), extra=met)]
+    ).values()
     assert (alone.promises, outer.promises) == ((), ("rounds",))
 
 
@@ -171,7 +173,10 @@ def test_how_it_ended(tmp_path: Path) -> None:
     injected = trace.Injected(fault=fault, step=STEPS, rank=1, shard=0)
     halted = write(tmp_path / "nan", 0, 1, of=right, problem="ValueError: NaN", extra=(injected,))
     hung = write(tmp_path / "hung", 0, 1, of=right, closed=[0])
-    ends = {path.name: one.end for path, one in stored.load([cut, failed, halted, hung]).items()}
+    ends = {
+        path.name: one.end
+        for path, one in judgement.load_stored([cut, failed, halted, hung]).items()
+    }
     assert {name: end.status for name, end in ends.items()} == {
         "cut": "failed",
         "failed": "failed",
@@ -180,7 +185,7 @@ def test_how_it_ended(tmp_path: Path) -> None:
     }
     assert "the files end with rank 0 after 4 steps, rank 1 after 3 steps" in ends["cut"].reason
     assert ends["failed"].reason == "it ended with ValueError: no"
-    (nan,) = stored.load([halted]).values()
+    (nan,) = judgement.load_stored([halted]).values()
     assert [one.kind for one in nan.scenario.faults] == ["non_finite_gradient"]
 
 
@@ -188,4 +193,4 @@ def test_a_file_that_no_rank_wrote(tmp_path: Path) -> None:
     """An invalid file is refused by name and line, and nothing is judged."""
     (tmp_path / "00000-000.rank.jsonl").write_text("{}\n", encoding="utf-8")
     with pytest.raises(TraceError, match=r"rank.jsonl:1: kind=None, version=None: give a rank's"):
-        stored.load([tmp_path])
+        judgement.load_stored([tmp_path])

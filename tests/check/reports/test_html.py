@@ -13,7 +13,7 @@ from hypothesis.strategies import DataObject, SearchStrategy
 from entrenar_py.check.reports import html
 from entrenar_py.check.reports.curves import Curve, training
 from entrenar_py.check.reports.report import Report
-from entrenar_py.shared.page import document
+from entrenar_py.shared.page import html_page
 from entrenar_py.shared.scenario import Scenario
 
 VOID = {"meta", "line", "circle", "polyline"}
@@ -158,5 +158,5 @@ def test_kill_matrix(full: Report) -> None:
 
 def test_long_keys_break() -> None:
     """A key that is longer than its column breaks, and never runs over its value."""
-    (rule,) = (line for line in document.STYLE.splitlines() if line.startswith("dt {"))
+    (rule,) = (line for line in html_page.STYLE.splitlines() if line.startswith("dt {"))
     assert "overflow-wrap: anywhere" in rule

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from entrenar_py.check import contract
-from entrenar_py.check.command import ending, judging
+from entrenar_py.check.command import judging, run_trace
 from entrenar_py.check.reports.report import Configuration, Entry, NotApplying, Report
 from entrenar_py.shared import shipped
 from entrenar_py.shared.scenario import OBSERVED, Scenario
@@ -62,7 +62,7 @@ BROKEN: Mapping[str, Finding] = {
 PASTED: Mapping[str, Finding] = {
     "F-DP-006": inconclusive(
         "",
-        f"the run on 2 workers with a worker killed failed: {ending.NOT_RESTARTED} "
+        f"the run on 2 workers with a worker killed failed: {run_trace.NOT_RESTARTED} "
         "[2-workers-killed (with 2-workers)]",
     ),
     "F-TI-003": inconclusive("", f"the run was not stopped and resumed: {judging.NO_WORKDIR}"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DataObject, SearchStrategy
 from rich.console import Console
 
-from entrenar_py.check.reports import progress_line
+from entrenar_py.check.reports import terminal
 from entrenar_py.check.reports.report import NotApplying, Report
 from entrenar_py.shared.verdict import Verdict
 from tests.check.reports.conftest import full_report, printed
@@ -210,7 +210,7 @@ def progress_output(*, tty: bool) -> str:
     file = io.StringIO()
     console = Console(file=file, width=80, force_terminal=tty, color_system=None)
     held, open_one = full_report().entries[:2]
-    with progress_line.Progress(console) as shown:
+    with terminal.Progress(console) as shown:
         shown.show("F-DP-001", 0, 0, "planning")
         for known in full_report().entries[3], open_one, replace(open_one, finding=held.finding):
             shown.know(known)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from entrenar_py.compute.wgpu.capture import Function, capture
-from entrenar_py.train.arithmetic import dropout, workload
+from entrenar_py.train.arithmetic import engine, workload
 
 
 @cache
@@ -27,7 +27,7 @@ def step(name: str, num_samples: int = 1) -> tuple[Function, list[Tensor]]:
     def run(*tensors: Tensor) -> tuple[Tensor, ...]:
         held = dict(zip(names, tensors, strict=False))
         given = tensors[len(names) :]
-        loss = model.loss_of(held, given, linear=F.linear, drop=dropout.none)
+        loss = model.loss_of(held, given, linear=F.linear, drop=engine.no_dropout)
         wanted = [held[spec.name] for spec in model.specs if spec.role == "trainable"]
         return loss, *torch.autograd.grad(loss, wanted)
 

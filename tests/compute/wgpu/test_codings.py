@@ -13,16 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from entrenar_py.compute import nf4, rounding
+from entrenar_py.compute import nf4, products
 from entrenar_py.compute.wgpu import WgpuBackend
 from entrenar_py.compute.wgpu.capture import capture
-from entrenar_py.compute.wgpu.codings import LEVELS_BYTES, NF4, Coding
-from entrenar_py.compute.wgpu.device import Device
-from entrenar_py.compute.wgpu.emitter import Buffer
+from entrenar_py.compute.wgpu.device import Device, upload
+from entrenar_py.compute.wgpu.emitter import LEVELS_BYTES, NF4, Buffer, Coding
 from entrenar_py.compute.wgpu.product import product_kernel
 from entrenar_py.compute.wgpu.program import compile_graph, compile_step
 from entrenar_py.compute.wgpu.tiles import MEDIUM, SMALL, Layout, Product, Tiling
-from entrenar_py.compute.wgpu.uploads import upload
 from entrenar_py.shared.errors import UsageError
 from tests.compute.wgpu.agreement import agrees
 from tests.compute.wgpu.test_product import OTHERS, TILINGS, dispatch, operand
@@ -101,7 +99,7 @@ def check(device: Device, kind: str, m: int, tiling: Tiling | None, **sizes: Any
     weight = decoded(kind, held, rows, columns)
     right = weight if backward else weight.t()
     wanted = x.double() @ right.double()
-    allowed = rounding.bound(x, right, unit_roundoff=UNIT)
+    allowed = products.bound(x, right, unit_roundoff=UNIT)
     if kind == NF4:  # a scale of up to 1.5 is rounded twice, and a level's product with it once
         allowed = allowed + 3 * UNIT * 1.5 * x.abs().double().sum(1, keepdim=True)
     assert torch.isfinite(found).all()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from entrenar_py.compute.wgpu.capture import capture
-from entrenar_py.compute.wgpu.nodes import name_of
+from entrenar_py.compute.wgpu.graph import name_of
 from entrenar_py.compute.wgpu.operations import OPERATIONS
 from entrenar_py.compute.wgpu.pointwise import SCALARS
 from entrenar_py.systems.probes import operation_cases

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 
-from entrenar_py.compute.wgpu import convolutions
+from entrenar_py.compute.wgpu import decompositions
 from entrenar_py.compute.wgpu.capture import capture
 from entrenar_py.compute.wgpu.device import Device
 from entrenar_py.compute.wgpu.program import compile_step
@@ -35,12 +35,12 @@ def test_every_window(rank: int) -> None:
         bias = numbers(6).double()
         window = [stride], [padding], [dilation], False, [0], groups
         right = ATEN.convolution(x, weight, bias, *window)
-        found = convolutions.convolution(x, weight, bias, *window)
+        found = decompositions.convolution(x, weight, bias, *window)
         assert found.is_contiguous()
         torch.testing.assert_close(found, right)
         gradient = numbers(*right.shape).double()
         given = gradient, x, weight, [6], *window, [True, True, True]
-        gradients = convolutions.convolution_backward(*given)
+        gradients = decompositions.convolution_backward(*given)
         for one, wanted in zip(gradients, ATEN.convolution_backward(*given), strict=True):
             torch.testing.assert_close(one, wanted)
 
@@ -50,9 +50,9 @@ def test_uneven_windows() -> None:
     x, weight = numbers(2, 3, 7, 11).double(), numbers(3, 1, 2, 3).double()
     window = [2, 3], [1, 0], [1, 2], False, [0, 0], 3
     right = ATEN.convolution(x, weight, None, *window)
-    torch.testing.assert_close(convolutions.convolution(x, weight, None, *window), right)
+    torch.testing.assert_close(decompositions.convolution(x, weight, None, *window), right)
     given = torch.ones_like(right), x, weight, None, *window, [True, True, False]
-    found = convolutions.convolution_backward(*given)
+    found = decompositions.convolution_backward(*given)
     for one, wanted in zip(found[:2], ATEN.convolution_backward(*given)[:2], strict=True):
         torch.testing.assert_close(one, wanted)
     assert found[2] is None

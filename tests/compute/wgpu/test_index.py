@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from entrenar_py.compute.wgpu import index as at
 from entrenar_py.compute.wgpu.index import Index, Indices
-from entrenar_py.compute.wgpu.views import reshaped_strides
+from entrenar_py.compute.wgpu.values import reshaped_strides
 
 SHAPES = st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=4)
 

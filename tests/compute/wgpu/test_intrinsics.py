@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from entrenar_py.compute.wgpu.intrinsics import literal
+from entrenar_py.compute.wgpu.codegen import literal
 
 
 @pytest.mark.parametrize(

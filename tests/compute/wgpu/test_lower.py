@@ -13,8 +13,7 @@ from torch import Tensor
 from entrenar_py.compute.wgpu.capture import Function, capture
 from entrenar_py.compute.wgpu.device import Device
 from entrenar_py.compute.wgpu.lower import Lowered, lower
-from entrenar_py.compute.wgpu.plan import plan
-from entrenar_py.compute.wgpu.program import Program
+from entrenar_py.compute.wgpu.program import Program, plan
 from entrenar_py.compute.wgpu.tiles import Limits
 
 LIMITS = Limits(

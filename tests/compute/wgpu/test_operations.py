@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from entrenar_py.compute.wgpu.device import Device
+from entrenar_py.compute.wgpu.device import Array, Device
 from entrenar_py.compute.wgpu.program import compile_step
-from entrenar_py.compute.wgpu.uploads import Array
 from entrenar_py.shared.errors import UsageError
 
 pytestmark = pytest.mark.wgpu

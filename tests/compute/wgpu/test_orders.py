@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from entrenar_py.compute.wgpu import orders
+from entrenar_py.compute.wgpu import decompositions
 from entrenar_py.compute.wgpu.device import Device
 from tests.compute.wgpu.test_operations import agree, numbers
 
@@ -17,11 +17,11 @@ INF, NAN = torch.inf, torch.nan
 def test_orders_with_nan(descending: bool) -> None:
     """NaN is the largest element, and equal elements keep their order."""
     x = torch.tensor([[2.0, NAN, -INF, 2.0, INF, NAN, -0.0, 0.0], [1, 1, 1, 0, 0, 0, 3, NAN]])
-    values, indices = orders.sort(x, 1, descending)
+    values, indices = decompositions.sort(x, 1, descending)
     right = torch.sort(x, dim=1, descending=descending, stable=True)
     assert torch.equal(indices, right.indices)
     torch.testing.assert_close(values, right.values, equal_nan=True, rtol=0, atol=0)
-    first = orders.topk(x, 3, 1, descending)
+    first = decompositions.topk(x, 3, 1, descending)
     torch.testing.assert_close(
         first[0], torch.topk(x, 3, 1, descending).values, equal_nan=True, rtol=0, atol=0
     )
@@ -32,11 +32,11 @@ def test_products_by_groups() -> None:
     """Rows times their group's matrix, and columns times rows; a group may be empty."""
     a, b = numbers(7, 5).double(), numbers(3, 5, 4).double()
     ends = torch.tensor([2, 2, 6], dtype=torch.int32)
-    found = orders.grouped_mm(a, b, ends)
+    found = decompositions.grouped_mm(a, b, ends)
     right = torch.cat([a[:2] @ b[0], a[2:6] @ b[2], torch.zeros(1, 4)])
     torch.testing.assert_close(found, right)
     rows = numbers(7, 4).double()
-    columns = orders.grouped_mm(a.T, rows, ends)
+    columns = decompositions.grouped_mm(a.T, rows, ends)
     torch.testing.assert_close(columns[0], a[:2].T @ rows[:2])
     assert torch.equal(columns[1], torch.zeros_like(columns[1]))
     torch.testing.assert_close(columns[2], a[2:6].T @ rows[2:6])

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from entrenar_py.compute import rounding
+from entrenar_py.compute import products
 from entrenar_py.compute.wgpu import WgpuBackend
 from entrenar_py.compute.wgpu.device import Device
 from entrenar_py.compute.wgpu.product import Kernel, fold, product_kernel
@@ -148,7 +148,7 @@ def assert_right(
     )
     for result, one, other, extra in flat:
         wanted = one.double() @ other.double()
-        allowed = rounding.bound(one, other, unit_roundoff=2.0**-23)
+        allowed = products.bound(one, other, unit_roundoff=2.0**-23)
         if biased:
             wanted = 0.5 * wanted + extra
             allowed = allowed + 2.0**-22 * (wanted.abs() + extra.abs() + allowed)

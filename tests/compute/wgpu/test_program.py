@@ -15,10 +15,9 @@ from torch import Tensor
 from entrenar_py.compute.wgpu import WgpuBackend
 from entrenar_py.compute.wgpu import program as programs
 from entrenar_py.compute.wgpu.capture import capture
-from entrenar_py.compute.wgpu.device import Device, open_device
+from entrenar_py.compute.wgpu.device import Array, Device, open_device
 from entrenar_py.compute.wgpu.lower import lower
 from entrenar_py.compute.wgpu.program import Program, compile_step
-from entrenar_py.compute.wgpu.uploads import Array
 from entrenar_py.shared.errors import BackendUnavailable, UsageError
 from entrenar_py.train.arithmetic import workload
 from tests.compute.wgpu.whole_steps import arrays, check_step, step_of

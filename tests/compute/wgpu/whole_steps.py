@@ -13,10 +13,9 @@ import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 
 from entrenar_py.compute.wgpu.capture import Function
-from entrenar_py.compute.wgpu.device import Device, open_device
+from entrenar_py.compute.wgpu.device import Array, Device, open_device
 from entrenar_py.compute.wgpu.program import compile_step
-from entrenar_py.compute.wgpu.uploads import Array
-from entrenar_py.train.arithmetic import dropout, workload
+from entrenar_py.train.arithmetic import engine, workload
 from entrenar_py.train.arithmetic.tensors import Workload
 
 # Relative to a tensor's largest element: ten times the error of the whole decoder's gradients.
@@ -45,7 +44,7 @@ def step_of(model: Workload, ids: Sequence[int]) -> tuple[Function, list[Tensor]
         leaves = [one.detach().requires_grad_() for one in given[len(batch) :][: len(trained)]]
         tensors = dict(zip([*trained, *frozen], [*leaves, *given[-len(frozen) :]], strict=False))
         inputs = given[: len(batch)]
-        loss = model.loss_of(tensors, inputs, linear=F.linear, drop=dropout.none)
+        loss = model.loss_of(tensors, inputs, linear=F.linear, drop=engine.no_dropout)
         return loss.detach(), *torch.autograd.grad(loss, leaves)
 
     return step, [*batch, *(held[name] for name in trained)], [held[name] for name in frozen]

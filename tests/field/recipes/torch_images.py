@@ -36,18 +36,13 @@ RECIPES = (
                     ),
                     Expected(
                         clause="F-DP-002",
-                        verdict="inconclusive",
-                        kind=Kind.PROPERTY,
-                        words="no step has the samples on 1 worker that it has on 2",
-                        because="On one worker the script uses no `DistributedSampler`, and draws "
-                        "in another order.",
-                    ),
-                    Expected(
-                        clause="F-DP-005",
-                        verdict="inconclusive",
-                        kind=Kind.PROPERTY,
-                        words="batch normalisation uses each rank's own samples",
-                        because="A ResNet normalises by each rank's own samples.",
+                        verdict="falsified",
+                        kind=Kind.DEFAULT,
+                        words="samples drawn again in epoch 0 by rank 1: [",
+                        because="ImageNet has 1281167 pictures, which two ranks can't share "
+                        "evenly. torch's `DistributedSampler` gives the last rank the first "
+                        "picture of the epoch again, by default.",
+                        reproduction="distributed_sampler_pads.py",
                     ),
                 ),
             ),

@@ -94,7 +94,11 @@ _NOT_CAUSAL = Expected(
     known="https://github.com/pytorch/pytorch/issues/21518",
 )
 _AUTO = Trial(
-    name="auto", command=_COMMAND, edits=_ON_CPU, options=("--steps", "4"), expected=_EXPECTED
+    name="auto",
+    command=_COMMAND,
+    edits=_ON_CPU,
+    options=("--steps", "4"),
+    expected=(*_EXPECTED, _NOT_CAUSAL),
 )
 
 RECIPES = (

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from entrenar_py.shared.page.charts import HEIGHT, WIDTH, Line, chart
+from entrenar_py.shared.page.html_page import HEIGHT, WIDTH, Line, chart
 
 FLOATS = st.floats(-1e30, 1e30, allow_nan=False)
 

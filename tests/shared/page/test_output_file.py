@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.shared.page import output_file
+from entrenar_py.shared.page import arguments
 
 
 def test_new_file_is_not_created(tmp_path: Path) -> None:
     """A writable path is accepted, and no file is created."""
-    output_file.require_writable(tmp_path / "report.json", "json")
+    arguments.require_writable(tmp_path / "report.json", "json")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -22,7 +22,7 @@ def test_existing_file_is_not_touched(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     path.write_text("old")
     before = path.stat()
-    output_file.require_writable(path, "json")
+    arguments.require_writable(path, "json")
     assert path.read_text() == "old"
     assert path.stat().st_mtime_ns == before.st_mtime_ns
 
@@ -31,11 +31,11 @@ def test_link_is_judged_by_its_target(tmp_path: Path) -> None:
     """A dangling link is accepted only if its target can be written."""
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "new.json")
-    output_file.require_writable(link, "json")
+    arguments.require_writable(link, "json")
     link.unlink()
     link.symlink_to(tmp_path / "no folder" / "new.json")
     with pytest.raises(UsageError, match="no folder does not exist"):
-        output_file.require_writable(link, "json")
+        arguments.require_writable(link, "json")
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_impossible_path_is_refused(tmp_path: Path, name: str, message: str) -> 
     """A directory, a missing folder, a file as folder and an endless name are usage errors."""
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=message):
-        output_file.require_writable(tmp_path / name, "junit")
+        arguments.require_writable(tmp_path / name, "junit")
 
 
 @pytest.mark.parametrize("exists", [True, False])
@@ -65,19 +65,19 @@ def test_missing_permission_is_refused(
     # Tests may run as root, which permission bits don't stop.
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(UsageError, match=r"--json .*: no permission to write"):
-        output_file.require_writable(path, "json")
+        arguments.require_writable(path, "json")
 
 
 def test_write_names_the_path(tmp_path: Path) -> None:
     """A file that can't be written is a usage error with the path and the system's message."""
     path = tmp_path / "report.json"
-    output_file.write("new é\n", path)
+    arguments.write_file("new é\n", path)
     assert path.read_bytes() == "new é\n".encode()
     with pytest.raises(UsageError, match=r"can't be written \(Is a directory\)"):
-        output_file.write("new", tmp_path)
+        arguments.write_file("new", tmp_path)
 
 
 def test_a_record_is_written_as_json(tmp_path: Path) -> None:
     """A record is written as JSON with a line end."""
-    output_file.write({"a": [1, None]}, tmp_path / "r.json")
+    arguments.write_file({"a": [1, None]}, tmp_path / "r.json")
     assert (tmp_path / "r.json").read_text() == '{\n  "a": [\n    1,\n    null\n  ]\n}\n'

@@ -24,15 +24,15 @@ from rich.console import Console
 
 from entrenar_py import entrenar as service
 from entrenar_py.check import cli
+from entrenar_py.check import doctor as doctor_visit
 from entrenar_py.check.doctor import Examination
-from entrenar_py.check.doctor import visit as doctor_visit
 from entrenar_py.check.pytest_clauses import Judged
 from entrenar_py.check.reports import github, html, json_format, junit, sarif, terminal
 from entrenar_py.check.reports.report import Report, ending
 from entrenar_py.compute.machine import Found
 from entrenar_py.shared import trace
 from entrenar_py.shared.config.problems import Position
-from entrenar_py.shared.page import console, output_file
+from entrenar_py.shared.page import arguments, console
 from entrenar_py.shared.untrusted import escaping, printing
 from entrenar_py.train.service import progress
 from entrenar_py.train.service.metrics import Metrics
@@ -189,9 +189,9 @@ def test_reports() -> None:
 def test_json_and_sarif(tmp_path: Path) -> None:
     """Valid, free of hidden characters, and the texts in JSON are what they were."""
     report = hostile_report()
-    output_file.write(json_format.dump(report, allow_inconclusive=False), tmp_path / "r.json")
+    arguments.write_file(json_format.dump(report, allow_inconclusive=False), tmp_path / "r.json")
     log = sarif.dump(report, root=tmp_path, allow_inconclusive=False)
-    output_file.write(log, tmp_path / "r.sarif")
+    arguments.write_file(log, tmp_path / "r.sarif")
     for name in ("r.json", "r.sarif"):
         assert not UNSEEN.search((tmp_path / name).read_text("utf-8"))
     told = json.loads((tmp_path / "r.json").read_text("utf-8"))

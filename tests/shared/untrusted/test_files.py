@@ -12,7 +12,7 @@ import pytest
 
 from entrenar_py import entrenar as service
 from entrenar_py.check import cli
-from entrenar_py.check.harness import counterexamples, plan, stored
+from entrenar_py.check.harness import counterexamples, judgement, plan
 from entrenar_py.check.rank_files import rank_trace, stored_run
 from entrenar_py.shared.errors import CheckpointError, TraceError, UsageError
 from entrenar_py.shared.scenario import Scenario
@@ -160,7 +160,7 @@ def test_more_than_a_judge_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     bad_contents.TRACES["environment"](Path("trace.jsonl"))
     monkeypatch.setattr(ledger, "EVENTS_MAX", 0)
     with pytest.raises(TraceError, match="more than 0 events"):
-        stored.load([Path("trace.jsonl")])
+        judgement.load_stored([Path("trace.jsonl")])
 
 
 def test_many_ranks_are_put_together_in_time() -> None:

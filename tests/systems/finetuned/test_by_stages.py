@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from entrenar_py import systems
-from entrenar_py.check.clauses import tuned_stages
+from entrenar_py.check.clauses import CHECKS, fine_tuning
 from entrenar_py.check.harness import companions
 from entrenar_py.shared import trace
 from entrenar_py.shared.faults import Fault
@@ -24,7 +24,7 @@ TEXT = {"task": "text", "family": "llama"}
 
 def staged(*, options: dict[str, Any] | None = None, **changes: Any) -> Scenario:
     usual: dict[str, Any] = {"num_steps": 1, "options": {**TEXT, **(options or {})}}
-    return tuned_stages.planned(**{**usual, **changes})
+    return fine_tuning.planned_stages(**{**usual, **changes})
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_another_number_of_workers_has_other_places() -> None:
 def broken(single: Trace, done: Trace) -> tuple[str, int | None]:
     """Return the first difference from one process and its step; ("", None) without any."""
     tally = Tally("F-LP-001")
-    tuned_stages._compare(tally, single, done)
+    fine_tuning._compare_with_one_process(tally, single, done)
     assert tally.compared
     assert tally.missing == []
     return ("", None) if tally.broken is None else (tally.broken.message, tally.broken.step)
@@ -102,7 +102,7 @@ def broken(single: Trace, done: Trace) -> tuple[str, int | None]:
 def test_each_difference_is_told() -> None:
     """A shard that is lost, and a step that was not made."""
     done = systems.run(staged(num_steps=2))
-    (need,) = tuned_stages.ROWS[0].needs
+    (need,) = CHECKS["one_process"].needs
     (alone,) = companions.of([need], done.scenario).of(need)
     single = systems.run(alone)
     assert broken(single, done) == ("", None)

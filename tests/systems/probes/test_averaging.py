@@ -8,8 +8,7 @@ from entrenar_py import systems
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Heard
 from entrenar_py.systems.probes.averaging import DIFFERENT, SCHEDULES
-from entrenar_py.train.upstream import wire_frames
-from entrenar_py.train.wire_io import averaging_end
+from entrenar_py.train.upstream import frames, server
 
 SCENARIO = Scenario(
     system="averaging",
@@ -55,7 +54,7 @@ def test_the_same_seed_the_same_events() -> None:
 
 def test_workers_that_hear_different_averages(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is recorded, and so are averages that deviate."""
-    right = wire_frames.encode
+    right = frames.encode
     sent: list[int] = []
 
     def once_wrong(message, gradients=b"", **more):  # type: ignore[no-untyped-def]
@@ -63,7 +62,7 @@ def test_workers_that_hear_different_averages(monkeypatch: pytest.MonkeyPatch) -
         wrong = len(gradients) and len(sent) % 2
         return right(message, bytes(memoryview(gradients).nbytes) if wrong else gradients, **more)
 
-    monkeypatch.setattr(averaging_end, "encode", once_wrong)
+    monkeypatch.setattr(server, "encode", once_wrong)
     heard = systems.run(SCENARIO).of(Heard)
     assert DIFFERENT in {one.digest for one in heard}
     assert max(one.roundings for one in heard if one.roundings is not None) > 1

@@ -12,7 +12,7 @@ from torch import Tensor
 from entrenar_py import compute as backends
 from entrenar_py import systems
 from entrenar_py.compute import Backend, chain
-from entrenar_py.compute.cpu import open_cpu
+from entrenar_py.compute.on_torch import open_cpu
 from entrenar_py.compute.wgpu import open_wgpu
 from entrenar_py.shared.errors import BackendUnavailable, UsageError
 from entrenar_py.shared.faults import OF_ADAPTERS, Fault

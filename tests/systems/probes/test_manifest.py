@@ -12,7 +12,7 @@ import pytest
 from entrenar_py import compute as backends
 from entrenar_py import systems
 from entrenar_py.compute import Backend
-from entrenar_py.compute.cpu import CpuBackend, open_cpu
+from entrenar_py.compute.on_torch import CpuBackend, open_cpu
 from entrenar_py.shared.errors import BackendUnavailable
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Attempt, Manifest

@@ -9,7 +9,7 @@ import pytest
 
 from entrenar_py import compute as backends
 from entrenar_py.compute import Backend
-from entrenar_py.compute.cpu import open_cpu
+from entrenar_py.compute.on_torch import open_cpu
 from entrenar_py.compute.wgpu import open_wgpu
 from entrenar_py.shared.errors import BackendUnavailable
 from entrenar_py.shared.scenario import Scenario

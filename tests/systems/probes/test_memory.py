@@ -20,15 +20,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entrenar_py import systems
-from entrenar_py.check.harness import interrupts
-from entrenar_py.compute.cpu import open_cpu
+from entrenar_py.compute.on_torch import open_cpu
+from entrenar_py.shared import process
 from entrenar_py.shared.errors import BackendUnavailable, SystemFailure
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Attempt, Memory
 from entrenar_py.shared.verdict import Verdict
 from entrenar_py.systems.probes import memory
-from entrenar_py.train.arithmetic import dropout, engine, reduction
+from entrenar_py.train.arithmetic import engine, reduction
 from entrenar_py.train.arithmetic.tensors import TensorSpec
 from entrenar_py.train.coordinator import models
 from tests.check.clauses import traces
@@ -81,7 +81,6 @@ SUBJECTS = [USUAL.with_(**{"world_size": 1, "width": 2304, **changes}) for chang
 # Measures each scenario in a fork of one process that has loaded torch.
 ONE_BY_ONE = """
 import io, os, sys
-from entrenar_py.systems.probes import memory
 
 for line in sys.stdin.read().splitlines():
     if os.fork() == 0:
@@ -175,7 +174,7 @@ def test_a_share_is_computed_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     shard = engine.Engine.shard
 
     def watched(self: engine.Engine, ids: Any, *, accumulation: int, drop: Any) -> Any:
-        seen.append((accumulation, drop is dropout.none))
+        seen.append((accumulation, drop is engine.no_dropout))
         return shard(self, ids, accumulation=accumulation, drop=drop)
 
     monkeypatch.setattr(engine.Engine, "shard", watched)
@@ -228,7 +227,7 @@ def test_a_child_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "took longer than 0.2 s" in end.reason
 
 
-@pytest.mark.parametrize("harness", [interrupts.deferred, nullcontext])
+@pytest.mark.parametrize("harness", [process.deferred_interrupts, nullcontext])
 def test_an_interrupt_ends_the_child_at_once(
     harness: Callable[[], AbstractContextManager[None]],
     tmp_path: Path,
@@ -243,7 +242,7 @@ def test_an_interrupt_ends_the_child_at_once(
         with pytest.raises(KeyboardInterrupt):
             systems.run(USUAL)
         assert signal.getsignal(signal.SIGINT) is handler
-        interrupts.check()
+        process.check_interrupts()
     assert _children() == before
     assert capfd.readouterr() == ("", "")
 

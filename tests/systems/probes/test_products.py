@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from entrenar_py.compute.cpu import open_cpu
+from entrenar_py.compute.on_torch import open_cpu
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.probes import products

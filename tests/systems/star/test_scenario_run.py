@@ -15,7 +15,7 @@ from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.star.scenario_run import ScenarioRun
 from entrenar_py.train.wire.effects import Finish, Gather
 from entrenar_py.train.wire.terms import Run
-from entrenar_py.train.wire_io.uninvited_client import Guest
+from entrenar_py.train.wire_io.injections import Guest
 from tests.systems import stars
 
 

@@ -19,7 +19,7 @@ from entrenar_py.systems.star.worker_process import Doomed
 from entrenar_py.train.coordinator.server import Server
 from entrenar_py.train.wire.messages import Commit, Heartbeat, Staged
 from entrenar_py.train.wire.terms import Timing
-from entrenar_py.train.wire_io.message_faults import Fate, Meddling
+from entrenar_py.train.wire_io.injections import Fate, Meddling
 from entrenar_py.train.wire_io.processes import Job
 from tests.systems import stars
 from tests.train.wire_io.fakes import free_port

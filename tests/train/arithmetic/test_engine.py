@@ -1,4 +1,4 @@
-"""One shard's gradient, its scale, its micro-batches, and the buffers."""
+"""Dropout's masks, and one shard's gradient."""
 
 from __future__ import annotations
 
@@ -10,9 +10,93 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 
 from entrenar_py.compute import open_backend
-from entrenar_py.train.arithmetic import dropout, engine, workload
-from entrenar_py.train.arithmetic.engine import Engine
+from entrenar_py.train.arithmetic import engine, workload
+from entrenar_py.train.arithmetic.engine import Dropout, Engine
 from entrenar_py.train.arithmetic.tensors import Array, Workload
+
+
+def _dropout(rate: float = 0.5, seed: int = 0) -> Dropout:
+    return Dropout(rate, np.random.default_rng(seed))
+
+
+def test_elements_are_zeroed_or_scaled() -> None:
+    """Elements are 0 or x / (1 - rate), about `rate` of them 0, and the mean stays."""
+    rate, size = 0.25, 40_000
+    out = _dropout(rate)(torch.ones(200, 200))
+    kept = out != 0
+    assert set(out[kept].tolist()) == {float(np.float32(1) / np.float32(1 - rate))}
+    zeroed = 1 - kept.double().mean().item()
+    assert abs(zeroed - rate) < 5 * (rate * (1 - rate) / size) ** 0.5  # five standard deviations
+
+
+def test_the_gradient_goes_through_the_same_mask() -> None:
+    """Elements that were zeroed get no gradient."""
+    x = torch.ones(50, requires_grad=True)
+    out = _dropout()(x)
+    out.sum().backward()  # type: ignore[no-untyped-call]
+    assert x.grad is not None
+    assert torch.equal(x.grad, out.detach())
+
+
+def test_the_same_stream_gives_the_same_masks() -> None:
+    """The same stream gives the same masks and digest, another stream gives others."""
+    one, same, other = _dropout(), _dropout(), _dropout(seed=1)
+    x = torch.ones(3, 40)
+    assert torch.equal(one(x), same(x))
+    assert not torch.equal(one(x), other(x))
+    same(x)
+    assert one.digest() == same.digest() != other.digest()
+
+
+def test_the_digest_names_the_stream() -> None:
+    """The digest does not depend on the amount drawn: shards of two sizes share it."""
+    few, many = _dropout(), _dropout()
+    few(torch.ones(2, 8))
+    many(torch.ones(3, 8))
+    first = many.digest()
+    many(torch.ones(8))
+    assert few.digest() == first == many.digest()
+
+
+def test_the_digest_does_not_depend_on_values() -> None:
+    """Only masks are digested, so a shard computed again from other weights has the same digest."""
+    one, other = _dropout(), _dropout()
+    one(torch.zeros(9))
+    other(torch.full((9,), 3.0))
+    assert one.digest() == other.digest()
+
+
+@pytest.mark.parametrize("shape", [(1,), (7,), (2, 3, 5)])
+def test_shapes_are_kept(shape: tuple[int, ...]) -> None:
+    """The result has the shape of the input, for any shape."""
+    assert _dropout()(torch.ones(shape)).shape == shape
+
+
+def test_nothing_drawn_has_no_digest() -> None:
+    """The digest of a model without dropout is None."""
+    assert _dropout().digest() is None
+
+
+def test_none_is_the_identity() -> None:
+    """`none` returns the tensor itself."""
+    x = torch.ones(2)
+    assert engine.no_dropout(x) is x
+
+
+def test_a_batch_draws_what_its_shards_draw() -> None:
+    """One call for the whole batch gives the masks of its shards, concatenated."""
+    sizes = (3, 0, 2)
+    streams = [np.random.default_rng(shard) for shard in range(3)]
+    whole = engine.Dropout(0.5, engine.ShardStreams(list(zip(streams, sizes, strict=True))))
+    parts = [engine.Dropout(0.5, np.random.default_rng(shard)) for shard in range(3)]
+    for rows in (1, 4):  # samples of one row, and of four
+        x = torch.ones(5 * rows, 6)
+        expected = [
+            part(torch.ones(size * rows, 6)) for part, size in zip(parts, sizes, strict=True)
+        ]
+        assert torch.equal(whole(x), torch.cat(expected))
+    assert whole.digest() == parts[0].digest()
+
 
 NAMES = ("linear", "mlp", "decoder", "vectors")
 
@@ -27,7 +111,7 @@ def _engine(name: str, scale: float = 1.0) -> Engine:
 
 
 def _shard(replica: Engine, ids: list[int], accumulation: int = 1) -> tuple[Array, float, float]:
-    return replica.shard(ids, accumulation=accumulation, drop=dropout.none)
+    return replica.shard(ids, accumulation=accumulation, drop=engine.no_dropout)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +130,7 @@ def test_a_shard_is_autograd_s_sum(name: str) -> None:
     model = replica.workload
     tensors = {n: torch.tensor(a) for n, a in replica.arrays.items()}
     leaves = [tensors[n].requires_grad_() for n in replica.layout.trainable]
-    expected = model.loss_of(tensors, model.batch(ids), linear=F.linear, drop=dropout.none)
+    expected = model.loss_of(tensors, model.batch(ids), linear=F.linear, drop=engine.no_dropout)
     parts = [g.reshape(-1).numpy() for g in torch.autograd.grad(expected, leaves)]
     parts += [total.reshape(-1) for total in model.statistics(ids).values()]
     assert vector.tobytes() == np.concatenate(parts).tobytes()

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.train.arithmetic import dropout
+from entrenar_py.train.arithmetic import engine
 from entrenar_py.train.arithmetic.tensors import Array
-from entrenar_py.train.arithmetic.vectors import WEIGHTS, GivenVectors
+from entrenar_py.train.arithmetic.workload import WEIGHTS, GivenVectors
 
 LENGTH = 1_000
 
@@ -30,7 +30,7 @@ def drawn(model: GivenVectors, sample: int, *pieces: int) -> Array:
 def gradient(model: GivenVectors, ids: list[int], at: float, scale: float = 1.0) -> Array:
     """Return the gradient of the samples `ids`, where every element of the tensor is `at`."""
     tensors = {"vector": torch.full((LENGTH,), at)}
-    _, (found,) = model.gradients(tensors, ids, drop=dropout.none, scale=scale)
+    _, (found,) = model.gradients(tensors, ids, drop=engine.no_dropout, scale=scale)
     return found
 
 
@@ -69,7 +69,9 @@ def test_terms_are_given_to_the_samples_in_turn_and_weigh_alike() -> None:
     assert [model.weight([sample]) for sample in range(3)] == [1, 1, 1]
     assert drawn(model, 2, 1, 2).tolist() == [1, 2, 3]
     assert drawn(model, 3, 3).tolist() == [4.5, 0, -1]
-    _, (found,) = model.gradients({"vector": torch.zeros(3)}, [0, 1, 2], drop=dropout.none, scale=1)
+    _, (found,) = model.gradients(
+        {"vector": torch.zeros(3)}, [0, 1, 2], drop=engine.no_dropout, scale=1
+    )
     assert found.tolist() == [6.5, 4, 5]
     digests = {given(terms).data_digest for terms in (None, "drawn", [[1, 2, 3]], [[1, 2, 4]])}
     assert len(digests) == 4

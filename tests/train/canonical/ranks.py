@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import entrenar_py
-from entrenar_py.train.canonical import exchange, gradients
+from entrenar_py.train.canonical import exchange, reducer
 
 WORLDS = (1, 2, 4, 8)
 MICRO_BATCHES = 8
@@ -103,13 +103,13 @@ def add_distant_rows_first() -> None:
 def accumulate_in_order() -> None:
     """Add the micro-batches of a rank one after another, as `.grad` does."""
 
-    def push(self: gradients.Counter, node: gradients.Gradients) -> None:
+    def push(self: reducer.Counter, node: reducer.Gradients) -> None:
         if self._levels:
-            gradients.add(self._levels[0].values(), node.values())
+            reducer.add(self._levels[0].values(), node.values())
         else:
             self._levels.append(node)
 
-    gradients.Counter.push = push  # type: ignore[method-assign]
+    reducer.Counter.push = push  # type: ignore[method-assign]
 
 
 def round_once() -> None:
@@ -203,9 +203,9 @@ def serve(
     dist.init_process_group(backend, init_method=address, rank=rank, world_size=world_size)
     found = {}
     for name in names:
-        kept = exchange.add_tree, exchange.all_reduce, gradients.Counter.push
+        kept = exchange.add_tree, exchange.all_reduce, reducer.Counter.push
         found[name] = train(VARIANTS[name], device)
-        exchange.add_tree, exchange.all_reduce, gradients.Counter.push = kept  # type: ignore[method-assign]
+        exchange.add_tree, exchange.all_reduce, reducer.Counter.push = kept  # type: ignore[method-assign]
     pipe.send(found)
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""The reducer on one rank in this process: gradients, and refused arguments."""
+"""The canonical all-reduce of one model."""
 
 from __future__ import annotations
 
@@ -10,12 +10,59 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import entrenar_py
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.train.canonical import admission, settings
+from entrenar_py.train.canonical import reducer, requirements
+from entrenar_py.train.canonical.exchange import add_tree
+
+FIRST, SECOND = torch.zeros(7), torch.zeros(5, dtype=torch.bfloat16)
+
+
+def leaves(count: int) -> list[reducer.Gradients]:
+    """Return the gradients of `count` micro-batches, for two parameters of two dtypes."""
+    draws = torch.Generator().manual_seed(count)
+    return [
+        {one: torch.randn(one.shape, generator=draws).to(one.dtype) for one in (FIRST, SECOND)}
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8, 16])
+def test_the_fold_has_the_bits_of_the_tree(count: int) -> None:
+    """The counter's sum of 2^i micro-batches has the tree's bits, and no node is left over."""
+    nodes = leaves(count)
+    expected = []
+    for one in (FIRST, SECOND):
+        expected.append(torch.empty_like(one))
+        add_tree(torch.stack([node[one] for node in nodes]), scale=1.0, out=expected[-1])
+    counter = reducer.Counter()
+    for node in nodes[:-1]:
+        counter.push(node)
+    got: list[Tensor] = [nodes[-1][SECOND], nodes[-1][FIRST]]
+    counter.complete([SECOND, FIRST], got)
+    assert torch.equal(got[1], expected[0])
+    assert torch.equal(got[0], expected[1])
+    assert not any(counter._levels)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 100])
+def test_as_many_nodes_wait_as_bits_are_set(count: int) -> None:
+    """After k micro-batches, as many nodes are pending as bits are set in k."""
+    counter = reducer.Counter()
+    for node in leaves(count):
+        counter.push(node)
+    assert sum(map(bool, counter._levels)) == count.bit_count()
+
+
+def test_taking_leaves_nothing_behind() -> None:
+    """`take` resets `.grad`, and leaves out parameters without a gradient."""
+    one, other = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    one.sum().backward()  # type: ignore[no-untyped-call]
+    assert list(reducer.take([one, other])) == [one]
+    assert one.grad is None
 
 
 @pytest.fixture
@@ -74,7 +121,7 @@ def test_shards_are_named_while_they_are_in_hand(alone: None) -> None:
 def test_numbers_without_a_tree(micro_batches: Any, world_size: int, words: str) -> None:
     """Numbers that are no powers of two, or fewer micro-batches than ranks, are refused."""
     with pytest.raises(UsageError, match=words):
-        admission.require_numbers(micro_batches=micro_batches, world_size=world_size)
+        requirements.require_numbers(micro_batches=micro_batches, world_size=world_size)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +277,7 @@ def test_ranks_that_differ(monkeypatch: pytest.MonkeyPatch, alone: None) -> None
     monkeypatch.setattr(dist, "get_world_size", lambda _: 2)
     monkeypatch.setattr(dist, "all_gather_object", answers)
     with pytest.raises(UsageError, match="micro_batches = 4 on rank 1 and 8 on rank 0"):
-        settings.require_same({"micro_batches": 8, **settings.switches()}, group)
+        requirements.require_same({"micro_batches": 8, **requirements.switches()}, group)
 
 
 def test_importing_the_package_imports_no_torch() -> None:

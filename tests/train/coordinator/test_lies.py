@@ -8,7 +8,7 @@ from entrenar_py.shared import trace
 from entrenar_py.shared.faults import Fault
 from entrenar_py.train.coordinator.lies import Liar
 from entrenar_py.train.wire.messages import Computed, Heartbeat, Message, Staged, TreeNode
-from entrenar_py.train.wire_io.message_faults import Said
+from entrenar_py.train.wire_io.injections import Said
 
 VECTOR = bytes(range(8))
 

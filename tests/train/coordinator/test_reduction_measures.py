@@ -14,7 +14,7 @@ from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.systems import SYSTEMS
 from entrenar_py.shared.trace import Reduced, Start, Traffic, Update
 from entrenar_py.train.arithmetic.tensors import Array
-from entrenar_py.train.arithmetic.vectors import GivenVectors
+from entrenar_py.train.arithmetic.workload import GivenVectors
 from entrenar_py.train.coordinator import reduction_measures
 
 LENGTH = reduction_measures.PIECE + 5  # more than one piece of the recomputation

@@ -14,7 +14,7 @@ from entrenar_py import entrenar as cli
 from entrenar_py.compute import open_backend
 from entrenar_py.compute.wgpu import WgpuBackend, open_wgpu
 from entrenar_py.shared.errors import BackendUnavailable
-from entrenar_py.train.arithmetic import dropout
+from entrenar_py.train.arithmetic import engine
 from entrenar_py.train.arithmetic.engine import Engine
 from entrenar_py.train.finetune import local, settings_file
 from entrenar_py.train.model import prepared
@@ -128,7 +128,7 @@ def test_one_copy_of_frozen_weights(
     ours = Engine(workload, wgpu_backend, values, scale=1.0)
     cpu = Engine(workload, open_backend("cpu"), values, scale=1.0)
     for ids in ([2, 3, 4], [0, 1]):
-        drops = [dropout.Dropout(0.0, np.random.default_rng(3)) for _ in range(2)]
+        drops = [engine.Dropout(0.0, np.random.default_rng(3)) for _ in range(2)]
         vector, loss, weight = ours.shard(ids, accumulation=1, drop=drops[0])
         right, loss_there, weight_there = cpu.shard(ids, accumulation=1, drop=drops[1])
         assert drops[0].digest() == drops[1].digest() is not None

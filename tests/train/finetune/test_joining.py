@@ -20,11 +20,11 @@ from entrenar_py.train.model import prepared as preparing
 from entrenar_py.train.model.workload import Finetuning
 from entrenar_py.train.wire.effects import Finish
 from entrenar_py.train.wire.messages import Piece
-from entrenar_py.train.wire.package import Package
+from entrenar_py.train.wire.terms import Package
 from entrenar_py.train.wire_io.tcp import CoordinatorServer
 from tests.train.finetune import runs
 from tests.train.wire_io.fakes import LOOPBACK, SECRET, TIMING, FakeServer, run_of
-from tests.train.wire_io.test_file_fetch import source
+from tests.train.wire_io.test_queries import source
 
 USUAL = argparse.Namespace(model=None, trust_remote_code=False, id=None, logits=None)
 
@@ -112,7 +112,7 @@ def test_another_list_than_the_announced_one(monkeypatch: pytest.MonkeyPatch) ->
         store(source.package, 0, package.dump(contents_of()))
         return Finish("completed")
 
-    monkeypatch.setattr("entrenar_py.train.wire_io.file_fetch.fetch", forged)
+    monkeypatch.setattr("entrenar_py.train.wire_io.queries.fetch", forged)
     with pytest.raises(SystemFailure, match="not the one that it announced"):
         asyncio.run(joining.obtain(source(1), USUAL, lambda text: None))
 

@@ -18,7 +18,7 @@ import pytest
 
 from entrenar_py import entrenar as cli
 from entrenar_py.train.service import exit_codes
-from entrenar_py.train.wire.package import PIECE_BYTES, WANTED_MAX
+from entrenar_py.train.wire.terms import PIECE_BYTES, WANTED_MAX
 from tests.train.finetune import runs
 from tests.train.service.cluster import Cluster, cluster
 

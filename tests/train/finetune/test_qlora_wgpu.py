@@ -16,8 +16,7 @@ from entrenar_py.compute.wgpu import WgpuBackend, open_wgpu
 from entrenar_py.compute.wgpu.bounds import sensitivity
 from entrenar_py.compute.wgpu.bounds.sensitivity import Deviation
 from entrenar_py.shared.errors import BackendUnavailable
-from entrenar_py.train.arithmetic import dropout
-from entrenar_py.train.arithmetic.engine import Engine
+from entrenar_py.train.arithmetic.engine import Engine, no_dropout
 from entrenar_py.train.finetune import settings_file
 from entrenar_py.train.model import model, prepared
 from entrenar_py.train.model.settings import Data, Lora, Settings
@@ -65,7 +64,7 @@ def step_of(
         if "lora_B" in name:  # zeros at first, which would hide most of the gradient
             array[:] = np.random.default_rng(1).normal(0, 0.1, array.shape)
     engine = Engine(workload, backend, initial, scale=1.0)
-    vector, loss, _ = engine.shard(IDS, accumulation=1, drop=dropout.none)
+    vector, loss, _ = engine.shard(IDS, accumulation=1, drop=no_dropout)
     step: Any = engine.stepper
     graph, inputs = step.captured(workload.batch(IDS), [])
     sizes = [tensor.numel() for tensor in engine.tensors.values()]

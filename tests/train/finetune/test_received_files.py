@@ -21,7 +21,7 @@ from entrenar_py.train.finetune.package import File
 from entrenar_py.train.finetune.received_files import ReceivedFiles
 from entrenar_py.train.wire.effects import Finish
 from entrenar_py.train.wire.frames import Buffer
-from entrenar_py.train.wire.package import Part
+from entrenar_py.train.wire.terms import Part
 from tests.fuzz.bad_files import KINDS
 
 CONTENT = bytes(range(256)) * 40

@@ -12,7 +12,7 @@ import numpy as np
 from blake3 import blake3
 
 from entrenar_py import compute as backends
-from entrenar_py.train.arithmetic import dropout, engine
+from entrenar_py.train.arithmetic import engine
 from entrenar_py.train.model import prepared
 from entrenar_py.train.model.settings import Classes, Data, Settings
 
@@ -33,7 +33,7 @@ def main(small: Path, task: str, order: list[int]) -> None:
     initial = workload.initial(np.random.default_rng(0))
     replica = engine.Engine(workload, backends.open_backend("cuda"), initial, scale=1.0)
     for number in order:
-        streams = dropout.Dropout(0.0, np.random.default_rng(number))
+        streams = engine.Dropout(0.0, np.random.default_rng(number))
         vector, _, _ = replica.shard(list(BATCHES[number]), accumulation=1, drop=streams)
         print(number, blake3(vector.data.cast("B")).hexdigest(16))
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from entrenar_py.train.arithmetic import dropout
+from entrenar_py.train.arithmetic import engine
 from entrenar_py.train.model import fused_loss, prepared
 from entrenar_py.train.model.objectives import IGNORED
 from entrenar_py.train.model.settings import Data, Lora, Settings
@@ -105,7 +105,7 @@ def test_a_models_gradients_are_those_of_all_its_logits(
         if tensor.requires_grad
     }
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
-    given: Any = {"drop": dropout.none, "scale": 0.5}
+    given: Any = {"drop": engine.no_dropout, "scale": 0.5}
     loss, gradients = workload.gradients(tensors, [0, 1, 2, 3], **given)
     objective: Any = workload.objective
     objective._head = [None]
@@ -161,7 +161,7 @@ def test_a_step_reads_nothing_on_the_host(
     # As while a GPU's operations are recorded.
     monkeypatch.setattr(transformers.utils.import_utils, "is_cuda_stream_capturing", lambda: True)
     with ReadsNothing():  # type: ignore[no-untyped-call]
-        loss = workload.loss_of(tensors, batch, linear=F.linear, drop=dropout.none)
+        loss = workload.loss_of(tensors, batch, linear=F.linear, drop=engine.no_dropout)
         torch.autograd.grad(loss, list(tensors.values()))
     assert attended
     assert all(mask is None for mask in attended)

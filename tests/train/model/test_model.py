@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.train.arithmetic import dropout
+from entrenar_py.train.arithmetic import engine
 from entrenar_py.train.model import model, prepared
 from entrenar_py.train.model.settings import Classes, Data, Lora, Settings
 from entrenar_py.train.model.workload import Finetuning
@@ -70,7 +70,7 @@ def bert(*, is_decoder: bool) -> Any:
 
 def gradient(workload: Finetuning, seed: int) -> tuple[float, list[Any]]:
     """Return loss and gradient of a few samples, with the random numbers of `seed`."""
-    drop = dropout.Dropout(0.0, np.random.default_rng(seed))
+    drop = engine.Dropout(0.0, np.random.default_rng(seed))
     tensors = {
         name: torch.from_numpy(array).requires_grad_()
         for name, array in workload.initial(np.random.default_rng(0)).items()

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.train.arithmetic import dropout
+from entrenar_py.train.arithmetic import engine
 from entrenar_py.train.model import model, packing, prepared
 from entrenar_py.train.model.objectives import IGNORED
 from entrenar_py.train.model.workload import Finetuning
@@ -50,7 +50,7 @@ def gradient(workload: Finetuning) -> tuple[float, list[Any]]:
         name: torch.from_numpy(array).requires_grad_()
         for name, array in workload.initial(np.random.default_rng(0)).items()
     }
-    return workload.gradients(tensors, IDS, drop=dropout.none, scale=1.0)
+    return workload.gradients(tensors, IDS, drop=engine.no_dropout, scale=1.0)
 
 
 @pytest.mark.parametrize(

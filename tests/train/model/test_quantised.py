@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.train.arithmetic import in_threads
+from entrenar_py.train.arithmetic import reduction
 from entrenar_py.train.model import compiled, model, quantised
 from entrenar_py.train.model.settings import Classes, Data, Lora, Settings
 from tests.train.model import nf4
@@ -225,7 +225,7 @@ def test_threads_change_no_bit(
             work([item])
 
     monkeypatch.setattr(quantised, "_PIECE", 2**10)
-    monkeypatch.setattr(in_threads, "share_out", share_out)
+    monkeypatch.setattr(reduction, "share_out", share_out)
     found = [layer.weight for _, layer in quantised.layers(model.load(given, 0))]
     assert set(shared) == {2, 4, 8}, "rows of 64 or 128, and 32, 64 or 128 of them"
     assert len(shared) == len(found) == len(expected)

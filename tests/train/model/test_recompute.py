@@ -13,7 +13,7 @@ import torch
 
 from entrenar_py.compute import open_backend
 from entrenar_py.shared.errors import BackendUnavailable, UsageError
-from entrenar_py.train.arithmetic import dropout, engine
+from entrenar_py.train.arithmetic import engine
 from entrenar_py.train.model import model, prepared, recompute
 from entrenar_py.train.model.settings import Lora
 from entrenar_py.train.model.workload import Finetuning
@@ -26,7 +26,7 @@ IDS = [0, 1, 2, 3]
 
 def gradient(workload: Finetuning) -> tuple[float, list[Any]]:
     """Return loss and gradient of a few samples."""
-    drop = dropout.Dropout(0.0, np.random.default_rng(1))
+    drop = engine.Dropout(0.0, np.random.default_rng(1))
     tensors = {  # not those of the module: a block has to be computed again with the same ones
         name: torch.from_numpy(array + np.float32(0.01)).requires_grad_()
         for name, array in workload.initial(np.random.default_rng(0)).items()
@@ -92,6 +92,6 @@ def test_blocks_are_computed_again_on_wgpu(
         workload = prepared.prepare(replace(settings, recompute=choice)).workload()
         start = workload.initial(np.random.default_rng(0))
         replica = engine.Engine(workload, backend, start, scale=1.0)
-        vectors.append(replica.shard(IDS, accumulation=1, drop=dropout.none)[0])
+        vectors.append(replica.shard(IDS, accumulation=1, drop=engine.no_dropout)[0])
     none, blocks = vectors
     assert np.array_equal(none, blocks)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 
-from entrenar_py.train.arithmetic import dropout
+from entrenar_py.train.arithmetic import engine
 from entrenar_py.train.model import adapters, model_class, precision
 from entrenar_py.train.model import recompute as recomputing
 from entrenar_py.train.model.samples import Samples
@@ -103,7 +103,7 @@ def real(settings: Settings, *, recompute: bool) -> rehearsal.Rehearsal:
     before = storages.peak = storages.now
     with storages:
         batch = [one.clone() for one in work.batch(range(ROWS))]
-        loss = work.loss_of(tensors, batch, linear=F.linear, drop=dropout.none)
+        loss = work.loss_of(tensors, batch, linear=F.linear, drop=engine.no_dropout)
         kept = storages.now - before
         torch.autograd.grad(loss, [*tensors.values()])
     return rehearsal.Rehearsal(kept=kept, peak=storages.peak - before)

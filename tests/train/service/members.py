@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from entrenar_py.shared import environment, trace
+from entrenar_py.shared import process, trace
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import writer
 from entrenar_py.shared.trace.writer import Writer
@@ -47,7 +47,7 @@ def host_of(
 
 def head_of(scenario: Scenario) -> trace.Trace:
     """Return the trace whose header a ledger of `host` starts with."""
-    here = environment.describe()
+    here = process.environment()
     return trace.Trace(scenario=scenario, environment=here, promises=(), events=())
 
 

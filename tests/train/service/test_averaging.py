@@ -18,7 +18,7 @@ from entrenar_py import entrenar as cli
 from entrenar_py.train.service import exit_codes
 from tests.train.service.cluster import Process
 from tests.train.upstream import original as send
-from tests.train.wire_io.original_worker import OriginalWorker, mean_of_samples
+from tests.train.upstream.original_worker import OriginalWorker, mean_of_samples
 
 MIB = 2**20
 

@@ -10,8 +10,8 @@ from entrenar_py.shared.errors import ContractError
 from entrenar_py.train.service import averaging_config, averaging_keys, config_keys
 from entrenar_py.train.service.address import Address
 from entrenar_py.train.service.averaging_config import AveragingConfig
-from entrenar_py.train.upstream.wire_frames import FRAME_BYTES_MAX
-from entrenar_py.train.upstream.wire_terms import AveragingRun, Patience
+from entrenar_py.train.upstream.frames import FRAME_BYTES_MAX
+from entrenar_py.train.upstream.terms import AveragingRun, Patience
 
 SMALL = "num_samples: 100\nnum_steps: 10\nworld_size: 2\n"
 

@@ -10,7 +10,7 @@ from entrenar_py.train.service import ledger_account
 from entrenar_py.train.service.averaging_record import AveragingRecord, new_ledger
 from entrenar_py.train.service.run_events import Happening, Noted
 from entrenar_py.train.wire import effects as do
-from tests.train.wire_io.averaging import run_of
+from tests.train.upstream.averaging import run_of
 
 
 class FullDisk(Writer):

@@ -24,7 +24,7 @@ from entrenar_py.train.service.host import Host
 from entrenar_py.train.service.run_events import Happening, Noted, StepMade
 from entrenar_py.train.wire.effects import Finish, Joined
 from entrenar_py.train.wire.messages import Applied, State
-from entrenar_py.train.wire_io.run_query import Told
+from entrenar_py.train.wire_io.queries import Told
 from tests.systems import by_hand
 from tests.train.service.cluster import LARGE, LONG, Cluster, cluster, metrics, weights
 from tests.train.service.members import Noticed, scenario_of

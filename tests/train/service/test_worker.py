@@ -20,8 +20,8 @@ from entrenar_py.train.finetune import joining
 from entrenar_py.train.service import signals, worker
 from entrenar_py.train.wire.effects import Finish, Load
 from entrenar_py.train.wire.messages import Loaded, Welcome
-from entrenar_py.train.wire_io import run_query
-from entrenar_py.train.wire_io.run_query import Told
+from entrenar_py.train.wire_io import queries
+from entrenar_py.train.wire_io.queries import Told
 from tests.systems.by_hand import PROOF
 from tests.train.service.members import host_of, scenario_of
 
@@ -83,7 +83,7 @@ def test_a_signal_while_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> No
         signal.raise_signal(signal.SIGTERM)
         return await taking_part
 
-    monkeypatch.setattr(run_query, "ask", ask)
+    monkeypatch.setattr(queries, "ask", ask)
     assert asyncio.run(story()) == Finish("stopped", "by SIGTERM")
     signals.settle()
 

@@ -24,7 +24,7 @@ from entrenar_py.train.wire.messages import (
     Weights,
     Welcome,
 )
-from entrenar_py.train.wire.pipeline_worker import Passed
+from entrenar_py.train.wire.pipeline_peers import Passed
 from tests.train.stages.linear import (
     CUTS,
     ROWS,

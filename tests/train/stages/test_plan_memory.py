@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from entrenar_py.train.arithmetic.dropout import Dropout
+from entrenar_py.train.arithmetic.engine import Dropout
 from entrenar_py.train.finetune import settings_file
 from entrenar_py.train.model import model
 from entrenar_py.train.model import prepared as preparing

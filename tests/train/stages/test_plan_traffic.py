@@ -17,7 +17,7 @@ from entrenar_py.train.plan import plan as planning
 from entrenar_py.train.plan.stages import planned
 from entrenar_py.train.plan.stages.stage_costs import StageCosts
 from entrenar_py.train.plan.stages.stage_workers import StageWorker
-from entrenar_py.train.wire_io.mesh_end import MeshEnd
+from entrenar_py.train.wire_io.peer_ends import MeshEnd
 
 NUM_STEPS, NUM_SHARDS = 3, 4
 WORDS = "list the files of the folder, and count their lines one by one"  # of each row

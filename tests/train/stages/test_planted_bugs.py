@@ -12,12 +12,11 @@ import pytest
 from entrenar_py.train.arithmetic import reduction
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.effects import Effect
-from entrenar_py.train.wire.grouping import Grouping
+from entrenar_py.train.wire.mesh_coordinator import Grouping
 from entrenar_py.train.wire.mesh_worker import MeshWorker
 from entrenar_py.train.wire.phases import PeerPhase, Stage
-from entrenar_py.train.wire.pipeline_coordinator import PipelineCoordinator
-from entrenar_py.train.wire.pipeline_worker import PipelineWorker
-from entrenar_py.train.wire_io.message_faults import Fate
+from entrenar_py.train.wire.pipeline_peers import PipelineCoordinator, PipelineWorker
+from entrenar_py.train.wire_io.injections import Fate
 from tests.train.stages.linear import Plan, alone
 from tests.train.stages.stages import LinearStage
 from tests.train.stages.test_simulated import Parted

@@ -19,7 +19,7 @@ from entrenar_py.train.stages import staged_run
 from entrenar_py.train.stages.member import DRAWS_MAX, StageMember
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.messages import Activation, Summed, Welcome
-from entrenar_py.train.wire.pipeline_worker import Passed
+from entrenar_py.train.wire.pipeline_peers import Passed
 from entrenar_py.train.wire.terms import UNKNOWN
 from tests.train.stages import test_stages as models
 

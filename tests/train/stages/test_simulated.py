@@ -20,7 +20,7 @@ from entrenar_py.train.wire.messages import (
     TreeNode,
     Weights,
 )
-from entrenar_py.train.wire_io.message_faults import Fate, Meddling
+from entrenar_py.train.wire_io.injections import Fate, Meddling
 from tests.train.stages import soak
 from tests.train.stages.linear import Plan
 from tests.train.stages.stages import LinearStage

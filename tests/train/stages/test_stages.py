@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.train.arithmetic.dropout import Dropout
+from entrenar_py.train.arithmetic.engine import Dropout
 from entrenar_py.train.model import model
 from entrenar_py.train.model import prepared as preparing
 from entrenar_py.train.model.prepared import Prepared

@@ -22,12 +22,11 @@ from entrenar_py.compute.wgpu import WgpuBackend, open_wgpu
 from entrenar_py.compute.wgpu.bounds import sensitivity
 from entrenar_py.compute.wgpu.program import compile_graph
 from entrenar_py.compute.wgpu.resident import Resident
-from entrenar_py.shared import updates
 from entrenar_py.shared.errors import BackendUnavailable, UsageError
+from entrenar_py.shared.workers import optimizer_of_workers
 from entrenar_py.systems.probes import device_meter
-from entrenar_py.train.arithmetic import dropout, sharding, state
-from entrenar_py.train.arithmetic.dropout import Dropout
-from entrenar_py.train.arithmetic.engine import Engine
+from entrenar_py.train.arithmetic import engine, sharding, state
+from entrenar_py.train.arithmetic.engine import Dropout, Engine
 from entrenar_py.train.arithmetic.tensors import Array
 from entrenar_py.train.model import model, prepared
 from entrenar_py.train.model.settings import Classes, Data, Lora, Settings, StagePlan, Training
@@ -40,7 +39,7 @@ from entrenar_py.train.stages.stage_workload import Received, StageWorkload
 from entrenar_py.train.stages.wgpu_stage import WgpuStage
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.messages import Activation, ActivationGradient, Welcome
-from entrenar_py.train.wire.pipeline_worker import Passed
+from entrenar_py.train.wire.pipeline_peers import Passed
 from entrenar_py.train.wire.terms import UNKNOWN
 
 transformers = pytest.importorskip("transformers")
@@ -371,9 +370,9 @@ def test_without_a_key_nothing_is_dropped(
     stage, *_ = workloads(settings_of(tmp_path, small, "llama"))
     cpu, ours = stepper(stage, open_backend("cpu")), stepper(stage, wgpu)
     ours.forward(0, OTHER_IDS, None, drop())
-    right = cpu.forward(0, OTHER_IDS, None, dropout.none)
+    right = cpu.forward(0, OTHER_IDS, None, engine.no_dropout)
     with recording(monkeypatch) as runs:
-        found = ours.forward(0, OTHER_IDS, None, dropout.none)
+        found = ours.forward(0, OTHER_IDS, None, engine.no_dropout)
     require_explained(
         Run(only(runs[0].graph, 1), runs[0].inputs, runs[0].results[:1]),
         results_of(right, is_last=False)[:1],
@@ -438,7 +437,7 @@ def members(settings: Settings, names: Sequence[str]) -> list[StageMember]:
             spec.name: rng.normal(0, 0.1, spec.shape).astype(np.float32) for spec in workload.specs
         }
         progress = state.Progress(position=sharding.Position(), schedule_step=0)
-        held = updates.held(scenario)
+        held = optimizer_of_workers(scenario)
         welcome = Welcome(
             rank=stage, step=0, blocks=cut.blocks.count, resumed=False, proof="0" * 64
         )

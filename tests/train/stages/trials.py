@@ -10,9 +10,9 @@ from typing import cast
 
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.messages import Message, Unreachable
-from entrenar_py.train.wire.pipeline_worker import PipelineWorker
+from entrenar_py.train.wire.pipeline_peers import PipelineWorker
 from entrenar_py.train.wire.terms import Timing
-from entrenar_py.train.wire_io.message_faults import Fate, Meddling
+from entrenar_py.train.wire_io.injections import Fate, Meddling
 from entrenar_py.train.wire_io.simulated import Simulation
 from tests.train.stages.linear import Plan, alone
 from tests.train.stages.stages import LinearServer, LinearStage

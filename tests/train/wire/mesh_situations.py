@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from entrenar_py.train.wire import effects as do
-from entrenar_py.train.wire import handshake
+from entrenar_py.train.wire import terms
 from entrenar_py.train.wire.effects import Dial, Effect
 from entrenar_py.train.wire.mesh_worker import MeshWorker
 from entrenar_py.train.wire.messages import (
@@ -57,7 +57,7 @@ def hello_of(rank: int) -> Hello:
         nonce=NONCE,
         proof="",
     )
-    return replace(hello, proof=handshake.proof_of_worker(SECRET, CHALLENGE, hello))
+    return replace(hello, proof=terms.proof_of_worker(SECRET, CHALLENGE, hello))
 
 
 def entered() -> MeshWorker:
@@ -68,7 +68,7 @@ def entered() -> MeshWorker:
     assert isinstance(sent, do.Send)
     assert isinstance(sent.message, Hello)
     assert sent.message.port == 1
-    proof = handshake.proof_of_coordinator(SECRET, CHALLENGE, sent.message)
+    proof = terms.proof_of_coordinator(SECRET, CHALLENGE, sent.message)
     machine.receive(Welcome(rank=1, step=5, blocks=5, resumed=False, proof=proof), 0.0)
     return machine
 
@@ -83,7 +83,7 @@ def linked() -> MeshWorker:
     (sent, _) = machine.receive_from("out", CHALLENGE, 0.0)
     assert isinstance(sent, do.Send)
     assert isinstance(sent.message, Hello)
-    proof = handshake.proof_of_coordinator(SECRET, CHALLENGE, sent.message)
+    proof = terms.proof_of_coordinator(SECRET, CHALLENGE, sent.message)
     machine.receive_from("out", Accept(proof=proof), 0.0)
     assert [machine.links.rank_of(peer) for peer in ("in", "out")] == [0, 2]
     return machine

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from entrenar_py.train.wire import effects as do
-from entrenar_py.train.wire import handshake, terms
+from entrenar_py.train.wire import terms
 from entrenar_py.train.wire.effects import Effect
 from entrenar_py.train.wire.messages import (
     VERSION,
@@ -27,8 +27,7 @@ from entrenar_py.train.wire.messages import (
     Welcome,
 )
 from entrenar_py.train.wire.pipeline import Places
-from entrenar_py.train.wire.pipeline_coordinator import PipelineCoordinator
-from entrenar_py.train.wire.pipeline_worker import PipelineWorker
+from entrenar_py.train.wire.pipeline_peers import PipelineCoordinator, PipelineWorker
 from entrenar_py.train.wire.terms import Run
 from tests.train.wire.mesh_situations import CHALLENGE, NONCE, PEER, hello_of
 from tests.train.wire.star import SECRET, TERMS, TIMING
@@ -192,7 +191,7 @@ def welcomed(places: Places = MIDDLE, rank: int = 1) -> tuple[PipelineWorker, do
     (hello, _) = machine.receive(CHALLENGE, 0.0)
     assert isinstance(hello, do.Send)
     assert isinstance(hello.message, Hello)
-    proof = handshake.proof_of_coordinator(SECRET, CHALLENGE, hello.message)
+    proof = terms.proof_of_coordinator(SECRET, CHALLENGE, hello.message)
     welcome = Welcome(rank=rank, step=5, blocks=6, resumed=False, proof=proof)
     (load,) = machine.receive(welcome, 0.0)
     assert isinstance(load, do.Load)
@@ -216,6 +215,6 @@ def linked() -> PipelineWorker:
     (hello, _) = machine.receive_from("out", CHALLENGE, 0.0)
     assert isinstance(hello, do.Send)
     assert isinstance(hello.message, Hello)
-    proof = handshake.proof_of_coordinator(SECRET, CHALLENGE, hello.message)
+    proof = terms.proof_of_coordinator(SECRET, CHALLENGE, hello.message)
     machine.receive_from("out", Accept(proof=proof), 0.0)
     return machine

@@ -11,7 +11,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from entrenar_py.train.wire import headers
+from entrenar_py.train.wire import frames
 from entrenar_py.train.wire.frames import UNKEYED, Encoder
 from entrenar_py.train.wire.messages import (
     VERSION,
@@ -142,7 +142,7 @@ def vectors() -> list[dict[str, Any]]:
                 "message": type(message).__name__,
                 "number": number,
                 "key": None if isinstance(message, UNKEYED) else KEY.hex(),
-                "header": headers.dump(message).decode(),
+                "header": frames.dump_header(message).decode(),
                 "payload": payload.hex(),
                 "frame": frame.hex(),
             }

@@ -8,9 +8,8 @@ import pytest
 
 from entrenar_py.shared.errors import ProtocolError
 from entrenar_py.train.wire import effects as do
-from entrenar_py.train.wire import handshake
 from entrenar_py.train.wire.effects import Dial, Effect
-from entrenar_py.train.wire.links import AGAIN, Links
+from entrenar_py.train.wire.mesh_worker import AGAIN, Links
 from entrenar_py.train.wire.messages import (
     VERSION,
     Accept,
@@ -21,7 +20,7 @@ from entrenar_py.train.wire.messages import (
     Overflow,
     Refuse,
 )
-from entrenar_py.train.wire.terms import Terms
+from entrenar_py.train.wire.terms import Terms, proof_of_coordinator, session_key
 from tests.train.wire.star import SECRET, TERMS, TIMING
 
 HERE, THERE = "0" * 32, "1" * 32  # nonces
@@ -110,9 +109,9 @@ def test_both_prove_themselves() -> None:
     (hello,) = said(asked)
     assert isinstance(hello, Hello)
     assert (hello.rank, hello.nonce, hello.port) == (1, HERE, None)
-    key = handshake.session_key(SECRET, challenge, hello)
+    key = session_key(SECRET, challenge, hello)
     assert asked == [do.Send("out", hello), do.Secure("out", key)]
-    proof = handshake.proof_of_coordinator(SECRET, challenge, hello)
+    proof = proof_of_coordinator(SECRET, challenge, hello)
     answer, _ = two.greet("in", hello, 0.0)
     assert answer == [do.Secure("in", key), do.Send("in", Accept(proof=proof))]
     assert one.rank_of("out") is None

@@ -9,7 +9,7 @@ import pytest
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.applicant import Applicant
 from entrenar_py.train.wire.effects import Effect
-from entrenar_py.train.wire.grouping import ROUNDS_MAX
+from entrenar_py.train.wire.mesh_coordinator import ROUNDS_MAX
 from entrenar_py.train.wire.messages import (
     MESSAGES,
     Applied,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from entrenar_py.train.wire import effects as do
-from entrenar_py.train.wire.grouping import ROUNDS_MAX
+from entrenar_py.train.wire.mesh_coordinator import ROUNDS_MAX
 from entrenar_py.train.wire.messages import (
     Applied,
     Assign,

@@ -31,7 +31,7 @@ from entrenar_py.train.wire.messages import (
 )
 from entrenar_py.train.wire.phases import PIPELINE_WORKER_MAY_HEAR, WorkerPhase
 from entrenar_py.train.wire.pipeline import order
-from entrenar_py.train.wire.pipeline_worker import Passed, PipelineWorker
+from entrenar_py.train.wire.pipeline_peers import Passed, PipelineWorker
 from tests.train.wire.mesh_situations import CHALLENGE, NONCE, PEER
 from tests.train.wire.pipeline_situations import (
     GROUP,

@@ -17,8 +17,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from entrenar_py.train.wire.attendance import THROWN_OUT_MAX
 from entrenar_py.train.wire.effects import Left
-from entrenar_py.train.wire.expulsions import THROWN_OUT_MAX
 from entrenar_py.train.wire.messages import Message, NonFinite, Offer
 from entrenar_py.train.wire.phases import (
     ALWAYS,

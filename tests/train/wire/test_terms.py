@@ -1,9 +1,12 @@
-"""Admission checks the secret first, then the terms of the run, then the rank."""
+"""The terms of a run: admission and its proofs, timeouts, the answer to an applicant."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import replace
+import hashlib
+import hmac
+import json
+from collections.abc import Callable, Collection
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -11,14 +14,110 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.train.wire import frames, handshake, headers, messages
+from entrenar_py.train.wire import frames, messages, terms
+from entrenar_py.train.wire.frames import NO_KEY
 from entrenar_py.train.wire.messages import VERSION, Challenge, Hello, Refuse
-from entrenar_py.train.wire.terms import Admission, Terms, Timing, admit
+from entrenar_py.train.wire.terms import (
+    NONCE_BYTES,
+    Admission,
+    Terms,
+    Timing,
+    admit,
+    proof_of_coordinator,
+    proof_of_worker,
+    session_key,
+)
 from tests.train.wire.speech import said
 
-TERMS = Terms(run="r", manifest="m", data="d")
+USES = (proof_of_worker, proof_of_coordinator, session_key)
+Use = Callable[[bytes, Challenge, Hello], str | bytes]
 SECRET = b"open sesame"
 CHALLENGE = Challenge(version=VERSION, nonce="0" * 32)
+HELLO = Hello(
+    version=VERSION,
+    run="r",
+    manifest="m",
+    data="d",
+    backend="cpu",
+    rank=None,
+    port=None,
+    nonce="1" * 32,
+    proof="",
+)
+
+
+@pytest.mark.parametrize("use", USES)
+@given(data=st.data())
+def test_it_depends_on_all_that_was_said(use: Use, data: st.DataObject) -> None:
+    """Another secret, challenge or hello gives another proof and another key."""
+    # HMAC fills a short key up with zero bytes, so secrets that differ in these alone are one.
+    secrets = st.binary(max_size=40).map(lambda secret: secret.rstrip(b"\0"))
+    heard = st.tuples(secrets, said(Challenge), said(Hello))
+    one, other = data.draw(heard), data.draw(heard)
+    blank = [(secret, asked, replace(hello, proof="")) for secret, asked, hello in (one, other)]
+    assert (use(*one) == use(*other)) == (blank[0] == blank[1])
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"version": 1},
+        {"run": "other"},
+        {"manifest": "other"},
+        {"data": "other"},
+        {"backend": "cuda"},
+        {"rank": 0},
+        {"nonce": "2" * 32},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_every_field_of_a_hello_counts(use: Use, changes: dict[str, object]) -> None:
+    """A changed field makes the proof wrong."""
+    changed = Hello(**{**asdict(HELLO), **changes})
+    assert use(SECRET, CHALLENGE, HELLO) != use(SECRET, CHALLENGE, changed)
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("changes", [{"version": 1}, {"nonce": "2" * 32}])
+def test_every_field_of_a_challenge_counts(use: Use, changes: dict[str, object]) -> None:
+    """A proof for one challenge is wrong for any other."""
+    changed = Challenge(**{**asdict(CHALLENGE), **changes})
+    assert use(SECRET, CHALLENGE, HELLO) != use(SECRET, changed, HELLO)
+
+
+@pytest.mark.parametrize("use", USES)
+def test_the_secret_counts_and_the_proof_does_not(use: Use) -> None:
+    """The field `proof` is not covered; the secret is needed."""
+    assert use(SECRET, CHALLENGE, HELLO) == use(SECRET, CHALLENGE, replace(HELLO, proof="a" * 64))
+    assert use(SECRET, CHALLENGE, HELLO) != use(b"", CHALLENGE, HELLO)
+
+
+def test_each_use_is_another() -> None:
+    """A worker's proof is neither the coordinator's nor the session's key."""
+    made = {
+        proof_of_worker(SECRET, CHALLENGE, HELLO),
+        proof_of_coordinator(SECRET, CHALLENGE, HELLO),
+        session_key(SECRET, CHALLENGE, HELLO).hex(),
+    }
+    assert len(made) == 3
+    assert all(len(bytes.fromhex(one)) == 32 for one in made)
+    assert NO_KEY.hex() not in made
+
+
+def test_it_is_what_the_docs_say() -> None:
+    """HMAC-SHA256 of the use and both messages, a line each, with an empty proof."""
+    lines = ["worker", *map(_canonical, (asdict(CHALLENGE), asdict(HELLO)))]
+    expected = hmac.new(SECRET, "\n".join(lines).encode(), hashlib.sha256).hexdigest()
+    assert proof_of_worker(SECRET, CHALLENGE, replace(HELLO, proof="x")) == expected
+    assert NONCE_BYTES == 16
+
+
+def _canonical(record: dict[str, object]) -> str:
+    return json.dumps(record, sort_keys=True, separators=(",", ":"))
+
+
+TERMS = Terms(run="r", manifest="m", data="d")
 
 MANIFEST = "manifest='x': this run has 'm': it trains something else now; start this worker again"
 
@@ -37,7 +136,7 @@ def hello(*, secret: bytes = SECRET, **changes: Any) -> Hello:
         "proof": "",
     }
     said = Hello(**{**fields, **changes})
-    return replace(said, proof=handshake.proof_of_worker(secret, CHALLENGE, said))
+    return replace(said, proof=terms.proof_of_worker(secret, CHALLENGE, said))
 
 
 def answer(
@@ -90,7 +189,7 @@ def test_a_stranger_learns_nothing(stranger: Hello, taken: set[int]) -> None:
 def test_a_proof_is_of_this_challenge() -> None:
     """A proof for another connection's challenge is refused."""
     other = Challenge(version=VERSION, nonce="f" * 32)
-    said = replace(hello(), proof=handshake.proof_of_worker(SECRET, other, hello()))
+    said = replace(hello(), proof=terms.proof_of_worker(SECRET, other, hello()))
     assert answer(said) == Refuse(reason="wrong secret", retry=False)
 
 
@@ -103,8 +202,8 @@ def test_a_worker_is_let_in(rank: int | None, taken: Collection[int | None], giv
     said = hello(rank=rank)
     assert answer(said, taken=taken) == Admission(
         rank=given,
-        proof=handshake.proof_of_coordinator(SECRET, CHALLENGE, said),
-        key=handshake.session_key(SECRET, CHALLENGE, said),
+        proof=terms.proof_of_coordinator(SECRET, CHALLENGE, said),
+        key=terms.session_key(SECRET, CHALLENGE, said),
     )
 
 
@@ -116,9 +215,9 @@ def test_every_refusal_fits_its_frame(name: str, data: st.DataObject) -> None:
     changes: dict[str, Any] = {name: text + "x"}
     refusal = answer(hello(**changes))
     assert isinstance(refusal, Refuse)
-    header = headers.dump(refusal)
+    header = frames.dump_header(refusal)
     assert len(header) <= frames.UNKEYED_HEADER_BYTES_MAX
-    assert headers.parse(Refuse.tag, header) == refusal
+    assert frames.parse_header(Refuse.tag, header) == refusal
 
 
 @pytest.mark.parametrize(
@@ -141,8 +240,8 @@ def test_one_who_asks_is_answered() -> None:
     """An applicant with the secret is answered, even if all ranks are taken."""
     said = hello(run="", manifest="", data="", rank=9)
     assert answer(said, taken=(0, 1, 2)) == Admission(
-        proof=handshake.proof_of_coordinator(SECRET, CHALLENGE, said),
-        key=handshake.session_key(SECRET, CHALLENGE, said),
+        proof=terms.proof_of_coordinator(SECRET, CHALLENGE, said),
+        key=terms.session_key(SECRET, CHALLENGE, said),
     )
     stranger = hello(secret=b"other", run="", manifest="", data="")
     assert answer(stranger) == Refuse(reason="wrong secret", retry=False)

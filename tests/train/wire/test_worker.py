@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from entrenar_py.train.wire import effects as do
-from entrenar_py.train.wire import handshake
+from entrenar_py.train.wire import terms
 from entrenar_py.train.wire.effects import Effect
 from entrenar_py.train.wire.messages import (
     MESSAGES,
@@ -65,12 +65,12 @@ def hello(rank: int | None = None) -> Hello:
         nonce="1" * 32,
         proof="",
     )
-    return replace(said, proof=handshake.proof_of_worker(SECRET, CHALLENGE, said))
+    return replace(said, proof=terms.proof_of_worker(SECRET, CHALLENGE, said))
 
 
 def welcome(rank: int | None = None) -> Welcome:
     """Return the welcome: rank 2, the state before step 5, and a vector in two blocks."""
-    proof = handshake.proof_of_coordinator(SECRET, CHALLENGE, hello(rank))
+    proof = terms.proof_of_coordinator(SECRET, CHALLENGE, hello(rank))
     return Welcome(rank=2, step=5, blocks=2, resumed=False, proof=proof)
 
 
@@ -108,7 +108,7 @@ def reach(phase: WorkerPhase) -> Worker:
 def test_what_one_step_asks_for() -> None:
     """All effects from connection to end, in order."""
     machine = connect(new())
-    key = handshake.session_key(SECRET, CHALLENGE, hello())
+    key = terms.session_key(SECRET, CHALLENGE, hello())
     assert told(machine, CHALLENGE) == [do.Send(PEER, hello()), do.Secure(PEER, key)]
     assert told(machine, welcome()) == [do.Load(2, 5), do.Send(PEER, Loaded(step=5))]
     (asked,) = told(machine, Assign(step=5, shards=(0, 1, 2)))

@@ -20,8 +20,7 @@ from entrenar_py.train.wire.messages import (
     Weights,
     Welcome,
 )
-from entrenar_py.train.wire.package import PIECE_BYTES
-from entrenar_py.train.wire.terms import Run, Terms, Timing
+from entrenar_py.train.wire.terms import PIECE_BYTES, Run, Terms, Timing
 from entrenar_py.train.wire.worker import Worker
 from entrenar_py.train.wire_io.tcp import CoordinatorServer, WorkerClient
 

@@ -11,9 +11,8 @@ from entrenar_py.train.wire.mesh_coordinator import MeshCoordinator
 from entrenar_py.train.wire.mesh_worker import MeshWorker
 from entrenar_py.train.wire.messages import Average, Message, State, TreeNode
 from entrenar_py.train.wire.terms import Run, Timing
-from entrenar_py.train.wire_io.message_faults import Meddle, unmeddled
-from entrenar_py.train.wire_io.tcp import CoordinatorServer
-from entrenar_py.train.wire_io.tcp_mesh import MeshClient
+from entrenar_py.train.wire_io.injections import Meddle, unmeddled
+from entrenar_py.train.wire_io.tcp import CoordinatorServer, MeshClient
 from tests.train.wire_io.fakes import LOOPBACK, SECRET, TERMS, TIMING, FakeMember, FakeServer
 
 

@@ -1,8 +1,11 @@
-"""Virtual time: a seed determines the order of a run, and every order has the same result."""
+"""The protocol in virtual time."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,15 +13,51 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from entrenar_py.train.wire import effects as do
-from entrenar_py.train.wire.fetcher import Fetcher
+from entrenar_py.train.wire.applicant import Fetcher
 from entrenar_py.train.wire.frames import FROM_COORDINATOR, Buffer, Decoder, Encoder
 from entrenar_py.train.wire.messages import MESSAGES, Message
-from entrenar_py.train.wire.package import PIECE_BYTES, Package, Part
-from entrenar_py.train.wire.terms import Run, Timing
-from entrenar_py.train.wire_io.message_faults import Fate, Meddle, Meddling, unmeddled
-from entrenar_py.train.wire_io.simulated import LATENCY_S, Simulation
-from entrenar_py.train.wire_io.uninvited_client import Guest
+from entrenar_py.train.wire.terms import PIECE_BYTES, Package, Part, Run, Timing
+from entrenar_py.train.wire_io.injections import Fate, Guest, Meddle, Meddling, unmeddled
+from entrenar_py.train.wire_io.simulated import LATENCY_S, Later, Simulation, Timeline
 from tests.train.wire_io.fakes import COMPLETED, SECRET, FakeMember, FakeServer, run_of
+
+
+def test_in_order() -> None:
+    """Actions run by time, and those for the same time in the order of scheduling."""
+    timeline, done = Timeline(), list[str]()
+    timeline.later(2.0, lambda: done.append("second"))
+    timeline.later(1.0, lambda: done.append("first"))
+    timeline.later(2.0, lambda: done.append("third"))
+    while timeline.has_until(5.0):
+        timeline.next()
+    assert (done, timeline.clock()) == (["first", "second", "third"], 2.0)
+
+
+def test_work_takes_its_time_one_piece_after_the_other() -> None:
+    """Results come in the order in which the work was given."""
+    timeline, told = Timeline(), list[tuple[int, float]]()
+    later = Later(timeline, random.Random(0), (0.5, 1.0), lambda action: action())
+    for number in range(3):
+        later.run(partial(int, number), lambda got: told.append((got, timeline.now)))
+    assert told == []
+    while timeline.has_until(10.0):
+        timeline.next()
+    assert [number for number, _ in told] == [0, 1, 2]
+    times = [0.0, *(when for _, when in told)]
+    assert all(0.5 <= after - before <= 1.0 for before, after in pairwise(times))
+
+
+def test_what_is_forgotten_is_not_told() -> None:
+    """A result that was forgotten is not reported; a later one is."""
+    timeline, told = Timeline(), list[str]()
+    later = Later(timeline, random.Random(0), (0.5, 1.0), lambda action: action())
+    later.run(lambda: "old", told.append)
+    later.forget()
+    later.run(lambda: "new", told.append)
+    while timeline.has_until(10.0):
+        timeline.next()
+    assert told == ["new"]
+
 
 TIMING = Timing()
 

@@ -16,8 +16,8 @@ from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.messages import Message
 from entrenar_py.train.wire_io import tls
 from entrenar_py.train.wire_io.door import Door, Visit
-from entrenar_py.train.wire_io.message_faults import Fate, Meddle, Meddling
-from entrenar_py.train.wire_io.tcp_mesh import MeshClient
+from entrenar_py.train.wire_io.injections import Fate, Meddle, Meddling
+from entrenar_py.train.wire_io.tcp import MeshClient
 from tests.train.wire_io.certificates import Authority, client_context, server_context
 from tests.train.wire_io.fakes import COMPLETED, LOOPBACK, TIMING, free_port, go, run_of, until
 from tests.train.wire_io.mesh_fakes import (

@@ -9,34 +9,23 @@ from dataclasses import replace
 
 from entrenar_py.check.clauses import (
     audits,
-    averages,
+    backends,
     coverage,
     devices,
-    endurance,
-    fallback,
+    distillation,
+    fine_tuning,
     finiteness,
     language_model,
     liveness,
     local_sgd,
-    manifest,
-    memory,
-    optimizer_state,
-    parameter_share,
     parity,
     randomness,
-    recovery,
     reductions,
-    replica_identity,
+    replicas,
     resume,
     same_bits,
-    soft_targets,
     step_rule,
-    teacher_rows,
     tuned_samples,
-    tuned_stages,
-    tuned_steps,
-    tuned_strategies,
-    tuned_weights,
     weighting,
     wire,
 )
@@ -45,44 +34,39 @@ from entrenar_py.check.contract import CheckTerms, Invariant
 
 __all__ = ["CHECKS", "Check", "bind", "terms"]
 
-# The modules with rows of the table, in the table's order.
 _FAMILIES = (
-    replica_identity,
+    audits,
+    backends,
     coverage,
-    finiteness,
-    fallback,
-    parity,
-    recovery,
     devices,
-    manifest,
-    memory,
-    weighting,
-    optimizer_state,
-    resume,
+    distillation,
+    fine_tuning,
+    finiteness,
+    language_model,
     liveness,
+    local_sgd,
+    parity,
     randomness,
+    reductions,
+    replicas,
+    resume,
     same_bits,
     step_rule,
-    parameter_share,
-    wire,
-    endurance,
-    audits,
-    averages,
-    reductions,
-    local_sgd,
-    tuned_weights,
     tuned_samples,
-    tuned_steps,
-    tuned_strategies,
-    tuned_stages,
-    soft_targets,
-    teacher_rows,
-    language_model,
+    weighting,
+    wire,
 )
+# The order of the table, and so of lists and pages: by family of clauses, then by number.
+_SOURCES = ("DP", "WGPU", "HET", "TI", "PAR", "WP", "RED", "LS", "FT", "LP", "KD", "LM")
+
+
+def _place(check: Check) -> tuple[int, str]:
+    return _SOURCES.index(check.id.split("-")[1]), check.id
+
+
 _TABLE: tuple[Check, ...] = tuple(
     replace(row, in_rounds=local_sgd.IN_ROUNDS.get(row.name))
-    for family in _FAMILIES
-    for row in family.ROWS
+    for row in sorted((row for family in _FAMILIES for row in family.ROWS), key=_place)
 )
 CHECKS: dict[str, Check] = {check.name: check for check in _TABLE}
 _BY_ID: dict[str, Check] = {check.id: check for check in _TABLE}

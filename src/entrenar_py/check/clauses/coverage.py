@@ -1,29 +1,24 @@
-"""F-DP-002: every sample exactly once per epoch, none twice in a step, in a stable order."""
+"""F-DP-002: in an epoch every sample is drawn once, by one worker.
+
+The samples that each epoch should have are those of `Population`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from itertools import islice
 
 from entrenar_py.check import evidence
 from entrenar_py.check.causes import presuppositions, random_draws
 from entrenar_py.check.causes.run_comparison import Compared
-from entrenar_py.check.clauses import contents, plans, untold_epochs
+from entrenar_py.check.clauses import contents, plans
 from entrenar_py.check.clauses.check import Check
-from entrenar_py.check.clauses.population import (
-    Population,
-    compare_selections,
-    count_on,
-    has_ended_epoch,
-    has_parts,
-    in_epochs,
-    is_endless,
-)
 from entrenar_py.check.contract import Invariant
 from entrenar_py.check.evidence import facts, missing, step_sums
 from entrenar_py.check.evidence.needs import ALONE, REPEATED, SHORTENED, Traces
-from entrenar_py.shared.trace import Shard, Start, Trace, Update
+from entrenar_py.shared.trace import Selection, Shard, Start, Trace, Update
 from entrenar_py.shared.verdict import Finding, Tally
 from entrenar_py.shared.wording import counted, named
 
@@ -68,7 +63,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
             tally.miss(contents.guessed(f"{named('rank', ranks)} draw the same samples"))
         elif _has_untold_epochs(trace):
             missing.require_ids(tally, trace)
-            untold_epochs.judge(tally, trace, compared.alone)
+            _judge_without_epochs(tally, trace, compared.alone)
         else:
             _disjoint_and_complete(tally, trace, compared.alone)
             _replaced_apart(tally, trace)
@@ -96,7 +91,7 @@ def _in_short_epochs(tally: Tally, runs: Traces, trace: Trace) -> None:
     if not is_known or presuppositions.comparable(tally, presuppositions.SAMPLES, compared) is None:
         return
     if _has_untold_epochs(trace):
-        untold_epochs.judge(tally, trace, None)
+        _judge_without_epochs(tally, trace, None)
     elif not _guessed_to_differ(trace):
         _disjoint_and_complete(tally, trace, None)
 
@@ -216,7 +211,7 @@ def _silent(trace: Trace, step: int, shards: Sequence[Shard]) -> str:
 def _count(
     tally: Tally, trace: Trace, shard: Shard, drawn: dict[int, Shard], population: Population
 ) -> None:
-    again = tuple(i for n, i in enumerate(shard.ids) if i in drawn or i in shard.ids[:n])
+    again = _drawn_before(shard.ids, drawn)
     strange = population.strange(shard.ids)
     place = evidence.place(trace, shard)
     if shard.ids or trace.scenario.num_shards == 1:
@@ -230,6 +225,17 @@ def _count(
         message = f"sample ids outside {population.in_words}: {list(strange)[:8]}"
         tally.check(not strange, message, sample_ids=strange, **place)
     drawn.update(dict.fromkeys(shard.ids, shard))
+
+
+def _drawn_before(ids: Sequence[int], drawn: Container[int]) -> tuple[int, ...]:
+    """Return the `ids` that were drawn before, or come earlier in them. There may be millions."""
+    earlier: set[int] = set()
+    again = []
+    for id_ in ids:
+        if id_ in drawn or id_ in earlier:
+            again.append(id_)
+        earlier.add(id_)
+    return tuple(again)
 
 
 def _first_drawn(shard: Shard, again: Sequence[int], drawn: Mapping[int, Shard]) -> str:
@@ -408,6 +414,261 @@ def _same_batches(tally: Tally, model: Trace, trace: Trace) -> None:
             sample_ids=moved,
             scenario=trace.scenario,
         )
+
+
+# --- samples without epochs -----------------------------------------------------------------------
+
+
+def _judge_without_epochs(tally: Tally, trace: Trace, alone: Trace | None) -> None:
+    """Check that no sample is drawn again before all were drawn, by an error or a cut epoch.
+
+    A sample that is drawn again may be an error, or the first of the next epoch. Which it is takes
+    epochs if less than a batch was left to draw, but for a sampler that never ends. It also does if
+    the samples of an epoch are a guess, unless the run on one worker (`alone`) goes on with samples
+    that were not drawn yet.
+    """
+    population = Population(trace)
+    slack = trace.scenario.batch_size
+    by_step = {} if alone is None else evidence.shards(alone)
+    is_endless = trace.traits.epochs == "told"  # as the one pass of a loader that never ends
+    is_first = any(start.step > 0 for start in trace.of(Start))  # the epoch may have begun before
+    seen: dict[int, int] = {}  # sample -> step that drew it, in the epoch as it seems
+    for step, shards in sorted(evidence.shards(trace).items()):
+        drawn = {id_ for shard in shards for id_ in shard.ids}
+        if len(drawn) == sum(len(shard.ids) for shard in shards) and drawn.isdisjoint(seen):
+            tally.compared += len(shards)
+            seen.update(dict.fromkeys(drawn, step))
+            continue
+        # All of the epoch is searched from here on: in a right run, only where an epoch begins.
+        num_lacking = len([*islice(population.surely_lacking(seen), slack)])
+        is_cut = num_lacking == slack and (
+            not population.is_guessed or _goes_on(by_step, step, seen)
+        )
+        is_used_up = not any(True for _ in population.surely_lacking(drawn.union(seen)))
+        is_over = is_endless and is_used_up and num_lacking == len(drawn - seen.keys())
+        fresh: dict[int, int] = {}
+        for shard in shards:
+            again = tuple(i for n, i in enumerate(shard.ids) if i in fresh or i in shard.ids[:n])
+            fresh.update(dict.fromkeys(shard.ids, step))
+            repeated = tuple(id_ for id_ in shard.ids if id_ in seen)
+            if again and not is_used_up:
+                _drawn_again(tally, trace, shard, again, fresh)
+            elif repeated and is_cut and not (is_used_up or is_first):
+                _drawn_again(tally, trace, shard, repeated, seen)
+            elif again or (repeated and (num_lacking or is_first) and not is_over):
+                _ask(tally, step)
+            else:
+                tally.check(True, "")
+        if not seen.keys().isdisjoint(fresh):
+            if is_over:  # the samples that were lacking are the last ones, the rest the first
+                fresh = {id_: step for id_ in fresh if id_ in seen}
+            is_first, seen = False, {}
+        seen.update(fresh)
+
+
+def _goes_on(by_step: Mapping[int, Sequence[Shard]], step: int, seen: Collection[int]) -> bool:
+    """Return whether one worker, which has drawn all that was `seen`, draws others in `step`.
+
+    `by_step` are the shards of its run; without any, it is unknown.
+    """
+    before = {id_ for at in by_step if at < step for s in by_step[at] for id_ in s.ids}
+    now = {id_ for shard in by_step.get(step, ()) for id_ in shard.ids}
+    return bool(now) and before.issuperset(seen) and before.isdisjoint(now)
+
+
+def _drawn_again(
+    tally: Tally, trace: Trace, shard: Shard, again: Sequence[int], seen: dict[int, int]
+) -> None:
+    tally.check(
+        False,
+        f"samples drawn again by rank {shard.rank}: {[*again[:8]]}, first drawn in step "
+        f"{seen[again[0]]}, before all {trace.scenario.num_samples} samples were drawn; if they "
+        "are drawn with replacement, say obs.samples(ids, replacement=True)",
+        sample_ids=tuple(again),
+        **evidence.place(trace, shard),
+    )
+
+
+def _ask(tally: Tally, step: int) -> None:
+    why = f"step {step} draws samples again, maybe as the first of the next epoch"
+    missing.ask(tally, why, facts.EPOCHS)
+
+
+# --- the samples of an epoch ----------------------------------------------------------------------
+
+TELLING_MIN = 16  # fewer samples of a shuffled epoch may be the first ones by chance
+
+
+class Population:
+    """The numbers of the samples of `trace`, in which each epoch should have all.
+
+    These are the samples that any rank selects, or all from 0 on. If they are only guessed
+    (`is_guessed`), those that are `drawn` in any epoch are likely, though a curriculum may draw
+    others in each; certain are those that the epoch has on one worker, in the run `alone`. If they
+    vary (`is_varied`), none is.
+    """
+
+    def __init__(self, trace: Trace, alone: Trace | None = None) -> None:
+        self.is_guessed = trace.traits.population == "guessed"
+        self.is_varied = trace.traits.population == "varied"
+        events = () if self.is_varied else trace.of(Selection)
+        selected = {id_ for event in events for id_ in event.ids}
+        whole = range(trace.scenario.num_samples)
+        self.samples: Collection[int] = selected or whole
+        self._in_order = sorted(selected) if selected else whole
+        self.drawn = {id_ for shard in trace.of(Shard) for id_ in shard.ids}
+        self._alone: dict[int, set[int]] = defaultdict(set)  # by epoch
+        for shard in () if alone is None else alone.of(Shard):
+            self._alone[shard.epoch].update(shard.ids)
+        self.in_words = "its selection" if selected else f"0 .. {len(self.samples) - 1}"
+
+    def strange(self, ids: Collection[int]) -> tuple[int, ...]:
+        """Return those of `ids` that are not in the data set."""
+        return tuple(id_ for id_ in ids if id_ not in self.samples)
+
+    def num_lacking(self, seen: Collection[int]) -> int:
+        """Return how many samples are not in `seen`."""
+        return len(self.samples) - len(seen) + len(self.strange(seen))
+
+    def lacking(self, seen: Collection[int]) -> Iterator[int]:
+        """Yield the samples that are not in `seen`, in order."""
+        return (id_ for id_ in self._in_order if id_ not in seen)
+
+    def surely_lacking(self, seen: Collection[int]) -> Iterator[int]:
+        """Yield the samples that are not in `seen` and should be, in order."""
+        lacking = self.lacking(seen)
+        return (id_ for id_ in lacking if id_ in self.drawn) if self.is_guessed else lacking
+
+    def lacking_beside_alone(self, epoch: int, seen: Collection[int]) -> list[int]:
+        """Return the samples that an epoch lacks of those that it has on one worker, in order.
+
+        If it has others in their place, both may be right: there are none.
+        """
+        whole = self._alone[epoch]
+        return sorted(whole.difference(seen)) if whole.issuperset(seen) else []
+
+
+def compare_selections(tally: Tally, trace: Trace) -> None:
+    """Check that ranks which select samples of a data set select the same ones, or disjoint ones.
+
+    If more than half of them agree, the first of the others is named.
+    """
+    chosen = {event.rank: frozenset(event.ids) for event in trace.of(Selection)}
+    if len(chosen) < 2 or trace.traits.population == "varied":
+        return
+    (usual, count), *_ = Counter(chosen.values()).most_common()
+    first = min(chosen)
+    model = usual if 2 * count > len(chosen) else chosen[first]
+    holder = min(rank for rank, ids in chosen.items() if ids == model)
+    for rank, ids in sorted(chosen.items()):
+        both = model & ids
+        tally.check(
+            ids == model or not both,
+            f"rank {rank} trains on other samples than rank {holder}: {len(both)} samples are in "
+            f"the data of both, {len(model - ids)} only in that of rank {holder}, "
+            f"{len(ids - model)} only in that of rank {rank}; split the data with the same seed on "
+            "all ranks",
+            step=-1,
+            rank=rank,
+            sample_ids=tuple(sorted(model ^ ids)),
+            scenario=trace.scenario,
+        )
+
+
+def has_parts(trace: Trace) -> bool:
+    """Return whether ranks select different samples."""
+    return len({event.ids for event in trace.of(Selection)}) > 1
+
+
+def in_epochs(runs: Traces) -> list[Trace]:
+    """Return the runs of a user's trainer, and their witnesses, whose samples come in epochs.
+
+    They don't if samples are drawn with replacement, from data that varies, or are known only by
+    their content.
+    """
+    needs = (ALONE, REPEATED, SHORTENED)
+    witnesses = [trace for need in needs for trace in runs.witnesses.get(need, ())]
+    return [
+        trace
+        for trace in (*runs, *witnesses)
+        if trace.scenario.workload == "own"
+        and not trace.traits.replacement
+        and trace.traits.population != "varied"
+        and trace.traits.sample_ids != "content"
+        and any(shard.ids for shard in trace.of(Shard))
+    ]
+
+
+def has_ended_epoch(trace: Trace) -> bool:
+    """Return whether `trace` shows an epoch up to its end: all its samples, or the next one's.
+
+    If the script reports no epochs, a sample that comes again begins the next one. Where only the
+    samples that were drawn say how many there are, and they are shuffled, all numbers from 0 on are
+    an epoch: within one, some would be lacking.
+    """
+    drawn: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for shard in trace.of(Shard):
+        if shard.ids:
+            drawn[shard.epoch][shard.step].extend(shard.ids)
+    if len(drawn) > 1:
+        return True
+    population = Population(trace)
+    for by_step in drawn.values():
+        ids = [id_ for of_step in by_step.values() for id_ in of_step]
+        if trace.traits.epochs == "untold" and len(ids) > len({*ids}):
+            return True
+        is_known = not population.is_guessed or (len(ids) >= TELLING_MIN and not _blocks(by_step))
+        if is_known and not population.num_lacking({*ids}):
+            return True
+    return False
+
+
+def is_endless(trace: Trace) -> bool:
+    """Return whether a sampler of the script's goes on in one pass, once all samples have come."""
+    if trace.scenario.workload != "own" or trace.traits.population != "guessed":
+        return False
+    seen = set[int]()
+    for _, shards in sorted(evidence.shards(trace).items()):
+        drawn = [id_ for shard in shards if not shard.epoch for id_ in shard.ids]
+        if len({*drawn}) < len(drawn) or not seen.isdisjoint(drawn):
+            return len(seen.union(drawn)) >= trace.scenario.num_samples
+        seen.update(drawn)
+    return False
+
+
+def count_on(traces: Collection[Trace]) -> bool:
+    """Return whether samples are numbered from step to step, in runs on several numbers of workers.
+
+    They are those of a stream (tasks, games, noise), which has no epochs: nobody says how many
+    samples there are, each step has the next ones, and the same ones whatever draws them.
+    """
+    by_run = []
+    for trace in traces:
+        drawn: dict[int, list[int]] = defaultdict(list)
+        for shard in trace.of(Shard):
+            drawn[shard.step].extend(shard.ids)
+        if trace.traits.population != "guessed" or len(drawn) < 2:
+            return False
+        by_run.append(_blocks(drawn))
+    are_alike = all(
+        one[step] == other[step]
+        for one in by_run
+        for other in by_run
+        for step in one.keys() & other.keys()
+    )
+    return all(by_run) and are_alike and len({trace.scenario.world_size for trace in traces}) > 1
+
+
+def _blocks(by_step: Mapping[int, Sequence[int]]) -> dict[int, range]:
+    """Return the samples of each step, if they follow on those of the step before; else {}."""
+    blocks: dict[int, range] = {}
+    begin = 0
+    for step, ids in sorted(by_step.items()):
+        blocks[step] = range(begin, begin + len(ids))
+        if sorted(ids) != [*blocks[step]]:
+            return {}
+        begin += len(ids)
+    return blocks
 
 
 ROWS = (

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from entrenar_py.check import evidence
 from entrenar_py.check.causes import presuppositions, rounding_bounds, run_comparison
 from entrenar_py.check.causes.run_comparison import Compared
-from entrenar_py.check.clauses import oracles
 from entrenar_py.check.evidence import closeness, facts, missing
 from entrenar_py.check.evidence.needs import Need, Traces, turned
 from entrenar_py.check.evidence.run_names import Pair, pair_of
@@ -61,7 +60,7 @@ def _changes_nothing(took_effect: Effect) -> Callable[[Tally, Pair, Compared], i
 
     def judge(tally: Tally, pair: Pair, compared: Compared) -> int | None:
         model, trace = compared.model, compared.trace
-        masked = trace.scenario.dropout and not oracles.same_masks(model, trace)
+        masked = trace.scenario.dropout and not same_masks(model, trace)
         if masked and compared.explanation is None:
             why = "dropout draws other masks: run the script without dropout"
             tally.miss(f"{pair.words.before}{why}")
@@ -209,6 +208,26 @@ def _local(trace: Trace) -> dict[str, str]:
     """Return the digests of the first micro-batch's gradient."""
     first = trace.of(Shard)[:1]
     return {name: record.digest for shard in first for name, record in shard.gradient.items()}
+
+
+def same_masks(model: Trace, trace: Trace) -> bool:
+    """Return whether dropout, if any, uses the same masks in `trace` as in `model`.
+
+    The single device draws by logical shard. A trainer that also draws by shard has the same masks
+    unless its trait `masks` is `shard_apart`. For others the first shards' draws are compared, if
+    they were recorded. Micro-batches (they draw in another order) and batch normalisation by each
+    rank's own samples (one worker normalises differently) count as different masks.
+    """
+    if trace.traits.batch_norm:
+        return False
+    if not trace.scenario.dropout:
+        return True
+    if trace.scenario.accumulation > 1:
+        return False
+    mine, theirs = ({s.draws for s in run.of(Shard)[:1]} for run in (trace, model))
+    known = trace.scenario.workload != "own" or None not in mine
+    by_shard = trace.draws_by_shard and trace.traits.masks != "shard_apart"
+    return by_shard or (mine == theirs and known)
 
 
 # --- the table ------------------------------------------------------------------------------------

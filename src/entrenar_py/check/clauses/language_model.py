@@ -15,8 +15,7 @@ from typing import Any
 
 from entrenar_py.check import evidence
 from entrenar_py.check.causes.random_draws import named
-from entrenar_py.check.clauses import probes
-from entrenar_py.check.clauses.check import Check
+from entrenar_py.check.clauses.check import Check, probe
 from entrenar_py.check.contract import Invariant
 from entrenar_py.check.evidence import missing
 from entrenar_py.check.evidence.needs import PROBED, Traces
@@ -472,7 +471,7 @@ def _plan(dropout: float, options: Mapping[str, Any]) -> Callable[[Invariant], l
     def plan(_: Invariant) -> list[Scenario]:
         """Plan two workers, with two micro-batches each in three steps."""
         usual: dict[str, Any] = {"world_size": 2, "accumulation": 2, "num_steps": 3}
-        return [probes.scenario("language_model", **usual, dropout=dropout, options=options)]
+        return [probe("language_model", **usual, dropout=dropout, options=options)]
 
     return plan
 

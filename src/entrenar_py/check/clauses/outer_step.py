@@ -1,18 +1,24 @@
 """The outer step, which ends a round of local SGD: when it is made, by which workers and rule.
 
 The outer step is recomputed in float64 from each worker's weights at the end of its round.
+
+Within a round nothing of the training is shared. Of the harness's own trainers every collective
+within a round counts. A user's script may call some for other reasons (a barrier, the mean of a
+loss for the log, a broadcast to a worker that came back). There it counts what ranks stepped with:
+their own gradients, or the mean of all.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from entrenar_py.check import evidence
-from entrenar_py.check.clauses import outer_causes, silent_rounds
-from entrenar_py.check.clauses.outer_causes import Round, Vectors
 from entrenar_py.check.contract import Invariant
 from entrenar_py.check.evidence import closeness, facts, missing, precision, rounds
 from entrenar_py.check.evidence.needs import Traces
@@ -30,6 +36,7 @@ from entrenar_py.shared.trace import (
     record_tensor,
 )
 from entrenar_py.shared.verdict import Finding, Tally
+from entrenar_py.shared.wording import counted
 
 # Relative bound on the weights, 16 u with u = 2^-24, for up to about ten workers: one rounding of
 # each worker's distance from the outer weights, some of their mean, and one of the final sum.
@@ -47,7 +54,7 @@ def judge_schedule(invariant: Invariant, traces: Traces) -> Finding:
     for trace in rounds.usable(traces, tally):
         if rounds.says_length(tally, trace):
             _on_time(tally, trace)
-        silent_rounds.compare(tally, trace)
+        compare_silence(tally, trace)
     return tally.finding(nothing=rounds.nothing(tally))
 
 
@@ -114,7 +121,7 @@ def judge_weighting(invariant: Invariant, traces: Traces) -> Finding:
     for trace in rounds.usable(traces, tally):
         tried = Tally("", observed=True)
         follow(tried, trace)
-        if tried.broken is not None and outer_causes.ALIKE in tried.broken.message:
+        if tried.broken is not None and ALIKE in tried.broken.message:
             tally.miss(
                 "workers draw unequal numbers of samples, and count alike where they are brought "
                 "together: right if each worker is to count once, wrong if each sample is to count "
@@ -208,7 +215,7 @@ def _compare(tally: Tally, trace: Trace, event: Synchronised, round_: Round, sta
     message = _not_followed(trace)
     values = evidence.vectors(got)
     if values is not None and not _are_close(weights, values, bound):
-        message += outer_causes.explain(
+        message += explain(
             round_,
             values,
             event.rank,
@@ -290,3 +297,229 @@ def _trained(tensors: Tensors, start: Start) -> Tensors:
 
 def _records(vectors: Vectors) -> dict[str, TensorRecord]:
     return {name: record_tensor(value, values=True) for name, value in vectors.items()}
+
+
+# --- causes of another step -----------------------------------------------------------------------
+
+Vectors = Mapping[str, NDArray[Any]]
+
+ALIKE = "workers count alike, whatever their samples"
+
+# The first words of the causes.
+_BEGINNINGS = (
+    ALIKE,
+    "nothing was changed since the round",
+    "the worker went on from its own weights",
+    "the pseudo-gradient has the wrong sign",
+    "pseudo-gradients are added",
+    "the mean is divided by the workers",
+    "the workers' weights are added",
+    "the outer momentum was lost",
+    "Nesterov's look ahead is there",
+    "only rank",
+)
+_ALIKE = 1e-3  # of the step's length: the causes are far further apart
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """The quantities that an outer step is computed from.
+
+    `before` are the outer weights that all began the round with, `momentum` is the outer one,
+    `inner` has each worker's weights at its end, and `shares` each worker's part of the samples.
+    """
+
+    before: Vectors
+    momentum: Vectors
+    inner: Mapping[int, Vectors]
+    shares: Mapping[int, float]
+
+    @property
+    def mean(self) -> dict[str, NDArray[np.float64]]:
+        """The mean of the workers' weights, weighted by their samples."""
+        return {
+            name: np.sum(
+                [
+                    share * self.inner[rank][name].astype(np.float64)
+                    for rank, share in self.shares.items()
+                ],
+                axis=0,
+            )
+            for name in self.before
+        }
+
+
+Step = Callable[[Round], Vectors]  # returns the outer weights after the round
+
+
+def explain(round_: Round, got: Vectors, rank: int, step: Step, other: Step) -> str:
+    """Return the cause of the weights `got` of a worker, to end a message; "" if none is found.
+
+    `step` makes the right outer step, `other` that of the other rule of momentum.
+    """
+    if any(name not in got or got[name].shape != v.shape for name, v in round_.before.items()):
+        return ""
+    due = step(round_)
+    scale = _distance(due, round_.before) or 1.0
+    for words, weights in _causes(round_, rank, step, other):
+        if _distance(weights, got) <= _ALIKE * scale < _distance(weights, due):
+            return f": {words}"
+    return ""
+
+
+def is_named(message: str) -> bool:
+    """Return whether a message about an outer step ends with what `explain` returned."""
+    return any(f": {words}" in message for words in _BEGINNINGS)
+
+
+def _causes(round_: Round, rank: int, step: Step, other: Step) -> Iterator[tuple[str, Vectors]]:
+    """Yield each cause in words, with the weights that it leads to."""
+    yield "nothing was changed since the round began", round_.before
+    if rank in round_.inner:
+        yield "the worker went on from its own weights", round_.inner[rank]
+    mean, num_workers = round_.mean, len(round_.shares)
+    alike = dict.fromkeys(round_.shares, 1.0 / num_workers)
+    yield ALIKE, step(replace(round_, shares=alike))
+    for words, factor in (
+        ("the pseudo-gradient has the wrong sign", -1.0),
+        ("pseudo-gradients are added, and not divided by the workers", float(num_workers)),
+        ("the mean is divided by the workers once more", 1.0 / num_workers),
+    ):
+        moved = {
+            name: round_.before[name] + factor * (value - round_.before[name])
+            for name, value in mean.items()
+        }
+        yield words, step(replace(round_, inner={rank: moved}, shares={rank: 1.0}))
+    added = {name: num_workers * value for name, value in mean.items()}
+    yield "the workers' weights are added, and not divided by their number", added
+    yield "the outer momentum was lost", step(replace(round_, momentum={}))
+    yield "Nesterov's look ahead is there in only one of rule and step", other(round_)
+    for alone in round_.inner:
+        words = f"only rank {alone}'s weights count"
+        yield words, step(replace(round_, shares={alone: 1.0}))
+
+
+def _distance(one: Vectors, other: Vectors) -> float:
+    return float(
+        np.sqrt(sum(np.square(one[name].astype(np.float64) - other[name]).sum() for name in one))
+    )
+
+
+# --- silence within rounds ------------------------------------------------------------------------
+
+# The largest angle between gradients of one direction, in 16 bits, too; clipping keeps directions.
+_ANGLE = 1e-2
+
+Vector = NDArray[np.float64]
+
+
+def compare_silence(tally: Tally, trace: Trace) -> None:
+    """Compare the rounds of every worker."""
+    meetings = trace.of(Synchronised)
+    if trace.scenario.workload == "own":
+        _own_gradients(tally, trace)
+    else:
+        for event in meetings:
+            if event.collectives_alone is not None:
+                called = event.collectives_alone
+                message = f"rank {event.rank} called {called} collectives within a round"
+                tally.equal(0, called, message, **evidence.place(trace, event))
+    if meetings and not any(event.collectives_alone is not None for event in meetings):
+        why = "how many collectives were called within rounds is unknown"
+        missing.ask(tally, why, facts.COLLECTIVES_ALONE)
+    if counts := [event.collectives for event in meetings if event.collectives is not None]:
+        tally.note(f"the largest number of collectives at the end of a round: {max(counts)}")
+
+
+def _own_gradients(tally: Tally, trace: Trace) -> None:
+    """Check that each worker steps with its own gradient, as far as the directions show."""
+    summed = _sums(trace)
+    unknown: set[tuple[int, int]] = set()  # step, rank
+    for step, by_rank in evidence.ranks_by_step(trace):
+        of_step = {rank: summed.get((step, rank)) for rank in by_rank}
+        every = _added(one for one in of_step.values() if one is not None)
+        for rank, update in by_rank.items():
+            applied, own = _vector(update.gradient), of_step[rank]
+            if applied is not None and own is not None and _alike(applied, own):
+                tally.compared += 1
+            elif applied is not None and every is not None and _alike(applied, every):
+                message = (
+                    f"rank {rank} stepped with the mean of all ranks' gradients: within a round "
+                    "each worker steps with its own"
+                )
+                tally.check(False, message, **evidence.place(trace, update))
+            else:
+                unknown.add((step, rank))
+    _tell_collectives(tally, trace, unknown)
+
+
+def _tell_collectives(tally: Tally, trace: Trace, unknown: set[tuple[int, int]]) -> None:
+    """Count rounds without a collective as held, and those with some, too, if they shared nothing.
+
+    `unknown` are the steps that a rank made with a gradient which may be its own or not.
+    """
+    begun: dict[int, int] = {}
+    called_any = False
+    for event in trace.of(Synchronised):
+        first = begun.get(event.rank, 0)
+        begun[event.rank] = event.step + 1
+        if not event.collectives_alone:
+            tally.compared += event.collectives_alone == 0
+            continue
+        if any((step, event.rank) in unknown for step in range(first, event.step + 1)):
+            called = counted(event.collectives_alone, "collective")
+            tally.miss(
+                f"rank {event.rank} called {called} within the round that ends with step "
+                f"{event.step}, and whether they shared gradients is unknown: check with a model "
+                "of up to 65,536 parameters, and clip by the norm alone"
+            )
+        else:
+            called_any = True
+    if called_any:
+        tally.note(
+            "collectives were called within rounds: they are no fault, since each step was made "
+            "with the rank's own gradient"
+        )
+
+
+def _sums(trace: Trace) -> Mapping[tuple[int, int], Vector]:
+    """Return (step, rank) -> the sum of the gradients of the rank's micro-batches, flat."""
+    terms: dict[tuple[int, int], list[Vector | None]] = {}
+    for shard in trace.standing.of(Shard):
+        if trace.traits.shared:
+            continue  # ranks share micro-batches: none has a gradient of its own
+        terms.setdefault((shard.step, shard.rank), []).append(_vector(shard.gradient))
+    sums = {}
+    for place, vectors in terms.items():
+        known = [vector for vector in vectors if vector is not None]
+        total = _added(known) if len(known) == len(vectors) else None
+        if total is not None:
+            sums[place] = total
+    return sums
+
+
+def _vector(tensors: Tensors) -> Vector | None:
+    """Return all elements of all tensors, in the order of their names; None if unknown."""
+    values = evidence.vectors(tensors)
+    if values is None:
+        return None
+    return np.concatenate([values[name].astype(np.float64) for name in sorted(values)])
+
+
+def _added(vectors: Iterable[Any]) -> Vector | None:
+    total: Vector | None = None
+    for vector in vectors:
+        if total is not None and vector.shape != total.shape:
+            return None
+        total = vector if total is None else total + vector
+    return total
+
+
+def _alike(one: Vector, other: Vector) -> bool:
+    """Return whether two vectors have the same direction."""
+    if one.shape != other.shape or not (np.isfinite(one).all() and np.isfinite(other).all()):
+        return False
+    sizes = float(np.linalg.norm(one)), float(np.linalg.norm(other))
+    if not all(sizes):
+        return sizes == (0.0, 0.0)
+    return float(np.linalg.norm(one / sizes[0] - other / sizes[1])) <= _ANGLE

@@ -7,18 +7,29 @@ single-device trainer; bits, if the trainer promises equal ones for any number o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from entrenar_py.check import evidence
-from entrenar_py.check.causes import presuppositions, run_comparison
-from entrenar_py.check.causes.run_comparison import Compared
-from entrenar_py.check.clauses import controlled, knobs, oracles, plans, same_bits
+from entrenar_py.check.causes import (
+    copies,
+    presuppositions,
+    random_draws,
+    rounding_bounds,
+    run_comparison,
+)
+from entrenar_py.check.causes.presuppositions import WITH_ONE_WORKER
+from entrenar_py.check.causes.run_comparison import SINGLE, Compared
+from entrenar_py.check.clauses import knobs, plans, same_bits
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import missing, rounds
+from entrenar_py.check.evidence import facts, missing, rounds, run_names
 from entrenar_py.check.evidence.needs import ALONE, CONTROLLED, NUDGED, ORACLE, REPEATED, Traces
 from entrenar_py.check.evidence.run_names import Words
-from entrenar_py.shared.trace import Trace, Update
+from entrenar_py.shared import faults
+from entrenar_py.shared.trace import Shard, Trace, Update
 from entrenar_py.shared.verdict import Finding, Tally
 
 PUBLISHED_TOLERANCE = 0.01  # relative
@@ -31,7 +42,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
     tolerance = PUBLISHED_TOLERANCE if invariant.tolerance is None else invariant.tolerance
     compare_with_oracle(tally, runs, tolerance)
     same_bits.compare_worker_counts(tally, runs.own)
-    return tally.finding(nothing=oracles.missing_model(tally, runs))
+    return tally.finding(nothing=missing_model(tally, runs))
 
 
 def compare_with_oracle(tally: Tally, runs: Traces, tolerance: float | None) -> list[int]:
@@ -48,7 +59,7 @@ def compare_with_oracle(tally: Tally, runs: Traces, tolerance: float | None) -> 
         second = _Followed.of(tally, runs.undropped, tolerance)
     for trace in first.masked + second.masked:
         excused = trace.draws_by_shard or second.num_followed or not first.num_followed
-        told = oracles.other_masks(trace)
+        told = other_masks(trace)
         tally.note(told) if excused else tally.miss(told)
     return first.num_gradients + second.num_gradients + knobs.compare(tally, runs)
 
@@ -63,7 +74,7 @@ class _Followed:
 
     @classmethod
     def of(cls, tally: Tally, runs: Traces, tolerance: float | None) -> _Followed:
-        done, model = cls(), oracles.model_of(runs)
+        done, model = cls(), model_of(runs)
         if model is None and runs.base is not None:  # then it is the reason that comes first
             compared = Compared(runs=runs, model=runs.base, trace=runs.base)
             presuppositions.comparable(tally, presuppositions.SAMPLES, compared)
@@ -72,8 +83,8 @@ class _Followed:
             if model is None or trace is model or not evidence.is_as_trained(trace):
                 continue
             plain = Compared(runs=runs, model=model, trace=trace)
-            compared, words = controlled.pair(tally, plain)
-            is_masked = compared is plain and not oracles.same_masks(model, trace)
+            compared, words = controlled_pair(tally, plain)
+            is_masked = compared is plain and not knobs.same_masks(model, trace)
             if is_masked and not _is_explained(compared):
                 done.masked.append(trace)
                 continue
@@ -92,7 +103,9 @@ def _is_explained(compared: Compared) -> bool:
     return own and presuppositions.aligned(compared).explanation is not None
 
 
-def _compare(tally: Tally, compared: Compared, tolerance: float | None, words: Words) -> int:
+def _compare(
+    tally: Tally, compared: Compared, tolerance: float | None, words: run_names.Words
+) -> int:
     """Compare a run with its model, if it can be compared; return how many gradients were."""
     left = presuppositions.comparable(tally, presuppositions.WITH_ONE_WORKER, compared)
     return (
@@ -102,6 +115,313 @@ def _compare(tally: Tally, compared: Compared, tolerance: float | None, words: W
             tally, left.model, left.trace, tolerance, words, sensitivity=left.sensitivity
         )
     )
+
+
+# --- the run on a single device -------------------------------------------------------------------
+
+# Find the run on a single device that a training is compared with. Judges nothing.
+#
+# It is a run of the independent trainer. For a user's own trainer, which the independent one can't
+# reproduce, it is the user's run on one worker.
+
+# Field of a scenario -> how runs of one command differ in it, with the advice. In this order: the
+# first one often causes the others.
+_DIFFERENT: Mapping[str, str] = {
+    "batch_size": "one worker trains on batches of {alone} samples, {workers} on {several}: divide "
+    "the global batch by the number of workers ({{share:GLOBAL}} in the command does)",
+    "num_samples": "one worker has a data set of {alone} samples, {workers} workers one of "
+    "{several}: give all runs the same data",
+    "num_steps": "one worker makes {alone} steps, {workers} make {several}: make the same number "
+    "of steps with any number of workers ({{steps}} in the command says how many)",
+    "learning_rate": "one worker begins with learning rate {alone}, {workers} with {several}: if "
+    "it is scaled by the number of workers, leave that out for the check",
+}
+# In place of the numbers of samples, if these are guessed by the highest id that was drawn.
+_OTHER_SAMPLES = (
+    "one worker draws other samples than {workers} workers: draw each batch for all workers, by "
+    "the same seed, and give each its share"
+)
+
+
+def model_of(runs: Traces) -> Trace | None:
+    """Return the run that the others are compared with, or None."""
+    return next(iter(runs.of(ORACLE, ALONE)), None)
+
+
+def missing_model(tally: Tally, runs: Traces) -> str:
+    """Return why no run on a single device can be compared with, and what to do about it.
+
+    "" if one can.
+    """
+    model = model_of(runs)
+    for trace in runs.own:
+        if model is not None and trace is not model:
+            return "" if knobs.same_masks(model, trace) else other_masks(trace) + _instead(trace)
+    if tally.observed:
+        return _another_training(tally, runs)
+    if why := _difference(runs, ["batch_size"]):
+        return why
+    why = "no run of the same training on one worker to compare with: record one with world_size=1"
+    if runs.base is not None and runs.base.scenario.world_size == 1:
+        why = "no run on several workers: record the same training with a larger world_size"
+    return f"{why}, and all else equal{runs.nearly(ALONE)}"
+
+
+def _another_training(tally: Tally, runs: Traces) -> str:
+    """Return why a script's run on one worker can't be compared with its run on several.
+
+    It often has another global batch: most scripts have an option for the batch of a worker.
+    """
+    near = runs.near.get(ALONE)
+    if near is None or runs.base is None:
+        return "no run on several workers and one on one worker that both ended without failing"
+    for run in (runs.base, near.run):
+        if not any(shard.ids for shard in run.of(Shard)):  # sizes of batch and data are guesses
+            return missing.nothing(tally, "the samples of each step are unknown", facts.IDS)
+    others = ", ".join(near.fields)
+    otherwise = f"one worker and {runs.base.scenario.world_size} train differently, in {others}"
+    return _difference(runs, _DIFFERENT) or otherwise
+
+
+def _difference(runs: Traces, names: Iterable[str]) -> str:
+    """Return how a user's run on one worker differs, in the first of `names` that does; else ""."""
+    near = runs.near.get(ALONE)
+    if runs.base is None or runs.base.scenario.workload != "own" or near is None:
+        return ""
+    for name in names:
+        alone, several = near.fields.get(name, (0, 0))
+        if alone != several:
+            workers = runs.base.scenario.world_size
+            guessed = name == "num_samples" and runs.base.traits.population == "guessed"
+            says = _OTHER_SAMPLES if guessed else _DIFFERENT[name]
+            return says.format(alone=alone, several=several, workers=workers)
+    return ""
+
+
+def other_masks(trace: Trace) -> str:
+    """Return why a run with dropout or batch normalisation is not compared with one device."""
+    if trace.traits.batch_norm:
+        return (
+            "batch normalisation uses each rank's own samples: on one worker it is another run, "
+            "and was not compared"
+        )
+    if trace.draws_by_shard:
+        return "not compared with a single device, whose dropout draws other masks"
+    system = "the script" if trace.scenario.workload == "own" else trace.scenario.system
+    if all(shard.draws is None for shard in trace.of(Shard)):
+        return f"under dropout {system} was not compared with one worker, since no Shard has draws"
+    return (
+        f"under dropout {system} draws its masks per rank: on one worker it is another run, and "
+        "was not compared"
+    )
+
+
+def _instead(trace: Trace) -> str:
+    if trace.traits.batch_norm:
+        return ": use SyncBatchNorm, or leave its layers in eval()"
+    return ": use dropout 0 in both runs"
+
+
+# --- controlled pairs of runs ---------------------------------------------------------------------
+
+# The pair of runs by which several workers are compared with one.
+#
+# It is the plain one, unless random numbers rightly differ between the two, one worker has samples
+# in another order, or samples that are cut otherwise act on each other. Then it is a pair in which
+# that was controlled: random numbers are alike for all samples, and besides samples come in one
+# order, or all ranks have the same share, and so does one worker.
+#
+# A loss that couples samples may be meant to couple those of a rank, or of all ranks. By the first
+# meaning ranks that have one share train as one worker does on this share, by the second one as on
+# so many copies of it. If they do neither, and an equation explains that, or the two agree with
+# each other, no meaning does. A loss that is a sum over samples has the second meaning, too.
+
+_NUMBERS = "with random numbers that are alike for all samples"
+_ORDER = "with one order of samples for any number of workers"
+_SHARES = "with the same samples on all ranks"
+_COUNTED = ", where a term of the loss may count once for each rank"
+
+
+def is_prevented(compared: Compared) -> bool:
+    """Return whether draws, or coupled samples, alone keep two runs from being compared."""
+    if compared.trace.scenario.workload != "own":
+        return False
+    masked = not knobs.same_masks(compared.model, compared.trace)
+    return presuppositions.are_prevented(WITH_ONE_WORKER, compared, masked=masked)
+
+
+def is_by_chance(compared: Compared) -> bool:
+    """Return whether it is random numbers that keep two runs from being compared."""
+    drawn = random_draws.other_contents(compared) or random_draws.drawn_by_rank(compared)
+    return bool(drawn or compared.trace.scenario.dropout)
+
+
+def is_ordered_otherwise(compared: Compared) -> bool:
+    """Return whether ranks draw their own samples in step 0, and one worker as many others.
+
+    Ranks that draw the same ones hold parts of a model, and must have the same.
+    """
+    runs = (compared.model, compared.trace)
+    if any(run.scenario.workload != "own" or run.traits.sample_ids == "content" for run in runs):
+        return False
+    due, got = map(_first_samples, runs)
+    samples, others = Counter(chain(*due.values())), Counter(chain(*got.values()))
+    have_their_own = len({*map(frozenset, got.values())}) == compared.trace.scenario.world_size
+    return have_their_own and samples != others and samples.total() == others.total()
+
+
+def has_other_rows(model: Trace, trace: Trace) -> bool:
+    """Return whether the runs have other samples in step 0."""
+    due, got = (Counter(chain(*_first_samples(run).values())) for run in (model, trace))
+    return due != got
+
+
+def _first_samples(trace: Trace) -> dict[int, list[int]]:
+    """Return the samples of step 0 by rank."""
+    drawn: dict[int, list[int]] = defaultdict(list)
+    for shard in evidence.shards(trace).get(0, ()):
+        drawn[shard.rank].extend(shard.ids)
+    return drawn
+
+
+def controlled_pair(tally: Tally, compared: Compared) -> tuple[Compared, Words]:
+    """Return the runs to compare in place of the plain ones, with the words for findings."""
+    if is_ordered_otherwise(compared) or is_prevented(compared):
+        for words, controlled in (
+            (_NUMBERS, alike(compared, faults.COMMON)),
+            (_ORDER, alike(compared, faults.ORDERED)),
+            (_SHARES, mirrored(compared)),
+        ):
+            if controlled is not None:
+                tally.note(f"compared {words}")
+                is_counted = words == _SHARES and not _agree(controlled)
+                before = f"{words}{_COUNTED if is_counted else ''}: "
+                return controlled, replace(SINGLE, before=before)
+    return compared, SINGLE
+
+
+def alike(compared: Compared, kind: str) -> Compared | None:
+    """Return the runs with common random numbers, or with one order of samples, too.
+
+    Return None if these can't be compared either.
+    """
+    controlled = _controlled(compared, kind, kind)
+    if controlled is None or is_ordered_otherwise(controlled) or not _are_comparable(controlled):
+        return None
+    return controlled if _tells(compared, controlled) else None
+
+
+def mirrored(compared: Compared) -> Compared | None:
+    """Return the run whose ranks have one share, and the one on one worker that it must be like.
+
+    Return None if they can't be compared, or if what the loss of a share is meant to be decides.
+    """
+    once, again = (
+        _controlled(compared, kind, faults.MIRRORED) for kind in (faults.MIRRORED, faults.REPEATED)
+    )
+    if once is None or not _have_one_share(once.trace):
+        return None
+    once = replace(once, model=_for_each(once.model, compared.trace.scenario.world_size))
+    if not _agree(once):
+        if again is None:
+            return None
+        if _agree(again) or (once.explanation is None and again.explanation is not None):
+            once = again
+        elif once.explanation is None and not _agree(replace(once, trace=again.model)):
+            return None
+    return once if _is_decided(compared, once) else None
+
+
+def _is_decided(plain: Compared, mirrored: Compared) -> bool:
+    """Return whether mirrored runs decide: equal ones do only where a loss couples samples."""
+    return _are_comparable(mirrored) and (_is_coupled(plain) or not _agree(mirrored))
+
+
+def _is_coupled(compared: Compared) -> bool:
+    """Return whether the first loss is another one on several workers, or unknown.
+
+    It is the same if samples don't act on each other, and gradients differ for another reason. What
+    each rank does to its own before they are added (clipping by value) is alike for equal ranks.
+    """
+    return not copies.have_one_loss(compared)
+
+
+def _agree(compared: Compared) -> bool:
+    """Return whether two runs are comparable, and their gradients were found to be the same."""
+    trial = Tally("", observed=True)
+    model, trace = compared.model, compared.trace
+    sensitivity = compared.sensitivity
+    num_gradients = run_comparison.compare(trial, model, trace, None, sensitivity=sensitivity)
+    return num_gradients > 0 and trial.broken is None and _are_comparable(compared)
+
+
+def _are_comparable(compared: Compared) -> bool:
+    """Return whether two runs can be compared. A NaN may come from rows that are alike."""
+    updates = (*compared.model.of(Update), *compared.trace.of(Update))
+    is_finite = all(update.finite for update in updates)
+    return is_finite and presuppositions.are_comparable(WITH_ONE_WORKER, compared)
+
+
+def _tells(plain: Compared, controlled: Compared) -> bool:
+    """Return whether more than rounding is left of the gradients where numbers are alike.
+
+    What tells samples apart by chance (the mean of several answers) may leave none.
+    """
+    expected = evidence.updates(plain.model)
+    floor = rounding_bounds.Bounds.of(expected, plain.model, plain.trace).gradient_floor
+    return run_comparison.tells(controlled.model, controlled.trace, floor=floor)
+
+
+def _controlled(compared: Compared, alone: str, several: str) -> Compared | None:
+    """Return the runs in which the faults `alone` and `several` are planned, None without them."""
+    runs = compared.runs.witnesses.get(CONTROLLED, ())
+    size = compared.trace.scenario.world_size
+    model, trace = _find(runs, alone, 1, size), _find(runs, several, size, size)
+    return None if model is None or trace is None else replace(compared, model=model, trace=trace)
+
+
+def _find(runs: Iterable[Trace], kind: str, num_workers: int, shared_by: int) -> Trace | None:
+    return next(
+        (
+            run
+            for run in runs
+            for fault in run.scenario.faults
+            if run.scenario.world_size == num_workers and fault.kind == kind
+            if fault.value is None or int(fault.value) == shared_by
+        ),
+        None,
+    )
+
+
+def _have_one_share(trace: Trace) -> bool:
+    """Return whether all ranks were given the same samples in each micro-batch."""
+    by_rank: Mapping[int, list[Shard]] = defaultdict(list)
+    for shard in trace.of(Shard):
+        by_rank[shard.rank].append(shard)
+    shares = [*by_rank.values()]
+    is_whole = len(shares) == trace.scenario.world_size
+    return is_whole and all(_are_alike(shares[0], other) for other in shares)
+
+
+def _are_alike(first: list[Shard], second: list[Shard]) -> bool:
+    return len(first) == len(second) and all(
+        (mine.step, mine.ids) == (theirs.step, theirs.ids)
+        and all(
+            random_draws.are_alike(due, got, random_draws.CONTENTS_BOUND_MOVED)
+            for due, got in zip(mine.contents, theirs.contents, strict=False)
+        )
+        for mine, theirs in zip(first, second, strict=True)
+    )
+
+
+def _for_each(trace: Trace, num_ranks: int) -> Trace:
+    """Return a run of one worker whose samples are counted as those of so many ranks."""
+
+    def counted(shard: Shard) -> Shard:
+        return replace(shard, ids=shard.ids * num_ranks, contents=shard.contents * num_ranks)
+
+    events = (counted(event) if isinstance(event, Shard) else event for event in trace.events)
+    return replace(trace, events=tuple(events))
 
 
 ROWS = (

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
 from entrenar_py.check import evidence
 from entrenar_py.check.causes import presuppositions, state
+from entrenar_py.check.causes.random_draws import CONTENTS_BOUND_MOVED, PLACES, are_alike, named
 from entrenar_py.check.causes.run_comparison import Compared
-from entrenar_py.check.clauses import plans, script_streams
+from entrenar_py.check.clauses import plans
 from entrenar_py.check.clauses.check import Check
-from entrenar_py.check.clauses.population import in_epochs, is_endless
+from entrenar_py.check.clauses.coverage import in_epochs, is_endless
 from entrenar_py.check.contract import Invariant
 from entrenar_py.check.evidence import closeness, facts, missing
 from entrenar_py.check.evidence.needs import ALONE, SHORTENED, Traces
 from entrenar_py.shared.faults import OF_LOADERS
-from entrenar_py.shared.trace import Drawn, Shard, Start, Trace
+from entrenar_py.shared.trace import Drawn, Shard, Start, Trace, Update
 from entrenar_py.shared.verdict import MEANING, Finding, Tally
 
 # Shorter orders are not compared: two shuffled orders of 10 samples are equal once in 10! = 3.6e6.
@@ -36,10 +37,10 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
     alone = next(iter(runs.of(ALONE)), None)
     for trace in runs:
         if trace.of(Drawn):
-            script_streams.judge(tally, trace, alone)
+            judge_streams(tally, trace, alone)
         else:
             _dropout_differs(tally, trace)
-        script_streams.modes_alike(tally, trace)
+        modes_alike(tally, trace)
         if trace.traits.population != "varied":  # else two data sets may have the same order
             _orders_differ(tally, trace)
         compared = Compared(runs=runs, model=trace, trace=trace)
@@ -50,7 +51,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         if trace.traits.population != "varied":
             _orders_differ(tally, trace)
         between = Tally(tally.invariant, observed=tally.observed)
-        script_streams.modes_alike(between, trace)  # an evaluation comes between epochs
+        modes_alike(between, trace)  # an evaluation comes between epochs
         tally.take(between)
     _same_for_any_worker_count(tally, runs)
     if lacks_second_epoch(runs):
@@ -131,6 +132,8 @@ class _Orders:
 def _orders_of(trace: Trace) -> _Orders:
     orders: dict[int, list[int]] = {}
     by_rank: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+    once: dict[tuple[int, int], list[tuple[int, ...]]] = {}  # without what pads an epoch
+    seen: dict[int, set[int]] = defaultdict(set)
     reached: dict[int, int] = {}
     mixed: set[int] = set()
     first_step: dict[int, int] = {}
@@ -138,13 +141,16 @@ def _orders_of(trace: Trace) -> _Orders:
         for shard in shards:
             orders.setdefault(shard.epoch, []).extend(shard.ids)
             by_rank.setdefault((shard.epoch, shard.rank), []).append(shard.ids)
+            new = tuple(id_ for id_ in shard.ids if id_ not in seen[shard.epoch])
+            once.setdefault((shard.epoch, shard.rank), []).append(new)
             first_step.setdefault(shard.epoch, step)
         for epoch in {shard.epoch for shard in shards}:
-            ids = [i for shard in shards if shard.epoch == epoch for i in shard.ids]
+            ids = {i for shard in shards if shard.epoch == epoch for i in shard.ids} - seen[epoch]
             if ids and min(ids) <= reached.get(epoch, -1):
                 mixed.add(epoch)
             reached[epoch] = max(ids, default=reached.get(epoch, -1))
-    shuffled = mixed & {epoch for (epoch, _), drawn in by_rank.items() if not in_turns(drawn)}
+            seen[epoch] |= ids
+    shuffled = mixed & {epoch for (epoch, _), drawn in once.items() if not in_turns(drawn)}
     of_ranks = {place: [*chain.from_iterable(drawn)] for place, drawn in by_rank.items()}
     return _Orders(orders, shuffled, first_step, of_ranks)
 
@@ -273,6 +279,390 @@ def _absent(traces: Sequence[Trace]) -> str:
         for trace in traces
     )
     return "" if draws else evidence.started_alone(traces)
+
+
+# --- streams of a user's script -------------------------------------------------------------------
+
+# Check that the random streams of a user's script that must differ do differ.
+#
+# Numbers for samples (masks, noise, augmentation) must differ between ranks that have other
+# samples, between a loader's workers, and between epochs. Numbers for the whole batch may be equal
+# on all ranks, and must be if each takes its own part of them.
+
+_IN_THE_MODEL = "forward"
+_JUDGED = ("batch", "forward", "loss", "loader")
+_OWN_SEEDS = "seed each rank differently, torch.manual_seed(seed + rank)"
+_OWN_GENERATOR = (
+    "let an evaluation draw from a generator of its own, torch.Generator().manual_seed(seed)"
+)
+_Place = tuple[int, int | None, str, str]  # step, micro-batch, where, generator
+
+
+def judge_streams(tally: Tally, trace: Trace, alone: Trace | None) -> None:
+    """Judge the streams of a run; `alone` is the same training on one worker, if there is one."""
+    _masks_on_every_rank(tally, trace)
+    _recomputed_alike(tally, trace)
+    drawn = [event for event in trace.standing.of(Drawn) if event.where in _JUDGED]
+    main = [event for event in drawn if event.worker is None]
+    streams = _Streams(trace, main, alone)
+    _ranks_differ(tally, trace, main, streams)
+    _passes_differ(tally, trace, main, streams)
+    _workers_differ(tally, trace, [event for event in drawn if event.worker is not None], alone)
+
+
+def _masks_on_every_rank(tally: Tally, trace: Trace) -> None:
+    """Check that no rank leaves dropout out in every step, while another never does."""
+    if not trace.scenario.dropout:
+        return
+    by_rank: dict[int, list[Shard]] = {}
+    for shard in trace.of(Shard):
+        if shard.ids:
+            by_rank.setdefault(shard.rank, []).append(shard)
+    always = [rank for rank, shards in by_rank.items() if all(s.draws for s in shards)]
+    for shards in by_rank.values():
+        never = all(shard.draws is None for shard in shards)
+        tally.check(
+            not (always and never),
+            f"rank {shards[0].rank} drew no random numbers in the forward pass, and rank "
+            f"{always[0] if always else ''} did in every one: its dropout is off",
+            **evidence.place(trace, shards[0]),
+        )
+
+
+def modes_alike(tally: Tally, trace: Trace) -> None:
+    """Check that all ranks train in the mode that `train()` or `eval()` sets, and keep to it.
+
+    Dropout and running statistics depend on it.
+    """
+    if not (why := _what_evaluation_stops(trace)):
+        return
+    off: dict[int, dict[int, Shard]] = {}  # step -> rank -> the first one in evaluation mode
+    trained: dict[int, set[int]] = {}
+    for shard in trace.standing.of(Shard):
+        if shard.evaluating:
+            off.setdefault(shard.step, {}).setdefault(shard.rank, shard)
+        else:
+            trained.setdefault(shard.step, set()).add(shard.rank)
+    for step, by_rank in sorted(off.items()):
+        others = trained.get(step, set()) - by_rank.keys()
+        if others:
+            shard = by_rank[min(by_rank)]
+            tally.check(
+                False,
+                f"rank {shard.rank} trains in evaluation mode, {why}, and rank "
+                f"{min(others)} doesn't: call model.train() after model.eval()",
+                **evidence.place(trace, shard),
+            )
+    if off and trained and min(off) > min(trained):
+        _mode_left(tally, trace, off, max(trained), why)
+
+
+def _what_evaluation_stops(trace: Trace) -> str:
+    """Return what a model in evaluation mode leaves out; "" if it trains alike in both modes."""
+    if trace.scenario.dropout:
+        return "with dropout off"
+    is_normalised = any(update.local for update in trace.of(Update))
+    return "with batch normalisation by running statistics" if is_normalised else ""
+
+
+def _mode_left(
+    tally: Tally, trace: Trace, off: Mapping[int, Mapping[int, Shard]], last: int, why: str
+) -> None:
+    """Judge a model that is in evaluation mode in all steps after step `last`.
+
+    A script may go over to it at some step on purpose. It doesn't do so by an evaluation.
+    """
+    first = min(off)
+    if first <= last:
+        return
+    words = f"the model is in evaluation mode from step {first} on, {why}"
+    if all(shard.evaluated for shard in off[first].values()):
+        shard = off[first][min(off[first])]
+        message = f"{words}, as the evaluation before it left it: call model.train() after it"
+        tally.check(False, message, **evidence.place(trace, shard))
+    else:
+        tally.miss(f"{words}: call model.train() after model.eval()")
+
+
+def _recomputed_alike(tally: Tally, trace: Trace) -> None:
+    """Check that layers which are computed again draw the numbers that they drew before."""
+    for event in trace.standing.of(Drawn):
+        if event.where == "recomputed":
+            tally.check(
+                False,
+                f"rank {event.rank} draws new random numbers when a layer is computed again in the "
+                f"backward pass, from {named(event.generator)}: the gradient is that of other "
+                "masks than the loss; let the checkpoint set generators back "
+                "(preserve_rng_state=True)",
+                step=event.step,
+                rank=event.rank,
+                scenario=trace.scenario,
+            )
+
+
+def _ranks_differ(tally: Tally, trace: Trace, drawn: Sequence[Drawn], streams: _Streams) -> None:
+    """Check that ranks with other samples don't draw the same numbers for them."""
+    there: dict[_Place, list[Drawn]] = {}
+    unclear: set[str] = set()
+    told: set[tuple[int, int, str, str]] = set()
+    for event in drawn:
+        before = there.setdefault(_place(event), [])
+        peers = [peer for peer in before if streams.are_others(peer, event)]
+        before.append(event)
+        # The state afterwards tells: the generator may have been seeded here, by rank or not.
+        peer = next((peer for peer in peers if peer.after == event.after), None)
+        if peer is None:
+            tally.compared += bool(peers)
+            continue
+        parted = streams.parted(event)
+        if parted is None and not streams.is_by_sample(event):
+            if event.where == _IN_THE_MODEL:
+                unclear.add(event.generator)
+            continue
+        if not streams.are_surely_others(peer, event):
+            tally.miss(
+                f"ranks {peer.rank} and {event.rank} draw the same random numbers "
+                f"{PLACES[event.where]}, and their samples are not known: right if they share "
+                "the samples, as parts of one model do, else wrong; call obs.samples(ids)"
+            )
+            continue
+        # Two ranks' first finding is also the earliest: later draws began alike there, or since
+        # they were seeded again. So their beginning is sought once.
+        pair = peer.rank, event.rank, event.where, event.generator
+        since = event if pair in told else _begin_alike(trace, peer, event)
+        told.add(pair)
+        tally.check(
+            False,
+            f"rank {event.rank} draws the same random numbers as rank {peer.rank}, for other "
+            f"samples ({PLACES[event.where]}, from {named(event.generator)}): "
+            f"{_OWN_SEEDS if parted is None else _seeded_alike(parted)}",
+            step=since.step,
+            rank=since.rank,
+            shard=_shard(trace, since),
+            scenario=trace.scenario,
+        )
+    for generator in sorted(unclear):
+        tally.note(
+            f"all ranks draw the same numbers in the forward pass, from {named(generator)}: right "
+            "for a number that the whole batch shares, wrong for masks of samples"
+        )
+
+
+def _seeded_alike(parted: int) -> str:
+    return (
+        f"in step {parted} each drew its own, and since then the generator was seeded alike on "
+        f"both; {_OWN_GENERATOR}"
+    )
+
+
+class _Streams:
+    """What is known of the numbers that a run draws: for which samples, and whether for each.
+
+    A stream is a place and a generator. `alone` is the same training on one worker.
+    """
+
+    def __init__(self, trace: Trace, drawn: Iterable[Drawn], alone: Trace | None) -> None:
+        self._trace, self._alone = trace, alone
+        self._shards: dict[tuple[int, int], list[Shard]] = {}
+        for shard in trace.standing.of(Shard):
+            self._shards.setdefault((shard.step, shard.rank), []).append(shard)
+        self._by_sample: dict[tuple[str, str], bool] = {}
+        # By stream: the first step, if ranks drew numbers of their own in it.
+        self._parted: dict[tuple[str, str], int | None] = {}
+        first: dict[_Place, Drawn] = {}
+        for event in drawn:
+            peer = first.setdefault(_place(event), event)
+            if peer is not event:
+                is_apart = not {peer.before, peer.after} & {event.before, event.after}
+                stream = event.where, event.generator
+                self._parted.setdefault(stream, event.step if is_apart else None)
+
+    def is_by_sample(self, event: Drawn) -> bool:
+        """Return whether numbers are drawn for each sample, as far as `alone` shows."""
+        stream = event.where, event.generator
+        if stream not in self._by_sample:
+            self._by_sample[stream] = _is_by_sample(self._trace, event, self._alone)
+        return self._by_sample[stream]
+
+    def parted(self, event: Drawn) -> int | None:
+        """Return the first step of the event's stream, if ranks drew numbers of their own in it.
+
+        Numbers for the whole batch are the same on all ranks in each step.
+        """
+        step = self._parted.get((event.where, event.generator))
+        return step if step is not None and step < event.step else None
+
+    def are_others(self, one: Drawn, other: Drawn) -> bool:
+        """Return whether two ranks draw for different samples, or for some that aren't known."""
+        if one.part == other.part:
+            return False
+        mine, theirs = self.samples(one), self.samples(other)
+        return mine is None or theirs is None or not _are_the_same(mine, theirs)
+
+    def are_surely_others(self, one: Drawn, other: Drawn) -> bool:
+        """Return whether two ranks, which seem to draw for different samples, certainly do."""
+        is_known = None not in (self.samples(one), self.samples(other))
+        return is_known or self._trace.traits.arranged != "guessed"
+
+    def samples(self, event: Drawn) -> Shard | None:
+        """Return the micro-batch for which numbers were drawn; None if its samples are unknown."""
+        of_rank = self._shards.get((event.step, event.rank), [])
+        shard = dict(enumerate(of_rank)).get(-1 if event.micro_batch is None else event.micro_batch)
+        return shard if shard is not None and shard.ids else None
+
+
+def _are_the_same(one: Shard, other: Shard) -> bool:
+    """Return whether two micro-batches have the same samples, by their ids and contents."""
+    known = len(one.contents) == len(one.ids) and len(other.contents) == len(other.ids)
+    pairs = zip(one.contents, other.contents, strict=True) if known else ()
+    return one.ids == other.ids and all(
+        are_alike(mine, theirs, CONTENTS_BOUND_MOVED) for mine, theirs in pairs
+    )
+
+
+def _begin_alike(trace: Trace, peer: Drawn, event: Drawn) -> Drawn:
+    """Return where a rank began to draw the numbers of `peer`, which it draws in `event`.
+
+    For samples of other lengths ranks draw other counts of one stream: they end in one state in
+    some steps only.
+    """
+    chain = {_place(drawn): drawn.before for drawn in _unbroken(trace, peer)}
+    first = event
+    for drawn in _unbroken(trace, event):
+        if drawn.where == event.where and chain.get(_place(drawn)) == drawn.before:
+            first = drawn
+    return first
+
+
+def _place(drawn: Drawn) -> _Place:
+    return drawn.step, drawn.micro_batch, drawn.where, drawn.generator
+
+
+def _unbroken(trace: Trace, event: Drawn) -> Iterator[Drawn]:
+    """Yield draws of a rank back from `event`, until its generator was seeded."""
+    due = event.after
+    for drawn in reversed(trace.standing.of(Drawn)):
+        is_its = (drawn.rank, drawn.generator) == (event.rank, event.generator)
+        if not is_its or drawn.worker is not None or drawn.step > event.step:
+            continue
+        if drawn.after == due:
+            due = drawn.before
+            yield drawn
+        elif due != event.after:
+            return
+
+
+def _is_by_sample(trace: Trace, event: Drawn, alone: Trace | None) -> bool:
+    """Return whether numbers are drawn for each sample, as far as is known.
+
+    Dropout's are. Others are if one worker, from the same state, draws more of them for its larger
+    part of the batch: then its generator ends in another state.
+    """
+    if _is_mask(trace, event):
+        return True
+    if alone is None or alone.scenario.world_size == trace.scenario.world_size:
+        return False
+    first, here = _states(alone, event), _states(trace, event)
+    return any(first[before] != here[before] for before in first.keys() & here.keys())
+
+
+def _states(trace: Trace, event: Drawn) -> dict[str, str]:
+    """Return the states after draws by those before, of draws in the same place as `event`."""
+    return {
+        other.before: other.after
+        for other in trace.standing.of(Drawn)
+        if (other.where, other.generator) == (event.where, event.generator)
+        and (other.worker is None) == (event.worker is None)
+    }
+
+
+def _devices(event: Drawn) -> tuple[str, ...]:
+    return (event.generator,) if event.generator.startswith("cuda") else ()
+
+
+def _passes_differ(tally: Tally, trace: Trace, drawn: Iterable[Drawn], streams: _Streams) -> None:
+    """Check that no rank draws the same numbers again in a later step, for other samples.
+
+    For dropout's masks the state afterwards tells, and the samples don't matter. Other numbers may
+    be those of the whole batch, or come from the sample that is drawn last.
+    """
+    seen: dict[tuple[str, ...], Drawn] = {}
+    for event in drawn:
+        is_mask = _is_mask(trace, event)
+        stream = str(event.rank), event.generator, event.after
+        key = (*stream, "mask") if is_mask else (*stream, event.where, event.before)
+        earlier = seen.setdefault(key, event)
+        if not is_mask and not _are_repeated(streams, earlier, event):
+            continue
+        here, there = (event.step, event.micro_batch), (earlier.step, earlier.micro_batch)
+        tally.check(
+            earlier is event or here == there,
+            f"rank {event.rank} draws the same random numbers in step {event.step} as in step "
+            f"{earlier.step}, {PLACES[event.where]}: the generator was seeded again; "
+            f"{_OWN_GENERATOR}",
+            step=event.step,
+            rank=event.rank,
+            scenario=trace.scenario,
+        )
+
+
+def _is_mask(trace: Trace, event: Drawn) -> bool:
+    """Return whether the numbers are dropout's."""
+    is_torch_s = event.generator in ("torch", *_devices(event))
+    return bool(trace.scenario.dropout) and event.where == _IN_THE_MODEL and is_torch_s
+
+
+def _are_repeated(streams: _Streams, earlier: Drawn, event: Drawn) -> bool:
+    """Return whether numbers of samples were drawn in an earlier step, for none of these."""
+    if earlier.step == event.step:
+        return False
+    before, now = streams.samples(earlier), streams.samples(event)
+    if before is None or now is None or {*before.ids} & {*now.ids}:
+        return False
+    return streams.parted(event) is not None or streams.is_by_sample(event)
+
+
+def _workers_differ(
+    tally: Tally, trace: Trace, drawn: Iterable[Drawn], alone: Trace | None
+) -> None:
+    """Check that no two workers of loaders draw the same numbers for other samples.
+
+    A generator that is seeded anew for each sample does not end in the same state.
+    """
+    seen: dict[tuple[str, str, str], Drawn] = {}
+    for event in drawn:
+        earlier = seen.setdefault((event.generator, event.before, event.after), event)
+        known = event.ids and earlier.ids and event.ids != earlier.ids
+        others = earlier.rank == event.rank or _is_by_sample(trace, event, alone)
+        tally.check(
+            earlier is event or not known or not others,
+            f"{_worker(event)} draws the same random numbers as {_worker(earlier)}, for other "
+            f"samples ({PLACES[event.where]}, from {named(event.generator)}): "
+            f"{_advice(event, earlier)}",
+            step=event.step,
+            rank=event.rank,
+            sample_ids=event.ids,
+            scenario=trace.scenario,
+        )
+
+
+def _shard(trace: Trace, event: Drawn) -> int | None:
+    """Return the number of the shard for which a rank drew; None if it wasn't recorded."""
+    place = event.step, event.rank
+    own = [shard.shard for shard in trace.of(Shard) if (shard.step, shard.rank) == place]
+    return dict(enumerate(own)).get(-1 if event.micro_batch is None else event.micro_batch)
+
+
+def _worker(event: Drawn) -> str:
+    return f"worker {event.worker} of rank {event.rank}'s loader begun in step {event.step}"
+
+
+def _advice(event: Drawn, earlier: Drawn) -> str:
+    if event.rank != earlier.rank:
+        return _OWN_SEEDS
+    return (
+        "seed it in worker_init_fn from torch.initial_seed(), which differs by worker and by epoch"
+    )
 
 
 ROWS = (

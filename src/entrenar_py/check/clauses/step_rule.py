@@ -7,7 +7,7 @@ recomputed from what the run recorded.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -17,23 +17,15 @@ from numpy.typing import NDArray
 from entrenar_py.check import evidence
 from entrenar_py.check.causes import applied_gradients, edits, presuppositions, update_rule
 from entrenar_py.check.causes.run_comparison import Compared
-from entrenar_py.check.clauses import (
-    declared_clipping,
-    knobs,
-    own_schedule,
-    parameter_order,
-    plans,
-    step_notes,
-    stepped_twice,
-    undeclared_clipping,
-)
+from entrenar_py.check.clauses import clipping, knobs, plans
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import closeness, factors, facts, missing
-from entrenar_py.check.evidence.needs import ALONE, REORDERED, REPEATED, SHORTENED, Traces, turned
+from entrenar_py.check.evidence import closeness, factors, facts, missing, run_names
+from entrenar_py.check.evidence.needs import ALONE, REPEATED, SHORTENED, Traces, turned
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.shared.trace import Ruled, Tensors, Trace, Update
+from entrenar_py.shared.trace import Noticed, Ruled, Start, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Finding, Tally
+from entrenar_py.shared.wording import listed
 
 # The tolerance if a contract gives none. Rates and norms are sums or products in float32. Their n
 # roundings of random sign add up to sqrt(n) 2^-24, which is 6e-6 for n = 10,000 elements.
@@ -47,18 +39,17 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
     runs = evidence.usable_runs(runs, tally)
     knobs.compare(tally, runs)
     if tally.observed:
-        own_schedule.compare(tally, runs)
-        parameter_order.compare(tally, runs)
+        compare_schedule(tally, runs)
         for trace in (*runs, *runs.witnesses.get(SHORTENED, ())):
-            own_schedule.compare_metrics(tally, trace)
+            compare_metrics(tally, trace)
     for trace in runs:
         for update in trace.of(Update):
             place = evidence.place(trace, update)
             _rate(tally, trace, update, relative, place)
             _clipping(tally, trace, update, relative, place)
-        declared_clipping.compare(tally, trace)
+        clipping.compare(tally, trace)
         _undeclared(tally, trace)
-        step_notes.tell(tally, trace)
+        tell_notes(tally, trace)
         edits.judge(tally, trace)
         missing.require_moves(tally, trace)
         if applied_gradients.follow_copies(tally, runs, trace):
@@ -130,7 +121,7 @@ def _follow(tally: Tally, trace: Trace) -> None:
     rested = evidence.skipped_without_gradients(trace)
     lost: set[int] = set()
     gaps = missing.Gaps()
-    twice = stepped_twice.judge(tally, trace)
+    twice = judge_doubled(tally, trace)
     for event in trace.events:
         if not isinstance(event, Update):
             update_rule.prepare(rules, event, trace)
@@ -150,11 +141,6 @@ def _follow(tally: Tally, trace: Trace) -> None:
         tally.miss(
             f"nothing was recomputed: the run {evidence.skip_words(rested)}, and made no other step"
         )
-
-
-def is_recomputed(trace: Trace) -> bool:
-    """Return whether an optimizer of the user's steps by the rule of torch's that it is made of."""
-    return update_rule.are_known(trace) and _is_as_derived(trace)
 
 
 def _is_as_derived(trace: Trace) -> bool:
@@ -290,7 +276,7 @@ def _undeclared(tally: Tally, trace: Trace) -> None:
     """Check that a user's gradients were not clipped in parts, while scaled, or once only."""
     if trace.scenario.workload != "own":
         return
-    if (error := undeclared_clipping.first(trace)) is not None:
+    if (error := clipping.first(trace)) is not None:
         step, why = error
         update = evidence.any_rank(evidence.updates(trace)[step])
         place = evidence.place(trace, update)
@@ -372,6 +358,178 @@ def _may_have_moved(before: Tensors, after: Tensors, name: str) -> bool:
     return not known or before[name].digest != after[name].digest
 
 
+# --- a schedule of the script's own ---------------------------------------------------------------
+
+# Test whether the learning rate of a script's own schedule is a function of the step alone.
+#
+# Its closed form is unknown here. Its values are compared with those of the same steps in the same
+# run made again, and on one worker. A schedule that follows a metric must get the same on all
+# ranks. Runs on other numbers of workers whose metrics differ are compared up to there.
+
+RATE_BOUND = 1e-6  # relative: the product of a few float64 numbers
+METRIC_BOUND = 1e-3  # relative: an evaluation of the same samples differs by rounding
+
+
+def compare_schedule(tally: Tally, runs: Traces) -> None:
+    """Compare the rates of the base with the witnesses'. One that differs is missing, not wrong.
+
+    Some scripts scale the rate by the number of workers. Where one worker has smaller batches, it
+    has more steps in an epoch, and rightly a longer schedule: F-DP-005 compares it with batches of
+    the same size.
+    """
+    base = runs.base
+    if base is None or base.traits.schedule != "other":
+        return
+    others = [run for need in (REPEATED, ALONE) for run in runs.witnesses.get(need, ())]
+    others = [run for run in others if run is not base and run.end.status == "completed"]
+    if not others:
+        tally.miss(
+            "the learning rate changes by a schedule that is not known here, and there is no other "
+            "run to compare it with"
+        )
+    for other in others:
+        if other.scenario.batch_size != base.scenario.batch_size:
+            continue
+        divided = applied_gradients.in_rate(Compared(runs=runs, model=other, trace=base))
+        _compare_rates(tally, base, other, divided)
+
+
+def compare_metrics(tally: Tally, trace: Trace) -> None:
+    """Check that the schedules of all ranks follow one metric, as their rates part otherwise.
+
+    They may part much later: where the metric of one rank still improves, and another's does not.
+    """
+    for _, by_rank in evidence.ranks_by_step(trace):
+        known = {rank: u.metric for rank, u in sorted(by_rank.items()) if u.metric is not None}
+        if len(known) < trace.scenario.world_size or len(known) < 2:
+            continue
+        first = min(known)
+        for rank, metric in known.items():
+            if rank == first:
+                continue
+            place = evidence.place(trace, by_rank[rank])
+            tally.check(
+                math.isclose(metric, known[first], rel_tol=METRIC_BOUND),
+                f"the schedule of rank {rank} follows a metric that is {metric:.4g} at best, and "
+                f"{known[first]:.4g} on rank {first}: once one of them reduces its learning rate, "
+                "ranks step apart; take the mean over ranks before scheduler.step(metric)",
+                expected=repr(known[first]),
+                got=repr(metric),
+                **place,
+            )
+
+
+def _compare_rates(tally: Tally, base: Trace, other: Trace, divided: float) -> None:
+    """Compare the rates of two runs; those of `base` are `divided` by what its gradients aren't."""
+    expected = evidence.updates(other)
+    is_same = other.scenario.world_size == base.scenario.world_size
+    for step, by_rank in evidence.ranks_by_step(base):
+        if step not in expected:
+            continue
+        model, made = evidence.any_rank(expected[step]), evidence.any_rank(by_rank)
+        if not is_same and _follow_others(model, made):
+            return
+        due, got = model.learning_rate, made.learning_rate
+        if not math.isclose(due, got * divided, rel_tol=RATE_BOUND):
+            rates = _told((base.scenario, got), (other.scenario, due))
+            tally.miss(
+                f"the learning rate of step {step} is {rates}: make the schedule a function of the "
+                "step, with the same length in every run"
+            )
+            return
+        tally.compared += 1
+
+
+def _follow_others(model: Update, made: Update) -> bool:
+    """Return whether two steps' schedules follow metrics that differ, as their weights may."""
+    if model.metric is None or made.metric is None:
+        return False
+    return not math.isclose(model.metric, made.metric, rel_tol=METRIC_BOUND)
+
+
+def _told(*rates: tuple[Scenario, float]) -> str:
+    """Return two runs' rates in the same words whichever of the two is judged.
+
+    Among runs on different numbers of workers, a repeated run is named like the first.
+    """
+    ordered = sorted(rates, key=lambda pair: (-pair[0].world_size, pair[0].repeat))
+    if len({run.world_size for run, _ in rates}) > 1:
+        ordered = [(run.with_(repeat=0), rate) for run, rate in ordered]
+    return " and ".join(f"{rate:.6g} in {run_names.of(run)}" for run, rate in ordered)
+
+
+# --- notes, which judge nothing -------------------------------------------------------------------
+
+
+def tell_notes(tally: Tally, trace: Trace) -> None:
+    """Note each such fact of a run, once."""
+    if trace.scenario.workload == "own":
+        for fact in (*_schedule(trace), *_decay(trace)):
+            tally.note(fact)
+
+
+def _schedule(trace: Trace) -> Iterator[str]:
+    """Yield how far the schedule moves in a step, if it moves further than one position."""
+    places = {}
+    for step, by_rank in evidence.ranks_by_step(trace):
+        place = evidence.any_rank(by_rank).schedule
+        if place is not None:
+            places[step] = place
+    moves = {places[step + 1] - place for step, place in places.items() if step + 1 in places}
+    if len(moves) == 1 and (move := moves.pop()) > 1:
+        simple = factors.named(move, trace.scenario)
+        reason = f" ({simple[1]})" if simple and simple[1] else ""
+        yield (
+            f"the schedule moves {move} positions in each step{reason}, which could mean: it is "
+            "stepped too often"
+        )
+
+
+def _decay(trace: Trace) -> Iterator[str]:
+    """Yield the tensors of one dimension that are decayed, if others of one dimension are not."""
+    starts = [start for start in trace.of(Start) if start.shapes and start.decayed]
+    if not starts:
+        return
+    start = starts[0]
+    flat = [name for name in start.trainable if len(start.shapes.get(name, (0, 0))) == 1]
+    decayed = [name for name in flat if name in (start.decayed or ())]
+    if 0 < len(decayed) < len(flat):
+        yield (
+            f"weight decay acts on {listed(decayed, most=2)}, which "
+            f"{'have' if decayed[1:] else 'has'} one dimension, and not on other such tensors"
+        )
+
+
+# --- tensors that an optimizer holds twice --------------------------------------------------------
+
+
+def judge_doubled(tally: Tally, trace: Trace) -> Set[str]:
+    """Check that no tensor is stepped twice; return those that are, whose steps follow no rule.
+
+    Two parameters of one memory may be right: plain SGD adds their gradients.
+    """
+    noticed = trace.of(Noticed)
+    twice = {name for event in noticed for name in event.doubled}
+    update = next(iter(trace.of(Update)), None)
+    if update is None:
+        return twice
+    plain = trace.scenario.optimizer == "sgd" and not trace.scenario.weight_decay
+    for name in sorted(twice & update.weights.keys()):
+        groups = {group for event in noticed for group in event.shared if name in group}
+        others = sorted({one for group in groups for one in group} & twice - {name})
+        if not others:
+            why = "the optimizer's parameters have it twice"
+        elif plain:
+            tally.note(f"{name} and {others[0]} are parameters of the same memory: SGD steps both")
+            continue
+        else:
+            why = f"{others[0]} is another parameter of the same memory"
+        place = evidence.place(trace, update)
+        message = f"{name} moves twice in each step: {why}"
+        tally.check(False, message, tensor=name, **place)
+    return twice
+
+
 ROWS = (
     Check(
         name="step_rule",
@@ -382,7 +540,7 @@ ROWS = (
         plan=plans.step_rules,
         explores=True,
         needs=(turned("clip"),),
-        witnesses=(REPEATED, ALONE, SHORTENED, REORDERED),
+        witnesses=(REPEATED, ALONE, SHORTENED),
         tolerance_kinds=("relative",),
         takes_tolerance=True,
         takes_turned=True,

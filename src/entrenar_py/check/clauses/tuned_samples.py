@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from entrenar_py.check import evidence
-from entrenar_py.check.clauses import probes
-from entrenar_py.check.clauses.check import Check
-from entrenar_py.check.clauses.tuned_weights import planned
+from entrenar_py.check.clauses.check import Check, judge_each
+from entrenar_py.check.clauses.fine_tuning import planned
 from entrenar_py.check.contract import Invariant
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Encoded, Shard, Taught, Trace, Weighed
@@ -201,7 +200,7 @@ ROWS = (
         id="F-FT-006",
         decides="the loss counts the completion's tokens, each predicted from those before it",
         spoken_of="loss-mask prompt label-shift padding chat-template",
-        judge=probes.judge(compare_tokens, f"no Encoded sample was recorded: {_ADVICE}"),
+        judge=judge_each(compare_tokens, f"no Encoded sample was recorded: {_ADVICE}"),
         plan=plan_tokens,
     ),
     Check(
@@ -209,7 +208,7 @@ ROWS = (
         id="F-FT-007",
         decides="classes count in the loss by the written formula",
         spoken_of="class-weight imbalance",
-        judge=probes.judge(compare_class_weights, f"no Weighed was recorded: {_ADVICE}"),
+        judge=judge_each(compare_class_weights, f"no Weighed was recorded: {_ADVICE}"),
         plan=plan_classes,
         tolerance_kinds=("ulp",),
     ),
@@ -218,7 +217,7 @@ ROWS = (
         id="F-FT-008",
         decides="copies of rarer rows are samples of their own, each drawn once an epoch",
         spoken_of="oversampling minority",
-        judge=probes.judge(compare_copies, f"no repeated row was recorded: {_ADVICE}"),
+        judge=judge_each(compare_copies, f"no repeated row was recorded: {_ADVICE}"),
         plan=plan_copies,
     ),
 )

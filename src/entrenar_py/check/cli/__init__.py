@@ -12,9 +12,8 @@ import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from entrenar_py.check.cli.options import typed
-from entrenar_py.check.cli.options.parser import PROG
-from entrenar_py.check.harness import interrupts
+from entrenar_py.check.cli import command_line
+from entrenar_py.check.cli.command_line import PROG
 from entrenar_py.check.project import merging
 from entrenar_py.shared import process
 from entrenar_py.shared.errors import ContractError, EntrenarError, UsageError
@@ -34,7 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         process.begin()
     try:
-        with interrupts.deferred(numbers=ENDED_BY, for_good=argv is None), ExitStack() as opened:
+        with (
+            process.deferred_interrupts(numbers=ENDED_BY, for_good=argv is None),
+            ExitStack() as opened,
+        ):
             code = _run(arguments, opened)
         return EXIT_HARNESS if printing.lost() and code == 0 else code
     except SystemExit as left:  # --help, --version
@@ -59,7 +61,7 @@ def _run(arguments: Sequence[str], opened: ExitStack) -> int:
             from entrenar_py.check.project import init
 
             return init.run(arguments[1:])
-        options = merging.configured(typed.read(arguments))
+        options = merging.configured(command_line.read(arguments))
         try:
             if options.mode != "mutants":
                 from entrenar_py.check.cli import early  # brings the reader of contracts

@@ -12,25 +12,15 @@ from pathlib import Path
 
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.cli.reporting import Work
-from entrenar_py.check.command import (
-    declarations,
-    judging,
-    launch,
-    own_folder,
-    placeholders,
-    run_folder,
-    run_plan,
-    runs,
-    verdicts,
-)
-from entrenar_py.check.command.asked import Asked
+from entrenar_py.check.command import folders, judging, launch, placeholders, run_plan, runs
+from entrenar_py.check.command.run_settings import RunSettings
 from entrenar_py.check.contract import Position
 from entrenar_py.check.evidence.needs import PROBED
-from entrenar_py.check.harness import falsify, stored
+from entrenar_py.check.harness import falsify, judgement
+from entrenar_py.check.harness.judgement import Listener
 from entrenar_py.check.harness.plan import Task
-from entrenar_py.check.harness.runner import Listener
-from entrenar_py.check.project import launchers, script
-from entrenar_py.check.project.exclusions import Standing
+from entrenar_py.check.project import commands
+from entrenar_py.check.project.configuration import Standing
 from entrenar_py.check.rank_files import shown_scenario
 from entrenar_py.check.rank_files.arranged import Arrangement
 from entrenar_py.check.reports.report import Entry
@@ -46,17 +36,17 @@ class Shared:
     """
 
     def __init__(self) -> None:
-        self.made: dict[Asked, Trace] = {}
+        self.made: dict[RunSettings, Trace] = {}
         self.arrangements: dict[int, Arrangement] = {}
         self.folders: list[Path] = []
-        self._temporary: run_folder.RunFolder | None = None
+        self._temporary: folders.RunFolder | None = None
         self.stack = ExitStack()
 
-    def folder(self, named: Path | None) -> run_folder.RunFolder:
+    def folder(self, named: Path | None) -> folders.RunFolder:
         """Return the folder `named` by the user, or the temporary one of all contracts."""
-        kept = run_folder.RunFolder(named) if named is not None else self._temporary
+        kept = folders.RunFolder(named) if named is not None else self._temporary
         if kept is None:
-            kept = self._temporary = self.stack.enter_context(run_folder.temporary())
+            kept = self._temporary = self.stack.enter_context(folders.temporary())
         self.folders.append(kept.path)
         return kept
 
@@ -70,7 +60,7 @@ def work(options: argparse.Namespace, standing: Standing, shared: Shared) -> Wor
     """
     tasks = judging.tasks(standing.selected)
     probed = {PROBED} if names_no_contract(options) else set()
-    usual = launchers.usual_variables(options.command)
+    usual = commands.usual_variables(options.command)
     make_plan = partial(
         run_plan.Plan,
         command=options.command,
@@ -98,7 +88,7 @@ def work(options: argparse.Namespace, standing: Standing, shared: Shared) -> Wor
     foreseen = [f"command: {change}" for change in options.command_changes]
     plan = make_plan(folder=Path())
     planned, more = plan.foreseen(_likely(options))
-    for size in {asked.world_size for asked in plan.plain().values()}:
+    for size in {settings.world_size for settings in plan.plain().values()}:
         words = placeholders.fill(options.command, {"world_size": str(size)}, {})
         folder = options.command_folder
         options.parents.prepare(words, {**usual, **os.environ, **plan.observing()}, folder)
@@ -117,17 +107,17 @@ def work(options: argparse.Namespace, standing: Standing, shared: Shared) -> Wor
         recorded: Iterable[tuple[Path, runs.Run]] = ()
         if any(one.check is not None for one in tasks):  # else no run would be judged
             recorded = runs.record(make_plan(folder=kept.path), partial(show, "runs", 0, 0))
-        known = verdicts.as_known(tasks, recorded, runs_by_file, on_judged=judged)
+        known = judging.verdicts_as_known(tasks, recorded, runs_by_file, on_judged=judged)
         yield from (_advised(kept.see(entry), unnamed) for entry in known)
-        yield from map(kept.see, declarations.refuted(left_out, runs_by_file, declared))
-        doubts.update(declarations.doubts(left_out, options.command, shared.folders))
+        yield from map(kept.see, judging.refuted(left_out, runs_by_file, declared))
+        doubts.update(judging.doubts(left_out, options.command, shared.folders))
 
     def environment() -> Mapping[str, object]:
-        recorded = stored.environment(run.trace for run in runs_by_file.values())
+        recorded = judgement.environment(run.trace for run in runs_by_file.values())
         return {**recorded, "launched": options.parents.told()}
 
     def places() -> Mapping[str, Position]:
-        return stored.places(run.trace for run in runs_by_file.values()) or _beginning(options)
+        return judgement.places(run.trace for run in runs_by_file.values()) or _beginning(options)
 
     return Work(
         entries=entries,
@@ -158,12 +148,12 @@ def stored_work(
 
     def entries(_: falsify.Progress, judged: Listener) -> Iterator[Entry]:
         yield from judging.judge(judging.tasks(standing.selected), kept, on_judged=judged)
-        yield from declarations.refuted(left_out, kept, declared)
+        yield from judging.refuted(left_out, kept, declared)
 
     return Work(
         entries=entries,
-        environment=partial(stored.environment, traces),
-        places=partial(stored.places, traces),
+        environment=partial(judgement.environment, traces),
+        places=partial(judgement.places, traces),
         system=shown_scenario.SYSTEM,
         seed=options.seed,
         num_traces=len(traces),
@@ -192,7 +182,7 @@ def _advised(entry: Entry, unnamed: Mapping[str, Check]) -> Entry:
 def _expected(options: argparse.Namespace) -> list[str]:
     """Return in a line what is likely to be found, as far as the text of the script shows."""
     path = _script(options)
-    told = script.without_a_test_for_nan(path) if path is not None else ""
+    told = commands.without_a_test_for_nan(path) if path is not None else ""
     told, _, _ = told.partition(": ")  # the finding says what to add
     return [f"expected: {told}"] if told else []
 
@@ -200,8 +190,8 @@ def _expected(options: argparse.Namespace) -> list[str]:
 def _likely(options: argparse.Namespace) -> Traits:
     """Return the traits of the first run on which others depend, as far as the texts show them."""
     path, command = _script(options), options.command
-    known = script.read(path) if path is not None else None
-    starts_again = declarations.restarts(command) or not launchers.is_torchs(command)
+    known = commands.read_script(path) if path is not None else None
+    starts_again = judging.restarts(command) or not commands.is_torchs(command)
     return Traits(
         saves="weights" if known and known.saves else "",
         loads="" if known and known.loads else "nothing",
@@ -211,9 +201,9 @@ def _likely(options: argparse.Namespace) -> Traits:
 
 def _script(options: argparse.Namespace) -> Path | None:
     """Return the script that the command runs; None if that can't be told."""
-    if launchers.is_for_shell(options.command):
+    if commands.is_for_shell(options.command):
         return None
-    return launchers.script(options.command, options.command_folder or Path.cwd())[1]
+    return commands.script(options.command, options.command_folder or Path.cwd())[1]
 
 
 def _beginning(options: argparse.Namespace) -> dict[str, Position]:
@@ -225,5 +215,5 @@ def _beginning(options: argparse.Namespace) -> dict[str, Position]:
 def _copied_folder(options: argparse.Namespace) -> Path | None:
     """Return the folder of which each run gets a copy to work in; None if runs are to share it."""
     folder: Path = (options.command_folder or Path.cwd()).resolve()
-    shared = options.in_place or own_folder.runs_elsewhere(options.command)
+    shared = options.in_place or folders.runs_elsewhere(options.command)
     return None if shared or folder == Path(folder.anchor) else folder

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from entrenar_py.check import contract
-from entrenar_py.check.cli.options.outputs import per_contract
-from entrenar_py.check.cli.options.parser import PROG
+from entrenar_py.check.cli.command_line import PROG, per_contract
 from entrenar_py.check.command.warm import Parents
-from entrenar_py.check.contract import Contract, binding_file, selection
+from entrenar_py.check.contract import Contract, bindings, records
 from entrenar_py.check.observing.auto import Settings
-from entrenar_py.check.project import launchers
+from entrenar_py.check.project import commands
 from entrenar_py.shared import shipped
 from entrenar_py.shared.errors import ContractError, UsageError
 from entrenar_py.shared.systems import require_trainer
@@ -44,23 +43,23 @@ def parents(options: argparse.Namespace) -> Parents:
     """Return what forks a command's processes, which begins to import torch beside this process."""
     if options.mode != "command" or options.launcher == "as-is":
         return Parents(None)
-    command = launchers.of(options.command).command
+    command = commands.of(options.command).command
     folder = options.command_folder or Path.cwd()
-    made = Parents(launchers.script(command, folder)[1])
+    made = Parents(commands.script(command, folder)[1])
     observing = Settings().variables() if options.auto else {}
     for size in options.world_size[:1] or (2,):
         words = [word.replace("{world_size}", str(size)) for word in command]
-        environment = {**launchers.usual_variables(words), **os.environ, **observing}
+        environment = {**commands.usual_variables(words), **os.environ, **observing}
         made.prepare(words, environment, folder)
     return made
 
 
 def require_ids(options: argparse.Namespace, contracts: Sequence[Contract]) -> dict[str, None]:
     """Return the ids in all contracts; raise UsageError if an id of the options is in none."""
-    ids = {name: None for loaded in contracts for name in selection.ids_of(loaded)}
+    ids = {name: None for loaded in contracts for name in records.ids_of(loaded)}
     where = contracts[0].name if len(contracts) == 1 else "the contracts"
-    selection.require_ids(options.only, ids, where, field="only")
-    selection.require_ids(options.exclude, ids, where)
+    records.require_ids(options.only, ids, where, field="only")
+    records.require_ids(options.exclude, ids, where)
     return ids
 
 
@@ -84,5 +83,5 @@ def each_contract(options: argparse.Namespace) -> list[argparse.Namespace]:
                 field="bind",
             )
     for own in calls:
-        own.bind = binding_file.for_contract(options.bind, own.contract, options.contract)
+        own.bind = bindings.for_contract(options.bind, own.contract, options.contract)
     return calls

@@ -15,21 +15,12 @@ from rich.console import Console
 
 from entrenar_py.check.contract import Contract, Position
 from entrenar_py.check.harness import falsify
-from entrenar_py.check.harness.runner import Listener, ignore
-from entrenar_py.check.project import exclusions
-from entrenar_py.check.reports import (
-    curves,
-    github,
-    html,
-    json_format,
-    junit,
-    progress_line,
-    sarif,
-    terminal,
-)
+from entrenar_py.check.harness.judgement import Listener, ignore
+from entrenar_py.check.project import configuration
+from entrenar_py.check.reports import curves, github, html, json_format, junit, sarif, terminal
 from entrenar_py.check.reports.report import Configuration, Entry, NotApplying, Report
 from entrenar_py.check.reports.report import ending as end
-from entrenar_py.shared.page import output_file
+from entrenar_py.shared.page import arguments
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.shared.verdict import Verdict, inconclusive
 
@@ -68,7 +59,7 @@ class Job:
     options: argparse.Namespace
     contract: Contract
     work: Work
-    standing: exclusions.Standing
+    standing: configuration.Standing
     is_aside: bool = False
 
 
@@ -155,7 +146,7 @@ def _finished(job: Job, begun: Report, output: Console, *, rows: bool) -> Report
     interrupted = False
     seen = curves.Curves()
     shown = terminal.Rows(output, standing.selected) if rows else None
-    with progress_line.Progress(output) as progress:
+    with terminal.Progress(output) as progress:
         try:
             for entry in work.entries(progress.show, seen.see if job.options.html else ignore):
                 # One by one: an interrupt keeps what is known so far.
@@ -202,7 +193,7 @@ def _named(entry: Entry) -> Entry:
     return replace(entry, finding=inconclusive(entry.invariant.id, reason))
 
 
-def _noted(entry: Entry, standing: exclusions.Standing) -> Entry:
+def _noted(entry: Entry, standing: configuration.Standing) -> Entry:
     """Return `entry` with notes on its clause added, and whether its falsification is accepted."""
     binding = entry.invariant.binding
     told = [f"its binding: {one}" for one in (binding.departures if binding else ())]
@@ -254,7 +245,7 @@ def require_writable(options: argparse.Namespace, formats: Iterable[str]) -> Non
     """Raise UsageError if a file of these formats, or GitHub's summary, can't be written."""
     for name in formats:
         if getattr(options, name) is not None:
-            output_file.require_writable(getattr(options, name), name)
+            arguments.require_writable(getattr(options, name), name)
     if options.github:
         github.summary_path(os.environ)
 
@@ -271,7 +262,7 @@ def write_files(
     for name, render in formats.items():
         path = getattr(options, name)
         if path is not None:
-            output_file.write(render(), path)
+            arguments.write_file(render(), path)
 
 
 def tell_github(annotations: Iterable[str], summary: str, output: Console) -> None:

@@ -19,18 +19,17 @@ from entrenar_py import compute as backends
 from entrenar_py.check import clauses as checks
 from entrenar_py.check import contract, kill_matrix
 from entrenar_py.check.cli import commanded, early, reporting, validation
-from entrenar_py.check.cli.options.outputs import FILES
-from entrenar_py.check.cli.options.parser import PROG
+from entrenar_py.check.cli.command_line import FILES, PROG
 from entrenar_py.check.cli.reporting import Work
 from entrenar_py.check.command import launch, placeholders, runs
-from entrenar_py.check.contract import Contract, Invariant, selection, suggestions
-from entrenar_py.check.harness import counterexamples, falsify, plan, stored
-from entrenar_py.check.project import exclusions, launchers
+from entrenar_py.check.contract import Contract, Invariant, records, suggestions
+from entrenar_py.check.harness import counterexamples, falsify, judgement, plan
+from entrenar_py.check.project import commands, configuration
 from entrenar_py.check.reports import evidence
 from entrenar_py.check.reports.report import EXIT_NOTHING_SELECTED
 from entrenar_py.shared import shipped
 from entrenar_py.shared.errors import BackendUnavailable, ContractError, UsageError
-from entrenar_py.shared.page import console, output_file
+from entrenar_py.shared.page import arguments, console
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.shared.wording import counted
 
@@ -82,14 +81,14 @@ def _look(options: argparse.Namespace) -> None:
 
 def _fill_in_workers(options: argparse.Namespace) -> None:
     """Put {world_size} where the command's launcher has its number of workers."""
-    launchers.require_one_machine(options.command)
-    launched = launchers.of(options.command)
+    commands.require_one_machine(options.command)
+    launched = commands.of(options.command)
     options.command, options.command_changes = launched.command, launched.changes
     if launched.world_size is not None and not options.world_size:
         options.world_size = (launched.world_size,)
-    elif not options.world_size and launchers.starts_one(options.command):
+    elif not options.world_size and commands.starts_one(options.command):
         options.world_size = (1,)
-        options.command_changes = (*launched.changes, launchers.ALONE)
+        options.command_changes = (*launched.changes, commands.ALONE)
 
 
 def _called(options: argparse.Namespace, arguments: Sequence[str]) -> str:
@@ -99,12 +98,12 @@ def _called(options: argparse.Namespace, arguments: Sequence[str]) -> str:
     return shlex.join((PROG, *told, *arguments))
 
 
-def _standing(options: argparse.Namespace, loaded: Contract) -> exclusions.Standing:
+def _standing(options: argparse.Namespace, loaded: Contract) -> configuration.Standing:
     """Return which clauses of a contract are selected, and what the configuration leaves out."""
     selected = plan.select(
         loaded, only=options.only, exclude=options.exclude, severities=options.severity
     )
-    return exclusions.apply(
+    return configuration.apply(
         selected,
         options.project.exclusions if options.project and options.mode != "replay" else (),
         options.project.acceptances if options.project else (),
@@ -165,16 +164,16 @@ def _chosen(
     ids = early.require_ids(options, [known for _, known in loaded])
     if "contract" in options.used:  # the configuration names exactly these contracts
         known = options.project
-        exclusions.require_known(known.exclusions, ids, known.acceptances)
+        configuration.require_known(known.exclusions, ids, known.acceptances)
     if len(loaded) == 1:
         yield from loaded
         return
     if options.mode == "replay":
         broken = counterexamples.load(options.replay).invariant
-        selection.require_ids((broken,), ids, "the contracts")
+        records.require_ids((broken,), ids, "the contracts")
         loaded = [pair for pair in loaded if broken in {one.id for one in pair[1].invariants}]
     for own, known in loaded:
-        present = selection.ids_of(known)
+        present = records.ids_of(known)
         own.only = tuple(clause for clause in options.only if clause in present)
         own.exclude = tuple(clause for clause in options.exclude if clause in present)
         if own.only or not options.only:
@@ -224,7 +223,7 @@ def _suggested(loaded: Contract) -> int:
     return 0
 
 
-def _list(standing: exclusions.Standing, output: Console) -> int:
+def _list(standing: configuration.Standing, output: Console) -> int:
     """Print a line per clause, in columns, then the clauses left out; no line is wrapped."""
     selected = standing.selected
     rows: list[tuple[str, ...]] = [("id", "name", "severity", "check", "place")]
@@ -253,7 +252,7 @@ def _make_trace_folder(folder: Path | None) -> None:
     except OSError as error:
         message = f"--trace-dir {folder}: {error.strerror}; give a folder that can be created"
         raise UsageError(message, field="trace_dir") from error
-    output_file.require_writable(folder / "trace.jsonl", "trace_dir")
+    arguments.require_writable(folder / "trace.jsonl", "trace_dir")
 
 
 def _plan(options: argparse.Namespace) -> plan.Plan:
@@ -307,15 +306,15 @@ def _replaying(options: argparse.Namespace, loaded: Contract) -> Work:
     )
 
 
-def _judging(options: argparse.Namespace, standing: exclusions.Standing) -> Work:
-    traces = stored.load(options.judge)
+def _judging(options: argparse.Namespace, standing: configuration.Standing) -> Work:
+    traces = judgement.load_stored(options.judge)
     if kept := runs.stored(traces):
         return commanded.stored_work(options, standing, kept)
     tasks, not_applying = plan.divide(standing.selected, replace(_plan(options), is_run=False))
     return Work(
-        entries=lambda show, judged: stored.judge_stored(tasks, traces, on_judged=judged),
-        environment=partial(stored.environment, traces.values()),
-        places=partial(stored.places, traces.values()),
+        entries=lambda show, judged: judgement.judge_stored(tasks, traces, on_judged=judged),
+        environment=partial(judgement.environment, traces.values()),
+        places=partial(judgement.places, traces.values()),
         system=plan.systems_of(trace.scenario for trace in traces.values()),
         seed=options.seed,
         num_traces=len(traces),
@@ -325,9 +324,9 @@ def _judging(options: argparse.Namespace, standing: exclusions.Standing) -> Work
 
 def _environment() -> dict[str, str]:
     """Return versions, and the devices of this machine that can be used."""
-    from entrenar_py.shared import environment  # brings torch
+    from entrenar_py.shared import process
 
-    described = environment.describe()
+    described = process.environment()
     for name in ("cpu", "cuda"):  # wgpu is described if it was opened, which takes its time
         try:
             described[name] = backends.open_backend(name).device

@@ -10,10 +10,9 @@ from rich.console import Console
 
 from entrenar_py.check.cli import reporting
 from entrenar_py.check.contract import Invariant, Vocabulary, validation
-from entrenar_py.check.contract.validation import Policy, Validation, suppressions
+from entrenar_py.check.contract.validation import Policy, Validation
 from entrenar_py.check.harness import plan
 from entrenar_py.check.reports import validation as report
-from entrenar_py.check.reports import validation_sarif
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.untrusted import printing
 
@@ -57,7 +56,7 @@ def policy(options: argparse.Namespace) -> Policy:
             raise UsageError(f"--rule {text!r}: write ID=LEVEL, such as SCHEMA-009=off")
         rules[rule.strip()] = level
     aside = [] if project is None else [*project.suppressions]
-    aside += [suppressions.parse(text) for text in options.suppress]
+    aside += [validation.parse(text) for text in options.suppress]
     return validation.policy(rules=rules, suppressed=aside, strict=options.strict)
 
 
@@ -80,7 +79,7 @@ def _tell(found: Validation, options: argparse.Namespace, command: str, output: 
         options,
         {
             "json": lambda: report.dump(found, command=command),
-            "sarif": lambda: validation_sarif.dump(found, root=root, command=command),
+            "sarif": lambda: report.dump_sarif(found, root=root, command=command),
         },
     )
     if options.github:

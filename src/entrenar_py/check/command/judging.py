@@ -1,16 +1,20 @@
-"""Judge the runs of a user's own trainer, each by the checks that apply to it."""
+"""Judge the runs of a user's own trainer, each by the checks that apply to it.
+
+Verdicts come as soon as they are known, while later runs are still to be made. What the runs show
+against a declaration that a clause does not apply is told, too.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from entrenar_py.check import clauses as checks
 from entrenar_py.check.clauses import Check
-from entrenar_py.check.command import asked
-from entrenar_py.check.command.asked import Asked
+from entrenar_py.check.command import run_settings
+from entrenar_py.check.command.run_settings import RunSettings
 from entrenar_py.check.command.runs import Run
 from entrenar_py.check.contract import Invariant
 from entrenar_py.check.evidence import run_names
@@ -19,7 +23,6 @@ from entrenar_py.check.evidence.needs import (
     CONTROLLED,
     KILLED,
     NUDGED,
-    REORDERED,
     REPEATED,
     RESUMED,
     SAVED,
@@ -28,14 +31,14 @@ from entrenar_py.check.evidence.needs import (
     Need,
     Runs,
 )
-from entrenar_py.check.harness import companions, plan, roles, stored
+from entrenar_py.check.harness import companions, judgement, plan
+from entrenar_py.check.harness.judgement import Listener, ignore
 from entrenar_py.check.harness.plan import Task
-from entrenar_py.check.harness.runner import Listener, ignore
 from entrenar_py.check.reports.report import Entry, NotApplying
 from entrenar_py.shared.faults import MERGED, OF_RECORDS, are_of_witnesses, are_shortened, steps_of
 from entrenar_py.shared.trace import Trace
-from entrenar_py.shared.verdict import inconclusive
-from entrenar_py.shared.wording import counted
+from entrenar_py.shared.verdict import Verdict, inconclusive
+from entrenar_py.shared.wording import counted, listed
 
 NO_WORKDIR = (
     "the command needs {workdir} (folder of checkpoints), and should have {steps} (steps in all); "
@@ -96,7 +99,7 @@ def judge(
     for task in tasks:
         check = task.check
         if check is None:
-            yield stored.judge_each(task, {}, {})
+            yield judgement.judge_each(task, {}, {})
             continue
         traces = {file: run.trace for file, run in runs.items() if _is_for(check, run)}
         if not traces:
@@ -108,23 +111,23 @@ def judge(
             groups = {file: of for file, of in groups.items() if having in (file, *of)}
             if not groups:
                 continue
-        entry = stored.judge_each(
+        entry = judgement.judge_each(
             task,
             {_name(file): group.chosen(_name) for file, group in groups.items()},
             {
                 _name(file): run.trace
                 for file, run in runs.items()
-                if file in traces or are_of_witnesses(run.asked.faults)
+                if file in traces or are_of_witnesses(run.settings.faults)
             },
             on_judged=on_judged,
             form="{reason} [{files}]",
         )
-        asked = [runs[file].asked for file in traces]
+        settings = [runs[file].settings for file in traces]
         is_base_lost = _is_base_lost([runs[file] for file in traces])
         if not entry.finding.applies:
             yield entry
             continue
-        if not is_base_lost and (why := _lacking(check, asked, [*traces.values()])):
+        if not is_base_lost and (why := _lacking(check, settings, [*traces.values()])):
             entry = replace(entry, finding=inconclusive(task.invariant.id, why))
         notes = (
             *entry.finding.notes,
@@ -132,7 +135,10 @@ def judge(
             *(_not_judged(runs[file]) for file in spared),
         )
         is_bare = is_base_lost or all(run.traits.saves == "nothing" for run in traces.values())
-        untried = (*_untried(check, asked), *(() if is_bare else _unresumed(check, asked)))
+        untried = (
+            *_untried(check, settings),
+            *(() if is_bare else _unresumed(check, settings)),
+        )
         yield replace(entry, finding=replace(entry.finding, notes=notes), untried=untried)
 
 
@@ -142,7 +148,7 @@ def _name(file: Path) -> Path:
 
 
 def _is_for(check: Check, run: Run) -> bool:
-    return asked.judges(check, run.asked)
+    return run_settings.judges(check, run.settings)
 
 
 def _spared(check: Check, runs: Mapping[Path, Run]) -> list[Path]:
@@ -151,8 +157,8 @@ def _spared(check: Check, runs: Mapping[Path, Run]) -> list[Path]:
     This check judges them, too, but its verdict stands without them.
     """
     failed = [file for file, run in runs.items() if _failed(run)]
-    most = max(run.asked.world_size for run in runs.values())
-    spare = [file for file in failed if _is_spare(check, runs[file].asked, most)]
+    most = max(run.settings.world_size for run in runs.values())
+    spare = [file for file in failed if _is_spare(check, runs[file].settings, most)]
     return spare if len(spare) < len(runs) else []
 
 
@@ -165,23 +171,23 @@ def _is_base_lost(runs: Collection[Run]) -> bool:
 
     Then those were not launched, whatever the command could say.
     """
-    most = max(run.asked.world_size for run in runs)
-    failed = [run.asked for run in runs if _failed(run) and run.asked.world_size == most]
+    most = max(run.settings.world_size for run in runs)
+    failed = [run.settings for run in runs if _failed(run) and run.settings.world_size == most]
     return any(
         one.is_unstruck and not one.repeat and (one.turn is None or one.turn.knob == "accumulation")
         for one in failed
     )
 
 
-def _is_spare(check: Check, asked: Asked, most: int) -> bool:
+def _is_spare(check: Check, settings: RunSettings, most: int) -> bool:
     """Return whether a run is none of those that the check needs, or that were requested."""
-    if asked.stops:
+    if settings.stops:
         return not {RESUMED, SAVED}.intersection(check.needs)
-    if asked.turn is not None:
-        return asked.turn.knob not in {need.knob for need in check.needs}
-    if asked.repeat:
+    if settings.turn is not None:
+        return settings.turn.knob not in {need.knob for need in check.needs}
+    if settings.repeat:
         return REPEATED not in (*check.needs, *check.witnesses)
-    return asked.is_plain and asked.world_size == 1 < most and ALONE not in check.needs
+    return settings.is_plain and settings.world_size == 1 < most and ALONE not in check.needs
 
 
 def _not_judged(run: Run) -> str:
@@ -193,8 +199,8 @@ def _beside(check: Check, file: Path, runs: Mapping[Path, Run]) -> Runs[Path]:
 
     A run on one worker that trained on other batches isn't compared: it is only put in `near`.
     """
-    files = {run.asked: file for file, run in runs.items()}
-    chosen = asked.beside(check.needs, runs[file].asked).chosen(files.get)
+    files = {run.settings: file for file, run in runs.items()}
+    chosen = run_settings.beside(check.needs, runs[file].settings).chosen(files.get)
     chosen = replace(chosen, witnesses=_witnesses(runs))
     if CONTROLLED in check.witnesses and chosen.of(ALONE):
         replayed = _joined(runs, runs[file].trace, *OF_RECORDS)
@@ -202,8 +208,8 @@ def _beside(check: Check, file: Path, runs: Mapping[Path, Run]) -> Runs[Path]:
             return replace(chosen, beside={**chosen.beside, ALONE: (replayed,)})
     for alone in chosen.of(ALONE):
         meant = companions.plain(runs[file].trace.scenario, world_size=1)
-        fields = roles.differences(runs[alone].trace.scenario, meant)
-        unlike = {name: pair for name, pair in fields.items() if name not in roles.free(ALONE)}
+        fields = companions.differences(runs[alone].trace.scenario, meant)
+        unlike = {name: pair for name, pair in fields.items() if name not in companions.free(ALONE)}
         if unlike:
             rest = {need: those for need, those in chosen.beside.items() if need is not ALONE}
             if (merged := _joined(runs, runs[file].trace, MERGED)) is not None:
@@ -228,12 +234,12 @@ def _joined(runs: Mapping[Path, Run], base: Trace, *kinds: str) -> Path | None:
     It came by them by a fault of one of the `kinds`.
     """
     meant = companions.plain(base.scenario, world_size=1)
-    due = {*roles.free(ALONE), "faults"}
+    due = {*companions.free(ALONE), "faults"}
     for file, run in runs.items():
-        faults = run.asked.faults
+        faults = run.settings.faults
         if len(faults) != 1 or faults[0].kind not in kinds or _failed(run):
             continue
-        if not roles.differences(run.trace.scenario, meant).keys() - due:
+        if not companions.differences(run.trace.scenario, meant).keys() - due:
             return file
     return None
 
@@ -242,44 +248,43 @@ def _witnesses(runs: Mapping[Path, Run]) -> dict[Need, tuple[Path, ...]]:
     """Return the files of the runs that show whether others can be compared, if there are any.
 
     REPEATED: two runs that should be equal. ALONE: the run on one worker. NUDGED: a run, and the
-    same run with nudged weights. REORDERED: the like, with parameters in another order. CONTROLLED:
-    all runs with equal random numbers or shares. SHORTENED: those with short epochs, or more steps.
+    same run with nudged weights. CONTROLLED: all runs with equal random numbers or shares.
+    SHORTENED: those with short epochs, or more steps.
     """
-    plain = {run.asked: file for file, run in runs.items() if run.asked.is_witness}
+    plain = {run.settings: file for file, run in runs.items() if run.settings.is_witness}
     pairs = [(replace(again, repeat=0), again) for again in plain if again.repeat]
     twice = next((pair for pair in pairs if pair[0] in plain), ())
     changed = [(replace(run, faults=()), run) for run in plain if run.faults]
     changed = [pair for pair in changed if pair[0] in plain]
     alone = [run for run in plain if run.is_plain and run.world_size == 1 and not run.repeat]
     short = [run for run in plain if are_shortened(run.faults) or steps_of(run.faults)]
-    others = {run for run in plain if run.is_plain or run.is_nudged or run.is_reordered}
+    others = {run for run in plain if run.is_plain or run.is_nudged}
     controlled = [run for run in plain if run not in others and run not in short]
     witnesses = {
         REPEATED: twice,
         ALONE: alone,
         NUDGED: next((pair for pair in changed if pair[1].is_nudged), ()),
-        REORDERED: next((pair for pair in changed if pair[1].is_reordered), ()),
         CONTROLLED: controlled,
         SHORTENED: short,
     }
     return {need: tuple(plain[run] for run in some) for need, some in witnesses.items()}
 
 
-def _unresumed(check: Check, asked: Sequence[Asked]) -> tuple[str, ...]:
+def _unresumed(check: Check, settings: Sequence[RunSettings]) -> tuple[str, ...]:
     """Return the placeholder by which runs are stopped and resumed, if `check` lacks such a run."""
-    stopped = any(run.stops for run in asked)
+    stopped = any(run.stops for run in settings)
     return () if stopped or not {RESUMED, SAVED}.intersection(check.needs) else ("workdir",)
 
 
-def _untried(check: Check, asked: Sequence[Asked]) -> tuple[str, ...]:
+def _untried(check: Check, settings: Sequence[RunSettings]) -> tuple[str, ...]:
     """Return the knobs that `check` needs turned and that no run has turned."""
-    tried = {run.turn.knob for run in asked if run.turn is not None}
+    tried = {run.turn.knob for run in settings if run.turn is not None}
     return tuple(need.knob for need in check.needs if need.knob and need.knob not in tried)
 
 
 def _unbroken(check: Check, runs: Iterable[Run]) -> list[str]:
     """Return a note if a run was stopped between epochs only, as with {epochs} and no {steps}."""
-    stopped = [run.trace.scenario for run in runs if run.asked.stops]
+    stopped = [run.trace.scenario for run in runs if run.settings.stops]
     within = any(
         stop % math.ceil(scenario.num_samples / scenario.batch_size)
         for scenario in stopped
@@ -291,11 +296,11 @@ def _unbroken(check: Check, runs: Iterable[Run]) -> list[str]:
     return [f"the run was stopped between epochs only: {why}; {{steps}} stops it within one"]
 
 
-def _lacking(check: Check, asked: Sequence[Asked], traces: Sequence[Trace]) -> str:
+def _lacking(check: Check, settings: Sequence[RunSettings], traces: Sequence[Trace]) -> str:
     """Return why a run that `check` requires was not made, or "" if it was."""
-    if RESUMED in check.needs and not any(run.stops for run in asked):
+    if RESUMED in check.needs and not any(run.stops for run in settings):
         return f"the run was not stopped and resumed: {_why_unstopped(traces)}"
-    if KILLED in check.needs and not any(run.faults for run in asked):
+    if KILLED in check.needs and not any(run.faults for run in settings):
         return _NO_WORKER
     return ""
 
@@ -315,3 +320,127 @@ def _why_unstopped(traces: Sequence[Trace]) -> str:
             "(--steps), or have the script save earlier"
         )
     return NO_WORKDIR
+
+
+def verdicts_as_known(
+    tasks: Sequence[Task],
+    recorded: Iterable[tuple[Path, Run]],
+    runs: MutableMapping[Path, Run],
+    *,
+    on_judged: Listener = ignore,
+) -> Iterator[Entry]:
+    """Yield an entry per task that applies, and add each recorded run to `runs`, by its file.
+
+    A clause is judged once all runs that it needs were made. If a run falsifies it earlier, it has
+    an entry at once. At the end it has another, of all its runs, which replaces the first. A run
+    that is only tried is dropped if it falsifies nothing: it may lack what others have. After an
+    interrupt the clauses that are falsified by then have an entry, and KeyboardInterrupt is raised.
+    """
+    waiting = _Waiting([task for task in tasks if task.check is not None])
+    yield from judge([task for task in tasks if task.check is None], runs)
+    try:
+        for file, run in recorded:
+            runs[file] = run
+            if run.is_tried and not waiting.is_broken_by(runs, file):
+                del runs[file]
+                file.unlink(missing_ok=True)
+                yield from judge(waiting.decided(run), runs, on_judged=on_judged)
+                continue
+            yield from judge(waiting.decided(run), runs, on_judged=on_judged)
+            yield from waiting.broken(runs, file)
+    except KeyboardInterrupt:  # only what is falsified: the rest needs all runs
+        known = judge(waiting.tasks, runs, on_judged=on_judged)
+        yield from (entry for entry in known if entry.verdict is Verdict.FALSIFIED)
+        raise
+    yield from judge(waiting.tasks, runs, on_judged=on_judged)
+
+
+@dataclass
+class _Waiting:
+    """The tasks that are not decided yet; `told` are the ids of those that broke."""
+
+    tasks: list[Task]
+    told: set[str] = field(default_factory=set)
+
+    def decided(self, run: Run) -> list[Task]:
+        """Return, and no longer keep, the tasks that no run after `run` can change."""
+        done = [task for task in self.tasks if not _is_awaited(task, run)]
+        self.tasks = [task for task in self.tasks if task not in done]
+        return done
+
+    def is_broken_by(self, runs: Mapping[Path, Run], file: Path) -> bool:
+        """Return whether the run in `file`, by itself or beside others, falsifies a task."""
+        entries = judge(self.tasks, runs, having=file)
+        return any(entry.verdict is Verdict.FALSIFIED for entry in entries)
+
+    def broken(self, runs: MutableMapping[Path, Run], file: Path) -> Iterator[Entry]:
+        """Yield an entry for each task that the run in `file` has falsified, the first time.
+
+        Runs on which it depends whether others may be compared are made first: the plain ones, and
+        a nudged one.
+        """
+        if any(ahead.is_witness for ahead in runs[file].ahead):
+            return
+        for task in self.tasks:
+            if task.invariant.id not in self.told:
+                for entry in judge([task], runs, having=file):
+                    if entry.verdict is Verdict.FALSIFIED:
+                        self.told.add(task.invariant.id)
+                        yield entry
+
+
+def _is_awaited(task: Task, run: Run) -> bool:
+    """Return whether a later run is judged by the task's check, or is a witness for others."""
+    return task.check is not None and any(
+        ahead.is_witness or run_settings.judges(task.check, ahead) for ahead in run.ahead
+    )
+
+
+_RESTARTS = ("--max-restarts", "--max_restarts")  # of torchrun
+_NAMED_MAX = 3  # files of a checkpoint
+
+
+def refuted(
+    declared: Sequence[Task], runs: Mapping[Path, Run], reasons: Mapping[str, str]
+) -> Iterator[Entry]:
+    """Yield an entry for each clause that was declared not to apply, and that `runs` decide.
+
+    No run is made for these clauses. `reasons` has, by id, why they are said not to apply.
+    """
+    for entry in judge([task for task in declared if task.check is not None], runs):
+        if entry.verdict is not Verdict.INCONCLUSIVE:
+            why = reasons[entry.invariant.id]
+            note = f"declared not to apply, and yet its runs decide it; take that out: {why}"
+            finding = replace(entry.finding, notes=(*entry.finding.notes, note))
+            yield replace(entry, finding=finding)
+
+
+def doubts(
+    declared: Sequence[Task], command: Sequence[str], folders: Collection[Path]
+) -> dict[str, str]:
+    """Return by id what speaks against a declaration about a run that was therefore not made.
+
+    `folders` have the folders of the runs that were made.
+    """
+    works = [work for folder in folders for work in folder.glob("*/work")]
+    saved = sorted({path.name for work in works for path in work.iterdir()})
+    found = {
+        RESUMED: saved and f"the script wrote {listed(saved, most=_NAMED_MAX)} to {{workdir}}",
+        KILLED: restarts(command) and f"the command has {restarts(command)}",
+    }
+    return {
+        task.invariant.id: str(why)
+        for task in declared
+        for need, why in found.items()
+        if why and task.check is not None and need in task.check.needs
+    }
+
+
+def restarts(command: Sequence[str]) -> str:
+    """Return the option by which the launcher starts workers again, with its value; else ""."""
+    for at, word in enumerate(command):
+        name, _, value = word.partition("=")
+        value = value or "".join(command[at + 1 : at + 2])
+        if name in _RESTARTS and value not in ("", "0"):
+            return f"{name}={value}"
+    return ""

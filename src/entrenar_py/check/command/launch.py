@@ -1,27 +1,284 @@
-"""Run a command to its end or its deadline, and end every process that it started."""
+"""Run a command to its end or its deadline, and end every process that it started.
+
+A subreaper stands in front of the command, so that none of its processes stays behind. If the
+command hangs, each rank that observes answers SIGUSR1 with its stack, even while it waits inside a
+call to torch (`observing.recording`): the stacks show at which lines of the script ranks stand.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import select
+import shlex
 import shutil
 import signal
 import stat
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO
 
-from entrenar_py.check.command import stacks, subreaper, warm
-from entrenar_py.check.command.leash import MERCY_S, Leash
-from entrenar_py.check.harness import interrupts
+from entrenar_py.check.command import subreaper, warm
 from entrenar_py.check.observing import FOLDER
-from entrenar_py.shared.errors import UsageError
-from entrenar_py.shared.untrusted import escaping
+from entrenar_py.check.rank_files.rank_file import STACK_SUFFIX, SUFFIX
+from entrenar_py.shared import process
+from entrenar_py.shared.errors import SystemFailure, UsageError
+from entrenar_py.shared.untrusted import escaping, files, json_text
+from entrenar_py.shared.wording import named
+
+PATIENCE_S = 3.0
+_HEADER_BYTES_MAX = _STACK_BYTES_MAX = 2**20
+_POLL_S = 0.05
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
+# A rank waits for the others in a collective (this file has them all), or in the autograd engine,
+# which runs the hooks of DistributedDataParallel.
+_COLLECTIVES = "torch/distributed/distributed_c10d.py"
+_BACKWARD = "_engine_run_backward"
+_NOT_THE_SCRIPT = ("/torch/", "/entrenar_py/", "/lib/python", "<")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """The line of the script where a rank stands, and the collective it waits in ("": none)."""
+
+    file: str
+    line: int
+    call: str
+
+    def __str__(self) -> str:
+        return f"in {self.call or 'no collective'} ({self.file}:{self.line})"
+
+
+def ask_for_stacks(folder: Path, alive: Collection[int]) -> None:
+    """Ask the ranks that record to `folder` for their stacks, and wait up to PATIENCE_S for them.
+
+    `alive` are the process ids of the run; no other process is sent a signal.
+    """
+    waiting = []
+    for path in folder.glob(f"*{SUFFIX}"):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            with files.open_file(path) as file:
+                pid = int(json_text.load(file.readline(_HEADER_BYTES_MAX))["pid"])
+            if pid in alive:
+                os.kill(pid, signal.SIGUSR1)
+                waiting.append(path.with_name(path.name.removesuffix(SUFFIX) + STACK_SUFFIX))
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline and not all(map(_is_whole, waiting)):
+        time.sleep(_POLL_S)
+
+
+def _is_whole(path: Path) -> bool:
+    """Return whether a stack is complete down to the script's outermost frame, `<module>`."""
+    return "in <module>" in _text(path)
+
+
+def _text(path: Path) -> str:
+    """Return the text of the file at `path`; "" if it can't be read."""
+    with suppress(OSError):
+        return files.read(path, bytes_max=_STACK_BYTES_MAX).decode(errors="replace")
+    return ""
+
+
+def places_of_ranks(folder: Path) -> dict[int, Place]:
+    """Return the place of each rank that answered."""
+    places = {}
+    for path in sorted(folder.glob(f"*{STACK_SUFFIX}")):
+        place = _place(_text(path))
+        if place is not None:
+            places[int(path.name.partition("-")[0])] = place
+    return places
+
+
+def _place(text: str) -> Place | None:
+    """Return the place in the main thread's stack, which is the last stack in `text`."""
+    main = text.rpartition("hread 0x")[2]
+    frames = [frame for line in main.splitlines() if (frame := _FRAME.fullmatch(line))]
+    own = next((f for f in frames if not any(s in f["file"] for s in _NOT_THE_SCRIPT)), None)
+    if own is None:
+        return None
+    inside = frames[: frames.index(own)]
+    calls = [f["name"] for f in inside if f["file"].endswith(_COLLECTIVES)]
+    if any(f["name"] == _BACKWARD for f in inside):
+        calls.append("backward")
+    return Place(file=own["file"], line=int(own["line"]), call=calls[-1] if calls else "")
+
+
+def places_in_words(where: Mapping[int, Place], world_size: int) -> str:
+    """Return where each rank stood, and which ranks never reached the call that others wait in."""
+    stood = [f"rank {rank} {place}" for rank, place in sorted(where.items())]
+    stood += [f"rank {rank} did not answer" for rank in range(world_size) if rank not in where]
+    waiting = {place.call for place in where.values() if place.call}
+    absent = [rank for rank in range(world_size) if rank not in where or not where[rank].call]
+    if waiting and absent:
+        calls = " or ".join(sorted(waiting))
+        stood.append(f"{named('rank', absent)} never came to {calls}")
+    return "; ".join(stood)
+
+
+MERCY_S = 5.0  # after SIGTERM: torchrun ends its workers itself
+GRACE_S = 1.0  # after SIGTERM, for processes that the command has left behind
+_STARTING_S = 60.0
+_STATUS_BYTES_MAX = 4096
+
+
+class Leash:
+    """A command that runs until it ends or `end` is called, and prints to `output`.
+
+    `is_forked` tells whether `parents` forked it, `was_over` whether the command ended by itself,
+    `peak_bytes` the most memory that one of its processes had. If this process dies, by any signal,
+    the subreaper ends the command and all its descendants.
+
+    Raises UsageError if the command can't be started.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        cwd: Path | None,
+        parents: warm.Parents | None = None,
+    ) -> None:
+        self._parents = parents
+        control, self._control = os.pipe()
+        self._status, status = os.pipe()
+        self._process: subprocess.Popen[bytes] | warm.Warden
+        try:
+            pipes = (control, status)
+            forked = parents and parents.start(command, environment, cwd, pipes, (MERCY_S, GRACE_S))
+            self.is_forked = forked is not None
+            self._process = forked or _start_subreaper(command, environment, cwd, pipes)
+        except OSError as error:
+            self._close()
+            raise _refused(command, error.strerror) from error
+        finally:
+            os.close(control)
+            os.close(status)
+        assert self._process.stdout is not None, "it was asked for"
+        self.output: IO[bytes] = self._process.stdout
+        self.was_over, self.peak_bytes = False, 0
+        self._lines: list[bytes] = []
+        self._rest = b""
+        self.command_pid = self._started(command)
+
+    @property
+    def pid(self) -> int:
+        """The subreaper's process id."""
+        return self._process.pid
+
+    def wait(self, seconds: float) -> int | None:
+        """Return the command's exit code (negative: the signal); None if it hasn't ended in time.
+
+        If the subreaper was killed, its own exit code is returned, as the command's is unknown.
+        """
+        line = self._next("exit", seconds)
+        if line is None and self._process.poll() is None:
+            return None
+        self.was_over = True
+        return self._process.wait() if line is None else int(line)
+
+    def end(self) -> int:
+        """End the command and all its descendants; return how many processes it had left behind."""
+        try:
+            os.close(self._control)
+            self._control = -1
+            self._process.send_signal(signal.SIGCONT)  # the command may have stopped it
+            line = self._next("left", MERCY_S + GRACE_S + subreaper.KILLING_S)
+            self.peak_bytes = int(self._next("peak", 0.0) or 0)
+            return 0 if line is None else int(line)
+        except BaseException:  # an interrupt: end everything at once
+            self._process.send_signal(signal.SIGTERM)
+            self._next("left", subreaper.KILLING_S)
+            raise
+        finally:
+            self._process.kill()
+            self._process.wait()
+            self._note_cold()
+            self._close()
+
+    def _started(self, command: Sequence[str]) -> int:
+        """Return the command's process id.
+
+        Raises UsageError if the command can't be started, SystemFailure if the subreaper has died.
+        """
+        line = self._next("started", _STARTING_S)
+        if line is not None:
+            return int(line)
+        self._process.kill()
+        self._process.wait()
+        self.output.close()
+        self._close()
+        for line_bytes in self._lines:
+            if line_bytes.startswith(b"refused "):
+                raise _refused(command, os.strerror(int(line_bytes.split()[1])))
+        raise SystemFailure(
+            f"{shlex.join(command)}: its supervising process died before the command started; "
+            "run it again"
+        )
+
+    def _next(self, word: str, seconds: float) -> str | None:
+        """Return the text after `word` in a line of the subreaper; None if none comes in time."""
+        deadline = time.monotonic() + seconds
+        ready = select.poll()  # select.select knows no descriptor past 1023
+        ready.register(self._status, select.POLLIN)
+        while True:
+            for line in self._lines:
+                kind, _, value = line.decode().partition(" ")
+                if kind == word:
+                    return value
+            remaining_s = max(0.0, deadline - time.monotonic())
+            if not ready.poll(remaining_s * 1000):
+                return None
+            piece = os.read(self._status, _STATUS_BYTES_MAX)
+            if not piece:
+                return None
+            *lines, self._rest = (self._rest + piece).split(b"\n")
+            self._lines += lines
+
+    def _note_cold(self) -> None:
+        """Tell why ranks were started anew, if they were."""
+        for line in self._lines:
+            if line.startswith(b"cold ") and self._parents is not None:
+                self._parents.reasons.setdefault(line[5:].decode(errors="replace"))
+
+    def _close(self) -> None:
+        for file in (self._control, self._status):
+            if file >= 0:
+                os.close(file)
+        self._control = self._status = -1
+
+
+def _start_subreaper(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    cwd: Path | None,
+    pipes: tuple[int, int],
+) -> subprocess.Popen[bytes]:
+    """Return the process of a subreaper that starts the command."""
+    script = [sys.executable, "-I", "-S", subreaper.__file__, *map(str, pipes)]
+    return subprocess.Popen(
+        [*script, str(MERCY_S), str(GRACE_S), *command],
+        cwd=cwd,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        pass_fds=pipes,
+    )
+
+
+def _refused(command: Sequence[str], problem: str | None) -> UsageError:
+    shown = escaping.shortened(shlex.join(command))
+    return UsageError(f"{shown}: can't be started ({problem}); check its program and arguments")
+
 
 OUTPUT = "output.txt"
 OUTPUT_BYTES_MAX = 2**24  # kept of a run's output
@@ -98,7 +355,7 @@ def launch(
     processes are forked by `parents`, where these can.
 
     Raises UsageError if the command can't be started. Raises KeyboardInterrupt, after ending the
-    command, if an interrupt was noted (`harness.interrupts`).
+    command, if an interrupt was noted (`process.deferred_interrupts`).
     """
     folder.mkdir(parents=True, exist_ok=True)
     output, started = folder / OUTPUT, time.monotonic()
@@ -114,7 +371,7 @@ def launch(
         code = _wait(leash, deadline_s, is_over, is_called_off)
         seconds = time.monotonic() - started
         if code is None:
-            stacks.ask(folder, set(processes()))
+            ask_for_stacks(folder, set(processes()))
     finally:
         num_left = _end(leash, processes)
         keeper.join(MERCY_S)  # not for ever: another user's process may hold the pipe
@@ -138,7 +395,7 @@ def _wait(
     """Return the exit code, or None if the command did not end in time."""
     deadline, leaving = time.monotonic() + deadline_s, False
     while (remaining_s := deadline - time.monotonic()) > 0 and not is_called_off():
-        interrupts.check()
+        process.check_interrupts()
         code = leash.wait(min(remaining_s, LOOK_EVERY_S))
         if code is not None:
             return code

@@ -8,11 +8,10 @@ from collections.abc import Callable, Collection, Mapping, MutableMapping, Seque
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from entrenar_py.check.clauses import parameter_order, step_rule
 from entrenar_py.check.clauses.knobs import KNOBS
 from entrenar_py.check.command import placeholders
-from entrenar_py.check.command.asked import Asked, Turn
 from entrenar_py.check.command.launch import Ended, launch
+from entrenar_py.check.command.run_settings import RunSettings, Turn
 from entrenar_py.check.evidence import closeness
 from entrenar_py.check.evidence.needs import (
     ALONE,
@@ -20,7 +19,6 @@ from entrenar_py.check.evidence.needs import (
     KILLED,
     POISONED,
     PROBED,
-    REORDERED,
     REPEATED,
     RESUMED,
     SAVED,
@@ -32,7 +30,6 @@ from entrenar_py.check.rank_files.arranged import Arrangement
 from entrenar_py.check.rank_files.layout import DATA, Layout
 from entrenar_py.shared.errors import UsageError, did_you_mean
 from entrenar_py.shared.faults import LONGER, Fault, steps_of
-from entrenar_py.shared.faults import REORDERED as REORDERED_GROUPS
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Start, Trace, Traits
 
@@ -73,7 +70,7 @@ class Plan:
     launch: Launcher = launch
     source: Path | None = None
     spelled: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    made: MutableMapping[Asked, Trace] = field(default_factory=dict)
+    made: MutableMapping[RunSettings, Trace] = field(default_factory=dict)
     arrangements: MutableMapping[int, Arrangement] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -96,7 +93,7 @@ class Plan:
 
     def _require_workers(self) -> None:
         """Check that the command can be told its number of workers, if its runs differ in it."""
-        sizes = [asked.world_size for asked in self.plain().values()]
+        sizes = [settings.world_size for settings in self.plain().values()]
         if len(sizes) > 1 and not self.can_say("world_size"):
             raise UsageError(
                 f"the command would start the same number of workers in each run, and runs on "
@@ -162,7 +159,7 @@ class Plan:
     @property
     def cuts(self) -> list[tuple[int, int]]:
         """The numbers of workers, and of micro-batches a step, of all runs, the largest last."""
-        sizes = [asked.world_size for asked in self.plain().values()]
+        sizes = [settings.world_size for settings in self.plain().values()]
         needed = {need.knob for need in self.needs}
         turns = self._turns("accumulation")
         if "accumulation" not in needed:  # it may be turned with another knob, or in a resumed run
@@ -195,13 +192,13 @@ class Plan:
         """The largest number of workers, as in all runs of `others()` and `pairs()`."""
         return max(self.world_sizes)
 
-    def plain(self) -> dict[str, Asked]:
+    def plain(self) -> dict[str, RunSettings]:
         """Return by name a run without faults for each number of workers, the largest first."""
         models = {1} if {ALONE, COUNTS}.intersection(self.needs) else set()
         sizes = sorted({*models, *self.world_sizes}, reverse=True)
-        return {_name(size): Asked(world_size=size, seed=self.seed) for size in sizes}
+        return {_name(size): RunSettings(world_size=size, seed=self.seed) for size in sizes}
 
-    def wider(self, layout: Layout | None) -> dict[str, Asked]:
+    def wider(self, layout: Layout | None) -> dict[str, RunSettings]:
         """Return by name a run on four workers, if data are split along two axes of the ranks.
 
         With two workers one of the axes has a single rank, so that it doesn't show whether samples
@@ -211,9 +208,9 @@ class Plan:
         is_free = self.world_sizes == WORLD_SIZES and self.can_say("world_size")
         if len(axes) < 2 or not is_free or not placeholders.can_share(self.command, WIDER):
             return {}
-        return {_name(WIDER): Asked(world_size=WIDER, seed=self.seed)}
+        return {_name(WIDER): RunSettings(world_size=WIDER, seed=self.seed)}
 
-    def longer(self, usual: Trace) -> dict[str, Asked]:
+    def longer(self, usual: Trace) -> dict[str, RunSettings]:
         """Return by name a run that goes on after some epochs' ends, if that is to be tried.
 
         The first run, `usual`, wrote no checkpoint, and a line of the script may write one later;
@@ -233,17 +230,17 @@ class Plan:
         if whole < like.num_steps:
             return {}
         fault = Fault(kind=LONGER, step=0, value=str(whole + 3))
-        asked = Asked(world_size=self.most, seed=self.seed, faults=(fault,))
-        return {f"{_name(self.most)}-longer": asked}
+        settings = RunSettings(world_size=self.most, seed=self.seed, faults=(fault,))
+        return {f"{_name(self.most)}-longer": settings}
 
     def until_the_schedule_moves(
-        self, asked: Asked, straight: Trace | None, resumed: Trace
-    ) -> dict[str, Asked]:
+        self, settings: RunSettings, straight: Trace | None, resumed: Trace
+    ) -> dict[str, RunSettings]:
         """Return by name a run of some epochs, if a resume may have lost the schedule's place.
 
         A schedule by epochs shows it when the next one begins.
         """
-        if straight is None or asked.faults or asked.turn is not None or not self._is_cut:
+        if straight is None or settings.faults or settings.turn is not None or not self._is_cut:
             return {}
         steps = _steps_per_epoch(straight)
         begun = max((start.step for start in resumed.of(Start) if start.resumed), default=0)
@@ -252,18 +249,18 @@ class Plan:
         ):
             return {}
         fault = Fault(kind=LONGER, step=0, value=str(begun + 2 * steps + 1))
-        return {f"{_name(self.most)}-longer": replace(asked.unstopped, faults=(fault,))}
+        return {f"{_name(self.most)}-longer": replace(settings.unstopped, faults=(fault,))}
 
-    def stopped(self, asked: Asked, recorded: Trace) -> dict[str, Asked]:
-        """Return by name the run `asked`, which goes on longer, stopped after its checkpoint."""
-        if steps_of(asked.faults) is None or asked.stops or not recorded.traits.saved_after:
+    def stopped(self, settings: RunSettings, recorded: Trace) -> dict[str, RunSettings]:
+        """Return by name the run `settings`, which goes on longer, stopped after its checkpoint."""
+        if steps_of(settings.faults) is None or settings.stops or not recorded.traits.saved_after:
             return {}
         stops = _stops(recorded, recorded.traits.saved_after)
         name = f"{_name(self.most)}-longer-interrupted"
-        stopped = replace(asked, stops=stops, interrupted=True, option=self._option(recorded))
+        stopped = replace(settings, stops=stops, interrupted=True, option=self._option(recorded))
         return {name: stopped} if stops else {}
 
-    def others(self, usual: Trace) -> dict[str, Asked]:
+    def others(self, usual: Trace) -> dict[str, RunSettings]:
         """Return by name the repeated, faulted and stopped runs that checks need.
 
         `usual` is the first run. No worker is killed where it says that none is started again.
@@ -273,29 +270,23 @@ class Plan:
         nan = Fault(kind="non_finite_gradient", step=middle, rank=rank, value="nan")
         leave = Fault(kind="leave", step=middle, rank=rank)
         stops = self._stops(usual)
-        asked = Asked(world_size=self.most, seed=self.seed)
-        others: dict[str, Asked] = {}
+        settings = RunSettings(world_size=self.most, seed=self.seed)
+        others: dict[str, RunSettings] = {}
         if REPEATED in self.needs:
-            others[f"{name}-again"] = replace(asked, repeat=1)
+            others[f"{name}-again"] = replace(settings, repeat=1)
         if POISONED in self.needs:
-            others[f"{name}-nan"] = replace(asked, faults=(nan,))
+            others[f"{name}-nan"] = replace(settings, faults=(nan,))
         if KILLED in self.needs and self.most > 1 and restarts:
-            others[f"{name}-killed"] = replace(asked, faults=(leave,))
-        is_own = parameter_order.is_wanted(usual) and not step_rule.is_recomputed(usual)
-        if REORDERED in self.needs and is_own:
-            reordered = Fault(kind=REORDERED_GROUPS, step=0)
-            few = min(plain.world_size for plain in self.plain().values())
-            run = Asked(world_size=few, seed=self.seed, faults=(reordered,))
-            others[f"{_name(few)}-reordered"] = run
+            others[f"{name}-killed"] = replace(settings, faults=(leave,))
         interrupted = self._cuts_off(like) or not self.can_say("workdir")
         if {RESUMED, SAVED}.intersection(self.needs) and stops:
             # With several micro-batches a step, if possible: only then does a place in the data
             # that is counted in micro-batches differ from one that is counted in steps.
             turned = next(iter(self._turns("accumulation")), None)
             if turned is not None:
-                others[_name(self.most, turned)] = replace(asked, turn=turned)
+                others[_name(self.most, turned)] = replace(settings, turn=turned)
             name = f"{_name(self.most, turned)}-{'interrupted' if interrupted else 'resumed'}"
-            stopped = replace(asked, stops=stops, interrupted=interrupted, turn=turned)
+            stopped = replace(settings, stops=stops, interrupted=interrupted, turn=turned)
             others[name] = replace(stopped, option=self._option(usual))
         return others
 
@@ -335,10 +326,10 @@ class Plan:
         by_epochs = self.can_say("epochs") and like.num_steps % self.num_epochs == 0
         return not (self.can_say("steps") or by_epochs)
 
-    def lengths(self, asked: Asked) -> list[tuple[int, int]]:
+    def lengths(self, settings: RunSettings) -> list[tuple[int, int]]:
         """Return the numbers of steps and of epochs to launch the command for, stop by stop."""
-        steps = (*asked.stops, self.num_steps)
-        if asked.interrupted:
+        steps = (*settings.stops, self.num_steps)
+        if settings.interrupted:
             return [(self.num_steps, self.num_epochs) for _ in steps]
         if self.can_say("steps"):
             return [(num_steps, self.num_epochs) for num_steps in steps]
@@ -353,12 +344,12 @@ class Plan:
         beside = tuple((name, KNOBS[name].others[0]) for name in others)
         return [Turn(knob, value, beside) for value in KNOBS[knob].turns(usual)]
 
-    def pairs(self, usual: Trace) -> dict[str, Asked]:
+    def pairs(self, usual: Trace) -> dict[str, RunSettings]:
         """Return by name the runs with a turned knob that checks need and the command allows."""
         needed = {need.knob for need in self.needs}
-        asked = Asked(world_size=self.most, seed=self.seed)
+        settings = RunSettings(world_size=self.most, seed=self.seed)
         return {
-            _name(self.most, turn): replace(asked, turn=turn)
+            _name(self.most, turn): replace(settings, turn=turn)
             for name in KNOBS
             if name in needed
             for turn in self._turns(name, usual)

@@ -1,37 +1,486 @@
-"""The trace of a run of a command: what its ranks recorded, and how it ended."""
+"""The trace of a run of a command: what its ranks recorded, and how and why it ended.
+
+The exit code alone is not enough: a process group may fail or hang while it is taken down, after
+training. A run that hung has completed if all ranks recorded the end of training; one that failed,
+if one rank did and all others made as many steps.
+
+A launcher adds pages of its own to what a script prints: its log, a traceback of itself, advice.
+And when one rank has failed, the others fail, too, since they wait for it in vain: that is not the
+cause.
+
+The run on one worker shows where pieces of a model lie, and is made after others: these are read
+again then.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from entrenar_py.check.causes import accumulation
-from entrenar_py.check.clauses import met_rounds
+from entrenar_py.check.clauses import local_sgd
 from entrenar_py.check.clauses.knobs import KNOBS
-from entrenar_py.check.command import ending
-from entrenar_py.check.command.asked import Asked
+from entrenar_py.check.command import folders, launch
 from entrenar_py.check.command.launch import Ended
+from entrenar_py.check.command.run_settings import RunSettings
 from entrenar_py.check.evidence import run_names
 from entrenar_py.check.rank_files import (
+    arranged,
     assembly,
+    auto_notes,
     checkpoints,
     rank_trace,
     shown_scenario,
 )
 from entrenar_py.check.rank_files.arranged import Arrangement
+from entrenar_py.check.rank_files.assembly import LastLives
+from entrenar_py.check.rank_files.layout import Layout
 from entrenar_py.check.rank_files.rank_file import SUFFIX
 from entrenar_py.check.rank_files.rank_trace import RankTrace
 from entrenar_py.shared import systems, trace
 from entrenar_py.shared.faults import JOINED, LONGER
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.shared.trace import Event, Traits, Update
+from entrenar_py.shared.trace import End, Event, Shard, Start, Tensors, Trace, Traits, Update
+from entrenar_py.shared.untrusted import escaping
+
+_Key = frozenset[tuple[str, str]]  # names and digests of all weights that a rank holds
+
+
+@dataclass
+class Beginnings:
+    """The weights with which runs began, and those that each reached, with run and step."""
+
+    _begun: set[_Key] = field(default_factory=set)
+    _reached: dict[_Key, tuple[str, int]] = field(default_factory=dict)
+
+    def seen(self, name: str, trace: Trace) -> Trace:
+        """Return `trace`, changed to `failed` if its run began where an earlier run had been.
+
+        Then it found a checkpoint that the other had left, and can't be compared with any run.
+        """
+        known = [self._reached[key] for key in _first_weights(trace) if key in self._reached]
+        found = [place for place in known if place[0] != name]
+        self._see(name, trace)
+        if not found:
+            return trace
+        other, step = found[0]
+        reason = (
+            f"it began with the weights that {other} had after step {step}: it found a checkpoint "
+            "that this run had left. Write checkpoints below the folder that the command runs in, "
+            "or below {workdir}"
+        )
+        return replace(trace, events=(*trace.events[:-1], End(status="failed", reason=reason)))
+
+    def _see(self, name: str, trace: Trace) -> None:
+        self._begun.update(_first_weights(trace))
+        for update in trace.of(Update):
+            self._reached.setdefault(_weights_key(update.weights), (name, update.step))
+        for key in self._begun.intersection(self._reached):
+            del self._reached[key]  # a run whose weights stay, or come back
+
+
+def first_step(trace: Trace) -> int:
+    """Return the number of steps that were made before the run, as its first start says."""
+    return min((start.step for start in trace.of(Start)), default=0)
+
+
+def _first_weights(trace: Trace) -> list[_Key]:
+    """Return for each rank the weights with which it began."""
+    first: dict[int, Start] = {}
+    for start in trace.of(Start):
+        first.setdefault(start.rank, start)
+    return [_weights_key(start.weights) for start in first.values() if start.weights]
+
+
+def _weights_key(weights: Tensors) -> _Key:
+    return frozenset((name, record.digest) for name, record in weights.items())
+
+
+Made = tuple[str, RunSettings, Ended]
+
+
+@dataclass
+class Arranging:
+    """Follows the runs of a command, each with its ranks' files in a folder below `folder`.
+
+    `known` are the arrangements of its ranks, by number of workers, and is added to.
+    """
+
+    folder: Path
+    known: MutableMapping[int, Arrangement]
+    _made: list[Made] = field(default_factory=list)
+    _plain: dict[int, str] = field(default_factory=dict)  # by number of workers
+    _seen: set[int] = field(default_factory=set)
+
+    def layout(self, name: str) -> Layout | None:
+        """Return the layout that a rank of the run `name` declares, or its meshes show."""
+        files = sorted((self.folder / name).glob(f"*{SUFFIX}"))
+        return rank_trace.load(files[0]).layout if files else None
+
+    def after(self, name: str, settings: RunSettings, ended: Ended) -> list[Made]:
+        """Return the earlier runs that are to be read again, now that the run `name` is made."""
+        before = [*self._made]
+        self._made.append((name, settings, ended))
+        if settings.is_plain and not settings.repeat:
+            self._plain.setdefault(settings.world_size, name)
+        if 1 not in self._plain or self._plain.keys() <= {1, *self._seen}:
+            return []
+        alone, _ = assembly.load(self.folder / self._plain[1])
+        fresh: set[int] = set()
+        for size in sorted(self._plain.keys() - {1, *self._seen}):
+            self._seen.add(size)
+            ranks, _ = assembly.load(self.folder / self._plain[size])
+            arrangement = arranged.shown(ranks, alone)
+            if arrangement is not None:
+                self.known[size] = arrangement
+                fresh.add(size)
+                if (one := arrangement.alone()) is not None:
+                    self.known[1] = one
+                    fresh.add(1)
+        return [made for made in before if made[1].world_size in fresh]
+
+
+READ_BYTES_MAX = 2**18
+_BEGINS = "Traceback (most recent call last):"
+_RANK = re.compile(r"\[(?:rank)?\d+\]:\s?|\[default\d+\]:\s?")  # in front of a rank's lines
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_ERROR = re.compile(r"[A-Za-z_][\w.]*(?::(?:\s.*)?)?")
+_FRAME = re.compile(r'\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in .*')
+# Frames within which a checkpoint is read, or is put into a model or an optimizer.
+_LOADS = re.compile(
+    r'torch/serialization\.py", line \d+, in \w*load$|/state_dict_loader\.py"|, in load_state_dict$'
+)
+_NOT_THE_SCRIPT = ("/site-packages/", "/dist-packages/", "/lib/python", "/entrenar_py/", "<")
+# Exceptions that launchers raise when a worker has failed.
+_OF_LAUNCHERS = ("ChildFailedError", "CalledProcessError", "ProcessRaisedException")
+# A line of torchrun's log.
+_LOG = re.compile(r"[EWI]\d{4} \d\d:\d\d:\d\d\S* .*\.py:\d+\] ")
+# Errors of a rank that lost its peers.
+_OF_PEERS = re.compile(
+    r"[Cc]onnection (?:was )?(?:closed|reset|refused)|Broken pipe|wait ?timeout"
+    r"|[Tt]imed out waiting|communicator was aborted|DistNetworkError"
+    r"|[Ss]ocket [Tt]imeout"
+)
+
+
+@dataclass(frozen=True)
+class _Error:
+    """The last line of a traceback, and the innermost place of it that is in the script, or "".
+
+    `loads` tells whether it was raised as a checkpoint was loaded.
+    """
+
+    line: str
+    place: str
+    loads: bool = False
+
+    @property
+    def of_a_launcher(self) -> bool:
+        return self.line.partition(":")[0].rpartition(".")[2] in _OF_LAUNCHERS
+
+    def __str__(self) -> str:
+        return f"{self.line} ({self.place})" if self.place else self.line
+
+
+def script_error(output: Path) -> str:
+    """Return the script's last error in the file `output`, with its place, or "" if it has none.
+
+    Errors of launchers are skipped, and those of ranks that lost their peers, if there is another.
+    """
+    error = _last(output)
+    return "" if error is None else str(error)
+
+
+def of_loading(output: Path) -> str:
+    """Return the error that `find` returns, if the script was loading a checkpoint; else ""."""
+    error = _last(output)
+    return str(error) if error is not None and error.loads else ""
+
+
+def _last(output: Path) -> _Error | None:
+    errors = [one for one in _errors(_output_lines(output)) if not one.of_a_launcher]
+    causes = [one for one in errors if not is_of_peers(one.line)]
+    return next(reversed(causes or errors), None)
+
+
+def is_of_peers(error: str) -> bool:
+    """Return whether a rank has such an error because another has failed."""
+    return bool(_OF_PEERS.search(error))
+
+
+def last_printed(output: Path, tail: Sequence[str]) -> str:
+    """Return the last line that the script has printed, in `output` or else in `tail`, or "".
+
+    The launcher's lines are skipped: its log, and all from its own traceback on.
+    """
+    lines = _output_lines(output) or [*tail]
+    words = [line for line in _before_the_launcher(lines) if any(map(str.isalnum, line))]
+    return words[-1].strip() if words else ""
+
+
+def _output_lines(output: Path) -> list[str]:
+    """Return the last lines of the file, without the marks that a launcher puts before them."""
+    try:
+        with output.open("rb") as file:
+            file.seek(max(0, output.stat().st_size - READ_BYTES_MAX))
+            text = file.read(READ_BYTES_MAX).decode(errors="replace")
+            text = _COLOUR.sub("", text)
+    except OSError:
+        return []
+    return [
+        _RANK.sub("", line, count=1) if _RANK.match(line) else line for line in text.splitlines()
+    ]
+
+
+def _errors(lines: Sequence[str]) -> Iterator[_Error]:
+    """Yield each error that a traceback ends with."""
+    within, place, loads = False, "", False
+    for printed in lines:
+        line = printed.rstrip()
+        if line == _BEGINS:
+            within, place, loads = True, "", False
+        elif within and (frame := _FRAME.fullmatch(line)):
+            loads |= bool(_LOADS.search(line))
+            if not any(part in frame["file"] for part in _NOT_THE_SCRIPT):
+                place = f"{Path(frame['file']).name}:{frame['line']}"
+        elif within and _ERROR.fullmatch(line):
+            within = False
+            yield _Error(line, place, loads)
+
+
+def _before_the_launcher(lines: Sequence[str]) -> Iterator[str]:
+    for number, line in enumerate(lines):
+        if line.rstrip() == _BEGINS:
+            following = next(_errors(lines[number:]), None)
+            if following is not None and following.of_a_launcher:
+                return
+        if not _LOG.match(line):
+            yield line
+
+
+LINE = "obs = entrenar_py.observe(model, optimizer, sampler=loader)"
+
+# A report names the run, which is the folder of its output.
+NOT_RESTARTED = (
+    "the launcher restarted no worker, or none that recorded anything: give torchrun "
+    "--max-restarts=1, and go on from a checkpoint in {workdir}; or exclude the clause"
+)
+
+
+def ending(
+    ranks: Sequence[RankTrace],
+    events: Sequence[Event],
+    settings: RunSettings,
+    ended: Ended,
+    problems: Sequence[str],
+) -> tuple[str, str]:
+    """Return the status of the run and the reason for it.
+
+    The status is `completed`, `halted` (a planted value stopped it) or `failed`. `problems` say
+    what is wrong with the ranks' files.
+    """
+    last = LastLives(ranks, events)
+    error = script_error(ended.output) if ended.code != 0 else ""
+    ended_by = f"{ended.how}: {_last_words(last, error, ended)}"
+    how = f"{ended_by} (its output is in {_shown_path(ended.output)})"
+    folder = ended.output.parent
+    if not folder.is_dir():
+        why = f"the folder of its records, {folder}, was removed while it ran"
+        return "failed", f"{why}; {ended_by}"
+    if not ranks and problems:
+        return "failed", f"{ended.how}, and what its ranks recorded is damaged: {problems[0]}"
+    if ended.code is None and last.closed != set(range(settings.world_size)):
+        return (
+            "failed",
+            f"{ended.how}: {_hanging(last, settings, ended)} (output: {_shown_path(ended.output)})",
+        )
+    if not ranks:
+        return "failed", _nothing_recorded(ended, error, how)
+    world_sizes = {int(rank.header["world_size"]) for rank in last.ranks.values()}
+    if world_sizes != {settings.world_size}:
+        return "failed", _of_another_size(ranks, world_sizes, settings)
+    status, reason = _of_ranks(last, settings, ended, ended_by, how)
+    if status == "failed" and (_skip_apart(last, events) or _is_uneven(last, events)):
+        return "completed", ""  # it was ended where only some ranks had made all steps
+    return ("failed", problems[0]) if problems and status == "completed" else (status, reason)
+
+
+def _skip_apart(last: LastLives, events: Iterable[Event]) -> bool:
+    """Return whether ranks that made fewer steps than those that were ended made all their passes.
+
+    They drop batches that others train on. Ranks that have fewer batches make fewer passes, and
+    those that add up more of them in a step make more.
+    """
+    limited = {rank for rank, file in last.ranks.items() if file.is_limited}
+    others = last.ranks.keys() - limited
+    passes = Counter(event.rank for event in events if isinstance(event, Shard))
+    if not limited or not others:
+        return False
+    steps = max(last.num_steps.get(rank, 0) for rank in limited)
+    most = max(passes[rank] for rank in limited)
+    return all(
+        last.num_steps.get(rank, 0) < steps <= passes[rank] and abs(passes[rank] - most) <= 1
+        for rank in others
+    )
+
+
+def _is_uneven(last: LastLives, events: Iterable[Event]) -> bool:
+    """Return whether ranks that have fewer batches failed only as those with more were ended.
+
+    They wait for these at the end of an epoch (torch's `Join`), and have made all their own steps.
+    Where samples are known by their rows alone, nothing shows in which epoch a step is.
+    """
+    if any(file.header.get("samples", "index") != "index" for file in last.ranks.values()):
+        return False
+    limited = {rank for rank, file in last.ranks.items() if file.is_limited}
+    passes = Counter(event.rank for event in events if isinstance(event, Shard))
+    others = last.ranks.keys() - limited
+    return bool(limited and others) and all(
+        is_of_peers(last.ranks[rank].problem)
+        and 0 < last.num_steps.get(rank, 0) < min(last.num_steps.get(one, 0) for one in limited)
+        and 0 < passes[rank] < min(passes[one] for one in limited)
+        for rank in others
+    )
+
+
+def by_all(ranks: Sequence[RankTrace], events: Sequence[Event]) -> Sequence[Event]:
+    """Return the events of the steps that all ranks made in one epoch, if their numbers are uneven.
+
+    Later steps may have one number and be other steps.
+    """
+    if not _is_uneven(LastLives(ranks, events), events):
+        return events
+    epochs: dict[int, dict[int, int]] = defaultdict(dict)  # step -> rank -> epoch
+    for event in events:
+        if isinstance(event, Shard):
+            epochs[event.step][event.rank] = event.epoch
+    size = len({rank.rank for rank in ranks})
+    apart = (s for s, of in epochs.items() if len(of) < size or len({*of.values()}) > 1)
+    end = min(apart, default=0)
+    return [event for event in events if (getattr(event, "step", None) or 0) < end]
+
+
+def unresumed(
+    ranks: Sequence[RankTrace], settings: RunSettings, ended: Ended, read_only: str
+) -> str:
+    """Return in words that a run, stopped from inside, was not resumed though it read a checkpoint.
+
+    Its last launch ended by an error as it loaded one, or without a step. `read_only` is the line
+    of a process that has loaded weights of a step and trained nothing. A {steps} that stops a run
+    may rightly end or refuse the next launch: "" then.
+    """
+    stops = settings.stops if settings.interrupted else ()
+    lives = len({rank.life for rank in ranks})
+    if not 0 < lives <= len(stops):
+        return ""
+    stop, error = stops[lives - 1], of_loading(ended.output)
+    if ended.code and error:
+        why = escaping.shortened(error.replace(_copied(ended), ""))
+        return f"after the stop before step {stop} the script fails to load its checkpoint: {why}"
+    if ended.code == 0 and read_only:
+        return (
+            f"after the stop before step {stop} the script read a checkpoint ({read_only}), and "
+            "ended by itself without a step"
+        )
+    return ""
+
+
+def _of_another_size(
+    ranks: Sequence[RankTrace], sizes: Iterable[int], settings: RunSettings
+) -> str:
+    """Return the reason of a run that had another number of workers than it was launched for."""
+    first = sum(rank.header["rank"] == 0 for rank in ranks)
+    if first > 1 and first % settings.world_size == 0:
+        return (
+            f"{first} processes ran as rank 0: if RANK counts within a part of the job (a replica "
+            "group), set ENTRENAR_RANK and ENTRENAR_WORLD_SIZE in each to those of the whole job"
+        )
+    ran = ", ".join(map(str, sorted(sizes)))
+    return (
+        f"it was launched for {settings.world_size} workers and ran with {ran}: put {{world_size}} "
+        "into the command as the number of workers"
+    )
+
+
+def _of_ranks(
+    last: LastLives, settings: RunSettings, ended: Ended, ended_by: str, how: str
+) -> tuple[str, str]:
+    """Return status and reason of a run whose ranks have recorded something."""
+    num_lives = 1 + max(rank.life for rank in last.ranks.values())
+    is_earlier = ended.code != 0 and num_lives <= len(settings.stops)  # what was recorded
+    if ended.code in (0, None) and not last.problem and not is_earlier:
+        return "completed", ""
+    if last.met_a_planted_value:
+        return "halted", ended_by
+    if "leave" in last.struck and not any(rank.life for rank in last.ranks.values()):
+        return "failed", NOT_RESTARTED
+    if "leave" in last.struck:
+        return "failed", f"after the restart of workers: {how}"
+    is_told = ended.code and settings.interrupted and of_loading(ended.output)
+    if is_earlier and not is_told:  # by `unresumed`
+        return "failed", f"after the stop before step {settings.stops[num_lives - 1]}: {how}"
+    if last.all_made_the_same(settings.world_size) and not last.problem:
+        return "completed", ""
+    limited = sorted(rank for rank, file in last.ranks.items() if file.is_limited)
+    if limited and len(limited) < settings.world_size:
+        made = ", ".join(f"rank {rank} {num}" for rank, num in sorted(last.num_steps.items()))
+        return "failed", (
+            f"rank {limited[0]} was ended after its last step (--steps) while others went on; "
+            f"steps made: {made}. If ranks make different numbers of steps, put {{steps}} "
+            "into the command, and let the script end after so many"
+        )
+    return "failed", how
+
+
+def _last_words(last: LastLives, error: str, ended: Ended) -> str:
+    """Return the error that was printed, else one that a rank recorded, else the last line."""
+    printed = last_printed(ended.output, ended.tail)
+    words = [one for one in (error, last.problem, printed) if one]
+    causes = [one for one in words if not is_of_peers(one)]
+    cause = next(iter(causes or words), "it printed nothing")
+    return escaping.shortened(cause.replace(_copied(ended), ""))
+
+
+def _copied(ended: Ended) -> str:
+    """Return what a file's path in the run's own folder has in front of that in the user's."""
+    return str(ended.output.parent / folders.FOLDER)
+
+
+def _shown_path(path: Path) -> str:
+    """Return a path as it is seen from the working folder, if it lies below that."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def _nothing_recorded(ended: Ended, error: str, how: str) -> str:
+    """Return why no rank wrote a file, and what to do about it."""
+    if error and not auto_notes.read(ended.output.parent):
+        return f"nothing was recorded before it failed: {how}"
+    if why := auto_notes.why_nothing(ended.output.parent):
+        return f"nothing was recorded: {why}; {how}"
+    if ended.code:  # why it failed comes first: most such scripts have the line
+        return f"nothing was recorded: {how}; check that the script that trains calls `{LINE}`"
+    return f"nothing was recorded: add `{LINE}` to the script; {how}"
+
+
+def _hanging(last: LastLives, settings: RunSettings, ended: Ended) -> str:
+    """Return how many steps each rank made, and where it stands."""
+    where = {
+        rank: replace(one, file=_shown_path(Path(one.file.removeprefix(_copied(ended)))))
+        for rank, one in launch.places_of_ranks(ended.output.parent).items()
+    }
+    if not last.num_steps and not where:
+        return "no rank had begun"
+    steps = ", ".join(f"rank {rank} {num}" for rank, num in sorted(last.num_steps.items()))
+    return f"steps made: {steps or 'none'}; {launch.places_in_words(where, settings.world_size)}"
 
 
 def of(
     folder: Path,
-    asked: Asked,
+    settings: RunSettings,
     ended: Ended,
     like: trace.Trace | None,
     *,
@@ -54,14 +503,14 @@ def of(
     if arrangement is not None and not any(rank.pieces for rank in ranks):
         ranks = arrangement.of(ranks)
     events = assembly.ordered(ranks)
-    common = ending.by_all(ranks, events)
-    scenario, traits = _scenario(ranks, common, asked, like, unclipped=unclipped)
+    common = by_all(ranks, events)
+    scenario, traits = _scenario(ranks, common, settings, like, unclipped=unclipped)
     saved = checkpoints.read(folder)
     if says_how:
         saved = replace(saved, loads_late=False)
     is_cut = any(rank.is_limited for rank in ranks)
     traits = replace(traits, seeded=seeded, starts=starts, **saved.traits(is_cut=is_cut))
-    how = ending.of(ranks, events, asked, ended, problems)
+    how = ending(ranks, events, settings, ended, problems)
     recorded = shown_scenario.trace_of(ranks, common, scenario, traits, how)
     if ended.num_left:
         left = f"{ended.num_left} process{'' if ended.num_left == 1 else 'es'}"
@@ -70,13 +519,13 @@ def of(
     if is_cut:
         ended_by = {"ended": "by entrenar-check after its steps (--auto, no {steps} or {epochs})"}
         recorded = replace(recorded, environment={**recorded.environment, **ended_by})
-    if asked.option:
+    if settings.option:
         recorded = replace(
-            recorded, environment={**recorded.environment, "resumed_by": asked.option}
+            recorded, environment={**recorded.environment, "resumed_by": settings.option}
         )
-    if why := ending.unresumed(ranks, asked, ended, saved.read_only):
+    if why := unresumed(ranks, settings, ended, saved.read_only):
         recorded = replace(recorded, environment={**recorded.environment, "unresumed": why})
-    return _with_its_faults(met_rounds.seen(accumulation.seen_through(recorded)))
+    return _with_its_faults(local_sgd.seen(accumulation.seen_through(recorded)))
 
 
 def have_closed(folder: Path, world_size: int, life: int) -> bool:
@@ -107,34 +556,34 @@ def _with_its_faults(recorded: trace.Trace) -> trace.Trace:
 def _scenario(
     ranks: Sequence[RankTrace],
     events: Sequence[Event],
-    asked: Asked,
+    settings: RunSettings,
     like: trace.Trace | None,
     *,
     unclipped: bool,
 ) -> tuple[Scenario, Traits]:
     """Return scenario and traits as the ranks' files show them, or as in `like` if they can't."""
     # Whether one worker has merged batches is to be seen: a script may cut its batches itself.
-    is_shown = any(fault.kind in (*JOINED, LONGER) for fault in asked.faults)
-    disturbed = (asked.faults and not is_shown) or asked.stops or asked.repeat
+    is_shown = any(fault.kind in (*JOINED, LONGER) for fault in settings.faults)
+    disturbed = (settings.faults and not is_shown) or settings.stops or settings.repeat
     if like is not None and (disturbed or not any(isinstance(event, Update) for event in events)):
         traits = like.traits
         scenario = like.scenario.with_(
-            world_size=asked.world_size,
-            num_shards=max(like.scenario.num_shards, asked.world_size),
-            faults=asked.faults,
-            stops=asked.stops,
+            world_size=settings.world_size,
+            num_shards=max(like.scenario.num_shards, settings.world_size),
+            faults=settings.faults,
+            stops=settings.stops,
         )
     else:
-        scenario, traits = shown_scenario.of(ranks, events, asked.world_size)
+        scenario, traits = shown_scenario.of(ranks, events, settings.world_size)
         if like is not None:  # the intended rate: a check tells if the run had another
             scenario = scenario.with_(learning_rate=like.scenario.learning_rate)
         if is_shown:
-            scenario = scenario.with_(faults=asked.faults)
-    scenario = scenario.with_(seed=asked.seed, repeat=asked.repeat)
-    turn = asked.turn
+            scenario = scenario.with_(faults=settings.faults)
+    scenario = scenario.with_(seed=settings.seed, repeat=settings.repeat)
+    turn = settings.turn
     if unclipped:
-        traits = _as_told_to_clip(traits, asked)
-    if turn is None or like is None or asked.stops:
+        traits = _as_told_to_clip(traits, settings)
+    if turn is None or like is None or settings.stops:
         return scenario, traits
     usual = KNOBS[turn.knob].usual
     told = run_names.with_turned(
@@ -143,12 +592,12 @@ def _scenario(
     return told, traits
 
 
-def _as_told_to_clip(traits: Traits, asked: Asked) -> Traits:
+def _as_told_to_clip(traits: Traits, settings: RunSettings) -> Traits:
     """Return the traits of a run of a command that was told its clipping norm.
 
     A script that declares another norm clips to the one that it was told.
     """
-    turn = asked.turn
+    turn = settings.turn
     if not (turn and turn.knob == "clip"):
         traits = replace(traits, clipping="told")
     told = (turn.values if turn else {}).get("clip", KNOBS["clip"].usual)

@@ -15,21 +15,17 @@ from pathlib import Path
 from threading import Event
 from typing import Any, Self
 
-from entrenar_py.check.clauses import stopped_run
+from entrenar_py.check.clauses import resume
 from entrenar_py.check.clauses.knobs import KNOBS, UNCLIPPED
-from entrenar_py.check.command import controlling, own_folder, placeholders, run_trace
-from entrenar_py.check.command.arranging import Arranging, Made
-from entrenar_py.check.command.asked import Asked
-from entrenar_py.check.command.beginnings import Beginnings, first_step
-from entrenar_py.check.command.controlling import Controlling
+from entrenar_py.check.command import folders, placeholders, run_trace, witnesses
 from entrenar_py.check.command.launch import OUTPUT, Ended
-from entrenar_py.check.command.nudging import Nudging
 from entrenar_py.check.command.run_plan import Plan
-from entrenar_py.check.command.shortening import Shortening
-from entrenar_py.check.harness import interrupts
+from entrenar_py.check.command.run_settings import RunSettings
+from entrenar_py.check.command.run_trace import Arranging, Beginnings, Made, first_step
+from entrenar_py.check.command.witnesses import Controlling, Nudging, Shortening
 from entrenar_py.check.observing import BATCHES, BATCHES_KEPT, FAULTS, RATES, STOP
 from entrenar_py.check.rank_files import auto_notes, checkpoints
-from entrenar_py.shared import trace
+from entrenar_py.shared import process, trace
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.faults import JOINED, MIRRORED, REPEATED, steps_of
 from entrenar_py.shared.scenario import OBSERVED
@@ -40,7 +36,7 @@ CHANGING = ("betas", "momentum", "weight_decay")  # constants that schedules cha
 SHORT_S = 15.0  # a run that takes less waits for most of it
 _PATH = "PATH"  # at the end of an option that needs one
 
-Likes = Mapping[Asked, Trace]  # completed runs that others are like, the first run first
+Likes = Mapping[RunSettings, Trace]  # completed runs that others are like, the first run first
 Show = Callable[[str], None]  # is called with the name of each run before it is launched
 
 
@@ -51,9 +47,9 @@ class Run:
     A run that is `tried` counts only if it shows an error: nobody asked for its number of workers.
     """
 
-    asked: Asked
+    settings: RunSettings
     trace: Trace
-    ahead: tuple[Asked, ...] = ()
+    ahead: tuple[RunSettings, ...] = ()
     is_tried: bool = False
 
 
@@ -64,22 +60,22 @@ def stored(traces: Mapping[Path, Trace]) -> dict[Path, Run]:
     without changes, or two runs with the same settings or name. The runs come in the order in which
     they were made: verdicts name them in it.
     """
-    made = [(file, Asked.of(trace.scenario)) for file, trace in traces.items()]
+    made = [(file, RunSettings.of(trace.scenario)) for file, trace in traces.items()]
     runs = {
-        file: Run(asked=asked, trace=traces[file])
-        for file, asked in sorted(made, key=lambda pair: (_place(pair[1]), pair[0].stem))
+        file: Run(settings=settings, trace=traces[file])
+        for file, settings in sorted(made, key=lambda pair: (_place(pair[1]), pair[0].stem))
     }
     is_whole = all(
         run.trace.scenario.system == OBSERVED and not file.is_dir() for file, run in runs.items()
     )
-    settings, names = {run.asked for run in runs.values()}, {file.stem for file in runs}
+    settings, names = {run.settings for run in runs.values()}, {file.stem for file in runs}
     is_plain = any(run.is_plain and not run.repeat for run in settings)
     return runs if is_whole and is_plain and len(settings) == len(names) == len(runs) else {}
 
 
-def _place(asked: Asked) -> tuple[bool, int, int, bool]:
+def _place(settings: RunSettings) -> tuple[bool, int, int, bool]:
     """Return what sorts runs as they are made: plain ones first, those with a turned knob last."""
-    return not asked.is_plain, asked.repeat, -asked.world_size, asked.turn is not None
+    return not settings.is_plain, settings.repeat, -settings.world_size, settings.turn is not None
 
 
 def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Run]]:
@@ -95,7 +91,7 @@ def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Run]]:
 
 def _recorded(plan: Plan, show: Show, ahead: _Ahead) -> Iterator[tuple[Path, Run]]:
     base = plan.folder
-    likes: dict[Asked, Trace] = {}
+    likes: dict[RunSettings, Trace] = {}
     nudging, controls = Nudging(plan.needs), Controlling(plan.needs)
     shortening = Shortening(plan.needs)
     beginnings = Beginnings()
@@ -103,32 +99,32 @@ def _recorded(plan: Plan, show: Show, ahead: _Ahead) -> Iterator[tuple[Path, Run
     planned, first = plan.plain(), True
     while planned:
         name = next(iter(planned))
-        asked = planned.pop(name)
-        interrupts.check()
-        if asked.stops and asked.unstopped not in likes:
+        settings = planned.pop(name)
+        process.check_interrupts()
+        if settings.stops and settings.unstopped not in likes:
             continue  # the run that it would be compared with has failed
-        like = _like(asked, likes)
-        if asked not in plan.made:
+        like = _like(settings, likes)
+        if settings not in plan.made:
             show(f"{shlex.join(plan.command)} ({name})")
-            ended = ahead.launched(name, asked, planned, likes)
-            before = arranging.after(name, asked, ended)
-            for file, run in _read_again(plan, before, likes, (asked, *planned.values())):
-                nudging.read_again(run.asked, run.trace)
+            ended = ahead.launched(name, settings, planned, likes)
+            before = arranging.after(name, settings, ended)
+            for file, run in _read_again(plan, before, likes, (settings, *planned.values())):
+                nudging.read_again(run.settings, run.trace)
                 yield file, run
-            plan.made[asked] = _trace(plan, asked, base / name, ended, like)
-        recorded = plan.made[asked]
-        if like is not None and _was_told_otherwise(asked, like, recorded):
+            plan.made[settings] = _trace(plan, settings, base / name, ended, like)
+        recorded = plan.made[settings]
+        if like is not None and _was_told_otherwise(settings, like, recorded):
             # {steps} did more than to stop the run: the script is stopped from inside instead.
             again = name.replace("-resumed", "-interrupted")
-            planned = {again: replace(asked, interrupted=True), **planned}
+            planned = {again: replace(settings, interrupted=True), **planned}
             continue
-        if asked.option and not stopped_run.is_telling(recorded):
-            planned = {name: replace(asked, option=""), **planned}  # it means something else
+        if settings.option and not resume.is_telling(recorded):
+            planned = {name: replace(settings, option=""), **planned}  # it means something else
             continue
-        if controlling.source_of(asked) and recorded.end.status == "failed":
+        if witnesses.source_of(settings) and recorded.end.status == "failed":
             continue  # the script hands on more than was kept
-        is_tried = asked.world_size not in (1, *plan.world_sizes)
-        is_longer = steps_of(asked.faults) is not None and not asked.stops
+        is_tried = settings.world_size not in (1, *plan.world_sizes)
+        is_longer = steps_of(settings.faults) is not None and not settings.stops
         if (is_tried or is_longer) and recorded.end.status == "failed":
             continue
         recorded = beginnings.seen(name, recorded)
@@ -146,39 +142,42 @@ def _recorded(plan: Plan, show: Show, ahead: _Ahead) -> Iterator[tuple[Path, Run
                 planned |= plan.others(recorded) | plan.pairs(recorded)
                 planned |= plan.wider(arranging.layout(name)) | plan.longer(recorded)
             first = False
-        if asked.stops:
-            planned |= plan.until_the_schedule_moves(asked, like, recorded)
-        if asked.is_unstruck and recorded.end.status == "completed":
-            planned = {**nudging.after(asked, recorded), **planned}
-            if not asked.repeat:
-                likes[asked] = recorded
+        if settings.stops:
+            planned |= plan.until_the_schedule_moves(settings, like, recorded)
+        if settings.is_unstruck and recorded.end.status == "completed":
+            planned = {**nudging.after(settings, recorded), **planned}
+            if not settings.repeat:
+                likes[settings] = recorded
         if is_longer:
-            likes[asked] = recorded
-            planned = {**plan.stopped(asked, recorded), **planned}
-        planned |= shortening.after(asked, recorded)
+            likes[settings] = recorded
+            planned = {**plan.stopped(settings, recorded), **planned}
+        planned |= shortening.after(settings, recorded)
         if recorded.end.status == "completed":
-            planned |= controls.after(asked, recorded)
+            planned |= controls.after(settings, recorded)
         rest = tuple(planned.values())
-        file, run = base / f"{name}.jsonl", Run(asked=asked, trace=recorded, ahead=rest)
+        file, run = base / f"{name}.jsonl", Run(settings=settings, trace=recorded, ahead=rest)
         yield file, replace(run, is_tried=is_tried)
 
 
 def _read_again(
-    plan: Plan, made: Sequence[Made], likes: dict[Asked, Trace], ahead: tuple[Asked, ...]
+    plan: Plan,
+    made: Sequence[Made],
+    likes: dict[RunSettings, Trace],
+    ahead: tuple[RunSettings, ...],
 ) -> Iterator[tuple[Path, Run]]:
     """Yield once more the runs `made`, read as it is known by now how ranks share the model.
 
     A run that failed as it was read before keeps its trace: it began where another had been.
     """
-    for name, asked, ended in made:
-        recorded = _trace(plan, asked, plan.folder / name, ended, _like(asked, likes))
-        if plan.made[asked].end.status != recorded.end.status:
+    for name, settings, ended in made:
+        recorded = _trace(plan, settings, plan.folder / name, ended, _like(settings, likes))
+        if plan.made[settings].end.status != recorded.end.status:
             continue
-        plan.made[asked] = recorded
-        if asked in likes:
-            likes[asked] = recorded
+        plan.made[settings] = recorded
+        if settings in likes:
+            likes[settings] = recorded
         trace.save(recorded, plan.folder / f"{name}.jsonl")
-        yield plan.folder / f"{name}.jsonl", Run(asked=asked, trace=recorded, ahead=ahead)
+        yield plan.folder / f"{name}.jsonl", Run(settings=settings, trace=recorded, ahead=ahead)
 
 
 class _Ahead:
@@ -191,7 +190,7 @@ class _Ahead:
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self._pool, self._called_off = plan, ThreadPoolExecutor(2), Event()
-        self._begun: dict[Asked, Future[Ended]] = {}
+        self._begun: dict[RunSettings, Future[Ended]] = {}
         self._may: bool | None = None  # not known before the first run
 
     def __enter__(self) -> Self:
@@ -203,47 +202,47 @@ class _Ahead:
         self._pool.shutdown(cancel_futures=True)
 
     def launched(
-        self, name: str, asked: Asked, planned: Mapping[str, Asked], likes: Likes
+        self, name: str, settings: RunSettings, planned: Mapping[str, RunSettings], likes: Likes
     ) -> Ended:
         """Return how the run `name` ended; begin the next of those that are `planned` after it.
 
         One that is stopped where the run that it is like saved a checkpoint waits for that run, and
         so does one that is given the batches of this one.
         """
-        running = self._begun.pop(asked, None) or self._begin(name, asked, likes)
+        running = self._begun.pop(settings, None) or self._begin(name, settings, likes)
         if self._may:
             others = ((n, a) for n, a in planned.items() if a not in self._plan.made)
             for after, other in islice(others, 1):
                 waits = other.stops and other.unstopped not in likes
-                waits = waits or controlling.source_of(other) == name
+                waits = waits or witnesses.source_of(other) == name
                 if other not in self._begun and not waits:
                     self._begun[other] = self._begin(after, other, likes)
         ended = running.result()
         if self._may is None:
-            self._may = self._plan.is_apart and ended.is_forked and _is_light(ended, asked)
+            self._may = self._plan.is_apart and ended.is_forked and _is_light(ended, settings)
         return ended
 
-    def _begin(self, name: str, asked: Asked, likes: Likes) -> Future[Ended]:
-        folder, like = (self._plan.folder / name).absolute(), _like(asked, likes)
+    def _begin(self, name: str, settings: RunSettings, likes: Likes) -> Future[Ended]:
+        folder, like = (self._plan.folder / name).absolute(), _like(settings, likes)
         is_called_off = self._called_off.is_set
-        return self._pool.submit(_launched, self._plan, asked, folder, like, is_called_off)
+        return self._pool.submit(_launched, self._plan, settings, folder, like, is_called_off)
 
 
-def _like(asked: Asked, likes: Likes) -> Trace | None:
-    """Return the run that `asked` is like but for what is done to it, if it was made already."""
-    return likes.get(asked.unstopped) if asked.stops else next(iter(likes.values()), None)
+def _like(settings: RunSettings, likes: Likes) -> Trace | None:
+    """Return the run that `settings` is like but for what is done to it, if it was made already."""
+    return likes.get(settings.unstopped) if settings.stops else next(iter(likes.values()), None)
 
 
-def _is_light(ended: Ended, asked: Asked) -> bool:
+def _is_light(ended: Ended, settings: RunSettings) -> bool:
     """Return whether two runs like this one fit on the machine."""
     pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    needed = 2 * (asked.world_size + 1) * ended.peak_bytes
+    needed = 2 * (settings.world_size + 1) * ended.peak_bytes
     return ended.seconds < SHORT_S and needed < pages and not Path("/dev/nvidiactl").exists()
 
 
 def _launched(
     plan: Plan,
-    asked: Asked,
+    settings: RunSettings,
     folder: Path,
     like: Trace | None,
     is_called_off: Callable[[], bool],
@@ -254,16 +253,16 @@ def _launched(
     if plan.auto:
         (folder / auto_notes.ASKED).touch()
     ended: Ended | None = None
-    with own_folder.of(plan.source, folder / own_folder.FOLDER) as own:
+    with folders.own_folder(plan.source, folder / folders.FOLDER) as own:
         launched = own.launched(plan.launch) if own else plan.launch
-        for life, (num_steps, num_epochs) in enumerate(plan.lengths(asked)):
-            values = _values(asked, folder, num_steps, num_epochs)
-            is_last = life == len(asked.stops)
-            cut_off = asked.interrupted and not is_last
-            made = _made_before(asked, life, like)
-            stop = {STOP: f"{asked.stops[life]} from {made}"} if cut_off else {}
-            closed = partial(run_trace.have_closed, folder, asked.world_size, life)
-            words, told = _resuming(asked.option, folder) if life else ([], {})
+        for life, (num_steps, num_epochs) in enumerate(plan.lengths(settings)):
+            values = _values(settings, folder, num_steps, num_epochs)
+            is_last = life == len(settings.stops)
+            cut_off = settings.interrupted and not is_last
+            made = _made_before(settings, life, like)
+            stop = {STOP: f"{settings.stops[life]} from {made}"} if cut_off else {}
+            closed = partial(run_trace.have_closed, folder, settings.world_size, life)
+            words, told = _resuming(settings.option, folder) if life else ([], {})
             ended = launched(
                 placeholders.fill(
                     [*plan.command, *words],
@@ -273,10 +272,10 @@ def _launched(
                 ),
                 folder=folder,
                 variables={
-                    FAULTS: json.dumps([fault.to_dict() for fault in asked.faults]),
-                    **_batches(asked, folder.parent),
-                    **plan.observing(asked.faults),
-                    **_rates(asked, folder, like),
+                    FAULTS: json.dumps([fault.to_dict() for fault in settings.faults]),
+                    **_batches(settings, folder.parent),
+                    **plan.observing(settings.faults),
+                    **_rates(settings, folder, like),
                     **stop,
                     **told,
                 },
@@ -290,11 +289,11 @@ def _launched(
     return ended
 
 
-def _batches(asked: Asked, folder: Path) -> dict[str, str]:
+def _batches(settings: RunSettings, folder: Path) -> dict[str, str]:
     """Return the variable by which a run keeps its batches, or is given those of another run."""
-    if source := controlling.source_of(asked):
+    if source := witnesses.source_of(settings):
         return {BATCHES: str(folder / source)}
-    return {BATCHES: BATCHES_KEPT} if controlling.are_kept(asked) else {}
+    return {BATCHES: BATCHES_KEPT} if witnesses.are_kept(settings) else {}
 
 
 def _resuming(option: str, folder: Path) -> tuple[list[str], dict[str, str]]:
@@ -312,14 +311,14 @@ def _resuming(option: str, folder: Path) -> tuple[list[str], dict[str, str]]:
     return [], {name: str(newest) if needs_path else value}
 
 
-def _rates(asked: Asked, folder: Path, like: Trace | None) -> dict[str, str]:
+def _rates(settings: RunSettings, folder: Path, like: Trace | None) -> dict[str, str]:
     """Have a run with the batches of several workers step with the learning rates of those.
 
     So do ranks with one share, and the worker they are compared with: a schedule may follow a score
     of the weights, which are others here.
     """
     kinds = (*JOINED, MIRRORED, REPEATED)
-    several = {int(fault.value or 1) for fault in asked.faults if fault.kind in kinds}
+    several = {int(fault.value or 1) for fault in settings.faults if fault.kind in kinds}
     if like is None or like.scenario.world_size not in several:
         return {}
     by_step = {update.step: update for update in reversed(like.of(Update))}
@@ -341,51 +340,53 @@ def _constants(like: Trace, step: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def _trace(plan: Plan, asked: Asked, folder: Path, ended: Ended, like: Trace | None) -> Trace:
+def _trace(
+    plan: Plan, settings: RunSettings, folder: Path, ended: Ended, like: Trace | None
+) -> Trace:
     """Return one trace of all launches of a run."""
     return run_trace.of(
         folder.absolute(),
-        asked,
+        settings,
         ended,
         like,
         unclipped=plan.can_say("clip") and UNCLIPPED not in plan.spelled.get("clip", {}),
         seeded=plan.can_say("seed"),
         says_how=plan.can_say(placeholders.RESUME) or plan.can_say("workdir"),
-        arrangement=plan.arrangements.get(asked.world_size),
+        arrangement=plan.arrangements.get(settings.world_size),
         starts="" if plan.can_say("world_size") or plan.most > 1 else "one",
     )
 
 
-def _made_before(asked: Asked, life: int, like: Trace | None) -> int:
+def _made_before(settings: RunSettings, life: int, like: Trace | None) -> int:
     """Return how many steps a life begins with: those of the last checkpoint, if it is known."""
     if not life:
         return 0
-    stop = asked.stops[life - 1]
+    stop = settings.stops[life - 1]
     if like is None:
         return stop
     saved = [after for after in like.traits.saved_after if after <= stop]
     return max(saved) - like.traits.saved_behind if saved else stop
 
 
-def _values(asked: Asked, folder: Path, num_steps: int, num_epochs: int) -> dict[str, str]:
+def _values(settings: RunSettings, folder: Path, num_steps: int, num_epochs: int) -> dict[str, str]:
     """Return what stands for each placeholder in a launch of the command."""
     return {
-        "world_size": str(asked.world_size),
-        "seed": str(asked.seed),
+        "world_size": str(settings.world_size),
+        "seed": str(settings.seed),
         "steps": str(num_steps),
         "epochs": str(num_epochs),
         "trace_dir": str(folder),
         "workdir": str(folder / "work"),
         **{name: knob.usual for name, knob in KNOBS.items()},
-        **(asked.turn.values if asked.turn else {}),
+        **(settings.turn.values if settings.turn else {}),
     }
 
 
-def _was_told_otherwise(asked: Asked, like: Trace, recorded: Trace) -> bool:
+def _was_told_otherwise(settings: RunSettings, like: Trace, recorded: Trace) -> bool:
     """Return whether a smaller {steps}, given to stop the run, changed it before the stop."""
-    if not asked.stops or asked.interrupted or recorded.end.status == "failed":
+    if not settings.stops or settings.interrupted or recorded.end.status == "failed":
         return False
-    return stopped_run.differed_before(like, recorded)
+    return resume.differed_before(like, recorded)
 
 
 def _clear(folder: Path) -> None:

@@ -26,9 +26,9 @@ from threading import Lock
 from typing import IO
 
 from entrenar_py.check.command import fork_parent
-from entrenar_py.check.command.forks import imports, messages
+from entrenar_py.check.command.forks import imports, processes
 from entrenar_py.check.command.forks.interpreter import options_of
-from entrenar_py.check.harness import interrupts
+from entrenar_py.shared import process
 
 READY_S = 120.0
 LOOK_EVERY_S = 0.5
@@ -261,7 +261,7 @@ class _Parent:
             "seconds": [*seconds],
         }
         try:
-            messages.send(self._control, message, [*pipes, theirs, told.fileno()])
+            processes.send(self._control, message, [*pipes, theirs, told.fileno()])
         finally:
             os.close(theirs)
             told.close()
@@ -277,9 +277,9 @@ class _Parent:
         """Wait until everything is imported. Raises _Cold if that fails."""
         deadline = time.monotonic() + READY_S
         while self._why_cold is None:
-            interrupts.check()
+            process.check_interrupts()
             if select.select([self._control], [], [], LOOK_EVERY_S)[0]:
-                answer = messages.receive(self._control)
+                answer = processes.receive(self._control)
                 self._why_cold = answer[0]["cold"] if answer else "its process with torch ended"
             elif time.monotonic() > deadline:  # a later launch may find it ready
                 raise _Cold(f"torch was not imported within {READY_S:.0f} s")

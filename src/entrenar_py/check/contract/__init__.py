@@ -12,19 +12,8 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from entrenar_py.check.contract import (
-    attacks,
-    binding_file,
-    bindings,
-    clauses,
-    depends,
-    gates,
-    items,
-    layout,
-    proofs,
-    rules,
-)
-from entrenar_py.check.contract import vocabulary as vocabularies
+from entrenar_py.check.contract import bindings, blocks, clauses, gates, layout
+from entrenar_py.check.contract.clauses import CheckTerms, Vocabulary
 from entrenar_py.check.contract.records import (
     EQUALITY_KINDS,
     SEVERITIES,
@@ -35,7 +24,6 @@ from entrenar_py.check.contract.records import (
     Gate,
     Invariant,
 )
-from entrenar_py.check.contract.vocabulary import CheckTerms, Vocabulary
 from entrenar_py.shared.config import composer
 from entrenar_py.shared.config.problems import Position, Problems
 from entrenar_py.shared.config.tree import MapNode
@@ -89,12 +77,12 @@ def read(
     if layout.is_binding_registry(root):
         problems.error(root.at, _REGISTRY)
         return None, None
-    if binding_file.MARK in root.fields:
+    if bindings.MARK in root.fields:
         problems.error(root.at, _BINDINGS)
         return None, None
     files = bindings.files(path, bind)
     loaded = _read(path, root, blake3(data).hexdigest(16), vocabulary, files, problems)
-    depends.check(path, root, problems)
+    blocks.follow_dependencies(path, root, problems)
     return root, loaded
 
 
@@ -113,16 +101,16 @@ def _read(
     files: bindings.Files,
     problems: Problems,
 ) -> Contract:
-    metadata = rules.metadata(root, problems)
-    equations, obligations = proofs.equations(root, problems), proofs.obligations(root, problems)
+    metadata = blocks.metadata(root, problems)
+    equations, obligations = blocks.equations(root, problems), blocks.obligations(root, problems)
     invariants = clauses.read(root, vocabulary, problems)
     if not invariants:
-        invariants = proofs.as_clauses(obligations)
-    targets = attacks.Targets(invariants, equations, obligations)
-    tests = attacks.read(root, targets, problems)
-    stated = items.items(invariants, tests, obligations, equations)
+        invariants = blocks.as_clauses(obligations)
+    targets = blocks.Targets(invariants, equations, obligations)
+    tests = blocks.tests(root, targets, problems)
+    stated = bindings.items(invariants, tests, obligations, equations)
     invariants = bindings.bind(stated, files, vocabulary, problems)
-    vocabularies.tell_unbound(invariants, vocabulary, root.at, problems)
+    clauses.tell_unbound(invariants, vocabulary, root.at, problems)
     loaded = Contract(
         path=path,
         digest=digest,
@@ -131,12 +119,12 @@ def _read(
         falsification_tests=tests,
         equations=equations,
         obligations=obligations,
-        harnesses=proofs.harnesses(root, problems),
+        harnesses=blocks.harnesses(root, problems),
         gate=gates.read(root, problems),
         blocks=layout.other_blocks(root),
     )
     gates.tell_unresolved(loaded, root, problems)
-    attacks.warn_unexercised(invariants, tests, problems)
-    rules.unique_ids(root, problems)
-    rules.note_blocks(root, problems)
+    blocks.warn_unexercised(invariants, tests, problems)
+    blocks.unique_ids(root, problems)
+    blocks.note_blocks(root, problems)
     return loaded

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from entrenar_py.shared.config.problems import Position, Problem
+from entrenar_py.shared.errors import UsageError
 
 SEVERITIES = ("P0", "P1", "P2")
 TOLERANCE_KINDS = ("bitwise", "exact", "absolute", "relative", "ulp", "steps", "bytes")
@@ -217,3 +218,18 @@ class Contract:
     def notes(self) -> tuple[str, ...]:
         """The notes as lines `file:line:column: note: ...`, in the order of the file."""
         return tuple(problem.line for problem in self.problems if problem.level == "note")
+
+
+def ids_of(contract: Contract) -> dict[str, None]:
+    """Return the ids that select clauses. A statement's id selects all clauses made from it."""
+    return {name: None for clause in contract.invariants for name in (clause.id, clause.item)}
+
+
+def require_ids(
+    wanted: Iterable[str], ids: Collection[str], where: str, *, field: str = ""
+) -> None:
+    """Raise UsageError about `field` for the first of `wanted` that is not in `ids`."""
+    for clause in wanted:
+        if clause not in ids:
+            message = f"id {clause!r} is not in {where}: it has {', '.join(ids)}"
+            raise UsageError(message, field=field)

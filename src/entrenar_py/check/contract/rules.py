@@ -1,126 +1,544 @@
-"""The requirements on each block of a contract.
+"""The rules of validation: the published ones of the contract format, and a few of this project.
 
-Each function returns the content of one block, or checks something across blocks. All of them
-record problems.
+`RULES` is the one table that validation, its reports and docs/contract-rules.md read. A rule takes
+the `Outline` of a contract, its parts in any layout of the format, and yields a `Breach` for every
+place that breaks it. Ids and demands are the published ones, messages are written here.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import chain
 
-from entrenar_py.check.contract import layout, scenario_counts
-from entrenar_py.shared.config.fields import Record
-from entrenar_py.shared.config.problems import Position, Problems
-from entrenar_py.shared.config.tree import MapNode, ScalarNode, plain
+from entrenar_py.check.contract import layout
+from entrenar_py.shared.config.problems import Position
+from entrenar_py.shared.config.tree import ListNode, MapNode, Node, ScalarNode
+from entrenar_py.shared.errors import UsageError, did_you_mean
 
+# Kinds of contract that need proofs; the format's other kinds don't.
+PROVED = ("kernel", "competitive-parity")
+KINDS = (
+    *PROVED,
+    *("registry", "model-family", "model-family-variant", "tokenizer", "training-loop"),
+    *("pretraining-corpus", "training-precondition-gate", "corpus-assembly", "pattern", "schema"),
+    *("beat-benchmark", "kaizen"),
+)
+# Kind of a contract that states clauses and names no kind: clauses are tried, nothing is proved.
+CLAUSES = "clauses"
 
-def block(root: MapNode, name: str, problems: Problems) -> MapNode | None:
-    """Return the mapping under `name`, or None. A value that is not a mapping is an error."""
-    node = Record(root, what="contract", known=(), problems=problems).present(name)
-    if node is None or isinstance(node, MapNode):
-        return node
-    problems.error(node.at, f"{name} is a mapping; see docs/contract-format.md")
-    return None
-
-
-def entries(root: MapNode, name: str, problems: Problems) -> tuple[MapNode, ...]:
-    """Return the mappings in the top-level list `name`."""
-    return Record(root, what="contract", known=(), problems=problems).maps(name)
-
-
-def metadata(root: MapNode, problems: Problems) -> dict[str, Any]:
-    """Return the metadata as plain data, with `version` and `created` as the text in the file.
-
-    In a file without a `metadata` block the keys may stand at the top level.
-    """
-    node = block(root, "metadata", problems)
-    if node is None:
-        if "version" not in root.fields:
-            message = "no metadata: give metadata with a version and references"
-            problems.error(root.at, message)
-            return {}
-        node = _metadata_at_the_top(root)
-    record = Record(node, what="metadata", known=layout.METADATA_KEYS, problems=problems)
-    if not record.texts("references"):
-        at = record.place("references")
-        message = "metadata: references is empty; name what the clauses rest on"
-        problems.warn(at, message, rule="SCHEMA-001")
-    data: dict[str, Any] = plain(node)
-    data["version"] = _version(record, root, problems)
-    for key in ("created", "author", "description"):
-        if record.present(key) is not None:
-            data[key] = record.text(key)
-    record.extra("metadata")
-    return data
-
-
-def _metadata_at_the_top(root: MapNode) -> MapNode:
-    keys = [key for key in root.fields if key in layout.METADATA_KEYS]
-    return MapNode(
-        at=root.at,
-        fields={key: root.fields[key] for key in keys},
-        keys={key: root.keys[key] for key in keys if key in root.keys},
-    )
-
-
-def _version(record: Record, root: MapNode, problems: Problems) -> str:
-    """Return the version in the metadata, or else the one at the top level of the file."""
-    if record.present("version") is None and "version" in root.fields:
-        return Record(root, what="contract", known=(), problems=problems).filled(
-            "version", rule="SCHEMA-002"
-        )
-    return record.filled("version", rule="SCHEMA-002")
-
-
-def note_blocks(root: MapNode, problems: Problems) -> None:
-    """Record a note on the top-level blocks that contain no clause and are kept as plain data."""
-    with_clauses = {group.split(".")[0] for group, _ in layout.clauses(root)}
-    with_clauses |= {"invariants" for _ in layout.named_invariants(root)}
-    work = {group.split(".")[0] for group, _ in layout.records_of_work(root)}
-    known = {*layout.RESERVED, *layout.TOP_KEYS, *with_clauses, *work}
-    others = [key for key in root.fields if key not in known]
-    if others:
-        at = root.keys.get(others[0], root.at)
-        message = f"no clause is in {', '.join(others)}: kept as data, not checked"
-        problems.note(at, message)
-
-
-# Lists whose items have ids -> the published rule against the same id twice in that list.
-_RULES_ON_IDS = {
-    "falsification_tests": "SCHEMA-007",
-    "proof_obligations": "",
-    "kani_harnesses": "SCHEMA-010",
+_BLOCKS = ("equations", "proof_obligations", "falsification_tests", "kani_harnesses")
+# Key -> its names in later versions of the format.
+_ALSO = {
+    "property": ("statement",),
+    "formal": ("verification",),
+    "prediction": ("expected",),
+    "if_fails": ("fails_if",),
 }
 
 
-def unique_ids(root: MapNode, problems: Problems) -> None:
-    """Require that clauses, tests, obligations, harnesses and the gate have distinct ids."""
-    quiet = Problems()  # the readers of these blocks report wrong shapes
-    gate = block(root, "qa_gate", quiet)
-    nodes = [("", node) for _, node in layout.clauses(root)]
-    nodes += [(name, node) for name in _RULES_ON_IDS for node in entries(root, name, quiet)]
-    nodes += [("", gate)] if gate else []
-    id_nodes = [(block_name, node.fields.get("id")) for block_name, node in nodes]
-    scalars = [(name, node) for name, node in id_nodes if isinstance(node, ScalarNode)]
-    ids = [(name, node.text.strip(), node.at) for name, node in scalars]
-    ids += [("", name, node.at) for name, node in layout.named_invariants(root)]
-    first: dict[str, tuple[str, Position]] = {}
-    for name, text, here in ids:
-        if text in first:
-            before, at = first[text]
-            message = f"id {text!r} is used twice, on lines {at.line} and {here.line}; rename one"
-            rule = _RULES_ON_IDS[name] if name and name == before else ""
-            problems.error(here, message, rule=rule)
-        elif text:
-            first[text] = (name, here)
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """An item of a list, or an equation; `path` is its dotted path (`falsification_tests.FT-1`)."""
+
+    path: str
+    name: str
+    node: Node
+
+    def find(self, key: str) -> Node | None:
+        """Return the value of `key` or of its later name; None if it is empty."""
+        if not isinstance(self.node, MapNode):
+            return None
+        for name in (key, *_ALSO.get(key, ())):
+            value_node = self.node.fields.get(name)
+            if value_node is not None and is_filled(value_node):
+                return value_node
+        return None
+
+    def text(self, key: str) -> str:
+        """Return the text of `key`; "" if it is empty or not text."""
+        value_node = self.find(key)
+        return value_node.text.strip() if isinstance(value_node, ScalarNode) else ""
+
+    def at(self, key: str) -> Position:
+        """Return the place of the value of `key`, even if empty; the item's if it lacks the key."""
+        if isinstance(self.node, MapNode):
+            for name in (key, *_ALSO.get(key, ())):
+                if name in self.node.fields:
+                    return self.node.fields[name].at
+        return self.node.at
 
 
-def scenarios(root: MapNode, problems: Problems) -> None:
-    """Require that the clauses' `scenarios` are valid, and are at most SCENARIOS_MAX together."""
-    room = scenario_counts.Room(problems)
-    quiet = Problems()  # the reader of clauses reports wrong shapes
-    clauses = [(None, node) for _, node in layout.clauses(root)]
-    for name, clause in [*clauses, *layout.named_invariants(root)]:
-        record = Record(clause, what="", known=(), problems=quiet)
-        for node in record.maps("scenarios"):
-            room.take(node, plain(node), f"clause {name or record.text('id')}")
+@dataclass(frozen=True, kw_only=True)
+class Outline:
+    """A contract as the rules see it; `items` are grouped by the names of their blocks.
+
+    `kind` is the kind it is judged as; `declared` says whether the contract itself names a kind.
+    """
+
+    root: MapNode
+    metadata: Item
+    items: Mapping[str, tuple[Item, ...]]
+    kind: str
+    declared: bool
+
+    @property
+    def must_be_proved(self) -> bool:
+        """Return whether the rules for kernels apply to it; they do for an unknown kind too."""
+        return self.kind not in (*KINDS, CLAUSES) or self.kind in PROVED
+
+    def at(self, block: str) -> Position:
+        """Return the place of the value of the key `block`, or the file's beginning without one."""
+        found = self.root.fields.get(block)
+        return self.root.at if found is None else found.at
+
+
+def outline(root: MapNode) -> Outline:
+    """Return the outline of the contract whose tree is `root`."""
+    node = root.fields.get("metadata", root)
+    has_metadata = isinstance(root.fields.get("metadata"), MapNode)
+    # Without a metadata block, the version stands at the top level of the file.
+    metadata = Item(path="metadata" if has_metadata else "", name="metadata", node=node)
+    kind, declared = _kind(root, metadata)
+    return Outline(
+        root=root,
+        metadata=metadata,
+        items={block: tuple(_items(root, block)) for block in _BLOCKS},
+        kind=kind,
+        declared=declared,
+    )
+
+
+def is_filled(node: Node) -> bool:
+    """Return whether `node` has content. A list has some if one of its items has."""
+    if isinstance(node, ScalarNode):
+        return node.value is not None and bool(node.text.strip())
+    if isinstance(node, ListNode):
+        return any(map(is_filled, node.items))
+    return isinstance(node, MapNode) and bool(node.fields)
+
+
+def _kind(root: MapNode, metadata: Item) -> tuple[str, bool]:
+    kind = metadata.text("kind")
+    registry = metadata.find("registry")
+    is_registry = isinstance(registry, ScalarNode) and registry.text.strip().lower() == "true"
+    if is_registry and kind in ("", "kernel"):
+        return "registry", True
+    if kind:
+        return kind, True
+    clauses = chain(layout.clauses(root), layout.named_invariants(root))
+    has_clauses = next(clauses, None) is not None
+    return (CLAUSES if has_clauses and "kani_harnesses" not in root.fields else "kernel"), False
+
+
+def _items(root: MapNode, block: str) -> Iterator[Item]:
+    block_node = root.fields.get(block)
+    if block == "equations" and isinstance(block_node, MapNode):
+        for name, node in block_node.fields.items():
+            yield Item(path=f"equations.{name}", name=name, node=node)
+    for number, node in enumerate(block_node.items if isinstance(block_node, ListNode) else ()):
+        item = Item(path="", name="", node=node)
+        name = item.text("id") or item.text("name")
+        path = f"{block}.{name}" if name else f"{block}[{number}]"
+        yield Item(path=path, name=name, node=node)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Breach:
+    """A place that breaks a rule; `item` is its dotted path, `message` says what to do."""
+
+    at: Position
+    item: str
+    message: str
+
+
+def filled(block: str, key: str, advice: str) -> Callable[[Outline], Iterator[Breach]]:
+    """Return the rule that each item of `block` has a `key`; `advice` says what to do."""
+
+    def find(contract: Outline) -> Iterator[Breach]:
+        for item in contract.items[block]:
+            yield from _if_empty(item, key, advice)
+
+    return find
+
+
+def distinct(block: str, key: str, what: str) -> Callable[[Outline], Iterator[Breach]]:
+    """Return the rule that no two items of `block` share a `key`, called `what` in messages."""
+
+    def find(contract: Outline) -> Iterator[Breach]:
+        first: dict[str, Node] = {}
+        for item in contract.items[block]:
+            text, node = item.text(key), item.find(key)
+            if not text or node is None:
+                continue
+            if text in first:
+                message = f"{what} {text!r} is on line {first[text].at.line}, too; change one"
+                yield Breach(at=node.at, item=f"{item.path}.{key}", message=message)
+            first.setdefault(text, node)
+
+    return find
+
+
+def references(contract: Outline) -> Iterator[Breach]:
+    """SCHEMA-001: `metadata.references` names the sources of the contract."""
+    yield from _if_empty(contract.metadata, "references", "cite the papers it rests on")
+
+
+def version(contract: Outline) -> Iterator[Breach]:
+    """SCHEMA-002: the contract has a version."""
+    top = contract.root.fields.get("version")  # some contracts have it next to the metadata
+    if top is None or not is_filled(top):
+        yield from _if_empty(contract.metadata, "version", 'give one, such as "1.0.0"')
+
+
+def some_equation(contract: Outline) -> Iterator[Breach]:
+    """SCHEMA-003: a kernel's contract has an equation."""
+    if contract.must_be_proved and not contract.items["equations"]:
+        message = f"no equation; write down what the kernel computes{_judged(contract)}"
+        yield _in_block(contract, "equations", message)
+
+
+def formulas(contract: Outline) -> Iterator[Breach]:
+    """SCHEMA-004: each equation has a formula; a bare text is a formula."""
+    for equation in contract.items["equations"]:
+        if not isinstance(equation.node, ScalarNode):
+            yield from _if_empty(equation, "formula", "write it down")
+        elif not is_filled(equation.node):
+            message = "formula is empty; write it down"
+            yield Breach(at=equation.node.at, item=equation.path, message=message)
+
+
+def properties(contract: Outline) -> Iterator[Breach]:
+    """SCHEMA-005: each proof obligation states a property."""
+    for obligation in contract.items["proof_obligations"]:
+        if not isinstance(obligation.node, ScalarNode) or not is_filled(obligation.node):
+            yield from _if_empty(obligation, "property", "say what must hold")
+
+
+def gate(contract: Outline) -> Iterator[Breach]:
+    """SCHEMA-013: a kernel's contract, or one of clauses, has a qa_gate."""
+    found = contract.root.fields.get("qa_gate")
+    wanted = contract.must_be_proved or contract.kind == CLAUSES
+    if wanted and (found is None or not is_filled(found)):
+        message = "no qa_gate; say which checks must hold for a pass"
+        yield _in_block(contract, "qa_gate", message)
+
+
+def provability(contract: Outline) -> Iterator[Breach]:
+    """PROVABILITY-001: a kernel has obligations, at least as many tests, and Kani harnesses."""
+    if not contract.must_be_proved:
+        return
+    for block in ("proof_obligations", "falsification_tests", "kani_harnesses"):
+        if not contract.items[block]:
+            message = f"a kernel's contract has {block}; write some{_judged(contract)}"
+            yield _in_block(contract, block, message)
+    num_tests = len(contract.items["falsification_tests"])
+    num_obligations = len(contract.items["proof_obligations"])
+    if num_tests < num_obligations:
+        counts = f"{num_tests} for {num_obligations} proof obligations"
+        message = f"fewer falsification tests than proof obligations ({counts}); write more"
+        yield _in_block(contract, "falsification_tests", message + _judged(contract))
+
+
+def some_test(contract: Outline) -> Iterator[Breach]:
+    """AUDIT-001: there is a falsification test."""
+    if not contract.items["falsification_tests"]:
+        message = "no falsification test, so that nothing could refute the contract; write one"
+        yield _in_block(contract, "falsification_tests", message)
+
+
+def some_obligation(contract: Outline) -> Iterator[Breach]:
+    """AUDIT-003: where there are equations, proof obligations (or clauses) follow from them."""
+    is_derived = contract.items["proof_obligations"] or contract.kind == CLAUSES
+    if contract.items["equations"] and not is_derived:
+        message = "equations, but no proof obligation; derive some from the equations"
+        yield _in_block(contract, "proof_obligations", message)
+
+
+def _in_block(contract: Outline, block: str, message: str) -> Breach:
+    return Breach(at=contract.at(block), item=block, message=message)
+
+
+def _if_empty(item: Item, key: str, advice: str) -> Iterator[Breach]:
+    if item.find(key) is None:
+        path = f"{item.path}.{key}" if item.path else key
+        yield Breach(at=item.at(key), item=path, message=f"{path} is empty; {advice}")
+
+
+def _judged(contract: Outline) -> str:
+    if contract.declared:
+        return ""
+    return " (metadata.kind is not given: judged as a kernel)"
+
+
+class Level(StrEnum):
+    """The level of a rule's findings; only an error makes the contract invalid."""
+
+    OFF = "off"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+LEVELS = tuple(map(str, Level))
+_SHORT = {"warn": Level.WARNING}
+
+
+def parse(text: str) -> Level:
+    """Return the level named `text` (`warn` is `warning`). Raises UsageError for any other word."""
+    word = text.strip().lower()
+    if word in _SHORT:
+        return _SHORT[word]
+    try:
+        return Level(word)
+    except ValueError:
+        raise UsageError(f"level {text!r}: {did_you_mean(word, LEVELS)}") from None
+
+
+def resolve(
+    defaults: Mapping[str, Level],
+    given: Mapping[str, str],
+    *,
+    fixed: Collection[str] = (),
+    strict: bool = False,
+) -> dict[str, Level]:
+    """Return rule id -> level, from `given` if it names the rule, else from `defaults`.
+
+    Under `strict` each warning becomes an error, even one in `given`. Raises UsageError for an
+    unknown rule or level, and for a `fixed` rule with a level other than its default.
+    """
+    levels = dict(defaults)
+    for rule, text in given.items():
+        if rule not in defaults:
+            raise UsageError(f"rule {rule!r} is unknown: {did_you_mean(rule, defaults)}")
+        level = parse(text)
+        if rule in fixed and level is not defaults[rule]:
+            raise UsageError(f"rule {rule} is always {defaults[rule]}; leave {rule}={text} out")
+        levels[rule] = level
+    if strict:
+        raised = {rule for rule, level in levels.items() if level is Level.WARNING}
+        levels |= dict.fromkeys(raised, Level.ERROR)
+    return levels
+
+
+# Sources of the published ids and levels.
+_SCHEMA = (
+    "https://github.com/paiml/provable-contracts/blob/main/"
+    "crates/provable-contracts/src/schema/validator.rs"
+)
+_AUDIT = (
+    "https://github.com/paiml/provable-contracts/blob/main/"
+    "crates/provable-contracts/src/audit/mod.rs"
+)
+_LATER = (
+    "https://github.com/paiml/aprender/blob/main/crates/aprender-contracts/src/schema/validator.rs"
+)
+_LINT = "https://github.com/paiml/aprender/blob/main/crates/aprender-contracts/src/lint/rules.rs"
+
+UNREADABLE = "PV-VAL-001"
+STALE = "PV-SUP-001"
+OURS = "ENTRENAR-001"
+NOTE = "ENTRENAR-002"
+
+
+def _known_kind(contract: Outline) -> Iterator[Breach]:
+    """ENTRENAR-001: `metadata.kind` is a kind that the format knows."""
+    if contract.declared and contract.kind not in KINDS:
+        hint = did_you_mean(contract.kind, KINDS)
+        message = f"metadata.kind {contract.kind!r} is unknown: judged as a kernel; {hint}"
+        at = contract.metadata.at("kind")
+        yield Breach(at=at, item="metadata.kind", message=message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A rule: its default `level`, its demand, its remedy, and `find`, which yields breaches.
+
+    `published` is the address of the rule's source, "" for a rule of this project. A `fixed` rule
+    has the same level in every project and can't be suppressed.
+    """
+
+    id: str
+    level: Level
+    demands: str
+    remedy: str
+    published: str = ""
+    find: Callable[[Outline], Iterable[Breach]] = lambda contract: ()
+    fixed: bool = False
+
+
+_PROVES = filled("kani_harnesses", "obligation", "name the proof obligation that it proves")
+_ERROR, _WARNING, _INFO = Level.ERROR, Level.WARNING, Level.INFO
+
+# The first seventeen rules, and those with PV, have the ids and levels published by others.
+RULES: tuple[Rule, ...] = (
+    Rule(
+        id="SCHEMA-001",
+        level=_ERROR,
+        demands="`metadata.references` names what the contract rests on",
+        remedy="Cite the paper, specification or contract that the clauses come from.",
+        published=_SCHEMA,
+        find=references,
+    ),
+    Rule(
+        id="SCHEMA-002",
+        level=_ERROR,
+        demands="`metadata.version` is there",
+        remedy='Give a version, such as "1.0.0".',
+        published=_SCHEMA,
+        find=version,
+    ),
+    Rule(
+        id="SCHEMA-003",
+        level=_ERROR,
+        demands="a kernel's contract has at least one equation",
+        remedy="Write down what the kernel computes, or say in metadata.kind what else it is.",
+        published=_SCHEMA,
+        find=some_equation,
+    ),
+    Rule(
+        id="SCHEMA-004",
+        level=_ERROR,
+        demands="each equation has a `formula`",
+        remedy="Write the formula down.",
+        published=_SCHEMA,
+        find=formulas,
+    ),
+    Rule(
+        id="SCHEMA-005",
+        level=_ERROR,
+        demands="each proof obligation has a `property`",
+        remedy="Say what must hold.",
+        published=_SCHEMA,
+        find=properties,
+    ),
+    Rule(
+        id="SCHEMA-006",
+        level=_WARNING,
+        demands="no two proof obligations have the same `formal` predicate",
+        remedy="Change one, or make one obligation of the two.",
+        published=_SCHEMA,
+        find=distinct("proof_obligations", "formal", "formal predicate"),
+    ),
+    Rule(
+        id="SCHEMA-007",
+        level=_ERROR,
+        demands="no two falsification tests have the same `id`",
+        remedy="Rename one.",
+        published=_SCHEMA,
+        find=distinct("falsification_tests", "id", "id"),
+    ),
+    Rule(
+        id="SCHEMA-008",
+        level=_ERROR,
+        demands="each falsification test has a `prediction`",
+        remedy="Say what is seen if the contract holds.",
+        published=_SCHEMA,
+        find=filled("falsification_tests", "prediction", "say what is seen if the contract holds"),
+    ),
+    Rule(
+        id="SCHEMA-009",
+        level=_WARNING,
+        demands="each falsification test has `if_fails`",
+        remedy="Say what a failure would mean.",
+        published=_SCHEMA,
+        find=filled("falsification_tests", "if_fails", "say what a failure would mean"),
+    ),
+    Rule(
+        id="SCHEMA-010",
+        level=_ERROR,
+        demands="no two Kani harnesses have the same `id`",
+        remedy="Rename one.",
+        published=_SCHEMA,
+        find=distinct("kani_harnesses", "id", "id"),
+    ),
+    Rule(
+        id="SCHEMA-011",
+        level=_ERROR,
+        demands="each Kani harness names its `obligation`",
+        remedy="Name the proof obligation that the harness proves.",
+        published=_SCHEMA,
+        find=_PROVES,
+    ),
+    Rule(
+        id="SCHEMA-012",
+        level=_WARNING,
+        demands="each Kani harness has a `bound`",
+        remedy="Give the number of times that loops are unwound.",
+        published=_SCHEMA,
+        find=filled("kani_harnesses", "bound", "give the number of times that loops are unwound"),
+    ),
+    Rule(
+        id="SCHEMA-013",
+        level=_WARNING,
+        demands="a kernel's contract, or one of clauses, has a `qa_gate`",
+        remedy="Say which checks must hold for a pass.",
+        published=_SCHEMA,
+        find=gate,
+    ),
+    Rule(
+        id="PROVABILITY-001",
+        level=_ERROR,
+        demands="a kernel's contract has proof obligations, at least as many falsification tests, "
+        "and Kani harnesses",
+        remedy="Write what is missing, or say in metadata.kind what else the contract is.",
+        published=_LATER,
+        find=provability,
+    ),
+    Rule(
+        id="AUDIT-001",
+        level=_WARNING,
+        demands="there is a falsification test",
+        remedy="Write one: what nothing could refute says nothing.",
+        published=_AUDIT,
+        find=some_test,
+    ),
+    Rule(
+        id="AUDIT-002",
+        level=_ERROR,
+        demands="each Kani harness can be traced to a proof obligation: `obligation` is not empty",
+        remedy="Name the proof obligation that the harness proves.",
+        published=_AUDIT,
+        find=_PROVES,
+    ),
+    Rule(
+        id="AUDIT-003",
+        level=_WARNING,
+        demands="where there are equations, proof obligations (or clauses) follow from them",
+        remedy="Derive proof obligations from the equations.",
+        published=_AUDIT,
+        find=some_obligation,
+    ),
+    Rule(
+        id=UNREADABLE,
+        level=_ERROR,
+        demands="the file can be read as a contract: YAML, and the shapes of the format",
+        remedy="Correct the file; docs/contract-format.md has the format.",
+        published=_LINT,
+        fixed=True,
+    ),
+    Rule(
+        id=STALE,
+        level=_WARNING,
+        demands="each suppression suppresses something, and its last day has not passed",
+        remedy="Remove the suppression, or correct what it suppressed.",
+        published=_LINT,
+    ),
+    Rule(
+        id=OURS,
+        level=_WARNING,
+        demands="entrenar-check looks at all that the contract says, and can decide it",
+        remedy="Correct the name, or say by which check the clause is decided.",
+        find=_known_kind,
+    ),
+    Rule(
+        id=NOTE,
+        level=_INFO,
+        demands="nothing: it says what entrenar-check makes of something that is right as it is",
+        remedy="Nothing has to be done.",
+    ),
+)
+BY_ID = {rule.id: rule for rule in RULES}
+DEFAULTS = {rule.id: rule.level for rule in RULES}
+FIXED = tuple(rule.id for rule in RULES if rule.fixed)

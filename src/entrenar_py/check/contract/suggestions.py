@@ -12,12 +12,11 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from entrenar_py.check.contract import items
-from entrenar_py.check.contract.binding_file import MARK, VERSION, stem
-from entrenar_py.check.contract.items import Item
-from entrenar_py.check.contract.proofs import OBLIGATIONS
+from entrenar_py.check.contract import bindings
+from entrenar_py.check.contract.bindings import MARK, VERSION, Item, stem
+from entrenar_py.check.contract.blocks import OBLIGATIONS
+from entrenar_py.check.contract.clauses import CheckTerms
 from entrenar_py.check.contract.records import Contract
-from entrenar_py.check.contract.vocabulary import CheckTerms
 
 # Least number of words that a statement and its check share. On 85 statements bound by hand, this
 # gave 22 right guesses and 5 wrong ones. Asking for only one shared hint gave 36 and 45.
@@ -49,7 +48,7 @@ def draft(contract: Contract, checks: Sequence[CheckTerms]) -> str:
         if clause.binding is not None
     }
     lines = []
-    for item in items.of(contract):
+    for item in bindings.items_of(contract):
         if (item.kind, item.id) not in bound and not _is_decided(item, contract, checks):
             lines += ["", *_entry(item, checks)]
     head = f"{_HEAD}{MARK}: {VERSION}\ncontract: {json.dumps(stem(contract.name))}\n"
@@ -63,7 +62,7 @@ def _is_decided(item: Item, contract: Contract, checks: Sequence[CheckTerms]) ->
     if item.kind == "clause":
         return item.clause.check is not None or item.id in {check.id for check in checks}
     targets = {test.id: test.target for test in contract.falsification_tests}
-    stated = (OBLIGATIONS, items.TESTS, items.EQUATIONS)
+    stated = (OBLIGATIONS, bindings.TESTS, bindings.EQUATIONS)
     own = {clause.item for clause in contract.invariants if clause.group not in stated}
     return item.kind == "test" and targets.get(item.id) in own
 

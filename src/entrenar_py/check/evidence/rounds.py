@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from entrenar_py.check import evidence
 from entrenar_py.check.evidence import missing
-from entrenar_py.shared.outer import Outer
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Event, Membership, Start, Synchronised, Trace, Update
 from entrenar_py.shared.verdict import Tally
+from entrenar_py.shared.workers import Outer
 
 PROMISE = "rounds"
 NOTHING = (

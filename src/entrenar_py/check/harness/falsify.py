@@ -3,17 +3,111 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from entrenar_py.check.clauses import Check
-from entrenar_py.check.harness import counterexamples, runner, shrink
+from entrenar_py.check.harness import counterexamples, judgement
+from entrenar_py.check.harness.judgement import Judgement, combine, telling
 from entrenar_py.check.harness.plan import Plan, Task
-from entrenar_py.check.harness.runner import Judgement, Runner, combine, telling
+from entrenar_py.check.harness.runner import Runner
 from entrenar_py.check.reports.report import Entry
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.verdict import Finding, Verdict, inconclusive
+
+MAX_RUNS = 150
+
+# Field -> values to try, simplest first. Only values before the present one are tried.
+_SIMPLER: dict[str, tuple[Any, ...]] = {
+    "workload": ("linear", "mlp"),
+    "optimizer": ("sgd", "momentum"),
+    "schedule": ("constant",),
+    "warmup_steps": (0,),
+    "dropout": (0.0,),
+    "weight_decay": (0.0,),
+    "clip_norm": (None,),
+    "accumulation": (1, 2),
+    "seed": (0,),
+}
+_SMALLER = ("num_steps", "world_size", "num_shards", "batch_size", "num_samples", "width")
+
+
+def shrink(
+    scenario: Scenario,
+    attempt: Callable[[Scenario], Finding],
+    *,
+    fixed: Collection[str] = (),
+) -> Iterator[tuple[Scenario, Finding]]:
+    """Yield ever simpler scenarios that are still FALSIFIED, with their findings; the last is best.
+
+    Greedy and deterministic, within MAX_RUNS attempts. A caller may stop after any scenario. Fields
+    named in `fixed` stay. The last scenario also records the tensors' values, if it is FALSIFIED
+    with them, too, so that the counterexample names element, expected and got.
+    """
+    tried = {scenario}
+    improved = True
+    while improved:
+        improved = False
+        for candidate in _candidates(scenario, fixed):
+            if candidate in tried:
+                continue
+            if len(tried) > MAX_RUNS:
+                break
+            tried.add(candidate)
+            finding = attempt(candidate)
+            if finding.verdict is Verdict.FALSIFIED:
+                scenario, improved = candidate, True
+                yield scenario, finding
+                break
+    if scenario.detail != "values":
+        scenario = scenario.with_(detail="values")
+        finding = attempt(scenario)
+        if finding.verdict is Verdict.FALSIFIED:
+            yield scenario, finding
+
+
+def _candidates(scenario: Scenario, fixed: Collection[str]) -> Iterator[Scenario]:
+    for changes in _changes(scenario):
+        if fixed and not changes.keys().isdisjoint(fixed):
+            continue
+        try:
+            yield scenario.with_(**changes)
+        except UsageError:
+            continue
+
+
+def _changes(scenario: Scenario) -> Iterator[dict[str, Any]]:
+    for name in ("faults", "stops"):
+        parts = getattr(scenario, name)
+        for index, part in enumerate(parts):
+            for less in ((), *_earlier(part)):
+                yield {name: (*parts[:index], *less, *parts[index + 1 :])}
+    for name, values in _SIMPLER.items():
+        present = getattr(scenario, name)
+        if present in values:
+            values = values[: values.index(present)]
+        yield from ({name: value} for value in values)
+    for name in _SMALLER:
+        present = getattr(scenario, name)
+        for value in dict.fromkeys((1, 2, 3, present // 2, present - 1)):
+            if 0 < value < present:
+                yield {name: value}
+
+
+def _earlier(part: Fault | int) -> Iterator[tuple[Fault | int]]:
+    """Yield `part` at half its step, rank or shard, so that sizes can shrink afterwards."""
+    if isinstance(part, int):
+        yield (part // 2,)
+        return
+    for name in ("step", "rank", "shard"):
+        value = getattr(part, name)
+        if value:
+            yield (replace(part, **{name: value // 2}),)
+
 
 # (invariant id, pieces done, pieces planned or 0, what is done now)
 Progress = Callable[[str, int, int, str], None]
@@ -27,7 +121,7 @@ def falsify(
     plan: Plan,
     *,
     on_progress: Progress = lambda *_: None,
-    on_judged: runner.Listener = runner.ignore,
+    on_judged: judgement.Listener = judgement.ignore,
     stop_early: bool = False,
 ) -> Iterator[Entry]:
     """Yield an entry per task, in order; with `stop_early`, stop after the first falsified one.
@@ -64,7 +158,7 @@ def replay(
     path: Path,
     *,
     trace_folder: Path | None = None,
-    on_judged: runner.Listener = runner.ignore,
+    on_judged: judgement.Listener = judgement.ignore,
 ) -> Entry:
     """Run and judge the only scenario of `task`, which was saved in `path`; return the entry."""
     started = time.monotonic()
@@ -195,7 +289,7 @@ class _Attempt:
             self.on_progress(self.task.invariant.id, 0, 0, "shrinking")
             return self.runs.try_scenario(self.task.invariant, check, candidate)
 
-        for simpler in shrink.shrink(scenario, attempt, fixed=self.plan.fixed):
+        for simpler in shrink(scenario, attempt, fixed=self.plan.fixed):
             self.broken = simpler
             if self._is_late():
                 return

@@ -9,7 +9,7 @@ from pathlib import Path
 from entrenar_py import systems
 from entrenar_py.check import clauses as checks
 from entrenar_py.check.clauses import Check
-from entrenar_py.check.contract import Contract, Invariant, selection
+from entrenar_py.check.contract import Contract, Invariant, records
 from entrenar_py.check.harness import counterexamples
 from entrenar_py.check.reports.report import NotApplying
 from entrenar_py.shared import mutants
@@ -95,7 +95,7 @@ def select(
     severities: Collection[str] = (),
 ) -> list[Invariant]:
     """Return the clauses that pass all three filters; UsageError for an unknown id."""
-    selection.require_ids((*only, *exclude), selection.ids_of(contract), contract.name)
+    records.require_ids((*only, *exclude), records.ids_of(contract), contract.name)
     return [
         invariant
         for invariant in contract.invariants

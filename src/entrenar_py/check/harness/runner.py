@@ -1,44 +1,184 @@
-"""Runs each scenario once, stops one that stalls, keeps its trace on request, and judges traces."""
+"""Runs each scenario once, stops one that stalls, keeps its trace on request, and judges traces.
+
+A run is made in this process: to load torch in another takes as long as hundreds of small runs. One
+that stalls is interrupted there by an exception, but never while a module is being loaded, since
+half a module stays. Even so, what the exception left behind is unknown: a lock that is held, a
+table half filled. So this process makes no run any more. The later ones are made in a child, which
+is killed and replaced if it stalls again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+import atexit
+import json
+import multiprocessing
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import c_uint64
+from functools import cache
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
+from entrenar_py import systems
 from entrenar_py.check.clauses import Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence.needs import Traces
-from entrenar_py.check.harness import companions, interrupts, stopping
-from entrenar_py.shared import trace
+from entrenar_py.check.harness import companions
+from entrenar_py.check.harness.judgement import Judgement, Listener, ignore, judge
+from entrenar_py.shared import patience, process, trace
+from entrenar_py.shared.errors import SystemFailure
+from entrenar_py.shared.patience import Patience
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.shared.systems import SYSTEMS
-from entrenar_py.shared.verdict import Finding, Verdict, first_few, inconclusive, worst
+from entrenar_py.shared.untrusted import json_text
+from entrenar_py.shared.verdict import Finding
+
+_LOADER = "<frozen importlib._bootstrap>"  # the file of the frames that load modules
+_distrusted = threading.Event()
+
+
+def run_patiently(scenario: Scenario, *, patience_s: float) -> trace.Trace:
+    """Return the trace of `scenario`, which has failed if the run made no progress for so long.
+
+    Signals reach the main thread alone, so outside of it, and where there is no SIGALRM, a run is
+    never stopped.
+    """
+    if _distrusted.is_set():
+        return _elsewhere().run(scenario, patience_s=patience_s)
+    systems.load(scenario)
+    with _interrupted(patience_s):
+        return systems.run(scenario)
+
+
+def _stalled(seconds: float) -> SystemFailure:
+    return SystemFailure(f"the run made no progress for {seconds:g} s and was stopped")
+
+
+@contextmanager
+def _interrupted(seconds: float) -> Iterator[None]:
+    """Interrupt a run that stalls in the body. `systems.run` turns that into a failed trace.
+
+    The exception may be swallowed, by a callback of the garbage collector: it comes again.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
+        yield
+        return
+    waiting: Patience | None = None
+    interval_s = patience.interval_s(seconds)
+    is_over = False
+
+    def look(number: int, frame: FrameType | None) -> None:
+        nonlocal waiting
+        # A signal that came just before the timer was stopped is handled after that. It must not
+        # start the timer again, as the next signal would end this process.
+        if is_over:
+            return
+        try:
+            if waiting is None:  # most runs are over by now: it looks at all processes
+                waiting = Patience(seconds, sign=patience.of_this_process)
+            elif waiting.look() and not _is_loading(frame):
+                _distrusted.set()
+                raise _stalled(seconds)
+        finally:  # last, since a signal in a handler would call it again within itself
+            signal.setitimer(signal.ITIMER_REAL, interval_s)
+
+    before = signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, interval_s)
+    try:
+        yield
+    finally:
+        is_over = True
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _is_loading(frame: FrameType | None) -> bool:
+    """Return whether a module is being loaded by the code that `frame` belongs to."""
+    while frame is not None:
+        if frame.f_code.co_filename == _LOADER:
+            return True
+        frame = frame.f_back
+    return False
+
+
+class Elsewhere:
+    """A process that makes one run after the other. One that stalls, or dies, is replaced."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._process: SpawnProcess | None = None
+        self._pipe: Any = None
+        self._marks = RawValue(c_uint64, 0)
+
+    def run(self, scenario: Scenario, *, patience_s: float) -> trace.Trace:
+        """Return the trace of `scenario`; it has failed if the process is killed, or dies."""
+        try:
+            pipe = self._ready()
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "trace.jsonl"
+                order = {"scenario": scenario.to_dict(), "path": str(path)}
+                pipe.send_bytes(json.dumps(order).encode())
+                waiting = Patience(patience_s, sign=lambda: self._marks.value)
+                while not pipe.poll(waiting.interval_s):
+                    if waiting.look():
+                        raise _stalled(patience_s)
+                pipe.recv_bytes()
+                return trace.load(path)
+        except (EOFError, OSError):
+            self.end()
+            return systems.failed(scenario, "SystemFailure: the process of the run died")
+        except BaseException as error:
+            self.end()
+            if not isinstance(error, SystemFailure):  # such as Ctrl-C
+                raise
+            return systems.failed(scenario, f"SystemFailure: {error}")
+
+    def end(self) -> None:
+        """End the process, if there is one."""
+        if self._process is not None:
+            self._pipe.close()
+            self._process.kill()
+            self._process.join()
+            self._process = None
+
+    def _ready(self) -> Any:
+        if self._process is None:
+            self._pipe, theirs = self._context.Pipe()
+            self._process = self._context.Process(target=_serve, args=(theirs, self._marks))
+            self._process.start()
+            theirs.close()
+        return self._pipe
+
+
+@cache
+def _elsewhere() -> Elsewhere:
+    made = Elsewhere()
+    atexit.register(made.end)
+    return made
+
+
+def _serve(pipe: Connection, marks: Any) -> None:
+    """Make the runs that come over `pipe`, until it is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started it handles interrupts
+    patience.share(marks)
+    while True:
+        try:
+            order = json_text.load(pipe.recv_bytes())
+        except EOFError:
+            return
+        trace.save(systems.run(Scenario.from_dict(order["scenario"])), Path(order["path"]))
+        pipe.send_bytes(b"saved")
+
 
 # Above the patience of systems that start processes. These end their processes without harm to
 # this one.
 RUN_PATIENCE_S = 180.0
-_ALONE = (
-    "does not apply to a run whose workers step alone and only synchronise after some steps: "
-    "check such a run by local-sgd-v1.yaml"
-)
 REMEMBERED = 400  # traces; a baseline is needed again soon or never
-
-
-# Called with the traces of each judgement: the judged one, then those it is compared with.
-Listener = Callable[[Sequence[trace.Trace]], None]
-
-
-def ignore(traces: Sequence[trace.Trace]) -> None:
-    """Do nothing: the default listener."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Judgement:
-    """A finding, and whether something went wrong: a run failed or the check crashed."""
-
-    finding: Finding
-    failed: bool
 
 
 class Runner:
@@ -58,11 +198,11 @@ class Runner:
 
     def run(self, scenario: Scenario) -> trace.Trace:
         """Return the trace of `scenario`, from memory if it was run before."""
-        interrupts.check()
+        process.check_interrupts()
         if scenario not in self._known:
             if len(self._known) >= REMEMBERED:
                 self._known.pop(next(iter(self._known)))
-            result = stopping.run(scenario, patience_s=self._patience_s)
+            result = run_patiently(scenario, patience_s=self._patience_s)
             if self._folder is not None:
                 trace.save(result, self._folder / f"{scenario.digest}.jsonl")
             self._known[scenario] = result
@@ -78,64 +218,3 @@ class Runner:
     def try_scenario(self, invariant: Invariant, check: Check, scenario: Scenario) -> Finding:
         """Return only the finding of `attempt`."""
         return self.attempt(invariant, check, scenario).finding
-
-
-def judge(invariant: Invariant, check: Check, runs: Traces) -> Judgement:
-    """Return the check's judgement of `runs`.
-
-    The judgement is inconclusive, with the reason, if the check crashes or does not apply to one of
-    the runs, or if the clause would be held although the planted bug took no part.
-    """
-    interrupts.check()
-    decide: Callable[[Invariant, Traces], Finding] | None = check.judge
-    if check.in_step and any("rounds" in run.promises for run in runs):
-        is_own = all(run.scenario.workload == "own" for run in runs)
-        decide = check.in_rounds if is_own else None
-    if decide is None:
-        return Judgement(finding=inconclusive(invariant.id, _ALONE), failed=False)
-    try:
-        finding = decide(invariant, runs)
-    except Exception as error:  # noqa: BLE001  (a checker that crashed knows nothing)
-        reason = f"the check {check.name} crashed: {type(error).__name__}: {error}"
-        return Judgement(finding=inconclusive(invariant.id, reason), failed=True)
-    idle = _idle_mutant(runs)
-    if finding.verdict is Verdict.HELD and idle is not None:
-        reason = f"mutant {idle} took no part: no function that it replaces was called in this run"
-        finding = inconclusive(invariant.id, reason, finding.compared)
-    return Judgement(finding=finding, failed=any(run.end.status == "failed" for run in runs))
-
-
-def _idle_mutant(traces: Iterable[trace.Trace]) -> str | None:
-    """Return the mutant of `traces` if it took part in none of them, else None.
-
-    Traces of a user's own trainer don't count. Such a trainer plants its bugs itself, and `mutant`
-    is only a name.
-    """
-    ours = [one for one in traces if one.scenario.system in SYSTEMS]
-    mutated = [one for one in ours if one.scenario.mutant is not None]
-    if not mutated or any(one.of(trace.Planted) for one in mutated):
-        return None
-    return mutated[0].scenario.mutant
-
-
-def telling(explored: Sequence[Judgement]) -> list[Finding]:
-    """Return the findings, except inconclusive ones of runs in which nothing went wrong."""
-    return [
-        judgement.finding
-        for judgement in explored
-        if judgement.failed or judgement.finding.verdict is not Verdict.INCONCLUSIVE
-    ]
-
-
-def combine(findings: Sequence[Finding]) -> Finding:
-    """Combine findings: the worst verdict, all comparisons, the first break, every note."""
-    verdict = worst(finding.verdict for finding in findings)
-    first = next(finding for finding in findings if finding.verdict is verdict)
-    reasons = list(dict.fromkeys(f.reason for f in findings if f.verdict is verdict and f.reason))
-    return replace(
-        first,
-        compared=sum(finding.compared for finding in findings),
-        reason=first.reason if verdict is Verdict.FALSIFIED else first_few(reasons),
-        notes=tuple(dict.fromkeys(note for finding in findings for note in finding.notes)),
-        vacuous=all(finding.vacuous for finding in findings),
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from entrenar_py.check.observing import common_numbers, generators, reordered_groups
+from entrenar_py.check.observing import common_numbers, generators
 from entrenar_py.check.observing.generators import Generators, States
 from entrenar_py.check.observing.recomputed import Recomputed
 from entrenar_py.shared import hook_calls, trace
@@ -58,12 +58,8 @@ class RandomNumbers:
         self._recomputed.end()
 
     def _states(self) -> States:
-        """Return the generators' states, and which common random numbers were drawn, if any are.
-
-        A run that counts what optimizers draw, by generators of a step as well, has the count.
-        """
-        common = common_numbers.CURRENT
-        states = {**self._generators.states(), **reordered_groups.states()}
+        """Return the generators' states, and which common random numbers were drawn, if any are."""
+        common, states = common_numbers.CURRENT, self._generators.states()
         return states if common is None else {**states, _COMMON: str(common.drawn)}
 
     def _are_not_set_back(self) -> bool:

@@ -104,7 +104,8 @@ class ScriptFacts:
         self._selects = script_text.selecting_line()
         if self._selects:
             own, _ = script_text.texts()
-            self._selects_in_steps = script_order.come_again(script_text.SELECTS, own)
+            again = script_order.line_again(script_text.SELECTS, own)
+            self._selects, self._selects_in_steps = again or self._selects, bool(again)
             self._is_one_source = script_order.are_alike(script_text.SELECTS, own)
         self._by_epoch = script_text.line_by_epoch()
         self._is_joined = surroundings.are_joined(subject.model)

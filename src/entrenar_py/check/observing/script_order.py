@@ -35,13 +35,17 @@ def come_later(pattern: re.Pattern[str], texts: Mapping[str, str]) -> bool:
     return order is not None and bool(lines) and all(order.is_later(*line) for line in lines)
 
 
-def come_again(pattern: re.Pattern[str], texts: Mapping[str, str]) -> bool:
-    """Return whether a line of a script fits that runs in each turn of the loop that runs now."""
+def line_again(pattern: re.Pattern[str], texts: Mapping[str, str]) -> str:
+    """Return the first line that fits and runs in each turn of the loop that runs now.
+
+    As `train.py:12`; "" if there is none.
+    """
     order = _Order.of(texts)
-    within = None if order is None else order.loop_of_steps()
-    return order is not None and any(
-        order.is_repeated(line, within) for line in _fitting(pattern, texts)
-    )
+    if order is None:
+        return ""
+    within = order.loop_of_steps()
+    again = (line for line in _fitting(pattern, texts) if order.is_repeated(line, within))
+    return next((f"{Path(file).name}:{number}" for file, number in again), "")
 
 
 def are_alike(pattern: re.Pattern[str], texts: Mapping[str, str]) -> bool:

@@ -1,4 +1,8 @@
-"""`entrenar-check init`: write a configuration, and report what was guessed and must be checked."""
+"""`entrenar-check init`: write a configuration, and report what was guessed and must be checked.
+
+A command that trains becomes one that can be checked; each change is reported. Nothing is run.
+Options that may change the training (micro-batches, clipping) are only reported.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,198 @@ import argparse
 import json
 import re
 import shlex
+import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from entrenar_py.check.cli.options.parser import PROG, Parser
-from entrenar_py.check.cli.options.typed import split
-from entrenar_py.check.project import guessing, location
-from entrenar_py.check.project.guessing import Guess
+from entrenar_py.check.cli.command_line import PROG, Parser, split
+from entrenar_py.check.project import commands, toml_file
+from entrenar_py.check.project import commands as scripts
+from entrenar_py.check.project.commands import Script
 from entrenar_py.shared import shipped
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.untrusted import printing
+
+# Placeholder -> names of options, without dashes, that usually take its value.
+_PLACES = {
+    "steps": (
+        *("steps", "max_steps", "num_steps", "n_steps", "total_steps", "train_steps"),
+        *("max_train_steps", "num_train_steps", "iterations", "max_iters", "num_iters", "iters"),
+    ),
+    "workdir": (
+        *("workdir", "work_dir", "output_dir", "out_dir", "outdir", "save_dir", "dir", "run_dir"),
+        *("checkpoint_dir", "ckpt_dir", "checkpoints_dir", "default_root_dir"),
+    ),
+    "seed": ("seed", "random_seed", "manual_seed"),
+}
+# The same for knobs, which are only suggested, as a name can't promise that training is the same.
+_KNOBS = {
+    "accumulation": (
+        *("accumulation", "grad_accum", "gradient_accumulation_steps", "accum_steps"),
+        *("accumulate_grad_batches", "grad_accum_steps", "accumulation_steps"),
+    ),
+    "clip": ("clip", "max_norm", "max_grad_norm", "grad_clip", "clip_grad_norm", "clip_norm"),
+    "loss_scale": ("loss_scale",),
+}
+_WEAK = ("dir",)  # may as well be where the data lies
+_EPOCHS = ("epochs", "num_epochs", "max_epochs", "num_train_epochs", "n_epochs")
+
+
+@dataclass
+class Guess:
+    """The `command` with its placeholders, and the `folder` where it will run.
+
+    `taken` are the guesses that were made. `look` are questions that only the author can answer.
+    """
+
+    command: list[str]
+    folder: Path
+    world_size: int | None = None
+    taken: list[str] = field(default_factory=list)
+    look: list[str] = field(default_factory=list)
+
+
+def guess_command(command: Sequence[str], folder: Path) -> Guess:
+    """Return `command`, which will run in `folder`, with the placeholders that can be guessed."""
+    launch = commands.of(command)
+    draft = Guess(
+        command=[*launch.command],
+        folder=folder,
+        world_size=launch.world_size,
+        taken=[*launch.changes],
+    )
+    program = draft.command[0]
+    if "{" not in program and shutil.which(program, path=None) is None:
+        draft.look.append(f"there is no program {program!r} here: nothing can be run yet")
+    if commands.is_for_shell(draft.command):
+        draft.look.append(
+            f"the text for {program} is not read: put {{world_size}}, {{steps}}, {{workdir}} and "
+            f"{{seed}} into it, or give init the command alone, without {program}"
+        )
+        return draft
+    place, path = commands.script(draft.command, folder)
+    _look_at_workers(draft, place)
+    script = scripts.read_script(path) if path is not None else None
+    if script is None:
+        named = (
+            "no script (*.py) or module (-m) that lies here was found in the command"
+            if path is None
+            else (f"{path.name} can't be read as Python")
+        )
+        draft.look.append(
+            f"{named}: put {{steps}}, {{workdir}} and {{seed}} into the command as its options "
+            "need them, and check that the script calls entrenar_py.observe"
+        )
+        return draft
+    assert path is not None, "it was read"
+    _guess_options(draft, script, path.name)
+    if why := scripts.without_a_test_for_nan(path):
+        draft.look.append(why)
+    if not script.is_observed:
+        draft.look.append(
+            f"{path.name} does not call entrenar_py.observe(model, optimizer, sampler=loader), as "
+            "far as can be seen: without it every clause is inconclusive (docs/your-trainer.md)"
+        )
+    return draft
+
+
+def _look_at_workers(draft: Guess, end: int) -> None:
+    """Report what the launcher, among the words before `end`, says of machines."""
+    command = draft.command
+    nodes = commands.num_nodes(command, end)
+    if nodes is not None:
+        draft.look.append(
+            f"{nodes} machines: {{world_size}} counts the workers of all; start it on one for a "
+            "first look (docs/multi-node.md)"
+        )
+    if not any("{world_size}" in word for word in command):
+        draft.look.append(
+            f"no launcher was recognised ({commands.NAMES}): put {{world_size}} into the command "
+            "as the number of workers to start"
+        )
+
+
+def _guess_options(draft: Guess, script: Script, name: str) -> None:
+    """Put in placeholders for the script's own options; list what a person has to look at."""
+    _put_placeholders(draft, script, name)
+    _tell_of_steps_and_folders(draft, script, name)
+    _tell_of_knobs(draft, script)
+
+
+def _put_placeholders(draft: Guess, script: Script, name: str) -> None:
+    """Put in each placeholder as the value of an option that fits by name, if it is clear which."""
+    known = (*script.options, *(one for one in _given(draft.command) if one not in script.options))
+    places = _PLACES
+    if not any(_plain(option) in _PLACES["steps"] for option in known):
+        places = {**_PLACES, "epochs": _EPOCHS}
+    for placeholder, names in places.items():
+        slot = "{" + placeholder + "}"
+        if any(slot in word for word in draft.command):
+            continue
+        options = [one for one in known if _plain(one) in names]
+        if any(_plain(one) in _WEAK and _has(draft.command, one) for one in options):
+            draft.look.append(f"is {options[0]} the folder for checkpoints? then give it {slot}")
+            continue
+        before = commands.replace(draft.command, options, slot)
+        if before is not None:
+            draft.taken.append(f"{slot} replaces {before} in the options of {name}")
+        elif len(options) == 1:
+            draft.command += [options[0], slot]
+            draft.taken.append(f"{options[0]} {slot} was added: {name} has such an option")
+        elif options:
+            draft.look.append(f"{slot} could be any of {', '.join(options)} of {name}")
+
+
+def _tell_of_steps_and_folders(draft: Guess, script: Script, name: str) -> None:
+    """Report if no option was found for the number of steps, or for the folder to save to."""
+    if not any("{steps}" in word for word in draft.command):
+        epochs = [one for one in script.options if _plain(one) in _EPOCHS]
+        told = f"; {epochs[0]} counts epochs: give it a small number" if epochs else ""
+        if any("{epochs}" in word for word in draft.command):
+            told = ", of so many epochs; a run can be stopped only between epochs"
+        draft.look.append(
+            f"no option of {name} was found for the number of steps: each run makes as many as "
+            f"the script does{told}"
+        )
+    if script.saves and not any("{workdir}" in word for word in draft.command):
+        draft.look.append(
+            f"{name} saves files, and no option was found for the folder: a run may resume from "
+            "what an earlier one saved; give the script an option for it, with the value {workdir}"
+        )
+
+
+def _tell_of_knobs(draft: Guess, script: Script) -> None:
+    """Report the options that matter when the number of workers, or a knob, changes."""
+    batches = [one for one in script.options if "batch_size" in _plain(one)]
+    if batches and "{share:" not in " ".join(draft.command):
+        draft.look.append(
+            f"{batches[0]}: if it is the size for one worker, two workers train on other batches "
+            f"than one, and F-DP-005 can't compare them; {batches[0]} {{share:16}} divides a "
+            "global batch of 16 among the workers"
+        )
+    for knob, names in _KNOBS.items():
+        for option in script.options:
+            if _plain(option) in names and "{" + knob + "}" not in " ".join(draft.command):
+                draft.look.append(
+                    f"{option} {{{knob}}} could be tried, if the training is the same with any of "
+                    "its values (knobs, in docs/your-trainer.md)"
+                )
+
+
+def _given(command: Sequence[str]) -> list[str]:
+    """Return the options after the script, some of which it may read without argparse."""
+    words = command[commands.script(command, Path())[0] + 1 :]
+    return list(dict.fromkeys(word.partition("=")[0] for word in words if word[:2] == "--"))
+
+
+def _has(command: Sequence[str], option: str) -> bool:
+    return any(word.partition("=")[0] == option for word in command)
+
+
+def _plain(option: str) -> str:
+    return re.sub("-", "_", option.lstrip("-"))
+
 
 NAME = "init"
 CONTRACT, INTEGRITY = shipped.FOR_SCRIPTS
@@ -32,12 +218,12 @@ def run(arguments: Sequence[str]) -> int:
     given = cli.parse_args(own)
     folder = Path.cwd()
     path, before = _file(folder)
-    guess = guessing.guess(command, folder) if command else None
+    guess = guess_command(command, folder) if command else None
     chosen = tuple(given.contract or shipped.FOR_SCRIPTS)
     for contract in chosen:
         shipped.contract_path(contract)
     lines = _lines(guess, chosen)
-    header = [f"[tool.{location.TABLE}]"] if path.name == location.SHARED else []
+    header = [f"[tool.{toml_file.TABLE}]"] if path.name == toml_file.SHARED else []
     _append(path, before, [*header, *lines])
     _tell(path, guess)
     return 0
@@ -48,7 +234,7 @@ def _parser() -> argparse.ArgumentParser:
         prog=f"{PROG} {NAME}",
         usage="%(prog)s [--contract FILE] [-- COMMAND ...]",
         description="Writes the configuration of this folder: into pyproject.toml, if there is "
-        f"one, else {location.OWN}. COMMAND is what trains, as it is run today; without it the "
+        f"one, else {toml_file.OWN}. COMMAND is what trains, as it is run today; without it the "
         "reference trainers are configured.",
         allow_abbrev=False,
     )
@@ -64,22 +250,22 @@ def _parser() -> argparse.ArgumentParser:
 
 def _file(folder: Path) -> tuple[Path, str | None]:
     """Return the path to write to and its text so far; raises UsageError if already configured."""
-    for name in (location.OWN, location.SHARED):
+    for name in (toml_file.OWN, toml_file.SHARED):
         path = folder / name
         if not path.exists():
             continue
-        text = location.read(path)
+        text = toml_file.read(path)
         try:
-            tools = location.parse(text).get("tool", {})
+            tools = toml_file.parse(text).get("tool", {})
         except ValueError as error:
             raise UsageError(f"{name} is not valid TOML ({error}); correct it first") from error
-        if name == location.OWN or (isinstance(tools, dict) and location.TABLE in tools):
+        if name == toml_file.OWN or (isinstance(tools, dict) and toml_file.TABLE in tools):
             raise UsageError(
                 f"{name} configures entrenar-check already; edit it, or remove what is there first "
                 "(nothing was written)"
             )
         return path, text
-    return folder / location.OWN, None
+    return folder / toml_file.OWN, None
 
 
 def _lines(guess: Guess | None, chosen: Sequence[str]) -> list[str]:
@@ -125,13 +311,13 @@ def _append(path: Path, before: str | None, lines: Sequence[str]) -> None:
         text = ("" if before.endswith("\n") else end) + end + text
     try:
         encoded = text.encode()
-        location.parse((before or "") + text)
+        toml_file.parse((before or "") + text)
     except UnicodeEncodeError as error:
         raise UsageError("the command has bytes that are not UTF-8; put it in a script") from error
     except ValueError as error:  # `tool` is an inline table, say
         raise UsageError(
             f"{path.name}: a table can't be added at its end ({error}); write one into "
-            f"{location.OWN} by hand (nothing was written)"
+            f"{toml_file.OWN} by hand (nothing was written)"
         ) from error
     try:
         with path.open("ab") as file:
@@ -143,8 +329,8 @@ def _append(path: Path, before: str | None, lines: Sequence[str]) -> None:
 
 def _tell(path: Path, guess: Guess | None) -> None:
     """Print what was written, what was guessed, and what the author has to look at."""
-    shared = path.name == location.SHARED
-    printing.say(f"wrote {f'[tool.{location.TABLE}] of ' * shared}{path.name}")
+    shared = path.name == toml_file.SHARED
+    printing.say(f"wrote {f'[tool.{toml_file.TABLE}] of ' * shared}{path.name}")
     if guess is None:
         printing.say("no command was given: the reference trainers will be checked")
     else:

@@ -6,8 +6,8 @@ import argparse
 import os
 from pathlib import Path
 
-from entrenar_py.check.cli.options import modes, outputs
-from entrenar_py.check.project import location
+from entrenar_py.check.cli import command_line
+from entrenar_py.check.project import toml_file
 from entrenar_py.shared import shipped
 from entrenar_py.shared.errors import ContractError, EntrenarError, UsageError
 
@@ -28,16 +28,16 @@ def configured(typed: argparse.Namespace) -> argparse.Namespace:
     path = _path(typed)
     mode = ""
     if path is not None:
-        from entrenar_py.check.project import reading  # brings the reader of contracts
+        from entrenar_py.check.project import configuration
 
-        typed.project = reading.load(path)
+        typed.project = configuration.load(path)
         mode = _take_command(typed)
         _lay_below(typed)
     if typed.mode == "command" and not typed.contract:
         typed.contract = shipped.FOR_SCRIPTS
     try:
-        modes.require_compatible(typed, mode=mode)
-        outputs.require_distinct(typed)
+        command_line.require_compatible(typed, mode=mode)
+        command_line.require_distinct(typed)
     except UsageError as error:
         raise located(error, typed) from error
     return typed
@@ -68,7 +68,7 @@ def _path(typed: argparse.Namespace) -> Path | None:
         return None
     config: Path | None = typed.config
     if config is None:
-        return location.find(Path.cwd())
+        return toml_file.find(Path.cwd())
     if not config.is_file():
         problem = "it is no regular file" if config.exists() else "no such file"
         raise UsageError(f"--config {config}: {problem}; give a TOML file")
@@ -104,8 +104,8 @@ def _lay_below(typed: argparse.Namespace) -> None:
 
 def _has_effect(name: str, mode: str | None) -> bool:
     """Return whether an option of the configuration has an effect in this mode."""
-    if mode == "validate" and name in outputs.FILES:  # they are a run's reports
+    if mode == "validate" and name in command_line.FILES:  # they are a run's reports
         return False
     if name == "github" and not os.environ.get(SUMMARY):
         return False
-    return name in modes.MODES[mode] if mode else name not in modes.COMMANDED
+    return name in command_line.MODES[mode] if mode else name not in command_line.COMMANDED

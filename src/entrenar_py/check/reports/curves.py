@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from entrenar_py.check import evidence
-from entrenar_py.shared.page.charts import Points
+from entrenar_py.shared.page.html_page import Points
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Tensors, Trace
 

@@ -14,7 +14,7 @@ from entrenar_py.check.contract import Position
 from entrenar_py.check.reports import evidence
 from entrenar_py.check.reports.report import Entry, Report, ending
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.shared.page import output_file
+from entrenar_py.shared.page import arguments
 from entrenar_py.shared.untrusted import escaping
 from entrenar_py.shared.verdict import Verdict
 
@@ -40,7 +40,7 @@ def summary_path(environment: Mapping[str, str]) -> Path:
             field="github",
         )
     path = Path(environment[SUMMARY])
-    output_file.require_writable(path, "github", variable=SUMMARY)
+    arguments.require_writable(path, "github", variable=SUMMARY)
     return path
 
 

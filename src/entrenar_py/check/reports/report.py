@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from entrenar_py.check.contract import SEVERITIES, Contract, Invariant, Position, gates
-from entrenar_py.check.contract.gate_criteria import Demands
+from entrenar_py.check.contract.gates import Demands
 from entrenar_py.check.reports.curves import Curve
 from entrenar_py.shared.verdict import MEANING, Finding, Verdict, worst
 from entrenar_py.shared.wording import counted

@@ -1,5 +1,5 @@
-"""The findings of validation as text lines, as JSON (schema `entrenar-check-validation/1`), and as
-annotations and a summary for GitHub's runners.
+"""The findings of validation in all formats: text lines, JSON (schema
+`entrenar-check-validation/1`), SARIF 2.1.0, and annotations and a summary for GitHub's runners.
 """
 
 from __future__ import annotations
@@ -9,8 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import entrenar_py
-from entrenar_py.check.contract.validation import Judged, Level, RuleFinding, Validation, count
-from entrenar_py.check.reports import evidence, github, json_format
+from entrenar_py.check.contract.validation import (
+    RULES,
+    Judged,
+    Level,
+    Rule,
+    RuleFinding,
+    Validation,
+    count,
+)
+from entrenar_py.check.reports import evidence, github, json_format, sarif
 from entrenar_py.shared.untrusted import escaping
 from entrenar_py.shared.wording import counted
 
@@ -130,3 +138,79 @@ def _finding(finding: RuleFinding) -> dict[str, Any]:
         "remedy": finding.rule.remedy,
         "suppressed": None if by is None else {"reason": by.reason, "until": by.until},
     }
+
+
+FINGERPRINT = "entrenarCheckRule/v1"
+_LEVELS = {**LEVELS, Level.OFF: "none"}
+_INDEX = {rule.id: number for number, rule in enumerate(RULES)}
+
+
+def dump_sarif(found: Validation, *, root: Path, command: str) -> dict[str, Any]:
+    """Return the SARIF log. Paths below the folder `root` are written relative to it."""
+    contracts = [{"path": known.path, "judgedAs": known.kind or None} for known in found.contracts]
+    return sarif.log(
+        rules=[_sarif_rule(rule) for rule in RULES],
+        invocation=_sarif_invocation(found, command),
+        results=[_sarif_result(finding, root) for finding in found.findings],
+        properties={"contracts": contracts},
+        root=root,
+        about="contracts",
+    )
+
+
+def _sarif_rule(rule: Rule) -> dict[str, Any]:
+    demands = rule.demands.replace("`", "")
+    descriptor = {
+        "id": rule.id,
+        "shortDescription": {"text": demands},
+        "fullDescription": {"text": f"{rule.id} demands: {demands}."},
+        "help": {"text": rule.remedy},
+        "helpUri": rule.published,
+        "defaultConfiguration": {"level": _LEVELS[rule.level]},
+    }
+    return {name: part for name, part in descriptor.items() if part}
+
+
+def _sarif_invocation(found: Validation, command: str) -> dict[str, Any]:
+    invocation: dict[str, Any] = {
+        "executionSuccessful": True,
+        "exitCode": exit_code(found),
+        "commandLine": escaping.exact(command),
+    }
+    changed = [rule for rule in RULES if found.levels[rule.id] is not rule.level]
+    if changed:
+        invocation["ruleConfigurationOverrides"] = [_override(rule, found) for rule in changed]
+    return invocation
+
+
+def _override(rule: Rule, found: Validation) -> dict[str, Any]:
+    level = found.levels[rule.id]
+    off = level is Level.OFF
+    return {
+        "descriptor": {"id": rule.id, "index": _INDEX[rule.id]},
+        "configuration": {"enabled": False} if off else {"level": _LEVELS[level]},
+    }
+
+
+def _sarif_result(finding: RuleFinding, root: Path) -> dict[str, Any]:
+    at, by = finding.at, finding.suppressed
+    file = Path(at.file).name if at else ""
+    mark = sarif.fingerprint(file, finding.rule.id, finding.item or finding.message)
+    result: dict[str, Any] = {
+        "ruleId": finding.rule.id,
+        "ruleIndex": _INDEX[finding.rule.id],
+        "level": _LEVELS[finding.level],
+        "message": {"text": evidence.one_line(finding.message)},
+        "partialFingerprints": {FINGERPRINT: mark},
+    }
+    if at is not None:
+        result["locations"] = [{"physicalLocation": sarif.location(at, root)}]
+        if finding.item:
+            logical = {"fullyQualifiedName": evidence.one_line(finding.item)}
+            result["locations"][0]["logicalLocations"] = [logical]
+    if by is not None:
+        reason = evidence.one_line(f"{by.reason} (until {by.until})")
+        result["suppressions"] = [
+            {"kind": "external", "status": "accepted", "justification": reason}
+        ]
+    return result

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from entrenar_py.compute import Pair, linear
+from entrenar_py.compute import Pair, products
 from entrenar_py.compute.steps import Model
 from entrenar_py.compute.wgpu.device import Device, open_device
 from entrenar_py.compute.wgpu.matmul import Matmul
@@ -58,7 +58,7 @@ class WgpuBackend:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute forward and backward in one submission each. Add the bias on the CPU."""
-        return linear.apply(self.products, x, weight, bias)
+        return products.apply(self.products, x, weight, bias)
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
         """Compute one product in one submission."""
@@ -71,7 +71,7 @@ class WgpuBackend:
         if the device fails.
         """
         for a, b in pairs:
-            linear.check_operands(a, b, backend=self.name)
+            products.check_operands(a, b, backend=self.name)
         return self._kernel.run([(a.detach(), b.detach()) for a, b in pairs])
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,11 +21,82 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from entrenar_py.compute.wgpu import decompositions, empties, tables
-from entrenar_py.compute.wgpu.known_values import KnownValues
+from entrenar_py.compute.wgpu import decompositions
+from entrenar_py.compute.wgpu.graph import drop_empties, fold_constants
 from entrenar_py.shared.errors import UsageError
+
+# The values of tensors that follow from no input, while a function is traced without values.
+#
+# A branch on such a tensor (a mask made of positions, say) is decided while capturing.
+
+NUM_ELEMENTS_MAX = 2**18  # of a tensor whose values are followed
+
+_RANDOM = torch.Tag.nondeterministic_seeded
+
+
+class KnownValues:
+    """For each traced tensor whose values are known, a tensor that has them."""
+
+    def __init__(self) -> None:
+        self._known: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
+
+    def operands(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Return the arguments with known values for traced tensors; None if one isn't known."""
+        tensors = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        if any(self._of(one) is None for one in tensors):
+            return None
+
+        def take(one: Any) -> Any:
+            return self._of(one) if isinstance(one, Tensor) else one
+
+        taken: tuple[Any, Any] = pytree.tree_map(take, (args, kwargs))
+        return taken
+
+    def compute(self, func: Any, operands: tuple[Any, Any]) -> Any:
+        """Return the result of `func` on known operands, outside of the trace."""
+        args, kwargs = operands
+        with _disable_current_modes(), torch.no_grad():
+            return func(*args, **kwargs)
+
+    def follow(self, func: Any, args: Any, operands: tuple[Any, Any] | None, result: Any) -> None:
+        """Note the values of `result`, traced tensors that `func` made of known operands or none.
+
+        If `func` writes to a tensor, its values stay known only if those of all operands are.
+        """
+        if operands is None or _RANDOM in func.tags:
+            if func._schema.is_mutable:
+                self._forget(func, args)
+            return
+        made = [one for one in pytree.tree_leaves(result) if isinstance(one, FakeTensor)]
+        if made and all(one.numel() <= NUM_ELEMENTS_MAX for one in made):
+            found = pytree.tree_leaves(self.compute(func, operands))
+            values = [one for one in found if isinstance(one, Tensor)]
+            for traced, value in zip(made, values, strict=True):
+                self._known[traced] = value
+        elif func._schema.is_mutable:
+            self._forget(func, args)
+
+    def _of(self, tensor: Tensor) -> Tensor | None:
+        if isinstance(tensor, FakeTensor):
+            return self._known.get(tensor)
+        return tensor if tensor.numel() <= NUM_ELEMENTS_MAX else None
+
+    def _forget(self, func: Any, args: Any) -> None:
+        """Forget what shares memory with a tensor that `func` writes to."""
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            for written in pytree.tree_leaves(value):
+                known = self._known.get(written) if isinstance(written, FakeTensor) else None
+                if known is not None:
+                    memory = known.untyped_storage()._cdata
+                    for traced, other in list(self._known.items()):
+                        if other.untyped_storage()._cdata == memory:
+                            del self._known[traced]
+
 
 Function = Callable[..., tuple[Tensor, ...]]
 
@@ -57,8 +128,8 @@ def capture(fn: Function, inputs: Sequence[Tensor]) -> GraphModule:
     _drop_identities(graph.graph)
     graph.graph.eliminate_dead_code()
     _check(graph.graph)
-    empties.drop(graph)
-    tables.fold(graph)
+    drop_empties(graph)
+    fold_constants(graph)
     graph.recompile()
     return graph
 

@@ -8,10 +8,71 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from entrenar_py.compute.wgpu import index as at
-from entrenar_py.compute.wgpu import pointwise, reductions, views
-from entrenar_py.compute.wgpu.emitter import Emitter
+from entrenar_py.compute.wgpu import pointwise, values
+from entrenar_py.compute.wgpu.codegen import Shader, thread_shader
+from entrenar_py.compute.wgpu.emitter import Buffer, Emitter
 from entrenar_py.compute.wgpu.index import Index, Indices
-from entrenar_py.compute.wgpu.values import CHEAP, Schedule, Value
+from entrenar_py.compute.wgpu.values import CHEAP, Schedule, Stored, Value
+
+
+def add_rows(schedule: Schedule, value: Value, ids: Value, rows: Value) -> Value:
+    """Return a copy of `value` [n, c] with `rows` [r, c] added, in order, to its rows `ids` [r].
+
+    Ids out of range are ignored. A small kernel links equal ids into chains. The threads of a
+    chain's first id add the whole chain, so no two threads write to one element.
+    """
+    listed, added = schedule.contiguous(ids), schedule.contiguous(rows)
+    copied = schedule.copy(value)
+    chain = schedule.buffer("i32", ids.size)
+    workgroups_max = schedule.limits.workgroups_max
+    schedule.add(_chain_kernel(listed, chain, workgroups_max))
+    sizes = (value.shape[0], *rows.shape)
+    schedule.add(
+        _rows_kernel(listed, added, schedule.strided(copied), chain, sizes, workgroups_max)
+    )
+    return copied
+
+
+def _chain_kernel(ids: Stored, chain: Buffer, workgroups_max: int) -> Shader:
+    body = f"""\
+let id = ids[{ids.offset} + i];
+var first = true;
+for (var j = 0; j < i; j++) {{
+    if (ids[{ids.offset} + j] == id) {{ first = false; break; }}
+}}
+var next = i + 1;
+for (; next < {chain.size}; next++) {{
+    if (ids[{ids.offset} + next] == id) {{ break; }}
+}}
+// A negative sign marks an id that is not the first of its chain. next is at least 1.
+chain[i] = select(-next, next, first);"""
+    buffers = {ids.buffer: "ids", chain: "chain"}
+    return thread_shader(buffers, body.splitlines(), chain.size, workgroups_max=workgroups_max)
+
+
+def _rows_kernel(
+    ids: Stored,
+    rows: Stored,
+    out: Stored,
+    chain: Buffer,
+    sizes: tuple[int, ...],
+    workgroups_max: int,
+) -> Shader:
+    num_rows, count, width = sizes
+    body = f"""\
+var j = i / {width};
+let column = i % {width};
+let id = ids[{ids.offset} + j];
+if (chain[j] < 0 || id < 0 || id >= {num_rows}) {{ return; }}
+var sum = out[id * {width} + column];
+while (j < {count}) {{
+    sum += rows[{rows.offset} + j * {width} + column];
+    j = abs(chain[j]);
+}}
+out[id * {width} + column] = sum;"""
+    buffers = {ids.buffer: "ids", chain: "chain", rows.buffer: "rows", out.buffer: "out"}
+    return thread_shader(buffers, body.splitlines(), count * width, workgroups_max=workgroups_max)
+
 
 _PIECES_MAX = 6  # tensors that one kernel joins
 _UNROLLED_MAX = 4
@@ -49,7 +110,7 @@ def look_up(
                 places.append(around.pop(0))
                 continue
             number, own = ids[dim]
-            raw = number(emitter, views.broadcast(inner, own))
+            raw = number(emitter, values.broadcast(inner, own))
             raw = emitter.op(wrapped(size), raw) if wraps else raw
             place, outside = _position(emitter, raw, size)
             places.append(place)
@@ -166,7 +227,7 @@ def pad(schedule: Schedule, value: Value, widths: Sequence[int], filler: float =
         dim = len(value.shape) - 1 - number
         before, after = widths[2 * number : 2 * number + 2]
         start, end = max(0, -before), value.shape[dim] - max(0, -after)
-        value = views.take(schedule, value, dim, start, end - start, 1)
+        value = values.take(schedule, value, dim, start, end - start, 1)
         before, after = max(0, before), max(0, after)
         if before or after:
             size = value.shape[dim] + before + after
@@ -198,7 +259,7 @@ def scatter(
         for number in range(count):
             place = (*indices[:dim], Index(number), *indices[dim + 1 :])
             hit = emitter.op("{0} == {1}", pointed(emitter, place), here)
-            element = above(emitter, views.broadcast(place, source.shape))
+            element = above(emitter, values.broadcast(place, source.shape))
             element = emitter.op("{0} + {1}", text, element) if add else element
             text = emitter.op("select({1}, {0}, {2})", element, text, hit)
         return text
@@ -217,23 +278,23 @@ def _scatter_many(
 
     def spread(operand: Value) -> Value:
         last = [*(d for d in range(rank) if d != dim), dim]
-        turned = views.permute(schedule, views.expand(schedule, operand, index.shape), last)
+        turned = values.permute(schedule, values.expand(schedule, operand, index.shape), last)
         shape = [1 if d == dim else value.shape[d] for d in range(rank)]
-        return views.expand(schedule, views.reshape(schedule, turned, [*shape, count]), square)
+        return values.expand(schedule, values.reshape(schedule, turned, [*shape, count]), square)
 
     here = pointwise.counting(0, 1, square, dim, "i32")
     hit = pointwise.fuse(schedule, "{0} == {1}", [spread(index), here], square, "bool")
     if add:
         terms = pointwise.where(schedule, hit, spread(source), 0)
-        fold = reductions.FOLDS["sum", value.dtype]
-        total = reductions.reduce(schedule, terms, fold, [-1], keepdim=False)
+        fold = pointwise.FOLDS["sum", value.dtype]
+        total = pointwise.reduce(schedule, terms, fold, [-1], keepdim=False)
         return pointwise.fuse(schedule, "{0} + {1}", [value, total], value.shape, value.dtype)
     numbers = pointwise.where(schedule, hit, pointwise.counting(0, 1, square, rank, "i32"), -1)
-    fold = reductions.FOLDS["amax", "i32"]
-    last = schedule.realise(reductions.reduce(schedule, numbers, fold, [-1], keepdim=False))
+    fold = pointwise.FOLDS["amax", "i32"]
+    last = schedule.realise(pointwise.reduce(schedule, numbers, fold, [-1], keepdim=False))
     zero = pointwise.constant(0, "i32")
     known = pointwise.fuse(schedule, "max({0}, {1})", [last, zero], value.shape, "i32")
-    chosen = gather(schedule, views.expand(schedule, source, index.shape), dim, known)
+    chosen = gather(schedule, values.expand(schedule, source, index.shape), dim, known)
     missing = pointwise.fuse(schedule, "{0} < 0", [last], value.shape, "bool")
     return pointwise.where(schedule, missing, value, chosen)
 
@@ -272,4 +333,4 @@ def flatten_index(schedule: Schedule, sizes: Sequence[int], indices: Sequence[Va
             term = pointwise.fuse(schedule, "{0} + {1}", [total, term], shape, "i32")
         total = term
     assert total is not None
-    return views.reshape(schedule, total, [math.prod(shape)])
+    return values.reshape(schedule, total, [math.prod(shape)])

@@ -14,14 +14,13 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from entrenar_py.compute.wgpu import index as at
-from entrenar_py.compute.wgpu import pointwise, views
-from entrenar_py.compute.wgpu.codings import BITS, Coding
-from entrenar_py.compute.wgpu.emitter import Buffer
-from entrenar_py.compute.wgpu.empties import is_empty
-from entrenar_py.compute.wgpu.nodes import (
+from entrenar_py.compute.wgpu import pointwise, values
+from entrenar_py.compute.wgpu.emitter import BITS, Buffer, Coding
+from entrenar_py.compute.wgpu.graph import (
     DTYPES,
     LOADED,
     dtype_of,
+    is_empty,
     line_of,
     name_of,
     shape_of,
@@ -101,7 +100,7 @@ class _Lowering:
         buffer = Buffer(name, dtype, math.prod(shape))
         coding = Coding(dtype) if dtype in BITS else None
         stored = Stored(buffer, at.strides_of(shape), coding=coding)
-        self._values[node] = views.stored_value(shape, dtype, stored)
+        self._values[node] = values.stored_value(shape, dtype, stored)
         return buffer
 
     def _results(self, node: Node) -> tuple[Result, ...]:

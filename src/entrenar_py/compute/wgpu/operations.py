@@ -17,11 +17,10 @@ from torch.fx import Node
 
 from entrenar_py.compute import draws
 from entrenar_py.compute.wgpu import index as at
-from entrenar_py.compute.wgpu import lookups, pointwise, reductions, row_sums, views
-from entrenar_py.compute.wgpu.codings import NF4, Coding
-from entrenar_py.compute.wgpu.emitter import Emitter
+from entrenar_py.compute.wgpu import lookups, pointwise, values
+from entrenar_py.compute.wgpu.emitter import NF4, Coding, Emitter
+from entrenar_py.compute.wgpu.graph import LOADED, dtype_of, name_of, shape_of
 from entrenar_py.compute.wgpu.index import Index, Indices
-from entrenar_py.compute.wgpu.nodes import LOADED, dtype_of, name_of, shape_of
 from entrenar_py.compute.wgpu.values import CHEAP, Operands, Schedule, Stored, Value
 
 
@@ -42,15 +41,15 @@ def _nf4(
     coding = Coding(NF4, tuple(one.buffer for one in stored[1:]))
     shape = shape_of(node)
     matrix = Stored(stored[0].buffer, at.strides_of(shape), coding=coding)
-    return views.stored_value(shape, dtype_of(node), matrix)
+    return values.stored_value(shape, dtype_of(node), matrix)
 
 
 def _reshape(schedule: Schedule, node: Node, value: Value, *_: Any, **__: Any) -> Value:
-    return views.reshape(schedule, value, shape_of(node))
+    return values.reshape(schedule, value, shape_of(node))
 
 
 def _expand(schedule: Schedule, node: Node, value: Value, *_: Any, **__: Any) -> Value:
-    return views.expand(schedule, value, shape_of(node))
+    return values.expand(schedule, value, shape_of(node))
 
 
 def _slice(
@@ -64,17 +63,17 @@ def _slice(
 ) -> Value:
     dim %= len(value.shape)
     first, _, _ = slice(start, end, step).indices(value.shape[dim])
-    return views.take(schedule, value, dim, first, shape_of(node)[dim], step)
+    return values.take(schedule, value, dim, first, shape_of(node)[dim], step)
 
 
 def _select(schedule: Schedule, node: Node, value: Value, dim: int, index: int) -> Value:
     dim %= len(value.shape)
-    one = views.take(schedule, value, dim, index % value.shape[dim], 1, 1)
-    return views.reshape(schedule, one, shape_of(node))
+    one = values.take(schedule, value, dim, index % value.shape[dim], 1, 1)
+    return values.reshape(schedule, one, shape_of(node))
 
 
 def _unfold(schedule: Schedule, node: Node, value: Value, dim: int, size: int, step: int) -> Value:
-    return views.unfold(schedule, value, dim % len(value.shape), size, step)
+    return values.unfold(schedule, value, dim % len(value.shape), size, step)
 
 
 def _add(
@@ -125,12 +124,12 @@ def _fold(
 ) -> Value | None:
     """Lower sum, prod, amax, amin, any."""
     dtype = "bool" if name == "any" else dtype_of(node)
-    fold = reductions.FOLDS.get((name, dtype))
+    fold = pointwise.FOLDS.get((name, dtype))
     if fold is None:
         return None
     listed = [dims] if isinstance(dims, int) else list(dims or ())
     inner = pointwise.cast(schedule, x, dtype)
-    return reductions.reduce(schedule, inner, fold, listed, keepdim=keepdim)
+    return pointwise.reduce(schedule, inner, fold, listed, keepdim=keepdim)
 
 
 def _extreme(
@@ -145,10 +144,10 @@ def _extreme(
     if dim is None:
         return _fold(name, schedule, node, x)
     schedule.realise(x)
-    fold = reductions.FOLDS[name, x.dtype]
+    fold = pointwise.FOLDS[name, x.dtype]
     return (
-        schedule.realise(reductions.reduce(schedule, x, fold, [dim], keepdim=keepdim)),
-        reductions.arg_extreme(schedule, x, name, dim, keepdim=keepdim),
+        schedule.realise(pointwise.reduce(schedule, x, fold, [dim], keepdim=keepdim)),
+        pointwise.arg_extreme(schedule, x, name, dim, keepdim=keepdim),
     )
 
 
@@ -160,11 +159,11 @@ def _place_of(
     dim: int | None = None,
     keepdim: bool = False,
 ) -> Value:
-    return reductions.arg_extreme(schedule, x, name, dim, keepdim=keepdim)
+    return pointwise.arg_extreme(schedule, x, name, dim, keepdim=keepdim)
 
 
 def _cumsum(schedule: Schedule, node: Node, x: Value, dim: int, **_: Any) -> Value:
-    return reductions.cumulative_sum(schedule, pointwise.cast(schedule, x, dtype_of(node)), dim)
+    return pointwise.cumulative_sum(schedule, pointwise.cast(schedule, x, dtype_of(node)), dim)
 
 
 def _multiply(schedule: Schedule, node: Node, a: Value, b: Value) -> Value:
@@ -196,7 +195,7 @@ def _index(schedule: Schedule, node: Node, x: Value, indices: list[Value | None]
     dims = sorted(by_dim)
     together = dims == list(range(dims[0], dims[-1] + 1))
     common = np.broadcast_shapes(*(one.shape for one in by_dim.values()))
-    spread = {dim: views.expand(schedule, one, common) for dim, one in by_dim.items()}
+    spread = {dim: values.expand(schedule, one, common) for dim, one in by_dim.items()}
     first = dims[0] if together else 0
     return lookups.look_up(schedule, x, spread, shape_of(node), first, wraps=True)
 
@@ -221,15 +220,15 @@ def _index_put(
         return _masked_put(schedule, x, tensors, rows) if not accumulate else None
     ids = lookups.flatten_index(schedule, x.shape[: len(tensors)], tensors)
     width = math.prod(x.shape[len(tensors) :])
-    whole = views.reshape(schedule, x, [x.size // width, width])
+    whole = values.reshape(schedule, x, [x.size // width, width])
     looked = np.broadcast_shapes(*(one.shape for one in tensors))
-    added = views.expand(schedule, rows, (*looked, *x.shape[len(tensors) :]))
-    added = views.reshape(schedule, added, [ids.size, width])
+    added = values.expand(schedule, rows, (*looked, *x.shape[len(tensors) :]))
+    added = values.reshape(schedule, added, [ids.size, width])
     if accumulate:
-        return views.reshape(schedule, row_sums.add_rows(schedule, whole, ids, added), x.shape)
-    wide = views.expand(schedule, views.reshape(schedule, ids, [ids.size, 1]), [ids.size, width])
+        return values.reshape(schedule, lookups.add_rows(schedule, whole, ids, added), x.shape)
+    wide = values.expand(schedule, values.reshape(schedule, ids, [ids.size, 1]), [ids.size, width])
     put = lookups.scatter(schedule, whole, 0, wide, added, add=False)
-    return views.reshape(schedule, put, x.shape)
+    return values.reshape(schedule, put, x.shape)
 
 
 def _masked_put(schedule: Schedule, x: Value, masks: list[Value], number: Value) -> Value | None:
@@ -238,8 +237,8 @@ def _masked_put(schedule: Schedule, x: Value, masks: list[Value], number: Value)
     if len(masks) > 1 or number.size != 1 or mask.shape != x.shape[: len(mask.shape)]:
         return None
     shape = (*mask.shape, *(1 for _ in x.shape[len(mask.shape) :]))
-    spread = views.expand(schedule, views.reshape(schedule, mask, shape), x.shape)
-    number = views.expand(schedule, views.reshape(schedule, number, ()), x.shape)
+    spread = values.expand(schedule, values.reshape(schedule, mask, shape), x.shape)
+    number = values.expand(schedule, values.reshape(schedule, number, ()), x.shape)
     return pointwise.where(schedule, spread, number, x)
 
 
@@ -250,7 +249,7 @@ def _scatter(
         return None  # a reduction that is not a sum
     if isinstance(source, Value):
         for d, size in enumerate(ids.shape):
-            source = views.take(schedule, source, d, 0, size, 1)
+            source = values.take(schedule, source, d, 0, size, 1)
     else:
         source = pointwise.constant(source, x.dtype, ids.shape)
     dim %= max(1, len(x.shape))
@@ -304,9 +303,9 @@ VIEWS: dict[str, Callable[..., Value]] = {
     "view": _reshape,
     "unsqueeze": _reshape,
     "squeeze": _reshape,
-    "permute": lambda schedule, node, value, dims: views.permute(schedule, value, dims),
+    "permute": lambda schedule, node, value, dims: values.permute(schedule, value, dims),
     "expand": _expand,
-    "repeat": lambda schedule, node, value, times: views.repeat(schedule, value, times),
+    "repeat": lambda schedule, node, value, times: values.repeat(schedule, value, times),
     "slice": _slice,
     "select": _select,
     "unfold": _unfold,

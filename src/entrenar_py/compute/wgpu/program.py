@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +14,129 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from entrenar_py.compute import adapters
-from entrenar_py.compute.wgpu import plan as planning
 from entrenar_py.compute.wgpu.capture import Function, capture
-from entrenar_py.compute.wgpu.device import Device
+from entrenar_py.compute.wgpu.device import HOST, Array, Device, Uploaded, device_array, upload
 from entrenar_py.compute.wgpu.emitter import ELEMENT_BYTES, Buffer
 from entrenar_py.compute.wgpu.lower import Lowered, lower
-from entrenar_py.compute.wgpu.scratch import Scratch
-from entrenar_py.compute.wgpu.uploads import HOST, Array, Uploaded, device_array, upload
 from entrenar_py.compute.wgpu.values import Step
 from entrenar_py.shared.errors import BackendUnavailable, UsageError
+
+# Memory for intermediate results that the programs of one workload share.
+#
+# A program uses it from the beginning of a run to its end, and programs of one device run one
+# after another. So a program for smaller shapes than those before takes no memory of its own.
+
+
+class Scratch:
+    """Pieces of device memory, which grow in number and never shrink."""
+
+    def __init__(self) -> None:
+        self._pieces: list[tuple[int, Any]] = []  # size in bytes, wgpu.GPUBuffer
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all pieces together."""
+        return sum(size for size, _ in self._pieces)
+
+    def take(self, device: Device, sizes: Sequence[int]) -> list[Any]:
+        """Return a piece of at least each of `sizes`, in bytes, no piece twice.
+
+        The largest size gets the smallest piece that it fits into, and so on; what fits into none
+        that is left gets a new one.
+        """
+        wgpu = adapters.library()
+
+        free = sorted(self._pieces, key=lambda piece: piece[0])
+        taken: dict[int, Any] = {}
+        for index in sorted(range(len(sizes)), key=lambda one: -sizes[one]):
+            fitting = next((piece for piece in free if piece[0] >= sizes[index]), None)
+            if fitting is None:
+                usage = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC
+                memory = device.handle.create_buffer(size=sizes[index], usage=usage)
+                self._pieces.append((sizes[index], memory))
+            else:
+                free.remove(fitting)
+                memory = fitting[1]
+            taken[index] = memory
+        return [taken[index] for index in range(len(sizes))]
+
+
+# Assigns memory to the buffers of a schedule, and reuses it.
+#
+# All inputs of a run are in one block. A dispatch never writes to memory that it reads: WebGPU
+# doesn't allow one buffer to be read and written in the same dispatch.
+
+ALIGNMENT = 256  # WebGPU's largest min-storage-buffer-offset-alignment
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The dispatches: `once` are those that need no input of a run, `steps` those of each run.
+
+    `kept` are the buffers that `once` writes. `slots` has the index of the shared piece of memory
+    for each buffer that `steps` write, `slot_bytes` the sizes of these pieces.
+    """
+
+    once: tuple[Step, ...]
+    steps: tuple[Step, ...]
+    kept: tuple[Buffer, ...]
+    slots: dict[Buffer, int]
+    slot_bytes: tuple[int, ...]
+
+
+def plan(lowered: Lowered, given: Collection[Buffer]) -> Plan:
+    """Return the plan for a graph of which only the inputs `given` change between runs."""
+    changing = _changing(lowered.steps, given)
+    once = tuple(step for step in lowered.steps if step.writes not in changing)
+    steps = tuple(step for step in lowered.steps if step.writes in changing)
+    results = [one.buffer for one in lowered.results if one.buffer is not None]
+    slots, slot_bytes = _assign(steps, changing, results)
+    kept = tuple(dict.fromkeys(step.writes for step in once))
+    return Plan(once, steps, kept, slots, slot_bytes)
+
+
+def offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Return aligned offsets for pieces of `sizes` in one block, and the block's size, in bytes."""
+    starts, total = [], 0
+    for size in sizes:
+        starts.append(total)
+        total += -(-size // ALIGNMENT) * ALIGNMENT
+    return starts, total
+
+
+def _changing(steps: Sequence[Step], given: Collection[Buffer]) -> set[Buffer]:
+    """Return `given` and all buffers computed from it."""
+    changing = set(given)
+    while True:
+        more = {step.writes for step in steps if not changing.isdisjoint(step.bindings)}
+        if more <= changing:
+            return changing
+        changing |= more
+
+
+def _assign(
+    steps: Sequence[Step], changing: set[Buffer], results: Sequence[Buffer]
+) -> tuple[dict[Buffer, int], tuple[int, ...]]:
+    """Return each written buffer's piece (the best free fit or a new one) and all pieces' sizes."""
+    last = {buffer: number for number, step in enumerate(steps) for buffer in step.bindings}
+    last |= dict.fromkeys(results, len(steps))
+    slots: dict[Buffer, int] = {}
+    sizes: list[int] = []
+    free: set[int] = set()
+    for number, step in enumerate(steps):
+        out = step.writes
+        if out not in slots:
+            fitting = [i for i in free if out.num_bytes <= sizes[i] <= 2 * out.num_bytes]
+            if fitting:
+                slots[out] = min(fitting, key=lambda i: (sizes[i], i))
+                free.discard(slots[out])
+            else:
+                slots[out] = len(sizes)
+                sizes.append(out.num_bytes)
+        # Free pieces after `out` got one, so that this dispatch doesn't write to what it reads.
+        free |= {slots[one] for one in step.bindings if one in slots and last[one] == number}
+    return slots, tuple(sizes)
+
 
 # That are submitted together. The device computes them while the host records the next ones, which
 # takes about 20 us each.
@@ -107,10 +221,10 @@ class Program:
         self._lowered = lowered
         self._given = lowered.inputs[: len(inputs)]
         self._shapes = [tuple(one.shape) for one in inputs]
-        self._plan = planning.plan(lowered, self._given)
-        self._starts, self._input_bytes = planning.offsets([one.num_bytes for one in self._given])
+        self._plan = plan(lowered, self._given)
+        self._starts, self._input_bytes = offsets([one.num_bytes for one in self._given])
         self._host = np.zeros(max(ELEMENT_BYTES, self._input_bytes), np.uint8)
-        self._result_starts, self._result_bytes = planning.offsets(
+        self._result_starts, self._result_bytes = offsets(
             [_num_bytes(one.shape) for one in lowered.results]
         )
         self._check_sizes()

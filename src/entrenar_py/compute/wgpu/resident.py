@@ -16,10 +16,8 @@ from torch.fx import GraphModule
 from entrenar_py.compute import draws
 from entrenar_py.compute.steps import Array, DropFunction, Model, Tensors
 from entrenar_py.compute.wgpu.capture import Function, capture
-from entrenar_py.compute.wgpu.device import Device
-from entrenar_py.compute.wgpu.program import Program, compile_graph
-from entrenar_py.compute.wgpu.scratch import Scratch
-from entrenar_py.compute.wgpu.uploads import Uploaded, upload
+from entrenar_py.compute.wgpu.device import Device, Uploaded, upload
+from entrenar_py.compute.wgpu.program import Program, Scratch, compile_graph
 
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 # (all tensors of a model by name, what a program is given) -> its results

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import prod
 
-from entrenar_py.compute.wgpu.codings import BITS, Coding
-from entrenar_py.compute.wgpu.emitter import Buffer
+from entrenar_py.compute.wgpu.emitter import BITS, Buffer, Coding
 from entrenar_py.shared.errors import BackendUnavailable
 
 FLOAT_BYTES = 4

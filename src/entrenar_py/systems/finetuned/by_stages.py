@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from entrenar_py import compute as backends
-from entrenar_py.shared import trace, updates, wording
+from entrenar_py.shared import trace, wording, workers
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Trace
@@ -32,7 +32,7 @@ from entrenar_py.train.stages.member import StageMember
 from entrenar_py.train.stages.server import PipelineServer
 from entrenar_py.train.stages.stage_hands import StageHands
 from entrenar_py.train.stages.stage_workload import hidden_bytes_max, width_of
-from entrenar_py.train.wire.pipeline_worker import PipelineWorker
+from entrenar_py.train.wire.pipeline_peers import PipelineWorker
 from entrenar_py.train.wire.terms import Run
 
 _FACTS = ("gradients",)
@@ -79,7 +79,7 @@ class _Training(ScenarioRun):
         workload = coordinated.workload(prepared)
         self._prepared, self._module = prepared, workload.module
         self._cuts = [self._cut(part) for part in _parts(scenario, asked)]
-        options = {**scenario.options, updates.OPTION: updates.SERVER}
+        options = {**scenario.options, workers.OPTION: workers.SERVER}
         own = scenario.with_(options=options)  # the number of workers stays, for its faults
         server = PipelineServer(own, cut=self._cuts[0], workload=workload)
         self.frozen = [frozen.of_files(prepared.settings.model)]

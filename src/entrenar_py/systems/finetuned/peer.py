@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from entrenar_py.shared import extras, trace
+from entrenar_py.shared import shipped, trace
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Tensors, Trace
 from entrenar_py.systems.finetuned import samples_seen, small
 from entrenar_py.systems.finetuned.asked import Asked
 from entrenar_py.systems.finetuned.small import LABELS, Made
-from entrenar_py.train.arithmetic import optimizer, schedule, sharding
+from entrenar_py.train.arithmetic import optimizer, sharding
 from entrenar_py.train.coordinator.recorder import Recorder
 
 IGNORED = -100
@@ -42,7 +42,7 @@ def run(scenario: Scenario) -> Trace:
             import_module("accelerate")
         except ImportError as error:
             raise UsageError(
-                f"transformers.Trainer needs {error.name}; {extras.advice('integrations')}"
+                f"transformers.Trainer needs {error.name}; {shipped.extra_advice('integrations')}"
             ) from error
         module = _model(made, asked)
         _train(scenario, made, module, recorder, Path(folder, "peer"))
@@ -205,7 +205,7 @@ class _Notes:
 
     def share_of_rate(self, step: int) -> float:
         """Return the learning rate of `step` as a share of the highest."""
-        return schedule.learning_rate(
+        return optimizer.learning_rate(
             step,
             peak=1.0,
             kind=self._scenario.schedule,

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from entrenar_py.shared import extras
+from entrenar_py.shared import shipped
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.finetuned.asked import Asked
@@ -114,7 +114,9 @@ def require_libraries() -> None:
         import peft  # noqa: F401
         import transformers
     except ImportError as error:
-        raise UsageError(f"fine-tuning needs {error.name}; {extras.advice('finetune')}") from error
+        raise UsageError(
+            f"fine-tuning needs {error.name}; {shipped.extra_advice('finetune')}"
+        ) from error
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
 

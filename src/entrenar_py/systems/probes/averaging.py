@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from entrenar_py.shared import trace
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.train.coordinator.recorder import Recorder
-from entrenar_py.train.upstream import wire_messages as say
+from entrenar_py.train.upstream import messages as say
 from entrenar_py.train.upstream.averager import Averager
-from entrenar_py.train.upstream.wire_frames import Decoder, encode
-from entrenar_py.train.upstream.wire_messages import WHOLE, Part, WireMessage
-from entrenar_py.train.upstream.wire_terms import AveragingRun, Patience
+from entrenar_py.train.upstream.frames import Decoder, encode
+from entrenar_py.train.upstream.messages import WHOLE, Part, WireMessage
+from entrenar_py.train.upstream.server import AveragingEnd
+from entrenar_py.train.upstream.terms import AveragingRun, Patience
 from entrenar_py.train.wire.effects import Peer
 from entrenar_py.train.wire.frames import Buffer
-from entrenar_py.train.wire_io.averaging_end import AveragingEnd
 
 Vector = NDArray[np.float32]
 Outcome = TypeVar("Outcome")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from entrenar_py import compute as backends
-from entrenar_py.compute import Backend, chain, cpu
+from entrenar_py.compute import Backend, chain, on_torch
 from entrenar_py.shared import trace
 from entrenar_py.shared.errors import BackendUnavailable, UsageError
 from entrenar_py.shared.faults import OF_ADAPTERS, Fault
@@ -99,7 +99,7 @@ class Saboteur:
             except BackendUnavailable as error:
                 if name not in self._faults:
                     raise
-                backend = replace(cpu.open_cpu(), name=name, device=f"stand-in, for {error}")
+                backend = replace(on_torch.open_cpu(), name=name, device=f"stand-in, for {error}")
             if self._strikes(name, "init_error"):
                 raise RuntimeError(f"backend {name}: initialization failed (injected)")
             kind = self._faults[name].kind if name in self._faults else None

@@ -9,7 +9,7 @@ from weakref import finalize
 
 from entrenar_py import compute as backends
 from entrenar_py.compute import Backend
-from entrenar_py.shared import backend_names
+from entrenar_py.shared import scenario
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ def measure(name: str, *, before: Work, work: Work) -> Measured:
 
     Raises BackendUnavailable when the backend can't be opened or fails.
     """
-    return MEASURES[backend_names.kind_of(name)](name, before, work)
+    return MEASURES[scenario.backend_kind(name)](name, before, work)
 
 
 def _of_cuda(name: str, before: Work, work: Work) -> Measured:

@@ -7,7 +7,7 @@ from entrenar_py.compute import Backend
 from entrenar_py.shared import trace
 from entrenar_py.shared.errors import BackendUnavailable
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.train.arithmetic import dropout, engine
+from entrenar_py.train.arithmetic import engine
 from entrenar_py.train.arithmetic.tensors import Workload
 from entrenar_py.train.coordinator import models
 from entrenar_py.train.coordinator.recorder import Recorder
@@ -54,7 +54,7 @@ def sent(scenario: Scenario, model: Workload, backend: Backend) -> Entries:
     """
     replica = engine.Engine(model, backend, model.initial(scenario.rng("initial")), scale=1.0)
     step = backend.stepper(model, replica.tensors, scale=1.0)
-    _, arrays = step(range(scenario.batch_size), dropout.none)
+    _, arrays = step(range(scenario.batch_size), engine.no_dropout)
     names = [name for name, _, _ in declared(model)]
     names += ["without a name"] * (len(arrays) - len(names))
     return tuple(

@@ -25,12 +25,12 @@ import torch
 
 from entrenar_py import compute as backends
 from entrenar_py.compute import Backend
-from entrenar_py.shared import backend_names, mutants, trace
+from entrenar_py.shared import mutants, trace
 from entrenar_py.shared.errors import BackendUnavailable, SystemFailure, UsageError
 from entrenar_py.shared.patience import Patience
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.scenario import Scenario, backend_kind
 from entrenar_py.systems.probes import device_memory
-from entrenar_py.train.arithmetic import dropout, engine, optimizer, reduction, sharding
+from entrenar_py.train.arithmetic import engine, optimizer, reduction, sharding
 from entrenar_py.train.arithmetic.tensors import TensorSpec
 from entrenar_py.train.coordinator import models
 from entrenar_py.train.coordinator.recorder import Recorder
@@ -141,7 +141,7 @@ def estimate_device_bytes(scenario: Scenario, rank: int, specs: Sequence[TensorS
         for part in sharding.cut(shards[shard], scenario.accumulation)
     ]
     sizes = set(parts) - {0}
-    if backend_names.kind_of(scenario.backend_of(rank)) == "cuda":
+    if backend_kind(scenario.backend_of(rank)) == "cuda":
         sizes = {max(sizes, default=0)}
     floats = sum(
         DEVICE_VECTORS * trainable + 2 * others + size * _activations(scenario) for size in sizes
@@ -295,11 +295,11 @@ def _share(
     shards = sharding.cut(ids, scenario.num_shards)
 
     def leaf(shard: int) -> reduction.Node:
-        drop = dropout.Dropout(scenario.dropout, scenario.rng("dropout", step, shard))
+        drop = engine.Dropout(scenario.dropout, scenario.rng("dropout", step, shard))
         vector, loss, weight = replica.shard(
             shards[shard],
             accumulation=scenario.accumulation,
-            drop=drop if scenario.dropout else dropout.none,
+            drop=drop if scenario.dropout else engine.no_dropout,
         )
         return reduction.Node(0, shard, vector, loss, weight)
 

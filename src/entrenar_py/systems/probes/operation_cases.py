@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 
 from entrenar_py.compute import draws, nf4
-from entrenar_py.compute.wgpu.tables import NUM_ELEMENTS_MAX
+from entrenar_py.compute.wgpu.graph import NUM_ELEMENTS_MAX
 
 ROWS, COLUMNS = 17, 31
 LARGE = 1e5

@@ -9,8 +9,8 @@ from typing import Any
 
 from blake3 import blake3
 
-from entrenar_py.train.upstream.wire_frames import LAYOUTS, Decoder, Received, encode
-from entrenar_py.train.upstream.wire_messages import WIRE_MESSAGES, WireMessage
+from entrenar_py.train.upstream.frames import LAYOUTS, Decoder, Received, encode
+from entrenar_py.train.upstream.messages import WIRE_MESSAGES, WireMessage
 
 PREFIX = "original: "  # of the names of messages and cases
 NARROW = struct.Struct("<I")

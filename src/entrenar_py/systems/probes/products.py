@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from entrenar_py import compute as backends
-from entrenar_py.compute import Backend, Pair, rounding
+from entrenar_py.compute import Backend, Pair, products
 from entrenar_py.shared import trace
 from entrenar_py.shared.errors import BackendUnavailable, UsageError
 from entrenar_py.shared.scenario import Scenario
@@ -153,7 +153,7 @@ def measure(backend: Backend, pair: Pair, result: Tensor, wanted: Request) -> tr
     error_cpu = error_f64 = bound = float("nan")
     finite, element = bool(torch.isfinite(result).all()), None
     if result.shape == (shape[0], shape[2]):
-        comparison = rounding.compare(result, a, b, unit_roundoff=backend.unit_roundoff)
+        comparison = products.compare(result, a, b, unit_roundoff=backend.unit_roundoff)
         error_cpu = float((result - a @ b).abs().max())
         error_f64, bound, element = comparison.error, comparison.bound, comparison.element
     return trace.Product(

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from entrenar_py.compute.wgpu.bounds import sensitivity
 from entrenar_py.compute.wgpu.bounds.sensitivity import Deviation
-from entrenar_py.train.arithmetic import dropout
+from entrenar_py.train.arithmetic import engine
 from entrenar_py.train.arithmetic.tensors import Array, DropFunction, Workload
 
 
@@ -93,7 +93,7 @@ class Oracle:
 
     def _draw(self, drop: DropFunction) -> None:
         """Keep the masks that `drop` draws, in the order in which the model uses them."""
-        if drop is dropout.none:
+        if drop is engine.no_dropout:
             return
 
         def keep(x: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class Oracle:
 
     def _dropping(self, masks: Sequence[Tensor]) -> DropFunction:
         if not masks:
-            return dropout.none
+            return engine.no_dropout
         rest = iter(masks)
         return lambda x: x * next(rest)
 

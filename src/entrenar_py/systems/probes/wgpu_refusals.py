@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from entrenar_py.compute.wgpu import program
-from entrenar_py.compute.wgpu.device import Device
-from entrenar_py.compute.wgpu.uploads import Array
+from entrenar_py.compute.wgpu.device import Array, Device
 from entrenar_py.shared import trace
 from entrenar_py.shared.errors import BackendUnavailable, EntrenarError
 from entrenar_py.shared.scenario import Scenario

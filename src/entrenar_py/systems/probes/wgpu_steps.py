@@ -16,7 +16,7 @@ from entrenar_py.shared.errors import BackendUnavailable, UsageError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.probes import device_meter, step_oracle
 from entrenar_py.systems.probes.device_meter import Meter, open_adapter
-from entrenar_py.train.arithmetic import dropout
+from entrenar_py.train.arithmetic import engine
 from entrenar_py.train.arithmetic.engine import Engine
 from entrenar_py.train.arithmetic.tensors import Array, DropFunction
 from entrenar_py.train.coordinator import models
@@ -128,7 +128,7 @@ class Bench:
         ids = range(call.first, call.first + call.num_samples)
         with device_meter.watching() as meter:
             drop = self._dropout(call)
-            chosen = drop if drop is dropout.none else meter.leaving_out(drop)
+            chosen = drop if drop is engine.no_dropout else meter.leaving_out(drop)
             # Masks and samples come from the CPU; making them does not count.
             with patch.object(self._model, "batch", meter.leaving_out(self._model.batch)):
                 loss, gradients = self._steppers[call.replica](ids, chosen)
@@ -154,8 +154,8 @@ class Bench:
     def _dropout(self, call: Call) -> DropFunction:
         """Return dropout whose masks depend only on the inputs of `call`."""
         if not self._scenario.dropout:
-            return dropout.none
-        return dropout.Dropout(self._scenario.dropout, self._scenario.rng(f"masks {call.given}"))
+            return engine.no_dropout
+        return engine.Dropout(self._scenario.dropout, self._scenario.rng(f"masks {call.given}"))
 
     def _stepped(
         self, number: int, call: Call, meter: Meter, results: Mapping[str, Array]

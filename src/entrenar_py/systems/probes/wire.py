@@ -15,9 +15,9 @@ from entrenar_py.shared import trace
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.probes import original_frames
 from entrenar_py.train.coordinator.recorder import Recorder
-from entrenar_py.train.upstream.wire_frames import Received as OriginallyReceived
-from entrenar_py.train.upstream.wire_messages import WireMessage
-from entrenar_py.train.wire import effects, frames, handshake, headers, messages
+from entrenar_py.train.upstream.frames import Received as OriginallyReceived
+from entrenar_py.train.upstream.messages import WireMessage
+from entrenar_py.train.wire import effects, frames, messages, terms
 from entrenar_py.train.wire.coordinator import Coordinator
 from entrenar_py.train.wire.frames import CHUNK_BYTES, Buffer, Decoder, Encoder, Received
 from entrenar_py.train.wire.messages import Challenge, Heartbeat, Hello, Message, TreeNode
@@ -25,7 +25,7 @@ from entrenar_py.train.wire.terms import Run, Terms, Timing
 
 Got = TypeVar("Got", covariant=True)
 KEY = bytes(range(32))
-SECRET, NONCE = b"a secret", "0" * 2 * handshake.NONCE_BYTES
+SECRET, NONCE = b"a secret", "0" * 2 * terms.NONCE_BYTES
 TERMS = Terms(run="run", manifest="manifest", data="data")
 # A quiet NaN with a payload, a signalling one, -0.0, 0.0, the smallest number, both infinities.
 ODD_FLOATS = bytes.fromhex("4523c17f0100a0ff000000800000000001000000000080ff0000807f")
@@ -112,7 +112,7 @@ def _carried(message: Message, payload: bytes, most: int, rng: random.Random) ->
 
 
 def _digest(message: Message, payload: Buffer) -> str:
-    return str(blake3(headers.dump(message) + b"\n").update(payload).hexdigest(16))
+    return str(blake3(frames.dump_header(message) + b"\n").update(payload).hexdigest(16))
 
 
 def _carried_originally(
@@ -190,7 +190,7 @@ def _damaged(rng: random.Random) -> Iterator[tuple[str, bytes]]:
         yield f"a payload cut by {num_bytes} bytes", right[:-num_bytes]
     yield TWICE, right + right
     yield "a request of another protocol", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 4
-    foreign = headers.dump(Heartbeat())
+    foreign = frames.dump_header(Heartbeat())
     many = (b"{}," * 2**19, b'{"step":[' + b"0," * 2**19, b"9" * 2**20, b"[[]," * 2**15)
     for text in (b"[]", b"nonsense", b'{"step":1}', b"[" * 10_000, foreign, *many):
         yield f"header {text[:12]!r}", _with_header(text)
@@ -256,7 +256,7 @@ def _applicants() -> Iterator[tuple[str, Hello, bool]]:
 
 def _proved(hello: Hello, secret: bytes, nonce: str = NONCE) -> Hello:
     challenge = Challenge(version=messages.VERSION, nonce=nonce)
-    return replace(hello, proof=handshake.proof_of_worker(secret, challenge, hello))
+    return replace(hello, proof=terms.proof_of_worker(secret, challenge, hello))
 
 
 def _admission(case: str, hello: Hello, entitled: bool) -> trace.Admission:

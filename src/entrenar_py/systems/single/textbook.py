@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from entrenar_py.shared import membership, trace
+from entrenar_py.shared import trace, workers
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.single import textbook_faults, textbook_replica
 from entrenar_py.systems.single.textbook_replica import Replica, Setup
-from entrenar_py.train.arithmetic import dropout, engine, sharding
+from entrenar_py.train.arithmetic import engine, sharding
 from entrenar_py.train.coordinator import models
 from entrenar_py.train.coordinator.devices import Devices
 from entrenar_py.train.coordinator.recorder import Recorder
@@ -38,7 +38,7 @@ def train(scenario: Scenario, recorder: Recorder) -> str:
     setup = Setup(scenario, models.model_of(scenario), recorder, Devices(scenario, recorder))
     for rank in range(scenario.world_size):
         setup.devices.of(rank)  # fails before training starts if a device is missing
-    ranks = membership.initial_ranks(scenario)
+    ranks = workers.initial_ranks(scenario)
     replicas = [textbook_replica.build_replica(setup, rank) for rank in ranks]
     textbook_replica.broadcast(replicas)
     position = sharding.Position()
@@ -131,7 +131,9 @@ def micro_step(
     if len(ids):
         linear = setup.devices.of(replica.rank).linear
         batch = setup.model.batch(ids)
-        loss = setup.model.loss_of(replica.tensors, batch, linear=linear, drop=drop or dropout.none)
+        loss = setup.model.loss_of(
+            replica.tensors, batch, linear=linear, drop=drop or engine.no_dropout
+        )
         backward(loss, weight, setup, ids)
         loss_sum = loss.item()
     loss_sum = faults.apply(loss_sum, len(ids) / weight)
@@ -150,7 +152,7 @@ def micro_step(
     return shard
 
 
-def masks(setup: Setup, replica: Replica, step: int, ids: sharding.Ids) -> dropout.Dropout | None:
+def masks(setup: Setup, replica: Replica, step: int, ids: sharding.Ids) -> engine.Dropout | None:
     """Return dropout that draws from the rank's own stream, or None without dropout.
 
     A single rank without accumulation draws from the streams of the logical shards: it is the
@@ -160,10 +162,10 @@ def masks(setup: Setup, replica: Replica, step: int, ids: sharding.Ids) -> dropo
     if not scenario.dropout:
         return None
     if scenario.world_size > 1 or scenario.accumulation > 1:
-        return dropout.Dropout(scenario.dropout, replica.rng)
+        return engine.Dropout(scenario.dropout, replica.rng)
     shards = enumerate(sharding.cut(ids, scenario.num_shards))
     streams = [(scenario.rng("dropout", step, shard), len(part)) for shard, part in shards]
-    return dropout.Dropout(scenario.dropout, dropout.ShardStreams(streams))
+    return engine.Dropout(scenario.dropout, engine.ShardStreams(streams))
 
 
 def backward(loss: Tensor, weight: float, setup: Setup, ids: sharding.Ids) -> None:

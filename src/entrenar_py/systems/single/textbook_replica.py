@@ -13,7 +13,8 @@ from torch import Tensor
 
 from entrenar_py.shared import trace
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.train.arithmetic import checkpoint, schedule, sharding
+from entrenar_py.train.arithmetic import checkpoint, sharding
+from entrenar_py.train.arithmetic import optimizer as rules
 from entrenar_py.train.arithmetic.tensors import Workload
 from entrenar_py.train.coordinator.devices import Devices
 from entrenar_py.train.coordinator.recorder import Recorder
@@ -96,7 +97,7 @@ def build_scheduler(
     """Return the scenario's schedule as a factor on the peak learning rate."""
 
     def factor(step: int) -> float:
-        return schedule.learning_rate(
+        return rules.learning_rate(
             step,
             peak=1.0,
             kind=scenario.schedule,

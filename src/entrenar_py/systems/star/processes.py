@@ -25,10 +25,10 @@ from entrenar_py.systems.star import worker_process
 from entrenar_py.systems.star.scenario_run import ScenarioRun
 from entrenar_py.train.wire.effects import Effect, Finish
 from entrenar_py.train.wire.terms import Run, Timing
-from entrenar_py.train.wire_io import sockets, uninvited_client
+from entrenar_py.train.wire_io import injections, sockets
+from entrenar_py.train.wire_io.injections import Guest
 from entrenar_py.train.wire_io.processes import Crew, Hand
 from entrenar_py.train.wire_io.tcp import DIED, CoordinatorServer
-from entrenar_py.train.wire_io.uninvited_client import Guest
 
 LOOPBACK = "127.0.0.1"
 ANSWER_S = 3.0
@@ -150,7 +150,7 @@ class ProcessTransport:
 
     def visit(self, guest: Guest) -> None:
         """Send a stranger to the real socket."""
-        self._visits.append(asyncio.create_task(uninvited_client.visit(guest, *self._address)))
+        self._visits.append(asyncio.create_task(injections.visit(guest, *self._address)))
 
     # --- its workers ------------------------------------------------------------------------------
 

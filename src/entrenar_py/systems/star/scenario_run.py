@@ -13,13 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from entrenar_py.shared import faults, membership, trace
+from entrenar_py.shared import faults, trace, workers
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.systems import AUTO
 from entrenar_py.systems.star import strangers
 from entrenar_py.train.arithmetic.tensors import Workload
-from entrenar_py.train.arithmetic.vectors import GivenVectors
+from entrenar_py.train.arithmetic.workload import GivenVectors
 from entrenar_py.train.coordinator import reduction_measures, topology
 from entrenar_py.train.coordinator.member import Member
 from entrenar_py.train.coordinator.server import Server
@@ -28,10 +28,8 @@ from entrenar_py.train.wire.effects import Conclude, Effect, Finish, Gather, Lef
 from entrenar_py.train.wire.messages import Assign, Message
 from entrenar_py.train.wire.terms import Run
 from entrenar_py.train.wire.worker import Worker
-from entrenar_py.train.wire_io.endpoints import CoordinatorEnd, WorkerEnd
-from entrenar_py.train.wire_io.hands import MemberHands
-from entrenar_py.train.wire_io.message_faults import Fate, Meddling
-from entrenar_py.train.wire_io.uninvited_client import Guest
+from entrenar_py.train.wire_io.endpoints import CoordinatorEnd, MemberHands, WorkerEnd
+from entrenar_py.train.wire_io.injections import Fate, Guest, Meddling
 
 
 class Transport(Protocol):
@@ -71,7 +69,7 @@ class ScenarioRun:
         self.server = Server(scenario, workload=workload) if server is None else server
         self.transport = transport(self)
         self._waiting = [one for one in scenario.faults if one.kind in faults.SURVIVED]
-        self._ranks = set(membership.initial_ranks(scenario))  # present, or about to come back
+        self._ranks = set(workers.initial_ranks(scenario))  # present, or about to come back
         self._caught: Counter[int] = Counter()
         self._awaited: dict[int, set[int]] = {}
         self._guests: list[tuple[Fault, Guest]] = []  # the strangers that came

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from entrenar_py.shared.faults import Fault
-from entrenar_py.train.wire import handshake
 from entrenar_py.train.wire.frames import CHUNK_BYTES, FIELDS, MAGIC, TO_COORDINATOR, Encoder
 from entrenar_py.train.wire.messages import VERSION, Challenge, Hello
-from entrenar_py.train.wire.terms import Terms
-from entrenar_py.train.wire_io.uninvited_client import Guest
+from entrenar_py.train.wire.terms import Terms, proof_of_worker
+from entrenar_py.train.wire_io.injections import Guest
 
 GARBAGE_BYTES = 1_000
 CLAIMED_BYTES = 2**62
@@ -56,7 +55,7 @@ def _applicant(terms: Terms, secret: bytes, rank: int | None) -> Callable[[Chall
             nonce=challenge.nonce[::-1],
             proof="",
         )
-        proof = handshake.proof_of_worker(secret, challenge, plain)
+        proof = proof_of_worker(secret, challenge, plain)
         return b"".join(Encoder().encode(replace(plain, proof=proof)))
 
     return hello

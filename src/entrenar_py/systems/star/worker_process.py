@@ -22,14 +22,14 @@ import torch
 from entrenar_py.shared import mutants, trace
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.train.arithmetic.vectors import GivenVectors
+from entrenar_py.train.arithmetic.workload import GivenVectors
 from entrenar_py.train.coordinator import reduction_measures, topology
 from entrenar_py.train.coordinator.lies import Liar
 from entrenar_py.train.coordinator.member import Member
 from entrenar_py.train.wire.effects import Finish
 from entrenar_py.train.wire.messages import Message
 from entrenar_py.train.wire.terms import Terms, Timing
-from entrenar_py.train.wire_io.message_faults import Fate, Meddling
+from entrenar_py.train.wire_io.injections import Fate, Meddling
 from entrenar_py.train.wire_io.processes import Job
 from entrenar_py.train.wire_io.tcp import WorkerClient
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 import entrenar_py
 from entrenar_py.shared import trace
-from entrenar_py.shared.outer import Outer
 from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.workers import Outer
 from entrenar_py.systems.torch import ddp, ranks, workload_module
 from entrenar_py.systems.torch.batches import global_batch
 from entrenar_py.systems.torch.finite_guard import FiniteGuard, NotFinite

@@ -30,7 +30,7 @@ from torch import Tensor
 from entrenar_py import systems
 from entrenar_py.check.observing import FAULTS, FOLDER
 from entrenar_py.check.rank_files import assembly
-from entrenar_py.shared import environment, membership, mutants, trace
+from entrenar_py.shared import mutants, process, trace, workers
 from entrenar_py.shared.errors import BackendUnavailable, SystemFailure
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.patience import Patience
@@ -152,7 +152,7 @@ def run(
         status, reason = lives.live()
         return trace.Trace(
             scenario=scenario,
-            environment=environment.describe(),
+            environment=process.environment(),
             promises=promises,
             events=(*lives.events, trace.End(status=status, reason=reason)),
         )
@@ -166,7 +166,7 @@ class _Lives:
     ) -> None:
         self._scenario, self._folder, self._arrange = scenario, folder, arrange
         self._life = 0
-        self._workers = membership.initial_ranks(scenario)
+        self._workers = workers.initial_ranks(scenario)
         self._faults = list(scenario.faults)  # those that have not struck yet
         self._joins = [one for one in self._faults if one.kind == "join"]
         self.events: list[trace.Event] = []

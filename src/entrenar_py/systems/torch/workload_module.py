@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.train.arithmetic import engine, schedule
+from entrenar_py.train.arithmetic import engine
+from entrenar_py.train.arithmetic import optimizer as rules
 from entrenar_py.train.coordinator import models
 
 MOMENTUM = 0.9
@@ -94,7 +95,7 @@ def scheduler_of(
     """Return the scenario's schedule as a factor on the peak learning rate."""
 
     def factor(step: int) -> float:
-        return schedule.learning_rate(
+        return rules.learning_rate(
             step,
             peak=1.0,
             kind=scenario.schedule,

@@ -15,7 +15,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from entrenar_py.train.arithmetic import in_threads
+from entrenar_py.train.arithmetic import reduction
+
+
+def learning_rate(step: int, *, peak: float, kind: str, warmup_steps: int, num_steps: int) -> float:
+    """Return the learning rate of optimizer step `step`, counted from 0.
+
+    It rises linearly to `peak` over `warmup_steps`. Then it stays (`constant`), or falls to 0 at
+    `num_steps` along a line (`linear`) or half a cosine (`cosine`).
+    """
+    if step < warmup_steps:
+        return peak * (step + 1) / (warmup_steps + 1)
+    if kind == "constant":
+        return peak
+    done = (step - warmup_steps) / max(num_steps - warmup_steps, 1)
+    remaining = 1 - done if kind == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return peak * remaining
+
 
 Vector = NDArray[np.float32]
 State = dict[str, Vector]
@@ -131,7 +147,7 @@ def _for_blocks(
     if length < _ALONE:
         of(blocks)
     else:
-        in_threads.share_out(blocks, of)
+        reduction.share_out(blocks, of)
 
 
 def _sgd(

@@ -8,8 +8,11 @@ whatever order nodes arrive, and however often a leaf is computed again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,3 +119,83 @@ def num_nodes(start: int, end: int) -> int:
         start += min(start & -start or longest, longest)  # a node starts at a multiple of its width
         count += 1
     return count
+
+
+T = TypeVar("T")
+
+
+class Aside:
+    """One thread for long work, done in the order of calls; it ends with this object."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1)
+
+    def start(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Begin `work`; return a function that waits for its result, or raises what it raised."""
+        return self._pool.submit(work).result
+
+
+def at_once(work: Callable[[], T]) -> Callable[[], T]:
+    """Do `work` here, and return a function that returns its result: as `Aside.start` does."""
+    result = work()
+    return lambda: result
+
+
+def share_out(
+    items: Sequence[T], work: Callable[[Sequence[T]], None], *, threads_max: int = 8
+) -> None:
+    """Call `work` with a share of `items` in each of several threads, and wait for all.
+
+    With more threads than `threads_max`, work on small items only waits for the interpreter.
+    """
+    threads = min(threads_max, os.cpu_count() or 1, len(items))
+    if threads < 2:
+        work(items)
+        return
+    with ThreadPoolExecutor(threads) as pool:  # not kept: a process may fork
+        for done in [pool.submit(work, items[number::threads]) for number in range(threads)]:
+            done.result()
+
+
+# The weighted mean of vectors, along the fixed tree.
+#
+# A float32 times a weight below 2**29 is exact in float64, and a sum of such products can't
+# overflow there. So the mean is rounded to float32 once, and the mean of one vector is that
+# vector.
+
+ELEMENTS = 2**16  # that are averaged at a time; each takes 8 bytes a vector
+
+
+def weighted_mean(vectors: Sequence[Vector], weights: Sequence[int]) -> Vector:
+    """Return sum(weight * vector) / sum(weights), float32 [num_elements].
+
+    `vectors` are finite, and of one length. They are added in their order along the tree, so the
+    result has the same bits whenever the order is the same. Raises ValueError if all weights are 0.
+    """
+    total = sum(weights)
+    if not total:
+        raise ValueError("all weights are 0: their mean is not defined")
+    mean = np.empty_like(vectors[0])
+    for begin in range(0, len(mean), ELEMENTS):
+        part = slice(begin, begin + ELEMENTS)
+        leaves = (
+            _leaf(index, vector[part], weight)
+            for index, (vector, weight) in enumerate(zip(vectors, weights, strict=True))
+        )
+        mean[part] = root(leaves, len(vectors)).vector / float(total)
+    return mean
+
+
+def _leaf(index: int, vector: Vector, weight: int) -> Node:
+    """Return a leaf of the tree, in float64. The tree adds whatever type its leaves have."""
+    product = np.multiply(vector, float(weight), dtype=np.float64)
+    return Node(0, index, cast("Vector", product), 0.0, float(weight))
+
+
+def first_not_finite(vector: Vector) -> int | None:
+    """Return the index of the first NaN or Inf in `vector`, or None."""
+    for begin in range(0, len(vector), ELEMENTS):
+        finite = np.isfinite(vector[begin : begin + ELEMENTS])
+        if not finite.all():
+            return begin + int(finite.argmin())
+    return None

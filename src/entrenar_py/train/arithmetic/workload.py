@@ -6,16 +6,23 @@ The same arguments give the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gzip
+import math
+import sysconfig
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
-from torch import Tensor
+from blake3 import blake3
+from numpy.typing import NDArray
+from torch import Tensor, from_numpy
 
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.train.arithmetic import datasets, decoder, vectors
+from entrenar_py.train.arithmetic import decoder
 from entrenar_py.train.arithmetic.tensors import (
     Array,
     Batch,
@@ -26,6 +33,180 @@ from entrenar_py.train.arithmetic.tensors import (
     Workload,
     uniform,
 )
+
+# Data that needs no download: handwritten digits (digits.md), the standard library's source.
+#
+# Nothing is shuffled. Every process gets the same first rows.
+
+NUM_PIXELS = 64
+NUM_DIGITS = 10
+LINE_BYTES_MIN = 2  # one byte to read and one to predict
+LINE_BYTES_MAX = 32
+
+# Small, old, pure Python, in every distribution; their lines differ in length.
+MODULES = ("colorsys", "bisect", "heapq", "textwrap", "shlex", "fractions", "statistics")
+
+
+def digest(*arrays: NDArray[Any]) -> str:
+    """Return BLAKE3, 32 hex digits, of the bytes of the C-contiguous `arrays`, in order."""
+    hasher = blake3()
+    for array in arrays:
+        hasher.update(array.tobytes())
+    return hasher.hexdigest(16)
+
+
+def digits(num_samples: int) -> tuple[Array, NDArray[np.int64]]:
+    """Return the first digits: pixels in [0, 1], float32 [n, 64], and labels, int64 [n].
+
+    Raises UsageError when `num_samples` is larger than the data set.
+    """
+    table = _digit_table()
+    _require("mlp", num_samples, len(table))
+    pixels = (table[:num_samples, :NUM_PIXELS] / 16).astype(np.float32)
+    return pixels, table[:num_samples, NUM_PIXELS].astype(np.int64)
+
+
+def lines(num_samples: int) -> tuple[bytes, ...]:
+    """Return the first lines of the standard library's source, 2 to 32 bytes each.
+
+    Indentation and line ends are stripped, short lines left out, long lines cut. The text may
+    differ between Python versions; the workload's `data_digest` shows whether it does. Raises
+    UsageError when `num_samples` is larger than the data set.
+    """
+    text = _source_lines()
+    _require("decoder", num_samples, len(text))
+    return text[:num_samples]
+
+
+@lru_cache(maxsize=1)
+def _digit_table() -> NDArray[np.uint8]:
+    """Return uint8 [1797, 65]: 64 pixels from 0 to 16, and the digit."""
+    rows = gzip.decompress(Path(__file__).with_name("digits.gz").read_bytes())
+    return np.frombuffer(rows, dtype=np.uint8).reshape(-1, NUM_PIXELS + 1)
+
+
+@lru_cache(maxsize=1)
+def _source_lines() -> tuple[bytes, ...]:
+    library = Path(sysconfig.get_path("stdlib"))
+    source = b"\n".join((library / f"{module}.py").read_bytes() for module in MODULES)
+    stripped = (line.strip() for line in source.splitlines())
+    return tuple(line[:LINE_BYTES_MAX] for line in stripped if len(line) >= LINE_BYTES_MIN)
+
+
+def _require(workload: str, num_samples: int, available: int) -> None:
+    if num_samples > available:
+        raise UsageError(
+            f"num_samples={num_samples} with workload={workload}: its data set has {available} "
+            f"samples; use num_samples<={available}"
+        )
+
+
+# The workload `vectors`: every sample's gradient is a vector that is known beforehand.
+#
+# The loss is linear in the only tensor, so the average gradient does not depend on the weights.
+# This tests a reduction by itself, at any length.
+
+WEIGHTS = 3  # samples weigh 1, 2 or 3 in turn
+DRAWN = "drawn"  # as `terms`: vectors are drawn, and every sample weighs 1
+TERMS_MAX = 1024
+
+
+class GivenVectors(Workload):
+    """The loss of sample i is the inner product of the tensor `vector` and a known vector v_i.
+
+    Vectors as `terms` are the v_i, repeated cyclically. With DRAWN or None, v_i is normally
+    distributed and not stored: its own seed draws it again when needed, whole or in pieces. Samples
+    weigh 1 each; with None they weigh 1, 2 or 3 in turn.
+    """
+
+    name = "vectors"
+    weight_max = WEIGHTS
+
+    def __init__(
+        self, num_samples: int, *, length: int, data: np.random.Generator, terms: Any = None
+    ) -> None:
+        """Raises UsageError if `terms` is neither None, nor DRAWN, nor vectors of `length`."""
+        self.num_samples = num_samples
+        self._equal = terms is not None
+        self._given = None if terms in (None, DRAWN) else _vectors(terms, length)
+        self.specs = (TensorSpec("vector", (length,), "trainable", decayed=True),)
+        self._length = length
+        self._seeds = data.integers(2**63, size=num_samples)
+        arrays = [self._seeds, np.array([length])]
+        if terms is not None:
+            arrays.append(np.array([1.0]) if self._given is None else self._given)
+        self.data_digest = digest(*arrays)
+
+    def weight(self, ids: Sequence[int]) -> int:
+        return len(ids) if self._equal else sum(1 + sample % WEIGHTS for sample in ids)
+
+    def pieces(self, sample: int) -> Callable[[int], Array]:
+        """Return a function: count -> the next `count` elements of v_`sample`, float32."""
+        if self._given is not None:
+            return _pieces(self._given[sample % len(self._given)])
+        stream = np.random.Generator(np.random.PCG64(int(self._seeds[sample])))
+        return lambda count: stream.standard_normal(count, dtype=np.float32)
+
+    def batch(self, ids: Sequence[int]) -> tuple[Tensor]:
+        """Return the sum of the v_i, added in the order of `ids`, float32 [length]."""
+        return (from_numpy(self._total(ids)),)
+
+    def loss_of(
+        self, tensors: Tensors, batch: Batch, *, linear: LinearFunction, drop: DropFunction
+    ) -> Tensor:
+        vector = tensors["vector"]
+        return (vector * batch[0].to(vector)).sum()
+
+    def gradients(
+        self, tensors: Tensors, ids: Sequence[int], *, drop: DropFunction, scale: float
+    ) -> tuple[float, list[Array]]:
+        total = self._total(ids)
+        loss = (tensors["vector"].detach() * from_numpy(total)).sum().item()
+        total *= np.float32(scale)
+        return loss, [total]
+
+    def _total(self, ids: Sequence[int]) -> Array:
+        """Return the sum of the v_i, added in the order of `ids`."""
+        drawn = (self.pieces(i)(self._length) for i in ids)
+        total = next(drawn)
+        for vector in drawn:
+            total += vector
+        return total
+
+
+def _pieces(vector: Array) -> Callable[[int], Array]:
+    place = 0
+
+    def piece(count: int) -> Array:
+        nonlocal place
+        start, place = place, place + count
+        return vector[start:place].copy()
+
+    return piece
+
+
+def _vectors(terms: Any, length: int) -> Array:
+    """Return `terms` as float32 [count, length]; UsageError if they can't be read as that."""
+    rows = terms if isinstance(terms, list) else []
+    if not 0 < len(rows) <= TERMS_MAX or not all(_is_vector(row, length) for row in rows):
+        shown = repr(terms)
+        raise UsageError(
+            f"options terms={shown[:80]}: use {DRAWN}, or a list of 1 to {TERMS_MAX} lists of "
+            f"width={length} finite numbers each"
+        )
+    with np.errstate(over="ignore"):
+        vectors = np.array(rows, dtype=np.float32)
+    if not np.isfinite(vectors).all():
+        raise UsageError("options terms: a number is too large for float32; use smaller ones")
+    return vectors
+
+
+def _is_vector(row: Any, length: int) -> bool:
+    return (
+        isinstance(row, list)
+        and len(row) == length
+        and all(type(x) in (int, float) and math.isfinite(x) for x in row)
+    )
 
 
 def build(
@@ -46,7 +227,7 @@ def build(
     if name in ("decoder", "decoder_full"):
         return decoder.ByteDecoder(num_samples, full=name == "decoder_full")
     if name == "vectors":
-        return vectors.GivenVectors(num_samples, length=width, data=data, terms=terms)
+        return GivenVectors(num_samples, length=width, data=data, terms=terms)
     raise UsageError(f"workload={name!r}: allowed are linear, mlp, decoder, decoder_full, vectors")
 
 
@@ -63,7 +244,7 @@ class LinearRegression(Workload):
         x = data.uniform(-1, 1, (num_samples, 1)).astype(np.float32)
         xy = np.stack([x, 2 * x + 1])
         self.num_samples = num_samples
-        self.data_digest = datasets.digest(xy)
+        self.data_digest = digest(xy)
         self._xy = torch.from_numpy(xy)  # [2, num_samples, 1]
         self._columns = xy[:, :, 0]  # [2, num_samples]
 
@@ -102,14 +283,14 @@ class DigitClassifier(Workload):
     name = "mlp"
 
     def __init__(self, num_samples: int, *, width: int) -> None:
-        pixels, labels = datasets.digits(num_samples)
+        pixels, labels = digits(num_samples)
         self.num_samples = num_samples
-        self.data_digest = datasets.digest(pixels, labels)
+        self.data_digest = digest(pixels, labels)
         self.specs = (
-            *_layer("hidden1", datasets.NUM_PIXELS, width),
+            *_layer("hidden1", NUM_PIXELS, width),
             *_layer("hidden2", width, width),
-            *_layer("output", width, datasets.NUM_DIGITS),
-            TensorSpec("running_mean", (datasets.NUM_PIXELS,), "buffer", decayed=False),
+            *_layer("output", width, NUM_DIGITS),
+            TensorSpec("running_mean", (NUM_PIXELS,), "buffer", decayed=False),
         )
         self._pixels = pixels
         self._inputs = torch.from_numpy(pixels)  # [num_samples, 64]

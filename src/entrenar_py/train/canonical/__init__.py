@@ -46,6 +46,6 @@ def require_deterministic() -> None:
     is off. With a CUDA device, also checks CUBLAS_WORKSPACE_CONFIG. Set that variable before the
     process starts: whether cuBLAS started without it can't be checked.
     """
-    from entrenar_py.train.canonical.settings import require_deterministic as require
+    from entrenar_py.train.canonical.requirements import require_deterministic as require
 
     require()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,10 +12,69 @@ from torch import Tensor
 from torch.futures import Future
 
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.train.canonical import admission, exchange, gradients, settings
+from entrenar_py.train.canonical import exchange, requirements
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
+
+# Adds the gradients of one rank's micro-batches along the tree, one micro-batch after another.
+#
+# A binary counter: after k micro-batches, it holds one tree node for each bit set in k, the sum
+# of as many micro-batches as the bit's value. Before the last of 2^i micro-batches, all levels
+# have a node.
+
+Gradients = dict[Tensor, Tensor]  # parameter -> gradient
+
+
+class Counter:
+    """The tree nodes whose right sibling is not computed yet, from the leaves up."""
+
+    def __init__(self) -> None:
+        self._levels: list[Gradients] = []
+
+    def push(self, node: Gradients) -> None:
+        """Add the next micro-batch's gradients. The counter owns `node` and changes it in place."""
+        for level, older in enumerate(self._levels):
+            if not older:
+                self._levels[level] = node
+                return
+            add(older.values(), node.values())
+            node, self._levels[level] = older, {}
+        self._levels.append(node)
+
+    def complete(self, parameters: Iterable[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Add the pending nodes of `parameters` to the last micro-batch's `gradients`, in place."""
+        parameters = list(parameters)
+        for waiting in self._levels:
+            add(gradients, [waiting.pop(one) for one in parameters])
+
+    def clear(self) -> None:
+        """Drop all pending nodes."""
+        self._levels.clear()
+
+
+def take(parameters: Iterable[Tensor]) -> Gradients:
+    """Return the gradients of `parameters` and reset each `.grad` to None.
+
+    Parameters without a gradient are left out.
+    """
+    taken = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            taken[parameter], parameter.grad = parameter.grad, None
+    return taken
+
+
+def add(into: Iterable[Tensor], others: Iterable[Tensor]) -> None:
+    """Add `others` to `into` in place, pair by pair, with one fused call for each dtype."""
+    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for one, other in zip(into, others, strict=True):
+        ours, theirs = by_dtype.setdefault(one.dtype, ([], []))
+        ours.append(one)
+        theirs.append(other)
+    for ours, theirs in by_dtype.values():
+        torch._foreach_add_(ours, theirs)
+
 
 Batch = TypeVar("Batch")
 Exchange = Callable[[Tensor], Future[Tensor]]
@@ -35,25 +94,25 @@ class Reducer:
     def __init__(
         self, model: DistributedDataParallel, *, micro_batches: int, symmetric_memory: bool | None
     ) -> None:
-        admission.require_wrapped(model)
+        requirements.require_wrapped(model)
         group = model.process_group
         world_size, rank = dist.get_world_size(group), dist.get_rank(group)
-        admission.require_numbers(micro_batches=micro_batches, world_size=world_size)
-        self._parameters = admission.require_model(model)
-        settings.require_deterministic()
-        self._switches = settings.switches()
+        requirements.require_numbers(micro_batches=micro_batches, world_size=world_size)
+        self._parameters = requirements.require_model(model)
+        requirements.require_deterministic()
+        self._switches = requirements.switches()
         device = next(iter(self._parameters)).device
         asked = {"micro_batches": micro_batches, "symmetric_memory": symmetric_memory}
         facts = {**asked, **self._switches}
-        settings.require_same({**facts, **settings.surroundings(device)}, group)
+        requirements.require_same({**facts, **requirements.surroundings(device)}, group)
         share = micro_batches // world_size
         self.shards = range(rank * share, (rank + 1) * share)
         self._shard: int | None = None  # the current micro-batch
-        self._model, self._counter = model, gradients.Counter()
+        self._model, self._counter = model, Counter()
         self._reduced: set[Tensor] = set()  # parameters that the hook got in this step
         scale = 1 / micro_batches
         if symmetric_memory is None:
-            symmetric_memory = settings.share_memory(device, group)
+            symmetric_memory = requirements.share_memory(device, group)
         self._exchange = _exchange(group, device, scale=scale, symmetric=symmetric_memory)
         # torch reads a hook's annotations and rejects postponed ones. A lambda has none.
         try:
@@ -79,8 +138,8 @@ class Reducer:
         of all ranks. Raises UsageError if there are too few batches, if a micro-batch had no
         backward pass, or if a setting in `settings.switches` changed since the reducer was made.
         """
-        settings.require_unchanged(self._switches)
-        gradients.take(self._parameters)
+        requirements.require_unchanged(self._switches)
+        take(self._parameters)
         self._counter.clear()
         self._reduced.clear()
         coming = iter(batches)
@@ -98,7 +157,7 @@ class Reducer:
     def _keep(self, shard: int) -> None:
         """Check that `shard` made every gradient, and keep these unless it is the last shard."""
         last = shard == self.shards[-1]
-        node = {} if last else gradients.take(self._parameters)
+        node = {} if last else take(self._parameters)
         missing = self._parameters.keys() - (self._reduced if last else node.keys())
         if missing:
             names = sorted(self._parameters[one] for one in missing)
@@ -139,10 +198,10 @@ def _exchange(
         )
     if device.type == "cuda" and dist.get_world_size(group) > 1:
         if symmetric:
-            from entrenar_py.train.canonical.symmetric import Symmetric
+            from entrenar_py.train.canonical.on_gpus import Symmetric
 
             return Symmetric(group, scale=scale, device=device, piece_bytes=PIECE_BYTES)
-        from entrenar_py.train.canonical.pipeline import Pipeline
+        from entrenar_py.train.canonical.on_gpus import Pipeline
 
         return Pipeline(group, scale=scale, device=device, piece_bytes=PIECE_BYTES)
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import entrenar_py
-from entrenar_py.shared import backend_names
+from entrenar_py.shared import scenario
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.shared.page import values
+from entrenar_py.shared.page import arguments
 from entrenar_py.train.cli import distill_options, pipeline_options
 from entrenar_py.train.finetune import NEW_TOKENS
 from entrenar_py.train.service import address, exit_codes, following
@@ -198,7 +198,7 @@ def _add_worker(commands: _Commands) -> None:
     command.add_argument(
         "--rank",
         metavar="N",
-        type=values.natural,
+        type=arguments.natural,
         help="the rank to request (default: the lowest free one)",
     )
     command.add_argument(
@@ -216,7 +216,7 @@ def _add_worker(commands: _Commands) -> None:
     command.add_argument(
         "--patience-s",
         metavar="S",
-        type=values.seconds,
+        type=arguments.seconds,
         default=PATIENCE_S,
         help=f"seconds to keep trying to join the run (default {PATIENCE_S:g})",
     )
@@ -244,7 +244,7 @@ def _add_watch(commands: _Commands) -> None:
     watch.add_argument(
         "--every",
         metavar="N",
-        type=functools.partial(values.natural, least=1),
+        type=functools.partial(arguments.natural, least=1),
         default=EVERY,
         help=f"optimizer steps between two looks (default {EVERY})",
     )
@@ -288,7 +288,7 @@ def _add_finetune(commands: _Commands) -> None:
     infer.add_argument(
         "--new-tokens",
         metavar="N",
-        type=functools.partial(values.natural, least=1),
+        type=functools.partial(arguments.natural, least=1),
         help=f"tokens of an answer at most (default {NEW_TOKENS})",
     )
     merge = _add(commands, "merge", "write a model with the adapters added to its weights")
@@ -365,7 +365,7 @@ def _address(text: str) -> address.Address:
 def _backend(text: str) -> str:
     if text != AUTO:
         try:
-            backend_names.kind_of(text)
+            scenario.backend_kind(text)
         except UsageError as error:
             raise argparse.ArgumentTypeError(f"{error}, {AUTO}") from error
     return text
@@ -375,7 +375,7 @@ def _backends(text: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(","))
     for name in names:
         try:
-            backend_names.kind_of(name)
+            scenario.backend_kind(name)
         except UsageError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
     return names

@@ -9,7 +9,7 @@ from entrenar_py.shared import trace
 from entrenar_py.shared.faults import Fault
 from entrenar_py.train.wire.frames import Buffer
 from entrenar_py.train.wire.messages import Computed, Message, TreeNode
-from entrenar_py.train.wire_io.message_faults import Said
+from entrenar_py.train.wire_io.injections import Said
 
 _TOO_MUCH = bytes(4)
 

@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 
 from entrenar_py.compute import Stepping
-from entrenar_py.shared import faults, trace, updates
+from entrenar_py.shared import faults, trace, workers
 from entrenar_py.shared.errors import ProtocolError
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.train.arithmetic import blocks, engine, reduction, sharding, state
 from entrenar_py.train.arithmetic.tensors import Workload
-from entrenar_py.train.arithmetic.vectors import GivenVectors
+from entrenar_py.train.arithmetic.workload import GivenVectors
 from entrenar_py.train.coordinator import models, reduction_measures, topology
 from entrenar_py.train.coordinator.exchanges import Held, RingExchange, TreeExchange
 from entrenar_py.train.coordinator.replicas import Replicas, Worker
@@ -49,7 +49,7 @@ class Member(Replicas):
             num_shards = scenario.num_shards
             self._exchange = kind(self.held, self.nodes, num_shards=num_shards, scale=self.scale)
         self._shards: list[sharding.Ids] = []
-        self._comes: type[Average | Weights] = Weights if updates.by_server(scenario) else Average
+        self._comes: type[Average | Weights] = Weights if workers.by_server(scenario) else Average
         self._sizes = self.sizes()
         self._step = 0
         self._applied: tuple[int, bytes] | None = None  # the last step made, and its payload
@@ -63,7 +63,9 @@ class Member(Replicas):
 
     def sizes(self) -> dict[type[Message], int]:
         """Return the largest payload, in bytes, that a message of each kind may have."""
-        state_bytes = state.num_bytes(self.workload.specs, updates.held(self.scenario))
+        state_bytes = state.num_bytes(
+            self.workload.specs, workers.optimizer_of_workers(self.scenario)
+        )
         kinds = (self._comes, *(self._exchange.carriers if self._exchange is not None else ()))
         return {Welcome: state_bytes, **dict.fromkeys(kinds, self.vector_bytes)}
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from entrenar_py.shared import environment, patience, trace
+from entrenar_py.shared import patience, process, trace
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.train.arithmetic import in_threads
+from entrenar_py.train.arithmetic import reduction
 
 _ALONE = 2**22  # bytes up to which one thread is as fast
 _THREADS_MAX = 4
@@ -41,7 +41,7 @@ class Recorder:
         if sum(array.nbytes for array in arrays.values()) < _ALONE:
             of(names)
         else:
-            in_threads.share_out(names, of, threads_max=_THREADS_MAX)
+            reduction.share_out(names, of, threads_max=_THREADS_MAX)
         return {name: records[name] for name in names}
 
     def slices(self, vector: NDArray[np.float32], parts: Mapping[str, slice]) -> trace.Tensors:
@@ -63,7 +63,7 @@ class Recorder:
         self.emit(trace.End(status=status, reason=reason))
         return trace.Trace(
             scenario=self.scenario,
-            environment=environment.describe(),
+            environment=process.environment(),
             promises=tuple(promises),
             events=tuple(self._events),
         )

@@ -9,10 +9,9 @@ import numpy as np
 from entrenar_py.shared import trace
 from entrenar_py.train.arithmetic import sharding
 from entrenar_py.train.arithmetic.tensors import Array
-from entrenar_py.train.arithmetic.vectors import GivenVectors
-from entrenar_py.train.wire_io.endpoints import CoordinatorEnd, WorkerEnd
-from entrenar_py.train.wire_io.mesh_end import MeshEnd
-from entrenar_py.train.wire_io.stream import Meter
+from entrenar_py.train.arithmetic.workload import GivenVectors
+from entrenar_py.train.wire_io.endpoints import CoordinatorEnd, Meter, WorkerEnd
+from entrenar_py.train.wire_io.peer_ends import MeshEnd
 
 PIECE = 2**20  # elements that are recomputed at a time
 UNIT_ROUNDOFF = 2.0**-24

@@ -15,18 +15,16 @@ from typing import Any
 import numpy as np
 
 from entrenar_py.compute import Stepping
-from entrenar_py.shared import faults, trace, updates
+from entrenar_py.shared import faults, trace, workers
 from entrenar_py.shared.errors import ProtocolError
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.train.arithmetic import (
+    blocks,
     checkpoint,
-    dropout,
     engine,
-    layout,
     optimizer,
     reduction,
-    schedule,
     sharding,
     state,
 )
@@ -108,7 +106,7 @@ class Replicas:
         self.devices = Devices(scenario, self.recorder)
         self.backend_of: Callable[[int], Stepping] = backend_of or self.devices.of
         self.workload = workload or models.model_of(scenario)
-        self.layout = layout.Layout(self.workload.specs)
+        self.layout = blocks.Layout(self.workload.specs)
         self.rule = optimizer.Rule(scenario.optimizer, scenario.weight_decay, self.layout.decayed)
         self.scale = engine.scale_of(self.workload.weight_max * scenario.batch_size)
         self.position = sharding.Position()
@@ -146,11 +144,11 @@ class Replicas:
     def compute(self, worker: Worker, step: int, shard: int, ids: sharding.Ids) -> reduction.Node:
         rate = self.scenario.dropout
         draws = rate or self.workload.draws
-        drop = dropout.Dropout(rate, self.scenario.rng("dropout", step, shard)) if draws else None
+        drop = engine.Dropout(rate, self.scenario.rng("dropout", step, shard)) if draws else None
         vector, loss, weight = worker.replica.shard(
             ids,
             accumulation=self.scenario.accumulation,
-            drop=drop or dropout.none,
+            drop=drop or engine.no_dropout,
         )
         loss = self.inject(vector, loss, worker, step, shard, len(ids))
         self.recorder.emit(
@@ -208,7 +206,7 @@ class Replicas:
 
     def rate(self) -> float:
         """Return the learning rate of the next step."""
-        return schedule.learning_rate(
+        return optimizer.learning_rate(
             self.schedule_step,
             peak=self.scenario.learning_rate,
             kind=self.scenario.schedule,
@@ -279,7 +277,7 @@ class Replicas:
     def dump(self, worker: Worker) -> Buffer:
         """Return a worker's whole state as bytes: progress, tensors, moments (`training.state`)."""
         stands = state.Progress(position=self.position, schedule_step=self.schedule_step)
-        specs, kind = self.workload.specs, updates.held(self.scenario)
+        specs, kind = self.workload.specs, workers.optimizer_of_workers(self.scenario)
         return state.dump(specs, kind, stands, worker.replica.arrays, worker.state)
 
     def take_over(self, rank: int, payload: Buffer) -> Worker:
@@ -287,7 +285,7 @@ class Replicas:
 
         Raises ProtocolError if the state does not fit this run.
         """
-        specs, kind = self.workload.specs, updates.held(self.scenario)
+        specs, kind = self.workload.specs, workers.optimizer_of_workers(self.scenario)
         self.require_progress(payload)
         progress, tensors, moments = state.load(specs, kind, payload)
         self.position, self.schedule_step = progress.position, progress.schedule_step

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from entrenar_py import compute as backends
-from entrenar_py.shared import trace, updates
+from entrenar_py.shared import trace, workers
 from entrenar_py.shared.errors import ProtocolError
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.train.arithmetic import blocks, checkpoint, in_threads, reduction, sharding, state
+from entrenar_py.train.arithmetic import blocks, checkpoint, reduction, sharding, state
 from entrenar_py.train.arithmetic.tensors import Workload
 from entrenar_py.train.coordinator import audited, replicas, topology, worker_records
 from entrenar_py.train.coordinator.replicas import Replicas
@@ -37,7 +37,7 @@ from entrenar_py.train.wire.messages import (
     Welcome,
 )
 from entrenar_py.train.wire.terms import Run
-from entrenar_py.train.wire_io.served_pieces import ReadPiece, no_piece
+from entrenar_py.train.wire_io.endpoints import ReadPiece, no_piece
 
 # Room for the events of a message: names, numbers and digests, of each shard and tensor.
 _EVENTS_BYTES = 2**20
@@ -82,7 +82,7 @@ class Server(Replicas):
         self._objection = objection
         self._clock = clock
         self._topology = topology.of(scenario)
-        self._updates = updates.by_server(scenario)
+        self._updates = workers.by_server(scenario)
         self._beside: replicas.Worker | None = None  # the replica on which steps are prepared
         self.blocks = blocks.Blocks(
             self.layout.num_elements, topology.num_blocks(scenario, self.layout.num_elements)
@@ -96,9 +96,9 @@ class Server(Replicas):
         self._total = (0.0, 0.0)  # the step's summed loss and its weight
         self._average: Callable[[], replicas.Average] | None = None
         self._moved: Callable[[], None] = lambda: None  # waits for the step made last
-        self._start = in_threads.Aside().start
+        self._start = reduction.Aside().start
         if self.layout.num_elements < _LARGE:
-            self._start = in_threads.at_once
+            self._start = reduction.at_once
         self._reduced: set[int] = set()  # blocks of the current step
 
     @property

@@ -13,12 +13,10 @@ from entrenar_py.train.arithmetic import blocks
 from entrenar_py.train.coordinator.exchanges import RingExchange, TreeExchange
 from entrenar_py.train.wire.coordinator import Coordinator
 from entrenar_py.train.wire.mesh_coordinator import MeshCoordinator
-from entrenar_py.train.wire.mesh_worker import MeshWorker
+from entrenar_py.train.wire.mesh_worker import MeshWorker, RingWorker
 from entrenar_py.train.wire.messages import Assign, Average, Commit, Message, Weights
-from entrenar_py.train.wire.ring_worker import RingWorker
 from entrenar_py.train.wire.worker import Worker
-from entrenar_py.train.wire_io.tcp import WorkerClient
-from entrenar_py.train.wire_io.tcp_mesh import MeshClient
+from entrenar_py.train.wire_io.tcp import MeshClient, WorkerClient
 
 _SIMULATED = "_simulated"
 

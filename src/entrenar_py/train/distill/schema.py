@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
-from entrenar_py.shared import extras
+from entrenar_py.shared import shipped
 from entrenar_py.shared.errors import UsageError
 
 if TYPE_CHECKING:
@@ -151,5 +151,7 @@ def arrow() -> Any:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise UsageError(f"entrenar distill needs pyarrow; {extras.advice('finetune')}") from error
+        raise UsageError(
+            f"entrenar distill needs pyarrow; {shipped.extra_advice('finetune')}"
+        ) from error
     return pyarrow

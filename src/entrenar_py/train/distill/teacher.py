@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from entrenar_py import compute as backends
-from entrenar_py.shared import backend_names, extras
+from entrenar_py.shared import scenario, shipped
 from entrenar_py.shared.errors import SystemFailure, UsageError
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.distill.shards import Places, Rows, joined
@@ -168,7 +168,7 @@ def device_of(name: str) -> torch.device:
 
     Raises UsageError for one on which no teacher runs, and BackendUnavailable if it isn't there.
     """
-    kind = backend_names.kind_of(name)
+    kind = scenario.backend_kind(name)
     if kind not in ("cpu", "cuda"):
         raise UsageError(f"--backend={name}: a teacher runs on cpu or cuda; use one of these")
     backends.open_backend(name)  # a device that is missing ends the command here
@@ -226,7 +226,7 @@ def _quantise(module: nn.Module) -> None:
         from bitsandbytes import nn as quantised
     except ImportError as error:
         raise UsageError(
-            f"distill.precision=int8 needs bitsandbytes; {extras.advice('finetune')}"
+            f"distill.precision=int8 needs bitsandbytes; {shipped.extra_advice('finetune')}"
         ) from error
     of_blocks = blocks.of(module)
     total, narrowed = sum(one.numel() for one in of_blocks.parameters()), 0

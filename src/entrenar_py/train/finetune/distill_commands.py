@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.shared.page import output_file
+from entrenar_py.shared.page import arguments
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.distill import producing, status
 from entrenar_py.train.distill.producing import Progress, Stage
@@ -68,7 +68,7 @@ def look(given: argparse.Namespace) -> int:
     for line in found.lines():
         printing.say(line)
     if given.json is not None:
-        output_file.write(found.record(), given.json)
+        arguments.write_file(found.record(), given.json)
     return exit_codes.DONE if found.is_whole else exit_codes.WRONG
 
 

@@ -6,8 +6,8 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-from entrenar_py.shared.page import document
-from entrenar_py.shared.page.charts import Line, chart
+from entrenar_py.shared.page import html_page
+from entrenar_py.shared.page.html_page import Line, chart
 from entrenar_py.shared.untrusted import escaping, printing
 from entrenar_py.train.distill.producing import Progress
 from entrenar_py.train.model.settings import Distillation
@@ -35,7 +35,7 @@ def write(section: Distillation, progress: Progress) -> Path:
 def _lines(section: Distillation, progress: Progress) -> Iterator[str]:
     name = f"logits of {section.teacher.name if section.teacher else 'the teacher'}"
     status, badge = progress.state, "held" if progress.state == "completed" else "inconclusive"
-    yield from document.begin(f"{name}: {status}")
+    yield from html_page.begin(f"{name}: {status}")
     mark = f'<span class="verdict {badge}">{status}</span>'
     yield f"<header><h1>{escaping.html(name)} {mark}</h1><dl>"
     for key, value in _told(section, progress):
@@ -48,7 +48,7 @@ def _lines(section: Distillation, progress: Progress) -> Iterator[str]:
         yield '<section><h2>Pace</h2><div class="charts">'
         yield chart("Tokens a second, by shards made here", "tokens/s", [line])
         yield "</div></section>"
-    yield document.END
+    yield html_page.END
 
 
 def _told(section: Distillation, progress: Progress) -> Iterator[tuple[str, str]]:

@@ -27,9 +27,9 @@ from entrenar_py.train.model.workload import Finetuning
 from entrenar_py.train.service.worker import Joining
 from entrenar_py.train.wire.effects import Finish
 from entrenar_py.train.wire.frames import Buffer
-from entrenar_py.train.wire.package import PIECE_BYTES, Part
-from entrenar_py.train.wire_io import file_fetch
-from entrenar_py.train.wire_io.file_fetch import Source
+from entrenar_py.train.wire.terms import PIECE_BYTES, Part
+from entrenar_py.train.wire_io import queries
+from entrenar_py.train.wire_io.queries import Source
 
 MODEL = "model"
 
@@ -61,7 +61,7 @@ async def obtain(
         raise UsageError(
             "--id: the run is no layer pipeline, whose stages have names; leave it out"
         )
-    finish = await files.get(wanted, partial(file_fetch.fetch, source))
+    finish = await files.get(wanted, partial(queries.fetch, source))
     if finish is not None:
         return finish
     if files.num_fetched:
@@ -92,7 +92,7 @@ async def _list(source: Source) -> Contents | Finish:
         nonlocal content
         content = bytes(data)
 
-    finish = await file_fetch.fetch(source, missing, store)
+    finish = await queries.fetch(source, missing, store)
     if finish.status != "completed":
         return finish
     if hashlib.sha256(content).hexdigest() != source.package:

@@ -17,7 +17,7 @@ from entrenar_py.train.model import prepared as preparing
 from entrenar_py.train.model.prepared import Prepared
 from entrenar_py.train.model.settings import Settings
 from entrenar_py.train.wire.messages import Piece
-from entrenar_py.train.wire.package import PIECE_BYTES, Package
+from entrenar_py.train.wire.terms import PIECE_BYTES, Package
 
 _Stamp: TypeAlias = tuple[int, int, int]  # inode, bytes, nanoseconds of the last change
 

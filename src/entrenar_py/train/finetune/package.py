@@ -15,7 +15,7 @@ from typing import Any
 
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.untrusted import json_text
-from entrenar_py.train.wire.package import PIECE_BYTES
+from entrenar_py.train.wire.terms import PIECE_BYTES
 
 VERSION = 1
 LIST_BYTES_MAX = PIECE_BYTES

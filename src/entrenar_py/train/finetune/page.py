@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
 
-from entrenar_py.shared import environment
-from entrenar_py.shared.page import document
-from entrenar_py.shared.page.charts import Line, Points, chart
+from entrenar_py.shared import process
+from entrenar_py.shared.page import html_page
+from entrenar_py.shared.page.html_page import Line, Points, chart
 from entrenar_py.shared.trace.writer import Mark
 from entrenar_py.shared.untrusted import escaping
 from entrenar_py.train.finetune import timeline
@@ -51,7 +51,7 @@ def render(settings: Settings, outcome: Outcome, history: History) -> str:
 
 def _document(settings: Settings, outcome: Outcome, history: History) -> Iterator[str]:
     name = f"{settings.method} of {settings.model.name}, task {settings.task}"
-    yield from document.begin(f"{name}: {outcome.status}")
+    yield from html_page.begin(f"{name}: {outcome.status}")
     badge = _BADGES.get(outcome.status, "falsified")
     status = f'<span class="verdict {badge}">{_text(outcome.status)}</span>'
     yield f"<header><h1>{_text(name)} {status}</h1>"
@@ -68,8 +68,8 @@ def _document(settings: Settings, outcome: Outcome, history: History) -> Iterato
     yield "<section><h2>Settings</h2>"
     yield from _facts(_flat(asdict(settings)))
     yield "</section><section><h2>Versions</h2>"
-    yield from _facts([*environment.describe().items(), *_versions()])
-    yield f"</section>\n{document.END}"
+    yield from _facts([*process.environment().items(), *_versions()])
+    yield f"</section>\n{html_page.END}"
 
 
 def _summary(settings: Settings, outcome: Outcome) -> Iterator[tuple[str, str]]:

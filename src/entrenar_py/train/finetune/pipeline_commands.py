@@ -9,7 +9,7 @@ from pathlib import Path
 
 from entrenar_py.shared.config.problems import Problems
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.shared.page import output_file
+from entrenar_py.shared.page import arguments
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.finetune import foresight, settings_file, stage_problems
 from entrenar_py.train.model import model_class
@@ -42,7 +42,7 @@ def plan(given: argparse.Namespace) -> int:
     Raises ContractError and UsageError for what is invalid, and for stages that don't fit.
     """
     if given.json is not None:
-        output_file.require_writable(given.json, "json")
+        arguments.require_writable(given.json, "json")
     costs, longest = _costs(given)
     workers = _workers(given, costs)
     try:
@@ -60,7 +60,7 @@ def plan(given: argparse.Namespace) -> int:
         if not costs.run.settings.stages:
             printing.say_lines("\n".join(["", *plan_text.section(found.plan())]))
     if given.json is not None:
-        output_file.write(plan_text.to_record(found), given.json)
+        arguments.write_file(plan_text.to_record(found), given.json)
     return exit_codes.DONE
 
 

@@ -25,7 +25,7 @@ from entrenar_py.train.finetune.package import File
 from entrenar_py.train.service import file_locks
 from entrenar_py.train.wire.effects import Finish
 from entrenar_py.train.wire.frames import Buffer
-from entrenar_py.train.wire.package import Part
+from entrenar_py.train.wire.terms import Part
 
 WAIT_S = 0.2  # for another worker that fetches the same file
 HASHED_BYTES = 2**20  # at a time

@@ -33,7 +33,7 @@ from entrenar_py.train.service.config import Checkpoint, Config
 from entrenar_py.train.stages import coordinated, cut, staged_run
 from entrenar_py.train.stages.cut import Cut
 from entrenar_py.train.stages.server import PipelineServer
-from entrenar_py.train.wire.pipeline_coordinator import PipelineCoordinator
+from entrenar_py.train.wire.pipeline_peers import PipelineCoordinator
 from entrenar_py.train.wire.terms import Timing
 from entrenar_py.train.wire_io import tls
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from entrenar_py.shared import backend_names
+from entrenar_py.shared import scenario
 from entrenar_py.shared.errors import TraceError
 from entrenar_py.shared.trace import ledger
 from entrenar_py.shared.untrusted import files
@@ -26,7 +26,7 @@ _OF_THE_CPU = ("transformers", "peft")
 
 def preloaded(names: Sequence[str]) -> tuple[str, ...]:
     """Return the modules that workers on the backends `names` are forked with."""
-    uses_cuda = any(backend_names.kind_of(name) == "cuda" for name in names)
+    uses_cuda = any(scenario.backend_kind(name) == "cuda" for name in names)
     return (_WORKER,) if uses_cuda else (_WORKER, *_OF_THE_CPU)
 
 

@@ -17,7 +17,7 @@ from entrenar_py.shared import wording
 from entrenar_py.shared.errors import SystemFailure
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.untrusted import files as own_files
-from entrenar_py.train.arithmetic.layout import Layout
+from entrenar_py.train.arithmetic.blocks import Layout
 from entrenar_py.train.finetune import received_run
 from entrenar_py.train.finetune.package import WEIGHTS, Contents, File
 from entrenar_py.train.finetune.received_files import ReceivedFiles
@@ -33,12 +33,11 @@ from entrenar_py.train.stages.stage_hands import StageHands
 from entrenar_py.train.stages.stage_workload import hidden_bytes_max, width_of
 from entrenar_py.train.wire.effects import Effect, Finish, Send
 from entrenar_py.train.wire.messages import Loaded
-from entrenar_py.train.wire.pipeline_worker import PipelineWorker
+from entrenar_py.train.wire.pipeline_peers import PipelineWorker
 from entrenar_py.train.wire.terms import Terms, Timing
-from entrenar_py.train.wire_io import file_fetch
-from entrenar_py.train.wire_io.file_fetch import Source
-from entrenar_py.train.wire_io.run_query import Told
-from entrenar_py.train.wire_io.tcp_pipeline import PipelineClient
+from entrenar_py.train.wire_io import queries
+from entrenar_py.train.wire_io.queries import Source, Told
+from entrenar_py.train.wire_io.tcp import PipelineClient
 
 INDEX_BYTES_MAX = 2**26  # a weight's name and its file's take some 150
 
@@ -54,7 +53,7 @@ async def obtain(
     if given.model is not None:
         await asyncio.to_thread(received_run.require_same, given.model, small)
     wanted = [*(() if given.model else small), listed.samples]
-    finish = await files.get(wanted, partial(file_fetch.fetch, source))
+    finish = await files.get(wanted, partial(queries.fetch, source))
     if finish is not None:
         return finish
     return await asyncio.to_thread(StageJoining.of, listed, files, source, given)
@@ -185,7 +184,7 @@ class StageJoining:
 
     def _fetch(self, wanted: Sequence[File]) -> None:
         """Fetch files in this thread. Raises SystemFailure if the coordinator refuses them."""
-        finish = asyncio.run(self.files.get(wanted, partial(file_fetch.fetch, self.source)))
+        finish = asyncio.run(self.files.get(wanted, partial(queries.fetch, self.source)))
         if finish is not None:
             raise SystemFailure(f"the stage's files can't be fetched: {finish.reason}")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from entrenar_py.shared import extras
+from entrenar_py.shared import shipped
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.untrusted import escaping
 from entrenar_py.train.model import fitting, trust
@@ -125,7 +125,7 @@ def library() -> Any:
         import transformers
     except ImportError as error:
         raise UsageError(
-            f"entrenar finetune needs {error.name}; {extras.advice('finetune')}"
+            f"entrenar finetune needs {error.name}; {shipped.extra_advice('finetune')}"
         ) from error
     transformers.utils.logging.set_verbosity_warning()
     transformers.utils.logging.disable_progress_bar()

@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from entrenar_py.compute import nf4
 from entrenar_py.compute.nf4 import BLOCK
-from entrenar_py.shared import extras
+from entrenar_py.shared import shipped
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.train.arithmetic import in_threads
+from entrenar_py.train.arithmetic import reduction
 
 _PIECE = 2**20  # weights of a layer that a thread quantises at a time, in whole blocks
 TABLES = ("nf4_scales", "nf4_second")  # a layer's buffers, beside the codes in its weight
@@ -48,7 +48,7 @@ class InThreads(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for number in numbers:
                 results[number] = func(pieces[number], *form, **(kwargs or {}))
 
-        in_threads.share_out(range(len(pieces)), quantise)
+        reduction.share_out(range(len(pieces)), quantise)
         codes, scales = zip(*(results[number] for number in range(len(pieces))), strict=True)
         return torch.cat(codes), torch.cat(scales)
 
@@ -155,7 +155,7 @@ def _require() -> None:
         import bitsandbytes  # noqa: F401
     except ImportError as error:
         raise UsageError(
-            f"method: qlora needs {error.name}; {extras.advice('finetune')}"
+            f"method: qlora needs {error.name}; {shipped.extra_advice('finetune')}"
         ) from error
 
 

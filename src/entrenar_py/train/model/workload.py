@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from entrenar_py.compute import draws
-from entrenar_py.train.arithmetic.dropout import Dropout
+from entrenar_py.train.arithmetic.engine import Dropout
 from entrenar_py.train.arithmetic.tensors import (
     Array,
     Batch,

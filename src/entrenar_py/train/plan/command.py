@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.shared.page import output_file
+from entrenar_py.shared.page import arguments
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.model.settings import Settings
 from entrenar_py.train.plan import advice, plan, text
@@ -28,7 +28,7 @@ def show(
     UsageError for a bandwidth of another form, or a file that can't be written.
     """
     if json is not None:
-        output_file.require_writable(json, "json")
+        arguments.require_writable(json, "json")
     run = plan.of(
         settings,
         devices,
@@ -41,7 +41,7 @@ def show(
     length_from = "data.max_tokens" if longest is None else "the longest row"
     printing.say_lines("\n".join(text.lines(run, found, chosen, why, length_from=length_from)))
     if json is not None:
-        output_file.write(plan.to_record(run, found, chosen, why), json)
+        arguments.write_file(plan.to_record(run, found, chosen, why), json)
     return chosen is not None
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from entrenar_py.shared import backend_names
+from entrenar_py.shared import scenario
 from entrenar_py.shared.errors import UsageError
 
 FORM = "name:memory[:bandwidth], such as rtx4090:24GB, 2 x h100:80GB:25GB/s or cpu:16GB:1Gbit"
@@ -66,7 +66,7 @@ def found() -> list[Device]:
     devices = []
     for one in machine.found():
         if one.serves and not one.software:
-            kind = backend_names.kind_of(one.name)
+            kind = scenario.backend_kind(one.name)
             name = f"{one.name} ({one.device})"
             memory = one.facts.get("free bytes")
             devices.append(Device(name=name, kind=kind, memory=memory))
@@ -80,7 +80,7 @@ def of_backend(name: str) -> Device:
     """
     from entrenar_py.compute import machine
 
-    return Device(name=name, kind=backend_names.kind_of(name), memory=machine.free_bytes(name))
+    return Device(name=name, kind=scenario.backend_kind(name), memory=machine.free_bytes(name))
 
 
 def size(text: str) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from entrenar_py.shared import backend_names
+from entrenar_py.shared import scenario
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.plan import advice, devices, memory, plan
 from entrenar_py.train.plan.devices import Device
@@ -61,7 +61,7 @@ def of_backends(names: Sequence[str], described: Sequence[str]) -> list[Device]:
         return [devices.of_backend(name) for name in dict.fromkeys(names)]
     left, taken = devices.described(described), list[Device]()
     for name in dict.fromkeys(names):
-        kind = backend_names.kind_of(name)
+        kind = scenario.backend_kind(name)
         alike = [one for one in left if one.kind == kind]
         if not alike:
             raise UsageError(

@@ -24,7 +24,7 @@ from entrenar_py.train.service.averaging_config import AveragingConfig
 from entrenar_py.train.service.averaging_record import AveragingRecord
 from entrenar_py.train.service.metrics import Metrics
 from entrenar_py.train.service.run_events import Listener
-from entrenar_py.train.wire_io.averaging_server import AveragingServer
+from entrenar_py.train.upstream.server import AveragingServer
 
 
 def run(path: Path, *, insecure: bool) -> int:

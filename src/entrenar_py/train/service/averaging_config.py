@@ -16,8 +16,8 @@ from entrenar_py.train.service import address
 from entrenar_py.train.service.address import Address
 from entrenar_py.train.service.averaging_keys import KEYS, NOT_HERE, REQUIRED, TIMING
 from entrenar_py.train.service.config_keys import LISTEN
-from entrenar_py.train.upstream.wire_frames import FRAME_BYTES_MAX, LENGTH_MAX
-from entrenar_py.train.upstream.wire_terms import AveragingRun, Patience
+from entrenar_py.train.upstream.frames import FRAME_BYTES_MAX, LENGTH_MAX
+from entrenar_py.train.upstream.terms import AveragingRun, Patience
 
 PARTS_MAX = 2**16
 NUMBER_MAX = 2**63 - 1

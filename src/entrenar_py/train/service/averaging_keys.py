@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from entrenar_py.train.service.config_keys import LISTEN
-from entrenar_py.train.upstream.wire_frames import FRAME_BYTES_MAX
+from entrenar_py.train.upstream.frames import FRAME_BYTES_MAX
 
 REQUIRED = ("num_samples", "num_steps", "world_size")
 

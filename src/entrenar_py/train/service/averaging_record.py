@@ -19,12 +19,12 @@ from entrenar_py.shared.trace.writer import Writer
 from entrenar_py.shared.wording import counted
 from entrenar_py.train.service.run_events import Listener, Noted, StepAveraged
 from entrenar_py.train.service.stopwatch import Stopwatch
-from entrenar_py.train.upstream import wire_effects as wire
-from entrenar_py.train.upstream.wire_messages import Part
-from entrenar_py.train.upstream.wire_terms import AveragingRun
+from entrenar_py.train.upstream import terms as wire
+from entrenar_py.train.upstream.messages import Part
+from entrenar_py.train.upstream.server import Average
+from entrenar_py.train.upstream.terms import AveragingRun
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.effects import Effect
-from entrenar_py.train.wire_io.averaging_end import Average
 
 SYSTEM = "averaging"  # of the scenario in such a ledger
 _HALTED = "halted"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from entrenar_py.shared import systems, updates
+from entrenar_py.shared import systems, workers
 from entrenar_py.shared.config import composer
 from entrenar_py.shared.config.fields import Record
 from entrenar_py.shared.config.problems import Problems
@@ -136,7 +136,7 @@ class _Reader:
         if scenario is None:
             return None
         scenario = self._with_option(scenario, "audit_share", audited.share_of)
-        scenario = self._with_option(scenario, updates.OPTION, updates.by_server)
+        scenario = self._with_option(scenario, workers.OPTION, workers.by_server)
         workload = scenario.workload
         if workload in OF_USERS:
             other = (

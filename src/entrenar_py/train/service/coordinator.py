@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import torch
 
-from entrenar_py.shared import environment, systems, trace
+from entrenar_py.shared import process, systems, trace
 from entrenar_py.shared.errors import SystemFailure, UsageError
 from entrenar_py.shared.page import console
 from entrenar_py.shared.trace import writer
@@ -32,9 +32,8 @@ from entrenar_py.train.service.metrics import Metrics
 from entrenar_py.train.service.run_events import Listener
 from entrenar_py.train.wire.coordinator import Coordinator
 from entrenar_py.train.wire.effects import Finish
-from entrenar_py.train.wire.package import Package
-from entrenar_py.train.wire.terms import Run
-from entrenar_py.train.wire_io.served_pieces import ReadPiece, no_piece
+from entrenar_py.train.wire.terms import Package, Run
+from entrenar_py.train.wire_io.endpoints import ReadPiece, no_piece
 from entrenar_py.train.wire_io.tcp import CoordinatorServer
 
 
@@ -257,7 +256,7 @@ def _open_ledger(settings: Config, host: Host, *, resume: bool) -> None:
         return
     head = trace.Trace(
         scenario=settings.scenario,
-        environment=environment.describe(),
+        environment=process.environment(),
         promises=(),
         traits=systems.traits_of(settings.scenario),
         events=(),

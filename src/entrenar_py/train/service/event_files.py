@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from entrenar_py.shared import extras
+from entrenar_py.shared import shipped
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.untrusted import escaping, printing
 from entrenar_py.train.service.run_events import Happening, Noted, Scored, StepMade
@@ -27,7 +27,7 @@ class EventFiles:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise UsageError(
-                f"--tensorboard needs tensorboard ({error}); {extras.advice('tensorboard')}"
+                f"--tensorboard needs tensorboard ({error}); {shipped.extra_advice('tensorboard')}"
             ) from error
         try:
             path.mkdir(parents=True, exist_ok=True)

@@ -36,7 +36,7 @@ from entrenar_py.train.wire.messages import (
     Summed,
     TreeNode,
 )
-from entrenar_py.train.wire_io.served_pieces import ReadPiece, no_piece
+from entrenar_py.train.wire_io.endpoints import ReadPiece, no_piece
 
 UNLIKE = 1.25  # workers are, if one takes so many times longer for a shard than another
 SHARDS_A_WORKER = 2  # fewer can't be dealt in proportion to speeds

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from entrenar_py import compute as backends
-from entrenar_py.shared import environment, trace
+from entrenar_py.shared import process, trace
 from entrenar_py.shared.errors import BackendUnavailable, UsageError
 from entrenar_py.shared.scenario import OF_USERS, Scenario
 from entrenar_py.shared.systems import AUTO
@@ -121,7 +121,7 @@ def _explanation(account: Account, backend: str, device: str) -> str | None:
     others = {other for _, other in account.devices} - {device}
     if others:
         return f"it was computed on {', '.join(sorted(others))}, this is {device}"
-    here = environment.describe()
+    here = process.environment()
     for name in _ROUNDING:
         there = account.environment.get(name)
         if there is not None and name in here and there != here[name]:

@@ -26,11 +26,9 @@ from entrenar_py.train.coordinator.member import Member
 from entrenar_py.train.service import config, config_keys, exit_codes, signals
 from entrenar_py.train.wire.effects import Effect, Finish, Load
 from entrenar_py.train.wire.terms import Timing
-from entrenar_py.train.wire_io import run_query, tls
-from entrenar_py.train.wire_io.file_fetch import Source
-from entrenar_py.train.wire_io.run_query import Told
-from entrenar_py.train.wire_io.tcp import WorkerClient
-from entrenar_py.train.wire_io.tcp_mesh import MeshClient
+from entrenar_py.train.wire_io import queries, tls
+from entrenar_py.train.wire_io.queries import Source, Told
+from entrenar_py.train.wire_io.tcp import MeshClient, WorkerClient
 
 
 class Joining(Protocol):
@@ -111,7 +109,7 @@ class Stay:
     async def _take_part(self) -> Finish:
         host, port = self.given.coordinator
         told = await self._unless_stopped(
-            run_query.ask(
+            queries.ask(
                 host,
                 port,
                 secret=self.secret,

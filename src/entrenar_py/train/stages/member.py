@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from entrenar_py.compute import Backend
-from entrenar_py.shared import backend_names, trace
+from entrenar_py.shared import trace
 from entrenar_py.shared.errors import ProtocolError, UsageError
-from entrenar_py.shared.scenario import Scenario
-from entrenar_py.train.arithmetic import dropout, engine, reduction
+from entrenar_py.shared.scenario import Scenario, backend_kind
+from entrenar_py.train.arithmetic import engine, reduction
 from entrenar_py.train.arithmetic.tensors import Workload
 from entrenar_py.train.coordinator.exchanges import Held
 from entrenar_py.train.coordinator.member import Member
@@ -33,7 +33,7 @@ from entrenar_py.train.wire.messages import (
     Summed,
     Welcome,
 )
-from entrenar_py.train.wire.pipeline_worker import Passed
+from entrenar_py.train.wire.pipeline_peers import Passed
 from entrenar_py.train.wire.terms import Terms
 
 _DTYPES = {
@@ -54,7 +54,7 @@ class StageBackend:
         Raises UsageError for a backend that no `StageStep` knows.
         """
         backend: Any = self._backend
-        match backend_names.kind_of(backend.name):
+        match backend_kind(backend.name):
             case "cpu":
                 return TorchStage(workload, tensors, place=torch.device("cpu"), scale=scale)
             case "cuda":
@@ -214,7 +214,7 @@ class StageMember(Member):
             found = self._nothing(asked.is_forward)
         elif asked.is_forward:
             rng = self.scenario.rng("dropout", asked.step, shard)
-            drop = dropout.Dropout(self.scenario.dropout, rng)
+            drop = engine.Dropout(self.scenario.dropout, rng)
             found = step.forward(shard, ids, self._received(current, shard), drop)
             drawn = drop.digest()
         else:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from entrenar_py.shared import trace, updates
+from entrenar_py.shared import trace, workers
 from entrenar_py.shared.errors import ProtocolError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.train.arithmetic import reduction, sharding, state
@@ -187,4 +187,6 @@ class PipelineServer(Server):
     def _stage_state(self, stage: int) -> Buffer:
         arrays: Mapping[str, Any] = self.replica.replica.arrays
         progress = state.Progress(position=self.position, schedule_step=self.schedule_step)
-        return state.dump(self.cut.specs[stage], updates.held(self.scenario), progress, arrays, {})
+        return state.dump(
+            self.cut.specs[stage], workers.optimizer_of_workers(self.scenario), progress, arrays, {}
+        )

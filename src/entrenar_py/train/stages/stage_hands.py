@@ -20,7 +20,7 @@ from entrenar_py.train.wire.messages import (
     Weights,
     Welcome,
 )
-from entrenar_py.train.wire.pipeline_worker import Passed
+from entrenar_py.train.wire.pipeline_peers import Passed
 
 _OPTIMIZER = "sgd"  # of workers, whose steps are the coordinator's
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from entrenar_py.shared import updates, wording
+from entrenar_py.shared import wording, workers
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.train.stages.cut import Cut
 
 
 def scenario(plain: Scenario) -> Scenario:
     """Return the scenario of the same training by stages, whatever their number."""
-    options = {**plain.options, updates.OPTION: updates.SERVER}
+    options = {**plain.options, workers.OPTION: workers.SERVER}
     return plain.with_(world_size=1, options=options)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from entrenar_py.compute import draws
 from entrenar_py.compute.wgpu.resident import Body, Programs, Resident, Shapes, shapes_of
-from entrenar_py.train.arithmetic import dropout
+from entrenar_py.train.arithmetic import engine
 from entrenar_py.train.arithmetic.tensors import Array, DropFunction, Tensors
 from entrenar_py.train.stages.stage_step import Backward, Hidden
 from entrenar_py.train.stages.stage_workload import Received, StageWorkload
@@ -160,7 +160,7 @@ class WgpuStage:
 
     def _output(self, tensors: Tensors, shard: Shard) -> tuple[Tensor, int]:
         received = None if shard.hidden is None else Received(shard.hidden, shard.draws)
-        drop = dropout.none if shard.key is None else draws.Keyed(shard.key)
+        drop = engine.no_dropout if shard.key is None else draws.Keyed(shard.key)
         return self._workload.output_of(tensors, shard.batch, received, drop=drop, place=_HOST)
 
     def _leaves(self, tensors: Tensors, shard: Shard) -> list[Tensor]:

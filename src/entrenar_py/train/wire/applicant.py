@@ -1,20 +1,28 @@
-"""An applicant asks which run there is, and checks that the coordinator knows the secret.
-
-An applicant is a state machine, but not a worker. Its driver builds a worker from the answer, and
-connects again.
-"""
+"""Peers that are no workers yet: one asks which run there is, one fetches the run's files."""
 
 from __future__ import annotations
 
 import hmac
+from collections import deque
+from collections.abc import Iterable
 
 from entrenar_py.shared.errors import ProtocolError
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.effects import Effect, Peer
-from entrenar_py.train.wire.messages import VERSION, Challenge, Message, Offer, Refuse
-from entrenar_py.train.wire.phases import APPLICANT_MAY_HEAR
-from entrenar_py.train.wire.phases import ApplicantPhase as Phase
-from entrenar_py.train.wire.terms import UNKNOWN, greet
+from entrenar_py.train.wire.messages import (
+    VERSION,
+    Challenge,
+    Halt,
+    Heartbeat,
+    Message,
+    Offer,
+    Piece,
+    Refuse,
+    Shutdown,
+    Want,
+)
+from entrenar_py.train.wire.phases import APPLICANT_MAY_HEAR, ApplicantPhase
+from entrenar_py.train.wire.terms import UNKNOWN, WANTED_MAX, Part, Timing, greet
 
 
 class Applicant:
@@ -23,7 +31,7 @@ class Applicant:
     def __init__(self, peer: Peer, nonce: str, *, secret: bytes, backend: str) -> None:
         """`peer` is the connection, `nonce` 32 random hex digits."""
         self.offer: Offer | None = None
-        self.phase = Phase.CONNECTED
+        self.phase = ApplicantPhase.CONNECTED
         self._peer, self._nonce = peer, nonce
         self._secret, self._backend = secret, backend
         self._expected = ""  # the coordinator's proof
@@ -51,7 +59,7 @@ class Applicant:
         greeting = greet(
             challenge, UNKNOWN, secret=self._secret, backend=self._backend, nonce=self._nonce
         )
-        self._expected, self.phase = greeting.expected, Phase.ASKING
+        self._expected, self.phase = greeting.expected, ApplicantPhase.ASKING
         return [do.Send(self._peer, greeting.hello), do.Secure(self._peer, greeting.key)]
 
     def _take(self, offer: Offer) -> list[Effect]:
@@ -64,5 +72,105 @@ class Applicant:
             raise ProtocolError("Offer proof: this coordinator does not know the secret")
 
     def _end(self, finish: do.Finish) -> list[Effect]:
-        self.phase = Phase.OVER
+        self.phase = ApplicantPhase.OVER
         return [do.Close(self._peer, finish.reason or finish.status), finish]
+
+
+# A fetcher gets files of a run's package from the coordinator, before it is a worker.
+#
+# It is an applicant that stays: it asks which run there is, and wants a few pieces at a time. Its
+# driver stores them, and connects again for what is missing when a connection is lost.
+
+
+class Fetcher(Applicant):
+    """The state machine of one connection. Times are seconds on a monotonic clock."""
+
+    def __init__(
+        self,
+        peer: Peer,
+        nonce: str,
+        *,
+        secret: bytes,
+        backend: str,
+        package: str,
+        parts: Iterable[Part],
+        timing: Timing,
+        patience_s: float,
+        now: float,
+    ) -> None:
+        """`package` is the digest of the package that the `parts` belong to.
+
+        The connection is given up after `patience_s` without a byte of them.
+        """
+        super().__init__(peer, nonce, secret=secret, backend=backend)
+        self._package, self.timing = package, timing
+        self._wanted = iter([(part.file, at) for part in parts for at in part.offsets()])
+        self._due: deque[Want] = deque()  # what was wanted and has not come, in this order
+        self._patience_s = patience_s
+        self._heard = self._said = self._progressed = now
+
+    def progressed(self, now: float) -> None:
+        """Note that bytes of a piece came."""
+        self._progressed = now
+
+    def heard(self, now: float) -> None:
+        """Note that a whole frame came."""
+        self._heard = now
+
+    def tick(self, now: float) -> list[Effect]:
+        """Send a heartbeat if one is due.
+
+        Raises ProtocolError for a coordinator that is silent too long, or only beats.
+        """
+        silence_s, waited_s = now - self._heard, now - self._progressed
+        if self.phase is ApplicantPhase.OVER:
+            return []
+        if silence_s >= self.timing.dead_after_s:
+            raise ProtocolError(f"the coordinator was silent for {silence_s:.1f} s")
+        if waited_s >= self._patience_s:
+            raise ProtocolError(f"the coordinator is alive, and sent no byte for {waited_s:.1f} s")
+        if self.phase is not ApplicantPhase.FETCHING or now - self._said < self.timing.heartbeat_s:
+            return []
+        self._said = now
+        return [do.Send(self._peer, Heartbeat())]
+
+    def _turn(self, message: Message) -> list[Effect]:
+        match message:
+            case Piece():
+                return self._store(message)
+            case Refuse(reason=reason) | Halt(reason=reason):
+                return self._end(do.Finish("failed", f"refused: {reason}"))
+            case Shutdown(problem=problem):
+                reason = "the run is complete" if problem is None else problem
+                return self._end(do.Finish("failed", f"the run is over: {reason}"))
+            case Heartbeat():
+                return []
+            case _:
+                return super()._turn(message)
+
+    def _take(self, offer: Offer) -> list[Effect]:
+        self._require_proof(offer)
+        self.offer = offer
+        if offer.package != self._package:
+            reason = "the coordinator has another run by now; start this worker again"
+            return self._end(do.Finish("failed", reason))
+        self.phase = ApplicantPhase.FETCHING
+        return [effect for _ in range(WANTED_MAX) for effect in self._want()] or self._done()
+
+    def _want(self) -> list[Effect]:
+        """Want the next piece, if there is one."""
+        for file, offset in self._wanted:
+            self._due.append(Want(file=file, offset=offset))
+            return [do.Send(self._peer, self._due[-1])]
+        return []
+
+    def _store(self, piece: Piece) -> list[Effect]:
+        due = self._due.popleft() if self._due else None
+        if due != Want(file=piece.file, offset=piece.offset):
+            raise ProtocolError(f"Piece file={piece.file} offset={piece.offset}: it is not due")
+        stored = do.Store(piece.file, piece.offset)
+        more = self._want()
+        return [stored, *more] if self._due else [stored, *self._done()]
+
+    def _done(self) -> list[Effect]:
+        return self._end(do.Finish("completed"))

@@ -19,12 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from entrenar_py.shared.errors import ProtocolError
-from entrenar_py.train.wire import audits
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire import messages as say
+from entrenar_py.train.wire import shard_assignment
+from entrenar_py.train.wire.attendance import THROWN_OUT_MAX, Expulsions, Member, problem
 from entrenar_py.train.wire.effects import Effect, Peer
-from entrenar_py.train.wire.expulsions import THROWN_OUT_MAX, Expulsions, problem
-from entrenar_py.train.wire.member import Member
 from entrenar_py.train.wire.phases import ALWAYS, MEMBERS, PEER_MAY_SAY, Stage
 from entrenar_py.train.wire.phases import PeerPhase as Phase
 from entrenar_py.train.wire.shard_assignment import Dealing
@@ -119,7 +118,7 @@ class Coordinator(Dealing):
         if audit is None or audit.asked or audit.copies != list(ranks):
             return []  # a worker was dropped meanwhile: another comparison follows
         audit.alike = tuple(alike)
-        verdict = audits.verdict(audit.copies, alike)
+        verdict = shard_assignment.verdict(audit.copies, alike)
         if verdict is not None and not audit.is_one_word():
             return self._conclude(shard, verdict, now)
         audit.disputed.update(ranks)
@@ -201,7 +200,7 @@ class Coordinator(Dealing):
 
     # --- a step -----------------------------------------------------------------------------------
 
-    def _conclude(self, shard: int, verdict: audits.Verdict, now: float) -> list[Effect]:
+    def _conclude(self, shard: int, verdict: shard_assignment.Verdict, now: float) -> list[Effect]:
         """End an audit; drop the worker that it caught, whose deliveries of the step are void."""
         effects = self._count_copy(shard, verdict)
         if verdict.culprit is not None:

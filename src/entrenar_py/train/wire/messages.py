@@ -1,17 +1,33 @@
-"""The messages that peers exchange: a record for each, and a table of all.
-
-A message is a small record of plain fields. Some kinds also carry a payload of raw bytes: tensors
-in the manifest's order, little-endian, or trace events as JSON lines. The codec, the state machines
-and the docs all read the table `MESSAGES`.
-"""
+"""The messages that peers exchange: a record for each, and a table of all."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias, dataclass_transform
 
 from entrenar_py.shared.untrusted import escaping
-from entrenar_py.train.wire.message import Digest, Nonce, Proof
-from entrenar_py.train.wire.message import Message as Message
+
+# Lower-case hex digits: a nonce has 32 random ones, a proof the 64 of an HMAC-SHA256, a digest the
+# 64 of a SHA-256.
+Nonce: TypeAlias = str
+Proof: TypeAlias = str
+Digest: TypeAlias = str
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+@dataclass(frozen=True)
+class Message:
+    """A message. `tag` is its kind on the wire; `carries` names its payload, empty for none.
+
+    Every subclass is a frozen dataclass, whose fields are the message's header.
+    """
+
+    tag: ClassVar[int]
+    carries: ClassVar[str] = ""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
+
 
 VERSION = 3
 TEXT_CHARS_MAX = 1_000

@@ -1,17 +1,79 @@
-"""The terms of a run: its identity, its timeouts, and which peers may join."""
+"""The terms of a run: its identity, timeouts and files, and how both ends prove a secret."""
 
 from __future__ import annotations
 
 import hmac
 import reprlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.train.wire import handshake
+from entrenar_py.train.wire import frames
 from entrenar_py.train.wire.messages import VERSION, Challenge, Hello, Offer, Refuse
-from entrenar_py.train.wire.package import Package
 from entrenar_py.train.wire.pipeline import Places
+
+# The files of a run, which workers fetch from the coordinator: named by their SHA-256, in pieces.
+#
+# A package is a set of files. Its own digest is that of one of them, which lists the others.
+
+PIECE_BYTES = 2**20  # a late worker's pieces come between the messages of a step
+WANTED_MAX = 4  # pieces that a worker wants before the first of them has come
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """The files by digest: `sizes` in bytes. `digest` is that of the list."""
+
+    digest: str
+    sizes: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a worker lacks of a file of `num_bytes`: all from `start` on."""
+
+    file: str
+    num_bytes: int
+    start: int
+
+    def offsets(self) -> Iterator[int]:
+        """Yield where each piece begins."""
+        return iter(range(self.start, self.num_bytes, PIECE_BYTES))
+
+
+def piece_bytes(num_bytes: int, offset: int) -> int:
+    """Return the size of the piece at `offset` of a file of `num_bytes`."""
+    return min(PIECE_BYTES, num_bytes - offset)
+
+
+# Both ends prove that they know a secret without sending it, and derive the session's key.
+#
+# Proofs and key are HMAC-SHA256 over a purpose label, the challenge and the hello. Both messages
+# hold fresh nonces, so no proof can be used twice. With an empty secret the proofs still bind a
+# session to its nonces, but anyone can compute them.
+
+NONCE_BYTES = 16
+
+
+def proof_of_worker(secret: bytes, challenge: Challenge, hello: Hello) -> str:
+    """Return 64 hex digits that prove the worker knows `secret`; `hello.proof` is not covered."""
+    return _mac(secret, b"worker", challenge, hello).hex()
+
+
+def proof_of_coordinator(secret: bytes, challenge: Challenge, hello: Hello) -> str:
+    """Return 64 hex digits that prove the sender of `challenge` knows `secret`, too."""
+    return _mac(secret, b"coordinator", challenge, hello).hex()
+
+
+def session_key(secret: bytes, challenge: Challenge, hello: Hello) -> bytes:
+    """Return the 32-byte key for the checksums of all later frames, in both directions."""
+    return _mac(secret, b"session", challenge, hello)
+
+
+def _mac(secret: bytes, use: bytes, challenge: Challenge, hello: Hello) -> bytes:
+    lines = [use, frames.dump_header(challenge), frames.dump_header(replace(hello, proof=""))]
+    return hmac.digest(secret, b"\n".join(lines), "sha256")
+
 
 # Shows a digest in full, and shortens longer texts: they may be a stranger's.
 _SHOWN = reprlib.Repr()
@@ -134,9 +196,9 @@ def greet(
         proof="",
     )
     return Greeting(
-        hello=replace(plain, proof=handshake.proof_of_worker(secret, challenge, plain)),
-        expected=handshake.proof_of_coordinator(secret, challenge, plain),
-        key=handshake.session_key(secret, challenge, plain),
+        hello=replace(plain, proof=proof_of_worker(secret, challenge, plain)),
+        expected=proof_of_coordinator(secret, challenge, plain),
+        key=session_key(secret, challenge, plain),
     )
 
 
@@ -171,8 +233,8 @@ def admit(
     refused = refusal(hello, challenge, UNKNOWN if asks else terms, secret=secret)
     if refused is not None:
         return refused
-    proof = handshake.proof_of_coordinator(secret, challenge, hello)
-    key = handshake.session_key(secret, challenge, hello)
+    proof = proof_of_coordinator(secret, challenge, hello)
+    key = session_key(secret, challenge, hello)
     if asks:
         return Admission(proof=proof, key=key)
     if hello.rank is not None and hello.rank >= world_size:
@@ -192,7 +254,7 @@ def admit(
 
 def refusal(hello: Hello, challenge: Challenge, terms: Terms, *, secret: bytes) -> Refuse | None:
     """Return why the sender of `hello` can't take part in a run of `terms`; None if it can."""
-    right = handshake.proof_of_worker(secret, challenge, hello)
+    right = proof_of_worker(secret, challenge, hello)
     if not hmac.compare_digest(right.encode(), hello.proof.encode()):
         return Refuse(reason="wrong secret", retry=False)
     for name, ours, theirs in (

@@ -14,8 +14,8 @@ from itertools import count
 from entrenar_py.shared.errors import ProtocolError
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire import messages as say
+from entrenar_py.train.wire.attendance import THROWN_OUT_MAX, Expulsions, problem
 from entrenar_py.train.wire.effects import Effect, Peer
-from entrenar_py.train.wire.expulsions import THROWN_OUT_MAX, Expulsions, problem
 from entrenar_py.train.wire.phases import TAKING_PART, WORKER_MAY_HEAR
 from entrenar_py.train.wire.phases import WorkerPhase as Phase
 from entrenar_py.train.wire.terms import Terms, Timing, greet

@@ -6,29 +6,181 @@ machine, and writes to the driver's `Wire`. Hands do the arithmetic and record t
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from threading import Lock
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from entrenar_py.shared.errors import ProtocolError
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.coordinator import Coordinator
 from entrenar_py.train.wire.effects import Effect, Peer
-from entrenar_py.train.wire.frames import FROM_COORDINATOR, TO_COORDINATOR, Buffer, Received
+from entrenar_py.train.wire.frames import (
+    FROM_COORDINATOR,
+    TO_COORDINATOR,
+    Buffer,
+    Decoder,
+    Encoder,
+    Received,
+    Room,
+)
 from entrenar_py.train.wire.messages import (
     Average,
     Message,
+    NonFinite,
     Piece,
+    TreeNode,
     Weights,
     Welcome,
 )
+from entrenar_py.train.wire.terms import WANTED_MAX
 from entrenar_py.train.wire.worker import Worker
-from entrenar_py.train.wire_io.hands import MemberHands, ServerHands
-from entrenar_py.train.wire_io.message_faults import Speak, truthfully
-from entrenar_py.train.wire_io.served_pieces import ServedPieces
-from entrenar_py.train.wire_io.stream import Meter, Stream
+from entrenar_py.train.wire_io.injections import Speak, truthfully
+
+
+@dataclass(slots=True)
+class Count:
+    """Counts for one kind of message; `bytes` includes prefixes, headers and payloads."""
+
+    messages: int = 0
+    payload_bytes: int = 0
+    bytes: int = 0
+
+
+class Meter:
+    """Counts what went over connections, by the kind of message.
+
+    Sent bytes count when they are taken for writing, perhaps in a connection's thread. A message
+    that was sent in part counts in `bytes` only.
+    """
+
+    def __init__(self) -> None:
+        self.sent: defaultdict[str, Count] = defaultdict(Count)
+        self.got: defaultdict[str, Count] = defaultdict(Count)
+        self._lock = Lock()
+
+    def write(self, message: Message, num_bytes: int) -> None:
+        """Count `num_bytes` of `message` as sent."""
+        with self._lock:
+            self.sent[type(message).__name__].bytes += num_bytes
+
+    def wrote(self, message: Message, payload_bytes: int) -> None:
+        """Count `message` as sent completely."""
+        with self._lock:
+            count = self.sent[type(message).__name__]
+            count.messages += 1
+            count.payload_bytes += payload_bytes
+
+    def read(self, received: Received, num_bytes: int) -> None:
+        """Count a whole received message of `num_bytes`."""
+        with self._lock:
+            count = self.got[type(received.message).__name__]
+            count.messages += 1
+            count.payload_bytes += received.payload.nbytes
+            count.bytes += num_bytes
+
+
+class Stream:
+    """The codecs of one connection; `meter` counts their messages."""
+
+    def __init__(
+        self, sizes: Mapping[type[Message], int], room: Room, direction: int, meter: Meter
+    ) -> None:
+        """`sizes` gives the most payload bytes of a kind of message, 0 for kinds not in it;
+        `direction` is that of the frames to send.
+        """
+        self.decoder = Decoder(lambda kind: sizes.get(kind, 0), direction=1 - direction, room=room)
+        self.encoder, self._meter = Encoder(direction=direction), meter
+        self._came_bytes = 0  # of the message that is being received
+
+    def secure(self, key: bytes) -> None:
+        """Use `key` for all later frames, in both directions."""
+        self.decoder.key = self.encoder.key = key
+
+    def encode(self, message: Message, payload: Buffer) -> Iterator[Buffer]:
+        """Yield the bytes of `message` in pieces; take each one when it can be sent."""
+        for buffer in self.encoder.encode(message, payload):
+            self._meter.write(message, memoryview(buffer).nbytes)
+            yield buffer
+        self._meter.wrote(message, memoryview(payload).nbytes)
+
+    def filled(self, num_bytes: int) -> Received | None:
+        """Take `num_bytes` as `Decoder.filled` does, and count the message that they complete."""
+        self._came_bytes += num_bytes
+        received = self.decoder.filled(num_bytes)
+        if received is not None:
+            self._meter.read(received, self._came_bytes)
+            self._came_bytes = 0
+        return received
+
+
+# Returns the bytes of a piece, or why they can't be read.
+ReadPiece = Callable[[Piece], bytes | str]
+
+
+def no_piece(piece: Piece) -> bytes | str:
+    """Return why a run without a package has no piece."""
+    return f"file {piece.file}: this run has no files"
+
+
+@dataclass(slots=True)
+class ServedPieces:
+    """The pieces that were wanted over one connection, and are not sent yet."""
+
+    _due: deque[Piece] = field(default_factory=deque)
+
+    def add(self, piece: Piece) -> None:
+        """Note that `piece` is wanted; ProtocolError if too many are, so memory stays bounded."""
+        # A piece is taken from the list a moment after its last byte went.
+        if len(self._due) >= 2 * WANTED_MAX:
+            raise ProtocolError(f"Want: more than {WANTED_MAX} pieces at a time")
+        self._due.append(piece)
+
+    def encode(self, stream: Stream, piece: Piece, content: bytes) -> Iterator[Buffer]:
+        """Yield the bytes of `piece`, each when it can be sent, maybe in a connection's thread."""
+        yield from stream.encode(piece, content)
+        self._due.popleft()
+
+
+class ServerHands(Protocol):
+    """The coordinator's arithmetic and recording (`systems.star.server`)."""
+
+    def sizes(self) -> Mapping[type[Message], int]: ...
+    def room(self, message: Message, num_bytes: int) -> memoryview: ...
+    def require(self, rank: int, message: Message, payload: Buffer) -> None: ...
+    def keep(self, rank: int, message: Message, payload: Buffer) -> None: ...
+    def deliver(self, rank: int) -> None: ...
+    def copy(self, rank: int, message: Message, payload: Buffer) -> None: ...
+    def end_copy(self, rank: int, shard: int) -> None: ...
+    def compare(self, shard: int) -> Callable[[], tuple[list[int], list[int]]]: ...
+    def conclude(self, effect: do.Conclude) -> None: ...
+    def payload(self, message: Message) -> Buffer: ...
+    def piece(self, piece: Piece) -> bytes | str: ...
+    def joined(self, effect: do.Joined) -> None: ...
+    def left(self, effect: do.Left) -> None: ...
+    def gather(self, step: int) -> None: ...
+    def complete(self, block: int) -> None: ...
+    def reduce(self, block: int) -> tuple[float, float] | str: ...
+    def prepare(self, step: int) -> tuple[float, float]: ...
+    def apply_average(self, step: int) -> None: ...
+    def save(self, step: int) -> None: ...
+    def stop(self, effect: do.Stop) -> None: ...
+
+
+class MemberHands(Protocol):
+    """A worker's arithmetic and recording (`systems.star.member`)."""
+
+    def sizes(self) -> Mapping[type[Message], int]: ...
+    def room(self, message: Message, num_bytes: int) -> memoryview: ...
+    def require(self, message: Message, payload: Buffer) -> None: ...
+    def load(self, welcome: Welcome, payload: Buffer) -> None: ...
+    def work(self, step: int, shards: tuple[int, ...]) -> list[TreeNode] | NonFinite: ...
+    def hold(self, message: Average | Weights, payload: Buffer) -> None: ...
+    def make_held(self, step: int) -> None: ...
+    def payload(self, message: Message) -> Buffer: ...
+
 
 Outcome = TypeVar("Outcome")
 

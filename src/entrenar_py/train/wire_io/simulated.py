@@ -7,36 +7,183 @@ fault.
 
 from __future__ import annotations
 
+import heapq
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
+from entrenar_py.shared import patience
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.coordinator import Coordinator
 from entrenar_py.train.wire.effects import Peer
-from entrenar_py.train.wire.handshake import NONCE_BYTES
+from entrenar_py.train.wire.frames import Buffer
 from entrenar_py.train.wire.mesh_coordinator import MeshCoordinator
 from entrenar_py.train.wire.mesh_worker import MeshWorker
 from entrenar_py.train.wire.messages import Message
-from entrenar_py.train.wire.pipeline_coordinator import PipelineCoordinator
-from entrenar_py.train.wire.pipeline_worker import PipelineWorker
-from entrenar_py.train.wire.terms import Run, Timing
+from entrenar_py.train.wire.pipeline_peers import PipelineCoordinator, PipelineWorker
+from entrenar_py.train.wire.terms import NONCE_BYTES, Run, Timing
 from entrenar_py.train.wire.worker import Worker
 from entrenar_py.train.wire_io.endpoints import (
     CoordinatorEnd,
+    End,
+    MemberHands,
     Notify,
+    ServerHands,
     WorkerEnd,
     unnoticed,
 )
-from entrenar_py.train.wire_io.hands import MemberHands, ServerHands
-from entrenar_py.train.wire_io.mesh_end import MeshEnd, MeshHands
-from entrenar_py.train.wire_io.message_faults import Fate, Meddle, Meddling, Speak, bent, truthfully
-from entrenar_py.train.wire_io.pipeline_end import PipelineEnd, PipelineHands
-from entrenar_py.train.wire_io.simulated_connections import Connection, Node, SimulatedWire, feed
-from entrenar_py.train.wire_io.uninvited_client import Guest
-from entrenar_py.train.wire_io.virtual_time import Action, Later, Timeline
+from entrenar_py.train.wire_io.injections import (
+    Fate,
+    Guest,
+    Meddle,
+    Meddling,
+    Speak,
+    bent,
+    truthfully,
+)
+from entrenar_py.train.wire_io.peer_ends import MeshEnd, MeshHands, PipelineEnd, PipelineHands
+
+Action = Callable[[], None]
+Outcome = TypeVar("Outcome")
+
+
+class Timeline:
+    """A queue of scheduled actions. `now` is the virtual time in seconds from the beginning."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._numbers = count()
+        self._queue: list[tuple[float, int, Action]] = []
+
+    def clock(self) -> float:
+        """Return the virtual time."""
+        return self.now
+
+    def at(self, when: float, action: Action) -> None:
+        """Schedule `action` for the time `when`, after those scheduled before for the same time."""
+        heapq.heappush(self._queue, (when, next(self._numbers), action))
+
+    def later(self, seconds: float, action: Action) -> None:
+        """Schedule `action` for `seconds` from now."""
+        self.at(self.now + seconds, action)
+
+    def next(self) -> None:
+        """Advance to the next scheduled action, and do it."""
+        self.now, _, action = heapq.heappop(self._queue)
+        patience.mark()
+        action()
+
+    def has_until(self, when: float) -> bool:
+        """Return whether an action is scheduled for the time `when` or earlier."""
+        return bool(self._queue) and self._queue[0][0] <= when
+
+
+class Later:
+    """A simulated background thread: it does one piece of work after the other, each of which takes
+    a random time from `takes_s`. `process(action)` does it in the process that owns the thread."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        drawn: random.Random,
+        takes_s: tuple[float, float],
+        process: Callable[[Action], None],
+    ) -> None:
+        self._timeline, self._random, self._takes_s = timeline, drawn, takes_s
+        self._process = process
+        self._free_at = 0.0  # when all work so far is done
+        self._epoch = 0
+
+    def run(self, work: Callable[[], Outcome], done: Callable[[Outcome], None]) -> None:
+        """Schedule `work`, then `done` with its result."""
+        epoch = self._epoch
+
+        def finish() -> None:
+            if epoch == self._epoch:
+                done(work())
+
+        takes_s = self._random.uniform(*self._takes_s)
+        self._free_at = max(self._free_at, self._timeline.now) + takes_s
+        self._timeline.at(self._free_at, lambda: self._process(finish))
+
+    def forget(self) -> None:
+        """Drop all work; `done` is not called for it."""
+        self._epoch += 1
+        self._free_at = 0.0
+
+
+@dataclass(slots=True)
+class Direction:
+    """One direction of a connection: when its last bytes arrive, and bytes `held` to reorder."""
+
+    arrives: float = 0.0
+    held: bytes = b""
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A worker's process. `connection` is that to the coordinator. The process does nothing until
+    `frozen_until`; if `calling`, it will connect soon.
+    """
+
+    number: int
+    end: WorkerEnd = field(init=False)
+    connection: Connection | None = None
+    alive: bool = True
+    frozen_until: float = 0.0
+    calling: bool = False
+
+    def lose(self, connection: Connection, reason: str) -> None:
+        """Tell the worker that `connection` is lost."""
+        if self.connection is connection:
+            self.connection = None
+        self.end.lost(connection.peer, reason)
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    """A connection of `node` to the coordinator, or to worker `to`; both ends know it as `peer`.
+
+    `dead`: all bytes are lost. `ended`: nothing more is sent on it.
+    """
+
+    peer: int
+    node: Node
+    to: Node | None = None
+    up: Direction = field(default_factory=Direction)
+    down: Direction = field(default_factory=Direction)
+    dead: bool = False
+    ended: bool = False
+
+    def end(self, up: bool) -> Node | None:
+        """Return the worker at which bytes sent `up`, or down, arrive; None for the coordinator."""
+        return self.to if up else self.node
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedWire:
+    """A simulated end's wire: `send` gets each message with its bytes in one piece."""
+
+    send: Callable[[Peer, Message, bytes], None]
+    close: Callable[[Peer, str], None]
+
+    def write(self, peer: Peer, message: Message, buffers: Iterable[Buffer]) -> None:
+        """Send `message`, which is encoded in `buffers`."""
+        self.send(peer, message, b"".join(buffers))
+
+
+def feed(end: End, peer: Peer, data: bytes) -> None:
+    """Deliver `data` from `peer`, as much at a time as `end` takes; drop what it does not take."""
+    left = memoryview(data)
+    while left.nbytes and (place := end.buffer(peer)) is not None:
+        num_bytes = min(place.nbytes, left.nbytes)
+        place[:num_bytes] = left[:num_bytes]
+        left = left[num_bytes:]
+        end.filled(peer, num_bytes)
+
 
 HOST = "simulated"
 LATENCY_S = (0.0001, 0.002)

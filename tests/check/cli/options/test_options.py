@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py.check.cli.options import modes, outputs, parser, typed
+from entrenar_py.check.cli import command_line
 from entrenar_py.compute import BACKENDS
 from entrenar_py.shared import systems
 from entrenar_py.shared.errors import UsageError
@@ -45,9 +45,9 @@ FLAGS = [
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Return the parsed options, after checking that they go together."""
-    options = typed.read(arguments)
-    modes.require_compatible(options)
-    outputs.require_distinct(options)
+    options = command_line.read(arguments)
+    command_line.require_compatible(options)
+    command_line.require_distinct(options)
     return options
 
 
@@ -58,26 +58,26 @@ def test_flags() -> None:
 
 def actions() -> list[argparse.Action]:
     """Return every option of the parser."""
-    return parser.build()._actions
+    return command_line.build()._actions
 
 
 def test_help(monkeypatch: pytest.MonkeyPatch) -> None:
     """The output of `--help` equals the golden file."""
     monkeypatch.setenv("COLUMNS", "100")
-    assert parser.build().format_help() == GOLDEN.read_text(encoding="utf-8")
+    assert command_line.build().format_help() == GOLDEN.read_text(encoding="utf-8")
 
 
 def test_help_names_every_choice() -> None:
     """The help names all trainers and backends, although it must not import their tables."""
-    text = parser.build().format_help()
+    text = command_line.build().format_help()
     assert all(name in text for name in (*systems.TRAINERS, *BACKENDS))
 
 
 def test_modes_name_options_that_exist() -> None:
     """Every option that a mode allows exists."""
     known = {action.dest for action in actions()}
-    assert set(modes.MODES) - {"command"} <= known
-    assert {name for names in modes.MODES.values() for name in names} <= known
+    assert set(command_line.MODES) - {"command"} <= known
+    assert {name for names in command_line.MODES.values() for name in names} <= known
 
 
 def test_no_mode() -> None:

@@ -15,7 +15,6 @@ from entrenar_py.check import contract
 from entrenar_py.check.contract import validation
 from entrenar_py.check.contract.validation import Validation
 from entrenar_py.check.reports import validation as report
-from entrenar_py.check.reports import validation_sarif
 from entrenar_py.shared.errors import ContractError
 from tests.check.contract.known import NOTHING
 from tests.check.contract.validation.mutated import mutated
@@ -51,7 +50,7 @@ def test_no_change_crashes(tmp_path: Path, good: list[Any]) -> None:
         found = _agreed(written(tmp_path, text), seed)
         record = report.dump(found, command="")
         schema.validate(record)
-        sarif = validation_sarif.dump(found, root=tmp_path, command="")
+        sarif = report.dump_sarif(found, root=tmp_path, command="")
         json.dumps([record, sarif], allow_nan=False).encode()
         assert len(sarif["runs"][0]["results"]) == len(found.findings), seed
         annotations = [*report.annotate(found, root=tmp_path)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from entrenar_py.check.contract import validation
+from entrenar_py.check.contract.rules import parse
 from entrenar_py.check.contract.validation import RULES, Level
-from entrenar_py.check.contract.validation.levels import parse
 from entrenar_py.shared.errors import UsageError
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from entrenar_py.check.contract.rules import NOTE, OURS, STALE, UNREADABLE
 from entrenar_py.check.contract.validation import RULES
-from entrenar_py.check.contract.validation.rules import NOTE, OURS, STALE, UNREADABLE
 from tests.check.contract.validation.written import CLAUSES, KERNEL, judged, written
 
 HARNESSES = KERNEL[KERNEL.index("kani_harnesses:") : KERNEL.index("qa_gate:")]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from entrenar_py.check.contract import Position, validation
-from entrenar_py.check.contract.validation import Level, RuleFinding, Suppression, suppressions
+from entrenar_py.check.contract.validation import Level, RuleFinding, Suppression
 from entrenar_py.shared.errors import UsageError
 from tests.check.contract.known import NOTHING
 from tests.check.contract.validation.written import KERNEL, TODAY, judged, validated, written
@@ -22,7 +22,7 @@ LATER = "2026-12-31"
 
 def parsed(text: str) -> Suppression:
     """Return the suppression that is written as `text`."""
-    return suppressions.parse(text)
+    return validation.parse(text)
 
 
 def of(findings: tuple[RuleFinding, ...], rule: str) -> list[RuleFinding]:
@@ -80,7 +80,7 @@ def test_tables_refused(change: dict[str, Any], message: str) -> None:
     """Tables of a configuration are refused for the same reasons, with their place."""
     table = {"rule": "SCHEMA-009", "reason": "because", "until": LATER} | change
     with pytest.raises(UsageError) as refusal:
-        suppressions.read(table, source="p.toml:3")
+        validation.read(table, source="p.toml:3")
     assert str(refusal.value).startswith("p.toml:3: ")
     assert message in str(refusal.value)
 
@@ -187,7 +187,7 @@ def test_several_contracts(tmp_path: Path) -> None:
         {"rule": "SCHEMA-009", "file": "elsewhere.yaml"},
     ]
     rest = {"reason": "because", "until": datetime.date(2026, 12, 31)}
-    aside = [suppressions.read(one | rest, source="pyproject.toml", at=at) for one in tables]
+    aside = [validation.read(one | rest, source="pyproject.toml", at=at) for one in tables]
     policy = validation.policy(suppressed=aside)
     found = validation.validate(dict.fromkeys(paths, ()), policy, vocabulary=NOTHING, today=TODAY)
     assert [one.message for one in found.stale] == [

@@ -16,5 +16,5 @@ started as the launcher meant it, and a line `cold REASON` says why.
 
 What a fork has in common with its siblings and a new interpreter has not: the order of sets, which
 follows from hashes and addresses. So a script that may use this order is not forked at all
-(`script_imports`).
+(`imports`).
 """

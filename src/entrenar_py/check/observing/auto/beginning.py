@@ -27,10 +27,7 @@ def begin(waiting: Waiting) -> None:
     settings = auto.Settings.of(os.environ)
     if settings.seed is not None:
         seeding.begin(settings.seed)
-    from entrenar_py.check.observing import reordered_groups
     from entrenar_py.check.observing.auto import follower, patches
-
-    reordered_groups.begin_if_planned()
 
     if not settings.follows:
         patches.install_for_line(waiting.awaited)

@@ -14,7 +14,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from entrenar_py.compute.rounding import FLOAT64_ROUNDOFF, FLUSHED
+from entrenar_py.compute.products import FLOAT64_ROUNDOFF, FLUSHED
 
 # WGSL, "Differences from IEEE-754": an implementation may round up or down.
 UNIT = 2.0**-23

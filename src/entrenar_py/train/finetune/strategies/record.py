@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from entrenar_py.shared import environment, trace
+from entrenar_py.shared import process, trace
 from entrenar_py.shared.errors import SystemFailure, UsageError
 from entrenar_py.shared.page import console
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import writer
 from entrenar_py.shared.trace.writer import Mark, Standing
 from entrenar_py.shared.untrusted import printing
-from entrenar_py.train.arithmetic import checkpoint, layout, optimizer, sharding
+from entrenar_py.train.arithmetic import blocks, checkpoint, optimizer, sharding
 from entrenar_py.train.arithmetic.tensors import TensorSpec
 from entrenar_py.train.finetune.strategies.step import Step
 from entrenar_py.train.finetune.strategies.strategy import Arrays
@@ -83,7 +83,7 @@ class Record:
         """Event files go to the folder `tensorboard`, if any. `backends` has each rank's device."""
         self._backends = backends
         self._folder, self._scenario, self._tensorboard = folder, scenario, tensorboard
-        self._layout = layout.Layout(specs)
+        self._layout = blocks.Layout(specs)
         self._stack = ExitStack()
         self._listeners: list[Listener] = []
         self._ledger: writer.Writer | None = None
@@ -158,7 +158,7 @@ class Record:
     def _open_ledger(self, *, resume: bool) -> None:
         path = self._folder / LEDGER
         head = trace.Trace(
-            scenario=self._scenario, environment=environment.describe(), promises=(), events=()
+            scenario=self._scenario, environment=process.environment(), promises=(), events=()
         )
         if resume:
             self._ledger, self._standing = writer.reopen(path, head, since=self._since)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.train.arithmetic import sharding
-from entrenar_py.train.arithmetic.dropout import Dropout
+from entrenar_py.train.arithmetic.engine import Dropout
 from entrenar_py.train.model.workload import Finetuning
 
 Objective = Callable[..., Tensor]  # of what a batch has: the summed loss, 0-d

@@ -23,7 +23,7 @@ from torch.optim import AdamW
 from entrenar_py.shared import trace
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.untrusted import printing
-from entrenar_py.train.arithmetic import schedule, sharding
+from entrenar_py.train.arithmetic import optimizer, sharding
 from entrenar_py.train.arithmetic.optimizer import BETA1, BETA2, EPSILON
 from entrenar_py.train.finetune import evaluator
 from entrenar_py.train.finetune.strategies.record import Made, Record, State
@@ -214,7 +214,7 @@ class Loop:
 
     def _rate(self) -> float:
         scenario = self._scenario
-        return schedule.learning_rate(
+        return optimizer.learning_rate(
             self._step,
             peak=scenario.learning_rate,
             kind=scenario.schedule,

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from entrenar_py.shared import backend_names
+from entrenar_py.shared import scenario
 from entrenar_py.train.model.settings import LAYER_PIPELINE, StagePlan
 from entrenar_py.train.plan.stages import plan_text
 from entrenar_py.train.plan.stages.old_configuration import OldConfiguration
@@ -43,7 +43,7 @@ def lines(
 
 def _stages(old: OldConfiguration) -> list[StagePlan]:
     """Return the stages; one on the coordinator's machine has no device in the old file."""
-    kinds = {worker.number: backend_names.kind_of(worker.device) for worker in old.workers}
+    kinds = {worker.number: scenario.backend_kind(worker.device) for worker in old.workers}
     found = []
     for stage in old.stages:
         assert stage.layers is not None, "what can't be read is a problem"

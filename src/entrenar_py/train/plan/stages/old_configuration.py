@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from entrenar_py.shared import backend_names
+from entrenar_py.shared import scenario
 from entrenar_py.shared.config import composer
 from entrenar_py.shared.config.fields import Record
 from entrenar_py.shared.config.problems import Problems
@@ -101,9 +101,9 @@ class _Reader:
         device = self._value(record, "device", str)
         if device is not None:
             try:
-                backend_names.kind_of(device)
+                scenario.backend_kind(device)
             except UsageError:
-                known = backend_names.allowed(backend_names.KINDS)
+                known = scenario.backends_in_words(scenario.BACKENDS)
                 record.error("device", f"device={device!r}: unknown; use {known}")
         return OldWorker(
             record=record,

@@ -1,0 +1,69 @@
+import collections, itertools, queue, threading
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+import entrenar_py
+
+
+class Sines(Dataset):
+    def __init__(self, n):
+        self.t = torch.linspace(0, 6, n)
+
+    def __len__(self):
+        return len(self.t)
+
+    def __getitem__(self, i):
+        return {"t": self.t[i].reshape(1), "y": self.t[i].sin().reshape(1)}
+
+
+dist.init_process_group("gloo")
+W = dist.get_world_size()
+torch.manual_seed(42)
+SIZE, BATCH = 24, 8
+data = Sines(SIZE)
+sampler = DistributedSampler(data, seed=9, drop_last=False)
+loader = DataLoader(data, batch_size=BATCH // W, sampler=sampler)
+model = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+ddp = DistributedDataParallel(model)
+optim = torch.optim.SGD(ddp.parameters(), lr=0.05, nesterov=True, momentum=0.8)
+obs = entrenar_py.observe(ddp, optim, sampler=loader)
+
+
+def step(batch):
+    optim.zero_grad(set_to_none=True)
+    backward(batch)
+    update()
+
+
+def backward(batch, scale=1.0):
+    loss = nn.functional.mse_loss(ddp(batch["t"]), batch["y"])
+    obs.loss(loss, len(batch["t"]))
+    (loss * scale).backward()
+
+
+def update():
+    norm = nn.utils.clip_grad_norm_(ddp.parameters(), 10.0)
+    if not torch.isfinite(norm):
+        raise ValueError(f"norm {norm}")
+    optim.step()
+
+
+def epochs(n=2):
+    for e in range(n):
+        sampler.set_epoch(e)
+        yield e
+
+
+for _ in epochs():
+    ahead = collections.deque()
+    for batch in loader:
+        ahead.append({k: v.clone() for k, v in batch.items()})
+        if len(ahead) == 2:
+            step(ahead.popleft())
+    while ahead:
+        step(ahead.popleft())
+
+obs.close()
+dist.destroy_process_group()

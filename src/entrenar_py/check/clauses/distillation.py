@@ -1,0 +1,214 @@
+"""F-KD-008 to F-KD-011: a teacher's shards have its rows, each once, and a student takes no others.
+
+That the loss of a row is the textbook's, in value and gradient, is a property of one function:
+tests/train/distill/test_soft_targets.py has it. Source: distillation-v1, equations kept, distilled.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from entrenar_py.check import evidence
+from entrenar_py.check.clauses import fine_tuning
+from entrenar_py.check.clauses.check import Check, judge_each
+from entrenar_py.check.contract import Invariant
+from entrenar_py.check.evidence import closeness
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import (
+    Encoded,
+    Explained,
+    Shard,
+    Sharded,
+    Taught,
+    TeacherRow,
+    Trace,
+    TurnedAway,
+)
+from entrenar_py.shared.verdict import Tally
+
+# What float32 explains of a log-probability, of a small model's logits, beside float64: 1e-6 was
+# seen.
+ROUNDING = 1e-5
+# What is wrong with shards, and a part of the message that refuses them.
+REFUSALS = {
+    "shards of another tokenizer": "tokenizer",
+    "half of a shard": "bytes, and the list says",
+    "a shard with a bit turned": "digest",
+    "a shard that is missing": "not there",
+    "a shard in another's place": "another folder's or another run's",
+    "rows of other samples": "are not those of sample",
+}
+_ADVICE = "a run of the system distilled records it"
+
+
+def planned(**options: object) -> Scenario:
+    """Return the scenario of a short distillation."""
+    return fine_tuning.planned(options=options).with_(system="distilled")
+
+
+def plan_rows(invariant: Invariant) -> list[Scenario]:
+    """Plan chats and texts, packed and not, with some tokens kept, with one and with all."""
+    facts = ["samples", "gradients"]
+    return [
+        planned(task="instruct", facts=facts),
+        planned(task="text", family="llama", top_k=1, share=1.0, facts=facts),
+        planned(task="text", top_k="all", temperature=4.0, packing=True, facts=facts),
+    ]
+
+
+def plan_cover(invariant: Invariant) -> list[Scenario]:
+    """Plan chats of one turn and of two."""
+    return [planned(task="instruct", facts=["samples"])]
+
+
+def plan_refusals(invariant: Invariant) -> list[Scenario]:
+    """Plan shards that are not the student's."""
+    return [planned(task="text", facts=["refusals"])]
+
+
+def plan_shards(invariant: Invariant) -> list[Scenario]:
+    """Plan a stage that is stopped, and goes on."""
+    return [planned(task="text")]
+
+
+def compare_rows(tally: Tally, trace: Trace) -> None:
+    """Compare each row with the teacher's own distribution, and each step with the textbook's."""
+    rows = trace.of(TeacherRow)
+    steps = [event for event in trace.of(Explained) if event.of == fine_tuning.STEP]
+    if bool(rows) != bool(steps):
+        lacking = "step beside float64" if rows else "TeacherRow"
+        tally.miss(f"no {lacking} was recorded: {_ADVICE}")
+    for event in rows:
+        stock = np.array(event.stock)
+        tokens = np.array(event.tokens, np.int64)
+        what = f"the row of sample {event.sample} at position {event.position}"
+        place = {"tensor": "row", "sample_ids": (event.sample,), "scenario": trace.scenario}
+        if not ((tokens >= 0) & (tokens < len(stock))).all():
+            tally.check(False, f"{what} has tokens that the vocabulary lacks", **place)
+            continue
+        gap = float(np.abs(stock[tokens] - np.array(event.log_probabilities)).max())
+        explained = f"rounding explains {ROUNDING:g}"
+        message = f"{what} is off by {gap:.3g} from its teacher's, {explained}"
+        tally.at_most(ROUNDING, gap, message, form=".3g", **place)
+        others = np.delete(stock, tokens)
+        least = float(np.array(event.log_probabilities).min())
+        above = float(others.max(initial=-np.inf)) - least
+        message = f"{what} lacks a token that is likelier than those that it has, by {above:.3g}"
+        tally.check(above <= ROUNDING, message, **place)
+        with np.errstate(divide="ignore"):
+            due, found = np.log([np.exp(others).sum(), event.rest])
+        gap = 0.0 if due == found else abs(float(due - found))
+        message = f"the log of the rest of {what} is off by {gap:.3g}, {explained}"
+        tally.at_most(ROUNDING, gap, message, form=".3g", **place)
+    for step in steps:
+        closeness.judge_explained(tally, step, trace)
+
+
+def compare_cover(tally: Tally, trace: Trace) -> None:
+    """Check that each target has one row, and that the loss depends on the states of rows alone."""
+    samples = {event.sample: event for event in trace.of(Encoded)}
+    rows = Counter((one.sample, one.position) for one in trace.of(TeacherRow))
+    if not samples or not rows:
+        return
+    due = {(one.sample, place - 1) for one in samples.values() for place in one.completion}
+    for sample, position in sorted(due | rows.keys()):
+        wanted, found = int((sample, position) in due), rows[sample, position]
+        message = (
+            f"sample {sample} has {found} rows at position {position}, which predicts "
+            f"{'a' if wanted else 'no'} token that is due"
+        )
+        place = {"tensor": "row", "sample_ids": (sample,), "scenario": trace.scenario}
+        tally.equal(wanted, found, message, **place)
+    drawn = {i for shard in trace.of(Shard) for i in shard.ids}
+    taught = {one.sample: set(one.positions) for one in trace.of(Taught)}
+    for sample in sorted(drawn):
+        of_rows = {position for one, position in rows if one == sample}
+        message = f"the loss of sample {sample} depends on other states than its rows are of"
+        place = {"sample_ids": (sample,), "scenario": trace.scenario}
+        tally.equal(sorted(of_rows), sorted(taught.get(sample, ())), message, **place)
+    for shard in trace.of(Shard):
+        weight = sum(len(samples[i].completion) for i in shard.ids if i in samples)
+        message = f"shard {shard.shard} counts {shard.weight:g} rows, it has {weight}"
+        place = evidence.place(trace, shard)
+        tally.equal(float(weight), shard.weight, message, sample_ids=shard.ids, **place)
+
+
+def compare_refusals(tally: Tally, trace: Trace) -> None:
+    """Check that the student has refused each of them, for what is wrong with it."""
+    given = {event.what: event.refused for event in trace.of(TurnedAway)}
+    if not given:
+        return
+    for what, why in REFUSALS.items():
+        if what not in given:
+            tally.miss(f"the student was not given {what}")
+            continue
+        refused = given[what]
+        message = f"the student has learned from {what}"
+        if refused is not None:
+            message = f"{what}: refused, and not because {why!r}: {refused}"
+        is_right = refused is not None and why in refused
+        tally.check(is_right, message, tensor="shard", scenario=trace.scenario)
+
+
+def compare_shards(tally: Tally, trace: Trace) -> None:
+    """Check that shards are complete where they are said to be, and the same after a stop."""
+    made = {event.when: event for event in trace.of(Sharded)}
+    for event in made.values():
+        there = len(event.digests) == event.due
+        message = (
+            f"{event.when}: {len(event.digests)} shards of {event.due} are there, and the stage "
+            f"says that it is {'complete' if event.complete else 'not'}"
+        )
+        tally.equal(there, event.complete, message, tensor="shard", scenario=trace.scenario)
+    first, last = made.get("made at once"), made.get("resumed")
+    if not made:
+        return
+    if first is None or last is None:
+        tally.miss("no stage was recorded that was stopped, beside one that was not")
+        return
+    for number, (one, other) in enumerate(zip(first.digests, last.digests, strict=False)):
+        message = f"shard {number} has other bytes after the stage was stopped and went on"
+        tally.equal(one, other, message, tensor="shard", scenario=trace.scenario)
+    message = "another number of shards is there after the stage was stopped and went on"
+    tally.equal(
+        len(first.digests), len(last.digests), message, tensor="shard", scenario=trace.scenario
+    )
+
+
+ROWS = (
+    Check(
+        name="teacher_rows",
+        id="F-KD-008",
+        decides="rows are the teacher's at their places, and steps the textbook's of them",
+        spoken_of="distillation label-shift top-k",
+        judge=judge_each(compare_rows, f"no TeacherRow was recorded: {_ADVICE}"),
+        plan=plan_rows,
+        tolerance_kinds=("ulp",),
+    ),
+    Check(
+        name="teacher_cover",
+        id="F-KD-009",
+        decides="each token to predict has one row, and the loss depends on rows alone",
+        spoken_of="distillation coverage",
+        judge=judge_each(compare_cover, f"no TeacherRow was recorded: {_ADVICE}"),
+        plan=plan_cover,
+    ),
+    Check(
+        name="shard_refusals",
+        id="F-KD-010",
+        decides="shards of another tokenizer or of other rows, damaged or missing are refused",
+        spoken_of="distillation tokenizer stale",
+        judge=judge_each(compare_refusals, f"no TurnedAway was recorded: {_ADVICE}"),
+        plan=plan_refusals,
+    ),
+    Check(
+        name="shards_resumed",
+        id="F-KD-011",
+        decides="a stopped stage goes on to the same shards, and says truly if all are there",
+        spoken_of="distillation resume",
+        judge=judge_each(compare_shards, f"no Sharded was recorded: {_ADVICE}"),
+        plan=plan_shards,
+    ),
+)

@@ -1,0 +1,649 @@
+"""F-FT-001 to F-FT-016, F-LP-001, F-LP-002: the weights of a fine-tuning, and its steps.
+
+Steps are compared with two independent oracles. One is a textbook in float64, at the recorded
+weights. The other is a run of `transformers.Trainer` with `peft` on the same batches.
+Sources: finetune-v1, equations adapted, merged, loss, followed, moved; layer-pipeline-v1, equations
+one_process and own_blocks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from entrenar_py.check import evidence
+from entrenar_py.check.causes import update_rule
+from entrenar_py.check.causes.rounding_bounds import (
+    ADAM_GRADIENT_BOUND,
+    GRADIENT_BOUND,
+    LEARNED_AWAY,
+    LOSS_BOUND,
+)
+from entrenar_py.check.clauses import same_bits
+from entrenar_py.check.clauses.check import Check, judge_each, probe
+from entrenar_py.check.contract import Invariant
+from entrenar_py.check.evidence import closeness, missing
+from entrenar_py.check.evidence.needs import PEER, SINGLE, Traces
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import (
+    Adapted,
+    Event,
+    Explained,
+    Frozen,
+    Quantised,
+    ReadBack,
+    Shard,
+    Start,
+    Tensors,
+    Trace,
+    Update,
+    record_tensor,
+)
+from entrenar_py.shared.verdict import Finding, Tally
+
+# --- weights --------------------------------------------------------------------------------------
+
+Matrix = NDArray[np.float64]
+
+UNIT = 2.0**-24  # of float32, to nearest
+STEP = "step"  # `Explained.of` of a training step; other ones are outputs of a written model
+
+
+def planned(**changes: object) -> Scenario:
+    """Return the scenario of a short fine-tuning with adapters, on two workers."""
+    usual: dict[str, object] = {
+        "world_size": 2,
+        "num_shards": 4,
+        "num_samples": 12,
+        "batch_size": 6,
+        "num_steps": 2,
+        "optimizer": "adamw",
+        "learning_rate": 0.01,
+        "detail": "values",
+    }
+    return probe("finetuned", workload="finetune", **{**usual, **changes})  # type: ignore[arg-type]
+
+
+def plan_weights(invariant: Invariant) -> list[Scenario]:
+    """Plan adapters of a language model and of a classifier, written and merged."""
+    facts = ["outputs", "merged"]
+    return [planned(options={"task": task, "facts": facts}) for task in ("instruct", "classify")]
+
+
+def plan_quantised(invariant: Invariant) -> list[Scenario]:
+    """Plan models with a head of its own, and with one that is the embedding."""
+    return [planned(options={"method": "qlora", "family": one}) for one in ("llama", "qwen3")]
+
+
+# --- frozen weights -------------------------------------------------------------------------------
+
+
+def compare_frozen(tally: Tally, trace: Trace) -> None:
+    """Compare each record of the weights that aren't trained with the first one of each weight."""
+    first: dict[str, tuple[str, str]] = {}
+    for event in trace.of(Frozen):
+        for name, record in event.weights.items():
+            when, digest = first.setdefault(name, (event.when, record.digest))
+            if when != event.when:
+                tally.check(
+                    digest == record.digest,
+                    f"{name} isn't trained, and {event.when} it has other bits than {when}",
+                    tensor=name,
+                    scenario=trace.scenario,
+                )
+
+
+def compare_quantised(tally: Tally, trace: Trace) -> None:
+    """Check that layers within blocks, and no others, are in NF4, with the stock library's bits."""
+    for event in trace.of(Quantised):
+        place = {"tensor": event.layer, "scenario": trace.scenario}
+        found = "in NF4" if event.held else "not in NF4"
+        message = f"{event.layer} is {found}: layers within blocks should be, and no others"
+        if not tally.check(bool(event.held) == event.due, message, **place) or not event.held:
+            continue
+        for part, record in event.stock.items():
+            got = event.held.get(part)
+            message = f"{event.layer} has other {part} than bitsandbytes makes of the checkpoint"
+            tally.check(got is not None and got.digest == record.digest, message, **place)
+
+
+# --- adapters -------------------------------------------------------------------------------------
+
+
+def compare_rank(tally: Tally, trace: Trace) -> None:
+    """Check that what was added to each layer has at most the rank that was asked for.
+
+    A matrix X + E has no more singular values above norm_F(E) than X has rank (Weyl).
+    """
+    for event in trace.of(Adapted):
+        found = _matrices(event)
+        place = {"tensor": event.layer, "scenario": trace.scenario}
+        given = found["a"].shape[0]
+        message = f"the adapter of {event.layer} has {given} rows, rank {event.rank} was asked for"
+        tally.check(given == event.rank, message, **place)
+        if "merged" not in found:
+            continue
+        sizes = np.linalg.svd(found["merged"] - found["base"], compute_uv=False)
+        allowed = float(np.linalg.norm(_rounding(event, found)))
+        beyond = float(sizes[event.rank]) if event.rank < len(sizes) else 0.0
+        message = (
+            f"what was added to {event.layer} has a rank above {event.rank}: singular value "
+            f"{event.rank + 1} is {beyond:.3g}, rounding explains {allowed:.3g}"
+        )
+        tally.at_most(allowed, beyond, message, form=".3g", **place)
+
+
+def compare_start(tally: Tally, trace: Trace) -> None:
+    """Check that before the training no adapter changes its layer: B A is zero."""
+    for event in trace.of(Adapted):
+        if event.when == "start":
+            found = _matrices(event)
+            product = found["b"] @ found["a"]
+            tally.check(
+                not product.any(),
+                f"before the training the adapter of {event.layer} adds up to "
+                f"{np.abs(product).max():.3g} to its weights, and should add nothing",
+                step=-1,
+                tensor=event.layer,
+                scenario=trace.scenario,
+            )
+
+
+def compare_merged(tally: Tally, trace: Trace) -> None:
+    """Check each merged weight, and the outputs of the written models, within their rounding."""
+    for event in trace.of(Adapted):
+        found = _matrices(event)
+        if "merged" not in found:
+            continue
+        added = event.alpha / event.rank * (found["b"] @ found["a"])
+        gap = np.abs(found["merged"] - found["base"] - added)
+        allowed = _rounding(event, found)
+        worst = int((gap - allowed).argmax())
+        size = float(np.square(added).sum())
+        factor = float(((found["merged"] - found["base"]) * added).sum()) / size if size else 1.0
+        tally.check(
+            bool((gap <= allowed).all()),
+            f"the merged weight of {event.layer} is off by {gap.flat[worst]:.3g}, rounding "
+            f"explains {allowed.flat[worst]:.3g}: what was added is {factor:.3g} times "
+            "(alpha / rank) B A",
+            tensor=event.layer,
+            element=worst,
+            scenario=trace.scenario,
+        )
+    for explained in trace.of(Explained):
+        if explained.of != STEP:
+            closeness.judge_explained(tally, explained, trace)
+
+
+def _matrices(event: Adapted) -> dict[str, Matrix]:
+    """Return an adapted layer's matrices in float64, those that have values."""
+    _, width = event.shape
+    columns = {"a": width, "base": width, "merged": width}
+    found = {}
+    for name, record in event.tensors.items():
+        values = record.values()
+        if values is None:
+            continue
+        wide = values.astype(np.float64)
+        found[name] = wide.reshape((event.shape[0], -1) if name == "b" else (-1, columns[name]))
+    return found
+
+
+def _rounding(event: Adapted, found: dict[str, Matrix]) -> Matrix:
+    """Return how far each element of float32 W + s B A may be from the exact one.
+
+    The product has gamma_r s |B||A|, the multiplication by s and its own rounding one u each, and
+    the last addition u |W'|.
+    """
+    roundings = found["a"].shape[0] + 2
+    gamma = roundings * UNIT / (1 - roundings * UNIT)
+    terms = event.alpha / event.rank * (np.abs(found["b"]) @ np.abs(found["a"]))
+    bound: Matrix = gamma * terms + UNIT * (1 + gamma) * (np.abs(found["merged"]) + terms)
+    return bound
+
+
+# --- what is written ------------------------------------------------------------------------------
+
+
+def compare_written(tally: Tally, trace: Trace) -> None:
+    """Check that stock libraries read the weights after the last step, bit for bit."""
+    made = evidence.updates(trace)
+    for event in trace.of(ReadBack):
+        if not made:
+            tally.miss("no step was recorded: there is nothing to compare what was written with")
+            return
+        last = evidence.any_rank(made[max(made)])
+        place = evidence.place(trace, last)
+        for name, record in last.weights.items():
+            read = event.tensors.get(name)
+            message = f"{name} as {event.by} reads it is not what was trained"
+            if read is None:
+                message = f"{name} was trained, and {event.by} finds no such tensor"
+            tally.check(
+                read is not None and read.digest == record.digest, message, tensor=name, **place
+            )
+
+
+_ADVICE = "a fine-tuning with the option facts: [outputs, merged] records it"
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+# Covers the second order: the loss is not linear in the weights' distance.
+SECOND_ORDER = 2.0
+
+
+def plan_gradients(invariant: Invariant) -> list[Scenario]:
+    """Plan adapters of two families, a classifier, and all weights."""
+    asked: list[dict[str, object]] = [
+        {"task": "instruct"},
+        {"task": "classify", "class_weights": "sqrt_inverse"},
+        {"task": "text", "method": "full", "family": "llama"},
+        {"task": "text", "family": "gpt2"},
+    ]
+    return [planned(options={**one, "facts": ["gradients"]}) for one in asked]
+
+
+def plan_peer(invariant: Invariant) -> list[Scenario]:
+    """Plan warm-up, decay and clipping for some steps, with adapters and with all weights."""
+    asked: list[dict[str, object]] = [
+        {"task": "instruct"},
+        {"task": "classify", "class_weights": "inverse"},
+        {"task": "text", "method": "full", "family": "llama"},
+    ]
+    changes: dict[str, object] = {
+        "num_steps": 6,
+        "weight_decay": 0.1,
+        "clip_norm": 0.5,
+        "schedule": "linear",
+        "warmup_steps": 2,
+    }
+    return [planned(options=one, **changes) for one in asked]
+
+
+def compare_gradients(tally: Tally, trace: Trace) -> None:
+    """Judge each step's loss and gradients within what rounding explains."""
+    for explained in trace.of(Explained):
+        if explained.of == STEP:
+            closeness.judge_explained(tally, explained, trace)
+
+
+# --- the peer -------------------------------------------------------------------------------------
+
+
+def judge_peer(invariant: Invariant, runs: Traces) -> Finding:
+    """Compare each run with the peer's: losses, gradients, and how the weights follow from them."""
+    tally = Tally(invariant.id)
+    runs = evidence.usable_runs(runs, tally)
+    for trace in () if runs.base is None else (runs.base,):
+        for peer in runs.of(PEER):
+            _compare(tally, peer, trace)
+    nothing = "no run of the same fine-tuning by transformers.Trainer to compare with"
+    return tally.finding(nothing=missing.probed(invariant, nothing))
+
+
+def _compare(tally: Tally, peer: Trace, trace: Trace) -> None:
+    ours, theirs = evidence.updates(trace), evidence.updates(peer)
+    first, other = next(iter(trace.of(Start)), None), next(iter(peer.of(Start)), None)
+    if first is None or other is None or not ours:
+        tally.miss("a run recorded no start, or no step")
+        return
+    apart = [n for n, one in other.weights.items() if first.weights.get(n) != one]
+    if apart:
+        tally.miss(f"the runs begin with other weights, in {apart[0]}: they can't be compared")
+        return
+    tally.equal(sorted(theirs), sorted(ours), "other steps were made", scenario=trace.scenario)
+    before = first.weights, other.weights
+    for step, by_rank in evidence.ranks_by_step(trace):
+        if step not in theirs:
+            continue
+        update, model = evidence.any_rank(by_rank), evidence.any_rank(theirs[step])
+        _losses(tally, trace, update, model, before)
+        _gradients(tally, trace, update, model)
+        before = update.weights, model.weights
+    for run in (trace, peer):
+        _follows(tally, run)
+
+
+def _losses(
+    tally: Tally, trace: Trace, update: Update, model: Update, before: tuple[Tensors, Tensors]
+) -> None:
+    """Check that two losses are no further apart than rounding and the weights' distance explain.
+
+    |L(w) - L(v)| is |g| . |w - v| to first order, with the recorded gradient g at w.
+    """
+    if update.loss is None or model.loss is None:
+        tally.miss(f"the loss of step {update.step} is known in one run only")
+        return
+    reach = _reach(update, *before)
+    if reach is None:
+        tally.miss(f"the values of weights and gradients of step {update.step} were not recorded")
+        return
+    allowed = 2 * LOSS_BOUND * abs(model.loss) + SECOND_ORDER * reach
+    message = f"the loss is not the peer's: rounding and other weights explain {allowed:.3g}"
+    tally.close(model.loss, update.loss, allowed, message, **evidence.place(trace, update))
+
+
+def _reach(update: Update, own: Tensors, other: Tensors) -> float | None:
+    """Return the sum over all weights of |gradient| |distance|, or None without values."""
+    total = 0.0
+    for name, record in update.gradient.items():
+        slope = record.values()
+        left, right = own[name].values(), other[name].values()
+        if slope is None or left is None or right is None:
+            return None
+        apart = left.astype(np.float64) - right.astype(np.float64)
+        total += float(np.abs(slope * apart).sum())
+    return total
+
+
+def _gradients(tally: Tally, trace: Trace, update: Update, model: Update) -> None:
+    """Compare gradients: at equal weights within rounding, later as far as Adam moves weights."""
+    bound = ADAM_GRADIENT_BOUND if update.step else GRADIENT_BOUND
+    floor = LEARNED_AWAY * (closeness.norm_l2(model.gradient) or 0.0)
+    message, place = "the gradient is not the peer's", evidence.place(trace, update)
+    if not closeness.compare_close(
+        tally, model.gradient, update.gradient, bound, message, floor, **place
+    ):
+        tally.miss(f"the values of the gradient of step {update.step} were not recorded")
+
+
+def _follows(tally: Tally, trace: Trace) -> None:
+    """Check that each step of the lowest rank follows from its own gradient, within rounding.
+
+    So weights are apart by what gradients are apart, and by nothing else.
+    """
+    rules: dict[int, update_rule.Rule] = {}
+    who = min((start.rank for start in trace.of(Start)), default=0)
+    for event in trace.standing.events:
+        if not isinstance(event, Update):
+            update_rule.prepare(rules, event, trace)
+            continue
+        if event.rank != who or who not in rules:
+            continue
+        rounding = update_rule.rounding(trace, event)
+        for name, expected in rules[who].step(event):
+            got = event.weights[name].values()
+            if got is None:
+                continue
+            gap = np.abs(got - expected.weight)
+            allowed = update_rule.allowed(rounding, expected)
+            worst = int((gap - allowed).argmax())
+            tally.check(
+                bool((gap <= allowed).all()),
+                f"{name} does not follow from the gradient, the rate and the clipped norm: it is "
+                f"off by {gap.flat[worst]:.3g}, rounding explains {allowed.flat[worst]:.3g}",
+                tensor=name,
+                element=worst,
+                **evidence.place(trace, event),
+            )
+
+
+_NOTHING = "no step was compared with float64: a fine-tuning with option facts: [gradients] does"
+
+
+# --- ranks that train together --------------------------------------------------------------------
+
+
+def plan_strategies(invariant: Invariant) -> list[Scenario]:
+    """Plan adapters by each kind of strategy."""
+    kinds = ("ddp", "ddp_canonical", "fsdp", "tensor_parallel", "pipeline_parallel")
+    asked = [{"task": "instruct", "strategy": kind} for kind in kinds]
+    return [planned(options=one).with_(system="finetuned_by_ranks") for one in asked]
+
+
+def judge_strategies(invariant: Invariant, runs: Traces) -> Finding:
+    """Compare what ranks wrote with a single device's last weights, and its outputs with float64.
+
+    Outputs are those of the written adapters, and so the single device's as far as adapters are.
+    """
+    tally = Tally(invariant.id)
+    runs = evidence.usable_runs(runs, tally)
+    if runs.base is not None:
+        for single in runs.of(SINGLE):
+            _compare_strategies(tally, single, runs.base)
+        for explained in runs.base.of(Explained) if runs.of(SINGLE) else ():
+            closeness.judge_explained(tally, explained, runs.base)
+    nothing = "no run by ranks and on a single device of one fine-tuning was recorded"
+    return tally.finding(nothing=missing.probed(invariant, nothing))
+
+
+def _compare_strategies(tally: Tally, single: Trace, trace: Trace) -> None:
+    """Compare by how much each tensor was moved, within a share of the distance."""
+    start, made = next(iter(single.of(Start)), None), evidence.updates(single)
+    if start is None or not made:
+        tally.miss("the single device recorded no start, or no step")
+        return
+    last = evidence.any_rank(made[max(made)])
+    for event in trace.of(ReadBack):
+        due, got = _moved(start.weights, last.weights), _moved(start.weights, event.tensors)
+        if due is None or got is None:
+            tally.miss("the values of what was trained were not recorded")
+            continue
+        message = "the ranks have not moved the weights as the single device has"
+        closeness.compare_close(
+            tally, due, got, ADAM_GRADIENT_BOUND, message, step=last.step, scenario=trace.scenario
+        )
+
+
+def _moved(before: Tensors, after: Tensors) -> Tensors | None:
+    """Return the change of each tensor, float64; None without values."""
+    moved = {}
+    for name, record in after.items():
+        first, last = (one.values() for one in (before.get(name, record), record))
+        if first is None or last is None or first.size != last.size:
+            return None
+        apart = last.astype(np.float64) - first.astype(np.float64)
+        moved[name] = record_tensor(apart, values=True)
+    return moved
+
+
+# --- stages ---------------------------------------------------------------------------------------
+
+_BLOCKS = 4
+_FACTS = ("ids", "weight", "loss_sum", "draws")  # of a shard, in the order in which they are told
+_SAID = {"ids": "samples", "weight": "weight", "loss_sum": "loss", "draws": "random numbers"}
+
+
+def planned_stages(**changes: object) -> Scenario:
+    """Return the scenario of a short fine-tuning with dropout, in two stages."""
+    options = {"task": "text", "family": "llama", "blocks": _BLOCKS}
+    usual = {"detail": "digests", "dropout": 0.2, "options": options}
+    return planned_stages(**{**usual, **changes}).with_(system="finetuned_by_stages")
+
+
+def plan_stages(invariant: Invariant) -> list[Scenario]:
+    """Plan as many stages as the model has blocks, and fewer."""
+    return [planned_stages(world_size=number) for number in (2, 3, _BLOCKS)]
+
+
+def plan_tied(invariant: Invariant) -> list[Scenario]:
+    """Plan a model whose table of tokens is also its head."""
+    return [planned_stages(options={"task": "text", "blocks": _BLOCKS})]
+
+
+def judge_stages(invariant: Invariant, runs: Traces) -> Finding:
+    """Compare each shard and each step with those of one process."""
+    tally = Tally(invariant.id)
+    runs = evidence.usable_runs(runs, tally)
+    if runs.base is not None:
+        for single in runs.of(SINGLE):
+            _compare_with_one_process(tally, single, runs.base)
+    nothing = "no run by stages and by one process of one fine-tuning was recorded"
+    return tally.finding(nothing=missing.probed(invariant, nothing))
+
+
+def _compare_with_one_process(tally: Tally, single: Trace, trace: Trace) -> None:
+    """Compare a run by stages with that of one process: shards first, as they are the causes."""
+    expected = {(one.step, one.shard): one for one in single.of(Shard)}
+    for shard in trace.standing.of(Shard):
+        model = expected.get((shard.step, shard.shard))
+        place = evidence.place(trace, shard)
+        for name in _FACTS if model is not None else ():
+            due, got = getattr(model, name), getattr(shard, name)
+            message = f"shard {shard.shard} has another {_SAID[name]} than in one process"
+            tally.equal(due, got, message, **place)
+    shards = evidence.shards(trace)
+    for step in evidence.updates(trace):
+        due = sorted(shard for at, shard in expected if at == step)
+        got = sorted(shard.shard for shard in shards.get(step, ()))
+        message = f"step {step} was made of shards {got}, and not of {due}"
+        tally.check(due == got, message, step=step, scenario=trace.scenario)
+    message = "stages give other bits than one process"
+    same_bits.compare_steps(tally, _as_stages_record(single), trace, message)
+
+
+def _as_stages_record(trace: Trace) -> Trace:
+    """Return `trace` without what no stage knows: a shard's whole gradient, the optimizer's state.
+
+    Moments that were other ones would show in the weights of the step.
+    """
+    bare: list[Event] = []
+    for event in trace.events:
+        match event:
+            case Shard():
+                bare.append(replace(event, gradient={}))
+            case Update():
+                bare.append(replace(event, optimizer={}))
+            case _:
+                bare.append(event)
+    return replace(trace, events=tuple(bare))
+
+
+def compare_stages(tally: Tally, trace: Trace) -> None:
+    """Check that stages hold the checkpoint's bits, and each weight of a block is in one stage.
+
+    What is trained is left out, as are weights beside the blocks: a table that is also the head is
+    in the first and in the last stage.
+    """
+    compare_frozen(tally, trace)
+    files, stages = trace.of(Frozen)[:1], trace.of(Frozen)[1:]
+    num_cuts = len(trace.scenario.options.get("cuts", ()))
+    is_cut_anew = min(num_cuts, len(set(trace.scenario.stops)) + 1) > 1
+    if not files or not stages or is_cut_anew:
+        return
+    trained = {_in_checkpoint(name) for start in trace.of(Start)[:1] for name in start.trainable}
+    holders: dict[str, dict[str, None]] = defaultdict(dict)  # a stage that is loaded again is one
+    for event in stages:
+        for name in event.weights:
+            holders[name.removesuffix(" in NF4")][event.when] = None
+    for name in files[0].weights:
+        if not _is_in_block(name) or name in trained:
+            continue
+        held, place = [*holders[name]], {"tensor": name, "scenario": trace.scenario}
+        tally.check(bool(held), f"{name} is in no stage", **place)
+        message = f"{name} is in {len(held)} stages, {' and '.join(held)}, and belongs to one"
+        tally.check(len(held) <= 1, message, **place)
+
+
+def _in_checkpoint(name: str) -> str:
+    """Return the name that a trained tensor has in the checkpoint's files, if it is there."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+
+
+def _is_in_block(name: str) -> bool:
+    """Return whether a tensor is of a numbered block."""
+    return any(part.isdecimal() for part in name.split("."))
+
+
+ROWS = (
+    Check(
+        name="frozen_weights",
+        id="F-FT-001",
+        decides="weights that aren't trained keep the bits of the checkpoint",
+        spoken_of="frozen base-model adapter-isolation",
+        judge=judge_each(compare_frozen, "no Frozen of a weight that isn't trained was recorded"),
+        plan=plan_weights,
+    ),
+    Check(
+        name="adapter_rank",
+        id="F-FT-002",
+        decides="what adapters add to a layer has at most the rank that was asked for",
+        spoken_of="low-rank lora-rank",
+        judge=judge_each(compare_rank, f"no Adapted of a layer was recorded: {_ADVICE}"),
+        plan=plan_weights,
+        tolerance_kinds=("ulp",),
+    ),
+    Check(
+        name="adapter_start",
+        id="F-FT-003",
+        decides="adapters begin as nothing: before the first step they add zero to their layers",
+        spoken_of="lora-initialisation",
+        judge=judge_each(compare_start, "no Adapted of a layer was recorded"),
+        plan=plan_weights,
+    ),
+    Check(
+        name="written_weights",
+        id="F-FT-004",
+        decides="stock libraries read the weights that were trained",
+        spoken_of="export adapter-file",
+        judge=judge_each(compare_written, f"no ReadBack was recorded: {_ADVICE}"),
+        plan=plan_weights,
+    ),
+    Check(
+        name="merged_model",
+        id="F-FT-005",
+        decides="the merged model is the model with its adapters, within derived rounding",
+        spoken_of="merge merged-weights",
+        judge=judge_each(compare_merged, f"no merged model was recorded: {_ADVICE}"),
+        plan=plan_weights,
+        tolerance_kinds=("ulp",),
+    ),
+    Check(
+        name="nf4_weights",
+        id="F-FT-015",
+        decides="frozen weights in NF4 are those of bitsandbytes, bit by bit, and heads are not",
+        spoken_of="nf4 qlora quantisation",
+        judge=judge_each(compare_quantised, "no weight in NF4 was recorded"),
+        plan=plan_quantised,
+    ),
+    Check(
+        name="textbook_steps",
+        id="F-FT-009",
+        decides="losses and gradients are a textbook's in float64, within derived rounding",
+        spoken_of="oracle finetune-gradient",
+        judge=judge_each(compare_gradients, _NOTHING),
+        plan=plan_gradients,
+        tolerance_kinds=("ulp",),
+    ),
+    Check(
+        name="peer_steps",
+        id="F-FT-010",
+        decides="losses and weights follow transformers.Trainer with peft on the same batches",
+        spoken_of="trainer huggingface",
+        judge=judge_peer,
+        plan=plan_peer,
+        needs=(PEER,),
+        tolerance_kinds=("relative",),
+    ),
+    Check(
+        name="strategy_adapters",
+        id="F-FT-016",
+        decides="ranks write the adapters of a single device, and these infer the same",
+        spoken_of="strategy torchrun adapters",
+        judge=judge_strategies,
+        plan=plan_strategies,
+        needs=(SINGLE,),
+        tolerance_kinds=("relative",),
+    ),
+    Check(
+        name="one_process",
+        id="F-LP-001",
+        decides="stages train what one process does, bit for bit",
+        spoken_of="pipeline stage stages micro-batch activation",
+        judge=judge_stages,
+        plan=plan_stages,
+        needs=(SINGLE,),
+    ),
+    Check(
+        name="stage_weights",
+        id="F-LP-002",
+        decides="each stage holds the checkpoint's weights of its own blocks, and no others",
+        spoken_of="pipeline shard_plan placement layers",
+        judge=judge_each(compare_stages, "no weights that stages hold were recorded"),
+        plan=plan_tied,
+    ),
+)

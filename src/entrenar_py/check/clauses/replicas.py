@@ -1,0 +1,493 @@
+"""F-DP-001 and F-TI-002: replicas hold the same weights, optimizer state and buffers.
+
+A tensor that is recorded under only one of its names is one tensor in memory, so that its copies
+can't differ. Copies on the stages of a pipeline have one name in the trace: they are replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from entrenar_py.check import evidence
+from entrenar_py.check.causes import (
+    applied_gradients,
+    presuppositions,
+    resumes,
+    rounding_bounds,
+    state,
+    weight_averages,
+)
+from entrenar_py.check.causes.run_comparison import Compared
+from entrenar_py.check.causes.state import PARTS, Comparison
+from entrenar_py.check.clauses import plans
+from entrenar_py.check.clauses.check import Check
+from entrenar_py.check.contract import Invariant
+from entrenar_py.check.evidence import closeness, facts, missing, rounds
+from entrenar_py.check.evidence.needs import ALONE, SAVED, SHORTENED, Traces
+from entrenar_py.shared.trace import (
+    Declared,
+    Membership,
+    Noticed,
+    Saved,
+    Start,
+    Tensors,
+    Trace,
+    Update,
+)
+from entrenar_py.shared.verdict import Finding, Tally
+
+
+def judge(invariant: Invariant, traces: Traces) -> Finding:
+    """Judge every tensor of every rank, before the first step and after each step."""
+    tally = missing.tally_for(invariant, traces)
+    for trace in evidence.usable(traces, tally):
+        compared = Compared(runs=traces, model=trace, trace=trace)
+        left = presuppositions.comparable(tally, presuppositions.RANKS, compared)
+        if left is not None:
+            compare(tally, left.trace)
+            missing.require_moves(tally, left.trace)
+            _trained_together(tally, left.trace)
+            weight_averages.compare_ranks(tally, left.trace)
+        compare_ties(tally, trace)
+        state.tell_local_buffers(tally, trace)
+    for trace in traces.witnesses.get(SHORTENED, ()):
+        _at_epochs_ends(tally, traces, trace)
+    why = "no two workers of one run were recorded"
+    return tally.finding(nothing=missing.nothing(tally, why, facts.TWO_WORKERS))
+
+
+def _at_epochs_ends(tally: Tally, runs: Traces, trace: Trace) -> None:
+    """Compare the workers of a run whose epochs are short, with what a script does between them.
+
+    Whatever is open there is open in the longer runs, too.
+    """
+    trial = Tally(tally.invariant, observed=tally.observed)
+    left = presuppositions.comparable(
+        trial, presuppositions.RANKS, Compared(runs=runs, model=trace, trace=trace)
+    )
+    if left is None or trace.end.status != "completed":
+        return
+    comparison = Comparison(trial, left.trace)
+    for step, by_rank in evidence.ranks_by_step(left.trace):
+        comparison.compare_ranks(step, by_rank, PARTS)
+    tally.take(trial)
+
+
+def compare(tally: Tally, trace: Trace) -> None:
+    """Compare the workers of one run with each other."""
+    comparison = Comparison(tally, trace)
+    missing.require_updates(tally, trace)
+    for step, starts in _initial(trace).items():
+        comparison.compare_ranks(step - 1, starts, PARTS)
+    _compare_joined(comparison)
+    _updated_once(tally, trace)
+    require_ranks(tally, trace)
+    _all_updated(tally, trace)
+    for step, by_rank in evidence.ranks_by_step(trace):
+        comparison.compare_ranks(step, by_rank, PARTS)
+    comparison.tell()
+
+
+def _trained_together(tally: Tally, trace: Trace) -> None:
+    """Check that ranks which were not seen to communicate do not make the same steps.
+
+    Ranks that are seeded alike, and draw the same samples, hold the same weights without it. What
+    is not seen (a server behind a socket) would be of no use to ranks with the same gradients.
+    """
+    ranks = sorted({update.rank for update in trace.of(Update)})
+    if not trace.traits.alone or len(ranks) < 2 or rounds.are_in(trace):
+        return
+    words = (
+        f"{missing.named(ranks)} never communicate: no wrapper, mesh or collective connects them "
+        "as they train"
+    )
+    if tally.broken is not None:
+        tally.broken = replace(tally.broken, message=f"{tally.broken.message}; {words}")
+    elif _made_the_same_steps(trace, ranks):
+        tally.check(
+            False,
+            f"{words}, and each makes the same steps by itself: wrap the model "
+            "(DistributedDataParallel), and let each rank draw its part of the samples; with "
+            "accelerate on CPUs, say Accelerator(cpu=True)",
+            step=min(evidence.updates(trace)),
+            rank=ranks[1],
+            scenario=trace.scenario,
+        )
+
+
+def _made_the_same_steps(trace: Trace, ranks: Sequence[int]) -> bool:
+    """Return whether all ranks move weights alike in each step, by the same micro-batches."""
+    shards = evidence.shards(trace)
+    moved = {start.rank: _digests(start.weights) for start in trace.of(Start)}
+    for step, by_rank in evidence.ranks_by_step(trace):
+        work = [
+            [(one.ids, _digests(one.gradient)) for one in shards.get(step, ()) if one.rank == rank]
+            for rank in ranks
+        ]
+        is_known = all(ids or gradient for of_rank in work for ids, gradient in of_rank)
+        held = [_digests(update.weights) for update in by_rank.values()]
+        if not (all(work) and is_known) or any(one != work[0] for one in work):
+            return False
+        if len(held) < len(ranks) or any(one != held[0] for one in held):
+            return False
+    return moved.get(ranks[0]) not in (None, held[0])
+
+
+def _digests(tensors: Tensors) -> Mapping[str, str]:
+    return {name: record.digest for name, record in tensors.items()}
+
+
+def require_ranks(tally: Tally, trace: Trace) -> None:
+    """Count as missing the workers of the scenario that have no event in the trace."""
+    seen = {event.rank for event in trace.events if isinstance(event, Start | Update)}
+    moves = [fault for fault in trace.scenario.faults if fault.kind in ("leave", "join")]
+    moves.sort(key=lambda fault: (fault.step or 0, fault.kind), reverse=True)  # joins come first
+    first = {fault.rank: fault.kind for fault in moves}
+    world_size = trace.scenario.world_size
+    silent = {rank for rank in range(world_size) if first.get(rank) != "join"} - seen
+    if seen and silent:
+        why = f"of world_size={world_size} workers {missing.named(silent)} never started"
+        missing.ask(tally, why, facts.ALL_RANKS)
+
+
+def _absent(traces: Sequence[Trace]) -> str:
+    """Return why there are no replicas, if the command starts one worker that ties no tensors."""
+    return "" if any(map(have_copies, traces)) else evidence.started_alone(traces)
+
+
+def _initial(trace: Trace) -> dict[int, dict[int, Start]]:
+    starts_of: dict[int, dict[int, Start]] = {}
+    for start in trace.standing.of(Start):
+        starts_of.setdefault(start.step, {})[start.rank] = start
+    return starts_of
+
+
+def _compare_joined(comparison: Comparison) -> None:
+    """Check that a rank that joins has the state that the others have at that time."""
+    updates = evidence.updates(comparison.trace)
+    for start in comparison.trace.standing.of(Start):
+        others = updates.get(start.step - 1, {})
+        if start.resumed or not others:
+            continue
+        lowest, sharded = evidence.any_rank(others), comparison.is_sharded(others)
+        for part in PARTS:
+            message = f"rank {start.rank} joined with other {part} than rank {lowest.rank} holds"
+            step = start.step - 1
+            comparison.compare(part, lowest, start, message, sharded=sharded, step=step)
+
+
+def _all_updated(tally: Tally, trace: Trace) -> None:
+    """Check that all members make each step that one makes, and a rank that has left makes none."""
+    stays, scenario = evidence.stays(trace), trace.scenario
+    moved = {change.rank for change in trace.of(Membership)}
+    always = {update.rank for update in trace.of(Update)} - stays.keys() - moved
+    for step, by_rank in evidence.ranks_by_step(trace):
+        for rank in sorted((evidence.members(stays, step) | always) - by_rank.keys()):
+            message = f"rank {rank} made no optimizer step, the others did"
+            if not tally.observed:
+                message += ": it recorded no Update"
+            tally.check(False, message, step=step, rank=rank, scenario=scenario)
+    for ghost in evidence.ghosts(trace):
+        message = f"rank {ghost.rank} had left and yet updated in step {ghost.step}"
+        tally.check(False, message, **evidence.place(trace, ghost))
+
+
+def _updated_once(tally: Tally, trace: Trace) -> None:
+    """Check that no rank makes a step twice, unless it went back to an earlier step."""
+    made: dict[int, set[int]] = {}
+    for event in trace.events:
+        if isinstance(event, Start):
+            made[event.rank] = {step for step in made.get(event.rank, ()) if step < event.step}
+        elif isinstance(event, Update):
+            steps = made.setdefault(event.rank, set())
+            if event.step in steps:
+                message = f"rank {event.rank} updated twice in step {event.step}"
+                tally.check(False, message, **evidence.place(trace, event))
+            steps.add(event.step)
+
+
+# --- copies of one tensor on a rank ---------------------------------------------------------------
+
+Tie = tuple[str, ...]
+
+
+def compare_ties(tally: Tally, trace: Trace) -> None:
+    """Compare each rank's copies of each tensor, before the first step and after each step."""
+    declared = _ties(event.tied for event in trace.of(Declared))
+    named = {name for tie in declared for name in tie}
+    noticed = _ties(event.shared for event in trace.of(Noticed))
+    for tie in declared:
+        _compare_copies(tally, trace, tie)
+    for tie in noticed:
+        if named.isdisjoint(tie):
+            _tell_parted(tally, trace, tie)
+    for pair in _ties(event.alike for event in trace.of(Noticed)):
+        if named.isdisjoint(pair):
+            tally.note(
+                f"{pair[0]} and {pair[1]} have the same values before the first step, and are two "
+                f"tensors: if they were to be one, {_declare(pair)}"
+            )
+
+
+def have_copies(trace: Trace) -> bool:
+    """Return whether a rank holds copies of a tensor that is declared tied, or that was one."""
+    declared = _ties(event.tied for event in trace.of(Declared))
+    noticed = _ties(event.shared for event in trace.of(Noticed))
+    return any(True for tie in (*declared, *noticed) for _ in _holders(trace, tie))
+
+
+def _ties(events: Iterable[Sequence[Tie]]) -> list[Tie]:
+    return list(dict.fromkeys(tie for ties in events for tie in ties))
+
+
+def _holders(trace: Trace, tie: Tie) -> Iterator[tuple[Start | Update, int, list[str]]]:
+    """Yield each state with two copies of a tensor or more, its step, and their names."""
+    for event in trace.standing.events:
+        if isinstance(event, Start | Update):
+            held = [name for name in tie if name in event.weights]
+            if len(held) > 1:
+                yield event, event.step - isinstance(event, Start), held
+
+
+def _compare_copies(tally: Tally, trace: Trace, tie: Tie) -> None:
+    for event, step, held in _holders(trace, tie):
+        first = event.weights[held[0]]
+        for name in held[1:]:
+            copy = event.weights[name]
+            if copy.digest == first.digest:
+                tally.compared += 1
+                continue
+            tally.check(
+                False,
+                f"rank {event.rank} holds two copies of a tied tensor that differ: {name} is not "
+                f"{held[0]}",
+                step=step,
+                rank=event.rank,
+                tensor=name,
+                scenario=trace.scenario,
+                **closeness.difference(first, copy),
+            )
+
+
+def _tell_parted(tally: Tally, trace: Trace, tie: Tie) -> None:
+    """Report that names of one tensor became two; whether that is right nobody declared."""
+    for event, step, held in _holders(trace, tie):
+        first = event.weights[held[0]]
+        apart = next((name for name in held if event.weights[name].digest != first.digest), "")
+        what = f"{held[0]} and {apart or held[1]} were one tensor when observe() was called, and"
+        if apart:
+            when = missing.when(step)
+            tally.miss(f"{what} differ {when} on rank {event.rank}: {_declare(tie)}")
+            return
+        tally.note(f"{what} are two that agree: to have them compared, {_declare(tie)}")
+
+
+def _declare(tie: Tie) -> str:
+    return f"declare observe(..., tied=({tie!r},))"
+
+
+# --- the optimizer's state ------------------------------------------------------------------------
+
+
+def judge_state(invariant: Invariant, traces: Traces) -> Finding:
+    """Judge optimizer state across ranks, and the whole state across save and load.
+
+    A user's checkpoints are not recorded. The state of a rank that resumes is compared with its
+    state before the stop.
+    """
+    tally = missing.tally_for(invariant, traces)
+    stopped = traces.of(SAVED)
+    for run in evidence.usable(stopped or traces, tally):
+        resumes.compare_state(tally, traces.base if stopped else None, run, ("optimizer",))
+        compared = Compared(runs=traces, model=run, trace=run)
+        left = presuppositions.comparable(tally, presuppositions.RANKS, compared)
+        if left is None:
+            continue
+        trace = left.trace
+        comparison = Comparison(tally, trace)
+        if _is_the_server_s(trace):
+            tally.miss(
+                "the server makes the updates: it alone holds the optimizer's state, and what it "
+                "resumes with is not recorded; F-TI-003 and F-TI-008 judge the resulting weights"
+            )
+        is_elsewhere = trace.traits.steps != "model" and not any(
+            update.optimizer for update in trace.of(Update)
+        )
+        # Weights that follow the rule from the first step on have its state behind them.
+        if is_elsewhere and not applied_gradients.follow_copies(tally, traces, trace):
+            tally.miss("the optimizer's state is that of copies of the weights, or of shards")
+        missing.require_updates(tally, trace)
+        require_ranks(tally, trace)
+        for step, by_rank in evidence.ranks_by_step(trace):
+            comparison.compare_ranks(step, by_rank, ("optimizer",))
+        _compare_restored(tally, comparison)
+        comparison.tell()
+    if tally.observed:
+        _compare_owners(tally, traces)
+    stateless = {trace.scenario.optimizer for trace in traces} == {"sgd"}
+    why = "optimizer=sgd keeps no state" if stateless else "no optimizer state of two workers"
+    if tally.observed and any(map(_is_spread, traces)):
+        return tally.finding(
+            nothing="each rank keeps the optimizer's state of parameters of its own, and no two "
+            "ranks keep that of one (ZeroRedundancyOptimizer): stop and resume the run to have it "
+            "judged, with {workdir} in the command"
+        )
+    return tally.finding(
+        nothing=missing.told(
+            tally,
+            trace=f"{why}, and no checkpoint was recorded: record, with an optimizer that has "
+            "state, Update.optimizer on two ranks or more; or a Saved where a checkpoint is "
+            "written, and a Start with resumed=True on every rank that loads it",
+            script=f"{why}: try the script with an optimizer that keeps some, such as momentum",
+        )
+    )
+
+
+def _absent_state(traces: Sequence[Trace]) -> str:
+    """Return why there is no state to compare, if no optimizer of any rank ever had some."""
+    updates = [update for trace in traces for update in trace.of(Update)]
+    several = [trace for trace in traces if trace.scenario.world_size > 1]
+    if several and all(trace.of(Update) and _is_in_one_place(trace) for trace in several):
+        return "each tensor's state is kept by one rank alone, and the script writes no checkpoint"
+    if not updates:
+        return ""
+    if several and all(rounds.are_in(t) and t.traits.saves == "nothing" for t in several):
+        return rounds.OWN_STATE
+    if any(update.optimizer for update in updates):
+        return _undivided(traces)
+    if {trace.scenario.optimizer for trace in traces} == {"sgd"}:
+        return "the optimizer keeps no state: it is SGD without momentum"
+    if {trace.traits.rule for trace in traces} == {"own"}:
+        return "the optimizer keeps no state: no rank had some after any step"
+    return ""
+
+
+def _undivided(traces: Sequence[Trace]) -> str:
+    """Return why there is no state to compare, if one worker alone keeps it and never resumed."""
+    is_resumed = any(trace.scenario.stops for trace in traces)
+    return "" if is_resumed else evidence.started_alone(traces)
+
+
+def _is_in_one_place(trace: Trace) -> bool:
+    """Return whether after every step each tensor's state is on one rank alone, none on disk."""
+    steps = [by_rank for _, by_rank in evidence.ranks_by_step(trace)]
+    return trace.traits.saves == "nothing" and all(
+        _are_spread(by_rank) for by_rank in steps if by_rank
+    )
+
+
+def _is_spread(trace: Trace) -> bool:
+    """Return whether all ranks keep state, and each of other parameters."""
+    return _are_spread(next((by_rank for _, by_rank in evidence.ranks_by_step(trace)), {}))
+
+
+def _are_spread(by_rank: Mapping[int, Update]) -> bool:
+    kept = [{*update.optimizer} for update in by_rank.values()]
+    return len(kept) > 1 and all(kept) and len(set().union(*kept)) == sum(map(len, kept))
+
+
+def _compare_owners(tally: Tally, runs: Traces) -> None:
+    """Count the state that ranks keep each of other parameters, if it is that of one worker.
+
+    Only the first state is compared, which follows from one gradient. If it differs nothing is
+    said here: the worker may have had other samples, and wrong moments show in the weights.
+    """
+    if runs.base is None or not _is_spread(runs.base):
+        return
+    made = evidence.updates(runs.base)
+    first = min(
+        step for step, by_rank in made.items() if any(u.optimizer for u in by_rank.values())
+    )
+    held = {name: one for u in made[first].values() for name, one in u.optimizer.items()}
+    for model in runs.witnesses.get(ALONE, ()):
+        alone = evidence.updates(model).get(first, {})
+        due = evidence.any_rank(alone).optimizer if alone else {}
+        bound = 2 * rounding_bounds.Bounds.of({}, model, runs.base).gradient
+        gaps = closeness.distances(due, held) if due.keys() == held.keys() else None
+        if gaps and all(gap.distance <= bound * gap.size for gap in gaps.values()):
+            tally.compared += len(gaps)
+            tally.note(
+                "each rank keeps the optimizer's state of parameters of its own: all of it is that "
+                f"of one worker after step {first}"
+            )
+
+
+def _is_the_server_s(trace: Trace) -> bool:
+    """Return whether the optimizer has state, and only the server keeps it."""
+    return trace.scenario.optimizer != "sgd" and trace.traits.updates == "server"
+
+
+def _parts(trace: Trace) -> tuple[str, ...]:
+    """Return the checkpoint's parts that workers hold, too: all but a server's optimizer state."""
+    return tuple(part for part in PARTS if part != "optimizer" or not _is_the_server_s(trace))
+
+
+def _compare_restored(tally: Tally, comparison: Comparison) -> None:
+    """Compare each checkpoint with the states of its writer and of every rank that loaded it."""
+    kept, updates = comparison.trace.standing, evidence.updates(comparison.trace)
+    for saved in kept.of(Saved):
+        holders = updates.get(saved.step - 1, {})
+        sharded = comparison.is_sharded(holders)
+        if holders and saved.rank not in holders:
+            why = f"rank {saved.rank} saved before step {saved.step}"
+            fact = facts.of_step(saved.step - 1)
+            missing.ask(tally, f"{why}, and its own state is unknown", fact)
+        for part in _parts(comparison.trace) if saved.rank in holders else ():
+            message = f"the checkpoint holds other {part} than rank {saved.rank} had"
+            own, step = holders[saved.rank], saved.step
+            comparison.compare(part, own, saved, message, sharded=sharded, step=step)
+        starts = [start for start in kept.of(Start) if start.step == saved.step]
+        resumed = [start for start in starts if start.resumed]
+        silent = updates.get(saved.step, {}).keys() - {start.rank for start in starts}
+        if not resumed or silent:
+            who = f" by {missing.named(silent)}" if resumed else ""
+            tally.miss(
+                f"the checkpoint before step {saved.step} was never loaded{who}: record a Start "
+                f"with resumed=True and step={saved.step} on every rank that loads it"
+            )
+        for start in resumed:
+            _compare_loaded(tally, comparison, saved, start, sharded=sharded)
+
+
+def _compare_loaded(
+    tally: Tally, comparison: Comparison, saved: Saved, start: Start, *, sharded: bool
+) -> None:
+    for part in _parts(comparison.trace):
+        message = f"rank {start.rank} resumed with other {part} than were saved"
+        comparison.compare(part, saved, start, message, sharded=sharded, step=saved.step)
+    message = f"rank {start.rank} resumed at another position than was saved"
+    place = evidence.place(comparison.trace, start)
+    tally.equal(dict(saved.progress), dict(start.progress), message, **place)
+
+
+ROWS = (
+    Check(
+        name="replica_identity",
+        id="F-DP-001",
+        decides="after every step all workers hold the same weights, optimizer state and buffers",
+        spoken_of="weight consistency identical divergence broadcast replicas moments synced",
+        judge=judge,
+        plan=plans.training,
+        explores=True,
+        witnesses=(ALONE, SHORTENED),
+        in_step=True,
+        takes_turned=True,
+        takes_resumed=True,
+        absent=_absent,
+    ),
+    Check(
+        name="optimizer_state",
+        id="F-TI-002",
+        decides="optimizer state agrees on all workers and survives save and load",
+        spoken_of="optimizer state restore restored moments checkpointed",
+        judge=judge_state,
+        plan=plans.stops,
+        explores=True,
+        needs=(SAVED,),
+        witnesses=(ALONE,),
+        in_step=True,
+        absent=_absent_state,
+        takes_turned=True,
+    ),
+)

@@ -1,0 +1,367 @@
+"""The command line of `entrenar-check` as data: its options, and which of them go together.
+
+Imports nothing heavy, so that `--help` is instant. The keys of a project's configuration, whose
+values apply where the command line gives none, are parsed by these options too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import entrenar_py
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.page import arguments
+
+PROG = "entrenar-check"
+
+EPILOG = """\
+exit codes:
+  0  every selected invariant held, each with comparisons made
+  1  an invariant was falsified
+  2  the contract or the command line is invalid; nothing ran
+  3  the harness itself failed
+  4  inconclusive: something could not be compared (--allow-inconclusive makes it 0); interrupted
+  5  nothing was selected
+
+examples:
+  entrenar-check --contract distributed-training-v1.yaml
+  entrenar-check --contract distributed-training-v1.yaml --only F-DP-005 --examples 500
+  entrenar-check --contract my-contract.yaml --validate --strict --rule SCHEMA-009=off
+  entrenar-check -- torchrun --nproc_per_node=2 my_train.py
+  entrenar-check init -- torchrun --nproc_per_node=2 my_train.py
+  entrenar-check
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that raises UsageError instead of printing the usage and exiting."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see {PROG} --help")
+
+
+def build() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line."""
+    cli = Parser(
+        prog=PROG,
+        usage="%(prog)s [--contract FILE] [options] [-- COMMAND ...]\n"
+        "       %(prog)s init [-- COMMAND ...]",
+        description="Tries to falsify a distributed trainer against a written contract. What the "
+        "command line leaves out is read from the project's configuration, which `init` writes.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    cli.add_argument("--version", action="version", version=f"%(prog)s {entrenar_py.__version__}")
+    add = partial(_add, cli)
+    named = (
+        "a YAML contract: a path, or the name of a shipped one; may be given again; a command is "
+        "checked by distributed-training-v1.yaml and training-integrity-v1.yaml if none is given"
+    )
+    add("--contract FILE", named, action="append")
+    bindings = (
+        "bindings of the contract's statements to checks, besides those in NAME.bindings.yaml next "
+        "to it; may be given again"
+    )
+    add("--bind FILE", bindings, action="append", type=Path, default=())
+    _add_configuration(cli.add_mutually_exclusive_group())
+    _add_selection(cli.add_argument_group("which invariants"))
+    _add_runs(cli.add_argument_group("how they are tried"))
+    _add_modes(cli.add_argument_group("instead of a full run"))
+    _add_output(cli.add_argument_group("output"))
+    return cli
+
+
+def flag(name: str) -> str:
+    """Return the option `name` as it is typed: `--trace-dir` for `trace_dir`."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _add(group: argparse._ActionsContainer, option: str, meaning: str, **settings: Any) -> None:
+    """Add an option: `--seed N` takes a value shown as N in the help, `--list` takes none."""
+    name, _, metavar = option.partition(" ")
+    kind: dict[str, Any] = {"metavar": metavar} if metavar else {"action": "store_true"}
+    group.add_argument(name, help=meaning, **kind, **settings)
+
+
+def _add_configuration(group: argparse._ActionsContainer) -> None:
+    nearest = (
+        "the configuration, instead of the nearest [tool.entrenar-check] in pyproject.toml, or "
+        "entrenar-check.toml, in this folder or above it"
+    )
+    _add(group, "--config FILE", nearest, type=Path)
+    _add(group, "--no-config", "use no configuration")
+
+
+def _add_selection(group: argparse._ActionsContainer) -> None:
+    add = partial(_add, group, default=())
+    add("--only ID[,ID]", "only the invariants with these ids", type=arguments.words)
+    add("--exclude ID[,ID]", "all invariants but these", type=arguments.words)
+    add("--severity P0[,P1]", "only invariants of these severities", type=arguments.severities)
+
+
+def _add_runs(group: argparse._ActionsContainer) -> None:
+    add = partial(_add, group)
+    trainers = (
+        "the trainer, instead of the contract's: reference, textbook; one with real processes over "
+        "TCP (parameter_server, mesh, ring) or the same in virtual time "
+        "(parameter_server_simulated, mesh_simulated, ring_simulated); torch's own (ddp, "
+        "ddp_canonical, fsdp, tensor_parallel, sequence_parallel, pipeline_parallel, local_sgd)"
+    )
+    add("--system NAME", trainers)
+    workers = "numbers of workers, instead of the contract's"
+    add("--world-size N[,N]", workers, type=arguments.counts, default=())
+    backends = (
+        "the workers' backends in turn: cpu, wgpu, cuda, auto (a GPU, else cpu); wgpu:1 and cuda:1 "
+        "are the second adapter and GPU"
+    )
+    add("--backend NAME[,NAME]", backends, type=arguments.words, default=())
+    add("--seed N", "added to every seed (default 0)", type=arguments.natural, default=0)
+    examples = "random scenarios to explore per invariant (default 20)"
+    add("--examples N", examples, type=arguments.natural, default=20)
+    add("--timeout S", "start no new run after S seconds", type=arguments.seconds)
+    auto = (
+        "observe a command whose script doesn't call observe(); without {steps} or {epochs} in the "
+        "command, each run ends after --steps optimizer steps"
+    )
+    add("--auto", auto)
+    deadline = "end each run of a command after S seconds (default 300)"
+    add("--deadline S", deadline, type=arguments.seconds, default=300.0)
+    steps = "the value of {steps} in a command: optimizer steps of a run (default 8)"
+    add("--steps N", steps, type=lambda text: arguments.natural(text, least=1), default=8)
+    epochs = "the value of {epochs} in a command: epochs of a run (default 2)"
+    add("--epochs N", epochs, type=lambda text: arguments.natural(text, least=1), default=2)
+    own = "run a command in this folder itself, instead of in a copy of it for each run"
+    add("--in-place", own)
+    launcher = (
+        "forked: the processes of torchrun and accelerate launch are forked from one that has "
+        "imported torch, where that makes no difference (default); as-is: each is started anew"
+    )
+    add("--launcher KIND", launcher, choices=("forked", "as-is"), default="forked")
+    add("-x", "stop at the first falsified invariant", dest="stop_early")
+    add("--allow-inconclusive", "exit 0 instead of 4 if nothing broke")
+
+
+def _add_modes(group: argparse._ArgumentGroup) -> None:
+    modes = group.add_mutually_exclusive_group()
+    _add(modes, "--list", "list the contract's invariants")
+    _add(modes, "--validate", "only validate the contract")
+    _add(modes, "--suggest", "draft bindings, as guesses, for statements without a check")
+    stored = (
+        "judge stored traces by --contract, run nothing: files, folders or patterns of them, or "
+        "the files of a run's ranks"
+    )
+    _add(modes, "--judge TRACE", stored, nargs="+", type=Path)
+    _add(modes, "--replay FILE", "run a saved counterexample of --contract", type=Path)
+    _add(modes, "--mutants", "plant every known bug and print the clauses that kill it")
+    _add(group, "--strict", "treat the contract's warnings as errors")
+    levels = (
+        "the level of a rule in --validate (docs/contract-rules.md): off, info, warning, error; "
+        "may be given again"
+    )
+    _add(group, "--rule ID=LEVEL", levels, action="append", default=())
+    aside = (
+        "suppress findings of --validate: 'RULE [in ITEM or FILE] until YYYY-MM-DD: REASON'; may "
+        "be given again"
+    )
+    _add(group, "--suppress TEXT", aside, action="append", default=())
+
+
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    add = partial(_add, group)
+    add("--json FILE", "write the report as JSON", type=Path)
+    add("--junit FILE", "write the report as JUnit XML", type=Path)
+    add("--sarif FILE", "write the report as SARIF, for code scanning", type=Path)
+    add("--html FILE", "write the report as one page for browsers", type=Path)
+    add("--github", "in a step of a GitHub workflow: annotations, and a step summary")
+    add("--trace-dir DIR", "keep every run's trace here", type=Path)
+    add("--quiet", "show only what did not hold")
+    rows = "also show a row for each clause, the notes, the places in the contract, the environment"
+    add("-v", rows, dest="verbose")
+    add("--no-color", "no colours")
+
+
+FILES = ("json", "junit", "sarif", "html")  # options that write a report to a file
+_OUTPUTS = (*FILES, "trace_dir")
+_CONTRACT_NAME = "{contract}"  # in the path of an output, replaced by the contract's name
+
+
+def per_contract(options: argparse.Namespace) -> list[argparse.Namespace]:
+    """Return a copy of the options for each contract, with its path and its own output files."""
+    copies = []
+    for contract in options.contract:
+        own = argparse.Namespace(**vars(options))
+        own.contract = contract
+        for name in _OUTPUTS:
+            path = getattr(options, name)
+            if path is not None:
+                setattr(own, name, Path(str(path).replace(_CONTRACT_NAME, _stem(contract))))
+        copies.append(own)
+    return copies
+
+
+def require_distinct(options: argparse.Namespace) -> None:
+    """Raise UsageError if an output would overwrite another output or a file that is read."""
+    read = [(name, path) for name in ("contract", "bind") for path in getattr(options, name)]
+    single = ("config", "replay", *_OUTPUTS)
+    outputs = [(name, path) for name in single if (path := getattr(options, name)) is not None]
+    by_path: dict[Path, str] = {}
+    for name, path in (*read, *outputs):
+        other = by_path.setdefault(Path(path).absolute(), name)
+        if other != name and name in _OUTPUTS:
+            message = f"{flag(other)} and {flag(name)} are both {path}; give two files"
+            raise UsageError(message, field=name)
+    _require_apart(options)
+
+
+def _require_apart(options: argparse.Namespace) -> None:
+    """Raise UsageError if one contract's report would overwrite another's."""
+    if len(options.contract) < 2 or options.mode == "validate":  # it writes one report of all
+        return
+    stems = [_stem(contract) for contract in options.contract]
+    for name in _OUTPUTS:
+        path = getattr(options, name)
+        if path is None:
+            continue
+        if _CONTRACT_NAME not in str(path):
+            raise UsageError(
+                f"{flag(name)} {path}: {len(stems)} contracts need a report each; give a path "
+                f"with {_CONTRACT_NAME}, which is replaced by the contract's name",
+                field=name,
+            )
+        if len(set(stems)) < len(stems):
+            raise UsageError(
+                f"{flag(name)} {path}: two contracts have the same name ({', '.join(stems)}); "
+                "rename one, or check them one by one",
+                field=name,
+            )
+
+
+def _stem(contract: str) -> str:
+    return Path(contract).name.removesuffix(".yaml").removesuffix(".yml")
+
+
+# Only with a user's command behind --.
+COMMANDED = ("steps", "epochs", "deadline", "auto", "in_place", "launcher")
+_RULES = ("rule", "suppress")  # only with --validate
+# Option that has an effect only in one mode -> description of that mode.
+_ALONE = {
+    **dict.fromkeys(COMMANDED, "a command behind --"),
+    **dict.fromkeys(_RULES, "--validate"),
+}
+
+_CONTRACT = ("contract", "bind", "strict", "no_color")
+_CONFIGURED = ("config", "no_config")
+_SELECTION = ("only", "exclude", "severity")
+_REPORT = (*FILES, "github", "allow_inconclusive", "quiet", "verbose")
+_VARIATION = ("system", "world_size", "backend", "seed")
+
+# Mode, which replaces the search for counterexamples -> its options; all others are refused.
+# Without a mode every option is allowed but those in _ALONE.
+MODES: dict[str, tuple[str, ...]] = {
+    "list": (*_CONTRACT, *_CONFIGURED, *_SELECTION),
+    "validate": (*_CONTRACT, "json", "sarif", "github", *_CONFIGURED, *_RULES),
+    "suggest": (*_CONTRACT, *_CONFIGURED),
+    "judge": (*_CONTRACT, *_CONFIGURED, *_SELECTION, *_VARIATION, *_REPORT),
+    "replay": (*_CONTRACT, "trace_dir", *_CONFIGURED, *_REPORT),
+    "mutants": ("no_color",),
+    "command": (
+        *(*_CONTRACT, "world_size", "seed", *COMMANDED, "trace_dir"),
+        *(*_CONFIGURED, *_SELECTION, *_REPORT),
+    ),
+}
+
+
+def require_compatible(options: argparse.Namespace, *, mode: str = "") -> None:
+    """Raise UsageError if an option that was typed has no effect with the other options.
+
+    `mode` describes `options.mode` in messages, if it was set by something other than an option.
+    """
+    for action in build()._actions:
+        name, option = action.dest, action.option_strings[0]
+        if name not in options.typed:
+            continue
+        if options.mode is None:
+            if name in _ALONE:
+                raise UsageError(f"{option} has an effect only with {_ALONE[name]}; leave it out")
+        elif name not in (options.mode, *MODES[options.mode]):
+            beside = mode or _described(options.mode)
+            raise UsageError(f"{option} has no effect with {beside}; leave it out")
+    if options.command and options.mode != "command":
+        raise UsageError(f"a command behind -- has no effect with --{options.mode}; leave it out")
+
+
+def _described(mode: str) -> str:
+    return "a command behind --" if mode == "command" else f"--{mode}"
+
+
+def read(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the options as typed, without checking whether they go together.
+
+    `mode` is a name in MODES, or None. `typed` holds the names of the options that were typed.
+    Raises UsageError for an unknown option and for an invalid value.
+    """
+    cli = build()
+    own_arguments, command = split(arguments, cli)
+    defaults = {action.dest: action.default for action in cli._actions}
+    options = cli.parse_args(own_arguments, argparse.Namespace(**dict.fromkeys(defaults)))
+    options.typed = frozenset(name for name, value in vars(options).items() if value is not None)
+    for name, default in defaults.items():
+        if name not in options.typed:
+            setattr(options, name, default)
+    options.contract = tuple(dict.fromkeys(options.contract or ()))
+    options.command, options.command_folder, options.knobs = command, None, {}
+    options.command_changes = ()
+    options.mode = next((name for name in MODES if getattr(options, name)), None)
+    return options
+
+
+def split(
+    arguments: Sequence[str], cli: argparse.ArgumentParser
+) -> tuple[Sequence[str], tuple[str, ...]]:
+    """Return the arguments before `--`, which `cli` parses, and the command after it.
+
+    Raises UsageError if no command follows `--`, or if a command is there without it.
+    """
+    place = list(arguments).index("--") if "--" in arguments else len(arguments)
+    _require_options(arguments[:place], cli)
+    if place == len(arguments):
+        return arguments, ()
+    if place == len(arguments) - 1:
+        raise UsageError(
+            "no command after --; write the command that trains: -- torchrun ... my_train.py"
+        )
+    return arguments[:place], tuple(arguments[place + 1 :])
+
+
+def _require_options(arguments: Sequence[str], cli: argparse.ArgumentParser) -> None:
+    """Raise UsageError if a word is neither an option of `cli` nor an option's value.
+
+    Nothing is said after an unknown option, since the word may be its value.
+    """
+    values = {name: one.nargs for one in cli._actions for name in one.option_strings}
+    at = 0
+    while at < len(arguments):
+        name, equals, _ = arguments[at].partition("=")
+        if not name.startswith("-"):
+            raise UsageError(_misplaced(arguments, at, cli.prog))
+        if name not in values:
+            return
+        at += 1
+        if not equals and values[name] is None:
+            at += 1
+        while values[name] == "+" and at < len(arguments) and arguments[at][:1] != "-":
+            at += 1
+
+
+def _misplaced(arguments: Sequence[str], at: int, prog: str) -> str:
+    before, word, after = arguments[:at], arguments[at], arguments[at:]
+    if word.endswith((".yaml", ".yml")):
+        return f"{word}: a contract is given as --contract {word}"
+    meant = f"{prog} {shlex.join((*before, '--', *after))}"
+    return f"{word}: the command that trains stands behind --, as in: {meant}"

@@ -1,0 +1,139 @@
+"""The settings that a run of a command is launched with, and the checks that judge it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from entrenar_py.check.clauses.check import Check
+from entrenar_py.check.evidence import run_names
+from entrenar_py.check.evidence.needs import (
+    ALONE,
+    KILLED,
+    POISONED,
+    REPEATED,
+    RESUMED,
+    SAVED,
+    Need,
+    Runs,
+)
+from entrenar_py.shared.faults import LONGER, Fault, are_nudged, are_of_witnesses
+from entrenar_py.shared.scenario import Scenario
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A knob of the script, set to a value other than its usual one.
+
+    The knobs in `beside` are turned with it. They change no result by themselves, but expose a
+    script that applies `knob` too early: it clips each micro-batch's gradient, say, not their sum.
+    """
+
+    knob: str
+    value: str
+    beside: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def values(self) -> dict[str, str]:
+        """The value of each knob that is turned, by name."""
+        return {self.knob: self.value, **dict(self.beside)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """The settings that a run was launched with.
+
+    The run is stopped before each step in `stops` and launched again: by a smaller {steps}, or if
+    it is `interrupted`, from inside. `repeat` distinguishes a second run with the same settings.
+    """
+
+    world_size: int
+    seed: int
+    repeat: int = 0
+    faults: tuple[Fault, ...] = ()
+    stops: tuple[int, ...] = ()
+    interrupted: bool = False
+    option: str = ""
+    turn: Turn | None = None
+
+    @classmethod
+    def of(cls, scenario: Scenario) -> RunSettings:
+        """Return the settings of a run, as the scenario of its trace has them.
+
+        Whether it was `interrupted`, and by which `option` it went on, decides no verdict.
+        """
+        pair = run_names.pair_of(scenario)
+        return cls(
+            world_size=scenario.world_size,
+            seed=scenario.seed,
+            repeat=scenario.repeat,
+            faults=scenario.faults,
+            stops=scenario.stops,
+            turn=None if pair is None else Turn(pair.knob, pair.value, tuple(pair.beside.items())),
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """True if nothing was made to go wrong and no knob was turned."""
+        return self.is_unstruck and self.turn is None
+
+    @property
+    def is_unstruck(self) -> bool:
+        """True if nothing was made to go wrong."""
+        return not (self.faults or self.stops)
+
+    @property
+    def is_nudged(self) -> bool:
+        """True if the first weights were moved by some roundings."""
+        return are_nudged(self.faults)
+
+    @property
+    def is_witness(self) -> bool:
+        """True if the run shows whether others can be compared, and how closely."""
+        return self.is_plain or (are_of_witnesses(self.faults) and not self.stops)
+
+    @property
+    def unstopped(self) -> RunSettings:
+        """The same settings without stops."""
+        return replace(self, stops=(), interrupted=False, option="")
+
+
+def judges(check: Check, settings: RunSettings) -> bool:
+    """Return whether `check` judges a run with these settings.
+
+    A run with faults, stops or a turned knob is judged only by checks that are made for such runs.
+    """
+    struck = {fault.kind for fault in settings.faults}
+    borne = {"non_finite_gradient" for need in check.needs if need is POISONED}
+    borne |= {"leave" for need in check.needs if need is KILLED}
+    borne |= {LONGER} if settings.stops else set()
+    takes_resumed = check.takes_resumed or bool({RESUMED, SAVED}.intersection(check.needs))
+    stops = takes_resumed or not settings.stops
+    return struck <= borne and stops and (check.takes_turned or settings.turn is None)
+
+
+def beside(needs: Collection[Need], settings: RunSettings) -> Runs[RunSettings]:
+    """Return `settings`, and those of the runs that a check with `needs` compares with it.
+
+    If `settings` are of the killed, resumed or turned run, its base is the same run without that
+    change.
+    """
+    for need in needs:
+        base = settings
+        if need is KILLED:
+            base = replace(settings, faults=())
+        elif need in (RESUMED, SAVED):
+            base = settings.unstopped
+        elif settings.turn is not None and need.knob == settings.turn.knob and not settings.stops:
+            base = replace(settings, turn=None)
+        if base != settings:
+            return Runs(base, {need: (settings,)})
+    runs = {
+        ALONE: replace(settings, world_size=1, repeat=0, faults=(), stops=(), option=""),
+        REPEATED: replace(settings, repeat=settings.repeat + 1),
+    }
+    if settings.turn is not None:
+        return Runs(settings)
+    return Runs(
+        settings, {need: (run,) for need, run in runs.items() if need in needs and run != settings}
+    )

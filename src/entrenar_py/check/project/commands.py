@@ -1,0 +1,299 @@
+"""What a command's words, and the text of its script, show without running anything.
+
+The launchers that start a command's workers are known by name: torchrun, accelerate, mpirun, srun
+and others. Options of a script that a library adds, or whose names are built at run time, are not
+found.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import shutil
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from entrenar_py.shared.errors import UsageError
+
+_TORCH = ("--nproc_per_node", "--nproc-per-node")
+_ACCELERATE = ("--num_processes", "--num-processes")
+_MACHINES = ("--nnodes", "--num_machines", "--num-machines", "--nodes")
+_MPI = ("-n", "-np", "--np")
+# Launcher -> its options for the number of workers; if none is given, the first one is added.
+_OPTIONS = {
+    "torchrun": _TORCH,
+    "torch.distributed.run": _TORCH,
+    "torch.distributed.launch": _TORCH,
+    "launch": _ACCELERATE,  # accelerate launch
+    "accelerate-launch": _ACCELERATE,
+    "accelerate.commands.launch": _ACCELERATE,
+    "mpirun": ("-np", *_MPI),
+    "mpiexec": _MPI,
+    "srun": ("-n", "--ntasks", "--ntasks-per-node"),
+    "horovodrun": ("-np", "--num-proc"),
+    "deepspeed": ("--num_gpus",),
+}
+NAMES = "torchrun, accelerate launch, mpirun, srun, deepspeed"
+_SHELLS = ("sh", "bash", "dash", "ksh", "zsh")
+_VARIABLE = re.compile(r"[A-Za-z_]\w*=")
+_MODULE = ("-m", "--module")
+_WORKERS = "{world_size}"
+_WORKERS_MAX = 64
+ALONE = (
+    "it has no launcher, so one worker is tried, and nothing distributed: put {world_size} where "
+    "it takes the number of workers"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """A command that can be started without a shell.
+
+    `changes` has a line for each difference from what was typed. `world_size` is the number of
+    workers that stood there, if it is more than the usual 2.
+    """
+
+    command: tuple[str, ...]
+    changes: tuple[str, ...] = ()
+    world_size: int | None = None
+
+
+def of(typed: Sequence[str]) -> Launch:
+    """Return the launch of a command as typed: its launcher's number of workers is {world_size}.
+
+    A launcher without such a number gets its option. A text for a shell is left as it is.
+    """
+    command, changes = split(typed), []
+    if sets_variable(command):
+        command.insert(0, "env")
+        changes.append("env was put in front, since no shell reads the command")
+    end, _ = script(command, Path())
+    known = launcher(command, end)
+    number = None
+    if known is not None and not is_for_shell(command) and not any(_WORKERS in w for w in command):
+        at, options = known
+        number = replace(command, options, _WORKERS, start=at + 1, end=end)
+        if number is None:
+            separate = options[0].startswith("--")
+            added = [f"{options[0]}={_WORKERS}"] if separate else [options[0], _WORKERS]
+            changes.append(f"{' '.join(added)} was added to {command[at]}")
+            command[at + 1 : at + 1] = added
+        else:
+            changes.append(f"{_WORKERS} stands for the number of workers, instead of {number}")
+    many = number is not None and number.isdecimal() and 2 < int(number) <= _WORKERS_MAX
+    return Launch(
+        command=tuple(command),
+        changes=tuple(changes),
+        world_size=int(number) if many and number is not None else None,
+    )
+
+
+def starts_one(command: Sequence[str]) -> bool:
+    """Return whether a command calls a Python script by itself, without a number of workers."""
+    end, _ = script(command, Path())
+    program = next((word for word in command if not _VARIABLE.match(word) and word != "env"), "")
+    calls = program.endswith(".py") or Path(program).name.startswith("python")
+    has_launcher = launcher(command, end) or any(_WORKERS in word for word in command)
+    return calls and end < len(command) and not has_launcher
+
+
+def usual_variables(command: Sequence[str]) -> dict[str, str]:
+    """Return what the launcher sets in the environment of several workers, and not of one alone.
+
+    If one alone has it, too, it computes on as many threads as each of several, which cut long sums
+    into as many parts.
+    """
+    return {"OMP_NUM_THREADS": "1"} if is_torchs(command) else {}
+
+
+def is_torchs(command: Sequence[str]) -> bool:
+    """Return whether the command's launcher is torchrun, or accelerate, which is built on it."""
+    end, _ = script(command, Path())
+    known = None if is_for_shell(command) else launcher(command, end)
+    return known is not None and known[1] in (_TORCH, _ACCELERATE)
+
+
+def require_one_machine(command: Sequence[str]) -> None:
+    """Raise UsageError if the launcher starts the workers of one of several machines alone."""
+    end, _ = script(command, Path())
+    known = launcher(command, end)
+    if known is None or is_for_shell(command) or known[1] not in (_TORCH, _ACCELERATE):
+        return  # mpirun, srun and others start all workers themselves
+    least = (num_nodes(command, end) or "").partition(":")[0]
+    if least.isdecimal() and int(least) > 1:
+        raise UsageError(
+            f"command: its launcher {Path(command[known[0]]).name} is to start workers on {least} "
+            "machines, one call on each, and a check makes one call on this machine: leave the "
+            "number of machines out, or give a command that starts {world_size} workers on all "
+            "(docs/multi-node.md)"
+        )
+
+
+def split(command: Sequence[str]) -> list[str]:
+    """Return the words of a command; one given as a single text is split as in a shell."""
+    if len(command) == 1 and len(command[0].split()) > 1 and shutil.which(command[0]) is None:
+        try:
+            return shlex.split(command[0])
+        except ValueError:  # a quote that is never closed
+            pass
+    return list(command)
+
+
+def sets_variable(command: Sequence[str]) -> bool:
+    """Return whether the command begins with `NAME=value`, as it may in a shell."""
+    return _VARIABLE.match(command[0]) is not None
+
+
+def is_for_shell(command: Sequence[str]) -> bool:
+    """Return whether the command gives its whole text to a shell (`sh -c TEXT`)."""
+    return Path(command[0]).name in _SHELLS and any(
+        re.fullmatch(r"-[a-z]*c", word) for word in command[1:-1]
+    )
+
+
+def script(command: Sequence[str], folder: Path) -> tuple[int, Path | None]:
+    """Return the index of the script or module, and its file; `len(command)` and None if none."""
+    for at, word in enumerate(command):
+        if word.endswith(".py"):
+            return at, folder / word
+        if at and command[at - 1] in _MODULE and word not in _OPTIONS:
+            base = folder.joinpath(*word.split("."))
+            files = (base.with_suffix(".py"), base / "__main__.py")
+            return at, next((file for file in files if file.is_file()), None)
+    return len(command), None
+
+
+def launcher(command: Sequence[str], end: int) -> tuple[int, Sequence[str]] | None:
+    """Return the index of the launcher nearest to the script at `end`, and its options."""
+    for at in reversed(range(end)):
+        options = _OPTIONS.get(Path(command[at]).name)
+        if options is None or (command[at] == "launch" and _before(command, at) != "accelerate"):
+            continue
+        return at, options
+    return None
+
+
+def _before(command: Sequence[str], at: int) -> str:
+    return Path(command[at - 1]).name if at else ""
+
+
+def replace(
+    command: list[str],
+    options: Collection[str],
+    text: str,
+    *,
+    start: int = 0,
+    end: int | None = None,
+) -> str | None:
+    """Replace the first value of any of `options` by `text`; return the old value, or None."""
+    for at in range(start, len(command) if end is None else end):
+        name, equals, value = command[at].partition("=")
+        short = re.fullmatch(r"(-[a-z])(\d+)", command[at])  # -n2
+        if name in options and equals:
+            command[at] = f"{name}={text}"
+            return value
+        if short and short[1] in options:
+            command[at] = f"{short[1]}{text}"
+            return short[2]
+        if name in options and at + 1 < len(command) and not command[at + 1].startswith("--"):
+            value, command[at + 1] = command[at + 1], text
+            return value
+    return None
+
+
+def num_nodes(command: Sequence[str], end: int) -> str | None:
+    """Return the number of machines that the launcher is to use, or None if it is one."""
+    told = replace(list(command), _MACHINES, "", end=end)
+    return None if told in (None, "1", "1:1") else told
+
+
+BYTES_MAX = 2**22
+_OBSERVES = ("observe", "ObserveCallback")  # of entrenar_py, and of its integrations
+
+_SAVES = ("save", "save_checkpoint", "save_state")
+_LOADS = ("load", "load_checkpoint", "load_state", "load_state_dict")
+# Names by which scripts notice a value that is not finite: functions, arguments, classes.
+_FINITE = ("isfinite", "isnan", "isinf", "error_if_nonfinite", "GradScaler", "TerminateOnNaN")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """Facts of a script: `options` are the long options that it declares to argparse or click.
+
+    `is_observed` tells whether it calls `entrenar_py.observe`, `saves` and `loads` whether it saves
+    or loads anything, `minds_nan` whether it may notice a value that is not finite.
+    """
+
+    options: tuple[str, ...]
+    is_observed: bool
+    saves: bool
+    loads: bool
+    minds_nan: bool
+
+
+def read_script(path: Path) -> Script | None:
+    """Return the facts of the script at `path`; None if it can't be read as Python."""
+    try:
+        if not path.is_file() or path.stat().st_size > BYTES_MAX:
+            return None
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    named = {alias.name for node in ast.walk(tree) for alias in _imported(node)}
+    brought = any(name.partition(".")[0] == "entrenar_py" for name in named)
+    observed = brought and any(_name(call.func) in _OBSERVES for call in calls)
+    return Script(
+        options=tuple(dict.fromkeys(_declared_options(calls))),
+        is_observed=observed,
+        saves=any(_name(call.func) in _SAVES for call in calls),
+        loads=any(_name(call.func) in _LOADS for call in calls),
+        minds_nan=any(_said(node) in _FINITE for node in ast.walk(tree)),
+    )
+
+
+def without_a_test_for_nan(path: Path) -> str:
+    """Return what a script that never tests for NaN has to expect and can add; "" if it may test.
+
+    A script that can't be read may.
+    """
+    script = read_script(path)
+    if script is None or script.minds_nan:
+        return ""
+    return (
+        f"{path.name} shows no test for NaN, so F-DP-003 is likely to be falsified, as with most "
+        "scripts: torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, "
+        "error_if_nonfinite=True) before optimizer.step() is one"
+    )
+
+
+def _imported(node: ast.AST) -> list[ast.alias]:
+    if isinstance(node, ast.ImportFrom):
+        return [ast.alias(name=node.module or "")]
+    return node.names if isinstance(node, ast.Import) else []
+
+
+def _declared_options(calls: list[ast.Call]) -> Iterator[str]:
+    for call in calls:
+        if _name(call.func) in ("add_argument", "option"):
+            for argument in call.args:
+                if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                    for name in argument.value.split("/"):  # click: --shout/--no-shout
+                        if name.startswith("--") and len(name) > 2:
+                            yield name
+
+
+def _said(node: ast.AST) -> str | None:
+    """Return the name that a node says: of a variable, an attribute, or an argument."""
+    if isinstance(node, ast.keyword):
+        return node.arg
+    return _name(node) if isinstance(node, ast.expr) else None
+
+
+def _name(function: ast.expr) -> str:
+    """Return the last part of a called function's name."""
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""

@@ -1,0 +1,106 @@
+"""What any command line has: values of options that are parsed, and files that are written.
+
+A function for the type of an option parses the text of a value, as argparse calls it. All raise
+argparse.ArgumentTypeError with the text and the allowed values. A file is checked before the run,
+which may take minutes, and written after it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.untrusted import escaping
+
+
+def words(text: str) -> tuple[str, ...]:
+    """Return the words of a comma-separated list, at least one."""
+    found = tuple(word.strip() for word in text.split(",") if word.strip())
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r}: use one or more words, with commas between")
+    return found
+
+
+def severities(text: str) -> tuple[str, ...]:
+    """Return the severities of a comma-separated list."""
+    found = words(text)
+    if not set(found) <= {"P0", "P1", "P2"}:
+        raise argparse.ArgumentTypeError(f"{text!r}: use P0, P1 or P2, with commas between")
+    return found
+
+
+def natural(text: str, *, least: int = 0) -> int:
+    """Return a whole number from `least` to 10^18 - 1."""
+    if not (text.isascii() and text.isdigit() and len(text) <= 18 and int(text) >= least):
+        raise argparse.ArgumentTypeError(f"{text!r}: use a whole number from {least} to 10^18 - 1")
+    return int(text)
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Return the whole numbers, from 1, of a comma-separated list."""
+    return tuple(natural(word, least=1) for word in words(text))
+
+
+def seconds(text: str) -> float:
+    """Return a finite number of seconds above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: use a number of seconds > 0")
+    return number
+
+
+def require_writable(path: Path, option: str, *, variable: str = "") -> None:
+    """Require that a file can be written at `path`, without creating or opening it.
+
+    The path is from `option` (`json`), or the environment's `variable` if given. Raises UsageError
+    with field `option` for a directory, a missing folder, a pipe, a socket, or missing permission.
+    """
+    problem = _problem(path)
+    if problem:
+        flag = f"--{option.replace('_', '-')}" + (f": {variable}" if variable else "")
+        raise UsageError(f"{flag} {path}: {problem}", field=option)
+
+
+def _problem(path: Path) -> str:
+    """Return why no file can be written at `path` and what to do, or ""."""
+    target = Path(os.path.realpath(path))  # of a link, check the target
+    try:
+        mode = target.stat().st_mode
+    except FileNotFoundError:
+        return _folder_problem(target.parent)
+    except OSError as error:
+        return f"{error.strerror}; give a path to a file"
+    if stat.S_ISDIR(mode):
+        return "is a directory; give a path to a file"
+    if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):  # writing may block without a reader
+        return "is a pipe or a socket; give a path to a file"
+    if not os.access(target, os.W_OK):
+        return "no permission to write this file; give another path"
+    return ""
+
+
+def _folder_problem(folder: Path) -> str:
+    if not folder.is_dir():
+        return f"the folder {folder} does not exist; create it first"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return f"no permission to write into {folder}; give another path"
+    return ""
+
+
+def write_file(report: str | Mapping[str, Any], path: Path) -> None:
+    """Write a text, or a record as JSON, to `path` in UTF-8. Raises UsageError if that fails."""
+    try:
+        if not isinstance(report, str):
+            report = f"{escaping.dump_json(report, indent=2)}\n"
+        path.write_text(report, encoding="utf-8")
+    except OSError as error:
+        problem = f"can't be written ({error.strerror}); give another path"
+        raise UsageError(f"report file {path}: {problem}") from error

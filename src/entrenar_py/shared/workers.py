@@ -1,0 +1,143 @@
+"""The workers of a scenario: which take part in each step, and who makes it.
+
+Faults decide who is present. By the option `updates` a star's steps are made by every worker, or by
+the server for all. `Outer` has the settings and the schedule of the outer step, which synchronises
+workers that have stepped alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.faults import MOVING, SERVED_PLACES, Fault
+from entrenar_py.shared.scenario import Scenario
+
+_FREE = "use an earlier step"
+_ORDER = ("join", "leave")  # joins come first in a step, then leaves, then all other faults
+
+
+def initial_ranks(scenario: Scenario) -> list[int]:
+    """Return the ranks present at the start: all but those whose first change is to join."""
+    first: dict[int | None, str] = {}
+    for fault in _in_order(scenario):
+        if fault.kind in _ORDER:
+            first.setdefault(fault.rank, fault.kind)
+    return [rank for rank in range(scenario.world_size) if first.get(rank) != "join"]
+
+
+def require_possible(scenario: Scenario) -> None:
+    """Raise UsageError for the first fault that is impossible with the workers in its step.
+
+    A worker that joins must be absent, and one that leaves or is struck must be present. At least
+    one worker must always remain.
+    """
+    _require_nobody_moved(scenario)
+    present = initial_ranks(scenario)
+    if not present:
+        raise UsageError("faults join for every rank: one worker must be there from the start")
+    for fault in _in_order(scenario):
+        if fault.value == "one_too_many" and len(present) < scenario.world_size:
+            there = f"{len(present)} of {scenario.world_size} workers are present; use a full step"
+            raise UsageError(f"fault stranger value=one_too_many step={fault.step}: {there}")
+        if fault.rank is None:
+            continue
+        where = f"fault {fault.kind} rank={fault.rank} step={fault.step}"
+        if fault.kind == "join":
+            if fault.rank in present:
+                raise UsageError(f"{where}: that worker is already present; let it leave first")
+            present.append(fault.rank)
+            continue
+        if fault.rank not in present:
+            there = ", ".join(map(str, sorted(present)))
+            raise UsageError(f"{where}: that worker is not present; use one of {there}")
+        if fault.kind == "leave":
+            if len(present) == 1:
+                raise UsageError(f"{where}: no other worker would be left; keep one")
+            present.remove(fault.rank)
+
+
+def _require_nobody_moved(scenario: Scenario) -> None:
+    """Raise UsageError if a stranger that must find no free rank might find one.
+
+    After a fault in MOVING a worker may be absent, for a time that the scenario does not determine.
+    """
+    moved = [one.step or 0 for one in scenario.faults if one.kind in MOVING]
+    for fault in scenario.faults:
+        full = fault.value in ("taken_rank", "one_too_many")
+        if full and min(moved, default=math.inf) <= (fault.step or 0):
+            raise UsageError(
+                f"fault stranger value={fault.value} step={fault.step}: a fault strikes a worker "
+                f"in step {min(moved)}, and its rank may be free; {_FREE}"
+            )
+
+
+def _in_order(scenario: Scenario) -> list[Fault]:
+    def turn(fault: Fault) -> tuple[int, int]:
+        place = _ORDER.index(fault.kind) if fault.kind in _ORDER else len(_ORDER)
+        return fault.step or 0, place
+
+    return sorted(scenario.faults, key=turn)
+
+
+OPTION = "updates"
+WORKERS, SERVER = "workers", "server"
+# The optimizer of workers if the server makes the steps: plain SGD, which has no state.
+_STATELESS = "sgd"
+
+
+def by_server(scenario: Scenario) -> bool:
+    """Return whether the server makes the steps; by default the workers do."""
+    who = scenario.options.get(OPTION, WORKERS)
+    if who not in (WORKERS, SERVER):
+        raise UsageError.of(OPTION, who, f"use {WORKERS} or {SERVER}")
+    return bool(who == SERVER)
+
+
+def optimizer_of_workers(scenario: Scenario) -> str:
+    """Return the name of the optimizer whose state workers hold: `sgd` if the server steps."""
+    return _STATELESS if by_server(scenario) else scenario.optimizer
+
+
+def places_of_faults(scenario: Scenario, usual: tuple[str, ...]) -> tuple[str, ...]:
+    """Return a step's messages at which a fault can strike: `usual` if workers make the step."""
+    return SERVED_PLACES if by_server(scenario) else usual
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    """DiLoCo's settings: each worker makes `inner_steps` locally, then all make one Nesterov step.
+
+    The defaults are the paper's. Raises UsageError when a value is out of range.
+    Source: Douillard et al. 2023, arXiv:2311.08105, algorithm 1 and section 3.
+    """
+
+    inner_steps: int = 500
+    outer_learning_rate: float = 0.7
+    outer_momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        steps = self.inner_steps
+        if type(steps) is not int or steps < 1:
+            raise UsageError(f"inner_steps={steps!r}: use a whole number >= 1")
+        for name, most in (("outer_learning_rate", math.inf), ("outer_momentum", 1.0)):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 <= value < most:
+                raise UsageError(f"{name}={value!r}: use a number >= 0 and below {most:g}")
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Outer:
+        """Return the settings in a scenario's `options`, with defaults for those not given."""
+        names = cls.__dataclass_fields__
+        return cls(**{name: value for name, value in options.items() if name in names})
+
+    def round_end(self, step: int, num_steps: int) -> int:
+        """Return the first step after the round that `step` is in. The last round may be short."""
+        return min((step // self.inner_steps + 1) * self.inner_steps, num_steps)
+
+    def ends_round(self, step: int, num_steps: int) -> bool:
+        """Return whether the workers synchronise after `step`."""
+        return step + 1 == self.round_end(step, num_steps)

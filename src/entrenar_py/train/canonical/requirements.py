@@ -1,0 +1,224 @@
+"""Checks of models, numbers and settings that the canonical all-reduce makes before training."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from entrenar_py.shared.errors import UsageError
+
+# The values with which cuBLAS gives the same bits in every run, by NVIDIA's documentation.
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_WORKSPACES = (":4096:8", ":16:8")
+
+
+def require_deterministic() -> None:
+    """Raise UsageError, listing all problems, unless kernels give the same bits in every run."""
+    problems = []
+    if not torch.are_deterministic_algorithms_enabled():
+        problems.append(
+            "torch.are_deterministic_algorithms_enabled() = False: "
+            "call torch.use_deterministic_algorithms(True)"
+        )
+    elif torch.is_deterministic_algorithms_warn_only_enabled():
+        problems.append(
+            "use_deterministic_algorithms(..., warn_only=True) only warns of other kernels: "
+            "call torch.use_deterministic_algorithms(True)"
+        )
+    if torch.backends.cudnn.benchmark:
+        problems.append(
+            "torch.backends.cudnn.benchmark = True selects the kernels that are fastest in this "
+            "run: set it to False"
+        )
+    workspace = os.environ.get(_WORKSPACE)
+    if torch.cuda.is_available() and workspace not in _WORKSPACES:
+        problems.append(
+            f"{_WORKSPACE}={workspace or ''}: allowed are {' and '.join(_WORKSPACES)}; "
+            "set it before the process starts"
+        )
+    if problems:
+        raise UsageError("kernels may give other bits in another run:\n" + "\n".join(problems))
+
+
+def switches() -> dict[str, object]:
+    """Return the settings of this process that select kernels. Cheap enough for every step."""
+    backends: Any = torch.backends  # half of it has no types
+    cuda, cudnn, matmul = backends.cuda, backends.cudnn, backends.cuda.matmul
+    return {
+        "torch.are_deterministic_algorithms_enabled()": (
+            torch.are_deterministic_algorithms_enabled()
+            and not torch.is_deterministic_algorithms_warn_only_enabled()
+        ),
+        "torch.backends.cudnn.benchmark": cudnn.benchmark,
+        "torch.backends.cudnn.enabled": cudnn.enabled,
+        "torch.backends.cuda.matmul.fp32_precision": matmul.fp32_precision,
+        "torch.backends.cudnn.conv.fp32_precision": cudnn.conv.fp32_precision,
+        "torch.backends.cudnn.rnn.fp32_precision": cudnn.rnn.fp32_precision,
+        "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction": (
+            matmul.allow_bf16_reduced_precision_reduction
+        ),
+        "torch.backends.cuda.flash_sdp_enabled()": cuda.flash_sdp_enabled(),
+        "torch.backends.cuda.mem_efficient_sdp_enabled()": cuda.mem_efficient_sdp_enabled(),
+        "torch.backends.cuda.math_sdp_enabled()": cuda.math_sdp_enabled(),
+        "torch.backends.cuda.cudnn_sdp_enabled()": cuda.cudnn_sdp_enabled(),
+        "torch.get_num_threads()": torch.get_num_threads(),
+        _WORKSPACE: os.environ.get(_WORKSPACE),
+    }
+
+
+def surroundings(device: torch.device) -> dict[str, object]:
+    """Return the versions and the hardware that select kernels, to check once, at the start."""
+    facts: dict[str, object] = {
+        "torch.__version__": str(torch.__version__),
+        "torch.version.cuda": torch.version.cuda,
+        "device.type": device.type,
+    }
+    if device.type == "cuda":
+        facts["torch.cuda.get_device_name()"] = torch.cuda.get_device_name(device)
+        facts["torch.backends.cudnn.version()"] = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        facts["torch.backends.cuda.preferred_blas_library()"] = str(
+            torch.backends.cuda.preferred_blas_library()
+        )
+    else:
+        facts["torch.backends.cpu.get_cpu_capability()"] = torch.backends.cpu.get_cpu_capability()
+    return facts
+
+
+def require_same(facts: dict[str, object], group: dist.ProcessGroup) -> None:
+    """Raise UsageError, on all ranks of `group`, unless `facts` are the same on all of them."""
+    everyone: list[dict[str, object]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(everyone, facts, group=group)
+    for rank, theirs in enumerate(everyone):
+        for name, value in everyone[0].items():
+            if theirs.get(name) != value:
+                raise UsageError(
+                    f"{name} = {theirs.get(name)!r} on rank {rank} and {value!r} on rank 0: "
+                    "ranks with other settings may get other bits; use the same on all ranks"
+                )
+
+
+def share_memory(device: torch.device, group: dist.ProcessGroup) -> bool:
+    """Return whether all ranks of `group` have GPUs of one host that can access each other.
+
+    The result is the same on all ranks.
+    """
+    if device.type != "cuda" or dist.get_world_size(group) == 1:
+        return False
+    others = [i for i in range(torch.cuda.device_count()) if i != device.index]
+    reached = [i for i in others if torch.cuda.can_device_access_peer(device, i)]
+    own = (socket.gethostname(), device.index, {device.index, *reached})
+    everyone: list[tuple[str, int, set[int]]] = [own for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(everyone, own, group=group)
+    indices = {index for _, index, _ in everyone}
+    # If each rank sees only its own GPU, all have index 0, and access can't be determined.
+    distinct = len(indices) == len(everyone)
+    one_host = len({host for host, _, _ in everyone}) == 1
+    return one_host and distinct and all(indices <= peers for _, _, peers in everyone)
+
+
+def require_unchanged(facts: dict[str, object]) -> None:
+    """Raise UsageError unless `switches` returns the values in `facts`, taken earlier."""
+    now = switches()
+    for name, value in facts.items():
+        if now[name] != value:
+            raise UsageError(
+                f"{name} = {now[name]!r}, and was {value!r} when canonical_all_reduce was called: "
+                "kernels may give other bits now; don't change it during training"
+            )
+
+
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def require_wrapped(model: object) -> None:
+    """Raise UsageError unless `model` is a DistributedDataParallel."""
+    if not isinstance(model, DistributedDataParallel):
+        raise UsageError(
+            f"model is a {type(model).__name__}: wrap it first, "
+            "canonical_all_reduce(DistributedDataParallel(model), micro_batches=...)"
+        )
+
+
+def require_numbers(*, micro_batches: int, world_size: int) -> None:
+    """Raise UsageError unless ranks can share the tree over the micro-batches evenly."""
+    if not _is_power_of_two(micro_batches):
+        raise UsageError(
+            f"micro_batches={micro_batches!r}: only a power of two has a tree that ranks can share "
+            "evenly; use 1, 2, 4, 8 ..., the same for every world size"
+        )
+    if not _is_power_of_two(world_size):
+        raise UsageError(
+            f"world_size={world_size}: the canonical all-reduce needs a power of two; "
+            "start 1, 2, 4, 8 ... ranks"
+        )
+    if world_size > micro_batches:
+        raise UsageError(
+            f"micro_batches={micro_batches} with world_size={world_size}: every rank needs one; "
+            f"cut the global batch into {world_size} or more micro-batches, or start fewer ranks"
+        )
+
+
+def require_model(model: DistributedDataParallel) -> dict[Tensor, str]:
+    """Return the trainable parameters with their names; UsageError if `model` isn't supported."""
+    parameters = {}
+    for name, parameter in model.module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter.dtype not in _DTYPES:
+            raise UsageError(
+                f"parameter {name} has dtype {parameter.dtype}: allowed are "
+                f"{' and '.join(map(str, _DTYPES))}, whose range holds sums over all micro-batches"
+            )
+        if not _is_dense(parameter):
+            raise UsageError(
+                f"parameter {name} has strides {tuple(parameter.stride())}, with gaps or overlaps: "
+                "make it contiguous"
+            )
+        parameters[parameter] = name
+    if model.parameters_to_ignore:
+        raise UsageError(
+            f"parameters_to_ignore={sorted(model.parameters_to_ignore)}: their gradients would not "
+            "be reduced; freeze them, or let DistributedDataParallel reduce them"
+        )
+    for name, module in model.module.named_modules():
+        _require_module(name, module)
+    _require_options(model)
+    return parameters
+
+
+def _require_options(model: DistributedDataParallel) -> None:
+    for option in ("find_unused_parameters", "static_graph"):
+        if getattr(model, option):
+            raise UsageError(
+                f"DistributedDataParallel({option}=True): torch would reduce only the parameters "
+                "that a rank's last micro-batch used, which depend on the world size; leave the "
+                "option out, and use every parameter in every micro-batch"
+            )
+    if model.mixed_precision is not None:
+        raise UsageError("DistributedDataParallel(mixed_precision=...): use torch.autocast instead")
+
+
+def _require_module(name: str, module: torch.nn.Module) -> None:
+    if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.training:
+        raise UsageError(
+            f"module {name} is a {type(module).__name__}: its statistics depend on how "
+            "micro-batches are spread over ranks; use LayerNorm or GroupNorm, or freeze it with "
+            "eval()"
+        )
+    if getattr(module, "sparse", False) is True:
+        raise UsageError(f"module {name} makes sparse gradients: set sparse=False")
+
+
+def _is_power_of_two(number: object) -> bool:
+    return isinstance(number, int) and number > 0 and number & (number - 1) == 0
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements lie in memory without gaps or overlaps, in any dim order."""
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
