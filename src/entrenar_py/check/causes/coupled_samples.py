@@ -318,10 +318,4 @@ def _is_plain_sum(by_rank: Mapping[int, Update], shards: Sequence[Shard]) -> boo
     applied = evidence.vectors(evidence.any_rank(by_rank).gradient)
     if total is None or applied is None or total.keys() != applied.keys():
         return bool(shards) and not any(shard.gradient for shard in shards)
-    if (divisor := step_sums.divisor(total, applied)) is None:
-        return False
-    size = math.hypot(
-        *(float((vector.astype(float) ** 2).sum()) ** 0.5 for vector in applied.values())
-    )
-    allowed = GRADIENT_BOUND * abs(divisor) * size
-    return not step_sums.off(total, applied, divisor, allowed)
+    return step_sums.is_divided(total, applied, GRADIENT_BOUND)
