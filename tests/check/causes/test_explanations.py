@@ -238,9 +238,15 @@ def test_a_later_step_that_is_off_by_no_more_than_rounding() -> None:
 
 
 def explained_later(due: Vectors, bound: float = 1e-4, floor: float = 0.0) -> str:
-    """Return what `explain_later` says of step 0 of TRACE, whose gradient ought to be `due`."""
-    by_rank, of_step = evidence.updates(TRACE)[0], evidence.shards(TRACE)[0]
-    return explanations.explain_later(by_rank, of_step, UPDATE, records(due), bound, floor)
+    """Return what is said of TRACE's first step, made once more, if its gradient is to be `due`."""
+    first = [event for event in TRACE.events if getattr(event, "step", None) == 0]
+    again = [replace(one, step=1) for one in first if isinstance(one, Shard | Update)]
+    trace = replace(TRACE, events=(*first, *again))
+    model = evidence.replaced(
+        trace, Update, lambda update: {"gradient": records(due)} if update.step else {}
+    )
+    later = explanations.LaterSteps(model, trace)
+    return later.explain(replace(UPDATE, step=1), bound, floor)
 
 
 # --- changed sums ---------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ buffer of its own is read as if it used the parameters' own (`seen_through`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -510,12 +509,4 @@ def applies_all(by_rank: Mapping[int, Update], shards: Sequence[Shard], bound: f
     everything = {rank: replace(update, summed={}) for rank, update in by_rank.items()}
     total = step_sums.total(everything, shards)
     mean = evidence.vectors(evidence.any_rank(by_rank).gradient)
-    if total is None or mean is None:
-        return False
-    if step_sums.shapes(total) != step_sums.shapes(mean):
-        return False
-    divisor = step_sums.divisor(total, mean)
-    size = math.sqrt(sum(float(np.square(v, dtype=np.float64).sum()) for v in mean.values()))
-    if divisor is None or not math.isfinite(size):
-        return False
-    return not step_sums.off(total, mean, divisor, bound * abs(divisor) * size)
+    return total is not None and mean is not None and step_sums.is_divided(total, mean, bound)

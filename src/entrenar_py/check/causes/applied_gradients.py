@@ -258,7 +258,7 @@ def _makes_the_steps_of(model: Trace, trace: Trace) -> bool:
     steps = sorted(expected.keys() & updates.keys())[:ROUNDING_STEPS]
     for step in steps:
         due = evidence.any_rank(expected[step])
-        bound = bounds.gradient_moved if step else bounds.gradient
+        bound = bounds.gradient_at(step)
         for rank, update in updates[step].items():
             number = step_sums.ratio(due.gradient, update.gradient, bound)
             wanted, got = movements[1].get((step, due.rank)), movements[0].get((step, rank))
@@ -338,7 +338,7 @@ def _factor(model: Trace, trace: Trace) -> float | None:
     for step in sorted(expected.keys() & updates.keys())[:ROUNDING_STEPS]:
         due = evidence.any_rank(expected[step])
         for rank, update in updates[step].items():
-            bound = bounds.gradient_moved if step else bounds.gradient
+            bound = bounds.gradient_at(step)
             number = step_sums.ratio(due.gradient, update.gradient, bound)
             factor = factor or number or 0.0
             if number is None or factor <= 0 or abs(factor - 1) < _APART_MIN:

@@ -23,7 +23,7 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from entrenar_py.check import evidence
-from entrenar_py.check.causes import explanations, rounding_bounds
+from entrenar_py.check.causes import explanations, loss_terms, rounding_bounds
 from entrenar_py.check.causes.rounding_bounds import GRADIENT_BOUND
 from entrenar_py.check.causes.run_comparison import Compared
 from entrenar_py.check.evidence import precision, step_sums
@@ -219,7 +219,6 @@ def _statistics(trace: Trace) -> list[str]:
 # --- losses that ranks divide by numbers of their own ---------------------------------------------
 
 
-_BOUND = 1e-3  # relative: numbers are a float32's; counts that differ do so by more
 _PLACES_MIN = 2  # micro-batches: one alone may have such numbers by chance
 
 
@@ -290,8 +289,10 @@ def _place(whole: Shard, parts: Sequence[Shard]) -> _Place | None:
         return None
     for due, *terms in zip(*known, strict=True):
         counts = [term.size for term in terms]
-        if not _alike(min(counts), max(counts)) and _alike(sum(counts), due.size):
-            is_own = all(_alike(term.whole, due.whole) for term in terms)
+        if not loss_terms.alike(min(counts), max(counts)) and loss_terms.alike(
+            sum(counts), due.size
+        ):
+            is_own = all(loss_terms.alike(term.whole, due.whole) for term in terms)
             return _Place(parts, counts, is_own)
     return None
 
@@ -317,14 +318,4 @@ def _is_plain_sum(by_rank: Mapping[int, Update], shards: Sequence[Shard]) -> boo
     applied = evidence.vectors(evidence.any_rank(by_rank).gradient)
     if total is None or applied is None or total.keys() != applied.keys():
         return bool(shards) and not any(shard.gradient for shard in shards)
-    if (divisor := step_sums.divisor(total, applied)) is None:
-        return False
-    size = math.hypot(
-        *(float((vector.astype(float) ** 2).sum()) ** 0.5 for vector in applied.values())
-    )
-    allowed = GRADIENT_BOUND * abs(divisor) * size
-    return not step_sums.off(total, applied, divisor, allowed)
-
-
-def _alike(one: float, other: float) -> bool:
-    return abs(one - other) <= _BOUND * abs(other)
+    return step_sums.is_divided(total, applied, GRADIENT_BOUND)

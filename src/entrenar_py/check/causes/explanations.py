@@ -246,33 +246,14 @@ def explain_shares(trace: Trace, update: Update, due: Tensors, bound: float) -> 
     return "" if fit is None else fit.words
 
 
-def explain_later(
-    by_rank: Mapping[int, Update],
-    shards: Sequence[Shard],
-    update: Update,
-    due: Tensors,
-    bound: float,
-    floor: float,
-) -> str:
-    """Return what `explain` does, unless slightly different weights may explain the difference.
-
-    `by_rank` and `shards` are the step's.
-
-    Two right runs have slightly other weights after many steps. That moves a gradient out of the
-    sums of others, and hardly within them, unless each sample has a direction of its own. So the
-    applied gradient must also be further off than `bound` (relative, L2), and than `floor`
-    (absolute): the gradient of a model that has learned its data is only rounding.
-    """
-    fit = _fit_of_shares(by_rank, shards, update, due, _EXPLAINED)
-    if fit is None or fit.off * fit.size <= floor:
-        return ""
-    is_sure = fit.off > max(bound, _TELLING * max(fit.unexplained, _EXPLAINED))
-    return fit.words if is_sure else ""
-
-
 @dataclass(frozen=True)
 class LaterSteps:
-    """Explains later gradients of `trace`, as `explain_later` does, by those of `model`."""
+    """Explains gradients of `trace` after the first steps, by those of `model`.
+
+    Two right runs have slightly other weights after many steps. That moves a gradient out of the
+    sums of others, and hardly within them, unless each sample has a direction of its own. So a
+    gradient must also be further off than the bounds, and than it was in any step before.
+    """
 
     model: Trace
     trace: Trace
@@ -280,19 +261,21 @@ class LaterSteps:
     def explain(self, update: Update, bound: float, floor: float) -> str:
         """Return how much the micro-batches of the update's step would have to count.
 
-        Return "" if that is unknown, or if the runs may have come apart by rounding alone.
+        Return "" if that is unknown, or if the runs may have come apart by rounding alone: if the
+        gradient is not further off than `bound` (relative, L2) and `floor` (absolute). The gradient
+        of a model that has learned its data is only rounding.
         """
-        step, due = update.step, evidence.any_rank(self._due[update.step]).gradient
-        words = explain_later(
-            self._made[step], self._shards.get(step, ()), update, due, bound, floor
-        )
-        return words if words and self._comes_at_once(step) else ""
+        step = update.step
+        due, shards = evidence.any_rank(self._due[step]).gradient, self._shards.get(step, ())
+        fit = _fit_of_shares(self._made[step], shards, update, due, _EXPLAINED)
+        if fit is None or fit.off * fit.size <= floor:
+            return ""
+        is_sure = fit.off > max(bound, _TELLING * max(fit.unexplained, _EXPLAINED))
+        return fit.words if is_sure and self._comes_at_once(step) else ""
 
     def _comes_at_once(self, step: int) -> bool:
         earlier = (made for made in self._due.keys() & self._made.keys() if made < step)
-        return self._apart(step) > _JUMP * max(
-            (self._apart(made) for made in earlier), default=math.inf
-        )
+        return self._apart(step) > _JUMP * max(map(self._apart, earlier), default=math.inf)
 
     def _apart(self, step: int) -> float:
         due, got = (evidence.any_rank(ranks[step]).gradient for ranks in (self._due, self._made))

@@ -48,7 +48,7 @@ class _Term:
         own = next((n for n in (count, float(rows)) if n and n in divisors), None)
         if own is not None:
             divisors.remove(own)
-        is_sum = count and (own is None or (own > 1 and _alike(abs(share), 1.0)))
+        is_sum = count and (own is None or (own > 1 and alike(abs(share), 1.0)))
         return cls(count, abs(share), tuple(divisors), is_mean=not is_sum)
 
     @property
@@ -57,7 +57,7 @@ class _Term:
         return self.share * (self.count or 1.0)
 
     def is_divided_by(self, number: int, *, times: int = 1) -> bool:
-        return sum(_alike(divisor, number) for divisor in self.divisors) >= times
+        return sum(alike(divisor, number) for divisor in self.divisors) >= times
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class _Step:
         columns = self.columns
         numbers = [len(own) for own in self.by_rank.values() for _ in own]
         # A mean of two losses is divided by 2, as two micro-batches are.
-        is_mean = all(_alike(column[0].whole, columns[0][0].whole) for column in columns)
+        is_mean = all(alike(column[0].whole, columns[0][0].whole) for column in columns)
         return all(
             term.is_divided_by(number, times=1 + (is_mean and 1 < number == len(columns)))
             for column in columns
@@ -107,7 +107,7 @@ class _Step:
         """Return whether each loss is divided by the number of micro-batches once too often."""
         (number, *others), (terms, *further) = self.sizes, self.columns
         ranks = len(self.by_rank)
-        is_averaged = self.divisor is not None and _alike(self.divisor, ranks)
+        is_averaged = self.divisor is not None and alike(self.divisor, ranks)
         # Halves of halves count as a mean over two ranks does that are added up.
         is_known = self.parts() and not (number == ranks == _PAIR and is_averaged)
         if others or further or number < _PAIR or is_known:
@@ -119,10 +119,8 @@ class _Step:
         """Return whether ranks' sums of whole means of unlike samples are averaged."""
         number, ranks = max(self.sizes), len(self.by_rank)
         terms = [term for column in self.columns for term in column]
-        wholes = (
-            t.count > 1 and t.is_mean and not t.divisors and _alike(t.whole, 1) for t in terms
-        )
-        is_averaged = self.divisor is not None and _alike(self.divisor, ranks)
+        wholes = (t.count > 1 and t.is_mean and not t.divisors and alike(t.whole, 1) for t in terms)
+        is_averaged = self.divisor is not None and alike(self.divisor, ranks)
         is_known = len(self.sizes) == len(self.columns) == 1 and number not in {
             t.count for t in terms
         }
@@ -155,12 +153,12 @@ class _Step:
 
     def _parts_of(self, total: float) -> set[str]:
         known = {"all": 1, "each": len(self.by_rank), "applied": self.divisor or math.nan}
-        return {name for name, number in known.items() if _alike(total, number)}
+        return {name for name, number in known.items() if alike(total, number)}
 
     def is_even(self) -> bool:
         """Return whether all elements of a term count alike, as far as their numbers are known."""
         return all(
-            _alike(term.share, column[0].share) or not (term.count and column[0].count)
+            alike(term.share, column[0].share) or not (term.count and column[0].count)
             for column in self.columns
             for term in column
         )
@@ -179,7 +177,7 @@ class _Step:
         """Return how much an element of each term counts, if all of them are sums; else None."""
         columns = self.columns
         is_sum = all(not term.is_mean for column in columns for term in column)
-        even = all(_alike(term.share, column[0].share) for column in columns for term in column)
+        even = all(alike(term.share, column[0].share) for column in columns for term in column)
         return [column[0].share for column in columns] if is_sum and even else None
 
 
@@ -198,7 +196,7 @@ def are_one_mean(shards: Sequence[Shard]) -> bool:
         own = [_Term.of(term, len(shard.ids)).whole for term in shard.terms]
         wholes.setdefault(shard.rank, []).append(own)
     return bool(wholes) and all(
-        all(own) and _alike(max(map(sum, zip(*own, strict=False))), 1) for own in wholes.values()
+        all(own) and alike(max(map(sum, zip(*own, strict=False))), 1) for own in wholes.values()
     )
 
 
@@ -297,7 +295,7 @@ def _are_of_step(steps: Sequence[_Step]) -> bool:
         and all(step.num_elements and step.is_even() for step in steps)
         and all(
             len(step.wholes()) == len(steps[0].wholes())
-            and all(map(_alike, step.wholes(), steps[0].wholes()))
+            and all(map(alike, step.wholes(), steps[0].wholes()))
             for step in steps
         )
     )
@@ -317,7 +315,7 @@ def _own_elements(tally: Tally, trace: Trace, steps: Sequence[_Step]) -> None:
             due, got = count / total, 1 / len(counts)
             shard = next(shard for shard in step.shards if shard.rank == rank)
             tally.check(
-                _alike(got, due),
+                alike(got, due),
                 f"the losses of rank {rank} count {got / due:.3g} times as much as its {count:g} "
                 f"of {total:g} elements: each rank divides by the number of its own; divide by "
                 "that of all ranks, which an all-reduce adds up",
@@ -335,7 +333,7 @@ def _are_of_ranks(steps: Sequence[_Step]) -> bool:
         bool(first)
         and any(len({terms[0].count for terms in own}) > 1 for own, _ in ranks)
         and all(
-            _is_even(own) and len(wholes) == len(first) and all(map(_alike, wholes, first))
+            _is_even(own) and len(wholes) == len(first) and all(map(alike, wholes, first))
             for own, wholes in ranks
         )
     )
@@ -343,7 +341,7 @@ def _are_of_ranks(steps: Sequence[_Step]) -> bool:
 
 def _is_even(micro_batches: Sequence[Sequence[_Term]]) -> bool:
     return all(
-        term.count and _alike(term.share, column[0].share)
+        term.count and alike(term.share, column[0].share)
         for column in zip(*micro_batches, strict=True)
         for term in column
     )
@@ -395,7 +393,7 @@ def _are_sums(steps: Sequence[_Step]) -> bool:
     sums = [step.shares_of_sum() for step in steps]
     first = sums[0] if sums else None
     return first is not None and all(
-        shares is not None and len(shares) == len(first) and all(map(_alike, shares, first))
+        shares is not None and len(shares) == len(first) and all(map(alike, shares, first))
         for shares in sums
     )
 
@@ -407,7 +405,7 @@ def _of_micro_batch(step: _Step, index: int) -> float:
 def _are_in_proportion(numbers: Sequence[float], others: Sequence[float]) -> bool:
     known = len(numbers) >= _STEPS_MIN and all(map(math.isfinite, numbers)) and all(others)
     return known and all(
-        _alike(number / other, numbers[0] / others[0])
+        alike(number / other, numbers[0] / others[0])
         for number, other in zip(numbers, others, strict=True)
     )
 
@@ -484,13 +482,13 @@ def _rows(tally: Tally, trace: Trace, step: _Step) -> None:
     if len({*sizes}) < 2 or not all(sizes) or not all(term.count for term in terms):
         return
     per_row = terms[0].count / sizes[0]
-    if not all(_alike(t.count, per_row * n) for t, n in zip(terms, sizes, strict=True)):
+    if not all(alike(t.count, per_row * n) for t, n in zip(terms, sizes, strict=True)):
         return
     total, whole = sum(sizes), sum(term.whole for term in terms)
     for shard, term in zip(step.shards, terms, strict=True):
         due, got = len(shard.ids) / total, term.whole / whole
         tally.check(
-            _alike(got, due),
+            alike(got, due),
             f"the loss of micro-batch {shard.shard} counts {got / due:.3g} times as much as its "
             f"{len(shard.ids)} of {total} samples, which could mean: a mean of means",
             expected=f"{due:.6g} of the step",
@@ -514,7 +512,7 @@ def _short_steps(tally: Tally, trace: Trace, steps: Sequence[_Step]) -> None:
         got, number = _divided(step, usual), max(step.sizes)
         if due is None or got is None or step.sizes != {number} or number == usual:
             continue
-        if step.is_divided() or not _alike(got, due):
+        if step.is_divided() or not alike(got, due):
             continue
         meaning = (
             "the last of an epoch are left for the next step"
@@ -552,10 +550,10 @@ def _cut_windows(tally: Tally, trace: Trace, steps: Sequence[_Step]) -> None:
         parts = [part.wholes() for part in window]
         shares = [[column[0].share for column in part.columns] for part in window]
         is_one = all(
-            len(of_step) == len(full[0]) and all(map(_alike, of_step, shares[0]))
+            len(of_step) == len(full[0]) and all(map(alike, of_step, shares[0]))
             for of_step in shares
         )
-        if is_one and all(map(_alike, map(sum, zip(*parts, strict=True)), full[0])):
+        if is_one and all(map(alike, map(sum, zip(*parts, strict=True)), full[0])):
             numbers = [part.update.step for part in window]
             total = sum(part.num_elements for part in window)
             tally.check(
@@ -574,7 +572,7 @@ def _cut_windows(tally: Tally, trace: Trace, steps: Sequence[_Step]) -> None:
 def _divided(step: _Step, number: int) -> float | None:
     column = step.columns[0]
     if not all(
-        term.is_divided_by(number) and _alike(term.whole, column[0].whole) for term in column
+        term.is_divided_by(number) and alike(term.whole, column[0].whole) for term in column
     ):
         return None
     return column[0].whole
@@ -633,5 +631,6 @@ def _applied_divisor(
     return step_sums.divisor(total, mean)
 
 
-def _alike(one: float, other: float) -> bool:
+def alike(one: float, other: float) -> bool:
+    """Return whether two shares or counts are equal, but for a float32's rounding."""
     return abs(one - other) <= _BOUND * abs(other)

@@ -125,6 +125,10 @@ class Bounds:
     gradient_floor: float
     adam: bool  # if a run uses it, weights can't be compared
 
+    def gradient_at(self, step: int) -> float:
+        """Return the allowed relative distance of two gradients of a step."""
+        return self.gradient_moved if step else self.gradient
+
     @classmethod
     def of(cls, expected: Mapping[int, Mapping[int, Update]], *runs: Trace) -> Bounds:
         first = [evidence.any_rank(expected[step]) for step in expected if step < ROUNDING_STEPS]

@@ -200,7 +200,7 @@ def steps_alike(model: Trace, trace: Trace) -> set[int]:
         tried = Tally("", observed=True)
         due = evidence.any_rank(expected[step]).gradient
         got = evidence.any_rank(by_rank).gradient
-        bound = bounds.gradient_moved if step else bounds.gradient
+        bound = bounds.gradient_at(step)
         if closeness.compare_close(tried, due, got, bound, "", bounds.gradient_floor):
             alike |= {step} if due and tried.broken is None else set()
     return alike
@@ -218,7 +218,7 @@ def steps_combined(model: Trace, trace: Trace) -> set[int]:
     alike = set[int]()
     for step in sorted(expected.keys() & shards.keys()):
         goal = evidence.vectors(evidence.any_rank(expected[step]).gradient)
-        bound = bounds.gradient_moved if step else bounds.gradient
+        bound = bounds.gradient_at(step)
         if step >= ROUNDING_STEPS or not goal:
             break
         if explanations.shares_of_combination(goal, shards[step], bound) is not None:
@@ -307,7 +307,7 @@ class _Comparison:
                 continue
             bound, floor = self.bounds.weights, 0.0
             if part == "gradient":
-                bound = self.bounds.gradient_moved if model.step else self.bounds.gradient
+                bound = self.bounds.gradient_at(model.step)
                 floor = self.bounds.gradient_floor
             bound = self.sensitivity.allowed(part, model.step, bound)
             mine, theirs = _tensors(model, part), _tensors(update, part)
@@ -494,7 +494,7 @@ class Compared:
         if step is None or step < 0:
             return None
         bounds = rounding_bounds.Bounds.of(evidence.updates(self.model), self.model, self.trace)
-        bound = bounds.gradient_moved if step else bounds.gradient
+        bound = bounds.gradient_at(step)
         return explanations.difference(self.model, self.trace, step, bound)
 
     @property

@@ -163,6 +163,16 @@ def off(sums: Vectors, mean: Vectors, divisor: float, allowed: float) -> set[str
     return {name for name, gap in gaps.items() if not math.sqrt(gap) <= allowed}
 
 
+def is_divided(sums: Vectors, mean: Vectors, bound: float) -> bool:
+    """Return whether all sums were divided by one number, within `bound` of the mean's norm."""
+    if shapes(sums) != shapes(mean):
+        return False
+    number, size = divisor(sums, mean), float(np.linalg.norm(joined(mean, mean)))
+    if number is None or not math.isfinite(size):
+        return False
+    return not off(sums, mean, number, bound * abs(number) * size)
+
+
 def divisor(sums: Vectors, mean: Vectors) -> float | None:
     """Return the number that most tensors' sums were divided by, or None if there is none.
 
