@@ -1,4 +1,4 @@
-"""The samples of a forward pass are found by what it is given."""
+"""The samples of forward passes, found by what DataLoaders have yielded."""
 
 from __future__ import annotations
 

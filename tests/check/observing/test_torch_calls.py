@@ -1,4 +1,4 @@
-"""What is patched in torch: each row of the table, against the torch that is installed."""
+"""Each function of torch that is replaced does what it did, and is heard."""
 
 from __future__ import annotations
 
