@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from entrenar_py.check.observing import Observation
     from entrenar_py.check.observing.auto.recorder import Recorder
     from entrenar_py.check.observing.generators import States
-    from entrenar_py.check.observing.seen_samples import Batches
+    from entrenar_py.check.observing.iterations import LoaderListener
+    from entrenar_py.check.observing.seen_samples import Batches, Pass
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
@@ -399,11 +400,13 @@ class Follower:
             self._recorder.backward_ended()
 
     @guarded
-    def iterated(self, loader: Any, iterator: Any) -> None:
-        """Note that a pass over a DataLoader begins."""
+    def iterated(self, loader: Any) -> LoaderListener:
+        """Note that a pass over a DataLoader begins; return what hears it."""
+        from entrenar_py.check.observing.seen_samples import Pass
+
         call_sites.Samples.drawn()
         self._control()
-        self.batches.iterated(loader, iterator)
+        return _GuardedPass(self, Pass(self.batches, loader))
 
     def _control(self) -> None:
         """Draw common random numbers, or keep batches, from here on, if that is planned.
@@ -419,24 +422,12 @@ class Follower:
 
             common_numbers.begin_if_planned()
 
-    @guarded
-    def drew(self, iterator: Any, index: Any) -> None:
-        """Note what a DataLoader's sampler drew."""
-        self.batches.drew(iterator, index)
-
-    @guarded
-    def yielded(self, iterator: Any, batch: Any) -> None:
-        """Note a batch that a DataLoader yields."""
-        self.batches.yielded(iterator, batch)
+    def note_generators(self) -> None:
+        """Note the generators' states as a loader hands out a batch before any observation."""
         if self.observation is None and self._optimizers and torch.is_grad_enabled():
             from entrenar_py.check.observing import generators
 
             self._at_batch = generators.global_states()
-
-    @guarded
-    def exhausted(self, iterator: Any) -> None:
-        """Note that a pass over a DataLoader is over."""
-        self.batches.exhausted(iterator)
 
     @guarded
     def scaled(self, scale: float, losses: Any) -> None:
@@ -552,3 +543,28 @@ class Follower:
         if observer.has_late_weights:
             observer.close()
         self._ending.leave()
+
+
+class _GuardedPass:
+    """One pass over a DataLoader: errors in hearing it end the observation, not the script."""
+
+    def __init__(self, follower: Follower, loader_pass: Pass) -> None:
+        self._follower, self._pass = follower, loader_pass
+        self.is_off, self.give_up = follower.is_off, follower.give_up
+
+    @guarded
+    def drawn(self, index: Any) -> None:
+        self._pass.drawn(index)
+
+    @guarded
+    def item(self, batch: Any) -> None:
+        self._pass.item(batch)
+        self._follower.note_generators()
+
+    @guarded
+    def failed(self) -> None:
+        self._pass.failed()
+
+    @guarded
+    def over(self) -> None:
+        self._pass.over()
