@@ -25,11 +25,12 @@ from torch.optim.optimizer import (
 
 from entrenar_py.check.observing import checkpoints, mirrored_batches
 from entrenar_py.check.observing.iterations import LoaderHooks
-from entrenar_py.check.observing.loss_terms import Begun, Losses
+from entrenar_py.check.observing.loss_terms import Losses
 from entrenar_py.shared import hook_calls
 
 if TYPE_CHECKING:
     from entrenar_py.check.observing.auto.follower import Follower
+    from entrenar_py.check.observing.micro_batches import MicroBatches
 
 Function = Callable[..., Any]
 
@@ -91,22 +92,12 @@ def apply(patches: Iterable[Patch], listener: Any) -> None:
 # --- a script with a line ---------------------------------------------------------------------
 
 
-class Passes(Protocol):
-    """A listener to the losses of a script's backward passes."""
-
-    def backward_begins(self, begun: Begun) -> None:
-        """Note what `backward` is called on."""
-
-    def backward_ended(self) -> None:
-        """Note that the backward pass is over."""
-
-
 class Ear:
     """Listens for one observer from `listen` on until `stop`."""
 
     def __init__(
         self,
-        passes: Passes,
+        passes: MicroBatches,
         *,
         skipped: Callable[[], object],
         saved: Callable[[], None],
