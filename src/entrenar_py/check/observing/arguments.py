@@ -38,8 +38,8 @@ def optimizers(model: object, argument: Any) -> tuple[torch.optim.Optimizer, ...
         )
     zero, parameters = flat_parameters.zero_optimizer(model), set(model.parameters())
     for optimizer in stepping:
-        stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        if getattr(zero, "optimizer", None) is not optimizer and parameters.isdisjoint(stepped):
+        is_inside = getattr(zero, "optimizer", None) is optimizer
+        if not is_inside and parameters.isdisjoint(tensors.stepped_by(optimizer)):
             _log.warning(
                 "observe: %s steps no parameter of the model: it was made for another model, or "
                 "before the parameters were replaced (by a copy, or a move to a device)",

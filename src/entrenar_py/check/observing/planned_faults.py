@@ -258,10 +258,12 @@ class PlannedRates:
         if str(number) not in self._rates:
             return
         first, others, constants = self._rates[str(number)]
-        for group in self._groups():
-            if (rate := self._rate(group, first, others)) is None:
+        for group in self._subject.optimizers[0].param_groups:
+            rates = {others.get(name, first) for name in self._names(group)}
+            if len(rates) != 1 or "lr" not in group:  # it has several, or none of its own
                 self.end_step()
                 return
+            rate = rates.pop()
             self._own.append((group, {**group}))
             own = group["lr"]
             group["lr"] = torch.full_like(own, rate) if isinstance(own, Tensor) else rate
@@ -274,15 +276,6 @@ class PlannedRates:
         for group, own in self._own:
             group.update(own)
         self._own = []
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return self._subject.optimizers[0].param_groups
-
-    def _rate(
-        self, group: Mapping[str, Any], first: float, others: Mapping[str, float]
-    ) -> float | None:
-        rates = {others.get(name, first) for name in self._names(group)}
-        return rates.pop() if len(rates) == 1 and "lr" in group else None
 
     def _names(self, group: Mapping[str, Any]) -> list[str]:
         return [name for p in group["params"] for name in self._subject.names_of(p)]

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import inspect
 import threading
-import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,22 +25,50 @@ _FRAMES_MAX = 20  # between that and torch's iteration
 PENDING_MAX = 8  # batches that were yielded and not used; the oldest of more is skipped
 
 
-@dataclass(eq=False)
-class Iteration:
-    """One pass over a `loader`; `ahead` are the indices that it drew and did not yield yet.
+class Pass:
+    """One pass over a `loader`, heard as `LoaderHooks` tell it; `batches` take what it yields.
 
-    `epoch` counts the passes, of any loader, from which a batch was trained on. `largest` is the
-    size of its largest batch. `is_one_ahead` tells whether the batch before the newest is used.
-    `rest` has the indices that a shortened pass has drawn with its last one, until that is used.
+    `ahead` are the indices that it drew and did not yield yet. `epoch` counts the passes, of any
+    loader, from which a batch was trained on. `largest` is the size of its largest batch.
+    `is_one_ahead` tells whether the batch before the newest is used. `rest` has the indices that a
+    shortened pass has drawn with its last one, until that is used.
     """
 
-    loader: Any
-    ahead: deque[Ids | None] = field(default_factory=deque)
-    epoch: int | None = None
-    largest: int = 0
-    is_over: bool = False
-    is_one_ahead: bool = False
-    rest: Ids = ()
+    def __init__(self, batches: Batches, loader: Any) -> None:
+        self._batches, self.loader = batches, loader
+        self.ahead: deque[Ids | None] = deque()
+        self.epoch: int | None = None
+        self.largest = 0
+        self.is_over = False
+        self.is_one_ahead = _is_one_ahead()
+        self.rest: Ids = ()
+
+    def drawn(self, index: Any) -> None:
+        """Note the next index, or list of them, that the loader's sampler has drawn."""
+        self.ahead.append(positions_of(index))
+        self.rest = tuple(getattr(index, "rest", ()))
+
+    def item(self, content: Any) -> None:
+        """Note the next batch; batches come in the order in which their indices were drawn."""
+        loader, ids = self.loader, self.ahead.popleft() if self.ahead else None
+        if not getattr(loader, "in_order", True) and getattr(loader, "num_workers", 0) > 1:
+            ids = None
+        size = (contents.num_rows(content) or 0) if ids is None else len(ids)
+        grown = torch.is_grad_enabled()
+        left, thread = [*range(size)], threading.get_ident()
+        self.largest = max(self.largest, size)
+        is_last = bool(self.rest) and not self.ahead
+        self._batches.add(Batch(self, ids, content, size, left, grown, thread, is_last))
+
+    def failed(self) -> None:
+        """Note that an error is raised in place of the next batch."""
+        if self.ahead:
+            self.ahead.popleft()
+
+    def over(self) -> None:
+        """Note that the pass has no more batches."""
+        self._batches.num_events += 1
+        self.is_over = True
 
 
 @dataclass(eq=False)
@@ -53,7 +80,7 @@ class Batch:
     `is_last` tells that of a shortened pass.
     """
 
-    iteration: Iteration
+    iteration: Pass
     ids: Ids | None
     content: Any
     size: int
@@ -96,7 +123,6 @@ class Batches:
     """The batches that the process's DataLoaders have yielded and training has not used yet."""
 
     def __init__(self) -> None:
-        self._iterations: weakref.WeakKeyDictionary[Any, Iteration] = weakref.WeakKeyDictionary()
         self._num_passes = 0
         self._first: tuple[Any, ...] | None = None  # what the first loader draws from
         self.varies = False  # whether another was trained from that draws other samples
@@ -105,52 +131,15 @@ class Batches:
         self.loader: Any = None  # the one that was trained from last
         self._source: Source | None = None
         self._is_ahead = False
-        self._num_events = 0  # batches that were yielded, and passes that ended
+        self.num_events = 0  # batches that were yielded, and passes that ended
         self._used_last: tuple[Batch, int] | None = None  # with the number of events by then
         self._newest: Batch | None = None
 
-    # --- called by the patches --------------------------------------------------------------------
-
-    def iterated(self, loader: Any, iterator: Any) -> None:
-        """Note that a pass over `loader` begins, before any index is drawn for it."""
-        self._iterations[iterator] = Iteration(loader, is_one_ahead=_is_one_ahead())
-
-    def drew(self, iterator: Any, index: Any) -> None:
-        """Note the next index, or list of them, that a loader's sampler has drawn."""
-        iteration = self._iteration(iterator)
-        iteration.ahead.append(positions_of(index))
-        iteration.rest = tuple(getattr(index, "rest", ()))
-
-    def yielded(self, iterator: Any, content: Any) -> None:
-        """Note the next batch; batches come in the order in which their indices were drawn."""
-        self._num_events += 1
-        iteration = self._iteration(iterator)
-        loader = iteration.loader
-        ids = iteration.ahead.popleft() if iteration.ahead else None
-        if not getattr(loader, "in_order", True) and getattr(loader, "num_workers", 0) > 1:
-            ids = None
-        size = (contents.num_rows(content) or 0) if ids is None else len(ids)
-        grown = torch.is_grad_enabled()
-        left, thread = [*range(size)], threading.get_ident()
-        iteration.largest = max(iteration.largest, size)
-        is_last = bool(iteration.rest) and not iteration.ahead
-        self._newest = Batch(iteration, ids, content, size, left, grown, thread, is_last)
-        self.pending.append(self._newest)
-
-    def failed(self, iterator: Any) -> None:
-        """Note that an error is raised in place of the next batch."""
-        if ahead := self._iteration(iterator).ahead:
-            ahead.popleft()
-
-    def exhausted(self, iterator: Any) -> None:
-        """Note that a pass has no more batches."""
-        self._num_events += 1
-        self._iteration(iterator).is_over = True
-
-    def _iteration(self, iterator: Any) -> Iteration:
-        return self._iterations.setdefault(iterator, Iteration(None))
-
-    # --- called by what looks for samples ---------------------------------------------------------
+    def add(self, batch: Batch) -> None:
+        """Add a batch that was yielded."""
+        self.num_events += 1
+        self._newest = batch
+        self.pending.append(batch)
 
     def use(self, batch: Batch, places: Iterable[int]) -> tuple[int, list[int]]:
         """Take the samples at `places` for training; return their epoch and ids.
@@ -159,7 +148,7 @@ class Batches:
         were skipped.
         """
         assert batch.ids is not None, "only a batch with ids is used"
-        self._used_last = batch, self._num_events
+        self._used_last = batch, self.num_events
         used, epoch = list(places), self._epoch_of(batch.iteration)
         batch.left = [place for place in batch.left if place not in set(used)]
         if not batch.left:
@@ -185,7 +174,7 @@ class Batches:
         self.pending = deque((b for b in self.pending if b not in older), maxlen=PENDING_MAX)
         return same[len(older)] if older else batch
 
-    def _epoch_of(self, iteration: Iteration) -> int:
+    def _epoch_of(self, iteration: Pass) -> int:
         if iteration.epoch is None:
             self.drops_last |= self._left_short_batch()
             iteration.epoch = self._num_passes
@@ -258,7 +247,7 @@ class Batches:
         if self._used_last is None:
             return None
         batch, num_events = self._used_last
-        return batch if num_events == self._num_events and not batch.left else None
+        return batch if num_events == self.num_events and not batch.left else None
 
     def are_again(self, num_rows: int | None) -> bool:
         """Return whether so many rows are a further view of the batch that was used last.
@@ -287,30 +276,6 @@ def _is_one_ahead() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-class Pass:
-    """One pass over a DataLoader: its draws and batches are told to `batches`."""
-
-    def __init__(self, batches: Batches, loader: Any) -> None:
-        self._batches = batches
-        batches.iterated(loader, self)
-
-    def drawn(self, index: Any) -> None:
-        """Note the next index, or list of them, that the loader's sampler has drawn."""
-        self._batches.drew(self, index)
-
-    def item(self, content: Any) -> None:
-        """Note the next batch."""
-        self._batches.yielded(self, content)
-
-    def over(self) -> None:
-        """Note that the pass has no more batches."""
-        self._batches.exhausted(self)
-
-    def failed(self) -> None:
-        """Note an error in place of the next batch."""
-        self._batches.failed(self)
 
 
 # --- samples of forward passes --------------------------------------------------------------------

@@ -367,7 +367,7 @@ class Subject:
 
     def in_step_of(self, optimizer: torch.optim.Optimizer) -> list[str]:
         """Return the names of the parameters in the partitions that `optimizer` steps now."""
-        current = {p for group in optimizer.param_groups for p in group["params"]}
+        current = tensors.stepped_by(optimizer)
         return [name for name, p in self.trained.items() if p in current]
 
     @property
@@ -454,7 +454,7 @@ class Subject:
     def _tensors_of(self, optimizer: torch.optim.Optimizer) -> set[Tensor]:
         if self.steps_partitions(optimizer):
             return {*flat_parameters.zero_partitions(self.zero)}
-        return {p for group in optimizer.param_groups for p in group["params"]}
+        return tensors.stepped_by(optimizer)
 
     def _layout(self) -> Layout | None:
         """Return the layout that was declared, else the one that the parameters' meshes show."""

@@ -44,7 +44,7 @@ def model_of(
     If no module has any of them the optimizers hold copies, and `instead`, which the script calls,
     is the model that is never stepped.
     """
-    parameters = {p for opt in optimizers for group in opt.param_groups for p in group["params"]}
+    parameters = set[Tensor]().union(*map(tensors.stepped_by, optimizers))
     own = [] if called is None else [tensors.unwrapped(called)]
     for module in own:
         tensors.reshard(module)

@@ -24,11 +24,13 @@ from torch.optim.optimizer import (
 )
 
 from entrenar_py.check.observing import checkpoints, mirrored_batches
-from entrenar_py.check.observing.loss_terms import Begun, Losses
+from entrenar_py.check.observing.iterations import LoaderHooks
+from entrenar_py.check.observing.loss_terms import Losses
 from entrenar_py.shared import hook_calls
 
 if TYPE_CHECKING:
     from entrenar_py.check.observing.auto.follower import Follower
+    from entrenar_py.check.observing.micro_batches import MicroBatches
 
 Function = Callable[..., Any]
 
@@ -90,22 +92,12 @@ def apply(patches: Iterable[Patch], listener: Any) -> None:
 # --- a script with a line ---------------------------------------------------------------------
 
 
-class Passes(Protocol):
-    """A listener to the losses of a script's backward passes."""
-
-    def backward_begins(self, begun: Begun) -> None:
-        """Note what `backward` is called on."""
-
-    def backward_ended(self) -> None:
-        """Note that the backward pass is over."""
-
-
 class Ear:
     """Listens for one observer from `listen` on until `stop`."""
 
     def __init__(
         self,
-        passes: Passes,
+        passes: MicroBatches,
         *,
         skipped: Callable[[], object],
         saved: Callable[[], None],
@@ -364,39 +356,6 @@ def _loading(original: Function, _: object) -> Function:
     return init
 
 
-def _iterated(original: Function, follower: Follower) -> Function:
-    @wraps(original)
-    def begin(self: Any, *given: Any, **named: Any) -> None:
-        follower.iterated(given[0] if given else named.get("loader"), self)
-        original(self, *given, **named)
-
-    return begin
-
-
-def _drew(original: Function, follower: Follower) -> Function:
-    @wraps(original)
-    def next_index(self: Any) -> Any:
-        index = original(self)
-        follower.drew(self, index)
-        return index
-
-    return next_index
-
-
-def _yielded(original: Function, follower: Follower) -> Function:
-    @wraps(original)
-    def next_batch(self: Any) -> Any:
-        try:
-            batch = original(self)
-        except StopIteration:
-            follower.exhausted(self)
-            raise
-        follower.yielded(self, batch)
-        return batch
-
-    return next_batch
-
-
 def _compiled(original: Function, follower: Follower) -> Function:
     @wraps(original)
     def call(self: Any, *given: Any, **named: Any) -> Any:
@@ -410,7 +369,6 @@ def _compiled(original: Function, follower: Follower) -> Function:
     return call
 
 
-_LOADER = "torch.utils.data.dataloader"
 TABLE = (
     Patch(
         module="torch.optim.optimizer",
@@ -421,39 +379,11 @@ TABLE = (
     ),
     *LINE_TABLE,
     Patch(
-        module=_LOADER,
+        module="torch.utils.data.dataloader",
         owner="DataLoader",
         name="__init__",
         reason="a script may ask a loader for its length, and plan epochs by it, before a pass",
         wrap=_loading,
-    ),
-    Patch(
-        module=_LOADER,
-        owner="_BaseDataLoaderIter",
-        name="__init__",
-        reason="DataLoader has no hooks, and its iterator doesn't know it",
-        wrap=_iterated,
-    ),
-    Patch(
-        module=_LOADER,
-        owner="_BaseDataLoaderIter",
-        name="_reset",
-        reason="with workers, a pass begins here, and so does each later one of persistent workers",
-        wrap=_iterated,
-    ),
-    Patch(
-        module=_LOADER,
-        owner="_BaseDataLoaderIter",
-        name="_next_index",
-        reason="the only place where every kind of sampler, and a plain list, shows its indices",
-        wrap=_drew,
-    ),
-    Patch(
-        module=_LOADER,
-        owner="_BaseDataLoaderIter",
-        name="__next__",
-        reason="with workers, indices are drawn batches before the batch is yielded",
-        wrap=_yielded,
     ),
     Patch(
         module="torch._dynamo.eval_frame",
@@ -472,7 +402,7 @@ def install_for_line(awaited: dict[str, Callable[[], None]]) -> None:
 
 
 def install(follower: Follower, awaited: dict[str, Callable[[], None]]) -> None:
-    """Set torch's global hooks and the patches of TABLE.
+    """Set torch's global hooks, those of loaders, and the patches of TABLE.
 
     A module that isn't imported yet is patched when it is: `awaited` takes functions to call then.
     """
@@ -482,6 +412,7 @@ def install(follower: Follower, awaited: dict[str, Callable[[], None]]) -> None:
     if follower.settings.every is not None:
         return  # the watch needs no more than a step
     follower.look_at_calls(True)
+    LoaderHooks(follower.iterated)
     _await(TABLE, follower, awaited)
 
 

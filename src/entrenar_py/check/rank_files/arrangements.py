@@ -306,9 +306,9 @@ def _renamed(
             for name, shape in event.shapes.items()
         }
     if state := getattr(event, "optimizer", None):
-        changes["optimizer"] = {_of_state(key, named): value for key, value in state.items()}
+        changes["optimizer"] = {_renamed_key(key, named, 0): v for key, v in state.items()}
     if extra := getattr(event, "extra", None):
-        changes["extra"] = {_of_copy(key, named): value for key, value in extra.items()}
+        changes["extra"] = {_renamed_key(key, named, -1): v for key, v in extra.items()}
     return replace(event, **changes)
 
 
@@ -325,14 +325,11 @@ def _noticed(event: Noticed, named: Mapping[str, str]) -> Noticed:
     )
 
 
-def _of_state(key: str, named: Mapping[str, str]) -> str:
-    name, slash, rest = key.partition("/")
-    return f"{named.get(name, name)}{slash}{rest}"
-
-
-def _of_copy(key: str, named: Mapping[str, str]) -> str:
-    label, slash, name = key.partition("/")
-    return f"{label}{slash}{named.get(name, name)}"
+def _renamed_key(key: str, named: Mapping[str, str], place: int) -> str:
+    """Return `parameter/key`, or `label/parameter`, with its part at `place` renamed."""
+    parts = [*key.partition("/")]
+    parts[place] = named.get(parts[place], parts[place])
+    return "".join(parts)
 
 
 # --- samples that ranks share ---------------------------------------------------------------------

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from entrenar_py.check.observing import Observation
     from entrenar_py.check.observing.auto.recorder import Recorder
     from entrenar_py.check.observing.generators import States
-    from entrenar_py.check.observing.seen_samples import Batches
+    from entrenar_py.check.observing.iterations import LoaderListener
+    from entrenar_py.check.observing.seen_samples import Batches, Pass
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
@@ -115,6 +116,10 @@ _LOG = logging.getLogger("entrenar_py")
 CURRENT: Follower | None = None  # of this process
 
 
+def _stepped_by(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def _inside(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
     from entrenar_py.check.observing import tensors
 
@@ -122,7 +127,7 @@ def _inside(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Opt
 
 
 def _gets_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    return any(p.requires_grad for group in optimizer.param_groups for p in group["params"])
+    return any(p.requires_grad for p in _stepped_by(optimizer))
 
 
 def _takes_turns(optimizer: torch.optim.Optimizer, others: Iterable[torch.optim.Optimizer]) -> bool:
@@ -130,11 +135,9 @@ def _takes_turns(optimizer: torch.optim.Optimizer, others: Iterable[torch.optim.
 
     Copies of what another one steps are no such model.
     """
-    own = [p for group in optimizer.param_groups for p in group["params"]]
+    own = _stepped_by(optimizer)
     return all(isinstance(p, nn.Parameter) for p in own) and not any(
-        _are_copies(own, [p for group in other.param_groups for p in group["params"]])
-        for other in others
-        if other is not optimizer
+        _are_copies(own, _stepped_by(other)) for other in others if other is not optimizer
     )
 
 
@@ -147,12 +150,12 @@ def _steps_a_copy(
     tensors, although they may require a gradient.
     """
     trained = {*called.parameters()}
-    own = [p for group in optimizer.param_groups for p in group["params"]]
+    own = _stepped_by(optimizer)
     if not trained.isdisjoint(own):
         return False
     return any(
         not trained.isdisjoint(peers) and _are_copies(own, peers)
-        for peers in ([p for g in other.param_groups for p in g["params"]] for other in others)
+        for peers in map(_stepped_by, others)
     )
 
 
@@ -244,7 +247,7 @@ class Follower:
         inside = _inside(alive)
         alive = [opt for opt in alive if not any(opt is inner for inner in inside)]
         alive = [opt for opt in alive if _gets_gradients(opt) or _takes_turns(opt, alive)] or alive
-        by_optimizer = [{p for g in opt.param_groups for p in g["params"]} for opt in alive]
+        by_optimizer = [{*_stepped_by(opt)} for opt in alive]
         return [
             opt
             for index, opt in enumerate(alive)
@@ -278,7 +281,7 @@ class Follower:
             if zero is not None and not any(zero is opt for opt in optimizers):
                 optimizers.append(zero)  # between its steps it has no tensors
         own = set() if called is None else flat_parameters.parameters_and_partitions(called)
-        parameters = {p for opt in optimizers for g in opt.param_groups for p in g["params"]}
+        parameters = {p for opt in optimizers for p in _stepped_by(opt)}
         if called is not None and zero is None and parameters.isdisjoint(own):
             if self._untrained is None and any(p.requires_grad for p in called.parameters()):
                 self._untrained = weakref.ref(called)
@@ -399,11 +402,13 @@ class Follower:
             self._recorder.backward_ended()
 
     @guarded
-    def iterated(self, loader: Any, iterator: Any) -> None:
-        """Note that a pass over a DataLoader begins."""
+    def iterated(self, loader: Any) -> LoaderListener:
+        """Note that a pass over a DataLoader begins; return what hears it."""
+        from entrenar_py.check.observing.seen_samples import Pass
+
         call_sites.Samples.drawn()
         self._control()
-        self.batches.iterated(loader, iterator)
+        return _GuardedPass(self, Pass(self.batches, loader))
 
     def _control(self) -> None:
         """Draw common random numbers, or keep batches, from here on, if that is planned.
@@ -419,24 +424,12 @@ class Follower:
 
             common_numbers.begin_if_planned()
 
-    @guarded
-    def drew(self, iterator: Any, index: Any) -> None:
-        """Note what a DataLoader's sampler drew."""
-        self.batches.drew(iterator, index)
-
-    @guarded
-    def yielded(self, iterator: Any, batch: Any) -> None:
-        """Note a batch that a DataLoader yields."""
-        self.batches.yielded(iterator, batch)
+    def note_generators(self) -> None:
+        """Note the generators' states as a loader hands out a batch before any observation."""
         if self.observation is None and self._optimizers and torch.is_grad_enabled():
             from entrenar_py.check.observing import generators
 
             self._at_batch = generators.global_states()
-
-    @guarded
-    def exhausted(self, iterator: Any) -> None:
-        """Note that a pass over a DataLoader is over."""
-        self.batches.exhausted(iterator)
 
     @guarded
     def scaled(self, scale: float, losses: Any) -> None:
@@ -509,8 +502,9 @@ class Follower:
         """
         from entrenar_py.check.observing import surroundings, tensors
 
-        stepped = [p for group in optimizer.param_groups for p in group["params"]]
-        graded = [p for p in stepped if p.grad is not None and tensors.local(p.grad).any()]
+        graded = [
+            p for p in _stepped_by(optimizer) if p.grad is not None and tensors.local(p.grad).any()
+        ]
         is_known = any(optimizer is own for own in self.optimizers())
         if self.observation is None and is_known and surroundings.have_modules(graded):
             self._begin(None)
@@ -552,3 +546,28 @@ class Follower:
         if observer.has_late_weights:
             observer.close()
         self._ending.leave()
+
+
+class _GuardedPass:
+    """One pass over a DataLoader: errors in hearing it end the observation, not the script."""
+
+    def __init__(self, follower: Follower, loader_pass: Pass) -> None:
+        self._follower, self._pass = follower, loader_pass
+        self.is_off, self.give_up = follower.is_off, follower.give_up
+
+    @guarded
+    def drawn(self, index: Any) -> None:
+        self._pass.drawn(index)
+
+    @guarded
+    def item(self, batch: Any) -> None:
+        self._pass.item(batch)
+        self._follower.note_generators()
+
+    @guarded
+    def failed(self) -> None:
+        self._pass.failed()
+
+    @guarded
+    def over(self) -> None:
+        self._pass.over()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from entrenar_py.check.observing import samples, surroundings
+from entrenar_py.check.observing import samples, surroundings, tensors
 from entrenar_py.check.observing.auto.follower import guarded
 from entrenar_py.check.observing.generators import States
 from entrenar_py.check.observing.loss_terms import Begun
@@ -126,7 +126,7 @@ class Recorder(Observer):
         step alone, and its rule is recorded. Raises UsageError if it steps parameters that are
         observed.
         """
-        stepped = {p for group in optimizer.param_groups for p in group["params"]}
+        stepped = tensors.stepped_by(optimizer)
         if not stepped.isdisjoint(self._subject.parameters.values()):
             raise UsageError(
                 f"in step {self.num_steps} another optimizer ({type(optimizer).__name__}) steps "

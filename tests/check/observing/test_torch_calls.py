@@ -1,4 +1,4 @@
-"""What is patched in torch: each row of the table, against the torch that is installed."""
+"""Each function of torch that is replaced does what it did, and is heard."""
 
 from __future__ import annotations
 
@@ -16,10 +16,6 @@ ARGUMENTS = {
     "torch.optim.optimizer.Optimizer.__init__": ["self", "params", "defaults"],
     "torch.autograd.backward": ["tensors", "grad_tensors", "retain_graph"],
     "torch.utils.data.dataloader.DataLoader.__init__": ["self", "dataset"],
-    "torch.utils.data.dataloader._BaseDataLoaderIter.__init__": ["self", "loader"],
-    "torch.utils.data.dataloader._BaseDataLoaderIter._reset": ["self", "loader", "first_iter"],
-    "torch.utils.data.dataloader._BaseDataLoaderIter._next_index": ["self"],
-    "torch.utils.data.dataloader._BaseDataLoaderIter.__next__": ["self"],
     "torch.amp.grad_scaler.GradScaler.scale": ["self", "outputs"],
     "torch.amp.grad_scaler.GradScaler.update": ["self", "new_scale"],
     "torch.load": ["f"],
@@ -62,6 +58,7 @@ def test_a_module_that_is_not_imported_is_patched_when_it_is(
 ) -> None:
     """The finder is asked to call back for a module that isn't imported yet."""
     monkeypatch.setattr(torch_calls, "apply", lambda rows, listener: None)
+    monkeypatch.setattr(torch_calls, "LoaderHooks", lambda begin: None)
     for name in ("pre", "post"):
         monkeypatch.setattr(torch_calls, f"register_optimizer_step_{name}_hook", lambda hook: None)
     for patch in TABLE:
@@ -94,7 +91,7 @@ class _Nobody:
     class settings:  # noqa: N801
         every = None
 
-    before_step = step_ended = None
+    before_step = step_ended = iterated = None
 
     @staticmethod
     def look_at_calls(wanted: bool) -> bool:

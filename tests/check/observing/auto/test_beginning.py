@@ -1,4 +1,4 @@
-"""What a script doesn't seed itself is seeded: alike in each run, differently on each rank."""
+"""A script that seeds nothing draws the same numbers in each run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The samples that a model is given are those of its loader's batches, or unknown."""
+"""The samples of a forward pass, from the batches that a loader or a sampler handed out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sparse and complex tensors, tensors without dimensions, odd parameter groups, and dropout."""
+"""Tensors of odd formats, as a trace keeps them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""No garbage is collected within a call, and afterwards as before it."""
+"""No garbage is collected while a record is made."""
+
+from __future__ import annotations
 
 import gc
 from collections.abc import Iterator

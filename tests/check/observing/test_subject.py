@@ -1,4 +1,4 @@
-"""Buffers that should be equal on all ranks are recorded; buffers that follow samples are not."""
+"""The buffers of a model, and which of them depend on a rank's own samples."""
 
 from __future__ import annotations
 

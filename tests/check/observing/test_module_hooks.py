@@ -1,4 +1,4 @@
-"""The end of a backward pass is reported, for every kind of pass."""
+"""Hooks tell when all gradients of a backward pass are there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The samples of a forward pass are found by what it is given."""
+"""The samples of forward passes, found by what DataLoaders have yielded."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from entrenar_py.check.observing import mirrored_batches, seen_samples
-from entrenar_py.check.observing.seen_samples import CUT, NO_ROWS, STRANGE, Batches, SeenSamples
+from entrenar_py.check.observing import mirrored_batches
+from entrenar_py.check.observing.seen_samples import (
+    CUT,
+    NO_ROWS,
+    STRANGE,
+    Batches,
+    Pass,
+    SeenSamples,
+)
 
 DATA = torch.arange(12.0).reshape(12, 1)
 
@@ -27,16 +34,15 @@ class Seen:
 
     def begin(self, *, last: int = 4) -> None:
         """Begin a pass over the loader, with `last` samples in the last batch."""
-        self.iterator = iter(self.loader)
-        self.batches.iterated(self.loader, self.iterator)
-        self.batches.drew(self.iterator, [3, 1, 0, 2])
-        self.batches.drew(self.iterator, [7, 5, 4, 6])
-        self.batches.drew(self.iterator, [8, 9, 10, 11][:last])
+        self.iterator = Pass(self.batches, self.loader)
+        self.iterator.drawn([3, 1, 0, 2])
+        self.iterator.drawn([7, 5, 4, 6])
+        self.iterator.drawn([8, 9, 10, 11][:last])
 
     def yields(self, *rows: int) -> torch.Tensor:
         """Yield the next batch, of these rows of the data, and labels that don't tell rows."""
         batch = DATA[list(rows)]
-        self.batches.yielded(self.iterator, [torch.zeros(len(rows)), batch])
+        self.iterator.item([torch.zeros(len(rows)), batch])
         return batch
 
     def given(self, inputs: Any) -> list[int]:
@@ -60,7 +66,7 @@ def test_a_shortened_pass_tells_all_its_samples_with_its_last_batch() -> None:
     drawn = [*mirrored_batches.shortened(order, loader, 2)]
     assert drawn == [[0, 1], [2, 3]]
     batches = Batches()
-    iterator = seen_samples.Pass(batches, loader)
+    iterator = Pass(batches, loader)
     told = []
     for index in drawn:
         iterator.drawn(index)
@@ -134,11 +140,11 @@ def test_texts_that_lost_their_last_token_in_batches_read_ahead(seen: Seen, is_m
     sources = [torch.tensor([[5, 6, 7], [8, 9, 7]]), torch.tensor([[4, 3, 5], [6, 6, 2]])]
     if is_mask:
         sources = [torch.tensor([[1, 1, 1], [1, 1, 0]]), torch.tensor([[1, 0, 0], [1, 1, 0]])]
-    seen.iterator = iter(seen.loader)
+    seen.iterator = Pass(seen.batches, seen.loader)
     for positions in ([0, 1], [2, 3]):
-        seen.batches.drew(seen.iterator, positions)
+        seen.iterator.drawn(positions)
     for source in sources:
-        seen.batches.yielded(seen.iterator, (source, torch.cat((source, source), 1)))
+        seen.iterator.item((source, torch.cat((source, source), 1)))
     told = []
     for source in sources:
         seen.samples.given([source, torch.cat((source, source), 1)[:, :-1]], trains=True)
@@ -176,7 +182,7 @@ def test_changed_inputs_of_a_library_that_looks_ahead(seen: Seen) -> None:
     assert (seen.given(first / 3), seen.unknown) == ([3, 1, 0, 2], ""), "two views"
     third = seen.yields(8, 9, 10, 11)
     assert seen.given(second / 3) == [7, 5, 4, 6]
-    seen.batches.exhausted(seen.iterator)
+    seen.iterator.over()
     assert seen.given(third / 3) == [8, 9, 10, 11]
 
 
@@ -239,11 +245,10 @@ def test_an_evaluation_between(seen: Seen) -> None:
     seen.given(seen.yields(3, 1, 0, 2))
     batch = seen.yields(7, 5, 4, 6)
     loader: DataLoader[int] = DataLoader([0])  # type: ignore[arg-type]
-    iterator = iter(loader)
-    seen.batches.iterated(loader, iterator)
-    seen.batches.drew(iterator, [0, 1, 2, 3])
+    iterator = Pass(seen.batches, loader)
+    iterator.drawn([0, 1, 2, 3])
     with torch.no_grad():
-        seen.batches.yielded(iterator, other := DATA[:4])
+        iterator.item(other := DATA[:4])
         seen.samples.given([other], trains=False)
     assert seen.given(batch / 3) == [7, 5, 4, 6]
 
@@ -252,14 +257,13 @@ def test_labels_of_other_batches(seen: Seen) -> None:
     """Inputs that were changed aren't looked for by the labels that a model is given with them."""
     seen.given(seen.yields(3, 1, 0, 2))
     loader: DataLoader[int] = DataLoader([0])  # type: ignore[arg-type]
-    iterator = iter(loader)
-    seen.batches.iterated(loader, iterator)
-    seen.batches.drew(iterator, [0, 1, 2, 3])
+    iterator = Pass(seen.batches, loader)
+    iterator.drawn([0, 1, 2, 3])
     labels, images = torch.tensor([1, 0, 1, 0]), DATA.repeat(1, 2)
     with torch.no_grad():
-        seen.batches.yielded(iterator, [images[:4], labels])
+        iterator.item([images[:4], labels])
         seen.samples.given([images[:4], labels], trains=False)
-    seen.batches.yielded(seen.iterator, [images[4:8], labels])
+    seen.iterator.item([images[4:8], labels])
     seen.samples.given([images[4:8] / 3, labels], trains=True)
     seen.samples.settle()
     assert list(seen.samples.take().ids) == [7, 5, 4, 6]
@@ -361,7 +365,7 @@ def test_a_short_batch_that_the_script_leaves_out(
     seen.given(seen.yields(7, 5, 4, 6))
     seen.yields(*[8, 9, 10, 11][:size])
     if is_over:
-        seen.batches.exhausted(seen.iterator)
+        seen.iterator.over()
     assert not seen.batches.drops_last
     seen.begin()
     seen.given(seen.yields(3, 1, 0, 2))
