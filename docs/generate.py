@@ -482,8 +482,15 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:], ""])
 
 
+def write_names() -> None:
+    """Write the names of the planted bugs, which contracts may use, as `mutants.names` reads them."""
+    names = [name for name, variant in mutants.catalogue().items() if not variant.benign]
+    (DOCS.parent / "falsification/names.txt").write_text("\n".join(names) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     """Run the whole kill matrix and write every page."""
+    write_names()
     rows = kill_matrix.run(list(mutants.catalogue().values()), kill_matrix.invariants())
     for name, text in pages(rows).items():
         (DOCS / name).write_text(text, encoding="utf-8")

@@ -85,3 +85,8 @@ def each_contract(options: argparse.Namespace) -> list[argparse.Namespace]:
     for own in calls:
         own.bind = bindings.for_contract(options.bind, own.contract, options.contract)
     return calls
+
+
+def names_no_contract(options: argparse.Namespace) -> bool:
+    """Return whether a command is checked by the contracts that are for any script."""
+    return "contract" not in (*options.typed, *options.used)

@@ -34,6 +34,8 @@ _ALONE = (
 
 # Called with the traces of each judgement: the judged one, then those it is compared with.
 Listener = Callable[[Sequence[Trace]], None]
+# (invariant id, pieces done, pieces planned or 0, what is done now)
+Progress = Callable[[str, int, int, str], None]
 
 
 def ignore(traces: Sequence[Trace]) -> None:

@@ -11,13 +11,15 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from entrenar_py.check.contract import SEVERITIES, Contract, Invariant, Position, gates
 from entrenar_py.check.contract.gates import Demands
-from entrenar_py.check.reports.curves import Curve
 from entrenar_py.shared.verdict import MEANING, Finding, Verdict, worst
 from entrenar_py.shared.wording import counted
+
+if TYPE_CHECKING:
+    from entrenar_py.check.reports.html import Curve
 
 EXIT_HELD = 0
 EXIT_FALSIFIED = 1

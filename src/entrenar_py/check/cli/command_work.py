@@ -11,13 +11,14 @@ from functools import partial
 from pathlib import Path
 
 from entrenar_py.check.clauses.check import Check
+from entrenar_py.check.cli import early
 from entrenar_py.check.cli.reporting import Work
 from entrenar_py.check.command import folders, judging, launch, placeholders, run_plan, runs
 from entrenar_py.check.command.run_settings import RunSettings
 from entrenar_py.check.contract import Position
 from entrenar_py.check.evidence.needs import PROBED
-from entrenar_py.check.harness import falsify, judgement
-from entrenar_py.check.harness.judgement import Listener
+from entrenar_py.check.harness import judgement
+from entrenar_py.check.harness.judgement import Listener, Progress
 from entrenar_py.check.harness.plan import Task
 from entrenar_py.check.project import commands
 from entrenar_py.check.project.configuration import Standing
@@ -51,7 +52,7 @@ class Shared:
         return kept
 
 
-def work(options: argparse.Namespace, standing: Standing, shared: Shared) -> Work:
+def work(shared: Shared, options: argparse.Namespace, standing: Standing) -> Work:
     """Return the work on the command of `options`, whose runs are taken from `shared`, or added.
 
     Clauses that are decided by probes of the harness don't apply, and are left out. Those that the
@@ -59,7 +60,7 @@ def work(options: argparse.Namespace, standing: Standing, shared: Shared) -> Wor
     contradicts the declaration, and is reported. Raises UsageError if the command can't be run.
     """
     tasks = judging.tasks(standing.selected)
-    probed = {PROBED} if names_no_contract(options) else set()
+    probed = {PROBED} if early.names_no_contract(options) else set()
     usual = commands.usual_variables(options.command)
     make_plan = partial(
         run_plan.Plan,
@@ -102,7 +103,7 @@ def work(options: argparse.Namespace, standing: Standing, shared: Shared) -> Wor
     left_out = judging.tasks([one.invariant for one in standing.not_applying])
     doubts: dict[str, str] = {}
 
-    def entries(show: falsify.Progress, judged: Listener) -> Iterator[Entry]:
+    def entries(show: Progress, judged: Listener) -> Iterator[Entry]:
         kept = shared.folder(options.trace_dir)
         recorded: Iterable[tuple[Path, runs.Run]] = ()
         if any(one.check is not None for one in tasks):  # else no run would be judged
@@ -133,11 +134,6 @@ def work(options: argparse.Namespace, standing: Standing, shared: Shared) -> Wor
     )
 
 
-def names_no_contract(options: argparse.Namespace) -> bool:
-    """Return whether a command is checked by the contracts that are for any script."""
-    return "contract" not in (*options.typed, *options.used)
-
-
 def stored_work(
     options: argparse.Namespace, standing: Standing, kept: Mapping[Path, runs.Run]
 ) -> Work:
@@ -146,7 +142,7 @@ def stored_work(
     declared = {one.invariant.id: one.reason for one in standing.not_applying}
     left_out = judging.tasks([one.invariant for one in standing.not_applying])
 
-    def entries(_: falsify.Progress, judged: Listener) -> Iterator[Entry]:
+    def entries(_: Progress, judged: Listener) -> Iterator[Entry]:
         yield from judging.judge(judging.tasks(standing.selected), kept, on_judged=judged)
         yield from judging.refuted(left_out, kept, declared)
 
@@ -163,7 +159,7 @@ def stored_work(
 
 def _unnamed(options: argparse.Namespace, tasks: Iterable[Task]) -> dict[str, Check]:
     """Return by id the checks of clauses that neither contract nor id named."""
-    if not names_no_contract(options):
+    if not early.names_no_contract(options):
         return {}
     return {
         one.invariant.id: one.check
