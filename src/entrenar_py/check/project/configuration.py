@@ -18,9 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from entrenar_py.check.cli import command_line
-from entrenar_py.check.contract import Invariant, rules, validation
-from entrenar_py.check.contract.rules import DEFAULTS, FIXED
-from entrenar_py.check.contract.validation import LEVELS, Suppression
+from entrenar_py.check.contract import Invariant
 from entrenar_py.check.project import toml_file
 from entrenar_py.check.reports.report import Excluded, NotApplying
 from entrenar_py.shared.config.problems import Position, Problems
@@ -40,8 +38,6 @@ HOLDS: Mapping[str, str] = {
     "command": "text, or list of words",
     "exclusions": "list of tables, see below",
     "date": "date, without quotes",
-    "levels": "table of levels by rule",
-    "suppressions": "list of tables, see below",
     "knobs": "table of tables of text",
     "acceptances": "table of reasons by clause",
 }
@@ -119,13 +115,9 @@ KEYS: Mapping[str, Key] = {
     ),
     "allow-inconclusive": Key("flag", "`false`", "exit 0 instead of 4 where nothing broke"),
     "strict": Key("flag", "`false`", "the contract's warnings are errors"),
-    "rule": Key(
-        "levels",
-        "each rule's own",
-        "the level that `--validate` gives the findings of each [rule](contract-rules.md): `off`, "
-        "`info`, `warning`, `error`; `--rule` takes precedence",
+    "suppress": Key(
+        "texts", "none", "[rules](contract-rules.md) whose findings don't count in `--validate`"
     ),
-    "suppress": Key("suppressions", "none", "findings of `--validate` to suppress, and why"),
     "json": Key("path", "not written", f"the report as JSON{_PER_CONTRACT}"),
     "junit": Key("path", "not written", "the report as JUnit XML; `{contract}` as in `json`"),
     "sarif": Key("path", "not written", "the report as SARIF; `{contract}` as in `json`"),
@@ -152,16 +144,6 @@ EXCLUSION: Mapping[str, Key] = {
         '`"excluded"`',
         '`"not-applicable"`: the clause says nothing of this trainer, ever; it has no end date',
     ),
-}
-# The keys of an entry of `suppress`.
-SUPPRESSION: Mapping[str, Key] = {
-    "rule": Key("text", "required", "the id of the rule"),
-    "file": Key("text", "all", "the contract: its name, the end of its path, or a pattern"),
-    "item": Key(
-        "text", "all", "the dotted path of what is suppressed, with all below it, or a pattern"
-    ),
-    "reason": Key("text", "required", "why; every report repeats it"),
-    "until": Key("date", "required", "the last day; from the next on the findings count again"),
 }
 KINDS = ("excluded", "not-applicable")
 
@@ -266,37 +248,6 @@ def read_knobs(table: Table, key: str, value: Any) -> dict[str, dict[str, str]]:
     return texts
 
 
-def rule_levels(table: Table, key: str, value: Any) -> dict[str, str]:
-    """Return the level of each rule by the rule's id."""
-    if not isinstance(value, dict):
-        form = f'{key}.SCHEMA-009 = "off"'
-        table.error(f"{key} = {shown(value)}: give a table of levels by rule, such as {form}", key)
-        return {}
-    level_by_rule = {}
-    for rule, level in value.items():
-        try:
-            if not isinstance(level, str):
-                raise UsageError(f"level {level!r}: give one of {', '.join(LEVELS)}")
-            rules.resolve(DEFAULTS, {rule: level}, fixed=FIXED)
-            level_by_rule[rule] = level
-        except UsageError as error:
-            table.error(f"{key}: {error}", key, rule)
-    return level_by_rule
-
-
-def suppressed(table: Table, key: str, value: Any) -> tuple[Suppression, ...]:
-    """Return the suppressions of a list of tables."""
-    parsed = []
-    for number, entry in enumerate(_tables(table, key, value, 'rule = "ID"')):
-        try:
-            if entry is not None:
-                at = table.at(key, number)
-                parsed.append(validation.read(entry, source="a suppression", at=at))
-        except UsageError as error:
-            table.error(f"{key}: {error}", key, number)
-    return tuple(parsed)
-
-
 def read_exclusions(table: Table, key: str, value: Any) -> tuple[Exclusion, ...]:
     """Return the exclusions of a list of tables, one for each clause that an entry names."""
     parsed = []
@@ -376,8 +327,6 @@ _PARTS: Mapping[str, Callable[[Table, str, Any], Any]] = {
     "knobs": read_knobs,
     "exclusions": read_exclusions,
     "acceptances": read_acceptances,
-    "levels": rule_levels,
-    "suppressions": suppressed,
 }
 _PLACE = re.compile(r" \(at line (\d+), column (\d+)\)$")
 
@@ -398,8 +347,6 @@ class Project:
     knobs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     exclusions: tuple[Exclusion, ...] = ()
     acceptances: tuple[Acceptance, ...] = ()
-    levels: Mapping[str, str] = field(default_factory=dict)
-    suppressions: tuple[Suppression, ...] = ()
 
 
 def load(path: Path) -> Project:
@@ -475,7 +422,7 @@ def _require_together(table: Table, keys: Collection[str], *, commanded: bool) -
         form = KEYS[name].form if name in KEYS else "command"
         if form == "knobs" and "command" not in keys:
             table.error(f"{name} has an effect only with command; leave it out", name)
-        if form in _PARTS:
+        if form in _PARTS or name == "suppress":
             continue
         if commanded and _dest(name) not in command_line.MODES["command"]:
             table.error(f"{name} has no effect with command; leave one of them out", name)
