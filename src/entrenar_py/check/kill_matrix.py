@@ -192,7 +192,7 @@ def judges(variant: Variant, invariants: Mapping[str, Invariant]) -> list[str]:
     """Return the ids of the clauses that judge `variant`, each once.
 
     A mutant is judged by the clauses it names and the clauses that name it. A benign variant is
-    judged by the clauses it is tried on and by every clause whose check applies to any training.
+    judged by the clauses it is tried on, and by every clause with a check for any training.
     """
     if variant.benign:
         system = variant.scenario.system

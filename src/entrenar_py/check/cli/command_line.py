@@ -1,7 +1,7 @@
 """The command line of `entrenar-check` as data: its options, and which of them go together.
 
-Imports nothing heavy, so that `--help` is instant. The keys of a project's configuration, whose
-values apply where the command line gives none, are parsed by these options too.
+Imports nothing heavy, so that `--help` is instant. The keys of a project's configuration
+apply where the command line gives no value. These options parse them, too.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def _add_runs(group: argparse._ActionsContainer) -> None:
     add("--examples N", examples, type=arguments.natural, default=20)
     add("--timeout S", "start no new run after S seconds", type=arguments.seconds)
     auto = (
-        "observe a command whose script doesn't call observe(); without {steps} or {epochs} in the "
-        "command, each run ends after --steps optimizer steps"
+        "observe a command, though its script doesn't call observe(); without {steps} or {epochs} "
+        "in the command, each run ends after --steps optimizer steps"
     )
     add("--auto", auto)
     deadline = "end each run of a command after S seconds (default 300)"
@@ -160,7 +160,7 @@ def _add_modes(group: argparse._ArgumentGroup) -> None:
     _add(modes, "--replay FILE", "run a saved counterexample of --contract", type=Path)
     _add(modes, "--mutants", "plant every known bug and print the clauses that kill it")
     _add(group, "--strict", "treat the contract's warnings as errors")
-    aside = "rules of --validate (docs/contract-rules.md) whose findings don't count"
+    aside = "rules of --validate (docs/contract-rules.md) that don't count"
     _add(group, "--suppress RULE[,RULE]", aside, type=arguments.words, default=())
 
 
@@ -281,8 +281,8 @@ def require_compatible(options: argparse.Namespace, *, mode: str = "") -> None:
             if name in ALONE:
                 raise UsageError(f"{option} has an effect only with {ALONE[name]}; leave it out")
         elif name not in (options.mode, *MODES[options.mode]):
-            beside = mode or _described(options.mode)
-            raise UsageError(f"{option} has no effect with {beside}; leave it out")
+            other = mode or _described(options.mode)
+            raise UsageError(f"{option} has no effect with {other}; leave it out")
     if options.command and options.mode != "command":
         raise UsageError(f"a command behind -- has no effect with --{options.mode}; leave it out")
 

@@ -53,7 +53,7 @@ class Shared:
 
 
 def work(shared: Shared, options: argparse.Namespace, standing: Standing) -> Work:
-    """Return the work on the command of `options`, whose runs are taken from `shared`, or added.
+    """Return the work on the command of `options`; its runs are taken from `shared`, or added.
 
     Clauses that are decided by probes of the harness don't apply, and are left out. Those that the
     configuration declares not to apply are judged by the runs that others need: a verdict on one
@@ -67,9 +67,9 @@ def work(shared: Shared, options: argparse.Namespace, standing: Standing) -> Wor
         command=options.command,
         needs={
             need
-            for one in tasks
-            if one.check is not None
-            for need in (*one.check.needs, *one.check.witnesses)
+            for task in tasks
+            if task.check is not None
+            for need in (*task.check.needs, *task.check.witnesses)
         }
         | probed,
         world_sizes=options.world_size or run_plan.WORLD_SIZES,
@@ -95,18 +95,18 @@ def work(shared: Shared, options: argparse.Namespace, standing: Standing) -> Wor
         options.parents.prepare(words, {**usual, **os.environ, **plan.observing()}, folder)
     foreseen += more
     unnamed = _unnamed(options, tasks)
-    checks = [one.check for one in tasks if one.invariant.id not in unnamed]
+    checks = [task.check for task in tasks if task.invariant.id not in unnamed]
     if any(check is not None and check.name == FINITENESS for check in checks):
         foreseen += _expected(options)
     runs_by_file: dict[Path, runs.Run] = {}
-    declared = {one.invariant.id: one.reason for one in standing.not_applying}
-    left_out = judging.tasks([one.invariant for one in standing.not_applying])
+    declared = {task.invariant.id: task.reason for task in standing.not_applying}
+    left_out = judging.tasks([task.invariant for task in standing.not_applying])
     doubts: dict[str, str] = {}
 
     def entries(show: Progress, judged: Listener) -> Iterator[Entry]:
         kept = shared.folder(options.trace_dir)
         recorded: Iterable[tuple[Path, runs.Run]] = ()
-        if any(one.check is not None for one in tasks):  # else no run would be judged
+        if any(task.check is not None for task in tasks):  # else no run would be judged
             recorded = runs.record(make_plan(folder=kept.path), partial(show, "runs", 0, 0))
         known = judging.verdicts_as_known(tasks, recorded, runs_by_file, on_judged=judged)
         yield from (_advised(kept.see(entry), unnamed) for entry in known)
@@ -209,7 +209,7 @@ def _beginning(options: argparse.Namespace) -> dict[str, Position]:
 
 
 def _copied_folder(options: argparse.Namespace) -> Path | None:
-    """Return the folder of which each run gets a copy to work in; None if runs are to share it."""
+    """Return the folder that is copied for each run; None if runs are to share it."""
     folder: Path = (options.command_folder or Path.cwd()).resolve()
     shared = options.in_place or folders.runs_elsewhere(options.command)
     return None if shared or folder == Path(folder.anchor) else folder

@@ -201,13 +201,13 @@ def _named(entry: Entry) -> Entry:
 def _noted(entry: Entry, standing: configuration.Standing) -> Entry:
     """Return `entry` with notes on its clause added, and whether its falsification is accepted."""
     binding = entry.invariant.binding
-    told = [f"its binding: {one}" for one in (binding.departures if binding else ())]
+    notes = [f"its binding: {one}" for one in (binding.departures if binding else ())]
     if (note := standing.notes.get(entry.invariant.id)) is not None:
-        told.append(note)
+        notes.append(note)
     accepted = standing.accepted.get(entry.invariant.id, entry.accepted)
     if accepted and entry.verdict is Verdict.HELD:
-        told.append(f"it held, so that it need not be accepted: {accepted}")
-    finding = replace(entry.finding, notes=(*entry.finding.notes, *told))
+        notes.append(f"it held, so that it need not be accepted: {accepted}")
+    finding = replace(entry.finding, notes=(*entry.finding.notes, *notes))
     return replace(entry, finding=finding, accepted=accepted)
 
 

@@ -113,7 +113,7 @@ def _standing(options: argparse.Namespace, loaded: Contract) -> configuration.St
         selected,
         options.project.exclusions if options.project and options.mode != "replay" else (),
         options.project.acceptances if options.project else (),
-        asked=options.only if "only" in options.typed else (),
+        named=options.only if "only" in options.typed else (),
     )
 
 

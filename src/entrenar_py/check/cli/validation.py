@@ -36,15 +36,15 @@ def prepare(
     reporting.require_writable(options, FILES)
 
     def job() -> int:
-        found = validation.validate(
+        result = validation.validate(
             contracts,
             vocabulary=vocabulary,
             suppressed=options.suppress,
             strict=options.strict,
             unrunnable=_unrunnable,
         )
-        _tell(found, options, command, output)
-        return report.exit_code(found)
+        _tell(result, options, command, output)
+        return report.exit_code(result)
 
     return job
 
@@ -58,19 +58,19 @@ def _unrunnable(clause: Invariant) -> str:
     return ""
 
 
-def _tell(found: Validation, options: argparse.Namespace, command: str, output: Console) -> None:
-    for line in report.lines(found):
+def _tell(result: Validation, options: argparse.Namespace, command: str, output: Console) -> None:
+    for line in report.lines(result):
         printing.warn(line)
-    for line in report.verdicts(found):
+    for line in report.verdicts(result):
         output.print(line, markup=False, soft_wrap=True)
     root = reporting.checkout(options)
     reporting.write_files(
         options,
         {
-            "json": lambda: report.dump(found, command=command),
-            "sarif": lambda: report.dump_sarif(found, root=root, command=command),
+            "json": lambda: report.dump(result, command=command),
+            "sarif": lambda: report.dump_sarif(result, root=root, command=command),
         },
     )
     if options.github:
-        annotations = report.annotate(found, root=root)
-        reporting.tell_github(annotations, report.summary(found), output)
+        annotations = report.annotate(result, root=root)
+        reporting.tell_github(annotations, report.summary(result), output)

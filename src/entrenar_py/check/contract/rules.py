@@ -95,7 +95,7 @@ class Outline:
 
 
 def outline(root: MapNode) -> Outline:
-    """Return the outline of the contract whose tree is `root`."""
+    """Return the outline of the contract with the tree `root`."""
     node = root.fields.get("metadata", root)
     has_metadata = isinstance(root.fields.get("metadata"), MapNode)
     # Without a metadata block, the version stands at the top level of the file.

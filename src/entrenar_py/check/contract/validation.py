@@ -150,11 +150,11 @@ def _of_reader(
 
     An error is left out only if the rule's finding counts as an error too.
     """
-    reported = {(found.rule.id, found.at.line) for found in by_rules}
+    reported = {(finding.rule.id, finding.at.line) for finding in by_rules}
     reported_as_error = {
-        (found.rule.id, found.at.line)
-        for found in by_rules
-        if found.level is Level.ERROR and not found.suppressed
+        (finding.rule.id, finding.at.line)
+        for finding in by_rules
+        if finding.level is Level.ERROR and not finding.suppressed
     }
     for problem in problems:
         known = reported_as_error if problem.level == "error" else reported

@@ -232,8 +232,16 @@ def _witnesses(subject: Scenario, scenarios: Mapping[K, Scenario]) -> dict[Need,
 
     A run on one worker is also found if it had another batch.
     """
-    nudged = {key: one for key, one in scenarios.items() if faults.are_nudged(one.faults)}
-    others = {k: one for k, one in scenarios.items() if not faults.are_of_witnesses(one.faults)}
+    nudged = {
+        key: scenario_of
+        for key, scenario_of in scenarios.items()
+        if faults.are_nudged(scenario_of.faults)
+    }
+    others = {
+        k: scenario_of
+        for k, scenario_of in scenarios.items()
+        if not faults.are_of_witnesses(scenario_of.faults)
+    }
     undisturbed = plain(knob_pairs.unturned(subject), repeat=0)
     keys = {scenario: key for key, scenario in others.items()}
     alone = _nearest(subject, undisturbed.with_(world_size=1), ALONE, others)
@@ -241,7 +249,11 @@ def _witnesses(subject: Scenario, scenarios: Mapping[K, Scenario]) -> dict[Need,
     if again := _nearest(subject, undisturbed.with_(repeat=1), REPEATED, others):
         first = keys.get(others[again[0]].with_(repeat=0))
         twice = () if first is None else (first, again[0])
-    turned = {key: one for key, one in scenarios.items() if faults.are_reordered(one.faults)}
+    turned = {
+        key: scenario_of
+        for key, scenario_of in scenarios.items()
+        if faults.are_reordered(scenario_of.faults)
+    }
 
     def pair(changed: Mapping[K, Scenario]) -> tuple[K, ...]:
         for key, scenario in changed.items():
@@ -250,10 +262,14 @@ def _witnesses(subject: Scenario, scenarios: Mapping[K, Scenario]) -> dict[Need,
                 return still[0], key
         return ()
 
-    longer = {key for key, one in scenarios.items() if faults.steps_of(one.faults)}
-    shortened = {key for key, one in scenarios.items() if faults.are_shortened(one.faults)}
+    longer = {key for key, scenario_of in scenarios.items() if faults.steps_of(scenario_of.faults)}
+    shortened = {
+        key for key, scenario_of in scenarios.items() if faults.are_shortened(scenario_of.faults)
+    }
     short = tuple(
-        key for key, one in scenarios.items() if key in longer | shortened and not one.stops
+        key
+        for key, scenario_of in scenarios.items()
+        if key in longer | shortened and not scenario_of.stops
     )
     controlled = tuple(
         key for key in scenarios if key not in {*nudged, *turned, *others, *shortened, *longer}
@@ -296,11 +312,11 @@ def free(need: Need) -> tuple[str, ...]:
     return (*need.free, *_SHOWN) if need.knob else need.free
 
 
-def differences(given: Scenario, needed: Scenario) -> Differences:
+def differences(run: Scenario, needed: Scenario) -> Differences:
     """Return the fields, except `detail`, in which two scenarios differ, with both values."""
     right = needed.to_dict()
     return {
         name: (value, right[name])
-        for name, value in given.to_dict().items()
+        for name, value in run.to_dict().items()
         if value != right[name] and name != "detail"
     }

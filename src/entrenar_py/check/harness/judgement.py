@@ -27,7 +27,7 @@ from entrenar_py.shared.trace import Called, Planted, Trace
 from entrenar_py.shared.verdict import Finding, Verdict, first_few, inconclusive, not_applied, worst
 
 _ALONE = (
-    "does not apply to a run whose workers step alone and only synchronise after some steps: "
+    "does not apply to a run with workers that step alone and only synchronise after some steps: "
     "check such a run by local-sgd-v1.yaml"
 )
 

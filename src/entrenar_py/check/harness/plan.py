@@ -80,10 +80,10 @@ class Task:
         clause = self.invariant
         if clause.binding is not None and clause.binding.untried:
             return inconclusive(clause.id, f"nothing was compared: {clause.binding.untried}")
-        why = "no run of it was seen: nothing was compared"
+        reason = "no run of it was seen: nothing was compared"
         if self.check is None:
-            why = f"no check covers it: nothing was compared; {_HOW_TO_BIND}"
-        return inconclusive(clause.id, f"{clause.position}: {why}")
+            reason = f"no check covers it: nothing was compared; {_HOW_TO_BIND}"
+        return inconclusive(clause.id, f"{clause.position}: {reason}")
 
 
 def select(

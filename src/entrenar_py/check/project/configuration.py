@@ -110,14 +110,12 @@ KEYS: Mapping[str, Key] = {
     "accept": Key(
         "acceptances",
         "none",
-        "clauses whose falsification is known and accepted, and why: they are tried and reported, "
-        "and don't change the exit code",
+        "clauses with a falsification that is known and accepted, and why: they are tried and "
+        "reported, and don't change the exit code",
     ),
     "allow-inconclusive": Key("flag", "`false`", "exit 0 instead of 4 where nothing broke"),
     "strict": Key("flag", "`false`", "the contract's warnings are errors"),
-    "suppress": Key(
-        "texts", "none", "[rules](contract-rules.md) whose findings don't count in `--validate`"
-    ),
+    "suppress": Key("texts", "none", "[rules](contract-rules.md) that don't count in `--validate`"),
     "json": Key("path", "not written", f"the report as JSON{_PER_CONTRACT}"),
     "junit": Key("path", "not written", "the report as JUnit XML; `{contract}` as in `json`"),
     "sarif": Key("path", "not written", "the report as SARIF; `{contract}` as in `json`"),
@@ -167,7 +165,7 @@ class Exclusion:
 
 @dataclass(frozen=True, kw_only=True)
 class Acceptance:
-    """A clause whose falsification the configuration accepts, with the reason and the place."""
+    """A clause that may be falsified, with the reason and the place in the configuration."""
 
     clause: str
     reason: str
@@ -195,10 +193,10 @@ class Table:
         self.problems.error(self.at(*path), message)
 
     def require_known(
-        self, given: Collection[str], known: Collection[str], *path: str | int, of: str = ""
+        self, keys: Collection[str], known: Collection[str], *path: str | int, of: str = ""
     ) -> None:
-        """Note a problem for each key in `given`, of the table at `path`, that isn't `known`."""
-        for key in given:
+        """Note a problem for each key in `keys`, of the table at `path`, that isn't `known`."""
+        for key in keys:
             if key not in known:
                 hint = self.problems.hint(key.replace("_", "-"), known)
                 self.error(f"unknown key {key!r}{of}{hint}", *path, key)
@@ -459,19 +457,19 @@ def _value(
         return None
 
 
-def _has_nul(given: Any) -> bool:
-    if isinstance(given, dict):
-        return any(map(_has_nul, (*given, *given.values())))
-    if isinstance(given, list):
-        return any(map(_has_nul, given))
-    return isinstance(given, str) and "\0" in given
+def _has_nul(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_nul, (*value, *value.values())))
+    if isinstance(value, list):
+        return any(map(_has_nul, value))
+    return isinstance(value, str) and "\0" in value
 
 
-def _words(given: Any, form: str) -> list[str] | None:
-    """Return `given` as words for an option of this form; None if it has another type."""
+def _words(value: Any, form: str) -> list[str] | None:
+    """Return `value` as words for an option of this form; None if it has another type."""
     if form == "flag":
-        return [] if isinstance(given, bool) else None
-    members = given if form in ("texts", "counts", "paths") and isinstance(given, list) else [given]
+        return [] if isinstance(value, bool) else None
+    members = value if form in ("texts", "counts", "paths") and isinstance(value, list) else [value]
     types = {"count": (int,), "counts": (int,), "seconds": (int, float)}.get(form, (str,))
     if not members or not all(type(member) in types and member != "" for member in members):
         return None
@@ -509,16 +507,16 @@ def apply(
     exclusions: Sequence[Exclusion],
     acceptances: Sequence[Acceptance] = (),
     *,
-    asked: Collection[str] = (),
+    named: Collection[str] = (),
     today: datetime.date | None = None,
 ) -> Standing:
     """Apply `exclusions` and `acceptances` to the clauses that were selected.
 
-    Clauses whose ids were given on the command line (`asked`) are tried all the same. `today` is
+    Clauses that the command line `named` are tried all the same. `today` is
     this machine's date by default.
     """
     day = today or datetime.date.today()
-    by_clause = {one.clause: one for one in exclusions}
+    by_clause = {exclusion.clause: exclusion for exclusion in exclusions}
     left: list[Invariant] = []
     excluded: list[Excluded] = []
     not_applying: list[NotApplying] = []
@@ -527,7 +525,7 @@ def apply(
         entry = by_clause.get(clause.id) or by_clause.get(clause.item)
         if entry is None:
             left.append(clause)
-        elif {clause.id, clause.item} & set(asked):
+        elif {clause.id, clause.item} & set(named):
             left.append(clause)
             notes[clause.id] = f"tried as --only asks, though {entry.place} excludes it"
         elif entry.is_void(day):
@@ -550,10 +548,10 @@ def apply(
         not_applying=tuple(not_applying),
         notes=notes,
         accepted={
-            clause.id: f"{one.reason} ({one.place})"
-            for one in acceptances
+            clause.id: f"{acceptance.reason} ({acceptance.place})"
+            for acceptance in acceptances
             for clause in left
-            if one.clause in (clause.id, clause.item)
+            if acceptance.clause in (clause.id, clause.item)
         },
     )
 

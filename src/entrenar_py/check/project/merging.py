@@ -56,11 +56,11 @@ def _take_command(typed: argparse.Namespace) -> str:
     )
 
 
-def located(error: UsageError, given: argparse.Namespace) -> EntrenarError:
+def located(error: UsageError, options: argparse.Namespace) -> EntrenarError:
     """Return `error` with its place in the configuration, if the wrong value is from there."""
-    if error.field.replace("_", "-") not in given.used:
+    if error.field.replace("_", "-") not in options.used:
         return error
-    return ContractError([f"{given.project.places[error.field]}: error: {error}"])
+    return ContractError([f"{options.project.places[error.field]}: error: {error}"])
 
 
 def _path(typed: argparse.Namespace) -> Path | None:

@@ -72,12 +72,12 @@ def dump(validation: Validation, *, command: str) -> dict[str, Any]:
     return {name: json_format.plain(value) for name, value in record.items()}
 
 
-def annotate(found: Validation, *, root: Path) -> Iterator[str]:
+def annotate(result: Validation, *, root: Path) -> Iterator[str]:
     """Yield an annotation for each finding that counts, worst first.
 
     A runner shows ten of each level. A place outside of the checkout `root` is left out.
     """
-    counted_findings = [finding for finding in found.findings if not finding.suppressed]
+    counted_findings = [finding for finding in result.findings if not finding.suppressed]
     for finding in sorted(counted_findings, key=lambda finding: list(LEVELS).index(finding.level)):
         yield github.command(
             LEVELS[finding.level],
@@ -88,14 +88,14 @@ def annotate(found: Validation, *, root: Path) -> Iterator[str]:
         )
 
 
-def summary(found: Validation) -> str:
+def summary(result: Validation) -> str:
     """Return the summary in Markdown: a verdict for each contract, a row for each finding."""
     lines = []
-    for line in verdicts(found):
+    for line in verdicts(result):
         lines += [f"### {github.markdown(line)}", ""]
-    if found.findings:
+    if result.findings:
         lines += ["| level | rule | place | finding |", "|---|---|---|---|"]
-        lines += map(_row, found.findings)
+        lines += map(_row, result.findings)
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
@@ -135,13 +135,13 @@ FINGERPRINT = "entrenarCheckRule/v1"
 _INDEX = {rule.id: number for number, rule in enumerate(RULES)}
 
 
-def dump_sarif(found: Validation, *, root: Path, command: str) -> dict[str, Any]:
+def dump_sarif(result: Validation, *, root: Path, command: str) -> dict[str, Any]:
     """Return the SARIF log. Paths below the folder `root` are written relative to it."""
-    contracts = [{"path": known.path, "judgedAs": known.kind or None} for known in found.contracts]
+    contracts = [{"path": known.path, "judgedAs": known.kind or None} for known in result.contracts]
     return sarif.log(
         rules=[_sarif_rule(rule) for rule in RULES],
-        invocation=_sarif_invocation(found, command),
-        results=[_sarif_result(finding, root) for finding in found.findings],
+        invocation=_sarif_invocation(result, command),
+        results=[_sarif_result(finding, root) for finding in result.findings],
         properties={"contracts": contracts},
         root=root,
         about="contracts",
@@ -161,13 +161,13 @@ def _sarif_rule(rule: Rule) -> dict[str, Any]:
     return {name: part for name, part in descriptor.items() if part}
 
 
-def _sarif_invocation(found: Validation, command: str) -> dict[str, Any]:
+def _sarif_invocation(result: Validation, command: str) -> dict[str, Any]:
     invocation: dict[str, Any] = {
         "executionSuccessful": True,
-        "exitCode": exit_code(found),
+        "exitCode": exit_code(result),
         "commandLine": escaping.exact(command),
     }
-    raised = [rule for rule in RULES if level_of(rule, strict=found.strict) is not rule.level]
+    raised = [rule for rule in RULES if level_of(rule, strict=result.strict) is not rule.level]
     if raised:
         invocation["ruleConfigurationOverrides"] = [
             {
