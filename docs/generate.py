@@ -14,7 +14,7 @@ from entrenar_py.check import kill_matrix
 from entrenar_py.check.causes.presuppositions import COMPARISONS
 from entrenar_py.check.clauses import CHECKS, Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.contract.validation import RULES
+from entrenar_py.check.contract.rules import RULES
 from entrenar_py.check.kill_matrix import Row
 from entrenar_py.check.project import configuration as project_keys
 from entrenar_py.shared import mutants, scenario
@@ -160,7 +160,7 @@ def contract_rules(page: str) -> str:
     rows = [
         (
             f"[{rule.id}]({rule.published})" if rule.published else rule.id,
-            f"{rule.level}, always" if rule.fixed else str(rule.level),
+            str(rule.level),
             rule.demands,
         )
         for rule in RULES
@@ -266,7 +266,6 @@ def configuration(page: str) -> str:
         for name, table in (
             ("keys", project_keys.KEYS),
             ("exclusion", project_keys.EXCLUSION),
-            ("suppression", project_keys.SUPPRESSION),
         )
     }
     return _filled(page, tables)
@@ -482,8 +481,15 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:], ""])
 
 
+def write_names() -> None:
+    """Write the names of the planted bugs as `mutants.names` reads them."""
+    names = [name for name, variant in mutants.catalogue().items() if not variant.benign]
+    (DOCS.parent / "falsification/names.txt").write_text("\n".join(names) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     """Run the whole kill matrix and write every page."""
+    write_names()
     rows = kill_matrix.run(list(mutants.catalogue().values()), kill_matrix.invariants())
     for name, text in pages(rows).items():
         (DOCS / name).write_text(text, encoding="utf-8")

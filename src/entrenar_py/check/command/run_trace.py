@@ -55,11 +55,11 @@ class Beginnings:
         Then it found a checkpoint that the other had left, and can't be compared with any run.
         """
         known = [self._reached[key] for key in _first_weights(trace) if key in self._reached]
-        found = [place for place in known if place[0] != name]
+        others = [place for place in known if place[0] != name]
         self._see(name, trace)
-        if not found:
+        if not others:
             return trace
-        other, step = found[0]
+        other, step = others[0]
         reason = (
             f"it began with the weights that {other} had after step {step}: it found a checkpoint "
             "that this run had left. Write checkpoints below the folder that the command runs in, "
@@ -72,7 +72,7 @@ class Beginnings:
         for update in trace.of(Update):
             self._reached.setdefault(_weights_key(update.weights), (name, update.step))
         for key in self._begun.intersection(self._reached):
-            del self._reached[key]  # a run whose weights stay, or come back
+            del self._reached[key]  # the run's weights stay, or come back
 
 
 def first_step(trace: Trace) -> int:
@@ -419,10 +419,10 @@ def _of_ranks(
         return "completed", ""
     limited = sorted(rank for rank, file in last.ranks.items() if file.is_limited)
     if limited and len(limited) < settings.world_size:
-        made = ", ".join(f"rank {rank} {num}" for rank, num in sorted(last.num_steps.items()))
+        steps = ", ".join(f"rank {rank} {num}" for rank, num in sorted(last.num_steps.items()))
         return "failed", (
             f"rank {limited[0]} was ended after its last step (--steps) while others went on; "
-            f"steps made: {made}. If ranks make different numbers of steps, put {{steps}} "
+            f"steps made: {steps}. If ranks make different numbers of steps, put {{steps}} "
             "into the command, and let the script end after so many"
         )
     return "failed", how
@@ -482,7 +482,7 @@ def of(
     says_how: bool,
     arrangement: Arrangement | None = None,
 ) -> trace.Trace:
-    """Return the trace of the run whose ranks' files are in `folder`.
+    """Return the trace of the run that has its ranks' files in `folder`.
 
     If its ranks hold no DTensors, `arrangement` says how they share the model.
 
@@ -578,10 +578,10 @@ def _scenario(
     if turn is None or like is None or settings.stops:
         return scenario, traits
     usual = KNOBS[turn.knob].usual
-    told = run_names.with_turned(
+    turned = run_names.with_turned(
         scenario, knob=turn.knob, value=turn.value, usual=usual, beside=turn.beside
     )
-    return told, traits
+    return turned, traits
 
 
 def _as_told_to_clip(traits: Traits, settings: RunSettings) -> Traits:

@@ -100,7 +100,7 @@ def note_blocks(root: MapNode, problems: Problems) -> None:
         problems.note(at, message)
 
 
-# Lists whose items have ids -> the published rule against the same id twice in that list.
+# Lists of items with ids -> the published rule against the same id twice in that list.
 _RULES_ON_IDS = {
     "falsification_tests": "SCHEMA-007",
     "proof_obligations": "",
@@ -339,7 +339,7 @@ def _normal(text: str) -> str:
 
 
 def tests(root: MapNode, targets: Targets, problems: Problems) -> tuple[FalsificationTest, ...]:
-    """Return the tests in the file's order; record a note on those whose rule is free text."""
+    """Return the tests in the file's order; record a note on those with free text as their rule."""
     nodes = entries(root, "falsification_tests", problems)
     tests = tuple(_test(node, targets, problems) for node in nodes)
     free = [test for test in tests if not test.target]

@@ -53,7 +53,7 @@ class Names:
         return [clause_id for name in (test.id, test.target) for clause_id in self.of_id(name)]
 
     def of_id(self, given: str) -> list[str]:
-        """Return the ids of the clauses whose own id, or whose statement's id, is `given`."""
+        """Return the ids of the clauses with the id `given`, or made of a statement with it."""
         return list(self._parts.get(given, ()))
 
     @property

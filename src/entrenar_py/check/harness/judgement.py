@@ -27,13 +27,15 @@ from entrenar_py.shared.trace import Called, Planted, Trace
 from entrenar_py.shared.verdict import Finding, Verdict, first_few, inconclusive, not_applied, worst
 
 _ALONE = (
-    "does not apply to a run whose workers step alone and only synchronise after some steps: "
+    "does not apply to a run with workers that step alone and only synchronise after some steps: "
     "check such a run by local-sgd-v1.yaml"
 )
 
 
 # Called with the traces of each judgement: the judged one, then those it is compared with.
 Listener = Callable[[Sequence[Trace]], None]
+# (invariant id, pieces done, pieces planned or 0, what is done now)
+Progress = Callable[[str, int, int, str], None]
 
 
 def ignore(traces: Sequence[Trace]) -> None:

@@ -96,7 +96,7 @@ def _own_files(
     """Return the files below `roots` that an import in `file` executes."""
     parts = module.split(".") if module else []
     bases = [file.parents[level - 1]] if level else roots
-    found = []
+    files = []
     for base in bases:
         here = []
         for end in range(1, len(parts) + 1):
@@ -104,8 +104,8 @@ def _own_files(
         if here or level:
             for name in names:
                 here += _at(base.joinpath(*parts, name))
-            found += here
-    return found
+            files += here
+    return files
 
 
 def _at(place: Path) -> list[Path]:
@@ -150,7 +150,7 @@ def _hashing(tree: ast.Module) -> Iterator[int]:
 
 
 def _without_order(tree: ast.Module) -> Iterator[ast.AST]:
-    """Yield the expressions of which no order is asked."""
+    """Yield the expressions that need no order."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare):
             yield from node.comparators

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from entrenar_py.check import contract
-from entrenar_py.check.cli import commanded, reporting
+from entrenar_py.check.cli import command_work, reporting
 from entrenar_py.check.command import judging
 from entrenar_py.check.project import configuration
 from entrenar_py.check.reports.report import Entry
@@ -39,7 +39,7 @@ def broken(name: str, scenario: dict[str, Any]) -> Entry:
 
 def accepted(name: str, scenario: dict[str, Any], **options: Any) -> str:
     told = argparse.Namespace(**{"typed": (), "used": (), "only": (), **options})
-    entry = commanded._advised(broken(name, scenario), commanded._unnamed(told, TASKS))
+    entry = command_work._advised(broken(name, scenario), command_work._unnamed(told, TASKS))
     assert entry.advice is entry.is_accepted
     return entry.accepted
 

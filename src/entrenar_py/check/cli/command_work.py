@@ -11,13 +11,14 @@ from functools import partial
 from pathlib import Path
 
 from entrenar_py.check.clauses.check import Check
+from entrenar_py.check.cli import early
 from entrenar_py.check.cli.reporting import Work
 from entrenar_py.check.command import folders, judging, launch, placeholders, run_plan, runs
 from entrenar_py.check.command.run_settings import RunSettings
 from entrenar_py.check.contract import Position
 from entrenar_py.check.evidence.needs import PROBED
-from entrenar_py.check.harness import falsify, judgement
-from entrenar_py.check.harness.judgement import Listener
+from entrenar_py.check.harness import judgement
+from entrenar_py.check.harness.judgement import Listener, Progress
 from entrenar_py.check.harness.plan import Task
 from entrenar_py.check.project import commands
 from entrenar_py.check.project.configuration import Standing
@@ -51,24 +52,24 @@ class Shared:
         return kept
 
 
-def work(options: argparse.Namespace, standing: Standing, shared: Shared) -> Work:
-    """Return the work on the command of `options`, whose runs are taken from `shared`, or added.
+def work(shared: Shared, options: argparse.Namespace, standing: Standing) -> Work:
+    """Return the work on the command of `options`; its runs are taken from `shared`, or added.
 
     Clauses that are decided by probes of the harness don't apply, and are left out. Those that the
     configuration declares not to apply are judged by the runs that others need: a verdict on one
     contradicts the declaration, and is reported. Raises UsageError if the command can't be run.
     """
     tasks = judging.tasks(standing.selected)
-    probed = {PROBED} if names_no_contract(options) else set()
+    probed = {PROBED} if early.names_no_contract(options) else set()
     usual = commands.usual_variables(options.command)
     make_plan = partial(
         run_plan.Plan,
         command=options.command,
         needs={
             need
-            for one in tasks
-            if one.check is not None
-            for need in (*one.check.needs, *one.check.witnesses)
+            for task in tasks
+            if task.check is not None
+            for need in (*task.check.needs, *task.check.witnesses)
         }
         | probed,
         world_sizes=options.world_size or run_plan.WORLD_SIZES,
@@ -94,18 +95,18 @@ def work(options: argparse.Namespace, standing: Standing, shared: Shared) -> Wor
         options.parents.prepare(words, {**usual, **os.environ, **plan.observing()}, folder)
     foreseen += more
     unnamed = _unnamed(options, tasks)
-    checks = [one.check for one in tasks if one.invariant.id not in unnamed]
+    checks = [task.check for task in tasks if task.invariant.id not in unnamed]
     if any(check is not None and check.name == FINITENESS for check in checks):
         foreseen += _expected(options)
     runs_by_file: dict[Path, runs.Run] = {}
-    declared = {one.invariant.id: one.reason for one in standing.not_applying}
-    left_out = judging.tasks([one.invariant for one in standing.not_applying])
+    declared = {task.invariant.id: task.reason for task in standing.not_applying}
+    left_out = judging.tasks([task.invariant for task in standing.not_applying])
     doubts: dict[str, str] = {}
 
-    def entries(show: falsify.Progress, judged: Listener) -> Iterator[Entry]:
+    def entries(show: Progress, judged: Listener) -> Iterator[Entry]:
         kept = shared.folder(options.trace_dir)
         recorded: Iterable[tuple[Path, runs.Run]] = ()
-        if any(one.check is not None for one in tasks):  # else no run would be judged
+        if any(task.check is not None for task in tasks):  # else no run would be judged
             recorded = runs.record(make_plan(folder=kept.path), partial(show, "runs", 0, 0))
         known = judging.verdicts_as_known(tasks, recorded, runs_by_file, on_judged=judged)
         yield from (_advised(kept.see(entry), unnamed) for entry in known)
@@ -133,11 +134,6 @@ def work(options: argparse.Namespace, standing: Standing, shared: Shared) -> Wor
     )
 
 
-def names_no_contract(options: argparse.Namespace) -> bool:
-    """Return whether a command is checked by the contracts that are for any script."""
-    return "contract" not in (*options.typed, *options.used)
-
-
 def stored_work(
     options: argparse.Namespace, standing: Standing, kept: Mapping[Path, runs.Run]
 ) -> Work:
@@ -146,7 +142,7 @@ def stored_work(
     declared = {one.invariant.id: one.reason for one in standing.not_applying}
     left_out = judging.tasks([one.invariant for one in standing.not_applying])
 
-    def entries(_: falsify.Progress, judged: Listener) -> Iterator[Entry]:
+    def entries(_: Progress, judged: Listener) -> Iterator[Entry]:
         yield from judging.judge(judging.tasks(standing.selected), kept, on_judged=judged)
         yield from judging.refuted(left_out, kept, declared)
 
@@ -163,7 +159,7 @@ def stored_work(
 
 def _unnamed(options: argparse.Namespace, tasks: Iterable[Task]) -> dict[str, Check]:
     """Return by id the checks of clauses that neither contract nor id named."""
-    if not names_no_contract(options):
+    if not early.names_no_contract(options):
         return {}
     return {
         one.invariant.id: one.check
@@ -213,7 +209,7 @@ def _beginning(options: argparse.Namespace) -> dict[str, Position]:
 
 
 def _copied_folder(options: argparse.Namespace) -> Path | None:
-    """Return the folder of which each run gets a copy to work in; None if runs are to share it."""
+    """Return the folder that is copied for each run; None if runs are to share it."""
     folder: Path = (options.command_folder or Path.cwd()).resolve()
     shared = options.in_place or folders.runs_elsewhere(options.command)
     return None if shared or folder == Path(folder.anchor) else folder
