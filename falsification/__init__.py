@@ -33,7 +33,6 @@ from . import (
     data,
     devices,
     distillation,
-    distillation_shards,
     fallback,
     finetuning,
     initialisation,
@@ -66,7 +65,7 @@ _MUTANTS = (
     *(checkpoint, membership, non_finite, randomness, devices, manifests, fallback),
     *(wire, averaging, protocol, blocks, mesh, audits, rings, updates),
     *(torch_ddp, torch_fsdp, parallelism, torch_canonical, local_sgd),
-    *(wgpu_steps, wgpu_kernels, finetuning, stages, distillation, distillation_shards),
+    *(wgpu_steps, wgpu_kernels, finetuning, stages, distillation),
     language_models,
 )
 _BENIGN = (

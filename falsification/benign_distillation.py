@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 
 from entrenar_py.shared.faults import Fault
@@ -15,17 +14,9 @@ from entrenar_py.train.distill.loss import Mix, Taught
 from entrenar_py.train.distill.teacher import Kept
 from entrenar_py.train.model.samples import Samples
 
-from .distillation import DISTILL, LOSS, distilled, soft
+from .distillation import DISTILL, LOSS, distilled
 
 _forward = student.StudentObjective.forward
-_LOSSES = ("F-KD-001", "F-KD-003", "F-KD-005")
-
-
-def by_kl_div(wanted: Tensor, found: Tensor, temperature: float) -> Tensor:
-    """Calls torch's own divergence."""
-    logs = [(one / temperature).log_softmax(-1) for one in (found, wanted)]
-    apart = F.kl_div(logs[0], logs[1].exp(), reduction="none")
-    return temperature**2 * apart.sum(-1)
 
 
 def one_by_one(hidden: Tensor, weight: Tensor, taught: Taught, mix: Mix) -> Tensor:
@@ -51,33 +42,7 @@ def in_double(logits: Tensor, *, top_k: int, known: int, stored: torch.dtype) ->
     return Kept(tokens.int(), logs.gather(1, tokens).to(stored), rest.float())
 
 
-def student_in_classes(
-    logits: Tensor, targets: Tensor, tokens: Tensor, taught: Tensor, mix: Mix
-) -> tuple[Tensor, Tensor]:
-    """Lets autograd find a part's gradient."""
-    with torch.enable_grad():
-        given = logits.detach().clone().requires_grad_()
-        kept, rest = taught[:, : tokens.shape[1]], taught[:, -1]
-        found = loss.of_logits(given, Taught(targets, tokens, kept, rest), mix)
-        (gradient,) = torch.autograd.grad(found, given)
-    return found.detach(), gradient
-
-
 VARIANTS = (
-    Variant(
-        name="kd-kl-div",
-        summary="the divergence is torch's kl_div",
-        plants={f"{LOSS}.divergence": by_kl_div},
-        scenario=soft(alpha=1.0, temperatures=[1.0, 4.0]),
-        tried=_LOSSES,
-    ),
-    Variant(
-        name="kd-autograd",
-        summary="the gradient is autograd's",
-        plants={f"{LOSS}._loss_and_gradient": student_in_classes},
-        scenario=soft(alpha=0.4, pairs=20, temperatures=[2.0]),
-        tried=("F-KD-005",),
-    ),
     Variant(
         name="kd-autograd-in-training",
         summary="positions are computed one by one",

@@ -233,12 +233,6 @@ SYSTEMS: dict[str, System] = {
         only=("cpu",),
         traits=_STAR,
     ),
-    "soft_targets": System(
-        room="probes",
-        what="a distillation's loss and gradient of rows of logits, with what is kept of them",
-        options=("pairs", "vocabulary", "top_k", "alpha", "temperatures", "spread", "alike"),
-        only=("cpu",),
-    ),
     "language_model": System(
         room="probes",
         what="a small decoder on tokens: what its losses are over, and what its outputs depend on",

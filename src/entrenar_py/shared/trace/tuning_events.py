@@ -100,30 +100,6 @@ class Quantised(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Softened(Event):
-    """A distillation's loss of some rows of logits, as the trainer computes it.
-
-    `student` and `teacher` are logits, `vocabulary` numbers a row, one row after another, and
-    `targets` the token to predict in each. Of the teacher the trainer keeps `tokens` and
-    `log_probabilities`, `top_k` numbers a row, and `rest`, the mass of all other tokens. `losses`
-    has a row's loss each, and `gradients` the derivatives of their sum by the student's logits.
-    """
-
-    alpha: float
-    temperature: float
-    vocabulary: int
-    top_k: int
-    student: tuple[float, ...]
-    teacher: tuple[float, ...]
-    targets: tuple[int, ...]
-    tokens: tuple[int, ...]
-    log_probabilities: tuple[float, ...]
-    rest: tuple[float, ...]
-    losses: tuple[float, ...]
-    gradients: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherRow(Event):
     """A row of a teacher's shard `shard`, beside stock `transformers` in float64.
 
