@@ -198,7 +198,6 @@ def _told(tally: Tally, trace: Trace) -> None:
 
 
 def _reasons_to_halt(model: Trace, trace: Trace) -> set[int | None]:
-    """Return the steps in which a halt is right: workers disagree, or a value is not finite."""
     planted = {one.step for one in trace.of(Injected) if one.fault.get("kind") in PLANTED} - {None}
     return {audit.step for audit in undecided(trace)} | {h.step for h in model.of(Halt)} | planted
 

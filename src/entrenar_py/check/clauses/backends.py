@@ -56,7 +56,6 @@ def plan_chains(invariant: Invariant) -> list[Scenario]:
 
 
 def _planned(failing: tuple[str, ...], kinds: tuple[str, ...]) -> Scenario:
-    """Return a chain of the backends `failing`, each with its kind of fault, and all later ones."""
     last = ORDER.index(failing[-1]) if failing else -1
     struck = zip(failing, kinds, strict=True)
     faults = tuple(Fault(kind=kind, backend=name) for name, kind in struck)
@@ -88,7 +87,6 @@ def judge_chains(invariant: Invariant, traces: Traces) -> Finding:
 
 
 def _chain(scenario: Scenario) -> tuple[str, ...]:
-    """Return the backends of `scenario` in the order of the clause."""
     return tuple(name for name in ORDER if name in scenario.backends)
 
 

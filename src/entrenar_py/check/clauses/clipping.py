@@ -268,7 +268,6 @@ class _Judged:
         return ""
 
     def _is_limit_with(self, step: _Scaled, counted: Sequence[str]) -> bool:
-        """Return whether a norm that counts tensors twice is the limit."""
         gradient = step.update.gradient
         again = [gradient[name].square() or 0.0 for name in counted if name in gradient]
         total = math.sqrt(step.norm**2 + math.fsum(again))
@@ -280,7 +279,6 @@ class _Judged:
 
 
 def _length(update: Update) -> float | None:
-    """Return the L2 norm of the gradient that was applied; None if it is unknown."""
     known = update.applied_norm
     return closeness.norm_l2(update.gradient) if known is None else known
 
@@ -390,7 +388,6 @@ def _by_group(steps: Steps) -> Explanation | None:
 
 
 def _are_multiples(clipped: Clipped, names: Collection[str]) -> bool:
-    """Return whether tensors were applied as their sums over micro-batches, times one number."""
     applied, whole = ({n: one[n] for n in names} for one in (clipped.applied, clipped.whole))
     return clipping_errors.is_multiple(applied, whole, clipped.bound)
 
@@ -453,7 +450,6 @@ def _limit(norm: float) -> float | None:
 
 
 def _is_power(number: float, bound: float) -> bool:
-    """Return whether a number is a power of two: the scale changes by these."""
     return abs(number / 2.0 ** round(math.log2(number)) - 1) <= bound
 
 

@@ -132,7 +132,6 @@ def _rows_again(
 
 
 def _are_doubled(shards: Mapping[int, Sequence[Shard]]) -> bool:
-    """Return whether two micro-batches in a row have the same rows."""
     given = [sorted(shard.ids) for step in sorted(shards) for shard in shards[step]]
     return any(one == after for one, after in pairwise(given))
 
@@ -200,7 +199,6 @@ def compare(tally: Tally, model: Trace, trace: Trace) -> None:
 
 
 def _own(shards: Sequence[Shard]) -> list[Shard]:
-    """Return the shards that ranks don't share, and of others those of their first rank."""
     owners: dict[int, int] = {}
     return [one for one in shards if owners.setdefault(one.shard, one.rank) == one.rank]
 

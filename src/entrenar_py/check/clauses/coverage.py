@@ -201,7 +201,6 @@ def _drawn_alike(tally: Tally, trace: Trace, shards: Sequence[Shard]) -> None:
 
 
 def _silent(trace: Trace, step: int, shards: Sequence[Shard]) -> str:
-    """Return the end of a message: the ranks that recorded no shard of `step`, a likely cause."""
     ranks_made = {update.rank for update in trace.of(Update) if update.step == step}
     ranks = sorted(ranks_made - {shard.rank for shard in shards})
     return f"; ranks {str(ranks[:8])[1:-1]} recorded no Shard of it" if ranks else ""
@@ -238,7 +237,6 @@ def _first_drawn(shard: Shard, again: Sequence[int], drawn: Mapping[int, Shard])
 
 
 def _with_replacement(tally: Tally) -> str:
-    """Return the end of a message: how a script says that samples may be drawn again."""
     how = "; if they are drawn with replacement, say obs.samples(ids, replacement=True)"
     return missing.told(tally, trace="", script=how)
 

@@ -539,12 +539,10 @@ def compare_stages(tally: Tally, trace: Trace) -> None:
 
 
 def _in_checkpoint(name: str) -> str:
-    """Return the name that a trained tensor has in the checkpoint's files, if it is there."""
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
 def _is_in_block(name: str) -> bool:
-    """Return whether a tensor is of a numbered block."""
     return any(part.isdecimal() for part in name.split("."))
 
 

@@ -120,7 +120,6 @@ def _bad(trace: Trace) -> tuple[list[Shard], list[Injected]]:
 
 
 def _steps_struck(trace: Trace) -> set[int]:
-    """Return the steps with a value that is not finite."""
     bad, planted = _bad(trace)
     return {shard.step for shard in bad} | {event.step or 0 for event in planted}
 
@@ -207,7 +206,6 @@ def _unknown_at(trace: Trace, halt: Halt) -> str:
 
 
 def _is_finite(shard: Shard) -> bool:
-    """Return whether the shard's flag, its recorded gradient and its loss all say finite."""
     known = evidence.non_finite(shard.gradient) is None
     return shard.finite and known and math.isfinite(shard.loss_sum or 0.0)
 
@@ -228,14 +226,12 @@ def _finite_update(tally: Tally, trace: Trace, update: Update) -> None:
 
 
 def _named_by(halt: Halt, culprits: Sequence[Shard | Injected]) -> Shard | Injected:
-    """Return the culprit that the halt names, or else the first."""
     return max(
         culprits, key=lambda c: (_same_place(halt, c), isinstance(c, Shard) and c.ids == halt.ids)
     )
 
 
 def _same_place(one: Halt | Injected, other: Shard | Injected) -> bool:
-    """Return whether the steps are equal, and rank and shard, too, where both are known."""
     pairs = ((one.rank, other.rank), (one.shard, other.shard))
     return one.step == other.step and all(None in pair or pair[0] == pair[1] for pair in pairs)
 
@@ -274,7 +270,6 @@ def _halts(
 
 
 def _where(trace: Trace, culprit: Shard | Injected, step: int) -> str:
-    """Return the place of a value that is not finite, for a script by its rank's micro-batch."""
     where, scenario = f"rank {culprit.rank}, step {step}", trace.scenario
     if scenario.system != OBSERVED:
         return f"{where}, shard {culprit.shard}"

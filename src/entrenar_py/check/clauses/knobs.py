@@ -190,7 +190,6 @@ def _applied(update: Update) -> Tensors:
 
 
 def _micro_batches(trace: Trace) -> int:
-    """Return how many micro-batches a rank made in its first step; 0 where none was recorded."""
     first = evidence.shards(trace).get(0, [])
     return max(Counter(shard.rank for shard in first).values(), default=0)
 
@@ -204,7 +203,6 @@ def _orders(trace: Trace) -> list[tuple[int, ...]]:
 
 
 def _local(trace: Trace) -> dict[str, str]:
-    """Return the digests of the first micro-batch's gradient."""
     first = trace.of(Shard)[:1]
     return {name: record.digest for shard in first for name, record in shard.gradient.items()}
 

@@ -74,7 +74,6 @@ def _absent(compare: Compare, by_passes: bool, traces: Sequence[Trace]) -> str:
 
 
 def _unprobed(trace: Trace, clause: str = "") -> str:
-    """Return why nothing is known of the run's tokens; "" if something is."""
     if not trace.of(Tokens) and not trace.of(Scored):
         again = f"run its script with --only {clause} and without --judge"
         return f"no step of a model that is given token ids was looked at: {again}"
@@ -181,7 +180,6 @@ def _bound(reread: Reread, roundings: int) -> float:
 
 
 def _moving(trace: Trace, replaced: str) -> list[Reread]:
-    """Return the passes in which outputs followed the tokens that were replaced."""
     rereads = [one for one in trace.of(Reread) if one.replaced == replaced]
     return [one for one in rereads if one.moved > _bound(one, SILENT)]
 

@@ -157,7 +157,6 @@ def _frozen(
 
 
 def _named(start: Start) -> tuple[str, ...]:
-    """Return the tensors that a rank trains, and those that it doesn't."""
     return (*start.trainable, *(name for name in start.frozen if name not in start.trainable))
 
 
@@ -223,7 +222,6 @@ def _moving(
 
 
 def _of_own_classes(trace: Trace, rank: int) -> Set[str]:
-    """Return the tensors of a rank that optimizers of the script's own classes step."""
     rules = [event for event in trace.of(Ruled) if event.rank == rank and event.derived]
     return {name for rule in rules for name in rule.names}
 
@@ -254,13 +252,11 @@ def _wait(tally: Tally, name: str, *, moved: bool) -> None:
 
 
 def _is_in_no_group(trace: Trace, rank: int, name: str) -> bool:
-    """Return whether the optimizers of a rank are known, and none of them steps a tensor."""
     stepped = {held for event in trace.of(Ruled) if event.rank == rank for held in event.names}
     return bool(stepped) and name not in stepped
 
 
 def _rest(start: Start, name: str, live: Sequence[Update]) -> list[Update]:
-    """Return the recorded updates before the first one that changed `name`."""
     known = [update for update in live if name in update.weights]
     digest = start.weights[name].digest
     return list(takewhile(lambda update: update.weights[name].digest == digest, known))
@@ -376,7 +372,6 @@ def _is_longer(update: Update, start: Start, name: str) -> bool:
 
 
 def _shrunk(update: Update) -> float:
-    """Return the factor by which clipping shortened the gradient; 1 if it is unknown."""
     return update.applied_norm / update.grad_norm if update.applied_norm and update.grad_norm else 1
 
 

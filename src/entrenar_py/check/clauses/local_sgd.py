@@ -149,7 +149,6 @@ def judge_parity(invariant: Invariant, runs: Traces) -> Finding:
 
 
 def _in_steps(trace: Trace) -> Trace:
-    """Return a run as one in common steps; a user's run on one worker is in rounds, too."""
     return rounds.as_steps(trace) if rounds.are_in(trace) else trace
 
 
@@ -227,7 +226,6 @@ def compare_finiteness(tally: Tally, trace: Trace) -> None:
 
 
 def _bad_places(trace: Trace) -> set[Place]:
-    """Return where a worker met a value that is not finite: planted, or its own."""
     places = {(shard.step, shard.rank) for shard in trace.of(Shard) if not shard.finite}
     return places | {
         (event.step or 0, event.rank or 0)
@@ -366,7 +364,6 @@ def _is_there(gradient: Tensors, name: str) -> bool:
 
 
 def _apart(held: Mapping[int, Tensors], names: Set[str]) -> set[str]:
-    """Return which of the tensors `names` ranks have different values of."""
     return {
         name
         for name in names
@@ -538,7 +535,6 @@ def _flat(tensors: Tensors, names: Set[str]) -> Vector | None:
 
 
 def _share(of: Vector, move: Vector) -> float | None:
-    """Return by which number `of` is to be multiplied to come nearest to `move`."""
     size = float(np.vdot(of, of))
     share = float(np.vdot(of, move)) / size if size else math.nan
     return share if math.isfinite(share) else None

@@ -179,7 +179,6 @@ def shares(trace: Trace, there: Mapping[int, Update], earlier: int, step: int) -
 
 
 def _inner(there: Mapping[int, Update], start: Start) -> dict[int, Vectors] | None:
-    """Return each worker's trained weights at the end of its round; None if one is unknown."""
     weights = {
         rank: evidence.vectors(_trained(update.weights, start)) for rank, update in there.items()
     }
@@ -245,7 +244,6 @@ def _not_followed(trace: Trace) -> str:
 
 
 def _are_close(expected: Vectors, got: Vectors, bound: float) -> bool:
-    """Return whether all tensors are within `bound` of their norms."""
     return all(
         name in got
         and got[name].shape == value.shape
@@ -281,7 +279,6 @@ def _was_rounded(
 
 
 def _momentum(event: Synchronised) -> Vectors:
-    """Return the outer momentum of each tensor that has one."""
     moments = {
         name.removesuffix(f"/{MOMENTUM}"): record.values()
         for name, record in event.optimizer.items()
@@ -498,7 +495,6 @@ def _sums(trace: Trace) -> Mapping[tuple[int, int], Vector]:
 
 
 def _vector(tensors: Tensors) -> Vector | None:
-    """Return all elements of all tensors, in the order of their names; None if unknown."""
     values = evidence.vectors(tensors)
     if values is None:
         return None
@@ -515,7 +511,6 @@ def _added(vectors: Iterable[Any]) -> Vector | None:
 
 
 def _alike(one: Vector, other: Vector) -> bool:
-    """Return whether two vectors have the same direction."""
     if one.shape != other.shape or not (np.isfinite(one).all() and np.isfinite(other).all()):
         return False
     sizes = float(np.linalg.norm(one)), float(np.linalg.norm(other))

@@ -270,7 +270,6 @@ def has_other_rows(model: Trace, trace: Trace) -> bool:
 
 
 def _first_samples(trace: Trace) -> dict[int, list[int]]:
-    """Return the samples of step 0 by rank."""
     drawn: dict[int, list[int]] = defaultdict(list)
     for shard in evidence.shards(trace).get(0, ()):
         drawn[shard.rank].extend(shard.ids)
@@ -366,7 +365,6 @@ def _tells(plain: Compared, controlled: Compared) -> bool:
 
 
 def _controlled(compared: Compared, alone: str, several: str) -> Compared | None:
-    """Return the runs in which the faults `alone` and `several` are planned, None without them."""
     runs = compared.runs.witnesses.get(CONTROLLED, ())
     size = compared.trace.scenario.world_size
     model, trace = _find(runs, alone, 1, size), _find(runs, several, size, size)
@@ -387,7 +385,6 @@ def _find(runs: Iterable[Trace], kind: str, num_workers: int, shared_by: int) ->
 
 
 def _have_one_share(trace: Trace) -> bool:
-    """Return whether all ranks were given the same samples in each micro-batch."""
     by_rank: Mapping[int, list[Shard]] = defaultdict(list)
     for shard in trace.of(Shard):
         by_rank[shard.rank].append(shard)
@@ -408,7 +405,6 @@ def _are_alike(first: list[Shard], second: list[Shard]) -> bool:
 
 
 def _for_each(trace: Trace, num_ranks: int) -> Trace:
-    """Return a run of one worker whose samples are counted as those of so many ranks."""
 
     def counted(shard: Shard) -> Shard:
         return replace(shard, ids=shard.ids * num_ranks, contents=shard.contents * num_ranks)

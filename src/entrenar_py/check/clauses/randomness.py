@@ -506,7 +506,6 @@ class _Streams:
 
 
 def _are_the_same(one: Shard, other: Shard) -> bool:
-    """Return whether two micro-batches have the same samples, by their ids and contents."""
     known = len(one.contents) == len(one.ids) and len(other.contents) == len(other.ids)
     pairs = zip(one.contents, other.contents, strict=True) if known else ()
     return one.ids == other.ids and all(
@@ -561,7 +560,6 @@ def _is_by_sample(trace: Trace, event: Drawn, alone: Trace | None) -> bool:
 
 
 def _states(trace: Trace, event: Drawn) -> dict[str, str]:
-    """Return the states after draws by those before, of draws in the same place as `event`."""
     return {
         other.before: other.after
         for other in trace.standing.of(Drawn)
@@ -601,7 +599,6 @@ def _passes_differ(tally: Tally, trace: Trace, drawn: Iterable[Drawn], streams: 
 
 
 def _is_mask(trace: Trace, event: Drawn) -> bool:
-    """Return whether the numbers are dropout's."""
     is_torch_s = event.generator in ("torch", *_devices(event))
     return bool(trace.scenario.dropout) and event.where == _IN_THE_MODEL and is_torch_s
 
@@ -641,7 +638,6 @@ def _workers_differ(
 
 
 def _shard(trace: Trace, event: Drawn) -> int | None:
-    """Return the number of the shard for which a rank drew; None if it wasn't recorded."""
     place = event.step, event.rank
     own = [shard.shard for shard in trace.of(Shard) if (shard.step, shard.rank) == place]
     return dict(enumerate(own)).get(-1 if event.micro_batch is None else event.micro_batch)

@@ -273,7 +273,6 @@ def judge_ends(invariant: Invariant, traces: Traces) -> Finding:
 
 
 def _subjects(traces: Iterable[Trace], tally: Tally) -> Iterator[Trace]:
-    """Yield the runs that did not fail, of a star, a mesh or a ring on known vectors."""
     for trace in evidence.usable(traces, tally):
         if trace.traits.topology and trace.scenario.workload == KNOWN:
             yield trace

@@ -248,7 +248,6 @@ def _ties(events: Iterable[Sequence[Tie]]) -> list[Tie]:
 
 
 def _holders(trace: Trace, tie: Tie) -> Iterator[tuple[Start | Update, int, list[str]]]:
-    """Yield each state with two copies of a tensor or more, its step, and their names."""
     for event in trace.standing.events:
         if isinstance(event, Start | Update):
             held = [name for name in tie if name in event.weights]
@@ -384,7 +383,6 @@ def _is_in_one_place(trace: Trace) -> bool:
 
 
 def _is_spread(trace: Trace) -> bool:
-    """Return whether all ranks keep state, and each of other parameters."""
     return _are_spread(next((by_rank for _, by_rank in evidence.ranks_by_step(trace)), {}))
 
 
@@ -420,7 +418,6 @@ def _compare_owners(tally: Tally, runs: Traces) -> None:
 
 
 def _is_the_server_s(trace: Trace) -> bool:
-    """Return whether the optimizer has state, and only the server keeps it."""
     return trace.scenario.optimizer != "sgd" and trace.traits.updates == "server"
 
 

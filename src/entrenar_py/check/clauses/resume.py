@@ -95,7 +95,6 @@ def _resumed(trace: Trace) -> bool:
 
 
 def _was_stopped(trace: Trace) -> bool:
-    """Return whether a run was resumed, or is a command's run that should have been."""
     return _resumed(trace) or (trace.scenario.workload == "own" and bool(trace.scenario.stops))
 
 
@@ -473,7 +472,6 @@ def _tell_anew(
 
 
 def _moves(trace: Trace, first: Start) -> bool:
-    """Return whether each step of a rank's first life left other weights than it began with."""
     own = [e for e in first_life(trace) if isinstance(e, Update) and e.rank == first.rank]
     return bool(own) and not any(_same(update.weights, first.weights) for update in own)
 

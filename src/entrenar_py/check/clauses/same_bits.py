@@ -140,7 +140,6 @@ def compare_worker_counts(tally: Tally, traces: Sequence[Trace]) -> None:
 
 
 def _training(scenario: Scenario) -> Scenario:
-    """Return `scenario` without what may differ between runs that must have the same bits."""
     changes: dict[str, Any] = {"faults": (), "stops": (), "repeat": 0, "detail": "digests"}
     return scenario.with_(world_size=1, **changes)
 

@@ -183,7 +183,6 @@ def _begins_anew(
 
 
 def _trial(trace: Trace, rule: update_rule.Rule, update: Update, twice: Set[str]) -> bool:
-    """Return whether an update follows `rule`, which is moved on by it."""
     trial = Tally("", observed=True)
     return _moved(trial, trace, rule, update, twice) and trial.broken is None
 
@@ -365,7 +364,6 @@ def _absent(traces: Sequence[Trace]) -> str:
 
 
 def _may_have_moved(before: Tensors, after: Tensors, name: str) -> bool:
-    """Return whether a tensor changed, or may have changed unrecorded."""
     known = name in before and name in after
     return not known or before[name].digest != after[name].digest
 
@@ -453,7 +451,6 @@ def _compare_rates(tally: Tally, base: Trace, other: Trace, divided: float) -> N
 
 
 def _follow_others(model: Update, made: Update) -> bool:
-    """Return whether two steps' schedules follow metrics that differ, as their weights may."""
     if model.metric is None or made.metric is None:
         return False
     return not math.isclose(model.metric, made.metric, rel_tol=METRIC_BOUND)

@@ -90,7 +90,6 @@ def _as_stock(tally: Tally, trace: Trace, event: Encoded) -> None:
 
 
 def _first_apart(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Return the first position in which two sequences differ; None if they are equal."""
     if tuple(one) == tuple(other):
         return None
     pairs = enumerate(zip(one, other, strict=False))

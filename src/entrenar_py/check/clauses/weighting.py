@@ -385,7 +385,6 @@ class _Divisions:
     def _is_cut(
         self, update: Update, by_rank: Mapping[int, Update], shards: Sequence[Shard]
     ) -> bool:
-        """Return whether clipping of each element explains a step's gradient."""
         total = step_sums.total(by_rank, shards, evidence.elements)
         mean = evidence.elements(update.gradient)
         if self.limit is None or total is None or mean is None:
@@ -423,7 +422,6 @@ class _Divisions:
         return (off, None) if why is None else (still, why)
 
     def _is_scaled(self, total: gradient_sums.Vectors, mean: gradient_sums.Vectors) -> bool:
-        """Return whether each tensor's gradient is its sum, shorter or longer."""
         moved = [name for name in mean if mean[name].any() or total[name].any()]
         factors_of = [factors.ratio(total[name], mean[name], self.bound) for name in moved]
         return all(factor is not None and factor > 0 for factor in factors_of)
@@ -441,7 +439,6 @@ class _Divisions:
 
 
 def _has_one_part(shards: Sequence[Shard]) -> bool:
-    """Return whether no rank adds up micro-batches."""
     return len({shard.rank for shard in shards}) == len(shards)
 
 
@@ -610,7 +607,6 @@ def _usual(factor_of: Mapping[int, float]) -> int | None:
 
 
 def _sizes(shards: Sequence[Shard]) -> tuple[float, float]:
-    """Return the number of micro-batches, and the samples or tokens in them."""
     return len(shards), sum(shard.weight for shard in shards)
 
 
