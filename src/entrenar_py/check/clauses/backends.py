@@ -264,12 +264,12 @@ def compare_memory(tally: Tally, trace: Trace) -> None:
 
 
 def _compare_rank(tally: Tally, memory: Memory, trace: Trace) -> None:
-    who = f"worker {memory.rank} on {memory.backend}"
+    worker = f"worker {memory.rank} on {memory.backend}"
     place = evidence.place(trace, memory)
     on_host = memory.backend == "cpu"
     if not on_host and memory.reported_bytes is None:
         tally.note(f"{memory.backend} reports no size of its memory: the budget is the scenario's")
-    message = f"{who} peaked at {memory.peak_bytes} bytes, its budget is {memory.budget_bytes}"
+    message = f"{worker} peaked at {memory.peak_bytes} bytes, its budget is {memory.budget_bytes}"
     tally.at_most(memory.budget_bytes, memory.peak_bytes, message, **place)
     grown = memory.peak_bytes - memory.baseline_bytes
     stands_out_bytes = STANDS_OUT_BYTES if on_host else STANDS_OUT_ON_DEVICE_BYTES
@@ -277,7 +277,7 @@ def _compare_rank(tally: Tally, memory: Memory, trace: Trace) -> None:
     least = memory.estimate_bytes / SLACK if stands_out else 0
     tally.check(
         least <= grown <= memory.estimate_bytes,
-        f"{who} grew by {grown} bytes, the estimate was {memory.estimate_bytes}",
+        f"{worker} grew by {grown} bytes, the estimate was {memory.estimate_bytes}",
         expected=f"{least:.0f} to {memory.estimate_bytes}",
         got=str(grown),
         **place,

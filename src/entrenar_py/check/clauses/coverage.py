@@ -77,10 +77,10 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
     if count_on(epochal):
         tally.note("samples are numbered from step to step, and no run draws one again: no epochs")
     elif epochal and not any(map(has_ended_epoch, epochal)):
-        why = "no run came to the end of an epoch, so it is open whether one has every sample"
-        missing.ask(tally, why, facts.EPOCH_END)
-    why = "no samples are known"
-    return tally.finding(nothing=missing.nothing(tally, why, facts.IDS_AND_UPDATE))
+        reason = "no run came to the end of an epoch, so it is open whether one has every sample"
+        missing.ask(tally, reason, facts.EPOCH_END)
+    reason = "no samples are known"
+    return tally.finding(nothing=missing.nothing(tally, reason, facts.IDS_AND_UPDATE))
 
 
 def _in_short_epochs(tally: Tally, runs: Traces, trace: Trace) -> None:
@@ -279,12 +279,12 @@ def _ended_complete(
 
 def _all_made(tally: Tally, trace: Trace) -> None:
     """Check that a run with status completed made every step from its first start on."""
-    made = evidence.updates(trace)
-    if not made or trace.end.status != "completed":
+    steps = evidence.updates(trace)
+    if not steps or trace.end.status != "completed":
         return
     num_steps = trace.scenario.num_steps
     first = min((start.step for start in trace.of(Start)), default=0)
-    absent = (step for step in range(max(first, 0), num_steps) if step not in made)
+    absent = (step for step in range(max(first, 0), num_steps) if step not in steps)
     lacking = list(islice(absent, LISTED_MAX))
     tally.check(
         not lacking,
@@ -567,7 +567,7 @@ def has_parts(trace: Trace) -> bool:
 
 
 def in_epochs(runs: Traces) -> list[Trace]:
-    """Return the runs of a user's trainer, and their witnesses, whose samples come in epochs.
+    """Return the runs of a user's trainer, with their witnesses, if samples come in epochs.
 
     They don't if samples are drawn with replacement, from data that varies, or are known only by
     their content.

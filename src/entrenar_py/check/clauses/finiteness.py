@@ -48,8 +48,8 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
             compare(tally, trace)
         else:
             tally.miss(
-                f"the value that was planted in step {dropped} changed no weight: the pass whose "
-                "gradient it was in trains nothing (a probe), and the script throws that away"
+                f"the value that was planted in step {dropped} changed no weight: the pass that "
+                "it struck trains nothing (a probe), and the script throws its gradient away"
             )
     why = "no update and no halt was recorded"
     return tally.finding(nothing=missing.nothing(tally, why, facts.FINITE_AND_HALT))
@@ -66,13 +66,15 @@ def compare(tally: Tally, trace: Trace) -> None:
         words = skips.told(passed_over)
         tally.note(f"{words}, as a GradScaler does, for a value that is not finite: nothing moved")
     culprits = _culprits(trace, steps - passed_over)
-    if culprits and all(isinstance(one, Injected) and _is_lost(trace, one) for one in culprits):
-        why = (
+    if culprits and all(
+        isinstance(culprit, Injected) and _is_lost(trace, culprit) for culprit in culprits
+    ):
+        reason = (
             f"the micro-batch of step {culprits[0].step} in which a value was planted is not in "
             "the record: the script may have skipped its step"
         )
-        missing.ask(tally, why, facts.IDS)
-    elif culprits and all(_is_perhaps_dropped(trace, one) for one in culprits):
+        missing.ask(tally, reason, facts.IDS)
+    elif culprits and all(_is_perhaps_dropped(trace, culprit) for culprit in culprits):
         tally.miss(
             f"the gradient in which a value was planted in step {culprits[0].step} may be one that "
             "no optimizer applies, since several take turns"
@@ -141,11 +143,11 @@ def _is_lost(trace: Trace, planted: Injected) -> bool:
     """
     place = planted.step, planted.rank
     shards = [shard for shard in trace.of(Shard) if (shard.step, shard.rank) == place]
-    made = Counter(update.rank for update in trace.of(Update))
+    num_steps = Counter(update.rank for update in trace.of(Update))
     after = [update.weights for update in trace.of(Update) if update.step == planted.step]
     alike = len({tuple((n, one.digest) for n, one in weights.items()) for weights in after}) == 1
     is_own = trace.scenario.workload == "own"
-    together = alike and len({*made.values()}) == 1
+    together = alike and len({*num_steps.values()}) == 1
     unknown = planted.step in missing.unknown_steps(trace)
     return is_own and together and unknown and bool(shards) and all(map(_is_finite, shards))
 
@@ -177,7 +179,7 @@ def _stays_finite(tally: Tally, trace: Trace, passed_over: Set[int]) -> None:
         if unknown := _unknown_at(trace, halt):
             missing.ask(
                 tally,
-                f"the run halted in step {halt.step}, of which {unknown}",
+                f"the run halted in step {halt.step}: {unknown}",
                 facts.FINITE_OF_ALL,
             )
             continue

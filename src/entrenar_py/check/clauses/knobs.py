@@ -30,7 +30,7 @@ CLIP_EPSILON = 1e-6
 def compare(tally: Tally, runs: Traces) -> list[int]:
     """Compare every run with a turned knob with the base, in which no knob is turned.
 
-    Return the number of gradients compared in each run whose knob took effect.
+    Return the number of gradients compared in each run in which the knob took effect.
     """
     counts = []
     for name, trace in runs.turned():
@@ -243,7 +243,7 @@ class Knob:
 
     The command has a placeholder of the knob's name; `says` is what the script does with its value.
     The value is `usual` except in the knob's own runs. Those have each of `others` in turn, or what
-    `limit` returns for the usual run. The knobs `beside` are turned, too, if the command has them.
+    `limit` returns for the usual run. The `companions` are turned, too, if the command has them.
     `judge` compares the usual run with such a run. It returns the number of gradients that it
     compared, or None if the knob took no effect.
     """
@@ -253,7 +253,7 @@ class Knob:
     judge: Callable[[Tally, Pair, Compared], int | None]
     others: tuple[str, ...] = ()
     limit: Callable[[Trace], str] | None = None
-    beside: tuple[str, ...] = ()
+    companions: tuple[str, ...] = ()
 
     def turns(self, usual: Trace | None) -> tuple[str, ...]:
         """Return the values that the knob is turned to, given the usual run."""
@@ -276,7 +276,7 @@ KNOBS: Mapping[str, Knob] = {
         limit=_limit,
         # Clipping each micro-batch, or a gradient that is still scaled, is a bug that shows only
         # with several micro-batches, or with a scaled loss.
-        beside=("accumulation", "loss_scale"),
+        companions=("accumulation", "loss_scale"),
         judge=_clipped,
     ),
     "loss_scale": Knob(

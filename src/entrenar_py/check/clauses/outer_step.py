@@ -40,8 +40,8 @@ from entrenar_py.shared.wording import counted
 # Relative bound on the weights, 16 u with u = 2^-24, for up to about ten workers: one rounding of
 # each worker's distance from the outer weights, some of their mean, and one of the final sum.
 BOUND = 2.0**-20
-SKETCHED = 2.0**-14  # of large models, whose sketches are projections in float32
-ROUNDINGS = 16  # of weights in 16 bits, whose outer copy may have more
+SKETCHED = 2.0**-14  # of large models: sketches are projections in float32
+ROUNDINGS = 16  # of weights in 16 bits; their outer copy may have more
 # A pseudo-gradient's error when it is sent in bfloat16 and added there, relative to its length.
 SENT_IN_16_BITS = 2.0**-7
 MOMENTUM = "momentum_buffer"
@@ -510,10 +510,10 @@ def _added(vectors: Iterable[Any]) -> Vector | None:
     return total
 
 
-def _alike(one: Vector, other: Vector) -> bool:
-    if one.shape != other.shape or not (np.isfinite(one).all() and np.isfinite(other).all()):
+def _alike(vector: Vector, other: Vector) -> bool:
+    if vector.shape != other.shape or not (np.isfinite(vector).all() and np.isfinite(other).all()):
         return False
-    sizes = float(np.linalg.norm(one)), float(np.linalg.norm(other))
+    sizes = float(np.linalg.norm(vector)), float(np.linalg.norm(other))
     if not all(sizes):
         return sizes == (0.0, 0.0)
-    return float(np.linalg.norm(one / sizes[0] - other / sizes[1])) <= _ANGLE
+    return float(np.linalg.norm(vector / sizes[0] - other / sizes[1])) <= _ANGLE

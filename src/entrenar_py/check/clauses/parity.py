@@ -152,12 +152,14 @@ def missing_model(tally: Tally, runs: Traces) -> str:
             return "" if knobs.same_masks(model, trace) else other_masks(trace) + _instead(trace)
     if tally.observed:
         return _another_training(tally, runs)
-    if why := _difference(runs, ["batch_size"]):
-        return why
-    why = "no run of the same training on one worker to compare with: record one with world_size=1"
+    if reason := _difference(runs, ["batch_size"]):
+        return reason
+    reason = (
+        "no run of the same training on one worker to compare with: record one with world_size=1"
+    )
     if runs.base is not None and runs.base.scenario.world_size == 1:
-        why = "no run on several workers: record the same training with a larger world_size"
-    return f"{why}, and all else equal{runs.nearly(ALONE)}"
+        reason = "no run on several workers: record the same training with a larger world_size"
+    return f"{reason}, and all else equal{runs.nearly(ALONE)}"
 
 
 def _another_training(tally: Tally, runs: Traces) -> str:
@@ -199,7 +201,7 @@ def other_masks(trace: Trace) -> str:
             "and was not compared"
         )
     if trace.draws_by_shard:
-        return "not compared with a single device, whose dropout draws other masks"
+        return "not compared with a single device: its dropout draws other masks"
     system = "the script" if trace.scenario.workload == "own" else trace.scenario.system
     if all(shard.draws is None for shard in trace.of(Shard)):
         return f"under dropout {system} was not compared with one worker, since no Shard has draws"
@@ -304,7 +306,7 @@ def alike(compared: Compared, kind: str) -> Compared | None:
 
 
 def mirrored(compared: Compared) -> Compared | None:
-    """Return the run whose ranks have one share, and the one on one worker that it must be like.
+    """Return the run in which ranks have one share, and that on one worker which it must be like.
 
     Return None if they can't be compared, or if what the loss of a share is meant to be decides.
     """

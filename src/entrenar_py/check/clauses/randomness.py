@@ -328,7 +328,7 @@ def modes_alike(tally: Tally, trace: Trace) -> None:
 
     Dropout and running statistics depend on it.
     """
-    if not (why := _what_evaluation_stops(trace)):
+    if not (left_out := _what_evaluation_stops(trace)):
         return
     off: dict[int, dict[int, Shard]] = {}  # step -> rank -> the first one in evaluation mode
     trained: dict[int, set[int]] = {}
@@ -343,12 +343,12 @@ def modes_alike(tally: Tally, trace: Trace) -> None:
             shard = by_rank[min(by_rank)]
             tally.check(
                 False,
-                f"rank {shard.rank} trains in evaluation mode, {why}, and rank "
+                f"rank {shard.rank} trains in evaluation mode, {left_out}, and rank "
                 f"{min(others)} doesn't: call model.train() after model.eval()",
                 **evidence.place(trace, shard),
             )
     if off and trained and min(off) > min(trained):
-        _mode_left(tally, trace, off, max(trained), why)
+        _mode_left(tally, trace, off, max(trained), left_out)
 
 
 def _what_evaluation_stops(trace: Trace) -> str:
@@ -360,7 +360,7 @@ def _what_evaluation_stops(trace: Trace) -> str:
 
 
 def _mode_left(
-    tally: Tally, trace: Trace, off: Mapping[int, Mapping[int, Shard]], last: int, why: str
+    tally: Tally, trace: Trace, off: Mapping[int, Mapping[int, Shard]], last: int, left_out: str
 ) -> None:
     """Judge a model that is in evaluation mode in all steps after step `last`.
 
@@ -369,7 +369,7 @@ def _mode_left(
     first = min(off)
     if first <= last:
         return
-    words = f"the model is in evaluation mode from step {first} on, {why}"
+    words = f"the model is in evaluation mode from step {first} on, {left_out}"
     if all(shard.evaluated for shard in off[first].values()):
         shard = off[first][min(off[first])]
         message = f"{words}, as the evaluation before it left it: call model.train() after it"
@@ -398,7 +398,7 @@ def _ranks_differ(tally: Tally, trace: Trace, drawn: Sequence[Drawn], streams: _
     """Check that ranks with other samples don't draw the same numbers for them."""
     there: dict[_Place, list[Drawn]] = {}
     unclear: set[str] = set()
-    told: set[tuple[int, int, str, str]] = set()
+    blamed: set[tuple[int, int, str, str]] = set()
     for event in drawn:
         before = there.setdefault(_place(event), [])
         peers = [peer for peer in before if streams.are_others(peer, event)]
@@ -423,8 +423,8 @@ def _ranks_differ(tally: Tally, trace: Trace, drawn: Sequence[Drawn], streams: _
         # Two ranks' first finding is also the earliest: later draws began alike there, or since
         # they were seeded again. So their beginning is sought once.
         pair = peer.rank, event.rank, event.where, event.generator
-        since = event if pair in told else _begin_alike(trace, peer, event)
-        told.add(pair)
+        since = event if pair in blamed else _begin_alike(trace, peer, event)
+        blamed.add(pair)
         tally.check(
             False,
             f"rank {event.rank} draws the same random numbers as rank {peer.rank}, for other "
@@ -486,16 +486,16 @@ class _Streams:
         step = self._parted.get((event.where, event.generator))
         return step if step is not None and step < event.step else None
 
-    def are_others(self, one: Drawn, other: Drawn) -> bool:
+    def are_others(self, event: Drawn, other: Drawn) -> bool:
         """Return whether two ranks draw for different samples, or for some that aren't known."""
-        if one.part == other.part:
+        if event.part == other.part:
             return False
-        mine, theirs = self.samples(one), self.samples(other)
+        mine, theirs = self.samples(event), self.samples(other)
         return mine is None or theirs is None or not _are_the_same(mine, theirs)
 
-    def are_surely_others(self, one: Drawn, other: Drawn) -> bool:
+    def are_surely_others(self, event: Drawn, other: Drawn) -> bool:
         """Return whether two ranks, which seem to draw for different samples, certainly do."""
-        is_known = None not in (self.samples(one), self.samples(other))
+        is_known = None not in (self.samples(event), self.samples(other))
         return is_known or self._trace.traits.arranged != "guessed"
 
     def samples(self, event: Drawn) -> Shard | None:
@@ -505,10 +505,10 @@ class _Streams:
         return shard if shard is not None and shard.ids else None
 
 
-def _are_the_same(one: Shard, other: Shard) -> bool:
-    known = len(one.contents) == len(one.ids) and len(other.contents) == len(other.ids)
-    pairs = zip(one.contents, other.contents, strict=True) if known else ()
-    return one.ids == other.ids and all(
+def _are_the_same(shard: Shard, other: Shard) -> bool:
+    known = len(shard.contents) == len(shard.ids) and len(other.contents) == len(other.ids)
+    pairs = zip(shard.contents, other.contents, strict=True) if known else ()
+    return shard.ids == other.ids and all(
         are_alike(mine, theirs, CONTENTS_BOUND_MOVED) for mine, theirs in pairs
     )
 
