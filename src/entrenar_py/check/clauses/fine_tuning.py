@@ -453,7 +453,7 @@ def planned_stages(**changes: object) -> Scenario:
     """Return the scenario of a short fine-tuning with dropout, in two stages."""
     options = {"task": "text", "family": "llama", "blocks": _BLOCKS}
     usual = {"detail": "digests", "dropout": 0.2, "options": options}
-    return planned_stages(**{**usual, **changes}).with_(system="finetuned_by_stages")
+    return planned(**{**usual, **changes}).with_(system="finetuned_by_stages")
 
 
 def plan_stages(invariant: Invariant) -> list[Scenario]:
