@@ -206,7 +206,7 @@ EARLIER = {
 
 def is_later(text: str, folder: Path) -> bool:
     """Return what is said of a script in the midst of its function `train`."""
-    file, seen = str(folder / "own.py"), list[bool | str]()
+    file, seen = str(folder / "own.py"), list[bool]()
     scope: dict[str, Any] = {"path": "", "torch": type("torch", (), {"load": str})}
     body = re.sub(r"^from .*", "", text)  # its lines keep their numbers
     exec(compile(body, file, "exec"), scope)

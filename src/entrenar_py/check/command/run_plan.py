@@ -340,7 +340,7 @@ class Plan:
         """Return a Turn for each value of `knob` to try; none if the command lacks the knob."""
         if not self.can_say(knob):
             return []
-        others = filter(self.can_say, KNOBS[knob].beside)
+        others = filter(self.can_say, KNOBS[knob].companions)
         beside = tuple((name, KNOBS[name].others[0]) for name in others)
         return [Turn(knob, value, beside) for value in KNOBS[knob].turns(usual)]
 
