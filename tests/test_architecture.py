@@ -182,7 +182,7 @@ OF_OWN_PROCESSES = {
     "check.reports.drawn_runs",
     "systems.finetuned.by_ranks",
     "systems.probes.memory",
-    "systems.single.textbook_replica",
+    "systems.textbook",
     "systems.star.processes",
     "systems.star.worker_process",
     "systems.torch.ranks",

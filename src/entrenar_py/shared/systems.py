@@ -114,7 +114,7 @@ SYSTEMS: dict[str, System] = {
         traits=Traits(masks="shard"),
     ),
     "textbook": System(
-        room="systems.single",
+        room="systems",
         what="a plain torch data-parallel loop, independent of the reference",
         faults=_TRAINING_FAULTS,
         bitwise=False,
@@ -202,7 +202,7 @@ SYSTEMS: dict[str, System] = {
         in_step=False,
     ),
     "finetuned": System(
-        room="systems.finetuned.trained",
+        room="systems.finetuned.by_star",
         what="a small checkpoint fine-tuned as `entrenar finetune` does, over the simulated star",
         faults=(*_FAULTS, *faults.SILENT),
         options=OWN,
@@ -230,7 +230,7 @@ SYSTEMS: dict[str, System] = {
         traits=Traits(masks="shard", updates="server"),
     ),
     "distilled": System(
-        room="systems.finetuned.distilled",
+        room="systems.finetuned.distillation",
         what="a small student that learns from a teacher's shards, over the simulated star",
         faults=(*_FAULTS, *faults.SILENT),
         options=DISTILLED,

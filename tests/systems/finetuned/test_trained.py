@@ -15,7 +15,7 @@ from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.systems import SYSTEMS
 from entrenar_py.shared.verdict import Finding, Verdict
-from entrenar_py.systems.finetuned.asked import Asked
+from entrenar_py.systems.finetuned.small_run import Asked
 from tests.conftest import shipped_invariants
 
 

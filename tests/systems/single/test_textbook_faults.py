@@ -13,7 +13,7 @@ from entrenar_py import systems
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Halt, Injected, Membership, Shard, Start, Trace, Update
-from entrenar_py.systems.single import textbook_faults
+from entrenar_py.systems import textbook
 from entrenar_py.train.arithmetic import sharding
 
 USUAL = Scenario(
@@ -151,7 +151,7 @@ def test_a_huge_gradient_of_one_shard_counts_its_samples() -> None:
     assert _flat(trace, 1)[0] == pytest.approx(1e9 * 3 / 8)
     (one,) = _run(_huge("1e9", shard=0), **changes).of(Injected)
     assert (one.rank, one.shard) == (0, 0)
-    assert textbook_faults.huge_element(2.0, 8.0, 0.25) == 4.0
+    assert textbook.huge_element(2.0, 8.0, 0.25) == 4.0
     assert len(calm.of(Update)) == len(trace.of(Update))
 
 

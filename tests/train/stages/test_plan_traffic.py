@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.systems.finetuned.asked import Asked
 from entrenar_py.systems.finetuned.by_stages import _Training
+from entrenar_py.systems.finetuned.small_run import Asked
 from entrenar_py.train.model import prepared as preparing
 from entrenar_py.train.model.settings import Data, Lora, Settings, StagePlan, Training
 from entrenar_py.train.plan import plan as planning

@@ -26,9 +26,8 @@ from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.patience import Patience
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Trace
-from entrenar_py.systems.finetuned import outputs, small
-from entrenar_py.systems.finetuned.asked import Asked
-from entrenar_py.systems.finetuned.small import Made
+from entrenar_py.systems.finetuned import outputs, small_run
+from entrenar_py.systems.finetuned.small_run import Asked, Made
 from entrenar_py.systems.finetuned.textbook import Textbook
 from entrenar_py.train.coordinator.recorder import Recorder
 from entrenar_py.train.wire_io.processes import Crew, Hand, Job
@@ -48,8 +47,8 @@ _NUM_ROWS = 3  # whose logits are compared
 def run(scenario: Scenario) -> Trace:
     """Train as `scenario` says by its option `strategy`; record what was written."""
     asked, recorder = Asked.of(scenario), Recorder(scenario)
-    with small.quiet(), tempfile.TemporaryDirectory() as folder:
-        made = small.make(Path(folder), scenario, asked)
+    with small_run.quiet(), tempfile.TemporaryDirectory() as folder:
+        made = small_run.make(Path(folder), scenario, asked)
         config = Path(folder, "run.yaml")
         config.write_text(json.dumps(_configuration(scenario, made, asked)), encoding="utf-8")
         codes, struck, told = _torchrun(scenario, config)

@@ -15,9 +15,8 @@ from entrenar_py.shared import trace, updates, wording
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Trace
-from entrenar_py.systems.finetuned import frozen, small
-from entrenar_py.systems.finetuned.asked import Asked
-from entrenar_py.systems.finetuned.small import Made
+from entrenar_py.systems.finetuned import records, small_run
+from entrenar_py.systems.finetuned.small_run import Asked, Made
 from entrenar_py.systems.finetuned.textbook import Textbook
 from entrenar_py.systems.star.scenario_run import ScenarioRun
 from entrenar_py.systems.star.simulated import SimulatedTransport
@@ -46,8 +45,8 @@ def run(scenario: Scenario) -> Trace:
     asked = Asked.of(scenario)
     if unknown := set(asked.facts) - {*_FACTS}:
         raise UsageError(f"options facts={min(unknown)!r} with stages: allowed is {_FACTS[0]}")
-    with small.quiet(), tempfile.TemporaryDirectory() as folder:
-        made = small.make(Path(folder), scenario, asked)
+    with small_run.quiet(), tempfile.TemporaryDirectory() as folder:
+        made = small_run.make(Path(folder), scenario, asked)
         prepared = preparing.prepare(
             replace(made.settings, strategy=LAYER_PIPELINE), Path(folder, "cache")
         )
@@ -82,7 +81,7 @@ class _Training(ScenarioRun):
         options = {**scenario.options, updates.OPTION: updates.SERVER}
         own = scenario.with_(options=options)  # the number of workers stays, for its faults
         server = PipelineServer(own, cut=self._cuts[0], workload=workload)
-        self.frozen = [frozen.of_files(prepared.settings.model)]
+        self.frozen = [records.of_files(prepared.settings.model)]
         super().__init__(scenario, SimulatedTransport, server=server)
 
     def _cut(self, part: tuple[tuple[int, int], ...]) -> Cut:
@@ -112,7 +111,7 @@ class _Training(ScenarioRun):
         workload = stage_loading.load(self._prepared, cut, stage)
         own = cut.stages[stage]
         when = f"in {wording.spanned('block', own)}"
-        self.frozen.append(frozen.of_module(workload.module, when))
+        self.frozen.append(records.of_module(workload.module, when))
         return StageMember(
             self.server.scenario,
             backends.open_backend("cpu"),

@@ -11,12 +11,10 @@ import torch
 from torch import nn
 
 from entrenar_py.shared import trace
-from entrenar_py.systems.finetuned import nf4
-from entrenar_py.systems.finetuned.asked import Asked
-from entrenar_py.systems.finetuned.frozen import name_in_checkpoint
-from entrenar_py.systems.finetuned.small import LABELS, Made
+from entrenar_py.systems.finetuned import records
+from entrenar_py.systems.finetuned.records import name_in_checkpoint, weights_of
+from entrenar_py.systems.finetuned.small_run import LABELS, Asked, Made
 from entrenar_py.systems.finetuned.textbook import Textbook
-from entrenar_py.systems.finetuned.weights import weights_of
 from entrenar_py.train.arithmetic.tensors import Array
 from entrenar_py.train.model import model, saving
 from entrenar_py.train.model.prepared import Prepared
@@ -31,13 +29,13 @@ def written(
     folder = made.settings.output
     saving.save(module, final, prepared.tokenizer, folder)
     read = dict(stock(made, folder).named_parameters())
-    records = {
+    tensors = {
         name: trace.record_tensor(np.ascontiguousarray(read[name].detach().numpy()))
         for name in final
         if name in read
     }
     by = "peft" if made.settings.adapts else "transformers"
-    return trace.ReadBack(by=by, tensors=records)
+    return trace.ReadBack(by=by, tensors=tensors)
 
 
 def stock(made: Made, folder: Path) -> Any:
@@ -60,7 +58,7 @@ def stock(made: Made, folder: Path) -> Any:
         **options,
     )
     if is_adapters and made.settings.method == "qlora":
-        numbers = {name: torch.from_numpy(array) for name, array in nf4.decoded(made).items()}
+        numbers = {name: torch.from_numpy(array) for name, array in records.decoded(made).items()}
         base.load_state_dict(numbers, strict=False)
     found: Any = peft.PeftModel.from_pretrained(base, str(folder)) if is_adapters else base
     return found.eval()
@@ -95,7 +93,7 @@ def adapters(
     merged_weights: Mapping[str, Array] | None = None,
 ) -> Iterator[trace.Adapted]:
     """Yield the matrices of each layer with an adapter."""
-    base = nf4.decoded(made) if asked.method == "qlora" else weights_of(made.settings.model)
+    base = records.decoded(made) if asked.method == "qlora" else weights_of(made.settings.model)
     for name, a in tensors.items():
         if ".lora_A." not in name:
             continue

@@ -22,9 +22,8 @@ from entrenar_py.shared import extras, trace
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Tensors, Trace
-from entrenar_py.systems.finetuned import samples_seen, small
-from entrenar_py.systems.finetuned.asked import Asked
-from entrenar_py.systems.finetuned.small import LABELS, Made
+from entrenar_py.systems.finetuned import records, small_run
+from entrenar_py.systems.finetuned.small_run import LABELS, Asked, Made
 from entrenar_py.train.arithmetic import optimizer, sharding
 from entrenar_py.train.coordinator.recorder import Recorder
 
@@ -36,8 +35,8 @@ def run(scenario: Scenario) -> Trace:
     asked = Asked.of(scenario)
     _require(scenario, asked)
     recorder = Recorder(scenario)
-    with small.quiet(), tempfile.TemporaryDirectory() as folder:
-        made = small.make(Path(folder), scenario, asked)
+    with small_run.quiet(), tempfile.TemporaryDirectory() as folder:
+        made = small_run.make(Path(folder), scenario, asked)
         try:
             import_module("accelerate")
         except ImportError as error:
@@ -96,7 +95,7 @@ def _train(scenario: Scenario, made: Made, module: Any, recorder: Recorder, fold
 
     settings, notes = made.settings, _Notes(scenario, module, recorder)
     batches = list(_batches(scenario))
-    rows = [_example(made, *found) for found in samples_seen.stock_rows(made)]
+    rows = [_example(made, *found) for found in records.stock_rows(made)]
     for row, example in zip(made.rows, rows, strict=True):
         if settings.task == "classify":
             example["labels"] = LABELS.index(row["label"])

@@ -23,9 +23,8 @@ from entrenar_py.compute.wgpu.bounds import sensitivity
 from entrenar_py.shared import trace
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.trace import TensorRecord, Trace
-from entrenar_py.systems.finetuned import nf4, samples_seen
-from entrenar_py.systems.finetuned.asked import Asked
-from entrenar_py.systems.finetuned.small import LABELS, Made
+from entrenar_py.systems.finetuned import records
+from entrenar_py.systems.finetuned.small_run import LABELS, Asked, Made
 
 _BEFORE, _DEFAULT = "base_model.model.", ".default.weight"
 _HEAD = "score.modules_to_save.default.weight"
@@ -41,14 +40,16 @@ class Textbook:
         import transformers
 
         self._made, self._asked, self.shapes = made, asked, shapes
-        self._samples = list(samples_seen.stock_rows(made))
+        self._samples = list(records.stock_rows(made))
         is_chat = asked.task != "classify"
         kind = transformers.AutoModelForCausalLM if is_chat else transformers.AutoModel
         self._model: Any = kind.from_pretrained(
             made.settings.model, dtype=torch.float32, local_files_only=True
         ).eval()
         if asked.method == "qlora":
-            numbers = {name: torch.from_numpy(array) for name, array in nf4.decoded(made).items()}
+            numbers = {
+                name: torch.from_numpy(array) for name, array in records.decoded(made).items()
+            }
             self._model.load_state_dict(numbers, strict=False)
         self._tensors: Mapping[str, Tensor] = {}
         self._graphs: dict[tuple[object, ...], GraphModule] = {}

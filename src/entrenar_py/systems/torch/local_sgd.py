@@ -22,10 +22,9 @@ import entrenar_py
 from entrenar_py.shared import trace
 from entrenar_py.shared.outer import Outer
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.systems.torch import ddp, ranks, workload_module
-from entrenar_py.systems.torch.batches import global_batch
-from entrenar_py.systems.torch.finite_guard import FiniteGuard, NotFinite
+from entrenar_py.systems.torch import ddp, modules, ranks
 from entrenar_py.systems.torch.ranks import Rank
+from entrenar_py.systems.torch.steps import FiniteGuard, NotFinite, global_batch
 from entrenar_py.train.arithmetic import sharding
 
 
@@ -67,9 +66,9 @@ class Worker:
         scenario = rank.scenario
         self.rank = rank
         self.rule = Outer.of(scenario.options)
-        self.model = workload_module.Model(scenario).to(rank.device)
-        self.inner = workload_module.optimizer_of(scenario, self.model)
-        self.scheduler = workload_module.scheduler_of(scenario, self.inner)
+        self.model = modules.Model(scenario).to(rank.device)
+        self.inner = modules.optimizer_of(scenario, self.model)
+        self.scheduler = modules.scheduler_of(scenario, self.inner)
         self.trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.outer = {name: p.detach().clone() for name, p in self.trained.items()}
         self.averaged = {name: one.clone() for name, one in self.model.named_buffers()}

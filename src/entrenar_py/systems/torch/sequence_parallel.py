@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 from entrenar_py.shared import trace
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.systems.torch import ranks, tensor_parallel, workload_layers
+from entrenar_py.systems.torch import modules, ranks, tensor_parallel
 from entrenar_py.systems.torch.ranks import Rank
 
 
@@ -35,13 +35,13 @@ def train(rank: Rank) -> None:
     tensor_parallel.train_with(rank, parallelize)
 
 
-def parallelize(model: workload_layers.Layers, mesh: DeviceMesh) -> None:
+def parallelize(model: modules.Layers, mesh: DeviceMesh) -> None:
     """Cut `model`, in place, over the ranks of `mesh`.
 
     A model without sequences is cut as in `tensor_parallel`. A norm's gradient
     on a rank covers only its part of the sequence; `tensor_parallel.add_terms` sums over ranks.
     """
-    if not isinstance(model, workload_layers.Decoder):
+    if not isinstance(model, modules.Decoder):
         tensor_parallel.parallelize(model, mesh)
         return
     part, whole = Shard(1), Replicate()  # of [n, t, d]

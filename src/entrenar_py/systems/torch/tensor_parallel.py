@@ -28,13 +28,12 @@ import entrenar_py
 from entrenar_py.shared import trace
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.systems.torch import ranks, whole_checkpoint, workload_layers, workload_module
-from entrenar_py.systems.torch.batches import global_batch
-from entrenar_py.systems.torch.finite_guard import FiniteGuard, NotFinite
+from entrenar_py.systems.torch import modules, ranks, whole_checkpoint
 from entrenar_py.systems.torch.ranks import Rank
+from entrenar_py.systems.torch.steps import FiniteGuard, NotFinite, global_batch
 from entrenar_py.train.arithmetic import decoder, sharding
 
-Parallelize = Callable[[workload_layers.Layers, DeviceMesh], None]
+Parallelize = Callable[[modules.Layers, DeviceMesh], None]
 
 
 def run(scenario: Scenario) -> trace.Trace:
@@ -64,18 +63,18 @@ def degree(scenario: Scenario, world_size: int) -> int:
 # --- how the model is cut ---------------------------------------------------------------------
 
 
-def parallelize(model: workload_layers.Layers, mesh: DeviceMesh) -> None:
+def parallelize(model: modules.Layers, mesh: DeviceMesh) -> None:
     """Cut `model`, in place, over the ranks of `mesh`.
 
     The first layer of each pair is cut by columns, the second by rows. So there is one all-reduce
     after the second layer, and one of the gradient before the first. The embedding, which is also
     the weight of the output, is cut by the vocabulary.
     """
-    if isinstance(model, workload_layers.Classifier):
+    if isinstance(model, modules.Classifier):
         # Dropout between the layers is drawn for the whole output, the same on all ranks.
         whole = ColwiseParallel(output_layouts=Replicate())
         parallelize_module(model, mesh, dict.fromkeys(("hidden1", "hidden2", "output"), whole))
-    elif isinstance(model, workload_layers.Decoder):
+    elif isinstance(model, modules.Decoder):
         parallelize_module(
             model,
             mesh,
@@ -128,7 +127,7 @@ class Replicated(ParallelStyle):
 
 
 def cut_model(
-    model: workload_layers.Layers, mesh: DeviceMesh, parallelize: Parallelize
+    model: modules.Layers, mesh: DeviceMesh, parallelize: Parallelize
 ) -> list[nn.Parameter]:
     """Cut `model`, in place; return its trainable parameters."""
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
@@ -163,11 +162,11 @@ def train_with(rank: Rank, parallelize: Parallelize) -> None:
     place, group = mesh.get_local_rank("dp"), mesh["tp"].get_group()
     # The ranks of a group draw the same dropout; groups differ.
     torch.manual_seed(rank.seed_of(rank.workers[place * size]))
-    model = workload_layers.build(scenario).to(rank.device)
+    model = modules.build(scenario).to(rank.device)
     trainable = cut_model(model, mesh["tp"], parallelize)
-    data = workload_layers.Data(scenario, rank.device)
-    optimizer = workload_module.optimizer_of(scenario, model)
-    scheduler = workload_module.scheduler_of(scenario, optimizer)
+    data = modules.Data(scenario, rank.device)
+    optimizer = modules.optimizer_of(scenario, model)
+    scheduler = modules.scheduler_of(scenario, optimizer)
     position, step = sharding.Position(), 0
     if rank.resumes:
         position, step = whole_checkpoint.load(rank, model, optimizer, scheduler)
@@ -205,8 +204,8 @@ def local_batch(ids: sharding.Ids, mesh: DeviceMesh, place: int) -> sharding.Ids
 
 
 def accumulate(
-    model: workload_layers.Layers,
-    data: workload_layers.Data,
+    model: modules.Layers,
+    data: modules.Data,
     guard: FiniteGuard,
     obs: entrenar_py.Observation,
     parts: Iterable[sharding.Ids],

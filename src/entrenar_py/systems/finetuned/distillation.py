@@ -23,10 +23,9 @@ from entrenar_py.shared import trace
 from entrenar_py.shared.errors import EntrenarError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Trace
-from entrenar_py.systems.finetuned import samples_seen, small
-from entrenar_py.systems.finetuned.asked import Asked
-from entrenar_py.systems.finetuned.samples_seen import Watched
-from entrenar_py.systems.finetuned.small import Made
+from entrenar_py.systems.finetuned import records, small_run
+from entrenar_py.systems.finetuned.records import Watched
+from entrenar_py.systems.finetuned.small_run import Asked, Made
 from entrenar_py.systems.finetuned.textbook import Textbook
 from entrenar_py.systems.star.scenario_run import ScenarioRun
 from entrenar_py.systems.star.simulated import SimulatedTransport
@@ -59,7 +58,7 @@ def run(scenario: Scenario) -> Trace:
     own = {name: scenario.options[name] for name in _OWN if name in scenario.options}
     plain = {name: one for name, one in scenario.options.items() if name not in _OWN}
     asked = Asked.of(scenario.with_(options=plain))
-    with small.quiet(), tempfile.TemporaryDirectory() as name:
+    with small_run.quiet(), tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         made = _made(folder, scenario, asked, own)
         prepared = preparing.prepare(made.settings, folder / "cache")
@@ -71,7 +70,7 @@ def run(scenario: Scenario) -> Trace:
         if done.end.status != "completed":
             return done
         if "samples" in asked.facts:
-            events += samples_seen.events(made, prepared, workload)
+            events += records.sample_events(made, prepared, workload)
             events += _rows(made, prepared, workload)
         if "gradients" in asked.facts:
             final = training.server.replica.replica.arrays
@@ -84,8 +83,8 @@ def run(scenario: Scenario) -> Trace:
 
 def _made(folder: Path, scenario: Scenario, asked: Asked, own: Mapping[str, Any]) -> Made:
     """Write both checkpoints and the rows."""
-    made = small.make(folder, scenario, asked)
-    small.teacher(folder / "teacher", made, asked, scenario)
+    made = small_run.make(folder, scenario, asked)
+    small_run.teacher(folder / "teacher", made, asked, scenario)
     top_k = own.get("top_k", 8)
     if top_k == ALL:
         top_k = student.vocabulary_of(model_class.configuration(made.settings))
@@ -155,7 +154,7 @@ def _rows(made: Made, prepared: Prepared, workload: Student) -> Iterator[trace.T
     model = model.double().eval()
     facts = workload.teacher.facts
     stock = []
-    for tokens, _ in samples_seen.stock_rows(made):
+    for tokens, _ in records.stock_rows(made):
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([tokens])).logits[0]
         stock.append(logits.log_softmax(-1))

@@ -10,10 +10,9 @@ from pathlib import Path
 from entrenar_py.shared import trace
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Trace
-from entrenar_py.systems.finetuned import frozen, nf4, outputs, samples_seen, small
-from entrenar_py.systems.finetuned.asked import Asked
-from entrenar_py.systems.finetuned.samples_seen import Watched
-from entrenar_py.systems.finetuned.small import Made
+from entrenar_py.systems.finetuned import outputs, records, small_run
+from entrenar_py.systems.finetuned.records import Watched
+from entrenar_py.systems.finetuned.small_run import Asked, Made
 from entrenar_py.systems.finetuned.textbook import Textbook
 from entrenar_py.systems.star.scenario_run import ScenarioRun
 from entrenar_py.systems.star.simulated import SimulatedTransport
@@ -28,8 +27,8 @@ def run(scenario: Scenario) -> Trace:
     Raises UsageError without the extra `finetune`.
     """
     asked = Asked.of(scenario)
-    with small.quiet(), tempfile.TemporaryDirectory() as folder:
-        made = small.make(Path(folder), scenario, asked)
+    with small_run.quiet(), tempfile.TemporaryDirectory() as folder:
+        made = small_run.make(Path(folder), scenario, asked)
         prepared = preparing.prepare(made.settings, Path(folder, "cache"))
         workload = prepared.workload(Watched)
         assert isinstance(workload, Watched), "it was asked for"
@@ -49,7 +48,7 @@ class _Training(ScenarioRun):
     def __init__(self, scenario: Scenario, workload: Watched, made: Made) -> None:
         super().__init__(scenario, SimulatedTransport, workload)
         self.workload = workload
-        self.frozen = [frozen.of_files(made.settings.model)]
+        self.frozen = [records.of_files(made.settings.model)]
 
     def begin(self, run: Run) -> None:
         """See `ScenarioRun`."""
@@ -58,7 +57,7 @@ class _Training(ScenarioRun):
 
     def watch(self, when: str) -> None:
         """Record the weights that aren't trained."""
-        self.frozen.append(frozen.of_module(self.workload.module, when))
+        self.frozen.append(records.of_module(self.workload.module, when))
 
 
 def _facts(
@@ -69,9 +68,9 @@ def _facts(
     yield training.frozen.pop()
     final = {name: array.copy() for name, array in training.server.replica.replica.arrays.items()}
     if "samples" in asked.facts:
-        yield from samples_seen.events(made, prepared, training.workload)
+        yield from records.sample_events(made, prepared, training.workload)
     if asked.method == "qlora":
-        yield from nf4.events(made, training.workload.module)
+        yield from records.nf4_events(made, training.workload.module)
     if {"outputs", "merged"} & set(asked.facts):
         yield outputs.written(made, prepared, training.workload.module, final)
     if "merged" in asked.facts:
