@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 
-from entrenar_py.compute import Pair, products
+from entrenar_py.compute import Array, DropFunction, Model, Pair, Stepper, products
 from entrenar_py.compute.products import check_operands
-from entrenar_py.compute.steps import Array, DropFunction, Model, Stepper
 from entrenar_py.shared.errors import BackendUnavailable
 from entrenar_py.shared.untrusted import printing
 

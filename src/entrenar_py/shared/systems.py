@@ -174,6 +174,7 @@ SYSTEMS: dict[str, System] = {
     ),
     "sequence_parallel": replace(
         _OVER_TORCH,
+        room="systems.torch.tensor_parallel",
         what="tensor parallelism where, between the layers, each rank has a part of each sequence",
         options=("deadline_s", "tp"),
     ),

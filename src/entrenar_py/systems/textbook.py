@@ -132,9 +132,7 @@ def save(path: Path, replicas: list[Replica], position: sharding.Position) -> No
     progress = progress_of(first, position)
     progress["rng"] = {str(r.rank): json.dumps(rng_state(r)) for r in replicas}
     checkpoint.save(
-        path,
-        checkpoint.as_arrays(tensors=arrays, optimizer=optimizer_arrays(first)),
-        progress,
+        path, checkpoint.as_arrays(tensors=arrays, optimizer=optimizer_arrays(first)), progress
     )
 
 
@@ -216,12 +214,7 @@ def state_records(setup: Setup, replica: Replica) -> dict[str, Any]:
 
 
 def record_start(
-    setup: Setup,
-    replica: Replica,
-    step: int,
-    position: sharding.Position,
-    *,
-    resumed: bool = False,
+    setup: Setup, replica: Replica, step: int, position: sharding.Position, *, resumed: bool = False
 ) -> None:
     """Emit a Start event with the state of a rank before `step`."""
     specs = setup.model.specs

@@ -7,7 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from entrenar_py.train.wire_io.background_thread import Task, Thread
+from entrenar_py.train.wire_io.processes import Task, Thread
 from tests.train.wire_io.fakes import go, until
 
 

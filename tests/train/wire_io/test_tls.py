@@ -15,7 +15,7 @@ import pytest
 
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.wire import effects as do
-from entrenar_py.train.wire_io import tls
+from entrenar_py.train.wire_io import sockets
 from entrenar_py.train.wire_io.tcp import CoordinatorServer
 from tests.train.wire_io.certificates import Authority, client_context, server_context
 from tests.train.wire_io.fakes import (
@@ -128,7 +128,7 @@ def test_a_coordinator_of_another_name(authority: Authority) -> None:
 
     async def story() -> None:
         elsewhere = authority.signed("elsewhere", "192.0.2.1")
-        context = tls.server_context(cert=elsewhere.cert, key=elsewhere.key)
+        context = sockets.server_context(cert=elsewhere.cert, key=elsewhere.key)
         server = CoordinatorServer(run_of(), FakeServer(), timing=TIMING, secret=SECRET)
         _, port = await server.listen(LOOPBACK, 0, context=context)
         running = asyncio.ensure_future(server.finish())
@@ -213,7 +213,7 @@ def test_only_one_version(authority: Authority) -> None:
     ends = [server_context(authority, mutual=mutual) for mutual in (True, False)]
     ends.append(client_context(authority, None))
     assert {one.minimum_version for one in ends} == {ssl.TLSVersion.TLSv1_3}
-    assert [tls.proves_identity(one) for one in ends] == [True, False, True]
+    assert [sockets.proves_identity(one) for one in ends] == [True, False, True]
 
 
 def test_files_that_are_missing_or_unfit(authority: Authority, tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_files_that_are_missing_or_unfit(authority: Authority, tmp_path: Path) -
         (own.cert, own.key, garbage, f"ca={garbage}: "),
     ):
         with pytest.raises(UsageError) as caught:
-            tls.server_context(cert=cert, key=key, ca=ca)
+            sockets.server_context(cert=cert, key=key, ca=ca)
         assert complaint in str(caught.value)
 
 
@@ -243,4 +243,4 @@ def test_half_an_identity(authority: Authority, given: str) -> None:
     """A certificate without its key is refused."""
     own: dict[str, Any] = {given: authority.signed("own").cert}
     with pytest.raises(UsageError, match=f"TLS {given} without .*: give both, or neither"):
-        tls.client_context(ca=authority.ca, **own)
+        sockets.client_context(ca=authority.ca, **own)

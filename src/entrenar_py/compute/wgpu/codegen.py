@@ -354,11 +354,7 @@ def _body(emitter: Emitter, out: Buffer, *, lanes: int) -> list[str]:
 
 
 def _loop(
-    loop: Loop,
-    indices: Sequence[Index],
-    rows: Callable[[Index], Index],
-    out: Buffer,
-    lanes: int,
+    loop: Loop, indices: Sequence[Index], rows: Callable[[Index], Index], out: Buffer, lanes: int
 ) -> list[str]:
     variable = f"c{loop.number}"
     columns, decoding = _merge(_atoms(loop.variables()), indices, variable)

@@ -11,12 +11,7 @@ from torch.fx import GraphModule, Node
 
 from entrenar_py.shared.errors import UsageError
 
-DTYPES = {
-    torch.float32: "f32",
-    torch.int64: "i32",
-    torch.int32: "i32",
-    torch.bool: "bool",
-}
+DTYPES = {torch.float32: "f32", torch.int64: "i32", torch.int32: "i32", torch.bool: "bool"}
 
 # Only in memory: what is computed with them is a float32 or an i32.
 STORED = {torch.bfloat16: "bf16", torch.float16: "f16", torch.uint8: "u8"}

@@ -487,11 +487,7 @@ class Kernel:
 
 
 def product_kernel(
-    product: Product,
-    limits: Limits,
-    *,
-    epilogue: str = "",
-    tiling: Tiling | None = None,
+    product: Product, limits: Limits, *, epilogue: str = "", tiling: Tiling | None = None
 ) -> Kernel:
     """Return the kernel of a product, with `tiling` or else the best one for its shape.
 

@@ -13,8 +13,7 @@ from blake3 import blake3
 from torch import Tensor
 from torch.fx import GraphModule
 
-from entrenar_py.compute import draws
-from entrenar_py.compute.steps import Array, DropFunction, Model, Tensors
+from entrenar_py.compute import Array, DropFunction, Model, Tensors, draws
 from entrenar_py.compute.wgpu.capture import Function, capture
 from entrenar_py.compute.wgpu.device import Device, Uploaded, upload
 from entrenar_py.compute.wgpu.program import Program, Scratch, compile_graph

@@ -278,11 +278,7 @@ def _layout(stored: Stored, shape: Sequence[int], batch: tuple[int, ...]) -> Lay
     strides = stored.strides
     own = strides[:-2] if len(shape) > 2 else (0,) * len(batch)
     return Layout(
-        offset=stored.offset,
-        batch=own,
-        row=strides[-2],
-        column=strides[-1],
-        coding=stored.coding,
+        offset=stored.offset, batch=own, row=strides[-2], column=strides[-1], coding=stored.coding
     )
 
 
@@ -305,8 +301,7 @@ def reshape(schedule: Schedule, value: Value, shape: Sequence[int]) -> Value:
         return None if strides is None else replace(stored, strides=strides)
 
     return _view(
-        *(schedule, value, to, lambda indices: at.reshape(indices, to, own), restride),
-        ordered=True,
+        *(schedule, value, to, lambda indices: at.reshape(indices, to, own), restride), ordered=True
     )
 
 

@@ -26,7 +26,7 @@ from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.patience import Patience
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Trace
-from entrenar_py.systems.finetuned import outputs, small_run
+from entrenar_py.systems.finetuned import small_run, textbook
 from entrenar_py.systems.finetuned.small_run import Asked, Made
 from entrenar_py.systems.finetuned.textbook import Textbook
 from entrenar_py.train.coordinator.recorder import Recorder
@@ -105,7 +105,7 @@ def _configuration(scenario: Scenario, made: Made, asked: Asked) -> dict[str, An
 
 def _read(made: Made, asked: Asked) -> Iterator[trace.Event]:
     """Yield what stock libraries read, with values, and its logits beside the textbook's."""
-    model = outputs.stock(made, made.settings.output)
+    model = textbook.stock(made, made.settings.output)
     tensors = {
         name: tensor.detach().numpy()
         for name, tensor in model.named_parameters()
@@ -116,12 +116,12 @@ def _read(made: Made, asked: Asked) -> Iterator[trace.Event]:
         tensors={name: trace.record_tensor(one, values=True) for name, one in tensors.items()},
     )
     shapes = {name: array.shape for name, array in tensors.items()}
-    textbook, ids = Textbook(made, asked, shapes), range(_NUM_ROWS)
-    tokens, mask, _ = textbook.batch(ids)
+    oracle, ids = Textbook(made, asked, shapes), range(_NUM_ROWS)
+    tokens, mask, _ = oracle.batch(ids)
     with torch.no_grad():
         logits = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
     held = {name: torch.from_numpy(array) for name, array in tensors.items()}
-    yield from textbook.logits("written model", logits, held, ids)
+    yield from oracle.logits("written model", logits, held, ids)
 
 
 # --- the ranks ------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from pathlib import Path
 from entrenar_py.shared import trace
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Trace
-from entrenar_py.systems.finetuned import outputs, records, small_run
+from entrenar_py.systems.finetuned import records, small_run, textbook
 from entrenar_py.systems.finetuned.records import Watched
 from entrenar_py.systems.finetuned.small_run import Asked, Made
 from entrenar_py.systems.finetuned.textbook import Textbook
@@ -34,7 +34,7 @@ def run(scenario: Scenario) -> Trace:
         assert isinstance(workload, Watched), "it was asked for"
         training = _Training(scenario, workload, made)
         first = training.server.initial()
-        begin = list(outputs.adapters("start", made, asked, first))
+        begin = list(textbook.adapters("start", made, asked, first))
         done = training.train()
         if done.end.status != "completed":
             return done
@@ -72,9 +72,9 @@ def _facts(
     if asked.method == "qlora":
         yield from records.nf4_events(made, training.workload.module)
     if {"outputs", "merged"} & set(asked.facts):
-        yield outputs.written(made, prepared, training.workload.module, final)
+        yield textbook.written(made, prepared, training.workload.module, final)
     if "merged" in asked.facts:
-        yield from outputs.merged(made, asked, prepared, final)
+        yield from textbook.merged(made, asked, prepared, final)
     if "gradients" in asked.facts:
         shapes = {name: array.shape for name, array in final.items()}
         yield from Textbook(made, asked, shapes).steps(done)

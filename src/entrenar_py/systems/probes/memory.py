@@ -88,10 +88,7 @@ def _of_adapter(name: str, before: Work, work: Work) -> Measured:
     return Measured(baseline, counted.peak_bytes, None)
 
 
-MEASURES: dict[str, Callable[[str, Work, Work], Measured]] = {
-    "cuda": _of_cuda,
-    "wgpu": _of_adapter,
-}
+MEASURES: dict[str, Callable[[str, Work, Work], Measured]] = {"cuda": _of_cuda, "wgpu": _of_adapter}
 
 
 class Counted:

@@ -90,9 +90,7 @@ def request(options: Mapping[str, Any]) -> Request:
         raise UsageError(f"options layout={layout!r}: allowed are {', '.join(LAYOUTS)}")
     longest = max(k for _, k, _ in shapes)
     return Request(
-        shapes=shapes,
-        layout=layout,
-        magnitude=_magnitude(options.get("magnitude", 1.0), longest),
+        shapes=shapes, layout=layout, magnitude=_magnitude(options.get("magnitude", 1.0), longest)
     )
 
 

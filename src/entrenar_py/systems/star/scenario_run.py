@@ -84,8 +84,7 @@ def _applicant(terms: Terms, secret: bytes, rank: int | None) -> Callable[[Chall
 def _claim() -> bytes:
     """Return the prefix of a hello that announces a payload of CLAIMED_BYTES."""
     fields = FIELDS.pack(
-        *(MAGIC, VERSION, Hello.tag, True, TO_COORDINATOR, 0),
-        *(1, CHUNK_BYTES, CLAIMED_BYTES),
+        *(MAGIC, VERSION, Hello.tag, True, TO_COORDINATOR, 0), *(1, CHUNK_BYTES, CLAIMED_BYTES)
     )
     return fields + bytes(16)
 
@@ -147,10 +146,7 @@ class ScenarioRun:
         for fault, guest in self._guests:
             server.recorder.emit(
                 trace.Admission(
-                    case=fault.value or "",
-                    entitled=False,
-                    let_in=guest.let_in,
-                    answer=guest.answer,
+                    case=fault.value or "", entitled=False, let_in=guest.let_in, answer=guest.answer
                 )
             )
         promise = self.topology.promise if self._is_alike() else "draws"

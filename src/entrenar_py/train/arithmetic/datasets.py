@@ -15,7 +15,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from entrenar_py.compute.steps import Array
+from entrenar_py.compute import Array
 from entrenar_py.shared.errors import UsageError
 
 NUM_PIXELS = 64

@@ -239,11 +239,7 @@ class Symmetric:
         if len(piece.mine):
             with torch.cuda.stream(self._adding):
                 kernels.add_tree_of_put(
-                    piece.rows,
-                    mine=piece.mine,
-                    rank=self._rank,
-                    scale=self._scale,
-                    sums=piece.sums,
+                    piece.rows, mine=piece.mine, rank=self._rank, scale=self._scale, sums=piece.sums
                 )
 
     def _slot(self, everyone: list[Tensor], index: int) -> _Slot:

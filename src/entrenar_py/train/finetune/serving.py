@@ -35,7 +35,7 @@ from entrenar_py.train.stages.cut import Cut
 from entrenar_py.train.stages.server import PipelineServer
 from entrenar_py.train.wire.pipeline_peers import PipelineCoordinator
 from entrenar_py.train.wire.terms import Timing
-from entrenar_py.train.wire_io import tls
+from entrenar_py.train.wire_io import sockets
 
 SECTION = "coordinator"
 OF_THE_TRAINER = "workload"  # the key of a run of one of its own models
@@ -210,7 +210,7 @@ class _Reader:
         timing = self._read(lambda: Timing(**asdict(section.timing)), "timing")
         context = None
         if (given := section.tls) is not None:
-            make = partial(tls.server_context, cert=given.cert, key=given.key, ca=given.ca)
+            make = partial(sockets.server_context, cert=given.cert, key=given.key, ca=given.ca)
             context = self._read(make, "tls")
         self._problems.settle(strict=True)
         assert listen is not None, "what can't be read is a problem"

@@ -24,7 +24,7 @@ from entrenar_py.train.coordinator import audited, topology
 from entrenar_py.train.service import address, config_keys
 from entrenar_py.train.service.address import Address
 from entrenar_py.train.wire.terms import Timing
-from entrenar_py.train.wire_io import tls
+from entrenar_py.train.wire_io import sockets
 from entrenar_py.train.wire_io.tcp import SECRET_BYTES_MIN
 
 SECRET_BYTES_MAX = 2**16
@@ -211,7 +211,7 @@ class _Reader:
         if cert is None or key is None:
             self._error("tls", f"tls: {'key' if cert else 'cert'} is missing; give its file")
             return None
-        return self._read("tls", lambda: tls.server_context(cert=cert, key=key, ca=ca))
+        return self._read("tls", lambda: sockets.server_context(cert=cert, key=key, ca=ca))
 
     def _timing(self) -> Timing:
         record = self._block("timing", config_keys.TIMING)

@@ -26,7 +26,7 @@ from entrenar_py.train.coordinator.member import Member
 from entrenar_py.train.service import config, config_keys, exit_codes, signals
 from entrenar_py.train.wire.effects import Effect, Finish, Load
 from entrenar_py.train.wire.terms import Timing
-from entrenar_py.train.wire_io import queries, tls
+from entrenar_py.train.wire_io import queries, sockets
 from entrenar_py.train.wire_io.queries import Source, Told
 from entrenar_py.train.wire_io.tcp import MeshClient, WorkerClient
 
@@ -55,7 +55,7 @@ def run(given: argparse.Namespace, obtain: Obtain) -> int:
     """
     secret, context = config.secret(given.secret_file), None
     if given.tls_ca is not None:
-        context = tls.client_context(ca=given.tls_ca, cert=given.tls_cert, key=given.tls_key)
+        context = sockets.client_context(ca=given.tls_ca, cert=given.tls_cert, key=given.tls_key)
     torch.set_num_threads(1)  # how a sum is split over threads is part of its order
     backend, attempts = opened(given.backend)
     finish = asyncio.run(Stay(given, secret, context, backend, attempts, obtain).take_part())
@@ -220,7 +220,7 @@ class Stay:
                 "in this run workers connect to each other: give --tls-cert and --tls-key, of a "
                 "certificate that names the address of this machine"
             )
-        return tls.server_context(cert=given.tls_cert, key=given.tls_key, ca=given.tls_ca)
+        return sockets.server_context(cert=given.tls_cert, key=given.tls_key, ca=given.tls_ca)
 
     def _let_in(self, member: Member, effect: Effect) -> None:
         """Record this worker's backend when it is admitted, and print its rank."""

@@ -11,7 +11,7 @@ import numpy as np
 from entrenar_py.shared import trace, updates
 from entrenar_py.shared.errors import ProtocolError
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.train.arithmetic import reduction, sharding, state
+from entrenar_py.train.arithmetic import checkpoint, reduction, sharding
 from entrenar_py.train.arithmetic.tensors import Workload
 from entrenar_py.train.coordinator import audited, replicas
 from entrenar_py.train.coordinator.server import Server
@@ -186,5 +186,7 @@ class PipelineServer(Server):
 
     def _stage_state(self, stage: int) -> Buffer:
         arrays: Mapping[str, Any] = self.replica.replica.arrays
-        progress = state.Progress(position=self.position, schedule_step=self.schedule_step)
-        return state.dump(self.cut.specs[stage], updates.held(self.scenario), progress, arrays, {})
+        progress = checkpoint.Progress(position=self.position, schedule_step=self.schedule_step)
+        return checkpoint.dump_state(
+            self.cut.specs[stage], updates.held(self.scenario), progress, arrays, {}
+        )

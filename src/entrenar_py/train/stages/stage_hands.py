@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from entrenar_py.shared.errors import ProtocolError
-from entrenar_py.train.arithmetic import state
+from entrenar_py.train.arithmetic import checkpoint
 from entrenar_py.train.stages.cut import Cut
 from entrenar_py.train.stages.member import StageMember
 from entrenar_py.train.wire import effects as do
@@ -49,7 +49,7 @@ class StageHands:
 
     def sizes(self) -> dict[type[Message], int]:
         """Return the largest payload, in bytes, that a message of each kind may have."""
-        states = [state.num_bytes(specs, _OPTIMIZER) for specs in self._cut.specs]
+        states = [checkpoint.state_bytes(specs, _OPTIMIZER) for specs in self._cut.specs]
         return {
             Welcome: max(states),
             Weights: self._cut.blocks.num_bytes_max,
@@ -69,7 +69,7 @@ class StageHands:
             if message.rank >= self._cut.places.num_ranks:
                 raise ProtocolError(f"Welcome rank={message.rank}: there is no such place")
             specs = self._cut.specs[self._cut.stage_of_rank(message.rank)]
-            due = state.num_bytes(specs, _OPTIMIZER)
+            due = checkpoint.state_bytes(specs, _OPTIMIZER)
             if len(payload) != due or message.blocks != self._cut.blocks.count:
                 raise ProtocolError(
                     f"Welcome with {len(payload)} bytes, blocks={message.blocks}: expected {due} "

@@ -32,10 +32,10 @@ from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.effects import Effect, Peer
 from entrenar_py.train.wire.frames import Buffer
 from entrenar_py.train.wire_io import sockets
-from entrenar_py.train.wire_io.background_thread import Thread
 from entrenar_py.train.wire_io.door import Door, Visit
 from entrenar_py.train.wire_io.endpoints import Beside, Notify, unnoticed
 from entrenar_py.train.wire_io.link import FAREWELL_S, Link
+from entrenar_py.train.wire_io.processes import Thread
 
 # The averaging coordinator without the network: its machine, codecs, and the gradients it holds.
 #

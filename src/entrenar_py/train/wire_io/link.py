@@ -20,8 +20,8 @@ from contextlib import nullcontext
 from itertools import chain
 
 from entrenar_py.train.wire.frames import Buffer
-from entrenar_py.train.wire_io.background_thread import Task
 from entrenar_py.train.wire_io.injections import Fate, Meddling, bent
+from entrenar_py.train.wire_io.processes import Task
 
 FAREWELL_S = 2.0  # how long the last messages may take
 # The bytes that one connection may read or write before the others have their turn.

@@ -151,9 +151,7 @@ class Source:
 
 
 async def fetch(
-    source: Source,
-    missing: Callable[[], Sequence[Part]],
-    store: Callable[[str, int, Buffer], None],
+    source: Source, missing: Callable[[], Sequence[Part]], store: Callable[[str, int, Buffer], None]
 ) -> do.Finish:
     """Fetch what is `missing`, which is called before each connection, and `store` each piece.
 

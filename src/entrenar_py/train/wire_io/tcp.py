@@ -28,8 +28,7 @@ from entrenar_py.train.wire.messages import Message
 from entrenar_py.train.wire.pipeline_peers import PipelineWorker
 from entrenar_py.train.wire.terms import NONCE_BYTES, Run, Timing
 from entrenar_py.train.wire.worker import Worker
-from entrenar_py.train.wire_io import sockets, tls
-from entrenar_py.train.wire_io.background_thread import Thread
+from entrenar_py.train.wire_io import sockets
 from entrenar_py.train.wire_io.door import Door, Visit
 from entrenar_py.train.wire_io.endpoints import (
     CoordinatorEnd,
@@ -42,6 +41,7 @@ from entrenar_py.train.wire_io.endpoints import (
 from entrenar_py.train.wire_io.injections import Meddle, Speak, truthfully, unmeddled
 from entrenar_py.train.wire_io.link import FAREWELL_S, Link
 from entrenar_py.train.wire_io.peer_ends import MeshEnd, MeshHands, PipelineEnd, PipelineHands
+from entrenar_py.train.wire_io.processes import Thread
 
 TICKS_A_HEARTBEAT = 4
 SECRET_BYTES_MIN = 16
@@ -99,10 +99,7 @@ class CoordinatorServer:
             _require_protection(host, self.end.machine.secret, context)
         listeners = sockets.listen(addresses, buffer_bytes=buffer_bytes)
         self._door = Door(
-            listeners,
-            self._opened,
-            context=context,
-            patience_s=self.end.machine.timing.hello_s,
+            listeners, self._opened, context=context, patience_s=self.end.machine.timing.hello_s
         )
         name = listeners[0].getsockname()
         return name[0], name[1]
@@ -211,7 +208,7 @@ class CoordinatorServer:
 
 def _require_protection(host: str, secret: bytes, context: ssl.SSLContext | None) -> None:
     """Raise UsageError if anyone could take part in a run that listens at `host`."""
-    if len(secret) < SECRET_BYTES_MIN and not (context and tls.proves_identity(context)):
+    if len(secret) < SECRET_BYTES_MIN and not (context and sockets.proves_identity(context)):
         raise UsageError(
             f"host={host}: other machines can connect there, and the secret of {len(secret)} bytes "
             f"is too short to stop them; give one of at least {SECRET_BYTES_MIN} bytes, or TLS "
@@ -247,12 +244,7 @@ class WorkerClient:
         self._thread = ThreadPoolExecutor(1)
 
     async def run(
-        self,
-        host: str,
-        port: int,
-        *,
-        patience_s: float,
-        context: ssl.SSLContext | None = None,
+        self, host: str, port: int, *, patience_s: float, context: ssl.SSLContext | None = None
     ) -> do.Finish:
         """Take part until the run is over; return `failed` after `patience_s` without admission.
 
@@ -336,7 +328,9 @@ class WorkerClient:
             sock = await sockets.connect(host, port, buffer_bytes=self.buffer_bytes)
         if context is None:
             return sock
-        return await tls.secured(sock, context, server_side=False, host=host, patience_s=patience_s)
+        return await sockets.secured(
+            sock, context, server_side=False, host=host, patience_s=patience_s
+        )
 
     def compute(self, asked: Any) -> None:
         """Do the work of the effect `asked` in a thread."""
@@ -426,12 +420,7 @@ class MeshClient(WorkerClient):
         )
 
     async def run(
-        self,
-        host: str,
-        port: int,
-        *,
-        patience_s: float,
-        context: ssl.SSLContext | None = None,
+        self, host: str, port: int, *, patience_s: float, context: ssl.SSLContext | None = None
     ) -> do.Finish:
         """Take part until the run is over; see WorkerClient.
 
