@@ -10,7 +10,7 @@ import pytest
 
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.finetuned.by_stages import _Training
-from entrenar_py.systems.finetuned.small_run import Asked
+from entrenar_py.systems.finetuned.small_run import Request
 from entrenar_py.train.model import prepared as preparing
 from entrenar_py.train.model.settings import Data, Lora, Settings, StagePlan, Training
 from entrenar_py.train.plan import plan as planning
@@ -67,7 +67,7 @@ def test_stages_send_what_is_foreseen(
         optimizer="adamw",
         options={"cuts": [places]},
     )
-    training = _Training(scenario, prepared, Asked.of(scenario))
+    training = _Training(scenario, prepared, Request.of(scenario))
     assert training.train().end.status == "completed"
 
     sent: dict[int, Counter[str]] = {}

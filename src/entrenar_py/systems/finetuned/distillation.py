@@ -25,7 +25,7 @@ from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Trace
 from entrenar_py.systems.finetuned import records, small_run
 from entrenar_py.systems.finetuned.records import Watched
-from entrenar_py.systems.finetuned.small_run import Asked, Made
+from entrenar_py.systems.finetuned.small_run import Fixture, Request
 from entrenar_py.systems.finetuned.textbook import Textbook
 from entrenar_py.systems.star.scenario_run import ScenarioRun
 from entrenar_py.systems.star.simulated import SimulatedTransport
@@ -57,11 +57,11 @@ def run(scenario: Scenario) -> Trace:
     """
     own = {name: scenario.options[name] for name in _OWN if name in scenario.options}
     plain = {name: one for name, one in scenario.options.items() if name not in _OWN}
-    asked = Asked.of(scenario.with_(options=plain))
+    request = Request.of(scenario.with_(options=plain))
     with small_run.quiet(), tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        made = _made(folder, scenario, asked, own)
-        prepared = preparing.prepare(made.settings, folder / "cache")
+        fixture = _made(folder, scenario, request, own)
+        prepared = preparing.prepare(fixture.settings, folder / "cache")
         events: list[trace.Event] = [*_stages(prepared, folder)]
         workload = student.workload(prepared, WatchedStudent)
         assert isinstance(workload, WatchedStudent), "it was asked for"
@@ -69,25 +69,25 @@ def run(scenario: Scenario) -> Trace:
         done = training.train()
         if done.end.status != "completed":
             return done
-        if "samples" in asked.facts:
-            events += records.sample_events(made, prepared, workload)
-            events += _rows(made, prepared, workload)
-        if "gradients" in asked.facts:
+        if "samples" in request.facts:
+            events += records.sample_events(fixture, prepared, workload)
+            events += _rows(fixture, prepared, workload)
+        if "gradients" in request.facts:
             final = training.server.replica.replica.arrays
             shapes = {name: array.shape for name, array in final.items()}
-            events += SoftTextbook(made, asked, shapes, workload).steps(done)
-        if "refusals" in asked.facts:
+            events += SoftTextbook(fixture, request, shapes, workload).steps(done)
+        if "refusals" in request.facts:
             events += _turned_away(prepared, folder)
     return replace(done, events=(*done.events[:-1], *events, done.events[-1]))
 
 
-def _made(folder: Path, scenario: Scenario, asked: Asked, own: Mapping[str, Any]) -> Made:
+def _made(folder: Path, scenario: Scenario, request: Request, own: Mapping[str, Any]) -> Fixture:
     """Write both checkpoints and the rows."""
-    made = small_run.make(folder, scenario, asked)
-    small_run.teacher(folder / "teacher", made, asked, scenario)
+    fixture = small_run.make(folder, scenario, request)
+    small_run.teacher(folder / "teacher", fixture, request, scenario)
     top_k = own.get("top_k", 8)
     if top_k == ALL:
-        top_k = student.vocabulary_of(model_class.configuration(made.settings))
+        top_k = student.vocabulary_of(model_class.configuration(fixture.settings))
     section = Distillation(
         logits=folder / "shards",
         teacher=folder / "teacher",
@@ -100,7 +100,7 @@ def _made(folder: Path, scenario: Scenario, asked: Asked, own: Mapping[str, Any]
         batch_tokens=64,
         wait_s=0.0,
     )
-    return replace(made, settings=replace(made.settings, distill=section))
+    return replace(fixture, settings=replace(fixture.settings, distill=section))
 
 
 def _stages(prepared: Prepared, folder: Path) -> Iterator[trace.Sharded]:
@@ -144,7 +144,7 @@ def _digest(stage: Stage, entry: Entry) -> str:
     return shards.digest_of(path) if path.exists() else "not there"
 
 
-def _rows(made: Made, prepared: Prepared, workload: Student) -> Iterator[trace.TeacherRow]:
+def _rows(fixture: Fixture, prepared: Prepared, workload: Student) -> Iterator[trace.TeacherRow]:
     """Yield each row of each shard, beside stock transformers in float64."""
     from transformers import AutoModelForCausalLM
 
@@ -154,7 +154,7 @@ def _rows(made: Made, prepared: Prepared, workload: Student) -> Iterator[trace.T
     model = model.double().eval()
     facts = workload.teacher.facts
     stock = []
-    for tokens, _ in records.stock_rows(made):
+    for tokens, _ in records.stock_rows(fixture):
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([tokens])).logits[0]
         stock.append(logits.log_softmax(-1))
@@ -273,8 +273,8 @@ class SoftTextbook(Textbook):
     The teacher's rows are those of the shards, which F-KD-008 compares with its own outputs.
     """
 
-    def __init__(self, made: Made, asked: Asked, shapes: Any, workload: Student) -> None:
-        super().__init__(made, asked, shapes)
+    def __init__(self, fixture: Fixture, request: Request, shapes: Any, workload: Student) -> None:
+        super().__init__(fixture, request, shapes)
         self._workload = workload
         self._rows: Rows | None = None
 

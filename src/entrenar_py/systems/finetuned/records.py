@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from entrenar_py.shared import trace
 from entrenar_py.systems.finetuned import small_run
-from entrenar_py.systems.finetuned.small_run import Made
+from entrenar_py.systems.finetuned.small_run import Fixture
 from entrenar_py.train.arithmetic.tensors import Array, DropFunction, Tensors
 from entrenar_py.train.model import packing
 from entrenar_py.train.model.prepared import Prepared
@@ -66,9 +66,9 @@ def is_within_blocks(name: str) -> bool:
     return bool(_WITHIN_BLOCKS.search(name))
 
 
-def decoded(made: Made) -> dict[str, Array]:
+def decoded(fixture: Fixture) -> dict[str, Array]:
     """Return the checkpoint's weights; those within blocks as the numbers that NF4 stands for."""
-    weights = weights_of(made.settings.model)
+    weights = weights_of(fixture.settings.model)
     for name, array in weights.items():
         if is_within_blocks(name):
             codes, state = _quantised(array)
@@ -76,10 +76,10 @@ def decoded(made: Made) -> dict[str, Array]:
     return weights
 
 
-def nf4_events(made: Made, module: nn.Module) -> Iterator[trace.Quantised]:
+def nf4_events(fixture: Fixture, module: nn.Module) -> Iterator[trace.Quantised]:
     """Yield the weight of each linear layer, as `module` has it, and in NF4 by `bitsandbytes`."""
     held = {name_in_checkpoint(name): layer for name, layer in _linear(module)}
-    for name, array in weights_of(made.settings.model).items():
+    for name, array in weights_of(fixture.settings.model).items():
         if not (is_within_blocks(name) or name in _HEADS):
             continue
         weight = held[name].weight
@@ -186,10 +186,10 @@ class Watched(Finetuning):
             self.taught[part.sample].update(positions.tolist())
 
 
-def sample_events(made: Made, prepared: Prepared, workload: Watched) -> Iterator[trace.Event]:
+def sample_events(fixture: Fixture, prepared: Prepared, workload: Watched) -> Iterator[trace.Event]:
     """Yield Encoded and Taught events of all samples, and for classes a Weighed event."""
-    stock = list(stock_rows(made))
-    row_of = rows_of(prepared.train, len(made.rows))
+    stock = list(stock_rows(fixture))
+    row_of = rows_of(prepared.train, len(fixture.rows))
     for sample in range(len(prepared.train)):
         part = prepared.train.part(sample)
         stock_tokens, completion = stock[row_of[sample]]
@@ -204,9 +204,9 @@ def sample_events(made: Made, prepared: Prepared, workload: Watched) -> Iterator
         )
     for sample, positions in sorted(workload.taught.items()):
         yield trace.Taught(sample=sample, positions=tuple(sorted(positions)))
-    if made.settings.task == "classify":
-        asked = made.settings.classes.weights
-        yield trace.Weighed(asked=asked, weights=prepared.class_weights)
+    if fixture.settings.task == "classify":
+        weighting = fixture.settings.classes.weights
+        yield trace.Weighed(asked=weighting, weights=prepared.class_weights)
 
 
 def rows_of(samples: Samples, num_rows: int) -> list[int]:
@@ -219,13 +219,13 @@ def rows_of(samples: Samples, num_rows: int) -> list[int]:
     ]
 
 
-def stock_rows(made: Made) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def stock_rows(fixture: Fixture) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Yield the tokens of each row as `transformers` makes them, and the positions to predict."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(made.settings.model, local_files_only=True)
-    for row in made.rows:
-        yield _stock(tokenizer, made.settings.task, row)
+    tokenizer = AutoTokenizer.from_pretrained(fixture.settings.model, local_files_only=True)
+    for row in fixture.rows:
+        yield _stock(tokenizer, fixture.settings.task, row)
 
 
 def _stock(

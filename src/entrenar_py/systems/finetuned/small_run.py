@@ -44,7 +44,7 @@ _CHOICES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class Request:
     """The options of a scenario: the model's family, what is learned, and which facts are recorded.
 
     `blocks` is the number of the model's blocks. `cuts` has, for each part of a run between two
@@ -97,7 +97,7 @@ class Asked:
         return self.method != "full"
 
     @classmethod
-    def of(cls, scenario: Scenario) -> Asked:
+    def of(cls, scenario: Scenario) -> Request:
         """Return what `scenario` asks for."""
         given: dict[str, Any] = dict(scenario.options)
         given.pop("network_seed", None)  # the simulation's
@@ -155,55 +155,55 @@ _TARGETS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Made:
+class Fixture:
     """A folder with a checkpoint, and the rows in `settings.data.train`, in the file's order."""
 
     settings: Settings
     rows: tuple[dict[str, Any], ...]
 
 
-def make(folder: Path, scenario: Scenario, asked: Asked) -> Made:
+def make(folder: Path, scenario: Scenario, request: Request) -> Fixture:
     """Write checkpoint and rows to `folder`. Raises UsageError without the extra `finetune`."""
     require_libraries()
     draw = scenario.rng("data")
-    rows = tuple(_rows(draw, scenario, asked))
+    rows = tuple(_rows(draw, scenario, request))
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    tokenizer = _tokenizer(rows, is_marked=asked.marks)
+    tokenizer = _tokenizer(rows, is_marked=request.marks)
     tokenizer.save_pretrained(folder / "model")
-    _model(asked, len(tokenizer), scenario).save_pretrained(folder / "model")
-    is_classes = asked.task == "classify"
+    _model(request, len(tokenizer), scenario).save_pretrained(folder / "model")
+    is_classes = request.task == "classify"
     settings = Settings(
         model=folder / "model",
-        task=asked.task,
-        method=asked.method,
-        recompute=asked.recompute,
+        task=request.task,
+        method=request.method,
+        recompute=request.recompute,
         output=folder / "out",
         seed=scenario.seed,
-        data=Data(train=file, max_tokens=_TOKENS_MAX, packing=asked.packing),
+        data=Data(train=file, max_tokens=_TOKENS_MAX, packing=request.packing),
         classes=Classes(
             labels=LABELS if is_classes else (),
-            weights=asked.class_weights if is_classes else "none",
-            oversample=asked.oversample and is_classes,
+            weights=request.class_weights if is_classes else "none",
+            oversample=request.oversample and is_classes,
         ),
         lora=Lora(
-            rank=asked.rank,
-            alpha=asked.alpha,
+            rank=request.rank,
+            alpha=request.alpha,
             dropout=scenario.dropout,
-            targets=_TARGETS[asked.family],
+            targets=_TARGETS[request.family],
         ),
     )
-    return Made(settings=settings, rows=rows)
+    return Fixture(settings=settings, rows=rows)
 
 
-def teacher(folder: Path, made: Made, asked: Asked, scenario: Scenario) -> None:
-    """Write a model like that of `made`, with other weights and its tokenizer, to `folder`."""
+def teacher(folder: Path, fixture: Fixture, request: Request, scenario: Scenario) -> None:
+    """Write a model like that of `fixture`, with other weights and its tokenizer, to `folder`."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(made.settings.model, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(fixture.settings.model, local_files_only=True)
     tokenizer.save_pretrained(folder)
     other = scenario.with_(seed=scenario.seed + 1)
-    _model(asked, len(tokenizer), other).save_pretrained(folder)
+    _model(request, len(tokenizer), other).save_pretrained(folder)
 
 
 @contextlib.contextmanager
@@ -225,18 +225,18 @@ def require_libraries() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-def _rows(draw: np.random.Generator, scenario: Scenario, asked: Asked) -> list[dict[str, Any]]:
+def _rows(draw: np.random.Generator, scenario: Scenario, request: Request) -> list[dict[str, Any]]:
     """Return rows that become `scenario.num_samples` samples; each has a text of its own."""
     number = scenario.num_samples
-    if asked.task == "instruct":
-        return [_chat(draw, place, asked.marks) for place in range(number)]
-    if asked.task == "text":
+    if request.task == "instruct":
+        return [_chat(draw, place, request.marks) for place in range(number)]
+    if request.task == "text":
         return [_text(draw, place) for place in range(number)]
-    if asked.oversample and number % 2:
+    if request.oversample and number % 2:
         raise UsageError(f"num_samples={number} with oversample: use an even number")
-    num_safe = number // 2 if asked.oversample else number
+    num_safe = number // 2 if request.oversample else number
     num_unsafe = max(1, round(SHARE_UNSAFE * num_safe))
-    num_safe -= 0 if asked.oversample else num_unsafe
+    num_safe -= 0 if request.oversample else num_unsafe
     labels = [LABELS[0]] * num_safe + [LABELS[1]] * num_unsafe
     order = draw.permutation(len(labels))
     return [{**_text(draw, place), "label": labels[order[place]]} for place in range(len(labels))]
@@ -289,18 +289,18 @@ def _tokenizer(rows: tuple[dict[str, Any], ...], *, is_marked: bool) -> Any:
     )
 
 
-def _model(asked: Asked, num_tokens: int, scenario: Scenario) -> Any:
+def _model(request: Request, num_tokens: int, scenario: Scenario) -> Any:
     """Return a language model with random weights."""
     import transformers
 
     tokens: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     tokens["initializer_range"] = 0.1  # so that attention is not nearly uniform
-    if asked.family == "gpt2":
+    if request.family == "gpt2":
         config: Any = transformers.GPT2Config(
             vocab_size=num_tokens,
             n_positions=_TOKENS_MAX,
             n_embd=32,
-            n_layer=asked.blocks,
+            n_layer=request.blocks,
             n_head=2,
             resid_pdrop=0.0,
             embd_pdrop=0.0,
@@ -308,18 +308,20 @@ def _model(asked: Asked, num_tokens: int, scenario: Scenario) -> Any:
             **tokens,
         )
     else:
-        kind = {"qwen3": transformers.Qwen3Config, "llama": transformers.LlamaConfig}[asked.family]
+        kind = {"qwen3": transformers.Qwen3Config, "llama": transformers.LlamaConfig}[
+            request.family
+        ]
         config = kind(
             vocab_size=num_tokens,
             # Rows in NF4 are whole blocks of 64.
-            hidden_size=64 if asked.method == "qlora" else 32,
-            intermediate_size=64 if asked.method == "qlora" else 48,
-            num_hidden_layers=asked.blocks,
+            hidden_size=64 if request.method == "qlora" else 32,
+            intermediate_size=64 if request.method == "qlora" else 48,
+            num_hidden_layers=request.blocks,
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=16,
             max_position_embeddings=_TOKENS_MAX,
-            tie_word_embeddings=asked.family == "qwen3",
+            tie_word_embeddings=request.family == "qwen3",
             **tokens,
         )
     with torch.random.fork_rng(devices=[]):

@@ -26,7 +26,7 @@ from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.trace import TensorRecord, Trace
 from entrenar_py.systems.finetuned import records
 from entrenar_py.systems.finetuned.records import name_in_checkpoint, weights_of
-from entrenar_py.systems.finetuned.small_run import LABELS, Asked, Made
+from entrenar_py.systems.finetuned.small_run import LABELS, Fixture, Request
 from entrenar_py.train.arithmetic.tensors import Array
 from entrenar_py.train.model import model, saving
 from entrenar_py.train.model.prepared import Prepared
@@ -41,19 +41,21 @@ class Textbook:
     `names` and `shapes` are those of the trainer's tensors, in order.
     """
 
-    def __init__(self, made: Made, asked: Asked, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self, fixture: Fixture, request: Request, shapes: Mapping[str, tuple[int, ...]]
+    ) -> None:
         import transformers
 
-        self._made, self._asked, self.shapes = made, asked, shapes
-        self._samples = list(records.stock_rows(made))
-        is_chat = asked.task != "classify"
+        self._fixture, self._request, self.shapes = fixture, request, shapes
+        self._samples = list(records.stock_rows(fixture))
+        is_chat = request.task != "classify"
         kind = transformers.AutoModelForCausalLM if is_chat else transformers.AutoModel
         self._model: Any = kind.from_pretrained(
-            made.settings.model, dtype=torch.float32, local_files_only=True
+            fixture.settings.model, dtype=torch.float32, local_files_only=True
         ).eval()
-        if asked.method == "qlora":
+        if request.method == "qlora":
             numbers = {
-                name: torch.from_numpy(array) for name, array in records.decoded(made).items()
+                name: torch.from_numpy(array) for name, array in records.decoded(fixture).items()
             }
             self._model.load_state_dict(numbers, strict=False)
         self._tensors: Mapping[str, Tensor] = {}
@@ -66,14 +68,14 @@ class Textbook:
         """Return the trainer's names of a layer's A and B, or None if it has no adapter."""
         for name in self.shapes:
             path = name.removeprefix(_BEFORE)
-            if self._asked.task == "classify":  # this model has no head, and no prefix of its own
+            if self._request.task == "classify":  # this model has no head, and no prefix of its own
                 path = path.partition(".")[2]
             if layer and path == f"{layer}.lora_A{_DEFAULT}":
                 return name, name.replace(".lora_A.", ".lora_B.")
         return None
 
     def _adapt(self, a: str, b: str) -> Any:
-        scale = self._asked.alpha / self._asked.rank
+        scale = self._request.alpha / self._request.rank
 
         def add(layer: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
             low = F.linear(given[0], self._tensors[a])
@@ -85,8 +87,8 @@ class Textbook:
         """Return logits, [n, t, tokens] or [n, classes], for `tokens` [n, t], right-padded."""
         self._tensors = tensors
         given = {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
-        if self._asked.task != "classify":
-            if self._asked.method == "full":
+        if self._request.task != "classify":
+            if self._request.method == "full":
                 logits: Tensor = functional_call(self._model, dict(tensors), (), given).logits
                 return logits
             return self._model(**given).logits  # type: ignore[no-any-return]
@@ -103,14 +105,14 @@ class Textbook:
         longest = max(len(self._samples[i][0]) for i in ids)
         tokens = torch.zeros(len(ids), longest, dtype=torch.int64)
         mask = torch.zeros_like(tokens)
-        is_classes = self._asked.task == "classify"
+        is_classes = self._request.task == "classify"
         due = torch.zeros(len(ids), len(LABELS) if is_classes else longest)
         for place, index in enumerate(ids):
             given, completion = self._samples[index]
             tokens[place, : len(given)] = torch.tensor(given)
             mask[place, : len(given)] = 1
             if is_classes:
-                label = LABELS.index(self._made.rows[index]["label"])
+                label = LABELS.index(self._fixture.rows[index]["label"])
                 due[place, label] = self.class_weights()[label]
             else:
                 due[place, list(completion)] = 1.0
@@ -118,9 +120,9 @@ class Textbook:
 
     def class_weights(self) -> list[float]:
         """Return each class's weight: 1, 1 / share or its root; their mean over the rows is 1."""
-        labels = [row["label"] for row in self._made.rows]
+        labels = [row["label"] for row in self._fixture.rows]
         shares = [labels.count(label) / len(labels) for label in LABELS]
-        power = {"none": 0.0, "inverse": -1.0, "sqrt_inverse": -0.5}[self._asked.class_weights]
+        power = {"none": 0.0, "inverse": -1.0, "sqrt_inverse": -0.5}[self._request.class_weights]
         raw = [share**power for share in shares]
         mean = sum(share * weight for share, weight in zip(shares, raw, strict=True))
         return [weight / mean for weight in raw]
@@ -128,7 +130,7 @@ class Textbook:
     def loss(self, tensors: Mapping[str, Tensor], tokens: Tensor, mask: Tensor, due: Tensor) -> Any:
         """Return the weighted mean of -log p over all that is predicted, 0-d."""
         logs = F.log_softmax(self.outputs(tensors, tokens, mask), -1)
-        if self._asked.task == "classify":
+        if self._request.task == "classify":
             return -(logs * due).sum() / due.sum()
         logs = logs[:, :-1].gather(-1, tokens[:, 1:].unsqueeze(-1)).squeeze(-1)
         return -(logs * due[:, 1:]).sum() / due[:, 1:].sum()
@@ -232,22 +234,22 @@ _NUM_ROWS = 3  # whose logits are compared
 
 
 def written(
-    made: Made, prepared: Prepared, module: nn.Module, final: Mapping[str, Array]
+    fixture: Fixture, prepared: Prepared, module: nn.Module, final: Mapping[str, Array]
 ) -> trace.ReadBack:
     """Write `final` to the output folder, and return it as a stock library reads it."""
-    folder = made.settings.output
+    folder = fixture.settings.output
     saving.save(module, final, prepared.tokenizer, folder)
-    read = dict(stock(made, folder).named_parameters())
+    read = dict(stock(fixture, folder).named_parameters())
     tensors = {
         name: trace.record_tensor(np.ascontiguousarray(read[name].detach().numpy()))
         for name in final
         if name in read
     }
-    by = "peft" if made.settings.adapts else "transformers"
+    by = "peft" if fixture.settings.adapts else "transformers"
     return trace.ReadBack(by=by, tensors=tensors)
 
 
-def stock(made: Made, folder: Path) -> Any:
+def stock(fixture: Fixture, folder: Path) -> Any:
     """Return the model in `folder`, or the checkpoint with the adapters there, by stock libraries.
 
     In float32 and evaluation mode. Weights in NF4 are the numbers that they stand for.
@@ -258,51 +260,57 @@ def stock(made: Made, folder: Path) -> Any:
     is_adapters = (folder / "adapter_config.json").is_file()
     kind: Any = transformers.AutoModelForCausalLM
     options: dict[str, Any] = {}
-    if made.settings.task == "classify":
+    if fixture.settings.task == "classify":
         kind, options = transformers.AutoModelForSequenceClassification, {"num_labels": len(LABELS)}
     base = kind.from_pretrained(
-        made.settings.model if is_adapters else folder,
+        fixture.settings.model if is_adapters else folder,
         dtype=torch.float32,
         local_files_only=True,
         **options,
     )
-    if is_adapters and made.settings.method == "qlora":
-        numbers = {name: torch.from_numpy(array) for name, array in records.decoded(made).items()}
+    if is_adapters and fixture.settings.method == "qlora":
+        numbers = {
+            name: torch.from_numpy(array) for name, array in records.decoded(fixture).items()
+        }
         base.load_state_dict(numbers, strict=False)
     found: Any = peft.PeftModel.from_pretrained(base, str(folder)) if is_adapters else base
     return found.eval()
 
 
 def merged(
-    made: Made, asked: Asked, prepared: Prepared, final: Mapping[str, Array]
+    fixture: Fixture, request: Request, prepared: Prepared, final: Mapping[str, Array]
 ) -> Iterator[trace.Event]:
     """Merge the written adapters as `entrenar merge` does; yield its weights and its logits."""
-    settings, folder = made.settings, made.settings.output.parent / "merged"
+    settings, folder = fixture.settings, fixture.settings.output.parent / "merged"
     load = model.decoded if settings.method == "qlora" else model.trained
     adapted = load(settings, settings.output, prepared.pad_token)
     saving.merge(adapted, prepared.tokenizer, folder)
-    yield from adapters("merged", made, asked, final, weights_of(folder))
+    yield from adapters("merged", fixture, request, final, weights_of(folder))
     shapes = {name: array.shape for name, array in final.items()}
-    textbook = Textbook(made, asked, shapes)
+    textbook = Textbook(fixture, request, shapes)
     tensors = {name: torch.from_numpy(array) for name, array in final.items()}
     ids = range(_NUM_ROWS)
     tokens, mask, _ = textbook.batch(ids)
     for name, place in (("adapter model", settings.output), ("merged model", folder)):
         with torch.no_grad():
             given = {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
-            logits = stock(made, place)(**given).logits
+            logits = stock(fixture, place)(**given).logits
         yield from textbook.logits(name, logits, tensors, ids)
 
 
 def adapters(
     when: str,
-    made: Made,
-    asked: Asked,
+    fixture: Fixture,
+    request: Request,
     tensors: Mapping[str, Array],
     merged_weights: Mapping[str, Array] | None = None,
 ) -> Iterator[trace.Adapted]:
     """Yield the matrices of each layer with an adapter."""
-    base = records.decoded(made) if asked.method == "qlora" else weights_of(made.settings.model)
+    base = (
+        records.decoded(fixture)
+        if request.method == "qlora"
+        else weights_of(fixture.settings.model)
+    )
     for name, a in tensors.items():
         if ".lora_A." not in name:
             continue
@@ -314,8 +322,8 @@ def adapters(
         yield trace.Adapted(
             when=when,
             layer=layer,
-            rank=asked.rank,
-            alpha=asked.alpha,
+            rank=request.rank,
+            alpha=request.alpha,
             shape=(b.shape[0], a.shape[1]),
             tensors={key: trace.record_tensor(one, values=True) for key, one in arrays.items()},
         )

@@ -26,7 +26,7 @@ _TARGETS = 7  # every so many rows' target is the teacher's first token
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class Request:
     """The options of a scenario. Raises UsageError for a value that is not possible."""
 
     pairs: int = 100
@@ -59,7 +59,7 @@ class Asked:
                 )
 
     @classmethod
-    def of(cls, options: Mapping[str, Any]) -> Asked:
+    def of(cls, options: Mapping[str, Any]) -> Request:
         """Return what `options` ask for."""
         given = dict(options)
         temperatures = given.pop("temperatures", (2.0,))
@@ -74,34 +74,34 @@ class Asked:
 def run(scenario: Scenario) -> trace.Trace:
     """Record Softened events. Raises UsageError for options that are not possible."""
     recorder = Recorder(scenario)
-    for event in _events(scenario, Asked.of(scenario.options)):
+    for event in _events(scenario, Request.of(scenario.options)):
         recorder.emit(event)
     return recorder.finish(status="completed")
 
 
-def _events(scenario: Scenario, asked: Asked) -> Iterator[trace.Softened]:
+def _events(scenario: Scenario, request: Request) -> Iterator[trace.Softened]:
     draw = scenario.rng("logits")
-    for start in range(0, asked.pairs, ROWS):
-        shape = min(ROWS, asked.pairs - start), asked.vocabulary
-        both = [torch.from_numpy(draw.normal(0, asked.spread, shape)).float() for _ in range(2)]
-        targets = torch.from_numpy(draw.integers(asked.vocabulary, size=shape[0]))
+    for start in range(0, request.pairs, ROWS):
+        shape = min(ROWS, request.pairs - start), request.vocabulary
+        both = [torch.from_numpy(draw.normal(0, request.spread, shape)).float() for _ in range(2)]
+        targets = torch.from_numpy(draw.integers(request.vocabulary, size=shape[0]))
         targets[::_TARGETS] = both[1].argmax(-1)[::_TARGETS]
-        for temperature in asked.temperatures:
-            student = both[1] if asked.alike else both[0]
-            yield measured(student, both[1], targets, asked, temperature)
+        for temperature in request.temperatures:
+            student = both[1] if request.alike else both[0]
+            yield measured(student, both[1], targets, request, temperature)
 
 
 def measured(
-    student: Tensor, taught: Tensor, targets: Tensor, asked: Asked, temperature: float
+    student: Tensor, taught: Tensor, targets: Tensor, request: Request, temperature: float
 ) -> trace.Softened:
     """Return what the trainer makes of logits [n, vocabulary], and of targets [n].
 
     The head is the identity, whose products are exact: the last hidden states are the logits.
     """
-    size, form = asked.vocabulary, torch.float32
-    kept = teacher.kept_of(taught.clone(), top_k=asked.top_k, known=size, stored=form)
-    tokens, head = kept.tokens.long(), torch.eye(asked.vocabulary)
-    mix = loss.Mix(asked.alpha, temperature, asked.top_k < asked.vocabulary)
+    size, form = request.vocabulary, torch.float32
+    kept = teacher.kept_of(taught.clone(), top_k=request.top_k, known=size, stored=form)
+    tokens, head = kept.tokens.long(), torch.eye(request.vocabulary)
+    mix = loss.Mix(request.alpha, temperature, request.top_k < request.vocabulary)
     hidden = student.clone().requires_grad_()
     rows = Taught(targets, tokens, kept.log_probabilities, kept.rest)
     whole = loss.of_hidden(hidden, head, rows, mix)
@@ -113,10 +113,10 @@ def measured(
             of_row = Taught(*(part[one] for part in rows))
             losses.append(float(loss.of_hidden(student[one], head, of_row, mix)))
     return trace.Softened(
-        alpha=float(asked.alpha),
+        alpha=float(request.alpha),
         temperature=float(temperature),
-        vocabulary=asked.vocabulary,
-        top_k=asked.top_k,
+        vocabulary=request.vocabulary,
+        top_k=request.top_k,
         student=_flat(student),
         teacher=_flat(taught),
         targets=tuple(targets.tolist()),
