@@ -41,7 +41,7 @@ from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire import frames
 from entrenar_py.train.wire.frames import FIELDS, HEADER_BYTES_MAX, NO_KEY, Decoder, Encoder
 from entrenar_py.train.wire.messages import VERSION, Hello, Message
-from entrenar_py.train.wire_io.simulated import feed
+from entrenar_py.train.wire_io.simulation import feed
 from tests.fuzz.bad_contents import TRAINING
 from tests.fuzz.door import (
     CHALLENGE,

@@ -127,7 +127,7 @@ SYSTEMS: dict[str, System] = {
         traits=_STAR,
     ),
     "parameter_server_simulated": System(
-        room="systems.star.simulated",
+        room="systems.star.simulation",
         what="a parameter server and its workers, under a seeded simulator of network and time",
         faults=(*_FAULTS, *faults.SILENT),
         options=("block_bytes", "network_seed", "audit_share", "updates", _TERMS),
@@ -141,7 +141,7 @@ SYSTEMS: dict[str, System] = {
         traits=_MESH,
     ),
     "mesh_simulated": System(
-        room="systems.star.simulated",
+        room="systems.star.simulation",
         what="workers that exchange blocks with each other, under the same simulator",
         faults=_FAULTS,
         options=("block_bytes", "network_seed", _TERMS),
@@ -156,7 +156,7 @@ SYSTEMS: dict[str, System] = {
         traits=_RING,
     ),
     "ring_simulated": System(
-        room="systems.star.simulated",
+        room="systems.star.simulation",
         what="workers that send blocks around a ring, under the same simulator",
         faults=_FAULTS,
         places=RING_PLACES,

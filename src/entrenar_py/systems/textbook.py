@@ -318,7 +318,7 @@ class MicroBatchFaults:
 
 
 def huge_element(before: float, value: float, share: float) -> float:
-    """Return the accumulated element after a micro-batch whose samples all have gradient `value`.
+    """Return the accumulated element after a micro-batch of samples with gradient `value` each.
 
     `before` is the element before the micro-batch; `share` is that of `MicroBatchFaults.apply`.
     """
@@ -402,7 +402,7 @@ def local_batch(ids: sharding.Ids, index: int, num_ranks: int) -> sharding.Ids:
 
 
 def split(ids: sharding.Ids, num_parts: int) -> list[sharding.Ids]:
-    """Split `ids`, in order, into parts whose sizes differ by at most one, larger ones first."""
+    """Split `ids`, in order, into parts that differ in size by at most one, larger ones first."""
     return [part.tolist() for part in np.array_split(np.asarray(ids, np.int64), num_parts)]
 
 
@@ -484,7 +484,7 @@ def masks(setup: Setup, replica: Replica, step: int, ids: sharding.Ids) -> engin
     """Return dropout that draws from the rank's own stream, or None without dropout.
 
     A single rank without accumulation draws from the streams of the logical shards: it is the
-    oracle of trainers whose dropout depends on the shard.
+    oracle of trainers with a dropout that depends on the shard.
     """
     scenario = setup.scenario
     if not scenario.dropout:
@@ -508,7 +508,7 @@ def gradients_finite(setup: Setup, replica: Replica) -> bool:
 
 
 def non_finite_shard(shards: Sequence[trace.Shard]) -> trace.Shard | None:
-    """Return the first micro-batch of any rank whose loss or gradient is not finite, or None."""
+    """Return the first micro-batch of any rank with a loss or gradient that is not finite."""
     return next((shard for shard in shards if not shard.finite), None)
 
 

@@ -19,7 +19,7 @@ import pytest
 
 import tests
 from entrenar_py.shared.errors import SystemFailure
-from entrenar_py.systems import preloaded
+from entrenar_py.systems import preload
 from entrenar_py.train.wire_io.processes import Crew, Hand, Job, Task, Thread
 from tests.train.wire_io import jobs
 from tests.train.wire_io.fakes import go, until
@@ -118,7 +118,7 @@ LONG_S = 20.0
 def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Crew]:
     """Return a crew for one test; its processes can import this folder's modules."""
     monkeypatch.syspath_prepend(TOP)
-    made = Crew(jobs.main, preload=preloaded.of_ranks())
+    made = Crew(jobs.main, preload=preload.of_ranks())
     yield made
     made.dismiss()
 

@@ -32,13 +32,13 @@ from entrenar_py.shared.errors import UsageError
 #
 # A branch on such a tensor (a mask made of positions, say) is decided while capturing.
 
-NUM_ELEMENTS_MAX = 2**18  # of a tensor whose values are followed
+NUM_ELEMENTS_MAX = 2**18  # of a tensor with values that are followed
 
 _RANDOM = torch.Tag.nondeterministic_seeded
 
 
 class KnownValues:
-    """For each traced tensor whose values are known, a tensor that has them."""
+    """For each traced tensor with known values, a tensor that has them."""
 
     def __init__(self) -> None:
         self._known: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
@@ -70,11 +70,13 @@ class KnownValues:
             if func._schema.is_mutable:
                 self._forget(func, args)
             return
-        made = [one for one in pytree.tree_leaves(result) if isinstance(one, FakeTensor)]
-        if made and all(one.numel() <= NUM_ELEMENTS_MAX for one in made):
+        traced_results = [
+            leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, FakeTensor)
+        ]
+        if traced_results and all(leaf.numel() <= NUM_ELEMENTS_MAX for leaf in traced_results):
             found = pytree.tree_leaves(self.compute(func, operands))
-            values = [one for one in found if isinstance(one, Tensor)]
-            for traced, value in zip(made, values, strict=True):
+            values = [leaf for leaf in found if isinstance(leaf, Tensor)]
+            for traced, value in zip(traced_results, values, strict=True):
                 self._known[traced] = value
         elif func._schema.is_mutable:
             self._forget(func, args)
@@ -105,7 +107,7 @@ _LEAVES_TORCH = frozenset({Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tens
 _IDENTITIES = frozenset(
     {_ATEN.alias.default, _ATEN.detach.default, _ATEN.lift_fresh_copy.default, _ATEN.lift.default}
 )
-# Directories whose files are not the model's: torch itself, and the backends.
+# Directories with files that are not the model's: torch itself, and the backends.
 _NOT_MODEL = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
@@ -119,11 +121,11 @@ def capture(fn: Function, inputs: Sequence[Tensor]) -> GraphModule:
     in forward`). A node made by autograd has the line of its forward operation.
     Raises UsageError for operations that can't be in a graph.
     """
-    graph = _trace(fn, [one.detach().requires_grad_(one.requires_grad) for one in inputs])
+    graph = _trace(fn, [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs])
     names = list(dict.fromkeys(n.target for n in graph.graph.nodes if n.op == "get_attr"))
     constants = {str(name): getattr(graph, str(name)).detach() for name in names}
     if any(map(_writes, graph.graph.nodes)):
-        graph = _functionalise(graph, [one.detach() for one in inputs], constants)
+        graph = _functionalise(graph, [tensor.detach() for tensor in inputs], constants)
     _hold_constants(graph, len(inputs), constants)
     _drop_identities(graph.graph)
     graph.graph.eliminate_dead_code()

@@ -67,7 +67,7 @@ def dtype_of(node: Node) -> str:
 
 _ATEN = torch.ops.aten
 
-# Operations whose result is one number where they have nothing to add up, and that number.
+# Operations that result in one number where they have nothing to add up, and that number.
 _NEUTRAL: dict[Any, float | bool] = {
     _ATEN.any.default: False,
     _ATEN.any.dim: False,
@@ -104,10 +104,10 @@ def drop_empties(graph: GraphModule) -> None:
     for node in graph.graph.nodes:
         if node.op != "call_function" or is_empty(node):
             continue
-        if not any(is_empty(one) for one in node.all_input_nodes):
+        if not any(is_empty(operand) for operand in node.all_input_nodes):
             continue
         if node.target is _ATEN.cat.default:
-            rest = [one for one in node.args[0] if not is_empty(one)]
+            rest = [operand for operand in node.args[0] if not is_empty(operand)]
             node.args = (rest, *node.args[1:])
         elif node.target in _OVERLAYS and not is_empty(node.args[0]):
             node.replace_all_uses_with(node.args[0])
@@ -124,11 +124,11 @@ def _repeated(node: Node) -> float | bool | None:
 
 
 def _fill(graph: GraphModule, node: Node, value: float | bool) -> None:
-    made = node.meta["val"]
+    result = node.meta["val"]
     full: Callable[..., Tensor] = _ATEN.full.default
     with graph.graph.inserting_before(node):
         filled = graph.graph.call_function(
-            full, (list(made.shape), value), {"dtype": made.dtype, "pin_memory": False}
+            full, (list(result.shape), value), {"dtype": result.dtype, "pin_memory": False}
         )
     filled.meta.update(node.meta)
     node.replace_all_uses_with(filled)
@@ -155,7 +155,7 @@ _FREE = frozenset(
 
 
 def fold_constants(graph: GraphModule) -> None:
-    """Replace operations whose operands are all constants by constants named `_table<i>`."""
+    """Replace operations on constants alone by constants named `_table<i>`."""
     known: dict[Node, Tensor] = {}
     computed: dict[Node, None] = {}  # in order
     for node in graph.graph.nodes:

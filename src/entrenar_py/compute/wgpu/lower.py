@@ -47,10 +47,10 @@ def _nf4(
     schedule: Schedule, node: Node, codes: Value, scales: Value, second: Value, *_: Any
 ) -> Value | None:
     """Lower `backends.nf4.decode`: the matrix is decoded wherever an element of it is loaded."""
-    stored = [schedule.contiguous(one) for one in (codes, scales, second)]
-    if any(one.offset for one in stored):
+    stored = [schedule.contiguous(part) for part in (codes, scales, second)]
+    if any(part.offset for part in stored):
         return None  # a part of a matrix
-    coding = Coding(NF4, tuple(one.buffer for one in stored[1:]))
+    coding = Coding(NF4, tuple(part.buffer for part in stored[1:]))
     shape = shape_of(node)
     matrix = Stored(stored[0].buffer, at.strides_of(shape), coding=coding)
     return values.stored_value(shape, dtype_of(node), matrix)
@@ -201,13 +201,13 @@ def _index_select(schedule: Schedule, node: Node, x: Value, dim: int, ids: Value
 
 
 def _index(schedule: Schedule, node: Node, x: Value, indices: list[Value | None]) -> Value | None:
-    by_dim = {dim: one for dim, one in enumerate(indices) if one is not None}
-    if any(one.dtype == "bool" for one in by_dim.values()):
+    by_dim = {dim: index for dim, index in enumerate(indices) if index is not None}
+    if any(index.dtype == "bool" for index in by_dim.values()):
         return None  # the result's size would depend on data
     dims = sorted(by_dim)
     together = dims == list(range(dims[0], dims[-1] + 1))
-    common = np.broadcast_shapes(*(one.shape for one in by_dim.values()))
-    spread = {dim: values.expand(schedule, one, common) for dim, one in by_dim.items()}
+    common = np.broadcast_shapes(*(index.shape for index in by_dim.values()))
+    spread = {dim: values.expand(schedule, index, common) for dim, index in by_dim.items()}
     first = dims[0] if together else 0
     return lookups.look_up(schedule, x, spread, shape_of(node), first, wraps=True)
 
@@ -225,15 +225,15 @@ def _index_put(
     accumulate: bool = False,
     *_: Any,
 ) -> Value | None:
-    tensors = [one for one in indices if one is not None]
+    tensors = [index for index in indices if index is not None]
     if len(tensors) < len(indices) or (accumulate and x.dtype != "f32"):
         return None
-    if any(one.dtype == "bool" for one in tensors):
+    if any(index.dtype == "bool" for index in tensors):
         return _masked_put(schedule, x, tensors, rows) if not accumulate else None
     ids = lookups.flatten_index(schedule, x.shape[: len(tensors)], tensors)
     width = math.prod(x.shape[len(tensors) :])
     whole = values.reshape(schedule, x, [x.size // width, width])
-    looked = np.broadcast_shapes(*(one.shape for one in tensors))
+    looked = np.broadcast_shapes(*(index.shape for index in tensors))
     added = values.expand(schedule, rows, (*looked, *x.shape[len(tensors) :]))
     added = values.reshape(schedule, added, [ids.size, width])
     if accumulate:

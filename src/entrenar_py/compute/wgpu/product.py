@@ -85,7 +85,7 @@ def sides(product: Product, tiling: Tiling, *, component_writes: bool) -> tuple[
     """Return the operands a and b."""
 
     def side(name: str, layout: Layout, size: int, tile: int) -> Side:
-        """Return the operand with this `layout`, whose columns are along k."""
+        """Return the operand with this `layout`; its columns are along k."""
         step, step_k = layout.row, layout.column
         along_k = step_k < step
         edge = (step_k, step, product.k) if along_k else (step, step_k, size)

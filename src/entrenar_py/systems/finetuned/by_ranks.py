@@ -41,7 +41,7 @@ _PRELOADED = (
     "torch._dynamo.aot_compile",
     "torch.distributed.pipelining",
 )
-_NUM_ROWS = 3  # whose logits are compared
+_NUM_ROWS = 3  # that have their logits compared
 
 
 def run(scenario: Scenario) -> Trace:
@@ -104,7 +104,7 @@ def _configuration(scenario: Scenario, fixture: Fixture, request: Request) -> di
 
 
 def _read(fixture: Fixture, request: Request) -> Iterator[trace.Event]:
-    """Yield what stock libraries read, with values, and its logits beside the textbook's."""
+    """Yield what stock libraries read, with values, and its logits with the textbook's."""
     model = textbook.stock(fixture, fixture.settings.output)
     tensors = {
         name: tensor.detach().numpy()

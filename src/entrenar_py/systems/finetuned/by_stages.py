@@ -19,7 +19,7 @@ from entrenar_py.systems.finetuned import records, small_run
 from entrenar_py.systems.finetuned.small_run import Fixture, Request
 from entrenar_py.systems.finetuned.textbook import Textbook
 from entrenar_py.systems.star.scenario_run import ScenarioRun
-from entrenar_py.systems.star.simulated import SimulatedTransport
+from entrenar_py.systems.star.simulation import SimulatedTransport
 from entrenar_py.train.arithmetic import sharding
 from entrenar_py.train.model import prepared as preparing
 from entrenar_py.train.model.prepared import Prepared
@@ -63,14 +63,14 @@ def run(scenario: Scenario) -> Trace:
 def _gradients(
     fixture: Fixture, request: Request, training: _Training, done: Trace
 ) -> Iterator[trace.Event]:
-    """Yield each step beside the textbook's."""
+    """Yield each step compared with the textbook's."""
     arrays = training.server.replica.replica.arrays
     shapes = {name: array.shape for name, array in arrays.items()}
     return Textbook(fixture, request, shapes).steps(done)
 
 
 class _Training(ScenarioRun):
-    """A run whose workers have stages; `frozen` has the weights that each one doesn't train."""
+    """A run by workers with stages; `frozen` has the weights that each one doesn't train."""
 
     worker = PipelineWorker
     server: PipelineServer

@@ -15,7 +15,7 @@ from entrenar_py.systems.finetuned.records import Watched
 from entrenar_py.systems.finetuned.small_run import Fixture, Request
 from entrenar_py.systems.finetuned.textbook import Textbook
 from entrenar_py.systems.star.scenario_run import ScenarioRun
-from entrenar_py.systems.star.simulated import SimulatedTransport
+from entrenar_py.systems.star.simulation import SimulatedTransport
 from entrenar_py.train.model import prepared as preparing
 from entrenar_py.train.model.prepared import Prepared
 from entrenar_py.train.wire.terms import Run
@@ -63,7 +63,7 @@ class _Training(ScenarioRun):
 def _facts(
     request: Request, fixture: Fixture, prepared: Prepared, training: _Training, done: Trace
 ) -> Iterator[trace.Event]:
-    """Yield what the scenario asks for beside the training."""
+    """Yield what the scenario asks for in addition to the training."""
     training.watch("after the training")
     yield training.frozen.pop()
     final = {name: array.copy() for name, array in training.server.replica.replica.arrays.items()}

@@ -28,7 +28,7 @@ from entrenar_py.systems.finetuned.records import Watched
 from entrenar_py.systems.finetuned.small_run import Fixture, Request
 from entrenar_py.systems.finetuned.textbook import Textbook
 from entrenar_py.systems.star.scenario_run import ScenarioRun
-from entrenar_py.systems.star.simulated import SimulatedTransport
+from entrenar_py.systems.star.simulation import SimulatedTransport
 from entrenar_py.train.distill import manifest, shards, student
 from entrenar_py.train.distill.claims import Claims
 from entrenar_py.train.distill.manifest import Entry
@@ -129,10 +129,10 @@ def _made_by(prepared: Prepared, when: str, *, stops: bool = False) -> trace.Sha
     stage = Stage(prepared, "cpu")
     complete = stage.run(heard, stopping)
     listed = manifest.read(stage.folder)
-    held = {} if listed is None else listed.shards
+    shards = {} if listed is None else listed.shards
     return trace.Sharded(
         when=when,
-        digests=tuple(f"{n}:{_digest(stage, held[n])}" for n in sorted(held)),
+        digests=tuple(f"{n}:{_digest(stage, shards[n])}" for n in sorted(shards)),
         complete=complete,
         due=stage.facts.num_shards,
     )
@@ -145,7 +145,7 @@ def _digest(stage: Stage, entry: Entry) -> str:
 
 
 def _rows(fixture: Fixture, prepared: Prepared, workload: Student) -> Iterator[trace.TeacherRow]:
-    """Yield each row of each shard, beside stock transformers in float64."""
+    """Yield each row of each shard, compared with stock transformers in float64."""
     from transformers import AutoModelForCausalLM
 
     section = student.of(prepared)
@@ -201,7 +201,7 @@ def _turned_away(prepared: Prepared, folder: Path) -> Iterator[trace.TurnedAway]
 
 
 class _Others:
-    """Changes a copy of a run's shards, whose list always says what its files are."""
+    """Changes a copy of a run's shards; its list always says what its files are."""
 
     def __init__(self, prepared: Prepared, folder: Path) -> None:
         self.folder, self._prepared = folder, prepared

@@ -56,7 +56,7 @@ def _require(scenario: Scenario, request: Request) -> None:
 
 
 def _model(fixture: Fixture, request: Request) -> Any:
-    """Return the checkpoint's model, with adapters whose values are drawn from the run's seed."""
+    """Return the checkpoint's model, with adapters drawn from the run's seed."""
     import peft
     import transformers
 
@@ -162,20 +162,23 @@ def _example(fixture: Fixture, tokens: Sequence[int], completion: Sequence[int])
 
 def _collated(examples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     """Return rows padded on the right to the longest, as the peer's own collators do."""
-    longest = max(len(one["input_ids"]) for one in examples)
+    longest = max(len(example["input_ids"]) for example in examples)
 
     def padded(values: Sequence[int], filler: int) -> list[int]:
         return [*values, *[filler] * (longest - len(values))]
 
     batch = {
-        "input_ids": torch.tensor([padded(one["input_ids"], 0) for one in examples]),
+        "input_ids": torch.tensor([padded(example["input_ids"], 0) for example in examples]),
         "attention_mask": torch.tensor(
-            [padded([1] * len(one["input_ids"]), 0) for one in examples]
+            [padded([1] * len(example["input_ids"]), 0) for example in examples]
         ),
     }
     if isinstance(examples[0]["labels"], int):
-        return {**batch, "labels": torch.tensor([one["labels"] for one in examples])}
-    return {**batch, "labels": torch.tensor([padded(one["labels"], IGNORED) for one in examples])}
+        return {**batch, "labels": torch.tensor([example["labels"] for example in examples])}
+    return {
+        **batch,
+        "labels": torch.tensor([padded(example["labels"], IGNORED) for example in examples]),
+    }
 
 
 def _class_weights(fixture: Fixture) -> Tensor:
@@ -238,11 +241,11 @@ class _Notes:
     def computed(self, loss: Tensor) -> None:
         """Keep the step's loss and gradient, before it is clipped."""
         gradients = {
-            name: (torch.zeros_like(one) if one.grad is None else one.grad).detach().numpy()
-            for name, one in self._trained().items()
+            name: (torch.zeros_like(array) if array.grad is None else array.grad).detach().numpy()
+            for name, array in self._trained().items()
         }
         self._loss, self._gradient = float(loss), self._recorder.tensors(gradients)
-        flat = np.concatenate([one.ravel() for one in gradients.values()])
+        flat = np.concatenate([array.ravel() for array in gradients.values()])
         self._norm = optimizer.norm_l2(flat)
 
     def stepped(self, step: int, ids: sharding.Ids) -> None:

@@ -78,11 +78,11 @@ def decoded(fixture: Fixture) -> dict[str, Array]:
 
 def nf4_events(fixture: Fixture, module: nn.Module) -> Iterator[trace.Quantised]:
     """Yield the weight of each linear layer, as `module` has it, and in NF4 by `bitsandbytes`."""
-    held = {name_in_checkpoint(name): layer for name, layer in _linear(module)}
+    layers = {name_in_checkpoint(name): layer for name, layer in _linear(module)}
     for name, array in weights_of(fixture.settings.model).items():
         if not (is_within_blocks(name) or name in _HEADS):
             continue
-        weight = held[name].weight
+        weight = layers[name].weight
         is_nf4 = getattr(weight, "quant_state", None) is not None
         yield trace.Quantised(
             layer=name.removesuffix(".weight"),
@@ -169,14 +169,14 @@ class Watched(Finetuning):
             first = self._rows.batch(ids)[1].argmax(1).tolist()
             places = enumerate(zip(ids, first, strict=True))
             return [_Part(sample, row, slice(None), begin) for row, (sample, begin) in places]
-        found, lengths = list[_Part](), [self._samples.length(i) for i in ids]
+        parts, lengths = list[_Part](), [self._samples.length(i) for i in ids]
         for row, members in enumerate(packing.rows_of(lengths, self.packed_tokens)):
             begin = 0
             for member in members:
                 end = begin + lengths[member]
-                found.append(_Part(ids[member], row, slice(begin, end), 0))
+                parts.append(_Part(ids[member], row, slice(begin, end), 0))
                 begin = end
-        return found
+        return parts
 
     def _note(self, parts: Sequence[_Part], gradient: Tensor) -> None:
         """Note the positions of a gradient, [n, t, width], that is not zero."""

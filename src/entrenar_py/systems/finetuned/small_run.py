@@ -30,8 +30,9 @@ from entrenar_py.train.model.settings import (
 )
 
 FAMILIES = ("qwen3", "llama", "gpt2")
-# What a run records beside its training: samples and what the loss depended on; what it wrote, as
-# stock libraries load it; the merged model; each step beside float64; a student's refusals.
+# What a run records in addition to its training: samples and what the loss depended on; what it
+# wrote, as stock libraries load it; the merged model; each step compared with float64; a student's
+# refusals.
 FACTS = ("samples", "outputs", "merged", "gradients", "refusals")
 _CHOICES = {
     "task": TASKS,
@@ -99,33 +100,33 @@ class Request:
     @classmethod
     def of(cls, scenario: Scenario) -> Request:
         """Return what `scenario` asks for."""
-        given: dict[str, Any] = dict(scenario.options)
-        given.pop("network_seed", None)  # the simulation's
-        facts = given.pop("facts", ())
+        options: dict[str, Any] = dict(scenario.options)
+        options.pop("network_seed", None)  # the simulation's
+        facts = options.pop("facts", ())
         if not isinstance(facts, list | tuple):
             raise _refused("facts", facts, f"use a list of {', '.join(FACTS)}")
-        cuts = _cuts(given.pop("cuts", ()))
-        return cls(**given, cuts=cuts, facts=tuple(map(str, facts)))
+        cuts = _cuts(options.pop("cuts", ()))
+        return cls(**options, cuts=cuts, facts=tuple(map(str, facts)))
 
 
-def _cuts(given: Any) -> tuple[tuple[tuple[int, int], ...], ...]:
+def _cuts(value: Any) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Return the blocks of each worker, in each part of a run."""
     try:
-        found = tuple(tuple((first, stop) for first, stop in part) for part in given)
+        parts = tuple(tuple((first, stop) for first, stop in part) for part in value)
     except (TypeError, ValueError):
-        found = ((),)
-    for part in found:
+        parts = ((),)
+    for part in parts:
         at, before = 0, None
         for own in part:
             if own == before:
                 continue  # a copy of the worker before it
             first, stop = before = own
             if type(first) is not int or type(stop) is not int or first != at or stop <= first:
-                raise _refused("cuts", given, f"{part} has no stage from block {at} on")
+                raise _refused("cuts", value, f"{part} has no stage from block {at} on")
             at = stop
-    if not all(found):
-        raise _refused("cuts", given, "use lists of [first, stop] for each worker")
-    return found
+    if not all(parts):
+        raise _refused("cuts", value, "use lists of [first, stop] for each worker")
+    return parts
 
 
 def _refused(name: str, value: object, advice: str) -> UsageError:

@@ -86,13 +86,13 @@ class Textbook:
     def outputs(self, tensors: Mapping[str, Tensor], tokens: Tensor, mask: Tensor) -> Tensor:
         """Return logits, [n, t, tokens] or [n, classes], for `tokens` [n, t], right-padded."""
         self._tensors = tensors
-        given = {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
+        inputs = {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
         if self._request.task != "classify":
             if self._request.method == "full":
-                logits: Tensor = functional_call(self._model, dict(tensors), (), given).logits
+                logits: Tensor = functional_call(self._model, dict(tensors), (), inputs).logits
                 return logits
-            return self._model(**given).logits  # type: ignore[no-any-return]
-        hidden = self._model(**given).last_hidden_state
+            return self._model(**inputs).logits  # type: ignore[no-any-return]
+        hidden = self._model(**inputs).last_hidden_state
         last = (mask.cumsum(1) == mask.sum(1, keepdim=True)) & (mask == 1)
         pooled = (hidden * last.unsqueeze(-1)).sum(1)
         return F.linear(pooled, tensors[_BEFORE + _HEAD])
@@ -136,19 +136,19 @@ class Textbook:
         return -(logs * due[:, 1:]).sum() / due[:, 1:].sum()
 
     def steps(self, done: Trace) -> Iterator[trace.Explained]:
-        """Yield loss and gradients of each recorded step beside float64, at the same weights."""
+        """Yield loss and gradients of each step, compared with float64 at the same weights."""
         start = done.of(trace.Start)[0]
-        held = start.weights
+        before = start.weights
         for update in done.of(trace.Update):
             if update.rank != start.rank:
                 continue
-            drawn = [one for one in done.of(trace.Shard) if one.step == update.step]
-            ids = [i for one in sorted(drawn, key=lambda one: one.shard) for i in one.ids]
+            drawn = [event for event in done.of(trace.Shard) if event.step == update.step]
+            ids = [i for event in sorted(drawn, key=lambda event: event.shard) for i in event.ids]
             got = [torch.tensor(update.loss, dtype=torch.float64)]
             got += [self._tensor(name, update.gradient) for name in self.shapes]
-            weights = [self._tensor(name, held) for name in self.shapes]
+            weights = [self._tensor(name, before) for name in self.shapes]
             yield from self._explained(update.step, got, weights, self.batch(ids))
-            held = update.weights
+            before = update.weights
 
     def _explained(
         self, step: int, got: Sequence[Tensor], weights: Sequence[Tensor], batch: Sequence[Tensor]
@@ -165,7 +165,7 @@ class Textbook:
     def logits(
         self, name: str, got: Tensor, tensors: Mapping[str, Tensor], ids: Sequence[int]
     ) -> Iterator[trace.Explained]:
-        """Yield the logits `got` of rows `ids` beside this model's in float64.
+        """Yield the logits `got` of rows `ids`, compared with this model's in float64.
 
         Those at padding are left out.
         """
@@ -212,7 +212,7 @@ def compare(
     The bound is to first order, for any float32 device, from the rounding of every operation.
     """
     found = sensitivity.deviations(got, graph, inputs)
-    for name, result, one in zip(names, got, found, strict=True):
+    for name, result, deviation in zip(names, got, found, strict=True):
         yield trace.Explained(
             of=of,
             tensor=name,
@@ -220,17 +220,17 @@ def compare(
             device="cpu",
             software=False,
             finite=bool(result.isfinite().all()),
-            num_elements=one.num_elements,
-            num_bounded=one.num_elements,
-            element=one.element,
-            error=one.element_error,
-            bound=one.element_bound,
-            total_error=one.error,
-            total_bound=one.bound,
+            num_elements=deviation.num_elements,
+            num_bounded=deviation.num_elements,
+            element=deviation.element,
+            error=deviation.element_error,
+            bound=deviation.element_bound,
+            total_error=deviation.error,
+            total_bound=deviation.bound,
         )
 
 
-_NUM_ROWS = 3  # whose logits are compared
+_NUM_ROWS = 3  # that have their logits compared
 
 
 def written(

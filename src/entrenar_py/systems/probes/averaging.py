@@ -291,10 +291,12 @@ class _Terms:
         rng = np.random.default_rng([self._seed, step, shard])
         return int(rng.integers(-(-samples // 2), samples, endpoint=True))
 
-    def frames(self, worker: int, asked: say.ShardAssignment, *, in_blocks: bool) -> list[bytes]:
+    def frames(
+        self, worker: int, assignment: say.ShardAssignment, *, in_blocks: bool
+    ) -> list[bytes]:
         """Return what a worker delivers for the shard that it was asked for."""
-        step = asked.step
-        shard = [ids.start for ids in self._run.shards(step)].index(asked.start)
+        step = assignment.step
+        shard = [ids.start for ids in self._run.shards(step)].index(assignment.start)
         return [
             _frame(
                 _upload(part, worker, step, self.total(step, shard)),
@@ -308,7 +310,7 @@ class _Terms:
         shards = self._run.shards(step)
         weights = [self.weight(step, shard, part) for shard in range(len(shards))]
         vectors = [self.vector(step, shard, part) for shard in range(len(shards))]
-        found = [
+        errors = [
             _roundings(
                 Fraction(float(got)),
                 [Fraction(float(v[i])) * w for v, w in zip(vectors, weights, strict=True)],
@@ -316,8 +318,8 @@ class _Terms:
             )
             for i, got in enumerate(np.frombuffer(values, "<f4"))
         ]
-        worst = max(range(len(found)), key=found.__getitem__)
-        return found[worst], worst
+        worst = max(range(len(errors)), key=errors.__getitem__)
+        return errors[worst], worst
 
 
 def _roundings(got: Fraction, products: Sequence[Fraction], total: int) -> float:

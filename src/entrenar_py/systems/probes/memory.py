@@ -143,7 +143,7 @@ DATA_FLOATS = {"linear": 16, "mlp": 128, "decoder": 256}
 def run(scenario: Scenario) -> trace.Trace:
     """Record a Memory event for each rank; its shards are those that `reference` would give it.
 
-    A rank whose device is unavailable gets a failed Attempt instead. Raises SystemFailure if a
+    A rank with an unavailable device gets a failed Attempt instead. Raises SystemFailure if a
     process dies or stalls. Raises UsageError without a budget, and for a `workload`,
     `stops` or `detail` that this system does not support.
     """

@@ -1,7 +1,7 @@
 """A distillation's loss and its gradient, of rows of logits that are drawn from the seed.
 
-Options: `pairs` (rows), `vocabulary`, `top_k`, `alpha`, `temperatures`, at each of which the same
-rows are computed, and `spread`, the standard deviation of the logits. With `alike` the student's
+Options: `pairs` (rows), `vocabulary`, `top_k`, `alpha`, `temperatures` (the same rows are
+computed at each), and `spread`, the standard deviation of the logits. With `alike` the student's
 are the teacher's.
 """
 
@@ -61,14 +61,14 @@ class Request:
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Request:
         """Return what `options` ask for."""
-        given = dict(options)
-        temperatures = given.pop("temperatures", (2.0,))
+        arguments = dict(options)
+        temperatures = arguments.pop("temperatures", (2.0,))
         if not isinstance(temperatures, list | tuple) or not temperatures:
             raise UsageError(
                 f"options temperatures={temperatures!r}: use a list of numbers > 0",
                 field="temperatures",
             )
-        return cls(**given, temperatures=tuple(temperatures))
+        return cls(**arguments, temperatures=tuple(temperatures))
 
 
 def run(scenario: Scenario) -> trace.Trace:
@@ -96,7 +96,7 @@ def measured(
 ) -> trace.Softened:
     """Return what the trainer makes of logits [n, vocabulary], and of targets [n].
 
-    The head is the identity, whose products are exact: the last hidden states are the logits.
+    The head is the identity, and its products exact: the last hidden states are the logits.
     """
     size, form = request.vocabulary, torch.float32
     kept = teacher.kept_of(taught.clone(), top_k=request.top_k, known=size, stored=form)

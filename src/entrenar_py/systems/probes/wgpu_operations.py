@@ -53,7 +53,7 @@ PLACES = torch.arange(ROWS * 6).reshape(ROWS, 6) % 7
 
 
 def _nf4(x: Tensor) -> Tensor:
-    """Multiply by a matrix in NF4 whose second scales are elements of `x`."""
+    """Multiply by a matrix in NF4 with elements of `x` as its second scales."""
     second = x.reshape(-1)[: nf4.MEAN + 2]
     weight: Tensor = nf4.decode(CODES, SCALES, second, WEIGHT, x.dtype)
     return x @ weight
@@ -208,12 +208,12 @@ def results(case: Case, usual: tuple[Tensor, ...], large: tuple[Tensor, ...]) ->
     return outputs
 
 
-def poisoned(case: Case, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return `given` with NaNs in the first operand; every case reads at least one of them."""
-    first = given[0].clone()
+def poisoned(case: Case, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return `operands` with NaNs in the first operand; every case reads at least one of them."""
+    first = operands[0].clone()
     for place in [(3, 5)] if case.rows_only else [(1, 1), (2, 2)]:
         first[place] = torch.nan
-    return first, *given[1:]
+    return first, *operands[1:]
 
 
 def _numbers(case: Case, shape: tuple[int, int], size: float, generator: torch.Generator) -> Tensor:
@@ -253,7 +253,7 @@ def _tried(
 ) -> Iterator[trace.Event]:
     """Run one operation on its operands, then again with NaNs in them; yield the events of both."""
     groups = operands(case, generator)
-    flat = [one for group in groups for one in group]
+    flat = [tensor for group in groups for tensor in group]
 
     def compute(*given: Tensor) -> tuple[Tensor, ...]:
         usual, large = given[: case.num_operands], given[case.num_operands :]
@@ -261,20 +261,24 @@ def _tried(
 
     graph = capture.capture(compute, flat)
     compiled = program.compile_graph(device, graph, flat)
-    outputs = [torch.from_numpy(one) for one in compiled.run([one.numpy() for one in flat])]
-    exact = compute(*(one.double() for one in flat))
+    outputs = [
+        torch.from_numpy(tensor) for tensor in compiled.run([tensor.numpy() for tensor in flat])
+    ]
+    exact = compute(*(tensor.double() for tensor in flat))
     allowed = bounds.bound(graph, flat)
     for number, (got, right, bounded) in enumerate(zip(outputs, exact, allowed, strict=True)):
         yield _explained(name, f"result {number}", got, right, bounded, device)
-    nans = [one for group in groups for one in poisoned(case, group)]
-    outputs = [torch.from_numpy(one) for one in compiled.run([one.numpy() for one in nans])]
+    nans = [tensor for group in groups for tensor in poisoned(case, group)]
+    outputs = [
+        torch.from_numpy(tensor) for tensor in compiled.run([tensor.numpy() for tensor in nans])
+    ]
     yield from _poisoned(name, outputs, compute(*nans), device)
 
 
 def _explained(
     of: str, tensor: str, got: Tensor, right: Tensor, allowed: Bounded, device: Device
 ) -> trace.Explained:
-    """Return the event for the element whose error is the largest relative to its bound."""
+    """Return the event for the element with the largest error relative to its bound."""
     assert got.shape == right.shape, f"{of}: {got.shape}"
     computed, exact = got.double().reshape(-1), right.double().reshape(-1)
     low, high, value = (

@@ -66,24 +66,24 @@ class Oracle:
         return [np.array(loss, np.float32), *gradients]
 
     def explain(
-        self, results: Sequence[Tensor], graph: GraphModule, given: Sequence[Tensor]
+        self, results: Sequence[Tensor], graph: GraphModule, inputs: Sequence[Tensor]
     ) -> list[Deviation]:
         """Return for each of `results` its error, and the bound that rounding sets on it.
 
-        `graph` is the captured step, and `given` its inputs, in the graph's order. The error is
+        `graph` is the captured step, and `inputs` its inputs, in the graph's order. The error is
         the larger of two: against torch's step in float64, and against the graph in float64. This
         finds mistakes in the capture as well as in the evaluation of the graph.
         """
-        deviations = sensitivity.deviations(results, graph, given)
-        exact = self._step(*(_double(one) for one in self._given()))
+        deviations = sensitivity.deviations(results, graph, inputs)
+        exact = self._step(*(_double(deviation) for deviation in self._given()))
         together = []
-        for one, got, right in zip(deviations, results, exact, strict=True):
+        for deviation, got, right in zip(deviations, results, exact, strict=True):
             errors = (got.double() - right).abs().nan_to_num(torch.inf).reshape(-1)
             together.append(
                 replace(
-                    one,
-                    error=max(one.error, float(errors.sum())),
-                    element_error=max(one.element_error, float(errors.max())),
+                    deviation,
+                    error=max(deviation.error, float(errors.sum())),
+                    element_error=max(deviation.element_error, float(errors.max())),
                 )
             )
         return together
@@ -255,7 +255,7 @@ class Bench:
             replica.parameters[0] = np.nan
 
     def _dropout(self, call: Call) -> DropFunction:
-        """Return dropout whose masks depend only on the inputs of `call`."""
+        """Return dropout with masks that depend only on the inputs of `call`."""
         if not self._scenario.dropout:
             return engine.no_dropout
         return engine.Dropout(self._scenario.dropout, self._scenario.rng(f"masks {call.given}"))
@@ -302,9 +302,9 @@ class Bench:
         oracle = self._oracle(call)
         stepper = self._steppers[call.replica]
         graph, inputs = stepper.captured(oracle.batch, oracle.masks)
-        tensors = [torch.from_numpy(one) for one in results.values()]
+        tensors = [torch.from_numpy(deviation) for deviation in results.values()]
         deviations = oracle.explain(tensors, graph, inputs)
-        for name, one in zip(results, deviations, strict=True):
+        for name, deviation in zip(results, deviations, strict=True):
             yield trace.Explained(
                 of=self._scenario.workload,
                 tensor=name,
@@ -312,13 +312,13 @@ class Bench:
                 device=self._backend.device,
                 software=self._backend.software,
                 finite=bool(np.isfinite(results[name]).all()),
-                num_elements=one.num_elements,
-                num_bounded=one.num_elements,
-                element=one.element,
-                error=one.element_error,
-                bound=one.element_bound,
-                total_error=one.error,
-                total_bound=one.bound,
+                num_elements=deviation.num_elements,
+                num_bounded=deviation.num_elements,
+                element=deviation.element,
+                error=deviation.element_error,
+                bound=deviation.element_bound,
+                total_error=deviation.error,
+                total_bound=deviation.bound,
             )
 
     def _poisoned(

@@ -100,10 +100,10 @@ def shard(rank: Rank, model: modules.Model) -> Sharded:
     Raises UsageError if the option `precision` is none of PRECISIONS.
     """
     mesh = init_device_mesh(rank.device.type, (rank.world_size,), mesh_dim_names=("fsdp",))
-    asked = rank.scenario.options.get("precision", "float32")
-    if asked not in PRECISIONS:
-        raise UsageError(f"option precision={asked!r}: allowed are {', '.join(PRECISIONS)}")
-    policy = MixedPrecisionPolicy(param_dtype=PRECISIONS[asked], reduce_dtype=torch.float32)
+    precision = rank.scenario.options.get("precision", "float32")
+    if precision not in PRECISIONS:
+        raise UsageError(f"option precision={precision!r}: allowed are {', '.join(PRECISIONS)}")
+    policy = MixedPrecisionPolicy(param_dtype=PRECISIONS[precision], reduce_dtype=torch.float32)
     return cast("Sharded", fully_shard(model, mesh=mesh, mp_policy=policy))
 
 

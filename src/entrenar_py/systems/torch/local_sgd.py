@@ -208,13 +208,15 @@ def average(tensors: Sequence[Tensor], worker: Worker) -> list[Tensor] | None:
     """
     weight = worker.round.weight
     device = worker.rank.device
-    parts = [one.to(device, torch.float32).reshape(-1) * weight for one in tensors]
+    parts = [tensor.to(device, torch.float32).reshape(-1) * weight for tensor in tensors]
     flat = torch.cat([*parts, parts[0].new_tensor([weight])])
     dist.all_reduce(flat)
     if bool(flat[-1].isnan()):
         return None
-    means = (flat[:-1] / flat[-1]).split_with_sizes([one.numel() for one in tensors])
-    return [mean.view_as(one).to(one.dtype) for mean, one in zip(means, tensors, strict=True)]
+    means = (flat[:-1] / flat[-1]).split_with_sizes([tensor.numel() for tensor in tensors])
+    return [
+        mean.view_as(tensor).to(tensor.dtype) for mean, tensor in zip(means, tensors, strict=True)
+    ]
 
 
 def outer_step(worker: Worker, gradient: Sequence[Tensor]) -> None:

@@ -35,7 +35,7 @@ from entrenar_py.shared.errors import BackendUnavailable, SystemFailure
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.patience import Patience
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.systems import preloaded
+from entrenar_py.systems import preload
 from entrenar_py.systems.torch.steps import NotFinite
 from entrenar_py.train.arithmetic import sharding
 from entrenar_py.train.wire_io.processes import Crew, Hand, Job
@@ -182,7 +182,7 @@ def write(checkpoint: Path, content: Mapping[str, Any]) -> None:
 @cache
 def crew() -> Crew:
     """Return the processes of the ranks; they end with this process."""
-    made = Crew(main, preload=preloaded.of_ranks(), one_job=True)
+    made = Crew(main, preload=preload.of_ranks(), one_job=True)
     atexit.register(made.dismiss)
     return made
 
@@ -260,7 +260,7 @@ class _Lives:
             self._workers = [worker for worker in self._workers if worker not in died]
 
     def _left(self) -> set[int]:
-        """Return the workers whose `leave` fault has struck."""
+        """Return the workers that a `leave` fault has struck."""
         struck = [event.fault for event in self.events if isinstance(event, trace.Injected)]
         return {fault["rank"] for fault in struck if fault["kind"] == "leave"}
 

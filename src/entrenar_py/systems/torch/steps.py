@@ -47,7 +47,7 @@ def update_buffers(rank: Rank, model: Model, ids: sharding.Ids) -> None:
     model.move_buffers(totals, len(ids))
 
 
-_NONE = 2**62  # the place of a rank whose values are all finite
+_NONE = 2**62  # the place of a rank with finite values only
 
 
 class NotFinite(Exception):

@@ -132,7 +132,7 @@ class Blocks:
         return 4 * -(-self._num_elements // self.count)
 
     def order(self) -> range:
-        """Return the blocks in sending order: from the vector's end, whose gradients come first."""
+        """Return the blocks in sending order: from the vector's end, where gradients come first."""
         return range(self.count - 1, -1, -1)
 
 

@@ -1,7 +1,7 @@
 """Checkpoint files: written whole or not at all, and refused when damaged.
 
-A file is one ASCII line (magic, version, BLAKE3 of the rest) and a safetensors payload whose
-metadata holds the progress as JSON. It is written to a temporary file in the same folder, synced,
+A file is one ASCII line (magic, version, BLAKE3 of the rest) and a safetensors payload with
+the progress as JSON in its metadata. It is written to a temporary file in the same folder, synced,
 and renamed.
 """
 

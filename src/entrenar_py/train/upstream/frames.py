@@ -93,7 +93,7 @@ class Received:
 def encode(
     message: WireMessage, gradients: Buffer = b"", *, counts: struct.Struct = COUNT
 ) -> Iterator[Buffer]:
-    """Yield the frame of `message` in pieces, the second of which is `gradients` itself.
+    """Yield the frame of `message` in pieces; the second one is `gradients` itself.
 
     `counts` is the form of the number of component sizes.
     """

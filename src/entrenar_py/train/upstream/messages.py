@@ -26,7 +26,7 @@ COORDINATOR, WORKER, EITHER = "coordinator", "worker", "either"
 class WireMessage:
     """A message. `tag` is its kind on the wire, `sender` the end that sends it.
 
-    Every subclass is a frozen dataclass, whose fields are the message's.
+    Every subclass is a frozen dataclass. Its fields are the message's.
     """
 
     tag: ClassVar[int]

@@ -43,7 +43,7 @@ class Member:
     host: str = ""
     backend: str = ""
     address: str = ""  # where other workers of a mesh connect to it
-    num_computing: int = 0  # assignments whose Computed has not come
+    num_computing: int = 0  # assignments that no Computed has answered
     working_since: float = 0.0  # when it began the first of these
 
     def to_send(self) -> tuple[int, ...]:
@@ -163,7 +163,7 @@ def problem(rank: int | None, step: int, times: int, reason: str) -> str:
     )
 
 
-FETCHING_MAX = 16  # fetchers at a time beside one for each rank; each costs some MiB
+FETCHING_MAX = 16  # fetchers at a time in addition to one for each rank; each costs some MiB
 CONVICTIONS_MAX = 2  # one flipped bit is forgiven; a rank caught this often is refused
 
 
@@ -203,12 +203,12 @@ class Attendance:
         if answer.rank is None:
             # An applicant, which will connect again as a worker.
             offer = do.Send(peer, terms.offer(self.timing, answer.proof, self.run.package))
-            told: list[Effect] = [do.Secure(peer, answer.key), offer]
+            answers: list[Effect] = [do.Secure(peer, answer.key), offer]
             if self._may_fetch():
                 member.phase = Phase.FETCHING
-                return told
+                return answers
             del self.peers[peer]
-            return [*told, do.Close(peer, "told what the run is")]
+            return [*answers, do.Close(peer, "told what the run is")]
         member.rank, member.proof, member.phase = answer.rank, answer.proof, Phase.WAITING
         member.backend = hello.backend
         return [do.Secure(peer, answer.key)]

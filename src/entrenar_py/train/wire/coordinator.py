@@ -127,7 +127,7 @@ class Coordinator(Dealing):
             return self._ask(rank, shard, now)
         reason = (
             f"workers {sorted(audit.disputed)} disagree on shard {shard} of step {step}, and "
-            "nobody can say who is wrong: training halted before any update"
+            "nobody can say which is wrong: training halted before any update"
         )
         return [self._end_audit(shard), *self._halt(do.Stop(step, None, reason, shard=shard))]
 
@@ -201,7 +201,7 @@ class Coordinator(Dealing):
     # --- a step -----------------------------------------------------------------------------------
 
     def _conclude(self, shard: int, verdict: shard_assignment.Verdict, now: float) -> list[Effect]:
-        """End an audit; drop the worker that it caught, whose deliveries of the step are void."""
+        """End an audit; drop the worker that it caught, and void what it delivered in the step."""
         effects = self._count_copy(shard, verdict)
         if verdict.culprit is not None:
             self._convicted[verdict.culprit] += 1

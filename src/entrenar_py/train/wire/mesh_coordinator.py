@@ -40,7 +40,7 @@ class Grouping(Coordinator):
         self._group: list[Peer] = []  # the workers of this round
         self._complaints: Counter[Peer] = Counter()  # by and about each worker, in this step
         self._num_rounds = 0  # complaints in this step, those of both ends of a link as one
-        self._told: tuple[int, int] | None = None  # the last complaint: its sender, and about whom
+        self._told: tuple[int, int] | None = None  # the last complaint: its sender and its subject
 
     def _hello(self, peer: Peer, member: Member, hello: say.Hello, now: float) -> list[Effect]:
         ours, secret = self.run.terms, self.secret

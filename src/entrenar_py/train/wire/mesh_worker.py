@@ -132,8 +132,8 @@ class Links:
     def greet(self, peer: Peer, message: Message, now: float) -> tuple[list[Effect], int | None]:
         """Take a message of a handshake; ProtocolError if it is not the one that comes next.
 
-        Return the effects, and the rank whose older link was closed for this one, or None. Messages
-        on the older link may be lost.
+        Return the effects, and the rank that had an older link, which was closed for this one, or
+        None. Messages on the older link may be lost.
         """
         link = self._links[peer]
         match message:

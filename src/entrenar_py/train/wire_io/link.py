@@ -134,7 +134,7 @@ class Link:
         self._await_reading(not self._deaf)
 
     def _is_pending(self) -> bool:
-        """Return whether decrypted bytes wait in OpenSSL, of which the kernel knows nothing."""
+        """Return whether decrypted bytes wait in OpenSSL, where the kernel does not see them."""
         if not isinstance(self._socket, ssl.SSLSocket):
             return False
         with self._turn:

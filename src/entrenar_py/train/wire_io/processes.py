@@ -1,4 +1,4 @@
-"""Work beside the event loop: in a thread, and in worker processes from a fork server."""
+"""Work outside of the event loop: in a thread, and in worker processes from a fork server."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Job:
         self._send(b"=" + text)
 
     def _send(self, message: bytes) -> None:
-        with suppress(OSError):  # who gave the job has ended, or wants to hear no more
+        with suppress(OSError):  # the parent has ended, or no longer listens
             self._pipe.send_bytes(message)
 
 
@@ -232,7 +232,7 @@ def _start_fork_server() -> None:
         return
     own, before = multiprocessing.current_process(), _forkserver._forkserver_address  # type: ignore[attr-defined]
     settings = own._config  # type: ignore[attr-defined]
-    given = settings.get("tempdir")
+    tempdir = settings.get("tempdir")
     with tempfile.TemporaryDirectory(prefix="fork-") as settings["tempdir"]:
         try:
             _forkserver.ensure_running()
@@ -241,11 +241,11 @@ def _start_fork_server() -> None:
                 handle = os.open(address, os.O_PATH | os.O_CLOEXEC)
                 _forkserver._forkserver_address = f"/proc/self/fd/{handle}"  # type: ignore[attr-defined]
         finally:
-            settings["tempdir"] = given
+            settings["tempdir"] = tempdir
 
 
 def load_ahead(preload: Sequence[str]) -> None:
-    """Start the fork server, which loads the modules `preload` beside this process.
+    """Start the fork server, which loads the modules `preload` while this process goes on.
 
     A crew that is made later has the same ones: there is one fork server, and it loads once.
     """

@@ -63,9 +63,9 @@ class CoordinatorServer:
         notify: Notify = unnoticed,
     ) -> None:
         machine = kind(run, secret=secret, timing=timing, now=time.monotonic())
-        self._beside, self._reading = Thread(), Thread()
+        self._background, self._reading = Thread(), Thread()
         self.end = CoordinatorEnd(
-            *(machine, hands, self, time.monotonic, self._beside, self._reading),
+            *(machine, hands, self, time.monotonic, self._background, self._reading),
             proved=self._proved,
             notify=notify,
         )
@@ -124,7 +124,7 @@ class CoordinatorServer:
             self._door.close()
             for link in self._visits:
                 link.abort()
-            self._beside.close()
+            self._background.close()
             self._reading.close()
 
     def stop(self, reason: str, *, at_once: bool = False) -> None:
@@ -136,7 +136,7 @@ class CoordinatorServer:
         """End at once and without messages, as if the process had died: `finish` returns DIED."""
         self._dead = True
         self._ticking.cancel()
-        self._beside.forget()
+        self._background.forget()
         self._reading.forget()
         self._door.close()
         for link in self._visits:
@@ -332,17 +332,17 @@ class WorkerClient:
             sock, context, server_side=False, host=host, patience_s=patience_s
         )
 
-    def compute(self, asked: Any) -> None:
-        """Do the work of the effect `asked` in a thread."""
+    def compute(self, effect: Any) -> None:
+        """Do the work of the effect `effect` in a thread."""
 
         def computed(outcome: asyncio.Future[Any]) -> None:
             if self._computing is outcome:  # and not the next one, which waits for the thread
                 self._computing = None
             if not outcome.cancelled():  # as it is when the run is over
-                self.end.computed(asked, outcome.result())
+                self.end.computed(effect, outcome.result())
 
         loop = asyncio.get_running_loop()
-        self._computing = loop.run_in_executor(self._thread, self.end.work, asked)
+        self._computing = loop.run_in_executor(self._thread, self.end.work, effect)
         self._computing.add_done_callback(computed)
 
     def _tick(self) -> None:
@@ -412,9 +412,9 @@ class MeshClient(WorkerClient):
         """Return the end that this client drives; `machine` and `hands` are those of a mesh."""
         assert isinstance(machine, MeshWorker)
         mesh = cast(MeshHands, hands)
-        clock, self._beside = time.monotonic, Thread()
+        clock, self._background = time.monotonic, Thread()
         return MeshEnd(
-            *(machine, mesh, self, clock, self.compute, self.dial, self._beside, speak),
+            *(machine, mesh, self, clock, self.compute, self.dial, self._background, speak),
             proved=self._proved,
             notify=notify,
         )
@@ -438,7 +438,7 @@ class MeshClient(WorkerClient):
                 task.cancel()
             for link in list(self._links):
                 link.abort()
-            self._beside.close()
+            self._background.close()
 
     def prepare(self, sock: socket.socket) -> None:
         """Listen at the local address of `sock`, which is connected to the coordinator.
@@ -545,17 +545,17 @@ class MeshClient(WorkerClient):
 
 
 class PipelineClient(MeshClient):
-    """A worker that exchanges hidden states and gradients with the stages beside its own."""
+    """A worker that exchanges hidden states and gradients with the stages next to its own."""
 
     def new_end(
         self, machine: Worker, hands: MemberHands, speak: Speak, notify: Notify
     ) -> PipelineEnd:
         """Return the end that this client drives; `machine` and `hands` are those of a pipeline."""
         assert isinstance(machine, PipelineWorker)
-        clock, self._beside = time.monotonic, Thread()
+        clock, self._background = time.monotonic, Thread()
         return PipelineEnd(
             *(machine, cast(PipelineHands, hands), self, clock, self.compute, self.dial),
-            *(self._beside, speak),
+            *(self._background, speak),
             proved=self._proved,
             notify=notify,
         )

@@ -16,7 +16,7 @@ from entrenar_py.train.coordinator.lies import Liar
 from entrenar_py.train.wire.effects import Finish
 from entrenar_py.train.wire.terms import Run, Timing
 from entrenar_py.train.wire_io.injections import Guest
-from entrenar_py.train.wire_io.simulated import Simulation
+from entrenar_py.train.wire_io.simulation import Simulation
 
 # A longer run counts as hung. Most runs that go wrong end by themselves within minutes.
 VIRTUAL_S_MAX = 1_000.0
