@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from entrenar_py.compute.wgpu.capture import capture
-from entrenar_py.compute.wgpu.graph import name_of
+from entrenar_py.compute.wgpu.capture import capture, name_of
 from entrenar_py.compute.wgpu.lower import OPERATIONS
 from entrenar_py.compute.wgpu.pointwise import SCALARS
 from entrenar_py.systems.probes import wgpu_operations

@@ -19,8 +19,7 @@ from torch.fx.node import map_arg
 from entrenar_py.compute import draws
 from entrenar_py.compute.wgpu import index as at
 from entrenar_py.compute.wgpu import lookups, pointwise, values
-from entrenar_py.compute.wgpu.emitter import BITS, NF4, Buffer, Coding, Emitter
-from entrenar_py.compute.wgpu.graph import (
+from entrenar_py.compute.wgpu.capture import (
     DTYPES,
     LOADED,
     dtype_of,
@@ -30,6 +29,7 @@ from entrenar_py.compute.wgpu.graph import (
     shape_of,
     stored_dtype_of,
 )
+from entrenar_py.compute.wgpu.emitter import BITS, NF4, Buffer, Coding, Emitter
 from entrenar_py.compute.wgpu.index import Index, Indices
 from entrenar_py.compute.wgpu.tiles import Limits
 from entrenar_py.compute.wgpu.values import CHEAP, COST_MAX, Operands, Schedule, Step, Stored, Value

@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from entrenar_py.shared import trace
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.train.coordinator.recorder import Recorder
-from entrenar_py.train.upstream import messages as say
+from entrenar_py.train.upstream import frames as say
 from entrenar_py.train.upstream.averager import Averager
-from entrenar_py.train.upstream.frames import Decoder, encode
-from entrenar_py.train.upstream.messages import WHOLE, Part, WireMessage
+from entrenar_py.train.upstream.frames import WHOLE, Decoder, Part, WireMessage, encode
 from entrenar_py.train.upstream.server import AveragingEnd
 from entrenar_py.train.upstream.terms import AveragingRun, Patience
 from entrenar_py.train.wire.effects import Peer

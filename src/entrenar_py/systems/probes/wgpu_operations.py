@@ -13,8 +13,8 @@ from torch import Tensor
 from entrenar_py.compute import draws, nf4
 from entrenar_py.compute.wgpu import bounds, capture, program
 from entrenar_py.compute.wgpu.bounds.intervals import Bounded
+from entrenar_py.compute.wgpu.capture import TABLE_ELEMENTS_MAX as NUM_ELEMENTS_MAX
 from entrenar_py.compute.wgpu.device import Device
-from entrenar_py.compute.wgpu.graph import NUM_ELEMENTS_MAX
 from entrenar_py.shared import trace
 from entrenar_py.shared.errors import BackendUnavailable, UsageError
 from entrenar_py.shared.scenario import Scenario

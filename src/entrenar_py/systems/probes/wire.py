@@ -15,11 +15,10 @@ from blake3 import blake3
 from entrenar_py.shared import trace
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.train.coordinator.recorder import Recorder
-from entrenar_py.train.upstream.frames import LAYOUTS, encode
+from entrenar_py.train.upstream.frames import LAYOUTS, WIRE_MESSAGES, WireMessage, encode
 from entrenar_py.train.upstream.frames import Decoder as OriginalDecoder
 from entrenar_py.train.upstream.frames import Received as OriginalReceived
 from entrenar_py.train.upstream.frames import Received as OriginallyReceived
-from entrenar_py.train.upstream.messages import WIRE_MESSAGES, WireMessage
 from entrenar_py.train.wire import effects, frames, messages, terms
 from entrenar_py.train.wire.coordinator import Coordinator
 from entrenar_py.train.wire.frames import CHUNK_BYTES, Buffer, Decoder, Encoder, Received

@@ -20,7 +20,7 @@ from entrenar_py.shared.wording import counted
 from entrenar_py.train.service.run_events import Listener, Noted, StepAveraged
 from entrenar_py.train.service.stopwatch import Stopwatch
 from entrenar_py.train.upstream import terms as wire
-from entrenar_py.train.upstream.messages import Part
+from entrenar_py.train.upstream.frames import Part
 from entrenar_py.train.upstream.server import Average
 from entrenar_py.train.upstream.terms import AveragingRun
 from entrenar_py.train.wire import effects as do

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from entrenar_py.shared.errors import ProtocolError
-from entrenar_py.train.upstream import messages as say
+from entrenar_py.train.upstream import frames as say
 from entrenar_py.train.upstream import terms as wire
-from entrenar_py.train.upstream.messages import (
+from entrenar_py.train.upstream.frames import (
     UPLOADS,
     WHOLE,
     BlockGradient,

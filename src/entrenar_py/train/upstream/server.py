@@ -19,13 +19,16 @@ from entrenar_py.shared.errors import ProtocolError, UsageError
 from entrenar_py.train.arithmetic.reduction import Vector, first_not_finite, weighted_mean
 from entrenar_py.train.upstream import terms as wire
 from entrenar_py.train.upstream.averager import Averager, WireStage
-from entrenar_py.train.upstream.frames import SHORT_BYTES_MAX, Decoder, Received, encode
-from entrenar_py.train.upstream.messages import (
+from entrenar_py.train.upstream.frames import (
     FROM_WORKERS,
+    SHORT_BYTES_MAX,
     UPLOADS,
+    Decoder,
     JoinRequest,
     Part,
+    Received,
     WireMessage,
+    encode,
 )
 from entrenar_py.train.upstream.terms import AveragingRun, Patience
 from entrenar_py.train.wire import effects as do
