@@ -336,7 +336,6 @@ def _trace(fn: Function, leaves: Sequence[Tensor]) -> GraphModule:
 
 
 def _writes(node: Node) -> bool:
-    """Return whether `node` writes to one of its operands."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
@@ -414,7 +413,6 @@ class _Lines(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._given[view.untyped_storage()._cdata] = view
 
     def _is_given(self, value: object) -> bool:
-        """Return whether `value` is a tensor in the memory of an input or a constant."""
         return isinstance(value, Tensor) and (
             not isinstance(value, FakeTensor) or value.untyped_storage()._cdata in self._given
         )
@@ -475,7 +473,6 @@ def _last(graph: Graph) -> Node:
 
 
 def _mark(graph: Graph, last: Node, line: str) -> None:
-    """Set the line of all nodes after `last`."""
     node = _last(graph)
     while node is not last:
         node.meta["line"] = line

@@ -143,7 +143,6 @@ def _patches(x: Tensor, kernel: Sequence[int], window: Window) -> Tensor:
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
-    """Return x [n, c, *] as [groups, n, c / groups, *]."""
     split = x.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
     return split.transpose(0, 1)
 
@@ -426,7 +425,6 @@ def _embedding_dense_backward(
 
 
 def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """Return the new contents of `x` after `x.copy_(source)`."""
     source = source.to(x.dtype)
     return _ATEN.alias.default(source) if source.shape == x.shape else source.expand(x.shape)
 

@@ -524,7 +524,6 @@ def _merge_equals(graph: GraphModule) -> None:
 
 
 def _uses(graph: GraphModule) -> dict[Node, int]:
-    """Count the operations that use each node, directly or through views."""
     uses: dict[Node, int] = {}
     for node in reversed(graph.graph.nodes):
         uses[node] = 1 if node.op == "output" else 0

@@ -174,7 +174,6 @@ def load(side: Side, tile: str) -> Iterator[str]:
 
 
 def _element(side: Side, at: str) -> str:
-    """Return the WGSL of load number `at` of a buffer."""
     if side.kind == "f32" or side.width > 1:
         return f"{side.name}[{at}]"
     return emitter.single(side.kind, side.name, at)
@@ -325,7 +324,6 @@ def _decoders(product: Product, epilogue: str) -> Iterator[str]:
 
 
 def _levels(product: Product) -> Iterator[str]:
-    """Write the code that copies the levels of NF4 to workgroup memory."""
     if NF4 in (product.a.kind, product.b.kind):
         yield f"if (thread < {NUM_LEVELS}u) {{ levels[thread] = nf4_level(thread); }}"
         yield "workgroupBarrier();"

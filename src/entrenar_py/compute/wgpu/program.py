@@ -105,7 +105,6 @@ def offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 def _changing(steps: Sequence[Step], given: Collection[Buffer]) -> set[Buffer]:
-    """Return `given` and all buffers computed from it."""
     changing = set(given)
     while True:
         more = {step.writes for step in steps if not changing.isdisjoint(step.bindings)}

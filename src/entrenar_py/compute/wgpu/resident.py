@@ -118,11 +118,9 @@ class Resident:
         return compute
 
     def _inputs(self, given: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors that are uploaded for each run."""
         return [*(self.tensors[name] for name in self.moving), *given]
 
     def _resident(self) -> list[Tensor]:
-        """Return the tensors that are uploaded once."""
         return [*(self.tensors[name] for name in self.frozen), *self._constants.values()]
 
     def _uploaded(self) -> list[Uploaded]:

@@ -63,7 +63,6 @@ def run(scenario: Scenario) -> Trace:
 def _gradients(
     fixture: Fixture, request: Request, training: _Training, done: Trace
 ) -> Iterator[trace.Event]:
-    """Yield each step compared with the textbook's."""
     arrays = training.server.replica.replica.arrays
     shapes = {name: array.shape for name, array in arrays.items()}
     return Textbook(fixture, request, shapes).steps(done)

@@ -139,7 +139,6 @@ def _made_by(prepared: Prepared, when: str, *, stops: bool = False) -> trace.Sha
 
 
 def _digest(stage: Stage, entry: Entry) -> str:
-    """Return the digest of a listed shard's file."""
     path = manifest.path_of(stage.folder, stage.facts, entry.shard)
     return shards.digest_of(path) if path.exists() else "not there"
 
@@ -262,7 +261,6 @@ class _Others:
 
 
 def _read(folder: Path, facts: Facts, shard: int, starts: Any) -> Rows:
-    """Return all rows of a shard."""
     file = File(folder, facts, shard, starts)
     return shards.joined([file.read(n) for n in range(len(shards.groups(facts, starts)))])
 
@@ -308,7 +306,6 @@ class SoftTextbook(Textbook):
 
     @staticmethod
     def _counted(rows: Rows, shape: Any) -> Any:
-        """Return which of the flattened places [n, t - 1] have a row."""
         number, length = shape
         order = {one: place for place, one in enumerate(dict.fromkeys(rows.sample.tolist()))}
         table = np.zeros((number, length - 1), bool)

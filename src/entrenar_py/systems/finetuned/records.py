@@ -93,7 +93,6 @@ def nf4_events(fixture: Fixture, module: nn.Module) -> Iterator[trace.Quantised]
 
 
 def _linear(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield each layer with a matrix by the name of its weight."""
     for name, layer in module.named_modules():
         weight = getattr(layer, "weight", None)
         if isinstance(weight, Tensor) and ".lora_" not in name:

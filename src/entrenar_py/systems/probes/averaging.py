@@ -355,7 +355,6 @@ def _upload(part: Part, worker: int, step: int, total: int) -> WireMessage:
 
 
 def _part_of(message: WireMessage) -> Part:
-    """Return the part that an average is of."""
     if isinstance(message, say.AveragedBlock):
         return Part(say.BlockGradient.tag, message.block)
     if isinstance(message, say.AveragedNonBlock):

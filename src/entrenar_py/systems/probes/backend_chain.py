@@ -223,7 +223,6 @@ class Saboteur:
         return True
 
     def _record(self, name: str) -> None:
-        """Record, once, that the fault of backend `name` has struck."""
         event = trace.Injected(fault=self._faults[name].to_dict())
         if event not in self._recorder.of(trace.Injected):
             self._recorder.emit(event)

@@ -250,7 +250,6 @@ def _nodes_max(run: Sequence[int]) -> int:
 
 
 def _run_of(scenario: Scenario, rank: int) -> Sequence[int]:
-    """Return the shards of worker `rank`."""
     return sharding.runs(range(scenario.num_shards), range(scenario.world_size))[rank]
 
 

@@ -169,7 +169,6 @@ def _letters() -> Iterator[tuple[Message, bytes]]:
 
 
 def _pieces(data: bytes, most: int, rng: random.Random) -> list[bytes]:
-    """Cut `data` into pieces of at most `most` bytes."""
     ends = [0]
     while ends[-1] < len(data):
         ends.append(ends[-1] + rng.randint(1, most))
@@ -221,7 +220,6 @@ def _refused_originally(case: str, data: bytes, claimed_bytes: int) -> trace.Ref
 
 
 def _read(pieces: list[bytes], limit: int) -> tuple[list[Received], str | None, int]:
-    """Decode `pieces` of our own frames, with payloads up to `limit` bytes."""
     return _read_by(lambda: Decoder(lambda kind: limit if kind.carries else 0, KEY), pieces)
 
 

@@ -238,6 +238,5 @@ def _require_sizes(deadline_s: object, socket_bytes: object) -> None:
 
 
 def _signal(hand: Hand, number: signal.Signals) -> None:
-    """Send a signal to a worker's process, if it is still there."""
     with suppress(ProcessLookupError):
         os.kill(hand.pid, number)

@@ -240,7 +240,6 @@ class ScenarioRun:
                 self._awaited.get(step, set()).discard(fault.rank)
 
     def _meet(self, message: Message) -> None:
-        """Send the strangers of a step when its first shards are assigned."""
         for fault in self.waiting("stranger"):
             if isinstance(message, Assign) and message.step == fault.step:
                 self.strike(fault)

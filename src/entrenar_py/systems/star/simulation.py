@@ -82,6 +82,5 @@ class SimulatedTransport:
             self.simulation.later(RESTART_S, partial(self.start, fault.rank))
 
     def _restart(self) -> None:
-        """Continue from the checkpoint with a new coordinator, to which the workers reconnect."""
         died_in = self.simulation.coordinator.machine.step
         self.simulation.restart(self._of.taken_up(died_in), self._of.server)

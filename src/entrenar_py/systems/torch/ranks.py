@@ -260,7 +260,6 @@ class _Lives:
             self._workers = [worker for worker in self._workers if worker not in died]
 
     def _left(self) -> set[int]:
-        """Return the workers that a `leave` fault has struck."""
         struck = [event.fault for event in self.events if isinstance(event, trace.Injected)]
         return {fault["rank"] for fault in struck if fault["kind"] == "leave"}
 

@@ -303,5 +303,4 @@ def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def _as_chunk(memory: Tensor, chunk: Tensor) -> Tensor:
-    """Return the start of `memory`, with the length and the dtype of `chunk`."""
     return memory[: chunk.numel() * chunk.element_size()].view(chunk.dtype)

@@ -486,7 +486,6 @@ class Averager:
         return [wire.Tell(peer, message, part)]
 
     def _loss(self) -> float | None:
-        """Return the mean loss of the step, weighted by `total`; None if shards have none."""
         results = [self._results[shard] for shard in sorted(self._results)]
         total = sum(result.total for result in results)
         if not total:
@@ -522,7 +521,6 @@ class Averager:
         return self._end("halted", reason)
 
     def _end(self, status: str, reason: str) -> list[Effect]:
-        """Tell all workers that the run is over, and close every connection."""
         self.stage = WireStage.OVER
         tells = [wire.Tell(peer, say.Shutdown()) for peer in self._workers()]
         closes = [do.Close(peer, reason or "the run is complete") for peer in self.peers]

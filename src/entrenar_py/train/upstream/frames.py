@@ -362,7 +362,6 @@ class Decoder:
     # --- the beginning of a frame -----------------------------------------------------------------
 
     def _collect(self, num_bytes: int, then: Callable[[], Received | None]) -> None:
-        """Read until `_head` has `num_bytes`, then call `then`."""
         known = len(self._head)
         self._head = self._head + bytes(num_bytes - known)
         self._rest, self._advance = memoryview(self._head)[known:], then

@@ -317,7 +317,6 @@ class AveragingServer:
         return self._door.num_ended, list(self._door.ended)
 
     def _farewell_s(self) -> float:
-        """Return how long the last messages may take."""
         finish = self.end.finished
         stopped = finish is not None and finish.status == "stopped"
         return FAREWELL_S if stopped else self.end.machine.patience.shard_s
@@ -357,7 +356,6 @@ class AveragingServer:
             self._finished.set_result(self.end.finished)
 
     def _broke(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """End the run after an exception in the loop; `finish` raises it."""
         loop.default_exception_handler(context)
         if "exception" in context and not self._finished.done():
             self._finished.set_exception(context["exception"])

@@ -214,12 +214,10 @@ class Attendance:
         return [do.Secure(peer, answer.key)]
 
     def _may_fetch(self) -> bool:
-        """Return whether there are files, and one more peer may fetch them."""
         num_fetching = len(self._peers_in(Phase.FETCHING))
         return self.run.package is not None and num_fetching < self.run.world_size + FETCHING_MAX
 
     def _barred(self) -> set[int]:
-        """Return the ranks that may not join any more, because audits caught them too often."""
         return {rank for rank, times in self._convicted.items() if times >= CONVICTIONS_MAX}
 
     def _overdue(self, now: float) -> list[tuple[Peer, str]]:
@@ -249,21 +247,18 @@ class Attendance:
         return effects
 
     def _members(self) -> dict[Peer, Member]:
-        """Return the peers that take part in steps."""
         return self._peers_in(*MEMBERS)
 
     def _peers_in(self, *phases: Phase) -> dict[Peer, Member]:
         return {peer: member for peer, member in self.peers.items() if member.phase in phases}
 
     def _tell(self, message: say.Message, phase: Phase) -> list[Effect]:
-        """Send `message` to every member, and put each into `phase`."""
         members = self._members()
         for member in members.values():
             member.phase = phase
         return [do.Send(peer, message) for peer in members]
 
     def _dismiss(self, farewell: say.Message, reason: str) -> list[Effect]:
-        """Send `farewell` to every admitted peer, and close every connection."""
         admitted = [peer for peer, m in self.peers.items() if m.phase is not Phase.CHALLENGED]
         sends = [do.Send(peer, farewell) for peer in admitted]
         closes = [do.Close(peer, reason) for peer in self.peers]

@@ -84,7 +84,6 @@ class Grouping(Coordinator):
     }
 
     def _regroup(self, members: Mapping[Peer, Member], now: float) -> list[Effect]:
-        """Begin a new round with `members`, in the step that is being computed."""
         raise NotImplementedError
 
     def _begin_round(self, members: Mapping[Peer, Member], holders: list[int]) -> list[Effect]:
@@ -218,7 +217,6 @@ class MeshCoordinator(Grouping):
         return [do.Send(peer, say.Fetch(step=self.step))]
 
     def _give_up(self, waited: float) -> list[Effect]:
-        """Give up the run; the reason may be that no worker came back with the state."""
         is_lost = not (self._members() or self._has_state(self.step))
         return self._lost_state() if is_lost else super()._give_up(waited)
 
@@ -264,5 +262,4 @@ class MeshCoordinator(Grouping):
 
 
 def _holders(members: Mapping[Peer, Member]) -> dict[int, int]:
-    """Return the rank that has, or has delivered, each shard of the step."""
     return {shard: one.in_rank() for one in members.values() for shard in one.to_send()}

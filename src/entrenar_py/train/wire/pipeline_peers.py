@@ -90,7 +90,6 @@ class PipelineCoordinator(Grouping):
         return ""
 
     def _named(self) -> set[int]:
-        """Return the ranks that are kept for workers by their names."""
         return {rank for rank in range(self.places.num_ranks) if self.places.called(rank)}
 
     def _barred(self) -> set[int]:
@@ -406,7 +405,6 @@ class PipelineWorker(MeshWorker):
         return self._go_on()
 
     def _start_round(self) -> list[Effect]:
-        """Begin a round, or the next step in the same round."""
         self.phase = WorkerPhase.READY
         self._clear()
         group = self._group
@@ -451,7 +449,6 @@ class PipelineWorker(MeshWorker):
         return [do.Postpone(peer)]
 
     def _holder(self, stage: int, shard: int) -> int:
-        """Return the rank that computes `shard` in `stage`."""
         num_shards = len(self._holders) // self.places.num_stages
         if not 0 <= shard < num_shards:
             raise ProtocolError(f"shard={shard}: there are {num_shards}")

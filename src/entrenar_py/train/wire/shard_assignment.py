@@ -346,7 +346,6 @@ class Dealing(Attendance):
         self._pace.computed(member.in_rank(), len(message.shards), seconds)
 
     def _copied(self, member: Member) -> int | None:
-        """Return the audited shard that `member` is delivering a copy of; None if not audited."""
         shard = member.assigned[0][0]
         return shard if shard in self._audits else None
 
@@ -357,14 +356,12 @@ class Dealing(Attendance):
         return [do.EndCopy(rank, shard), *self._pursue(shard, now)]
 
     def _count(self, member: Member, node: TreeNode, under: range) -> list[Effect]:
-        """Count the shards of a node as delivered, unless its block was complete already."""
         if node.block not in self._missing:
             return []
         self._missing[node.block].difference_update(under)
         return [do.Keep(member.in_rank(), node)]
 
     def _reduce(self, block: int) -> list[Effect]:
-        """Request the average of `block` once every shard of it is delivered."""
         if self._missing.get(block) != set():
             return []
         del self._missing[block]

@@ -204,7 +204,6 @@ class Worker:
         return [self._work[0]] if len(self._work) == 1 else []
 
     def _deliver(self, nodes: Sequence[say.TreeNode]) -> list[Effect]:
-        """Send the computed nodes to the process that adds them."""
         return [do.Send(self._peer, node) for node in nodes]
 
     def _hold(self, message: say.Average | say.Weights) -> list[Effect]:

@@ -296,7 +296,6 @@ class End:
         return Stream(self._sizes, self.hands.room, direction, meter)
 
     def _require(self, peer: Peer, received: Received) -> None:
-        """Raise ProtocolError if the hands reject the message."""
         raise NotImplementedError
 
     def _do(self, wanted: Iterable[Effect], received: Received | None = None) -> None:

@@ -257,7 +257,6 @@ class Link:
         return bool(self._pieces)
 
     def _send(self, sock: socket.socket) -> int:
-        """Send the first pieces; return how many bytes were taken."""
         if isinstance(sock, ssl.SSLSocket):
             with self._turn:
                 return sock.send(self._pieces[0])  # TLS sockets have no `sendmsg`
@@ -357,7 +356,6 @@ class Link:
 
 
 def _is_ready(sock: socket.socket, event: int) -> bool:
-    """Return whether `sock` is ready within PATIENCE_MS."""
     poll = select.poll()
     poll.register(sock, event)
     return bool(poll.poll(PATIENCE_MS))

@@ -387,7 +387,6 @@ class Simulation:
         return self._random.randbytes(NONCE_BYTES).hex()
 
     def _tell(self, peer: Peer, message: Message, data: bytes) -> None:
-        """Send `message` from the coordinator to `peer`, a worker or a guest."""
         if peer in self._guests:
             guest = self._guests[peer]
             self.later(LATENCY_S[1], lambda: self._talk(peer, guest.heard(data), guest.pace_s))
@@ -395,7 +394,6 @@ class Simulation:
             self._send(self._connections[peer], False, message, data)
 
     def _said(self, node: Node, peer: Peer, message: Message, data: bytes) -> None:
-        """Send `message` from a worker to `peer`, the coordinator or another worker."""
         connection = self._connections.get(peer)
         if node.alive and connection is not None:
             self._send(connection, connection.node is node, message, data)
@@ -507,7 +505,6 @@ class Simulation:
 
 
 def _coordinator_of(worker: type[Worker]) -> type[Coordinator]:
-    """Return the coordinator that workers of a kind have."""
     if issubclass(worker, PipelineWorker):
         return PipelineCoordinator
     return MeshCoordinator if issubclass(worker, MeshWorker) else Coordinator

@@ -200,7 +200,6 @@ class CoordinatorServer:
             self._finished.set_result(self.end.finished)
 
     def _broke(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """End the run after an exception in the loop; `finish` raises it."""
         loop.default_exception_handler(context)
         if "exception" in context and not self._finished.done():
             self._finished.set_exception(context["exception"])

@@ -121,7 +121,6 @@ class Chains:
 
 
 def _size(held: Bounded) -> Tensor:
-    """Return the largest absolute value of each element."""
     return torch.maximum(held.low.double().abs(), held.high.double().abs())
 
 

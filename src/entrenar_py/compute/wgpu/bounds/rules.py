@@ -312,7 +312,6 @@ def _flip(one: Interval) -> Interval:
 
 
 def _of_two(interval: Callable[[Interval, Interval], Interval]) -> Rule:
-    """Return the rule that applies `interval` to the intervals of two operands."""
     return lambda target, args, kwargs: interval(_number(args[0]), _number(args[1]))
 
 
@@ -341,7 +340,6 @@ def _not(target: Any, args: Any, kwargs: Any) -> Interval:
 
 
 def _known_truth(target: Any, args: Any, kwargs: Any) -> Interval:
-    """Return the result where all operands are decided, and both outcomes elsewhere."""
     operands = [one for one in args if isinstance(one, Bounded)]
     value = evaluate(target, args, kwargs, lambda one: one.value)
     decided = torch.stack([one.interval.decided.expand(value.shape) for one in operands]).all(0)
