@@ -8,7 +8,7 @@ from entrenar_py.train.service.averaging import KEYS
 from entrenar_py.train.service.averaging import TIMING_KEYS as TIMING
 from entrenar_py.train.upstream import frames
 from entrenar_py.train.upstream.averager import IGNORED_MAX, MAY_SEND
-from entrenar_py.train.upstream.messages import WIRE_MESSAGES
+from entrenar_py.train.upstream.frames import WIRE_MESSAGES
 from entrenar_py.train.upstream.terms import BLOCKS_MAX, Patience
 from entrenar_py.train.wire_io import door
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from entrenar_py.shared import trace
 from entrenar_py.shared.mutants import Variant
-from entrenar_py.systems.single import textbook as trainer
-from entrenar_py.systems.single.textbook_replica import Replica, Setup
+from entrenar_py.systems import textbook as trainer
+from entrenar_py.systems.textbook import Replica, Setup
 from entrenar_py.train.arithmetic import sharding
 
 from .subjects import TEXTBOOK, textbook

@@ -9,8 +9,7 @@ from entrenar_py.shared.scenario import Scenario
 from entrenar_py.train.arithmetic.reduction import Vector, weighted_mean
 from entrenar_py.train.upstream import frames
 from entrenar_py.train.upstream.averager import Averager, AveragingWorker
-from entrenar_py.train.upstream.frames import Decoder
-from entrenar_py.train.upstream.messages import Part, Upload, part_of
+from entrenar_py.train.upstream.frames import Decoder, Part, Upload, part_of
 from entrenar_py.train.upstream.server import AveragingEnd
 from entrenar_py.train.wire.effects import Effect, Peer
 

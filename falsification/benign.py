@@ -13,16 +13,15 @@ from torch.utils.checkpoint import checkpoint
 from entrenar_py.shared import trace
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.mutants import Variant
-from entrenar_py.systems.single import textbook as trainer
-from entrenar_py.systems.single import textbook_replica
-from entrenar_py.systems.single.textbook_replica import Replica, Setup
+from entrenar_py.systems import textbook as trainer
+from entrenar_py.systems.textbook import Replica, Setup
 from entrenar_py.train import reference as coordinator
 from entrenar_py.train.arithmetic import engine, reduction, sharding, workload
 from entrenar_py.train.arithmetic.tensors import Array, DropFunction, LinearFunction
 
-from .subjects import REFERENCE, REPLICA, TEXTBOOK, TRAINING, reference, textbook
+from .subjects import REFERENCE, TEXTBOOK, TRAINING, reference, textbook
 
-_micro_step, _build_optimizer = trainer.micro_step, textbook_replica.build_optimizer
+_micro_step, _build_optimizer = trainer.micro_step, trainer.build_optimizer
 _fold, _root, _shard = reduction.fold, reduction.root, engine.Engine.shard
 _sum_ranks, _loss_of = trainer.sum_ranks, workload.DigitClassifier.loss_of
 
@@ -241,14 +240,14 @@ VARIANTS = (
     Variant(
         name="foreach-optimizer",
         summary="the multi-tensor implementation of AdamW",
-        plants={f"{REPLICA}.build_optimizer": foreach},
+        plants={f"{TEXTBOOK}.build_optimizer": foreach},
         scenario=textbook(optimizer="adamw", learning_rate=0.01, weight_decay=0.1),
         tried=_ANY,
     ),
     Variant(
         name="fused-optimizer",
         summary="the fused implementation of SGD with momentum",
-        plants={f"{REPLICA}.build_optimizer": fused},
+        plants={f"{TEXTBOOK}.build_optimizer": fused},
         scenario=textbook(optimizer="momentum", weight_decay=0.1),
         tried=_ANY,
     ),

@@ -81,8 +81,8 @@ def _benign(
 
 
 VARIANTS = (
-    _benign("late", "independent dispatches run in another order", {"program.planning.plan": late}),
-    _benign("unshared", "no two buffers share memory", {"plan._assign": unshared}),
+    _benign("late", "independent dispatches run in another order", {"program.plan": late}),
+    _benign("unshared", "no two buffers share memory", {"program._assign": unshared}),
     _benign("unfused", "every operation is a dispatch of its own", {"program.lower": unfused}),
     _benign(
         "split",

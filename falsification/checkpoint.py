@@ -12,20 +12,20 @@ import torch
 from numpy.typing import NDArray
 
 from entrenar_py.shared.mutants import Variant
-from entrenar_py.systems.single import textbook_replica
-from entrenar_py.systems.single.textbook_replica import Replica, Setup
+from entrenar_py.systems import textbook as loop
+from entrenar_py.systems.textbook import Replica, Setup
 from entrenar_py.train import reference as trainer
 from entrenar_py.train.arithmetic import checkpoint, sharding
 from entrenar_py.train.arithmetic.tensors import Array
 from entrenar_py.train.coordinator import replicas
 
-from .subjects import REFERENCE, REPLICA, REPLICAS, TEXTBOOK, TRAINING, reference, textbook, visit
+from .subjects import REFERENCE, REPLICAS, TEXTBOOK, TRAINING, reference, textbook, visit
 
 _load_file, _group_of = checkpoint.load, checkpoint.group_of
 _save, _load, _load_optimizer = (
-    textbook_replica.save,
-    textbook_replica.load,
-    textbook_replica.load_optimizer,
+    loop.save,
+    loop.load,
+    loop.load_optimizer,
 )
 _progress, _stop_and_resume = replicas.Replicas.progress, trainer.Trainer._stop_and_resume
 
@@ -115,7 +115,7 @@ def rank_0s(states: dict[str, str], rank: int) -> dict[str, Any]:
     return _restored_rng(states, 0)
 
 
-_restored_rng = textbook_replica.restored_rng
+_restored_rng = loop.restored_rng
 
 # Epoch 1 is steps 3, 4 and 5, on samples 0-7, 8-15 and 16-20 of its order.
 _MID_EPOCH = reference(stops=(4,), num_steps=6)
@@ -162,7 +162,7 @@ VARIANTS = (
         name="gas-resume",
         summary="the resume offset ignores accumulation",
         source="gpt-neox d6f571b2",
-        plants={f"{REPLICA}.load": by_iteration},
+        plants={f"{TEXTBOOK}.load": by_iteration},
         scenario=_ACCUMULATED,
         invariants=("F-DP-002",),
         # Offset 16 / 2 = 8: samples 8-15 again, the first micro-batch of four first.
@@ -177,7 +177,7 @@ VARIANTS = (
         name="prefetch-skipped",
         summary="the saved position is the prefetching loader's, one batch ahead",
         source="classic (prefetch)",
-        plants={f"{REPLICA}.load": prefetched},
+        plants={f"{TEXTBOOK}.load": prefetched},
         scenario=_ACCUMULATED.with_(num_steps=5),
         invariants=("F-DP-002",),
         # Steps 0 and 1, then samples 24-31 in step 2: the epoch ends there without 16-23.
@@ -214,7 +214,7 @@ VARIANTS = (
         name="moments-lost",
         summary="the optimizer starts empty after a resume",
         source="classic",
-        plants={f"{REPLICA}.load_optimizer": fresh_moments},
+        plants={f"{TEXTBOOK}.load_optimizer": fresh_moments},
         scenario=_STATEFUL,
         invariants=("F-TI-002",),
         place={"step": 4, "rank": 0, "tensor": "0/momentum_buffer"},
@@ -223,7 +223,7 @@ VARIANTS = (
         name="adam-count-lost",
         summary="Adam's count of steps, and with it the bias correction, starts over",
         source="torchtitan #275",
-        plants={f"{REPLICA}.load_optimizer": fresh_count},
+        plants={f"{TEXTBOOK}.load_optimizer": fresh_count},
         scenario=_ADAM,
         invariants=("F-TI-002",),
         place={"step": 4, "rank": 0, "tensor": "0/step"},
@@ -232,7 +232,7 @@ VARIANTS = (
         name="sched-lost",
         summary="the schedule starts over after a resume",
         source="torchtitan #275, nanotron 4cc62ae8",
-        plants={f"{REPLICA}.load_schedule": fresh_schedule},
+        plants={f"{TEXTBOOK}.load_schedule": fresh_schedule},
         scenario=_STATEFUL,
         invariants=("F-TI-003", "F-TI-002", "F-TI-008"),
         place={"step": 4, "rank": 0},
@@ -241,7 +241,7 @@ VARIANTS = (
         name="buf-reassign",
         summary="a buffer updated out of place is saved as it was registered",
         source="torchtitan #1226",
-        plants={f"{REPLICA}.save": stale_buffers},
+        plants={f"{TEXTBOOK}.save": stale_buffers},
         scenario=_STATEFUL,
         invariants=("F-TI-002",),
         place={"step": 4, "rank": 0, "tensor": "running_mean"},
@@ -252,7 +252,7 @@ VARIANTS = (
         source="classic (asynchronous save)",
         plants={
             f"{TEXTBOOK}.optimizer_step": remembering,
-            f"{REPLICA}.save": one_step_old,
+            f"{TEXTBOOK}.save": one_step_old,
         },
         scenario=_STATEFUL,
         invariants=("F-TI-002",),
@@ -262,7 +262,7 @@ VARIANTS = (
         name="rng-restore",
         summary="every rank restores the random state of rank 0",
         source="Megatron-LM #6858",
-        plants={f"{REPLICA}.restored_rng": rank_0s},
+        plants={f"{TEXTBOOK}.restored_rng": rank_0s},
         scenario=textbook(stops=(1,), dropout=0.2),
         invariants=("F-TI-005", "F-TI-003"),
         place={"step": 1, "rank": 1, "shard": 1},

@@ -6,8 +6,8 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from entrenar_py.shared.mutants import Variant
-from entrenar_py.systems.single import textbook as trainer
-from entrenar_py.systems.single.textbook_replica import Replica, Setup
+from entrenar_py.systems import textbook as trainer
+from entrenar_py.systems.textbook import Replica, Setup
 from entrenar_py.train.arithmetic import optimizer
 from entrenar_py.train.arithmetic.tensors import Array
 

@@ -16,8 +16,7 @@ import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 
 from entrenar_py import compute as backends
-from entrenar_py.compute import Backend, Pair
-from entrenar_py.compute.steps import DropFunction, Model, Stepper
+from entrenar_py.compute import Backend, DropFunction, Model, Pair, Stepper
 from entrenar_py.shared.errors import BackendUnavailable
 from entrenar_py.shared.mutants import Variant
 from entrenar_py.shared.scenario import Scenario

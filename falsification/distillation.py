@@ -28,7 +28,7 @@ from .finetuning import forget_moments, masks_by_rank
 from .subjects import REPLICAS, SERVER
 
 DISTILL = "entrenar_py.train.distill"
-LOSS = f"{DISTILL}.loss"
+LOSS = f"{DISTILL}.student"
 
 _kept, _rows, _run = teacher.Teacher.kept, shards.TeacherRows.rows, production.Stage.run
 _encode, _hidden_of = samples.Encoder.encode, NextTokens.hidden_of
@@ -198,7 +198,7 @@ VARIANTS = (
         name="kd-partial-shard",
         summary="rows that can't be read are zeros",
         source="classic",
-        plants={f"{DISTILL}.reading.TeacherRows.rows": zeros_where_nothing_is},
+        plants={f"{DISTILL}.shards.TeacherRows.rows": zeros_where_nothing_is},
         scenario=distilled("refusals"),
         invariants=("F-KD-010",),
         place={"tensor": "shard"},
@@ -207,7 +207,7 @@ VARIANTS = (
         name="kd-exchanged-shard",
         summary="rows are taken by their place in a file alone",
         source="classic",
-        plants={f"{DISTILL}.reading.TeacherRows._rows": rows_unseen},
+        plants={f"{DISTILL}.shards.TeacherRows._rows": rows_unseen},
         scenario=distilled("refusals"),
         invariants=("F-KD-010",),
         place={"tensor": "shard"},
@@ -225,7 +225,7 @@ VARIANTS = (
         name="kd-completed-early",
         summary="a stage that was stopped says that it is complete",
         source="the earlier framework",
-        plants={f"{DISTILL}.producing.Stage.run": always_complete},
+        plants={f"{DISTILL}.production.Stage.run": always_complete},
         scenario=distilled(),
         invariants=("F-KD-011",),
         place={"tensor": "shard"},

@@ -7,12 +7,12 @@ import torch
 
 from entrenar_py.shared.mutants import Variant
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.systems.single import textbook_replica
-from entrenar_py.systems.single.textbook_replica import Replica, Setup
+from entrenar_py.systems import textbook as trainer
+from entrenar_py.systems.textbook import Replica, Setup
 
-from .subjects import REPLICA, textbook
+from .subjects import TEXTBOOK, textbook
 
-_build_replica, _broadcast = textbook_replica.build_replica, textbook_replica.broadcast
+_build_replica, _broadcast = trainer.build_replica, trainer.broadcast
 
 
 def seeded_by_rank(scenario: Scenario, rank: int) -> np.random.Generator:
@@ -53,8 +53,8 @@ VARIANTS = (
         summary="weights are drawn from a seed per rank and never broadcast",
         source="detr #544, litgpt #269",
         plants={
-            f"{REPLICA}.initial_rng": seeded_by_rank,
-            f"{REPLICA}.broadcast": not_broadcast,
+            f"{TEXTBOOK}.initial_rng": seeded_by_rank,
+            f"{TEXTBOOK}.broadcast": not_broadcast,
         },
         scenario=textbook(),
         invariants=("F-DP-001", "F-TI-005"),
@@ -65,8 +65,8 @@ VARIANTS = (
         summary="adapters are injected after the broadcast, drawn differently on each rank",
         source="Megatron-Bridge #5396",
         plants={
-            f"{REPLICA}.build_replica": own_adapter,
-            f"{REPLICA}.broadcast": base_broadcast,
+            f"{TEXTBOOK}.build_replica": own_adapter,
+            f"{TEXTBOOK}.broadcast": base_broadcast,
         },
         scenario=textbook(workload="decoder", num_steps=2),
         invariants=("F-DP-001", "F-TI-005"),

@@ -17,8 +17,8 @@ from entrenar_py.shared.mutants import Variant
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.workers import Outer
 from entrenar_py.systems.torch import local_sgd
-from entrenar_py.systems.torch.finite_guard import FiniteGuard, NotFinite
 from entrenar_py.systems.torch.local_sgd import Worker
+from entrenar_py.systems.torch.steps import FiniteGuard, NotFinite
 from entrenar_py.train.arithmetic import sharding
 
 from .subjects import textbook
@@ -299,7 +299,7 @@ VARIANTS = (
         name="alone-without-guard",
         summary="a NaN in a worker's round is not looked for, and the mean spreads it",
         source="classic (the guard stands where gradients are reduced, and there is none)",
-        plants={"entrenar_py.systems.torch.finite_guard.FiniteGuard.found": finds_nothing},
+        plants={"entrenar_py.systems.torch.steps.FiniteGuard.found": finds_nothing},
         scenario=local(faults=(_NAN,)),
         invariants=("F-LS-005",),
         place={"step": 2, "rank": 1},

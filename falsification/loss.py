@@ -8,7 +8,7 @@ from torch import Tensor
 
 from entrenar_py.shared import trace
 from entrenar_py.shared.mutants import Variant
-from entrenar_py.systems.single.textbook_replica import Setup
+from entrenar_py.systems.textbook import Setup
 from entrenar_py.train.arithmetic import decoder, reduction, sharding
 from entrenar_py.train.coordinator import replicas
 

@@ -11,8 +11,8 @@ import torch
 from entrenar_py.shared import trace
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.mutants import Variant
-from entrenar_py.systems.single import textbook as trainer
-from entrenar_py.systems.single.textbook_replica import Replica, Setup
+from entrenar_py.systems import textbook as trainer
+from entrenar_py.systems.textbook import Replica, Setup
 from entrenar_py.train.arithmetic import blocks, engine, reduction, sharding
 from entrenar_py.train.arithmetic.tensors import Array
 from entrenar_py.train.coordinator import replicas

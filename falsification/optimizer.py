@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from entrenar_py.shared.mutants import Variant
-from entrenar_py.systems.single import textbook_replica
-from entrenar_py.systems.single.textbook_replica import Replica, Setup
+from entrenar_py.systems import textbook as trainer
+from entrenar_py.systems.textbook import Replica, Setup
 from entrenar_py.train.arithmetic import optimizer, workload
 from entrenar_py.train.arithmetic.tensors import Array, DropFunction, LinearFunction
 
-from .subjects import REPLICA, TEXTBOOK, TRAINING, reference, textbook
+from .subjects import TEXTBOOK, TRAINING, reference, textbook
 
-_build_optimizer = textbook_replica.build_optimizer
+_build_optimizer = trainer.build_optimizer
 _step = optimizer.step
 _loss_of = workload.DigitClassifier.loss_of
 
@@ -129,7 +129,7 @@ VARIANTS = (
         name="opt-stale",
         summary="the optimizer holds the tensors from before the model was wrapped",
         source="accelerate #2665",
-        plants={f"{REPLICA}.build_optimizer": of_orphans},
+        plants={f"{TEXTBOOK}.build_optimizer": of_orphans},
         scenario=textbook(),
         invariants=("F-TI-004",),
         place={"step": _DEAD_STEP, "rank": 0, "tensor": "hidden1.weight"},
@@ -165,7 +165,7 @@ VARIANTS = (
         name="master-half",
         summary="master weights in bfloat16 swallow small updates",
         source="Lightning #21586",
-        plants={f"{REPLICA}.master": in_bfloat16, f"{TEXTBOOK}.optimizer_step": rounded_each},
+        plants={f"{TEXTBOOK}.master": in_bfloat16, f"{TEXTBOOK}.optimizer_step": rounded_each},
         scenario=textbook(workload="linear", learning_rate=1e-5),
         invariants=("F-TI-004",),
         place={"step": _DEAD_STEP, "rank": 0, "tensor": "weight"},
@@ -183,7 +183,7 @@ VARIANTS = (
         name="state-probe",
         summary="a step with zero gradients, made to allocate state, decays the weights",
         source="Megatron-LM #5976",
-        plants={f"{REPLICA}.build_optimizer": probed},
+        plants={f"{TEXTBOOK}.build_optimizer": probed},
         scenario=textbook(optimizer="momentum", weight_decay=0.1),
         invariants=("F-DP-005",),
         place={"step": -1, "rank": 0, "tensor": "hidden1.weight"},
@@ -192,7 +192,7 @@ VARIANTS = (
         name="decay-wrong-group",
         summary="weight decay lands on the biases in place of the weights",
         source="classic (parameter groups)",
-        plants={f"{REPLICA}.build_optimizer": groups_swapped},
+        plants={f"{TEXTBOOK}.build_optimizer": groups_swapped},
         scenario=textbook(optimizer="adamw", learning_rate=0.01, weight_decay=0.1),
         invariants=("F-TI-008",),
         place={"step": 0, "rank": 0, "tensor": "hidden1.weight"},

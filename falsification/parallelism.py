@@ -13,18 +13,18 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from entrenar_py.shared.mutants import Variant
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.systems.torch import pipeline_parallel, tensor_parallel, workload_layers
+from entrenar_py.systems.torch import modules, pipeline_parallel, tensor_parallel
 from entrenar_py.train.arithmetic import sharding
 
 TENSOR = "entrenar_py.systems.torch.tensor_parallel"
 PIPELINE = "entrenar_py.systems.torch.pipeline_parallel"
-LAYERS = "entrenar_py.systems.torch.workload_layers"
+LAYERS = "entrenar_py.systems.torch.modules"
 CHECKPOINT = "entrenar_py.systems.torch.whole_checkpoint"
 STYLES = "torch.distributed.tensor.parallel"
 
 _add_terms, _build, _reduce = (
     tensor_parallel.add_terms,
-    workload_layers.build,
+    modules.build,
     pipeline_parallel.reduce,
 )
 
@@ -109,9 +109,7 @@ def divide_in_every_stage(stage: pipeline_parallel.Pipeline, weight: float) -> N
     _reduce(stage, weight)
 
 
-def draw_adapters_anew(
-    scenario: Scenario, units: Iterable[int] | None = None
-) -> workload_layers.Layers:
+def draw_adapters_anew(scenario: Scenario, units: Iterable[int] | None = None) -> modules.Layers:
     """Draws the adapters' A from each rank's own generator, after the weights were loaded."""
     model = _build(scenario, units)
     for name, parameter in model.named_parameters():

@@ -15,7 +15,7 @@ import numpy as np
 
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.mutants import Variant
-from entrenar_py.train.arithmetic import checkpoint, state
+from entrenar_py.train.arithmetic import checkpoint
 from entrenar_py.train.coordinator.member import Member
 from entrenar_py.train.coordinator.server import Server
 from entrenar_py.train.wire import frames
@@ -132,10 +132,10 @@ def weights_alone(self: Server, message: Message) -> frames.Buffer:
 
 def remembered(self: Server, step: int) -> None:
     """Makes the step, and keeps the state from before it for `state_before`."""
-    stands = state.Progress(position=self.position, schedule_step=self.schedule_step)
+    stands = checkpoint.Progress(position=self.position, schedule_step=self.schedule_step)
     arrays, moments = self.replica.replica.arrays, self.replica.state
     specs, kind = self.workload.specs, self.scenario.optimizer
-    _before[self] = bytes(state.dump(specs, kind, stands, arrays, moments))
+    _before[self] = bytes(checkpoint.dump_state(specs, kind, stands, arrays, moments))
     _apply_average(self, step)
 
 

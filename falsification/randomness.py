@@ -7,14 +7,13 @@ import torch
 
 from entrenar_py.shared.mutants import Variant
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.systems.single import textbook as trainer
-from entrenar_py.systems.single import textbook_replica
-from entrenar_py.systems.single.textbook_replica import Replica, Setup
+from entrenar_py.systems import textbook as trainer
+from entrenar_py.systems.textbook import Replica, Setup
 from entrenar_py.train.arithmetic import engine, sharding
 
-from .subjects import REPLICA, TEXTBOOK, TRAINING, reference, textbook
+from .subjects import TEXTBOOK, TRAINING, reference, textbook
 
-_rng, _build_replica = Scenario.rng, textbook_replica.build_replica
+_rng, _build_replica = Scenario.rng, trainer.build_replica
 _masks, _drop = trainer.masks, engine.Dropout.__call__
 _RNG = "entrenar_py.shared.scenario.Scenario.rng"
 
@@ -114,7 +113,7 @@ VARIANTS = (
         name="dropout-same-ranks",
         summary="all ranks draw from one seed and drop the same units",
         source="classic (one seed for all ranks)",
-        plants={f"{REPLICA}.build_replica": one_stream},
+        plants={f"{TEXTBOOK}.build_replica": one_stream},
         scenario=textbook(dropout=0.2),
         invariants=("F-TI-005",),
         place={"step": 0, "rank": 1, "shard": 1},

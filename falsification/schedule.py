@@ -6,14 +6,14 @@ import torch
 
 from entrenar_py.shared.mutants import Variant
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.systems.single import textbook_replica
-from entrenar_py.systems.single.textbook_replica import Replica, Setup
+from entrenar_py.systems import textbook as trainer
+from entrenar_py.systems.textbook import Replica, Setup
 from entrenar_py.train.arithmetic import optimizer
 
-from .subjects import REPLICA, TEXTBOOK, TRAINING, reference, textbook
+from .subjects import TEXTBOOK, TRAINING, reference, textbook
 
 _learning_rate = optimizer.learning_rate
-_build_scheduler = textbook_replica.build_scheduler
+_build_scheduler = trainer.build_scheduler
 
 
 def once_a_rank(setup: Setup, replica: Replica) -> None:
@@ -103,7 +103,7 @@ VARIANTS = (
         name="lr-scaled-by-w",
         summary="the learning rate is multiplied by the number of ranks, unasked",
         source="classic (linear scaling)",
-        plants={f"{REPLICA}.build_scheduler": times_world_size},
+        plants={f"{TEXTBOOK}.build_scheduler": times_world_size},
         scenario=textbook(),
         invariants=("F-TI-008",),
         place={"step": 0, "rank": 0, "expected": "0.05", "got": "0.1"},

@@ -23,12 +23,11 @@ TREE_EXCHANGE = "entrenar_py.train.coordinator.topology.TreeExchange"
 FRAMES = "entrenar_py.train.wire.frames"
 SERVER = "entrenar_py.train.coordinator.server"
 MEMBER = "entrenar_py.train.coordinator.member"
-TEXTBOOK = "entrenar_py.systems.single.textbook"
-REPLICA = "entrenar_py.systems.single.textbook_replica"
+TEXTBOOK = "entrenar_py.systems.textbook"
 TRAINING = "entrenar_py.train.arithmetic"
 DDP = "entrenar_py.systems.torch.ddp"
 FSDP = "entrenar_py.systems.torch.fsdp"
-TORCH_MODULE = "entrenar_py.systems.torch.workload_module"
+TORCH_MODULE = "entrenar_py.systems.torch.modules"
 
 
 def textbook(**changes: Any) -> Scenario:

@@ -14,12 +14,12 @@ from torch.utils.checkpoint import checkpoint
 from entrenar_py.shared.mutants import Variant
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.systems.torch import fsdp as trainer
-from entrenar_py.systems.torch import workload_module
+from entrenar_py.systems.torch import modules
 from entrenar_py.systems.torch.ranks import Rank
 
 from .subjects import DDP, FSDP, TORCH_MODULE, ddp, fsdp
 
-_optimizer_of, _forward = workload_module.optimizer_of, workload_module.Model.forward
+_optimizer_of, _forward = modules.optimizer_of, modules.Model.forward
 _shard, _synchronise = trainer.shard, FSDPModule.set_requires_gradient_sync
 
 
@@ -35,7 +35,7 @@ def at_once(self: FSDPModule, requires: bool, **more: Any) -> None:
     _synchronise(self, True, **more)
 
 
-def put_back(rank: Rank, model: workload_module.Model) -> trainer.Sharded:
+def put_back(rank: Rank, model: modules.Model) -> trainer.Sharded:
     """Reshards after the forward pass, and sums in the reduction instead of averaging."""
     sharded = _shard(rank, model)
     sharded.set_reshard_after_forward(True)
@@ -43,18 +43,18 @@ def put_back(rank: Rank, model: workload_module.Model) -> trainer.Sharded:
     return sharded
 
 
-def recomputed(self: workload_module.Model, ids: Sequence[int]) -> Tensor:
+def recomputed(self: modules.Model, ids: Sequence[int]) -> Tensor:
     """Uses activation checkpointing."""
     loss: Tensor = checkpoint(_forward, self, ids, use_reentrant=False)
     return loss
 
 
-def fused(scenario: Scenario, model: workload_module.Model) -> torch.optim.Optimizer:
+def fused(scenario: Scenario, model: modules.Model) -> torch.optim.Optimizer:
     """Uses the fused implementation of the optimizer."""
     return _implementation(_optimizer_of(scenario, model), fused=True)
 
 
-def one_by_one(scenario: Scenario, model: workload_module.Model) -> torch.optim.Optimizer:
+def one_by_one(scenario: Scenario, model: modules.Model) -> torch.optim.Optimizer:
     """Uses the implementation of the optimizer that steps one parameter at a time."""
     return _implementation(_optimizer_of(scenario, model), foreach=False)
 

@@ -15,9 +15,9 @@ import entrenar_py
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.mutants import Variant
 from entrenar_py.systems.torch import ddp as trainer
-from entrenar_py.systems.torch import finite_guard, workload_module
-from entrenar_py.systems.torch.finite_guard import FiniteGuard, NotFinite
+from entrenar_py.systems.torch import modules, steps
 from entrenar_py.systems.torch.ranks import Rank
+from entrenar_py.systems.torch.steps import FiniteGuard, NotFinite
 from entrenar_py.train.arithmetic import sharding
 
 from .subjects import DDP, ddp, visit
@@ -30,7 +30,7 @@ _forward: Any = DistributedDataParallel.forward
 _hooked: WeakSet[DistributedDataParallel] = WeakSet()
 
 WRAPPER = "torch.nn.parallel.DistributedDataParallel"
-GUARD = "entrenar_py.systems.torch.finite_guard"
+GUARD = "entrenar_py.systems.torch.steps"
 
 
 def bypassed(self: DistributedDataParallel, *inputs: Any) -> Any:
@@ -106,7 +106,7 @@ def reduced_first(
 
 def found_here(found: list[Tensor], own: Tensor) -> None:
     """Ignores what other ranks found."""
-    found[:] = [torch.full_like(own, finite_guard._NONE) for _ in found]
+    found[:] = [torch.full_like(own, steps._NONE) for _ in found]
     found[dist.get_rank()] = own
 
 
@@ -118,7 +118,7 @@ def of_rank_0(rank: Rank, *state: Any) -> Any:
     return loaded
 
 
-def own_statistics(rank: Rank, model: workload_module.Model, ids: sharding.Ids) -> None:
+def own_statistics(rank: Rank, model: modules.Model, ids: sharding.Ids) -> None:
     """Moves the running means by the mean of this rank's samples."""
     local = sharding.cut(ids, rank.world_size)[rank.index]
     model.move_buffers(model.statistics(local), max(len(local), 1))

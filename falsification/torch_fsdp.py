@@ -13,22 +13,22 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from entrenar_py.shared.mutants import Variant
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.systems.torch import batches, workload_module
 from entrenar_py.systems.torch import fsdp as trainer
+from entrenar_py.systems.torch import modules, steps
 from entrenar_py.systems.torch.ranks import Rank
 from entrenar_py.train.arithmetic import sharding
 
 from .subjects import FSDP, TORCH_MODULE, fsdp
 
 _shard, _save, _load = trainer.shard, trainer.save, trainer.load
-_weight = batches.total_weight
-_optimizer_of = workload_module.optimizer_of
+_weight = steps.total_weight
+_optimizer_of = modules.optimizer_of
 _synchronise = FSDPModule.set_requires_gradient_sync
 
 _DEAD_STEP = 2  # liveness is decided after three steps
 
 
-def unlike(rank: Rank, model: workload_module.Model) -> trainer.Sharded:
+def unlike(rank: Rank, model: modules.Model) -> trainer.Sharded:
     """Builds different weights on each rank, so that the whole model is a mix of them."""
     with torch.no_grad():
         for parameter in model.parameters():
@@ -36,14 +36,14 @@ def unlike(rank: Rank, model: workload_module.Model) -> trainer.Sharded:
     return _shard(rank, model)
 
 
-def halved(rank: Rank, model: workload_module.Model) -> trainer.Sharded:
+def halved(rank: Rank, model: modules.Model) -> trainer.Sharded:
     """Creates the parameters in bfloat16, which is meant only for computing."""
     return _shard(rank, model.to(torch.bfloat16))
 
 
-def stale(scenario: Scenario, model: workload_module.Model) -> torch.optim.Optimizer:
+def stale(scenario: Scenario, model: modules.Model) -> torch.optim.Optimizer:
     """Builds the optimizer with the parameters from before sharding."""
-    return _optimizer_of(scenario, workload_module.Model(scenario))
+    return _optimizer_of(scenario, modules.Model(scenario))
 
 
 def never_reduced(self: FSDPModule, requires: bool, **more: Any) -> None:
@@ -51,7 +51,7 @@ def never_reduced(self: FSDPModule, requires: bool, **more: Any) -> None:
     _synchronise(self, False, **more)
 
 
-def divided_again(rank: Rank, model: workload_module.Model, ids: sharding.Ids) -> float:
+def divided_again(rank: Rank, model: modules.Model, ids: sharding.Ids) -> float:
     """Divides by the number of ranks again, after `fully_shard`."""
     return _weight(rank, model, ids) * rank.world_size
 

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from entrenar_py.compute.steps import Array, DropFunction
+from entrenar_py.compute import Array, DropFunction
 from entrenar_py.compute.wgpu import lower, product, program, tiles
 from entrenar_py.compute.wgpu.program import Dispatch, Program
 from entrenar_py.compute.wgpu.resident import Resident, ResidentStep

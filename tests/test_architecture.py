@@ -181,7 +181,7 @@ OF_OWN_PROCESSES = {
     "check.reports.html",
     "systems.finetuned.by_ranks",
     "systems.probes.memory",
-    "systems.single.textbook_replica",
+    "systems.textbook",
     "systems.star.processes",
     "systems.star.worker_process",
     "systems.torch.ranks",

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from entrenar_py.train.wire.frames import FROM_COORDINATOR, Decoder, Encoder
 from entrenar_py.train.wire.messages import Message, Staged
-from entrenar_py.train.wire_io import sockets, tls
+from entrenar_py.train.wire_io import sockets
 from entrenar_py.train.wire_io.link import Link
 
 KEY = bytes(range(32))
@@ -27,7 +27,7 @@ async def accepted(context: ssl.SSLContext | None) -> socket.socket:
     sock, _ = await asyncio.get_running_loop().sock_accept(listener)
     if context is None:
         return sock
-    return await tls.secured(sock, context, server_side=True, patience_s=10.0)
+    return await sockets.secured(sock, context, server_side=True, patience_s=10.0)
 
 
 def loop(sock: socket.socket, num_bytes: int) -> None:
@@ -72,4 +72,4 @@ async def serve(kind: str, num_bytes: int, context: ssl.SSLContext | None) -> No
 if __name__ == "__main__":
     kind, size, *identity = sys.argv[1:]
     files = dict(zip(("cert", "key"), map(Path, identity), strict=False))
-    asyncio.run(serve(kind, int(size), tls.server_context(**files) if files else None))
+    asyncio.run(serve(kind, int(size), sockets.server_context(**files) if files else None))

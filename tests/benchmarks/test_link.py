@@ -15,7 +15,7 @@ import pytest
 import tests
 from entrenar_py.train.wire.frames import FROM_COORDINATOR, Decoder, Encoder
 from entrenar_py.train.wire.messages import TreeNode
-from entrenar_py.train.wire_io import sockets, tls
+from entrenar_py.train.wire_io import sockets
 from entrenar_py.train.wire_io.link import Link
 from tests.benchmarks.receiver import KEY
 from tests.train.wire_io.certificates import Authority
@@ -51,7 +51,7 @@ def looping(authority: Authority | None) -> Iterator[Send]:
         sock = asyncio.run(sockets.connect(LOOPBACK, port))
         sock.setblocking(True)
         if authority is not None:
-            context = tls.client_context(ca=authority.ca)
+            context = sockets.client_context(ca=authority.ca)
             sock = context.wrap_socket(sock, server_hostname=LOOPBACK)
 
         def send() -> None:
@@ -76,8 +76,8 @@ def linking(authority: Authority | None) -> Iterator[Send]:
         async def connect() -> Link:
             sock = await sockets.connect(LOOPBACK, port)
             if authority is not None:
-                context = tls.client_context(ca=authority.ca)
-                sock = await tls.secured(
+                context = sockets.client_context(ca=authority.ca)
+                sock = await sockets.secured(
                     sock, context, server_side=False, host=LOOPBACK, patience_s=10.0
                 )
             return Link(

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from entrenar_py.compute import Backend, open_backend
-from entrenar_py.compute.steps import Array
+from entrenar_py.compute import Array, Backend, open_backend
 from entrenar_py.compute.wgpu import WgpuBackend
 from entrenar_py.train.arithmetic import engine, workload
 from entrenar_py.train.arithmetic.engine import Engine

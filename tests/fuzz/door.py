@@ -21,7 +21,7 @@ from entrenar_py.train.wire.messages import VERSION, Challenge, Hello, Message
 from entrenar_py.train.wire.terms import Timing
 from entrenar_py.train.wire.worker import Worker
 from entrenar_py.train.wire_io.endpoints import CoordinatorEnd, WorkerEnd
-from entrenar_py.train.wire_io.simulated import feed
+from entrenar_py.train.wire_io.simulation import feed
 from tests.train.wire_io.fakes import AtOnce
 
 SCENARIO = Scenario(

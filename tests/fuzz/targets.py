@@ -34,14 +34,13 @@ from entrenar_py.shared.errors import (
 from entrenar_py.train.arithmetic import checkpoint
 from entrenar_py.train.coordinator.server import Server
 from entrenar_py.train.service import config
+from entrenar_py.train.upstream.frames import WIRE_MESSAGES, ShardAssignment, WireMessage, encode
 from entrenar_py.train.upstream.frames import Decoder as WireDecoder
-from entrenar_py.train.upstream.frames import encode
-from entrenar_py.train.upstream.messages import WIRE_MESSAGES, ShardAssignment, WireMessage
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire import frames
 from entrenar_py.train.wire.frames import FIELDS, HEADER_BYTES_MAX, NO_KEY, Decoder, Encoder
 from entrenar_py.train.wire.messages import VERSION, Hello, Message
-from entrenar_py.train.wire_io.simulated import feed
+from entrenar_py.train.wire_io.simulation import feed
 from tests.fuzz.bad_contents import TRAINING
 from tests.fuzz.door import (
     CHALLENGE,

@@ -14,7 +14,7 @@ import pytest
 
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Trace
-from entrenar_py.systems import preloaded
+from entrenar_py.systems import preload
 from entrenar_py.systems.star import processes, worker_process
 from entrenar_py.systems.star.processes import ProcessTransport
 from entrenar_py.systems.star.scenario_run import ScenarioRun
@@ -41,7 +41,7 @@ class Staff:
         self.routes: Mapping[int, Route] = {}
         self._crews: dict[int, Crew] = {}
         # Started here, and so outside of every namespace: it outlives them.
-        forkserver.set_forkserver_preload(list(preloaded.of_ranks()))
+        forkserver.set_forkserver_preload(list(preload.of_ranks()))
         forkserver.ensure_running()
 
     def give(self, job: bytes) -> Hand:
@@ -66,7 +66,7 @@ class Staff:
         if rank not in self._crews:
             host = self._hosts.get(rank)
             main = worker_process.main if host is None else partial(_work_in, host.pid)
-            self._crews[rank] = Crew(main, preload=preloaded.of_ranks())
+            self._crews[rank] = Crew(main, preload=preload.of_ranks())
         return self._crews[rank]
 
 

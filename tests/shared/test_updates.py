@@ -13,7 +13,7 @@ from entrenar_py.shared.errors import ProtocolError, UsageError
 from entrenar_py.shared.faults import SERVED_PLACES, Fault
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Audit, Saved, Start, Tensors, Trace, Update
-from entrenar_py.train.arithmetic import state
+from entrenar_py.train.arithmetic import checkpoint
 from entrenar_py.train.wire.messages import Applied, Average, Message, Weights, Welcome
 from tests.check.clauses import traces
 from tests.systems import by_hand, stars
@@ -227,8 +227,8 @@ def test_a_worker_gets_no_moments() -> None:
     hands = at_work()
     welcome = by_hand.welcome_of(hands.server, 1, 0)
     specs = hands.server.workload.specs
-    assert len(hands.server.payload(welcome)) == state.num_bytes(specs, "sgd")
-    assert hands.members[1].sizes()[Welcome] == state.num_bytes(specs, "sgd")
+    assert len(hands.server.payload(welcome)) == checkpoint.state_bytes(specs, "sgd")
+    assert hands.members[1].sizes()[Welcome] == checkpoint.state_bytes(specs, "sgd")
     assert hands.members[1].workers[1].state == {}
     assert set(hands.server.replica.state) == {"momentum"}
 

@@ -10,7 +10,7 @@ from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.systems import traits_of
 from entrenar_py.shared.trace import Trace
 from entrenar_py.systems.star.scenario_run import ScenarioRun
-from entrenar_py.systems.star.simulated import SimulatedTransport
+from entrenar_py.systems.star.simulation import SimulatedTransport
 from entrenar_py.train.wire.effects import Effect, Gather
 from entrenar_py.train.wire.messages import Average, Message, TreeNode, Weights
 from entrenar_py.train.wire_io.injections import Meddling

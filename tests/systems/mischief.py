@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 from entrenar_py.shared.faults import Fault
-from entrenar_py.systems.star import strangers
+from entrenar_py.systems.star import scenario_run
 from entrenar_py.train.wire.terms import Terms
 from entrenar_py.train.wire_io.injections import Guest
 from tests.train.wire_io.misdeeds import RESETS, speeches
@@ -118,7 +118,7 @@ async def _replay(here: Mischief, streams: Streams, rng: random.Random) -> None:
 
 async def _wrong_secret(here: Mischief, streams: Streams, rng: random.Random) -> None:
     wrong = Fault(kind="stranger", step=0, value="wrong_secret")
-    guest: Guest = strangers.guest(wrong, NOBODY, rng.randbytes(16))
+    guest: Guest = scenario_run.stranger_of(wrong, NOBODY, rng.randbytes(16))
     for piece in guest.heard(await streams[0].read(CHUNK_BYTES)):
         await here.say(streams, piece)
     assert not guest.let_in, "nobody is let in who does not know the secret"

@@ -23,10 +23,10 @@ from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Admission, Event, Injected, Membership, Shard, Update
 from entrenar_py.systems.star.scenario_run import ScenarioRun
-from entrenar_py.systems.star.simulated import SimulatedTransport
+from entrenar_py.systems.star.simulation import SimulatedTransport
 from entrenar_py.train.wire.effects import Effect, Gather
-from entrenar_py.train.wire_io import simulated
-from entrenar_py.train.wire_io.simulated import Simulation
+from entrenar_py.train.wire_io import simulation
+from entrenar_py.train.wire_io.simulation import Simulation
 from falsification import schedules
 from tests.falsification.test_schedules import table
 from tests.systems.stars import SIMULATED
@@ -164,7 +164,7 @@ def soak(scenario: Scenario) -> tuple[Hour, float]:
     `seen.wrong` has the complaints.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(simulated, "COMPUTING_S", COMPUTING_S)
+        patch.setattr(simulation, "COMPUTING_S", COMPUTING_S)
         tracemalloc.start()
         try:
             star = Hour(scenario)

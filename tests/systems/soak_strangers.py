@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from entrenar_py.train.wire_io import tls
+from entrenar_py.train.wire_io import sockets
 from tests.systems.mischief import Mischief, Recorder
 from tests.train.service.cluster import cluster, metrics, weights
 from tests.train.wire_io.certificates import Authority
@@ -144,7 +144,7 @@ def _secured(folder: Path) -> tuple[dict[str, Any], list[object], ssl.SSLContext
     authority = Authority(folder, "ca")
     own = authority.signed("coordinator")
     files = {"tls": {"cert": own.cert.name, "key": own.key.name}}
-    return files, ["--tls-ca", authority.ca], tls.client_context(ca=authority.ca)
+    return files, ["--tls-ca", authority.ca], sockets.client_context(ca=authority.ca)
 
 
 def soak(number: int, seed: int) -> bool:

@@ -115,7 +115,7 @@ def triton_failure() -> str:
     try:
         if find_spec("triton") is not None:
             importlib.import_module("triton")
-    except Exception as error:  # noqa: BLE001  (code of others, of which we need nothing)
+    except Exception as error:  # noqa: BLE001  (code of others that we do not need)
         return f"{type(error).__name__}: {error}"
     return ""
 

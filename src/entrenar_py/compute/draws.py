@@ -109,14 +109,14 @@ def by_torch(key: Tensor, draw: int, shape: Sequence[int], share: float) -> Tens
     pairs = torch.arange(-(-count // 2), device=key.device)
     first, second = (part & _MASK for part in key.long().unbind(0))
     parts = [first, second, first ^ second ^ PARITY]
-    one, two = (pairs + parts[0]) & _MASK, (parts[1] + draw) & _MASK
+    x0, x1 = (pairs + parts[0]) & _MASK, (parts[1] + draw) & _MASK
     for number in range(1, NUM_INJECTIONS + 1):
         for distance in ROTATIONS[(number - 1) % 2]:
-            one = (one + two) & _MASK
-            two = (((two << distance) & _MASK) | (two >> (32 - distance))) ^ one
-        one = (one + parts[number % 3]) & _MASK
-        two = (two + parts[(number + 1) % 3] + number) & _MASK
-    bits = torch.stack([one, two.expand_as(one)], -1).reshape(-1)[:count] >> (32 - USED_BITS)
+            x0 = (x0 + x1) & _MASK
+            x1 = (((x1 << distance) & _MASK) | (x1 >> (32 - distance))) ^ x0
+        x0 = (x0 + parts[number % 3]) & _MASK
+        x1 = (x1 + parts[(number + 1) % 3] + number) & _MASK
+    bits = torch.stack([x0, x1.expand_as(x0)], -1).reshape(-1)[:count] >> (32 - USED_BITS)
     return (bits >= threshold(share)).reshape(list(shape))
 
 

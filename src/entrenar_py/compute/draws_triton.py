@@ -20,17 +20,17 @@ _PARITY = tl.constexpr(draws.PARITY)
 
 
 @triton.jit
-def _rounds(one, two, a: tl.constexpr, b: tl.constexpr, c: tl.constexpr, d: tl.constexpr):
+def _rounds(x0, x1, a: tl.constexpr, b: tl.constexpr, c: tl.constexpr, d: tl.constexpr):
     """Return the words after four rounds with these rotations."""
-    one += two
-    two = ((two << a) | (two >> (32 - a))) ^ one
-    one += two
-    two = ((two << b) | (two >> (32 - b))) ^ one
-    one += two
-    two = ((two << c) | (two >> (32 - c))) ^ one
-    one += two
-    two = ((two << d) | (two >> (32 - d))) ^ one
-    return one, two
+    x0 += x1
+    x1 = ((x1 << a) | (x1 >> (32 - a))) ^ x0
+    x0 += x1
+    x1 = ((x1 << b) | (x1 >> (32 - b))) ^ x0
+    x0 += x1
+    x1 = ((x1 << c) | (x1 >> (32 - c))) ^ x0
+    x0 += x1
+    x1 = ((x1 << d) | (x1 >> (32 - d))) ^ x0
+    return x0, x1
 
 
 @triton.jit(do_not_specialize=["draw", "least", "count"])
@@ -40,19 +40,19 @@ def _draw(key, out, draw, least, count, block: tl.constexpr):
     first = tl.load(key).to(tl.uint32, bitcast=True)
     second = tl.load(key + 1).to(tl.uint32, bitcast=True)
     third = first ^ second ^ _PARITY
-    one = (index >> 1).to(tl.uint32) + first
-    two = tl.full([block], draw, tl.uint32) + second
-    one, two = _rounds(one, two, 13, 15, 26, 6)
-    one, two = one + second, two + third + 1
-    one, two = _rounds(one, two, 17, 29, 16, 24)
-    one, two = one + third, two + first + 2
-    one, two = _rounds(one, two, 13, 15, 26, 6)
-    one, two = one + first, two + second + 3
-    one, two = _rounds(one, two, 17, 29, 16, 24)
-    one, two = one + second, two + third + 4
-    one, two = _rounds(one, two, 13, 15, 26, 6)
-    one, two = one + third, two + first + 5
-    bits = tl.where((index & 1) == 0, one, two) >> 8
+    x0 = (index >> 1).to(tl.uint32) + first
+    x1 = tl.full([block], draw, tl.uint32) + second
+    x0, x1 = _rounds(x0, x1, 13, 15, 26, 6)
+    x0, x1 = x0 + second, x1 + third + 1
+    x0, x1 = _rounds(x0, x1, 17, 29, 16, 24)
+    x0, x1 = x0 + third, x1 + first + 2
+    x0, x1 = _rounds(x0, x1, 13, 15, 26, 6)
+    x0, x1 = x0 + first, x1 + second + 3
+    x0, x1 = _rounds(x0, x1, 17, 29, 16, 24)
+    x0, x1 = x0 + second, x1 + third + 4
+    x0, x1 = _rounds(x0, x1, 13, 15, 26, 6)
+    x0, x1 = x0 + third, x1 + first + 5
+    bits = tl.where((index & 1) == 0, x0, x1) >> 8
     tl.store(out + index, bits.to(tl.int32) >= least, mask=index < count)
 
 

@@ -91,11 +91,11 @@ def _host_memory() -> dict[str, int]:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
         return {}
-    kilobytes = {name: int(rest.split()[0]) for name, rest in (one.split(":") for one in lines)}
+    kilobytes = {name: int(rest.split()[0]) for name, rest in (item.split(":") for item in lines)}
     total, free = 1024 * kilobytes["MemTotal"], 1024 * kilobytes["MemAvailable"]
     for limit, used in _CGROUPS:
         try:
-            limit_bytes, used_bytes = (int(one.read_text("ascii")) for one in (limit, used))
+            limit_bytes, used_bytes = (int(item.read_text("ascii")) for item in (limit, used))
         except (OSError, ValueError):  # no such version, or "max"
             continue
         total, free = min(total, limit_bytes), min(free, max(limit_bytes - used_bytes, 0))

@@ -49,10 +49,10 @@ def decode(
     )
     # As rows of one block: bitsandbytes 0.50 decodes rows of broken blocks wrongly on some CPUs.
     rows = [size // BLOCK, BLOCK]
-    found: Tensor = ops.dequantize_4bit.default(
+    matrix: Tensor = ops.dequantize_4bit.default(
         codes.reshape(-1, 1), spread + second[MEAN], BLOCK, "nf4", rows, dtype
     )
-    return found.reshape(list(shape))
+    return matrix.reshape(list(shape))
 
 
 def _like(

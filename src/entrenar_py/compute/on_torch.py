@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 
-from entrenar_py.compute import Pair, products
+from entrenar_py.compute import Array, DropFunction, Model, Pair, Stepper, products
 from entrenar_py.compute.products import check_operands
-from entrenar_py.compute.steps import Array, DropFunction, Model, Stepper
 from entrenar_py.shared.errors import BackendUnavailable
 from entrenar_py.shared.untrusted import printing
 
@@ -55,7 +54,7 @@ def open_cpu() -> CpuBackend:
 
 Shapes = tuple[tuple[int, ...], ...]
 
-_RECORDED_MAX = 16  # shapes of a batch whose operations stay recorded
+_RECORDED_MAX = 16  # shapes of a batch that stay recorded
 _PINNED_BYTES_MAX = 2**28  # of one result; torch keeps such memory, and rounds it up to 2^n
 
 
@@ -150,10 +149,10 @@ class ResidentStep:
 
     def _computed(self, batch: Sequence[Tensor], drop: DropFunction) -> Tensor:
         """Return `_on_device` of a batch on the CPU, by what was recorded if there is any."""
-        inputs = [one.to(self._backend.place) for one in batch]
+        inputs = [tensor.to(self._backend.place) for tensor in batch]
         if not self._records:
             return self._on_device(inputs, drop)
-        shapes = tuple(tuple(one.shape) for one in batch)
+        shapes = tuple(tuple(tensor.shape) for tensor in batch)
         if shapes not in self._seen:
             self._seen[shapes] = None  # the first time, libraries choose what they will do
             return self._on_device(inputs, drop)
@@ -162,7 +161,7 @@ class ResidentStep:
             self._records = False
             return self._on_device(inputs, drop)
         self._seen[shapes] = recorded  # last, as the most recently used
-        held = [key for key, one in self._seen.items() if one is not None]
+        held = [key for key, tensor in self._seen.items() if tensor is not None]
         for key in held[:-_RECORDED_MAX]:
             self._seen[key] = None
         return recorded(inputs)
@@ -211,12 +210,12 @@ class _Recorded:
 def _as_one(tensors: Sequence[Tensor]) -> Tensor:
     """Return all float32 tensors as one vector, without a copy if they follow in memory."""
     first, place = tensors[0], tensors[0].data_ptr()
-    for one in tensors:
-        is_next = one.data_ptr() == place and one.is_contiguous()
-        if not is_next or one.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-            return torch.cat([one.reshape(-1) for one in tensors])
-        place += one.nbytes
-    return first.as_strided((sum(one.numel() for one in tensors),), (1,))
+    for tensor in tensors:
+        is_next = tensor.data_ptr() == place and tensor.is_contiguous()
+        if not is_next or tensor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return torch.cat([tensor.reshape(-1) for tensor in tensors])
+        place += tensor.nbytes
+    return first.as_strided((sum(tensor.numel() for tensor in tensors),), (1,))
 
 
 def _on_host(vector: Tensor) -> Array:

@@ -119,7 +119,7 @@ SYSTEMS: dict[str, System] = {
         traits=Traits(masks="shard"),
     ),
     "textbook": System(
-        room="systems.single",
+        room="systems",
         what="a plain torch data-parallel loop, independent of the reference",
         faults=_TRAINING_FAULTS,
         bitwise=False,
@@ -132,7 +132,7 @@ SYSTEMS: dict[str, System] = {
         traits=_STAR,
     ),
     "parameter_server_simulated": System(
-        room="systems.star.simulated",
+        room="systems.star.simulation",
         what="a parameter server and its workers, under a seeded simulator of network and time",
         faults=(*_FAULTS, *faults.SILENT),
         options=("block_bytes", "network_seed", "audit_share", "updates", _TERMS),
@@ -146,7 +146,7 @@ SYSTEMS: dict[str, System] = {
         traits=_MESH,
     ),
     "mesh_simulated": System(
-        room="systems.star.simulated",
+        room="systems.star.simulation",
         what="workers that exchange blocks with each other, under the same simulator",
         faults=_FAULTS,
         options=("block_bytes", "network_seed", _TERMS),
@@ -161,7 +161,7 @@ SYSTEMS: dict[str, System] = {
         traits=_RING,
     ),
     "ring_simulated": System(
-        room="systems.star.simulated",
+        room="systems.star.simulation",
         what="workers that send blocks around a ring, under the same simulator",
         faults=_FAULTS,
         places=RING_PLACES,
@@ -179,6 +179,7 @@ SYSTEMS: dict[str, System] = {
     ),
     "sequence_parallel": replace(
         _OVER_TORCH,
+        room="systems.torch.tensor_parallel",
         what="tensor parallelism where, between the layers, each rank has a part of each sequence",
         options=("deadline_s", "tp"),
     ),
@@ -207,7 +208,7 @@ SYSTEMS: dict[str, System] = {
         in_step=False,
     ),
     "finetuned": System(
-        room="systems.finetuned.trained",
+        room="systems.finetuned.by_star",
         what="a small checkpoint fine-tuned as `entrenar finetune` does, over the simulated star",
         faults=(*_FAULTS, *faults.SILENT),
         options=OWN,
@@ -235,7 +236,7 @@ SYSTEMS: dict[str, System] = {
         traits=Traits(masks="shard", updates="server"),
     ),
     "distilled": System(
-        room="systems.finetuned.distilled",
+        room="systems.finetuned.distillation",
         what="a small student that learns from a teacher's shards, over the simulated star",
         faults=(*_FAULTS, *faults.SILENT),
         options=DISTILLED,

@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from entrenar_py.compute.wgpu.capture import capture
-from entrenar_py.compute.wgpu.graph import name_of
-from entrenar_py.compute.wgpu.operations import OPERATIONS
+from entrenar_py.compute.wgpu.capture import capture, name_of
+from entrenar_py.compute.wgpu.lower import OPERATIONS
 from entrenar_py.compute.wgpu.pointwise import SCALARS
-from entrenar_py.systems.probes import operation_cases
-from entrenar_py.systems.probes.operation_cases import CASES, Case
+from entrenar_py.systems.probes import wgpu_operations
+from entrenar_py.systems.probes.wgpu_operations import CASES, Case
 
 # Only tried in test_operations, which compares with torch and needs no bound.
 WITHOUT_BOUND = {
@@ -24,12 +23,12 @@ MODES = {"div_floor", "div_trunc"}
 
 def operations_of(case: Case) -> set[str]:
     """Return the names of the operations in the captured graph of `case`."""
-    groups = operation_cases.operands(case, torch.Generator().manual_seed(0))
+    groups = wgpu_operations.operands(case, torch.Generator().manual_seed(0))
     flat = [one for group in groups for one in group]
 
     def compute(*given: Tensor) -> tuple[Tensor, ...]:
         usual, large = given[: case.num_operands], given[case.num_operands :]
-        return tuple(operation_cases.results(case, usual, large))
+        return tuple(wgpu_operations.results(case, usual, large))
 
     nodes = capture(compute, flat).graph.nodes
     return {name_of(node) for node in nodes if node.op == "call_function"}

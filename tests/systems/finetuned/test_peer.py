@@ -11,7 +11,7 @@ from entrenar_py.check.causes import rounding_bounds
 from entrenar_py.shared import trace
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.verdict import Verdict
-from tests.systems.finetuned.test_trained import finding, subject
+from tests.systems.finetuned.test_by_star import finding, subject
 
 
 def thirty_steps(**options: Any) -> Scenario:

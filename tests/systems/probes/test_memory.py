@@ -81,6 +81,7 @@ SUBJECTS = [USUAL.with_(**{"world_size": 1, "width": 2304, **changes}) for chang
 # Measures each scenario in a fork of one process that has loaded torch.
 ONE_BY_ONE = """
 import io, os, sys
+from entrenar_py.systems.probes import memory
 
 for line in sys.stdin.read().splitlines():
     if os.fork() == 0:

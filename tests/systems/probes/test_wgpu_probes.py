@@ -19,8 +19,8 @@ from entrenar_py.shared.errors import BackendUnavailable, UsageError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Declined, Explained, Poisoned, Stepped
 from entrenar_py.shared.verdict import Verdict
-from entrenar_py.systems.probes import device_meter, operation_cases, wgpu_operations, wgpu_steps
-from entrenar_py.systems.probes.operation_cases import CASES
+from entrenar_py.systems.probes import device_meter, wgpu_operations, wgpu_steps
+from entrenar_py.systems.probes.wgpu_operations import CASES
 from tests.check.clauses import traces
 
 PROBES = ("wgpu_steps", "wgpu_operations", "wgpu_refusals")
@@ -141,12 +141,12 @@ def test_a_meter_counts_what_was_done() -> None:
 def test_every_case_can_be_tried(name: str) -> None:
     """Operands and results of each case are finite; poisoning adds NaNs to a copy only."""
     case = CASES[name]
-    given = operation_cases.operands(case, torch.Generator().manual_seed(0))
+    given = wgpu_operations.operands(case, torch.Generator().manual_seed(0))
     assert all(one.isfinite().all() for group in given for one in group)
-    for one in operation_cases.results(case, *given):
+    for one in wgpu_operations.results(case, *given):
         assert one.numel() > 0
         assert one.isfinite().all()
-    assert operation_cases.poisoned(case, given[0])[0].isnan().any()
+    assert wgpu_operations.poisoned(case, given[0])[0].isnan().any()
     assert not given[0][0].isnan().any()
 
 

@@ -7,7 +7,7 @@ import pytest
 from entrenar_py import systems
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Admission, Carried, Refused
-from entrenar_py.train.upstream.messages import WIRE_MESSAGES
+from entrenar_py.train.upstream.frames import WIRE_MESSAGES
 from entrenar_py.train.wire import frames, messages
 from entrenar_py.train.wire.frames import CHUNK_BYTES
 

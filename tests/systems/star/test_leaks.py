@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from entrenar_py.shared.faults import Fault
-from entrenar_py.systems import preloaded
+from entrenar_py.systems import preload
 from entrenar_py.systems.star import processes, worker_process
 from entrenar_py.train.wire_io.processes import Crew
 from tests.systems import stars
@@ -47,7 +47,7 @@ FAULTS = (
 @pytest.fixture
 def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Crew]:
     """Return worker processes that only these runs use."""
-    made = Crew(worker_process.main, preload=preloaded.of_ranks())
+    made = Crew(worker_process.main, preload=preload.of_ranks())
     monkeypatch.setattr(processes, "crew", lambda: made)
     yield made
     made.dismiss()

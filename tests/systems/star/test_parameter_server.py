@@ -18,7 +18,7 @@ import pytest
 from entrenar_py.shared import faults
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.trace import Halt, Membership, Shard, Traffic, Update
-from entrenar_py.systems import preloaded
+from entrenar_py.systems import preload
 from entrenar_py.systems.star import processes, worker_process
 from entrenar_py.systems.star.processes import ProcessTransport
 from entrenar_py.systems.star.scenario_run import ScenarioRun
@@ -36,7 +36,7 @@ class Remembering(Crew):
     """A crew that remembers to which processes it gave jobs."""
 
     def __init__(self) -> None:
-        super().__init__(worker_process.main, preload=preloaded.of_ranks())
+        super().__init__(worker_process.main, preload=preload.of_ranks())
         self.given: list[Hand] = []
 
     def give(self, job: bytes) -> Hand:

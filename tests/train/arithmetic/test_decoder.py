@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from entrenar_py.train.arithmetic import decoder, workload
+from entrenar_py.train.arithmetic import datasets, decoder
 
 IDS = [0, 7, 11, 2]
 
@@ -159,7 +159,7 @@ def reference_loss(tensors: dict[str, Tensor], line: bytes) -> Tensor:
 
 def test_the_whole_model_is_torchs(model: decoder.ByteDecoder, tensors: dict[str, Tensor]) -> None:
     """Batched and padded, the loss is that of torch's own layers on each line alone."""
-    lines = workload.lines(model.num_samples)
+    lines = datasets.lines(model.num_samples)
     apart = sum(reference_loss(tensors, lines[i]).item() for i in IDS)
     # 10^-6: the rotary table is rounded to float32, all else is float64.
     assert loss(model, tensors).item() == pytest.approx(apart, rel=1e-6)
@@ -168,7 +168,7 @@ def test_the_whole_model_is_torchs(model: decoder.ByteDecoder, tensors: dict[str
 def test_samples_weigh_their_targets(model: decoder.ByteDecoder) -> None:
     """A line of b bytes has b - 1 targets; weights differ, and none exceeds `weight_max`."""
     weights = [model.weight([i]) for i in range(model.num_samples)]
-    assert weights == [len(line) - 1 for line in workload.lines(model.num_samples)]
+    assert weights == [len(line) - 1 for line in datasets.lines(model.num_samples)]
     assert len(set(weights)) > 1
     assert max(weights) == model.weight_max == decoder.POSITIONS
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from entrenar_py.systems.finetuned import samples_seen
+from entrenar_py.systems.finetuned import records
 from entrenar_py.train.model.rows import Row
 from entrenar_py.train.model.samples import Encoder, Sample
 from entrenar_py.train.model.settings import Data, Settings
@@ -376,7 +376,7 @@ def tokenizer_of(name: str) -> Any:
 
 def ends_by_bytes(names: Sequence[str], text: str) -> Iterator[int]:
     """Yield for each token the number of characters that begin before its last byte ends."""
-    table, num_bytes = samples_seen.byte_of_character(), 0
+    table, num_bytes = records.byte_of_character(), 0
     begins = [len(text[:place].encode()) for place in range(len(text))]
     for name in names:
         own = name.encode() if name in SPECIAL else bytes(table[letter] for letter in name)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.systems.finetuned.asked import Asked
 from entrenar_py.systems.finetuned.by_stages import _Training
+from entrenar_py.systems.finetuned.small_run import Request
 from entrenar_py.train.arithmetic.engine import Dropout
 from entrenar_py.train.finetune import settings_file
 from entrenar_py.train.model import model, preparation
@@ -145,7 +145,7 @@ def test_stages_send_what_is_foreseen(
         optimizer="adamw",
         options={"cuts": [places]},
     )
-    training = _Training(scenario, prepared, Asked.of(scenario))
+    training = _Training(scenario, prepared, Request.of(scenario))
     assert training.train().end.status == "completed"
 
     sent: dict[int, Counter[str]] = {}

@@ -12,7 +12,7 @@ from entrenar_py.shared.scenario import Scenario
 from entrenar_py.train.service import config
 from entrenar_py.train.service.address import Address
 from entrenar_py.train.wire.terms import Timing
-from entrenar_py.train.wire_io import tls
+from entrenar_py.train.wire_io import sockets
 from tests.train.wire_io.certificates import Authority
 
 SMALL = """\
@@ -211,10 +211,10 @@ def test_tls(folder: Path) -> None:
     names = f"cert: {own.cert.name}, key: {own.key.name}"
     found = load(folder, f"{SMALL}tls: {{{names}}}\n")
     assert found.context is not None
-    assert not tls.proves_identity(found.context)
+    assert not sockets.proves_identity(found.context)
     found = load(folder, f"{SMALL}tls: {{{names}, ca: ca.pem}}\n")
     assert found.context is not None
-    assert tls.proves_identity(found.context)
+    assert sockets.proves_identity(found.context)
     (line,) = problems(folder, f"{SMALL}tls: {{{names}, ca: gone.pem}}\n")
     assert line.startswith("run.yaml:5:6: error: TLS ca=gone.pem: No such file or directory")
     (line,) = problems(folder, f"{SMALL}tls: {{cert: {own.cert.name}}}\n")

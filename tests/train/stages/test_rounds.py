@@ -11,7 +11,7 @@ import pytest
 from entrenar_py.compute import open_backend
 from entrenar_py.shared import trace
 from entrenar_py.shared.errors import ProtocolError
-from entrenar_py.train.arithmetic import sharding, state
+from entrenar_py.train.arithmetic import checkpoint, sharding
 from entrenar_py.train.model import model, preparation
 from entrenar_py.train.stages import cut as cutting
 from entrenar_py.train.stages.member import DRAWS_MAX, StageMember
@@ -36,8 +36,8 @@ def member(small: Path, tmp_path: Path) -> StageMember:
         scenario, open_backend("cpu"), workload, terms=UNKNOWN, every=cut.blocks, stage=0
     )
     tensors = workload.initial(scenario.rng("initial"))
-    progress = state.Progress(position=sharding.Position(), schedule_step=0)
-    payload = state.dump(workload.specs, "sgd", progress, tensors, {})
+    progress = checkpoint.Progress(position=sharding.Position(), schedule_step=0)
+    payload = checkpoint.dump_state(workload.specs, "sgd", progress, tensors, {})
     welcome = Welcome(rank=0, step=0, blocks=cut.blocks.count, resumed=False, proof="")
     made.load(welcome, payload)
     made.recorder.drain()

@@ -25,7 +25,7 @@ from entrenar_py.compute.wgpu.resident import Resident
 from entrenar_py.shared import workers
 from entrenar_py.shared.errors import BackendUnavailable, UsageError
 from entrenar_py.systems.probes import device_meter
-from entrenar_py.train.arithmetic import engine, sharding, state
+from entrenar_py.train.arithmetic import checkpoint, engine, sharding
 from entrenar_py.train.arithmetic.engine import Dropout, Engine
 from entrenar_py.train.arithmetic.tensors import Array
 from entrenar_py.train.model import model, preparation
@@ -435,12 +435,12 @@ def members(settings: Settings, names: Sequence[str]) -> list[StageMember]:
         initial = {
             spec.name: rng.normal(0, 0.1, spec.shape).astype(np.float32) for spec in workload.specs
         }
-        progress = state.Progress(position=sharding.Position(), schedule_step=0)
+        progress = checkpoint.Progress(position=sharding.Position(), schedule_step=0)
         held = workers.optimizer_of_workers(scenario)
         welcome = Welcome(
             rank=stage, step=0, blocks=cut.blocks.count, resumed=False, proof="0" * 64
         )
-        member.load(welcome, state.dump(workload.specs, held, progress, initial, {}))
+        member.load(welcome, checkpoint.dump_state(workload.specs, held, progress, initial, {}))
         found.append(member)
     return found
 

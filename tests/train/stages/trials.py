@@ -13,7 +13,7 @@ from entrenar_py.train.wire.messages import Message, Unreachable
 from entrenar_py.train.wire.pipeline_peers import PipelineWorker
 from entrenar_py.train.wire.terms import Timing
 from entrenar_py.train.wire_io.injections import Fate, Meddling
-from entrenar_py.train.wire_io.simulated import Simulation
+from entrenar_py.train.wire_io.simulation import Simulation
 from tests.train.stages.linear import Plan, alone
 from tests.train.stages.stages import LinearServer, LinearStage
 from tests.train.stages.witness import Witness

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from entrenar_py.train.upstream.averager import Averager
-from entrenar_py.train.upstream.messages import WireMessage
+from entrenar_py.train.upstream.frames import WireMessage
 from entrenar_py.train.upstream.server import AveragingEnd
 from entrenar_py.train.upstream.terms import AveragingRun, Patience
 from entrenar_py.train.wire.effects import Effect, Peer

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from entrenar_py.train.upstream import terms as wire
 from entrenar_py.train.upstream.averager import IGNORED_MAX
-from entrenar_py.train.upstream.messages import WHOLE
+from entrenar_py.train.upstream.frames import WHOLE
 from entrenar_py.train.wire import effects as do
 from tests.train.upstream import original as send
 from tests.train.upstream.averaging import FRAME_BYTES_MAX, PATIENCE, Office

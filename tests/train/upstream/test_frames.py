@@ -12,18 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entrenar_py.shared.errors import ProtocolError
-from entrenar_py.train.upstream import messages as say
+from entrenar_py.train.upstream import frames as say
 from entrenar_py.train.upstream.frames import (
     COMPONENTS_MAX,
     COUNT,
     LAYOUTS,
     SHORT_BYTES_MAX,
     TEXT_BYTES_MAX,
+    WIRE_MESSAGES,
     Decoder,
     Received,
+    WireMessage,
     encode,
 )
-from entrenar_py.train.upstream.messages import WIRE_MESSAGES, WireMessage
 from tests.train.upstream import original
 
 NARROW = struct.Struct("<I")

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import NameOID
 
-from entrenar_py.train.wire_io import tls
+from entrenar_py.train.wire_io import sockets
 
 DAY = timedelta(days=1)
 
@@ -81,15 +81,15 @@ def server_context(authority: Authority, *, mutual: bool = True) -> ssl.SSLConte
     """Return the context of a coordinator that all trust."""
     own = authority.signed("coordinator")
     ca = authority.ca if mutual else None
-    return tls.server_context(cert=own.cert, key=own.key, ca=ca)
+    return sockets.server_context(cert=own.cert, key=own.key, ca=ca)
 
 
 def client_context(trusted: Authority, signed_by: Authority | None) -> ssl.SSLContext:
     """Return the context of a worker."""
     if signed_by is None:
-        return tls.client_context(ca=trusted.ca)
+        return sockets.client_context(ca=trusted.ca)
     own = signed_by.signed("worker")
-    return tls.client_context(ca=trusted.ca, cert=own.cert, key=own.key)
+    return sockets.client_context(ca=trusted.ca, cert=own.cert, key=own.key)
 
 
 def _named(name: str) -> x509.Name:

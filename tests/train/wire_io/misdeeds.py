@@ -14,7 +14,7 @@ from enum import StrEnum
 from hypothesis import strategies as st
 
 from entrenar_py.shared.faults import Fault
-from entrenar_py.systems.star import strangers
+from entrenar_py.systems.star import scenario_run
 from entrenar_py.train.wire.frames import FIELDS, MAGIC
 from entrenar_py.train.wire.messages import VERSION, Hello
 from tests.train.wire_io.fakes import LOOPBACK, SECRET, TERMS
@@ -113,7 +113,7 @@ async def _shake_hands(sock: ssl.SSLSocket, turns: int) -> None:
 def _answer(sock: socket.socket) -> bytes:
     """Return a hello with a wrong secret, if there is a challenge already."""
     wrong = Fault(kind="stranger", step=0, value="wrong_secret")
-    return b"".join(strangers.guest(wrong, TERMS, SECRET).heard(sock.recv(2**12)))
+    return b"".join(scenario_run.stranger_of(wrong, TERMS, SECRET).heard(sock.recv(2**12)))
 
 
 async def _turns(number: int) -> None:

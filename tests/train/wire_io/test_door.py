@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from entrenar_py.train.wire_io import door, sockets, tls
+from entrenar_py.train.wire_io import door, sockets
 from entrenar_py.train.wire_io.door import Attention, Door, Places, Visit, shared_address
 from tests.train.wire_io.certificates import Authority
 from tests.train.wire_io.fakes import LOOPBACK, go, until
@@ -278,7 +278,7 @@ def test_a_door_that_closes_in_the_middle_of_a_handshake(authority: Authority) -
         own = authority.signed("coordinator")
         opened, place = await open_door(
             lambda _: pytest.fail("nobody is ready"),
-            context=tls.server_context(cert=own.cert, key=own.key),
+            context=sockets.server_context(cert=own.cert, key=own.key),
         )
         waiting = [socket.create_connection(place) for _ in range(2)]
         waiting[0].send(bytes.fromhex("1603010200"))

@@ -23,7 +23,7 @@ from entrenar_py.train.wire.frames import dump_header as dump
 from entrenar_py.train.wire.messages import Heartbeat, Message, NonFinite, TreeNode
 from entrenar_py.train.wire.terms import Run
 from entrenar_py.train.wire_io.endpoints import (
-    Beside,
+    Background,
     CoordinatorEnd,
     Count,
     Meter,
@@ -119,13 +119,13 @@ class Pair:
     """A coordinator and one worker, which exchange bytes when `pass_on` is called."""
 
     def __init__(
-        self, run: Run, server: FakeServer, member: FakeMember, beside: Beside | None = None
+        self, run: Run, server: FakeServer, member: FakeMember, background: Background | None = None
     ) -> None:
         self.now = 0.0
         self.down, self.up = Wire(), Wire()
         machine = Coordinator(run, secret=SECRET, timing=TIMING, now=0.0)
         self.coordinator = CoordinatorEnd(
-            machine, server, self.down, self._clock, beside or AtOnce(), AtOnce()
+            machine, server, self.down, self._clock, background or AtOnce(), AtOnce()
         )
         self.worker = WorkerEnd(worker_of(0), member, self.up, self._clock, self._compute)
         self.worker.connected("up", NONCE)
@@ -192,16 +192,16 @@ class Held:
 
 def test_copies_are_compared_beside_everything_else() -> None:
     """Only the step waits; the comparison has the copies at its start."""
-    server, beside = FakeServer(), Held()
-    pair = Pair(_alone(num_steps=1, audited=lambda step: [1]), server, FakeMember(), beside)
+    server, background = FakeServer(), Held()
+    pair = Pair(_alone(num_steps=1, audited=lambda step: [1]), server, FakeMember(), background)
     pair.pass_on()
-    ((work, done),) = beside.waiting
+    ((work, done),) = background.waiting
     assert (server.concluded, server.copies) == ([], {1: [0]})
     server.copies[1].append(7)
-    beside.waiting.clear()
+    background.waiting.clear()
     done(work())
     assert server.concluded == [do.Conclude(0, 1, (0,), 0)]
-    assert len(beside.waiting) == 1, "the block of the step, which can be averaged now"
+    assert len(background.waiting) == 1, "the block of the step, which can be averaged now"
 
 
 class Overflowing(FakeServer):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from entrenar_py.train.wire.frames import Buffer
-from entrenar_py.train.wire_io import link, tls
+from entrenar_py.train.wire_io import link, sockets
 from entrenar_py.train.wire_io.injections import Fate, Meddling
 from entrenar_py.train.wire_io.link import BULK_BYTES, Link
 from tests.train.wire_io.certificates import Authority, client_context, server_context
@@ -369,8 +369,8 @@ async def _ends(authority: Authority | None) -> list[socket.socket]:
     listening, calling = server_context(authority), client_context(authority, authority)
     return [
         *await asyncio.gather(
-            tls.secured(ends[0], listening, server_side=True, patience_s=10.0),
-            tls.secured(ends[1], calling, server_side=False, host=LOOPBACK, patience_s=10.0),
+            sockets.secured(ends[0], listening, server_side=True, patience_s=10.0),
+            sockets.secured(ends[1], calling, server_side=False, host=LOOPBACK, patience_s=10.0),
         )
     ]
 

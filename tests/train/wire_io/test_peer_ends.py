@@ -24,7 +24,7 @@ from entrenar_py.train.wire.messages import (
     Welcome,
 )
 from entrenar_py.train.wire_io.peer_ends import MeshEnd
-from entrenar_py.train.wire_io.simulated import feed
+from entrenar_py.train.wire_io.simulation import feed
 from tests.train.wire_io.fakes import SECRET, TERMS, AtOnce
 from tests.train.wire_io.mesh_fakes import FakeMeshMember, mesh_worker_of
 

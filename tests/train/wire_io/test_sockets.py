@@ -1,15 +1,37 @@
-"""Addresses: all of a name at one port, without those that this machine lacks."""
+"""Sockets by host name, and TLS over them."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
+import ssl
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire_io import sockets
 from entrenar_py.train.wire_io.sockets import Address
-from tests.train.wire_io.fakes import LOOPBACK, free_port, go
+from entrenar_py.train.wire_io.tcp import CoordinatorServer
+from tests.train.wire_io.certificates import Authority, client_context, server_context
+from tests.train.wire_io.fakes import (
+    COMPLETED,
+    LOOPBACK,
+    SECRET,
+    TIMING,
+    FakeMember,
+    FakeServer,
+    client_of,
+    free_port,
+    go,
+    run_of,
+    until,
+)
 
 HERE: Address = (socket.AF_INET, (LOOPBACK, 0))
 ALSO_HERE: Address = (socket.AF_INET, ("127.0.0.2", 0))
@@ -96,3 +118,218 @@ def test_how_much_the_kernel_may_hold(wanted: int) -> None:
                     assert 0 < sock.getsockopt(socket.SOL_SOCKET, option) <= 2 * wanted
 
     go(story())
+
+
+# For what comes too late on purpose; a handshake takes milliseconds.
+IMPATIENT = replace(TIMING, hello_s=0.5)
+
+
+Disturb = Callable[[int], Coroutine[Any, Any, None]]
+
+
+async def run_with(context: ssl.SSLContext, good: ssl.SSLContext, disturb: Disturb) -> None:
+    """Run with two workers, the second of which connects when `disturb` has ended."""
+    hands, members = FakeServer(), [FakeMember(), FakeMember()]
+    run = run_of(awaited={0: [0], 2: [1]})
+    server = CoordinatorServer(run, hands, timing=IMPATIENT, secret=SECRET)
+    _, port = await server.listen(LOOPBACK, 0, context=context)
+    running = asyncio.ensure_future(server.finish())
+
+    async def take_part(rank: int) -> do.Finish:
+        client = client_of(rank, members[rank])
+        return await client.run(LOOPBACK, port, patience_s=5.0, context=good)
+
+    first = asyncio.ensure_future(take_part(0))
+    await until(lambda: server.end.machine.step == 2)
+    await disturb(port)
+    assert [one.rank for one in server.end.machine.peers.values()] == [0]
+    second = asyncio.ensure_future(take_part(1))
+    assert await running == COMPLETED
+    assert [await first, await second] == [COMPLETED, COMPLETED]
+    assert hands.made == members[0].made == members[1].made == [0, 1, 2]
+    assert hands.told == ["0 joined", "1 joined"]
+
+
+@pytest.mark.parametrize("size", [1, 5 * 2**20])
+@pytest.mark.parametrize("mutual", [True, False])
+def test_a_run_over_tls(authority: Authority, size: int, mutual: bool) -> None:
+    """All make every step, with vectors of any size, and all finish."""
+
+    async def story() -> None:
+        content = random.Random(size).randbytes(size)
+        hands, members = FakeServer(content), [FakeMember(content), FakeMember(content)]
+        server = CoordinatorServer(run_of(), hands, timing=TIMING, secret=SECRET)
+        context = server_context(authority, mutual=mutual)
+        _, port = await server.listen(LOOPBACK, 0, context=context)
+        good = client_context(authority, authority if mutual else None)
+        finishes = asyncio.gather(
+            *(
+                client_of(rank, member).run(LOOPBACK, port, patience_s=5.0, context=good)
+                for rank, member in enumerate(members)
+            )
+        )
+        assert await server.finish() == COMPLETED
+        assert await finishes == [COMPLETED, COMPLETED]
+        assert hands.made == members[0].made == members[1].made == [0, 1, 2]
+
+    go(story())
+
+
+# --- who is not let in --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("signed_by_stranger", [False, True])
+def test_a_worker_without_a_right_certificate(
+    authority: Authority, stranger: Authority, signed_by_stranger: bool
+) -> None:
+    """It is refused with the reason; the run continues without it."""
+    wrong = client_context(authority, stranger if signed_by_stranger else None)
+    finishes: list[do.Finish] = []
+
+    async def disturb(port: int) -> None:
+        finishes.append(await client_of(1).run(LOOPBACK, port, patience_s=0.1, context=wrong))
+
+    good = client_context(authority, authority)
+    go(run_with(server_context(authority), good, disturb))
+    assert finishes[0].status == "failed"
+    alert = "unknown ca" if signed_by_stranger else "certificate required"
+    assert alert in finishes[0].reason.lower()
+
+
+def test_a_coordinator_that_nobody_trusts(authority: Authority, stranger: Authority) -> None:
+    """A worker sends it no message, and reports the reason."""
+
+    async def story() -> None:
+        server = CoordinatorServer(run_of(), FakeServer(), timing=TIMING, secret=SECRET)
+        _, port = await server.listen(LOOPBACK, 0, context=server_context(stranger))
+        running = asyncio.ensure_future(server.finish())
+        context = client_context(authority, authority)
+        finish = await client_of(0).run(LOOPBACK, port, patience_s=0.1, context=context)
+        assert finish.status == "failed"
+        assert "certificate verify failed" in finish.reason
+        await _stop(running)
+
+    go(story())
+
+
+def test_a_coordinator_of_another_name(authority: Authority) -> None:
+    """A trusted certificate for another address is refused."""
+
+    async def story() -> None:
+        elsewhere = authority.signed("elsewhere", "192.0.2.1")
+        context = sockets.server_context(cert=elsewhere.cert, key=elsewhere.key)
+        server = CoordinatorServer(run_of(), FakeServer(), timing=TIMING, secret=SECRET)
+        _, port = await server.listen(LOOPBACK, 0, context=context)
+        running = asyncio.ensure_future(server.finish())
+        trusting = client_context(authority, None)
+        finish = await client_of(0).run(LOOPBACK, port, patience_s=0.1, context=trusting)
+        assert "IP address mismatch" in finish.reason
+        await _stop(running)
+
+    go(story())
+
+
+def test_strangers_at_a_tls_port(authority: Authority) -> None:
+    """Plain text, old versions, silence, half a handshake: dropped, and the run completes."""
+    older = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    older.load_verify_locations(authority.ca)
+    older.maximum_version = ssl.TLSVersion.TLSv1_2
+
+    async def disturb(port: int) -> None:
+        finish = await client_of(1).run(LOOPBACK, port, patience_s=0.1)
+        assert finish.status == "failed"
+        with pytest.raises(ssl.SSLError, match=r"(?i)protocol version"):
+            await asyncio.open_connection(LOOPBACK, port, ssl=older, server_hostname=LOOPBACK)
+        says = (b"", b"\x16\x03\x01\x02\x00", b"ENTP" * 99, b"GET / HTTP/1.1\r\n\r\n")
+        await asyncio.gather(*(_dropped(port, one) for one in says))
+
+    good = client_context(authority, authority)
+    go(run_with(server_context(authority), good, disturb))
+
+
+def test_tls_at_a_plain_port(authority: Authority) -> None:
+    """A worker with TLS does not fall back to plain TCP."""
+
+    async def story() -> None:
+        server = CoordinatorServer(run_of(), FakeServer(), timing=TIMING, secret=SECRET)
+        _, port = await server.listen(LOOPBACK, 0)
+        running = asyncio.ensure_future(server.finish())
+        context = client_context(authority, None)
+        finish = await client_of(0).run(LOOPBACK, port, patience_s=0.1, context=context)
+        assert finish.status == "failed"
+        assert "SSL" in finish.reason
+        await _stop(running)
+
+    go(story())
+
+
+def test_a_coordinator_that_says_nothing(authority: Authority) -> None:
+    """A handshake that makes no progress times out at the worker, too."""
+
+    async def story() -> None:
+        with socket.create_server((LOOPBACK, 0)) as silent:
+            port = silent.getsockname()[1]
+            impatient = client_of(0, timing=IMPATIENT)
+            context = client_context(authority, None)
+            finish = await impatient.run(LOOPBACK, port, patience_s=0.1, context=context)
+        assert "no answer within 0.5 s" in finish.reason
+
+    go(story())
+
+
+async def _dropped(port: int, says: bytes) -> None:
+    """Send bytes, and read until disconnected."""
+    reader, writer = await asyncio.open_connection(LOOPBACK, port)
+    writer.write(says)
+    try:
+        while await reader.read(2**16):
+            pass
+    except ConnectionResetError:
+        pass
+    writer.close()
+
+
+async def _stop(running: asyncio.Future[do.Finish]) -> None:
+    running.cancel()
+    await asyncio.wait([running])
+
+
+# --- contexts -----------------------------------------------------------------------------------
+
+
+def test_only_one_version(authority: Authority) -> None:
+    """TLS 1.3 at both ends; a coordinator requires certificates only with a CA for workers."""
+    ends = [server_context(authority, mutual=mutual) for mutual in (True, False)]
+    ends.append(client_context(authority, None))
+    assert {one.minimum_version for one in ends} == {ssl.TLSVersion.TLSv1_3}
+    assert [sockets.proves_identity(one) for one in ends] == [True, False, True]
+
+
+def test_files_that_are_missing_or_unfit(authority: Authority, tmp_path: Path) -> None:
+    """The error names the file and what it should be."""
+    own, other = authority.signed("own"), authority.signed("other")
+    absent, garbage = tmp_path / "absent.pem", tmp_path / "garbage.pem"
+    garbage.write_text("garbage")
+    locked = authority.locked_key()
+    for cert, key, ca, complaint in (
+        (absent, own.key, None, f"cert={absent}: No such file"),
+        (own.cert, absent, None, f"key={absent}: No such file"),
+        (own.cert, own.key, absent, f"ca={absent}: No such file"),
+        (tmp_path, own.key, None, f"cert={tmp_path}: Is a directory"),
+        (garbage, own.key, None, f"cert={garbage}, key={own.key}: "),
+        (own.cert, garbage, None, f"cert={own.cert}, key={garbage}: "),
+        (own.cert, other.key, None, "key values mismatch"),
+        (own.cert, locked, None, "the key is encrypted; use a PEM certificate and the private key"),
+        (own.cert, own.key, garbage, f"ca={garbage}: "),
+    ):
+        with pytest.raises(UsageError) as caught:
+            sockets.server_context(cert=cert, key=key, ca=ca)
+        assert complaint in str(caught.value)
+
+
+@pytest.mark.parametrize("given", ["cert", "key"])
+def test_half_an_identity(authority: Authority, given: str) -> None:
+    """A certificate without its key is refused."""
+    own: dict[str, Any] = {given: authority.signed("own").cert}
+    with pytest.raises(UsageError, match=f"TLS {given} without .*: give both, or neither"):
+        sockets.client_context(ca=authority.ca, **own)

@@ -14,7 +14,7 @@ import pytest
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.messages import Message
-from entrenar_py.train.wire_io import tls
+from entrenar_py.train.wire_io import sockets
 from entrenar_py.train.wire_io.door import Door, Visit
 from entrenar_py.train.wire_io.injections import Fate, Meddle, Meddling
 from entrenar_py.train.wire_io.tcp import MeshClient
@@ -176,7 +176,7 @@ def test_tls_is_for_all_or_nobody(authority: Authority, inside: bool) -> None:
 def _door(authority: Authority) -> ssl.SSLContext:
     """Return the context in which a worker of `authority` accepts others of it."""
     own = authority.signed("worker")
-    return tls.server_context(cert=own.cert, key=own.key, ca=authority.ca)
+    return sockets.server_context(cert=own.cert, key=own.key, ca=authority.ca)
 
 
 # --- what breaks ------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 A row is for what torch has no hook for. A replacement calls the original with what it was given,
 and returns what that returns; only a listener looks at it. With a line the rows of LINE_TABLE are
 replaced when the first script's line is reached. Without one all of TABLE are, as their modules are
-imported, and `auto/follower.py` listens. `tests/check/observing/auto/test_patches.py` tries each
+imported, and `auto/follower.py` listens. `tests/check/observing/test_torch_calls.py` tries each
 row against the installed torch.
 """
 

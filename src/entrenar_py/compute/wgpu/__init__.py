@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from entrenar_py.compute import Pair, products
-from entrenar_py.compute.steps import Model
+from entrenar_py.compute import Model, Pair, products
 from entrenar_py.compute.wgpu.device import Device, open_device
 from entrenar_py.compute.wgpu.matmul import Matmul
 from entrenar_py.compute.wgpu.resident import Programs, ResidentStep

@@ -25,20 +25,206 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from entrenar_py.compute.wgpu import decompositions
-from entrenar_py.compute.wgpu.graph import drop_empties, fold_constants
 from entrenar_py.shared.errors import UsageError
+
+DTYPES = {torch.float32: "f32", torch.int64: "i32", torch.int32: "i32", torch.bool: "bool"}
+
+# Only in memory: what is computed with them is a float32 or an i32.
+STORED = {torch.bfloat16: "bf16", torch.float16: "f16", torch.uint8: "u8"}
+LOADED = {"bf16": "f32", "f16": "f32", "u8": "i32"}
+
+# torch uses these dtypes for small indices that are only compared, which i32 can hold. For
+# arithmetic, i32 can't replace them: they wrap around at other values.
+_NARROW = frozenset({torch.uint8, torch.int8, torch.int16})
+_COUNTING = frozenset({"arange", "unsqueeze", "view", "expand"})
+
+
+def name_of(node: Node) -> str:
+    if node.op != "call_function":
+        return node.op
+    return str(getattr(node.target, "__name__", node.target)).partition(".")[0]
+
+
+def line_of(node: Node) -> str:
+    return str(node.meta.get("line", "a line outside of the model"))
+
+
+def shape_of(node: Node) -> tuple[int, ...]:
+    shape = tuple(int(size) for size in node.meta["val"].shape)
+    if 0 in shape:
+        raise UsageError(
+            f"{node.target} at {line_of(node)}: shape={list(shape)} has no elements; backend wgpu "
+            "needs sizes of at least 1"
+        )
+    return shape
+
+
+def stored_dtype_of(node: Node) -> str:
+    """Return the dtype in memory of a tensor that the graph is given."""
+    return STORED.get(node.meta["val"].dtype) or dtype_of(node)
+
+
+def dtype_of(node: Node) -> str:
+    dtype = node.meta["val"].dtype
+    if dtype in _NARROW and name_of(node) in _COUNTING:
+        return "i32"
+    if dtype not in DTYPES:
+        raise UsageError(
+            f"{node.target} at {line_of(node)}: dtype={dtype}; backend wgpu computes in "
+            f"{', '.join(str(one) for one in DTYPES)}: cast it, or use another backend"
+        )
+    return DTYPES[dtype]
+
+
+# Computes on the host the values that depend on no input, such as positions, masks and sines.
+#
+# They are the same in every step, and the host is more accurate: a device's sine may be off by
+# 2^-11.
+
+_ATEN = torch.ops.aten
+
+# Operations that result in one number where they have nothing to add up, and that number.
+_NEUTRAL: dict[Any, float | bool] = {
+    _ATEN.any.default: False,
+    _ATEN.any.dim: False,
+    _ATEN.bmm.default: 0,
+    _ATEN.mm.default: 0,
+    _ATEN.prod.default: 1,
+    _ATEN.prod.dim_int: 1,
+    _ATEN.sum.default: 0,
+    _ATEN.sum.dim_IntList: 0,
+}
+# Operations that lay other tensors over their first operand, and leave it alone if these are empty.
+_OVERLAYS = frozenset(
+    {
+        _ATEN.index_put.default,
+        _ATEN.scatter.src,
+        _ATEN.scatter.value,
+        _ATEN.scatter_add.default,
+        _ATEN.slice_scatter.default,
+    }
+)
+
+
+def is_empty(node: Node) -> bool:
+    """Return whether the result of `node` is a tensor without elements."""
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.numel() == 0
+
+
+def drop_empties(graph: GraphModule) -> None:
+    """Replace operations that read tensors without elements by ones that read none.
+
+    Afterwards only results of the graph have no elements, and what they are made of.
+    """
+    for node in graph.graph.nodes:
+        if node.op != "call_function" or is_empty(node):
+            continue
+        if not any(is_empty(operand) for operand in node.all_input_nodes):
+            continue
+        if node.target is _ATEN.cat.default:
+            rest = [operand for operand in node.args[0] if not is_empty(operand)]
+            node.args = (rest, *node.args[1:])
+        elif node.target in _OVERLAYS and not is_empty(node.args[0]):
+            node.replace_all_uses_with(node.args[0])
+        elif (value := _repeated(node)) is not None:
+            _fill(graph, node, value)
+    graph.graph.eliminate_dead_code()
+
+
+def _repeated(node: Node) -> float | bool | None:
+    """Return the number that all elements of the result are; None if they differ."""
+    if node.target is _ATEN.constant_pad_nd.default:
+        return node.args[2] if len(node.args) > 2 else 0  # type: ignore[return-value]
+    return _NEUTRAL.get(node.target)
+
+
+def _fill(graph: GraphModule, node: Node, value: float | bool) -> None:
+    result = node.meta["val"]
+    full: Callable[..., Tensor] = _ATEN.full.default
+    with graph.graph.inserting_before(node):
+        filled = graph.graph.call_function(
+            full, (list(result.shape), value), {"dtype": result.dtype, "pin_memory": False}
+        )
+    filled.meta.update(node.meta)
+    node.replace_all_uses_with(filled)
+
+
+# The device computes larger values itself, in less time than an upload would take.
+TABLE_ELEMENTS_MAX = 2**18
+
+# Operations that are free on the device: they repeat one number, or only change indices.
+_FREE = frozenset(
+    {
+        _ATEN.alias.default,
+        _ATEN.clone.default,
+        _ATEN.expand.default,
+        _ATEN.full.default,
+        _ATEN.permute.default,
+        _ATEN.select.int,
+        _ATEN.slice.Tensor,
+        _ATEN.squeeze.dims,
+        _ATEN.unsqueeze.default,
+        _ATEN.view.default,
+    }
+)
+
+
+def fold_constants(graph: GraphModule) -> None:
+    """Replace operations on constants alone by constants named `_table<i>`."""
+    known: dict[Node, Tensor] = {}
+    computed: dict[Node, None] = {}  # in order
+    for node in graph.graph.nodes:
+        if node.op == "get_attr":
+            known[node] = getattr(graph, str(node.target))
+        elif _is_constant(node, known):
+            known[node] = _value(node, known)
+            if node.target not in _FREE or any(one in computed for one in node.all_input_nodes):
+                computed[node] = None
+    needed = [one for one in computed if any(user not in computed for user in one.users)]
+    for index, node in enumerate(needed):
+        _replace(graph, node, f"_table{index}", known[node])
+    graph.graph.eliminate_dead_code()
+
+
+def _is_constant(node: Node, known: dict[Node, Tensor]) -> bool:
+    value = node.meta.get("val")
+    return (
+        node.op == "call_function"
+        and all(one in known for one in node.all_input_nodes)
+        and isinstance(value, Tensor)
+        and value.numel() <= TABLE_ELEMENTS_MAX
+    )
+
+
+def _value(node: Node, known: dict[Node, Tensor]) -> Tensor:
+    def take(one: Any) -> Any:
+        return torch.fx.node.map_arg(one, lambda operand: known[operand])
+
+    with torch.no_grad():
+        result: Tensor = node.target(*take(node.args), **take(node.kwargs))  # type: ignore[operator]
+    return result
+
+
+def _replace(graph: GraphModule, node: Node, name: str, value: Tensor) -> None:
+    graph.register_buffer(name, value.contiguous())
+    with graph.graph.inserting_before(node):
+        table = graph.graph.get_attr(name)
+    table.meta.update(node.meta)
+    node.replace_all_uses_with(table)
+
 
 # The values of tensors that follow from no input, while a function is traced without values.
 #
 # A branch on such a tensor (a mask made of positions, say) is decided while capturing.
 
-NUM_ELEMENTS_MAX = 2**18  # of a tensor whose values are followed
+NUM_ELEMENTS_MAX = 2**18  # of a tensor with values that are followed
 
 _RANDOM = torch.Tag.nondeterministic_seeded
 
 
 class KnownValues:
-    """For each traced tensor whose values are known, a tensor that has them."""
+    """For each traced tensor with known values, a tensor that has them."""
 
     def __init__(self) -> None:
         self._known: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
@@ -70,11 +256,13 @@ class KnownValues:
             if func._schema.is_mutable:
                 self._forget(func, args)
             return
-        made = [one for one in pytree.tree_leaves(result) if isinstance(one, FakeTensor)]
-        if made and all(one.numel() <= NUM_ELEMENTS_MAX for one in made):
+        traced_results = [
+            leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, FakeTensor)
+        ]
+        if traced_results and all(leaf.numel() <= NUM_ELEMENTS_MAX for leaf in traced_results):
             found = pytree.tree_leaves(self.compute(func, operands))
-            values = [one for one in found if isinstance(one, Tensor)]
-            for traced, value in zip(made, values, strict=True):
+            values = [leaf for leaf in found if isinstance(leaf, Tensor)]
+            for traced, value in zip(traced_results, values, strict=True):
                 self._known[traced] = value
         elif func._schema.is_mutable:
             self._forget(func, args)
@@ -100,12 +288,11 @@ class KnownValues:
 
 Function = Callable[..., tuple[Tensor, ...]]
 
-_ATEN = torch.ops.aten
 _LEAVES_TORCH = frozenset({Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.__dlpack__})
 _IDENTITIES = frozenset(
     {_ATEN.alias.default, _ATEN.detach.default, _ATEN.lift_fresh_copy.default, _ATEN.lift.default}
 )
-# Directories whose files are not the model's: torch itself, and the backends.
+# Directories with files that are not the model's: torch itself, and the backends.
 _NOT_MODEL = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
@@ -119,11 +306,11 @@ def capture(fn: Function, inputs: Sequence[Tensor]) -> GraphModule:
     in forward`). A node made by autograd has the line of its forward operation.
     Raises UsageError for operations that can't be in a graph.
     """
-    graph = _trace(fn, [one.detach().requires_grad_(one.requires_grad) for one in inputs])
+    graph = _trace(fn, [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs])
     names = list(dict.fromkeys(n.target for n in graph.graph.nodes if n.op == "get_attr"))
     constants = {str(name): getattr(graph, str(name)).detach() for name in names}
     if any(map(_writes, graph.graph.nodes)):
-        graph = _functionalise(graph, [one.detach() for one in inputs], constants)
+        graph = _functionalise(graph, [tensor.detach() for tensor in inputs], constants)
     _hold_constants(graph, len(inputs), constants)
     _drop_identities(graph.graph)
     graph.graph.eliminate_dead_code()
@@ -149,7 +336,6 @@ def _trace(fn: Function, leaves: Sequence[Tensor]) -> GraphModule:
 
 
 def _writes(node: Node) -> bool:
-    """Return whether `node` writes to one of its operands."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
@@ -227,7 +413,6 @@ class _Lines(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._given[view.untyped_storage()._cdata] = view
 
     def _is_given(self, value: object) -> bool:
-        """Return whether `value` is a tensor in the memory of an input or a constant."""
         return isinstance(value, Tensor) and (
             not isinstance(value, FakeTensor) or value.untyped_storage()._cdata in self._given
         )
@@ -288,7 +473,6 @@ def _last(graph: Graph) -> Node:
 
 
 def _mark(graph: Graph, last: Node, line: str) -> None:
-    """Set the line of all nodes after `last`."""
     node = _last(graph)
     while node is not last:
         node.meta["line"] = line

@@ -26,12 +26,12 @@ from entrenar_py.compute.wgpu.index import Atom, Index
 
 
 def _nf4_level() -> str:
-    found = [f"{level!r}f" for level in nf4.LEVELS]
+    choices = [f"{level!r}f" for level in nf4.LEVELS]
     for bit in range(4):
-        pairs = zip(found[::2], found[1::2], strict=True)
-        found = [f"select({one}, {other}, bit_{bit})" for one, other in pairs]
+        pairs = zip(choices[::2], choices[1::2], strict=True)
+        choices = [f"select({one}, {other}, bit_{bit})" for one, other in pairs]
     bits = [f"    let bit_{bit} = (code & {1 << bit}u) != 0u;" for bit in range(4)]
-    lines = ["", "fn nf4_level(code: u32) -> f32 {", *bits, f"    return {found[0]};", "}", ""]
+    lines = ["", "fn nf4_level(code: u32) -> f32 {", *bits, f"    return {choices[0]};", "}", ""]
     return "\n".join(lines)
 
 
@@ -354,11 +354,7 @@ def _body(emitter: Emitter, out: Buffer, *, lanes: int) -> list[str]:
 
 
 def _loop(
-    loop: Loop,
-    indices: Sequence[Index],
-    rows: Callable[[Index], Index],
-    out: Buffer,
-    lanes: int,
+    loop: Loop, indices: Sequence[Index], rows: Callable[[Index], Index], out: Buffer, lanes: int
 ) -> list[str]:
     variable = f"c{loop.number}"
     columns, decoding = _merge(_atoms(loop.variables()), indices, variable)

@@ -143,7 +143,6 @@ def _patches(x: Tensor, kernel: Sequence[int], window: Window) -> Tensor:
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
-    """Return x [n, c, *] as [groups, n, c / groups, *]."""
     split = x.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
     return split.transpose(0, 1)
 
@@ -254,11 +253,11 @@ def _first(x: Tensor, count: int, dim: int, *, descending: bool) -> tuple[Tensor
 
 def _places(x: Tensor, *, descending: bool) -> Tensor:
     """Return for each element of the last dim how many come before it, int64."""
-    one, other = x.unsqueeze(-1), x.unsqueeze(-2)  # [..., n, 1] and [..., 1, n]
-    is_before = other > one if descending else other < one
-    is_equal = other == one
+    element, other = x.unsqueeze(-1), x.unsqueeze(-2)  # [..., n, 1] and [..., 1, n]
+    is_before = other > element if descending else other < element
+    is_equal = other == element
     if x.is_floating_point():
-        nan, other_nan = one.isnan(), other.isnan()
+        nan, other_nan = element.isnan(), other.isnan()
         is_before = is_before | ((other_nan & ~nan) if descending else (nan & ~other_nan))
         is_equal = is_equal | (nan & other_nan)
     numbers = torch.arange(x.shape[-1])
@@ -426,7 +425,6 @@ def _embedding_dense_backward(
 
 
 def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """Return the new contents of `x` after `x.copy_(source)`."""
     source = source.to(x.dtype)
     return _ATEN.alias.default(source) if source.shape == x.shape else source.expand(x.shape)
 

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from entrenar_py.compute import adapters
+from entrenar_py.compute.wgpu.capture import DTYPES, STORED
 from entrenar_py.compute.wgpu.emitter import ELEMENT_BYTES
-from entrenar_py.compute.wgpu.graph import DTYPES, STORED
 from entrenar_py.compute.wgpu.tiles import Limits
 from entrenar_py.shared.errors import BackendUnavailable, UsageError
 

@@ -239,7 +239,7 @@ def lane(kind: str, word: str, number: int) -> str:
 
 
 def single(kind: str, array: str, at: str) -> str:
-    """Return the WGSL of the u32 whose lane 0 (NF4: lane 1) is number `at` of `array`."""
+    """Return the WGSL of a u32 that has number `at` of `array` in lane 0 (NF4: lane 1)."""
     bits = BITS[kind]
     per_word = 32 // bits
     number = f"({at}) % {per_word}u" + (" ^ 1u" if kind == NF4 else "")

@@ -94,12 +94,12 @@ def look_up(
     indices count from the end.
     """
     _settle(schedule, value)
-    for one in indices.values():
-        _settle(schedule, one)
+    for index in indices.values():
+        _settle(schedule, index)
     schedule.make_room([value, *indices.values()], 4 * len(indices))
     num_looked = len(next(iter(indices.values())).shape)
     recipe = value.read
-    ids = {dim: (one.read, one.shape) for dim, one in indices.items()}
+    ids = {dim: (index.read, index.shape) for dim, index in indices.items()}
 
     def read(emitter: Emitter, wanted: Indices) -> str:
         inner = wanted[first : first + num_looked]
@@ -159,16 +159,16 @@ def join(schedule: Schedule, values: Sequence[Value], dim: int) -> Value:
         values = [schedule.realise(join(schedule, group, dim)) for group in groups]
     if len(values) == 1:
         return values[0]
-    total = sum(one.shape[dim] for one in values)
+    total = sum(piece.shape[dim] for piece in values)
     shape = (*values[0].shape[:dim], total, *values[0].shape[dim + 1 :])
-    for one in values:
-        _settle(schedule, one)
+    for piece in values:
+        _settle(schedule, piece)
     # From the last to the first: each one is laid before those joined so far.
     start = total - values[-1].shape[dim]
     joined = _shifted(values[-1], dim, start, shape)
-    for one in reversed(values[:-1]):
-        start -= one.shape[dim]
-        joined = _lay(schedule, joined, one, dim, start, 1)
+    for piece in reversed(values[:-1]):
+        start -= piece.shape[dim]
+        joined = _lay(schedule, joined, piece, dim, start, 1)
     return joined
 
 
@@ -317,15 +317,15 @@ def _recipe(
 
 
 def flatten_index(schedule: Schedule, sizes: Sequence[int], indices: Sequence[Value]) -> Value:
-    """Combine indices into the first dims, whose sizes are `sizes`, to one flat index in C order.
+    """Combine indices into the first dims, of `sizes`, to one flat index in C order.
 
     Negative indices count from the end. If an index is out of range, the result is negative.
     """
-    shape = np.broadcast_shapes(*(one.shape for one in indices))
+    shape = np.broadcast_shapes(*(index.shape for index in indices))
     none = -math.prod(sizes)  # stays negative whatever the other dims add
     total: Value | None = None
-    for one, size, stride in zip(indices, sizes, at.strides_of(sizes), strict=True):
-        counted = pointwise.fuse(schedule, wrapped(size), [one], one.shape, "i32")
+    for index, size, stride in zip(indices, sizes, at.strides_of(sizes), strict=True):
+        counted = pointwise.fuse(schedule, wrapped(size), [index], index.shape, "i32")
         inside = f"{{0}} >= 0 && {{0}} < {size}"
         placed = f"select({none}, {{0}} * {stride}, {inside})"
         term = pointwise.fuse(schedule, placed, [counted], shape, "i32", cost=2)

@@ -110,7 +110,7 @@ _POWERS = {
 
 
 def constant(value: float, dtype: str, shape: Sequence[int] = ()) -> Value:
-    """Return a tensor whose elements are all `value`."""
+    """Return a tensor with `value` in all elements."""
     text = literal(value, dtype)
     return Value(tuple(shape), dtype, lambda emitter, indices: text)
 
@@ -190,14 +190,14 @@ def fuse(
     to = tuple(shape)
     product = _settle_products(schedule, operands, math.prod(to))
     if join_rows(to, operands) is None or product is not None:
-        for one in operands:
-            if one.rows is not None:
-                schedule.realise(one)
-    for one in operands:
-        if one.size < math.prod(to) and not one.pending and one.cost > CHEAP:
-            schedule.realise(one)
+        for operand in operands:
+            if operand.rows is not None:
+                schedule.realise(operand)
+    for operand in operands:
+        if operand.size < math.prod(to) and not operand.pending and operand.cost > CHEAP:
+            schedule.realise(operand)
     schedule.make_room(operands, cost)
-    recipes = [(one.read, one.shape) for one in operands]
+    recipes = [(operand.read, operand.shape) for operand in operands]
 
     def read(emitter: Emitter, indices: Indices) -> str:
         names = [recipe(emitter, values.broadcast(indices, own)) for recipe, own in recipes]
@@ -205,8 +205,8 @@ def fuse(
 
     return Value(
         *(to, dtype, read),
-        reads=frozenset().union(*(one.reads for one in operands)),
-        cost=cost + sum(one.cost for one in operands),
+        reads=frozenset().union(*(operand.reads for operand in operands)),
+        cost=cost + sum(operand.cost for operand in operands),
         rows=join_rows(to, operands),
         product=None if product is None else product.product,
     )

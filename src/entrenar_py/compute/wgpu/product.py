@@ -85,7 +85,7 @@ def sides(product: Product, tiling: Tiling, *, component_writes: bool) -> tuple[
     """Return the operands a and b."""
 
     def side(name: str, layout: Layout, size: int, tile: int) -> Side:
-        """Return the operand with this `layout`, whose columns are along k."""
+        """Return the operand with this `layout`; its columns are along k."""
         step, step_k = layout.row, layout.column
         along_k = step_k < step
         edge = (step_k, step, product.k) if along_k else (step, step_k, size)
@@ -174,7 +174,6 @@ def load(side: Side, tile: str) -> Iterator[str]:
 
 
 def _element(side: Side, at: str) -> str:
-    """Return the WGSL of load number `at` of a buffer."""
     if side.kind == "f32" or side.width > 1:
         return f"{side.name}[{at}]"
     return emitter.single(side.kind, side.name, at)
@@ -325,7 +324,6 @@ def _decoders(product: Product, epilogue: str) -> Iterator[str]:
 
 
 def _levels(product: Product) -> Iterator[str]:
-    """Write the code that copies the levels of NF4 to workgroup memory."""
     if NF4 in (product.a.kind, product.b.kind):
         yield f"if (thread < {NUM_LEVELS}u) {{ levels[thread] = nf4_level(thread); }}"
         yield "workgroupBarrier();"
@@ -487,11 +485,7 @@ class Kernel:
 
 
 def product_kernel(
-    product: Product,
-    limits: Limits,
-    *,
-    epilogue: str = "",
-    tiling: Tiling | None = None,
+    product: Product, limits: Limits, *, epilogue: str = "", tiling: Tiling | None = None
 ) -> Kernel:
     """Return the kernel of a product, with `tiling` or else the best one for its shape.
 

@@ -85,7 +85,7 @@ class Plan:
 
 
 def plan(lowered: Lowered, given: Collection[Buffer]) -> Plan:
-    """Return the plan for a graph of which only the inputs `given` change between runs."""
+    """Return the plan for a graph; only its inputs `given` change between runs."""
     changing = _changing(lowered.steps, given)
     once = tuple(step for step in lowered.steps if step.writes not in changing)
     steps = tuple(step for step in lowered.steps if step.writes in changing)
@@ -105,7 +105,6 @@ def offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 def _changing(steps: Sequence[Step], given: Collection[Buffer]) -> set[Buffer]:
-    """Return `given` and all buffers computed from it."""
     changing = set(given)
     while True:
         more = {step.writes for step in steps if not changing.isdisjoint(step.bindings)}
@@ -220,12 +219,12 @@ class Program:
         self.device = device
         self._lowered = lowered
         self._given = lowered.inputs[: len(inputs)]
-        self._shapes = [tuple(one.shape) for one in inputs]
+        self._shapes = [tuple(tensor.shape) for tensor in inputs]
         self._plan = plan(lowered, self._given)
-        self._starts, self._input_bytes = offsets([one.num_bytes for one in self._given])
+        self._starts, self._input_bytes = offsets([buffer.num_bytes for buffer in self._given])
         self._host = np.zeros(max(ELEMENT_BYTES, self._input_bytes), np.uint8)
         self._result_starts, self._result_bytes = offsets(
-            [_num_bytes(one.shape) for one in lowered.results]
+            [_num_bytes(result.shape) for result in lowered.results]
         )
         self._check_sizes()
         # For each buffer that a run needs: the GPU buffer that has it, and at which byte.
@@ -237,8 +236,8 @@ class Program:
             self._compute_once(once)
         # Drop the memory that only the dispatches of `once` read.
         needed = {buffer for step in self.steps for buffer in step.bindings}
-        needed.update(one.buffer for one in lowered.results if one.buffer is not None)
-        self.places = {one: place for one, place in self.places.items() if one in needed}
+        needed.update(r.buffer for r in lowered.results if r.buffer is not None)
+        self.places = {b: place for b, place in self.places.items() if b in needed}
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -301,13 +300,13 @@ class Program:
 
     def _check_sizes(self) -> None:
         largest = max(
-            (one for step in self._lowered.steps for one in step.bindings),
-            key=lambda one: one.num_bytes,
+            (buffer for step in self._lowered.steps for buffer in step.bindings),
+            key=lambda buffer: buffer.num_bytes,
             default=None,
         )
         where = f"backend wgpu on {self.device.name}"
         if largest is not None and largest.num_bytes > self.device.limits.binding_bytes_max:
-            step = next(one for one in self._lowered.steps if largest in one.bindings)
+            step = next(buffer for buffer in self._lowered.steps if largest in buffer.bindings)
             raise BackendUnavailable(
                 f"{where}: {step.line}: a tensor of {largest.num_bytes} bytes, a binding holds "
                 f"{self.device.limits.binding_bytes_max}; use smaller tensors or another backend"
@@ -327,16 +326,18 @@ class Program:
         self._inputs = gpu.create_buffer(size=self._host.nbytes, usage=storage | usage.COPY_DST)
         for buffer, start in zip(self._given, self._starts, strict=True):
             self.places[buffer] = (self._inputs, start)
-        for buffer, one in zip(self._lowered.inputs[len(self._given) :], resident, strict=True):
-            size = math.prod(one.shape)
-            assert (buffer.dtype, buffer.size) == (one.dtype, size), buffer.name
-            self.places[buffer] = (one.memory, 0)
+        for buffer, uploaded in zip(
+            self._lowered.inputs[len(self._given) :], resident, strict=True
+        ):
+            size = math.prod(uploaded.shape)
+            assert (buffer.dtype, buffer.size) == (uploaded.dtype, size), buffer.name
+            self.places[buffer] = (uploaded.memory, 0)
         for buffer, tensor in self._lowered.constants:
             self.places[buffer] = (upload(self.device, tensor, buffer.name).memory, 0)
         for buffer in self._plan.kept:
             self.places[buffer] = (gpu.create_buffer(size=buffer.num_bytes, usage=storage), 0)
         shared = scratch.take(self.device, self._plan.slot_bytes)
-        self.places |= {one: (shared[slot], 0) for one, slot in self._plan.slots.items()}
+        self.places |= {uploaded: (shared[slot], 0) for uploaded, slot in self._plan.slots.items()}
         self._staging = gpu.create_buffer(
             size=max(ELEMENT_BYTES, self._result_bytes), usage=usage.MAP_READ | usage.COPY_DST
         )

@@ -13,8 +13,7 @@ from blake3 import blake3
 from torch import Tensor
 from torch.fx import GraphModule
 
-from entrenar_py.compute import draws
-from entrenar_py.compute.steps import Array, DropFunction, Model, Tensors
+from entrenar_py.compute import Array, DropFunction, Model, Tensors, draws
 from entrenar_py.compute.wgpu.capture import Function, capture
 from entrenar_py.compute.wgpu.device import Device, Uploaded, upload
 from entrenar_py.compute.wgpu.program import Program, Scratch, compile_graph
@@ -80,26 +79,26 @@ class Resident:
         self._constants = workload.constants
         self._digest = _digest([tensors[name] for name in self.frozen])
 
-    def run(self, key: Hashable, body: Body, given: Sequence[Tensor]) -> list[Array]:
+    def run(self, key: Hashable, body: Body, tensors: Sequence[Tensor]) -> list[Array]:
         """Return the results of `body`, of one upload and one read-back.
 
         The program is compiled once for each `key`, which tells apart all that `body` depends on
         but the values of tensors.
         """
-        inputs = self._inputs(given)
+        inputs = self._inputs(tensors)
         programs = self._compiled.programs
         if (key, self._digest) not in programs:
-            graph = self.graph(key, body, given)
+            graph = self.graph(key, body, tensors)
             uploaded, scratch = self._uploaded(), self._compiled.scratch
             program = compile_graph(self._device, graph, inputs, uploaded, scratch)
             programs[key, self._digest] = program
         return programs[key, self._digest].run([x.detach().numpy() for x in inputs])
 
-    def graph(self, key: Hashable, body: Body, given: Sequence[Tensor]) -> GraphModule:
+    def graph(self, key: Hashable, body: Body, tensors: Sequence[Tensor]) -> GraphModule:
         """Return the graph of `body`, captured once for each `key`."""
         graphs = self._compiled.graphs
         if key not in graphs:
-            graphs[key] = capture(self._function(body, len(given)), self.inputs(given))
+            graphs[key] = capture(self._function(body, len(tensors)), self.inputs(tensors))
         return graphs[key]
 
     def inputs(self, given: Sequence[Tensor]) -> list[Tensor]:
@@ -119,11 +118,9 @@ class Resident:
         return compute
 
     def _inputs(self, given: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors that are uploaded for each run."""
         return [*(self.tensors[name] for name in self.moving), *given]
 
     def _resident(self) -> list[Tensor]:
-        """Return the tensors that are uploaded once."""
         return [*(self.tensors[name] for name in self.frozen), *self._constants.values()]
 
     def _uploaded(self) -> list[Uploaded]:
@@ -131,10 +128,12 @@ class Resident:
         known = self._compiled
         if self._digest not in known.frozen:
             frozen = [(name, self.tensors[name]) for name in self.frozen]
-            known.frozen[self._digest] = [upload(self._device, one, name) for name, one in frozen]
+            known.frozen[self._digest] = [
+                upload(self._device, array, name) for name, array in frozen
+            ]
         if known.constants is None:
             held = self._constants.items()
-            known.constants = [upload(self._device, one, name) for name, one in held]
+            known.constants = [upload(self._device, array, name) for name, array in held]
         return [*known.frozen[self._digest], *known.constants]
 
 

@@ -52,7 +52,7 @@ class Layout:
 
     @property
     def tables(self) -> tuple[Buffer, ...]:
-        """The buffers beside the matrix's own that an element is decoded with."""
+        """The buffers, besides the matrix's own, that an element is decoded with."""
         return () if self.coding is None else self.coding.tables
 
     def num_bytes(self, num_elements: int) -> int:

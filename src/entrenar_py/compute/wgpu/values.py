@@ -41,7 +41,7 @@ class Stored:
 
     @property
     def tables(self) -> tuple[Buffer, ...]:
-        """The buffers beside its own that an element is decoded with."""
+        """The buffers, besides its own, that an element is decoded with."""
         return () if self.coding is None else self.coding.tables
 
 
@@ -100,7 +100,7 @@ class Value:
         return self.rows is not None and math.prod(self.shape[self.rows :]) == 1
 
     def store(self, stored: Stored) -> None:
-        """Turn this into a stored value, whose elements are loaded from memory."""
+        """Turn this into a stored value; its elements are loaded from memory."""
 
         def read(emitter: Emitter, indices: Indices) -> str:
             position = at.place(indices, stored.strides, stored.offset)
@@ -171,16 +171,16 @@ class Schedule:
 
     def make_room(self, values: Sequence[Value], cost: int) -> None:
         """Store values, those that read most buffers first, until one kernel can take the rest."""
-        products = [one.product for one in values if one.product is not None]
-        taken = [3 + one.num_tables for one in products]
+        products = [value.product for value in values if value.product is not None]
+        taken = [3 + value.num_tables for value in products]
         room = self.bindings_max - max(taken, default=1)
         while True:
-            reads = frozenset[Buffer]().union(*(one.reads for one in values))
-            total = cost + sum(one.cost for one in values)
-            recipes = [one for one in values if one.stored is None and one.reads]
+            reads = frozenset[Buffer]().union(*(value.reads for value in values))
+            total = cost + sum(value.cost for value in values)
+            recipes = [value for value in values if value.stored is None and value.reads]
             if (len(reads) <= room and total <= COST_MAX) or not recipes:
                 return
-            self.realise(max(recipes, key=lambda one: (len(one.reads), one.cost)))
+            self.realise(max(recipes, key=lambda value: (len(value.reads), value.cost)))
 
     def _write(self, value: Value) -> None:
         out = self.buffer(value.dtype, value.size)
@@ -278,11 +278,7 @@ def _layout(stored: Stored, shape: Sequence[int], batch: tuple[int, ...]) -> Lay
     strides = stored.strides
     own = strides[:-2] if len(shape) > 2 else (0,) * len(batch)
     return Layout(
-        offset=stored.offset,
-        batch=own,
-        row=strides[-2],
-        column=strides[-1],
-        coding=stored.coding,
+        offset=stored.offset, batch=own, row=strides[-2], column=strides[-1], coding=stored.coding
     )
 
 
@@ -305,8 +301,7 @@ def reshape(schedule: Schedule, value: Value, shape: Sequence[int]) -> Value:
         return None if strides is None else replace(stored, strides=strides)
 
     return _view(
-        *(schedule, value, to, lambda indices: at.reshape(indices, to, own), restride),
-        ordered=True,
+        *(schedule, value, to, lambda indices: at.reshape(indices, to, own), restride), ordered=True
     )
 
 

@@ -26,9 +26,8 @@ from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.patience import Patience
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Trace
-from entrenar_py.systems.finetuned import outputs, small
-from entrenar_py.systems.finetuned.asked import Asked
-from entrenar_py.systems.finetuned.small import Made
+from entrenar_py.systems.finetuned import small_run, textbook
+from entrenar_py.systems.finetuned.small_run import Fixture, Request
 from entrenar_py.systems.finetuned.textbook import Textbook
 from entrenar_py.train.coordinator.recorder import Recorder
 from entrenar_py.train.wire_io.processes import Crew, Hand, Job
@@ -42,29 +41,29 @@ _PRELOADED = (
     "torch._dynamo.aot_compile",
     "torch.distributed.pipelining",
 )
-_NUM_ROWS = 3  # whose logits are compared
+_NUM_ROWS = 3  # that have their logits compared
 
 
 def run(scenario: Scenario) -> Trace:
     """Train as `scenario` says by its option `strategy`; record what was written."""
-    asked, recorder = Asked.of(scenario), Recorder(scenario)
-    with small.quiet(), tempfile.TemporaryDirectory() as folder:
-        made = small.make(Path(folder), scenario, asked)
+    request, recorder = Request.of(scenario), Recorder(scenario)
+    with small_run.quiet(), tempfile.TemporaryDirectory() as folder:
+        fixture = small_run.make(Path(folder), scenario, request)
         config = Path(folder, "run.yaml")
-        config.write_text(json.dumps(_configuration(scenario, made, asked)), encoding="utf-8")
+        config.write_text(json.dumps(_configuration(scenario, fixture, request)), encoding="utf-8")
         codes, struck, told = _torchrun(scenario, config)
         if set(codes) != {0}:
             return recorder.finish(status="failed", reason=f"ranks ended with {codes}: {told}")
         if struck and scenario.mutant is not None:
             recorder.emit(trace.Planted(name=scenario.mutant))
-        for event in _read(made, asked):
+        for event in _read(fixture, request):
             recorder.emit(event)
     return recorder.finish(status="completed")
 
 
-def _configuration(scenario: Scenario, made: Made, asked: Asked) -> dict[str, Any]:
+def _configuration(scenario: Scenario, fixture: Fixture, request: Request) -> dict[str, Any]:
     """Return the configuration of the run. Raises UsageError if it would be another run."""
-    settings, drawn = made.settings, scenario.num_steps * scenario.batch_size
+    settings, drawn = fixture.settings, scenario.num_steps * scenario.batch_size
     if scenario.num_samples % scenario.batch_size or drawn % scenario.num_samples:
         raise UsageError(
             f"num_samples={scenario.num_samples}, batch_size={scenario.batch_size}, "
@@ -74,10 +73,10 @@ def _configuration(scenario: Scenario, made: Made, asked: Asked) -> dict[str, An
         raise UsageError("use adamw, no warm-up and no stops with strategies")
     record: dict[str, Any] = {
         "model": str(settings.model),
-        "task": asked.task,
-        "method": asked.method,
+        "task": request.task,
+        "method": request.method,
         "output": str(settings.output),
-        "strategy": asked.strategy,
+        "strategy": request.strategy,
         "seed": scenario.seed,
         "data": {"train": str(settings.data.train), "max_tokens": settings.data.max_tokens},
         "training": {
@@ -93,36 +92,36 @@ def _configuration(scenario: Scenario, made: Made, asked: Asked) -> dict[str, An
     }
     if settings.adapts:
         record["lora"] = {
-            "rank": asked.rank,
-            "alpha": asked.alpha,
+            "rank": request.rank,
+            "alpha": request.alpha,
             "dropout": scenario.dropout,
             "targets": list(settings.lora.targets),
         }
-    if asked.task == "classify":
+    if request.task == "classify":
         labels = list(settings.classes.labels)
-        record["classes"] = {"labels": labels, "weights": asked.class_weights}
+        record["classes"] = {"labels": labels, "weights": request.class_weights}
     return record
 
 
-def _read(made: Made, asked: Asked) -> Iterator[trace.Event]:
-    """Yield what stock libraries read, with values, and its logits beside the textbook's."""
-    model = outputs.stock_model(made, made.settings.output)
+def _read(fixture: Fixture, request: Request) -> Iterator[trace.Event]:
+    """Yield what stock libraries read, with values, and its logits with the textbook's."""
+    model = textbook.stock_model(fixture, fixture.settings.output)
     tensors = {
         name: tensor.detach().numpy()
         for name, tensor in model.named_parameters()
-        if not asked.adapts or ".lora_" in name or ".modules_to_save." in name
+        if not request.adapts or ".lora_" in name or ".modules_to_save." in name
     }
     yield trace.ReadBack(
-        by="peft" if asked.adapts else "transformers",
+        by="peft" if request.adapts else "transformers",
         tensors={name: trace.record_tensor(one, values=True) for name, one in tensors.items()},
     )
     shapes = {name: array.shape for name, array in tensors.items()}
-    textbook, ids = Textbook(made, asked, shapes), range(_NUM_ROWS)
-    tokens, mask, _ = textbook.batch(ids)
+    oracle, ids = Textbook(fixture, request, shapes), range(_NUM_ROWS)
+    tokens, mask, _ = oracle.batch(ids)
     with torch.no_grad():
         logits = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
     held = {name: torch.from_numpy(array) for name, array in tensors.items()}
-    yield from textbook.logits("written model", logits, held, ids)
+    yield from oracle.logits("written model", logits, held, ids)
 
 
 # --- the ranks ------------------------------------------------------------------------------------
@@ -131,9 +130,9 @@ def _read(made: Made, asked: Asked) -> Iterator[trace.Event]:
 @cache
 def crew() -> Crew:
     """Return the processes of the ranks; they end with this process."""
-    made = Crew(main, preload=_PRELOADED, one_job=True)
-    atexit.register(made.dismiss)
-    return made
+    workers = Crew(main, preload=_PRELOADED, one_job=True)
+    atexit.register(workers.dismiss)
+    return workers
 
 
 def _torchrun(scenario: Scenario, config: Path) -> tuple[list[int | None], bool, str]:
@@ -185,7 +184,7 @@ def main(pipe: Connection) -> NoReturn:
             os.dup2(output.fileno(), sys.stderr.fileno())
         os.environ |= {"XDG_CACHE_HOME": str(folder / "cache"), "CUDA_VISIBLE_DEVICES": ""}
         with mutants.planted(job["mutant"]) as planting:
-            train = import_module(MODULE).main
+            train = import_module(MODULE).rank
             code = train([job["config"]], job["environment"], f"file://{folder}/rendezvous")
         desk.answer(json.dumps([code, planting.struck]).encode())
     sys.stdout.flush()

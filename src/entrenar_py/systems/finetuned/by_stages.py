@@ -15,12 +15,11 @@ from entrenar_py.shared import trace, wording, workers
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Trace
-from entrenar_py.systems.finetuned import frozen, small
-from entrenar_py.systems.finetuned.asked import Asked
-from entrenar_py.systems.finetuned.small import Made
+from entrenar_py.systems.finetuned import records, small_run
+from entrenar_py.systems.finetuned.small_run import Fixture, Request
 from entrenar_py.systems.finetuned.textbook import Textbook
 from entrenar_py.systems.star.scenario_run import ScenarioRun
-from entrenar_py.systems.star.simulated import SimulatedTransport
+from entrenar_py.systems.star.simulation import SimulatedTransport
 from entrenar_py.train.arithmetic import sharding
 from entrenar_py.train.model import preparation
 from entrenar_py.train.model.preparation import Prepared
@@ -42,46 +41,47 @@ def run(scenario: Scenario) -> Trace:
 
     Raises UsageError without the extra `finetune`, and for stages that don't fit the model.
     """
-    asked = Asked.of(scenario)
-    if unknown := set(asked.facts) - {*_FACTS}:
+    request = Request.of(scenario)
+    if unknown := set(request.facts) - {*_FACTS}:
         raise UsageError(f"options facts={min(unknown)!r} with stages: allowed is {_FACTS[0]}")
-    with small.quiet(), tempfile.TemporaryDirectory() as folder:
-        made = small.make(Path(folder), scenario, asked)
+    with small_run.quiet(), tempfile.TemporaryDirectory() as folder:
+        fixture = small_run.make(Path(folder), scenario, request)
         prepared = preparation.prepare(
-            replace(made.settings, strategy=LAYER_PIPELINE), Path(folder, "cache")
+            replace(fixture.settings, strategy=LAYER_PIPELINE), Path(folder, "cache")
         )
-        training = _Training(scenario, prepared, asked)
+        training = _Training(scenario, prepared, request)
         done = training.train()
         if done.end.status != "completed":
             return replace(done, scenario=scenario)
         events: list[trace.Event] = [*training.frozen]
-        if asked.facts:
-            events += _gradients(made, asked, training, done)
+        if request.facts:
+            events += _gradients(fixture, request, training, done)
     return replace(done, scenario=scenario, events=(*done.events[:-1], *events, done.events[-1]))
 
 
-def _gradients(made: Made, asked: Asked, training: _Training, done: Trace) -> Iterator[trace.Event]:
-    """Yield each step beside the textbook's."""
+def _gradients(
+    fixture: Fixture, request: Request, training: _Training, done: Trace
+) -> Iterator[trace.Event]:
     arrays = training.server.replica.replica.arrays
     shapes = {name: array.shape for name, array in arrays.items()}
-    return Textbook(made, asked, shapes).steps(done)
+    return Textbook(fixture, request, shapes).steps(done)
 
 
 class _Training(ScenarioRun):
-    """A run whose workers have stages; `frozen` has the weights that each one doesn't train."""
+    """A run by workers with stages; `frozen` has the weights that each one doesn't train."""
 
     worker = PipelineWorker
     server: PipelineServer
     transport: SimulatedTransport
 
-    def __init__(self, scenario: Scenario, prepared: Prepared, asked: Asked) -> None:
+    def __init__(self, scenario: Scenario, prepared: Prepared, request: Request) -> None:
         workload = workload_of(prepared)
         self._prepared, self._module = prepared, workload.module
-        self._cuts = [self._cut(part) for part in _parts(scenario, asked)]
+        self._cuts = [self._cut(part) for part in _parts(scenario, request)]
         options = {**scenario.options, workers.OPTION: workers.SERVER}
         own = scenario.with_(options=options)  # the number of workers stays, for its faults
         server = PipelineServer(own, cut=self._cuts[0], workload=workload)
-        self.frozen = [frozen.of_files(prepared.settings.model)]
+        self.frozen = [records.of_files(prepared.settings.model)]
         super().__init__(scenario, SimulatedTransport, server=server)
 
     def _cut(self, part: tuple[tuple[int, int], ...]) -> Cut:
@@ -111,7 +111,7 @@ class _Training(ScenarioRun):
         workload = stage_model.load_stage(self._prepared, cut, stage)
         own = cut.stages[stage]
         when = f"in {wording.spanned('block', own)}"
-        self.frozen.append(frozen.of_module(workload.module, when))
+        self.frozen.append(records.of_module(workload.module, when))
         return StageMember(
             self.server.scenario,
             backends.open_backend("cpu"),
@@ -123,7 +123,7 @@ class _Training(ScenarioRun):
         )
 
 
-def _parts(scenario: Scenario, asked: Asked) -> tuple[tuple[tuple[int, int], ...], ...]:
+def _parts(scenario: Scenario, request: Request) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Return the blocks of each rank in each part of the run; workers to spare are copies.
 
     Raises UsageError for cuts of other numbers of workers.
@@ -131,13 +131,13 @@ def _parts(scenario: Scenario, asked: Asked) -> tuple[tuple[tuple[int, int], ...
     Cuts beyond the run's parts are those of the same run with more stops.
     """
     size = scenario.world_size
-    if not asked.cuts:
-        stages = cutting.equal(asked.blocks, min(size, asked.blocks))
+    if not request.cuts:
+        stages = cutting.equal(request.blocks, min(size, request.blocks))
         copies = sharding.cut(range(size), len(stages))
         return (
             tuple(stage.layers for stage, own in zip(stages, copies, strict=True) for _ in own),
         )
-    for part in asked.cuts:
+    for part in request.cuts:
         if len(part) != size:
             raise UsageError(f"options cuts: {part} are blocks of {len(part)} workers, not {size}")
-    return asked.cuts
+    return request.cuts

@@ -22,9 +22,8 @@ from entrenar_py.shared import shipped, trace
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Tensors, Trace
-from entrenar_py.systems.finetuned import samples_seen, small
-from entrenar_py.systems.finetuned.asked import Asked
-from entrenar_py.systems.finetuned.small import LABELS, Made
+from entrenar_py.systems.finetuned import records, small_run
+from entrenar_py.systems.finetuned.small_run import LABELS, Fixture, Request
 from entrenar_py.train.arithmetic import optimizer, sharding
 from entrenar_py.train.coordinator.recorder import Recorder
 
@@ -33,40 +32,40 @@ IGNORED = -100
 
 def run(scenario: Scenario) -> Trace:
     """Train as `scenario` says. Raises UsageError without the extras `finetune`, `integrations`."""
-    asked = Asked.of(scenario)
-    _require(scenario, asked)
+    request = Request.of(scenario)
+    _require(scenario, request)
     recorder = Recorder(scenario)
-    with small.quiet(), tempfile.TemporaryDirectory() as folder:
-        made = small.make(Path(folder), scenario, asked)
+    with small_run.quiet(), tempfile.TemporaryDirectory() as folder:
+        fixture = small_run.make(Path(folder), scenario, request)
         try:
             import_module("accelerate")
         except ImportError as error:
             raise UsageError(
                 f"transformers.Trainer needs {error.name}; {shipped.extra_advice('integrations')}"
             ) from error
-        module = _model(made, asked)
-        _train(scenario, made, module, recorder, Path(folder, "peer"))
+        module = _model(fixture, request)
+        _train(scenario, fixture, module, recorder, Path(folder, "peer"))
     return recorder.finish(status="completed")
 
 
-def _require(scenario: Scenario, asked: Asked) -> None:
+def _require(scenario: Scenario, request: Request) -> None:
     if scenario.optimizer != "adamw":
         raise UsageError.of("optimizer", scenario.optimizer, "use adamw, the Trainer's own")
-    if asked.oversample or scenario.dropout:
+    if request.oversample or scenario.dropout:
         raise UsageError("oversample and dropout: not by this system, which has other masks")
 
 
-def _model(made: Made, asked: Asked) -> Any:
-    """Return the checkpoint's model, with adapters whose values are drawn from the run's seed."""
+def _model(fixture: Fixture, request: Request) -> Any:
+    """Return the checkpoint's model, with adapters drawn from the run's seed."""
     import peft
     import transformers
 
-    is_classes = made.settings.task == "classify"
+    is_classes = fixture.settings.task == "classify"
     kind: Any = transformers.AutoModelForCausalLM
     options: dict[str, Any] = {}
     if is_classes:
         kind, options = transformers.AutoModelForSequenceClassification, {"num_labels": len(LABELS)}
-    if asked.method == "qlora":
+    if request.method == "qlora":
         options["quantization_config"] = transformers.BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
@@ -74,30 +73,32 @@ def _model(made: Made, asked: Asked) -> Any:
             bnb_4bit_compute_dtype=torch.float32,
         )
         options["device_map"] = {"": "cpu"}
-    torch.manual_seed(made.settings.seed)
+    torch.manual_seed(fixture.settings.seed)
     module = kind.from_pretrained(
-        made.settings.model, dtype=torch.float32, local_files_only=True, **options
+        fixture.settings.model, dtype=torch.float32, local_files_only=True, **options
     )
     module.config.pad_token_id = 0
-    if asked.method == "full":
+    if request.method == "full":
         return module
     config = peft.LoraConfig(
-        r=asked.rank,
-        lora_alpha=asked.alpha,
-        target_modules=list(made.settings.lora.targets),
+        r=request.rank,
+        lora_alpha=request.alpha,
+        target_modules=list(fixture.settings.lora.targets),
         task_type="SEQ_CLS" if is_classes else "CAUSAL_LM",
     )
     return peft.get_peft_model(module, config)
 
 
-def _train(scenario: Scenario, made: Made, module: Any, recorder: Recorder, folder: Path) -> None:
+def _train(
+    scenario: Scenario, fixture: Fixture, module: Any, recorder: Recorder, folder: Path
+) -> None:
     """Train `module` with the Trainer, and record each step."""
     import transformers
 
-    settings, notes = made.settings, _Notes(scenario, module, recorder)
+    settings, notes = fixture.settings, _Notes(scenario, module, recorder)
     batches = list(_batches(scenario))
-    rows = [_example(made, *found) for found in samples_seen.stock_rows(made)]
-    for row, example in zip(made.rows, rows, strict=True):
+    rows = [_example(fixture, *found) for found in records.stock_rows(fixture)]
+    for row, example in zip(fixture.rows, rows, strict=True):
         if settings.task == "classify":
             example["labels"] = LABELS.index(row["label"])
 
@@ -117,7 +118,7 @@ def _train(scenario: Scenario, made: Made, module: Any, recorder: Recorder, fold
             notes.computed(loss)
             return loss
 
-    weights = _class_weights(made) if settings.task == "classify" else None
+    weights = _class_weights(fixture) if settings.task == "classify" else None
     trainer = Peer(
         model=module,
         args=transformers.TrainingArguments(
@@ -154,37 +155,40 @@ def _batches(scenario: Scenario) -> Sequence[sharding.Ids]:
     return batches
 
 
-def _example(made: Made, tokens: Sequence[int], completion: Sequence[int]) -> dict[str, Any]:
+def _example(fixture: Fixture, tokens: Sequence[int], completion: Sequence[int]) -> dict[str, Any]:
     labels = [token if place in completion else IGNORED for place, token in enumerate(tokens)]
     return {"input_ids": list(tokens), "labels": labels}
 
 
 def _collated(examples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     """Return rows padded on the right to the longest, as the peer's own collators do."""
-    longest = max(len(one["input_ids"]) for one in examples)
+    longest = max(len(example["input_ids"]) for example in examples)
 
     def padded(values: Sequence[int], filler: int) -> list[int]:
         return [*values, *[filler] * (longest - len(values))]
 
     batch = {
-        "input_ids": torch.tensor([padded(one["input_ids"], 0) for one in examples]),
+        "input_ids": torch.tensor([padded(example["input_ids"], 0) for example in examples]),
         "attention_mask": torch.tensor(
-            [padded([1] * len(one["input_ids"]), 0) for one in examples]
+            [padded([1] * len(example["input_ids"]), 0) for example in examples]
         ),
     }
     if isinstance(examples[0]["labels"], int):
-        return {**batch, "labels": torch.tensor([one["labels"] for one in examples])}
-    return {**batch, "labels": torch.tensor([padded(one["labels"], IGNORED) for one in examples])}
+        return {**batch, "labels": torch.tensor([example["labels"] for example in examples])}
+    return {
+        **batch,
+        "labels": torch.tensor([padded(example["labels"], IGNORED) for example in examples]),
+    }
 
 
-def _class_weights(made: Made) -> Tensor:
+def _class_weights(fixture: Fixture) -> Tensor:
     """Return 1, one over each class's share of the rows, or the root of that.
 
     A mean that is divided by the sum of the weights is the same for any multiple of them.
     """
-    labels = [row["label"] for row in made.rows]
+    labels = [row["label"] for row in fixture.rows]
     shares = np.array([labels.count(label) / len(labels) for label in LABELS])
-    power = {"none": 0.0, "inverse": -1.0, "sqrt_inverse": -0.5}[made.settings.classes.weights]
+    power = {"none": 0.0, "inverse": -1.0, "sqrt_inverse": -0.5}[fixture.settings.classes.weights]
     return torch.tensor(shares**power, dtype=torch.float32)
 
 
@@ -237,11 +241,11 @@ class _Notes:
     def computed(self, loss: Tensor) -> None:
         """Keep the step's loss and gradient, before it is clipped."""
         gradients = {
-            name: (torch.zeros_like(one) if one.grad is None else one.grad).detach().numpy()
-            for name, one in self._trained().items()
+            name: (torch.zeros_like(array) if array.grad is None else array.grad).detach().numpy()
+            for name, array in self._trained().items()
         }
         self._loss, self._gradient = float(loss), self._recorder.tensors(gradients)
-        flat = np.concatenate([one.ravel() for one in gradients.values()])
+        flat = np.concatenate([array.ravel() for array in gradients.values()])
         self._norm = optimizer.norm_l2(flat)
 
     def stepped(self, step: int, ids: sharding.Ids) -> None:

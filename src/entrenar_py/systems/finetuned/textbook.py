@@ -9,6 +9,7 @@ each times its weight, divided by the sum of the weights.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,12 @@ from entrenar_py.compute.wgpu.bounds import sensitivity
 from entrenar_py.shared import trace
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.trace import TensorRecord, Trace
-from entrenar_py.systems.finetuned import nf4, samples_seen
-from entrenar_py.systems.finetuned.asked import Asked
-from entrenar_py.systems.finetuned.small import LABELS, Made
+from entrenar_py.systems.finetuned import records
+from entrenar_py.systems.finetuned.records import name_in_checkpoint, weights_of
+from entrenar_py.systems.finetuned.small_run import LABELS, Fixture, Request
+from entrenar_py.train.arithmetic.tensors import Array
+from entrenar_py.train.model import model, stock
+from entrenar_py.train.model.preparation import Prepared
 
 _BEFORE, _DEFAULT = "base_model.model.", ".default.weight"
 _HEAD = "score.modules_to_save.default.weight"
@@ -37,18 +41,22 @@ class Textbook:
     `names` and `shapes` are those of the trainer's tensors, in order.
     """
 
-    def __init__(self, made: Made, asked: Asked, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self, fixture: Fixture, request: Request, shapes: Mapping[str, tuple[int, ...]]
+    ) -> None:
         import transformers
 
-        self._made, self._asked, self.shapes = made, asked, shapes
-        self._samples = list(samples_seen.stock_rows(made))
-        is_chat = asked.task != "classify"
+        self._fixture, self._request, self.shapes = fixture, request, shapes
+        self._samples = list(records.stock_rows(fixture))
+        is_chat = request.task != "classify"
         kind = transformers.AutoModelForCausalLM if is_chat else transformers.AutoModel
         self._model: Any = kind.from_pretrained(
-            made.settings.model, dtype=torch.float32, local_files_only=True
+            fixture.settings.model, dtype=torch.float32, local_files_only=True
         ).eval()
-        if asked.method == "qlora":
-            numbers = {name: torch.from_numpy(array) for name, array in nf4.decoded(made).items()}
+        if request.method == "qlora":
+            numbers = {
+                name: torch.from_numpy(array) for name, array in records.decoded(fixture).items()
+            }
             self._model.load_state_dict(numbers, strict=False)
         self._tensors: Mapping[str, Tensor] = {}
         self._graphs: dict[tuple[object, ...], GraphModule] = {}
@@ -60,14 +68,14 @@ class Textbook:
         """Return the trainer's names of a layer's A and B, or None if it has no adapter."""
         for name in self.shapes:
             path = name.removeprefix(_BEFORE)
-            if self._asked.task == "classify":  # this model has no head, and no prefix of its own
+            if self._request.task == "classify":  # this model has no head, and no prefix of its own
                 path = path.partition(".")[2]
             if layer and path == f"{layer}.lora_A{_DEFAULT}":
                 return name, name.replace(".lora_A.", ".lora_B.")
         return None
 
     def _adapt(self, a: str, b: str) -> Any:
-        scale = self._asked.alpha / self._asked.rank
+        scale = self._request.alpha / self._request.rank
 
         def add(layer: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
             low = F.linear(given[0], self._tensors[a])
@@ -78,13 +86,13 @@ class Textbook:
     def outputs(self, tensors: Mapping[str, Tensor], tokens: Tensor, mask: Tensor) -> Tensor:
         """Return logits, [n, t, tokens] or [n, classes], for `tokens` [n, t], right-padded."""
         self._tensors = tensors
-        given = {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
-        if self._asked.task != "classify":
-            if self._asked.method == "full":
-                logits: Tensor = functional_call(self._model, dict(tensors), (), given).logits
+        inputs = {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
+        if self._request.task != "classify":
+            if self._request.method == "full":
+                logits: Tensor = functional_call(self._model, dict(tensors), (), inputs).logits
                 return logits
-            return self._model(**given).logits  # type: ignore[no-any-return]
-        hidden = self._model(**given).last_hidden_state
+            return self._model(**inputs).logits  # type: ignore[no-any-return]
+        hidden = self._model(**inputs).last_hidden_state
         last = (mask.cumsum(1) == mask.sum(1, keepdim=True)) & (mask == 1)
         pooled = (hidden * last.unsqueeze(-1)).sum(1)
         return F.linear(pooled, tensors[_BEFORE + _HEAD])
@@ -97,14 +105,14 @@ class Textbook:
         longest = max(len(self._samples[i][0]) for i in ids)
         tokens = torch.zeros(len(ids), longest, dtype=torch.int64)
         mask = torch.zeros_like(tokens)
-        is_classes = self._asked.task == "classify"
+        is_classes = self._request.task == "classify"
         due = torch.zeros(len(ids), len(LABELS) if is_classes else longest)
         for place, index in enumerate(ids):
             given, completion = self._samples[index]
             tokens[place, : len(given)] = torch.tensor(given)
             mask[place, : len(given)] = 1
             if is_classes:
-                label = LABELS.index(self._made.rows[index]["label"])
+                label = LABELS.index(self._fixture.rows[index]["label"])
                 due[place, label] = self.class_weights()[label]
             else:
                 due[place, list(completion)] = 1.0
@@ -112,9 +120,9 @@ class Textbook:
 
     def class_weights(self) -> list[float]:
         """Return each class's weight: 1, 1 / share or its root; their mean over the rows is 1."""
-        labels = [row["label"] for row in self._made.rows]
+        labels = [row["label"] for row in self._fixture.rows]
         shares = [labels.count(label) / len(labels) for label in LABELS]
-        power = {"none": 0.0, "inverse": -1.0, "sqrt_inverse": -0.5}[self._asked.class_weights]
+        power = {"none": 0.0, "inverse": -1.0, "sqrt_inverse": -0.5}[self._request.class_weights]
         raw = [share**power for share in shares]
         mean = sum(share * weight for share, weight in zip(shares, raw, strict=True))
         return [weight / mean for weight in raw]
@@ -122,25 +130,25 @@ class Textbook:
     def loss(self, tensors: Mapping[str, Tensor], tokens: Tensor, mask: Tensor, due: Tensor) -> Any:
         """Return the weighted mean of -log p over all that is predicted, 0-d."""
         logs = F.log_softmax(self.outputs(tensors, tokens, mask), -1)
-        if self._asked.task == "classify":
+        if self._request.task == "classify":
             return -(logs * due).sum() / due.sum()
         logs = logs[:, :-1].gather(-1, tokens[:, 1:].unsqueeze(-1)).squeeze(-1)
         return -(logs * due[:, 1:]).sum() / due[:, 1:].sum()
 
     def steps(self, done: Trace) -> Iterator[trace.Explained]:
-        """Yield loss and gradients of each recorded step beside float64, at the same weights."""
+        """Yield loss and gradients of each step, compared with float64 at the same weights."""
         start = done.of(trace.Start)[0]
-        held = start.weights
+        before = start.weights
         for update in done.of(trace.Update):
             if update.rank != start.rank:
                 continue
-            drawn = [one for one in done.of(trace.Shard) if one.step == update.step]
-            ids = [i for one in sorted(drawn, key=lambda one: one.shard) for i in one.ids]
+            drawn = [event for event in done.of(trace.Shard) if event.step == update.step]
+            ids = [i for event in sorted(drawn, key=lambda event: event.shard) for i in event.ids]
             got = [torch.tensor(update.loss, dtype=torch.float64)]
             got += [self._tensor(name, update.gradient) for name in self.shapes]
-            weights = [self._tensor(name, held) for name in self.shapes]
+            weights = [self._tensor(name, before) for name in self.shapes]
             yield from self._explained(update.step, got, weights, self.batch(ids))
-            held = update.weights
+            before = update.weights
 
     def _explained(
         self, step: int, got: Sequence[Tensor], weights: Sequence[Tensor], batch: Sequence[Tensor]
@@ -157,7 +165,7 @@ class Textbook:
     def logits(
         self, name: str, got: Tensor, tensors: Mapping[str, Tensor], ids: Sequence[int]
     ) -> Iterator[trace.Explained]:
-        """Yield the logits `got` of rows `ids` beside this model's in float64.
+        """Yield the logits `got` of rows `ids`, compared with this model's in float64.
 
         Those at padding are left out.
         """
@@ -204,7 +212,7 @@ def compare(
     The bound is to first order, for any float32 device, from the rounding of every operation.
     """
     found = sensitivity.deviations(got, graph, inputs)
-    for name, result, one in zip(names, got, found, strict=True):
+    for name, result, deviation in zip(names, got, found, strict=True):
         yield trace.Explained(
             of=of,
             tensor=name,
@@ -212,11 +220,117 @@ def compare(
             device="cpu",
             software=False,
             finite=bool(result.isfinite().all()),
-            num_elements=one.num_elements,
-            num_bounded=one.num_elements,
-            element=one.element,
-            error=one.element_error,
-            bound=one.element_bound,
-            total_error=one.error,
-            total_bound=one.bound,
+            num_elements=deviation.num_elements,
+            num_bounded=deviation.num_elements,
+            element=deviation.element,
+            error=deviation.element_error,
+            bound=deviation.element_bound,
+            total_error=deviation.error,
+            total_bound=deviation.bound,
         )
+
+
+_NUM_ROWS = 3  # that have their logits compared
+
+
+def written(
+    fixture: Fixture, prepared: Prepared, module: nn.Module, final: Mapping[str, Array]
+) -> trace.ReadBack:
+    """Write `final` to the output folder, and return it as a stock library reads it."""
+    folder = fixture.settings.output
+    stock.save(module, final, prepared.tokenizer, folder)
+    read = dict(stock_model(fixture, folder).named_parameters())
+    tensors = {
+        name: trace.record_tensor(np.ascontiguousarray(read[name].detach().numpy()))
+        for name in final
+        if name in read
+    }
+    by = "peft" if fixture.settings.adapts else "transformers"
+    return trace.ReadBack(by=by, tensors=tensors)
+
+
+def stock_model(fixture: Fixture, folder: Path) -> Any:
+    """Return the model in `folder`, or the checkpoint with the adapters there, by stock libraries.
+
+    In float32 and evaluation mode. Weights in NF4 are the numbers that they stand for.
+    """
+    import peft
+    import transformers
+
+    is_adapters = (folder / "adapter_config.json").is_file()
+    kind: Any = transformers.AutoModelForCausalLM
+    options: dict[str, Any] = {}
+    if fixture.settings.task == "classify":
+        kind, options = transformers.AutoModelForSequenceClassification, {"num_labels": len(LABELS)}
+    base = kind.from_pretrained(
+        fixture.settings.model if is_adapters else folder,
+        dtype=torch.float32,
+        local_files_only=True,
+        **options,
+    )
+    if is_adapters and fixture.settings.method == "qlora":
+        numbers = {
+            name: torch.from_numpy(array) for name, array in records.decoded(fixture).items()
+        }
+        base.load_state_dict(numbers, strict=False)
+    found: Any = peft.PeftModel.from_pretrained(base, str(folder)) if is_adapters else base
+    return found.eval()
+
+
+def merged(
+    fixture: Fixture, request: Request, prepared: Prepared, final: Mapping[str, Array]
+) -> Iterator[trace.Event]:
+    """Merge the written adapters as `entrenar merge` does; yield its weights and its logits."""
+    settings, folder = fixture.settings, fixture.settings.output.parent / "merged"
+    load = model.decoded if settings.method == "qlora" else model.trained
+    adapted = load(settings, settings.output, prepared.pad_token)
+    stock.merge(adapted, prepared.tokenizer, folder)
+    yield from adapters("merged", fixture, request, final, weights_of(folder))
+    shapes = {name: array.shape for name, array in final.items()}
+    textbook = Textbook(fixture, request, shapes)
+    tensors = {name: torch.from_numpy(array) for name, array in final.items()}
+    ids = range(_NUM_ROWS)
+    tokens, mask, _ = textbook.batch(ids)
+    for name, place in (("adapter model", settings.output), ("merged model", folder)):
+        with torch.no_grad():
+            given = {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
+            logits = stock_model(fixture, place)(**given).logits
+        yield from textbook.logits(name, logits, tensors, ids)
+
+
+def adapters(
+    when: str,
+    fixture: Fixture,
+    request: Request,
+    tensors: Mapping[str, Array],
+    merged_weights: Mapping[str, Array] | None = None,
+) -> Iterator[trace.Adapted]:
+    """Yield the matrices of each layer with an adapter."""
+    base = (
+        records.decoded(fixture)
+        if request.method == "qlora"
+        else weights_of(fixture.settings.model)
+    )
+    for name, a in tensors.items():
+        if ".lora_A." not in name:
+            continue
+        layer = name_in_checkpoint(name).partition(".lora_A.")[0]
+        b = tensors[name.replace(".lora_A.", ".lora_B.")]
+        arrays = {"a": a, "b": b, "base": _as_product(base, layer, a)}
+        if merged_weights is not None:
+            arrays["merged"] = _as_product(merged_weights, layer, a)
+        yield trace.Adapted(
+            when=when,
+            layer=layer,
+            rank=request.rank,
+            alpha=request.alpha,
+            shape=(b.shape[0], a.shape[1]),
+            tensors={key: trace.record_tensor(one, values=True) for key, one in arrays.items()},
+        )
+
+
+def _as_product(weights: Mapping[str, Array], layer: str, a: Array) -> Array:
+    """Return a layer's weight as [out, in]; GPT-2 keeps the transposed one."""
+    weight = weights[f"{layer}.weight"]
+    is_transposed = ".c_" in f".{layer}"
+    return np.ascontiguousarray(weight.T if is_transposed else weight)

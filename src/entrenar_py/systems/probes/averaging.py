@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from entrenar_py.shared import trace
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.train.coordinator.recorder import Recorder
-from entrenar_py.train.upstream import messages as say
+from entrenar_py.train.upstream import frames as say
 from entrenar_py.train.upstream.averager import Averager
-from entrenar_py.train.upstream.frames import Decoder, encode
-from entrenar_py.train.upstream.messages import WHOLE, Part, WireMessage
+from entrenar_py.train.upstream.frames import WHOLE, Decoder, Part, WireMessage, encode
 from entrenar_py.train.upstream.server import AveragingEnd
 from entrenar_py.train.upstream.terms import AveragingRun, Patience
 from entrenar_py.train.wire.effects import Peer
@@ -291,10 +290,12 @@ class _Terms:
         rng = np.random.default_rng([self._seed, step, shard])
         return int(rng.integers(-(-samples // 2), samples, endpoint=True))
 
-    def frames(self, worker: int, asked: say.ShardAssignment, *, in_blocks: bool) -> list[bytes]:
+    def frames(
+        self, worker: int, assignment: say.ShardAssignment, *, in_blocks: bool
+    ) -> list[bytes]:
         """Return what a worker delivers for the shard that it was asked for."""
-        step = asked.step
-        shard = [ids.start for ids in self._run.shards(step)].index(asked.start)
+        step = assignment.step
+        shard = [ids.start for ids in self._run.shards(step)].index(assignment.start)
         return [
             _frame(
                 _upload(part, worker, step, self.total(step, shard)),
@@ -308,7 +309,7 @@ class _Terms:
         shards = self._run.shards(step)
         weights = [self.weight(step, shard, part) for shard in range(len(shards))]
         vectors = [self.vector(step, shard, part) for shard in range(len(shards))]
-        found = [
+        errors = [
             _roundings(
                 Fraction(float(got)),
                 [Fraction(float(v[i])) * w for v, w in zip(vectors, weights, strict=True)],
@@ -316,8 +317,8 @@ class _Terms:
             )
             for i, got in enumerate(np.frombuffer(values, "<f4"))
         ]
-        worst = max(range(len(found)), key=found.__getitem__)
-        return found[worst], worst
+        worst = max(range(len(errors)), key=errors.__getitem__)
+        return errors[worst], worst
 
 
 def _roundings(got: Fraction, products: Sequence[Fraction], total: int) -> float:
@@ -354,7 +355,6 @@ def _upload(part: Part, worker: int, step: int, total: int) -> WireMessage:
 
 
 def _part_of(message: WireMessage) -> Part:
-    """Return the part that an average is of."""
     if isinstance(message, say.AveragedBlock):
         return Part(say.BlockGradient.tag, message.block)
     if isinstance(message, say.AveragedNonBlock):

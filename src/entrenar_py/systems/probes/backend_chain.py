@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +16,98 @@ from entrenar_py.shared import trace
 from entrenar_py.shared.errors import BackendUnavailable, UsageError
 from entrenar_py.shared.faults import OF_ADAPTERS, Fault
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.systems.probes import doomed_device, products
+from entrenar_py.systems.probes import products
 from entrenar_py.train.coordinator.recorder import Recorder
+
+Struck = Callable[[], None]
+
+
+def has_adapter(backend: Backend) -> bool:
+    """Return whether `backend` computes on a WebGPU adapter, whatever its name."""
+    from entrenar_py.compute.wgpu import WgpuBackend
+
+    return isinstance(backend, WgpuBackend)
+
+
+def open_doomed(kind: str, on_strike: Struck) -> Backend:
+    """Open the best adapter anew, with the fault `kind` of `faults.OF_ADAPTERS`.
+
+    `on_strike` is called when the fault strikes. Raises BackendUnavailable if there is no adapter.
+    """
+    from entrenar_py.compute import wgpu
+    from entrenar_py.compute.wgpu.device import open_device
+
+    logging.getLogger("wgpu").addFilter(_is_news)
+    device = open_device(0)
+    doomed = DOOMS[kind](device.handle, on_strike)
+    return wgpu.WgpuBackend(replace(device, handle=doomed), name="wgpu")
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Return False for wgpu-py's messages about a lost device, which is lost on purpose here."""
+    said = record.getMessage()
+    return not ("DEVICE LOST" in said or "was lost (destroyed)" in said)
+
+
+class Doomed:
+    """Wraps a wgpu.GPUDevice, `handle`; each subclass makes one kind of request fail."""
+
+    def __init__(self, handle: Any, on_strike: Struck) -> None:
+        self._handle, self._on_strike = handle, on_strike
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handle, name)
+
+
+class Lost(Doomed):
+    """A device that is lost after the first submission, before its result is read."""
+
+    @property
+    def queue(self) -> Any:
+        """The device's queue, which destroys the device after one submission."""
+        return _LastQueue(self._handle, self._on_strike)
+
+
+class _LastQueue:
+    def __init__(self, handle: Any, on_strike: Struck) -> None:
+        self._handle, self._on_strike = handle, on_strike
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handle.queue, name)
+
+    def submit(self, commands: Sequence[Any]) -> None:
+        """Submit `commands`, and destroy the device."""
+        self._handle.queue.submit(commands)
+        self._on_strike()
+        self._handle.destroy()
+
+
+class TooLarge(Doomed):
+    """A device on which each new buffer is made larger than the adapter allows."""
+
+    def create_buffer(self, *, size: int, **given: Any) -> Any:
+        """Ask for a buffer at least four bytes larger than the device's limit."""
+        self._on_strike()
+        return self._handle.create_buffer(
+            size=max(size, self._handle.limits["max-buffer-size"] + 4), **given
+        )
+
+
+class Rejecting(Doomed):
+    """A device on which each shader is cut in the middle."""
+
+    def create_shader_module(self, *, code: str, **given: Any) -> Any:
+        """Compile the first half of `code`."""
+        self._on_strike()
+        return self._handle.create_shader_module(code=code[: len(code) // 2], **given)
+
+
+DOOMS: dict[str, type[Doomed]] = {
+    "device_lost": Lost,
+    "too_large": TooLarge,
+    "shader_rejected": Rejecting,
+}
+
 
 SHAPE = {"m": 33, "k": 65, "n": 17}  # ragged in every direction
 
@@ -103,8 +195,8 @@ class Saboteur:
             if self._strikes(name, "init_error"):
                 raise RuntimeError(f"backend {name}: initialization failed (injected)")
             kind = self._faults[name].kind if name in self._faults else None
-            if kind in OF_ADAPTERS and doomed_device.has_adapter(backend):
-                return doomed_device.open_doomed(kind, lambda: self._record(name))
+            if kind in OF_ADAPTERS and has_adapter(backend):
+                return open_doomed(kind, lambda: self._record(name))
             return backend
 
         return open_backend
@@ -114,7 +206,7 @@ class Saboteur:
         if self._strikes(backend.name, "out_of_memory"):
             raise torch.OutOfMemoryError(f"backend {backend.name}: out of memory (injected)")
         for kind in OF_ADAPTERS:
-            if not doomed_device.has_adapter(backend) and self._strikes(backend.name, kind):
+            if not has_adapter(backend) and self._strikes(backend.name, kind):
                 raise BackendUnavailable(f"backend {backend.name}: {kind} (injected)")
         result = backend.matmul(a, b)
         if self._strikes(backend.name, "non_finite_output"):
@@ -131,7 +223,6 @@ class Saboteur:
         return True
 
     def _record(self, name: str) -> None:
-        """Record, once, that the fault of backend `name` has struck."""
         event = trace.Injected(fault=self._faults[name].to_dict())
         if event not in self._recorder.of(trace.Injected):
             self._recorder.emit(event)

@@ -73,7 +73,7 @@ class Meter:
         self.upload_bytes += np.asarray(given).nbytes
 
     def computed(self, name: str, tensors: list[Tensor]) -> None:
-        """Count operation `name`, whose operands and results are `tensors`."""
+        """Count operation `name` with operands and results `tensors`."""
         if self._resting:
             return
         if any(isinstance(one, FakeTensor) or one.device.type == "meta" for one in tensors):
@@ -100,7 +100,7 @@ def watching() -> Iterator[Meter]:
     """Yield a meter of all that happens inside the block, on any wgpu device of this process."""
     meter, native = Meter(), adapters.native()
     with ExitStack() as stack:
-        for owner, name, told in (
+        for owner, name, report in (
             (native.GPUQueue, "submit", meter.submitted),
             (native.GPUQueue, "write_buffer", meter.written),
             (native.GPUBuffer, "write_mapped", meter.written),
@@ -110,7 +110,7 @@ def watching() -> Iterator[Meter]:
             (native.GPUDevice, "create_compute_pipeline", meter.compiling),
             (native.GPUComputePassEncoder, "dispatch_workgroups", meter.dispatched),
         ):
-            told_first = _telling(getattr(owner, name), told)
+            told_first = _telling(getattr(owner, name), report)
             stack.enter_context(patch.object(owner, name, told_first))
         # Whenever it maps memory, the library makes an empty submission, to make progress.
         mapping = meter.leaving_out(native.GPUBuffer.map_async)

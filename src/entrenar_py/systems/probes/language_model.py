@@ -67,11 +67,11 @@ def batch(kind: str, number: int, generator: torch.Generator) -> Batch:
     return Batch(*map(torch.stack, (rows, masks, positions)))
 
 
-def targets_of(given: Batch) -> Tensor:
+def targets_of(batch: Batch) -> Tensor:
     """Return the next token of each, [n, t]: none for padding, and at a document's end."""
-    after = F.pad(given.ids[:, 1:], (0, 1), value=IGNORED)
-    begins = F.pad(given.positions[:, 1:] == 0, (0, 1), value=True)
-    return after.masked_fill(begins | (given.mask == 0), IGNORED)
+    after = F.pad(batch.ids[:, 1:], (0, 1), value=IGNORED)
+    begins = F.pad(batch.positions[:, 1:] == 0, (0, 1), value=True)
+    return after.masked_fill(begins | (batch.mask == 0), IGNORED)
 
 
 # --- the model ------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def tie(model: Decoder) -> None:
 
 
 def computed_again(block: Callable[..., Tensor], *given: Tensor) -> Tensor:
-    """Return block(*given), whose inner results are computed again in the backward pass."""
+    """Return block(*given); the backward pass computes its inner results again."""
     found: Tensor = checkpoint(block, *given, use_reentrant=False)
     return found
 
@@ -233,20 +233,20 @@ class _Rank:
             self._recorder.emit(event)
 
 
-def evaluate(model: Decoder, looking: Sequence[_Rank], given: Batch) -> None:
+def evaluate(model: Decoder, looking: Sequence[_Rank], batch: Batch) -> None:
     """Take the loss of held-out rows on each rank."""
     model.eval()
-    for one in looking:
-        loss_of(model, one, given)
+    for rank in looking:
+        loss_of(model, rank, batch)
     model.train()
 
 
 @torch.no_grad()
-def loss_of(model: Decoder, one: _Rank, given: Batch) -> Tensor:
+def loss_of(model: Decoder, rank: _Rank, batch: Batch) -> Tensor:
     """Return the loss of rows that are not trained on."""
-    one.looking.aside(model)
-    leave = tokens.listen(one.looking.scored)
-    loss = F.cross_entropy(model(*given).flatten(0, 1), targets_of(given).flatten())
+    rank.looking.aside(model)
+    leave = tokens.listen(rank.looking.scored)
+    loss = F.cross_entropy(model(*batch).flatten(0, 1), targets_of(batch).flatten())
     leave()
     return loss
 
@@ -262,18 +262,18 @@ def _step(
         for rank in _ranks(scenario)
         for number in numbers
     }
-    targets = {place: targets_of(one) for place, one in batches.items()}
-    counts = {place: int((one != IGNORED).sum()) for place, one in targets.items()}
-    for (rank, number), given in batches.items():
-        one = looking[rank]
-        one.place = step, number
-        one.random.mark(None)
-        one.looking.forward(model, (given, {}), number)
-        leave = tokens.listen(one.looking.scored)
+    targets = {place: targets_of(watched) for place, watched in batches.items()}
+    counts = {place: int((watched != IGNORED).sum()) for place, watched in targets.items()}
+    for (rank, number), rows in batches.items():
+        watched = looking[rank]
+        watched.place = step, number
+        watched.random.mark(None)
+        watched.looking.forward(model, (rows, {}), number)
+        leave = tokens.listen(watched.looking.scored)
         wanted = targets[rank, number].flatten()
-        summed = F.cross_entropy(model(*given).flatten(0, 1), wanted, reduction="sum")
+        summed = F.cross_entropy(model(*rows).flatten(0, 1), wanted, reduction="sum")
         leave()
-        one.random.mark("forward")
+        watched.random.mark("forward")
         of_rank, of_all = sum(counts[rank, number] for number in numbers), sum(counts.values())
         loss = summed / divisor(counts[rank, number], of_rank, of_all, scenario)
-        one.trained(loss / scenario.world_size)
+        watched.trained(loss / scenario.world_size)

@@ -13,27 +13,111 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from weakref import finalize
 
 import torch
 
 from entrenar_py import compute as backends
 from entrenar_py.compute import Backend
-from entrenar_py.shared import mutants, trace
+from entrenar_py.shared import mutants, scenario, trace
 from entrenar_py.shared.errors import BackendUnavailable, SystemFailure, UsageError
 from entrenar_py.shared.patience import Patience
 from entrenar_py.shared.scenario import Scenario, backend_kind
-from entrenar_py.systems.probes import device_memory
 from entrenar_py.train.arithmetic import engine, optimizer, reduction, sharding
 from entrenar_py.train.arithmetic.tensors import TensorSpec
 from entrenar_py.train.coordinator import models
 from entrenar_py.train.coordinator.recorder import Recorder
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes in use before the work, the most during it, and the device's total if it is known."""
+
+    baseline_bytes: int
+    peak_bytes: int
+    reported_bytes: int | None
+
+
+Work = Callable[[Backend], None]
+
+
+def measured_on(name: str, *, before: Work, work: Work) -> Measured:
+    """Run `before`, then `work`, on backend `name`; measure the memory that `work` takes there.
+
+    Raises BackendUnavailable when the backend can't be opened or fails.
+    """
+    return MEASURES[scenario.backend_kind(name)](name, before, work)
+
+
+def _of_cuda(name: str, before: Work, work: Work) -> Measured:
+    """Measure a GPU's memory by the counts of torch's allocator."""
+    import torch
+
+    backend = backends.open_backend(name)
+    before(backend)
+    index = int(name.partition(":")[2] or torch.cuda.current_device())
+    torch.cuda.reset_peak_memory_stats(index)
+    baseline = torch.cuda.memory_allocated(index)
+    work(backend)
+    total = torch.cuda.get_device_properties(index).total_memory
+    return Measured(baseline, torch.cuda.max_memory_allocated(index), total)
+
+
+def _of_adapter(name: str, before: Work, work: Work) -> Measured:
+    """Measure an adapter's memory by the buffers that the backend creates.
+
+    WebGPU can't report an adapter's memory, and wgpu-native's report counts objects, not bytes.
+    """
+    from entrenar_py.compute import wgpu
+    from entrenar_py.compute.wgpu.device import open_device
+
+    device = open_device(int(name.partition(":")[2] or 0))
+    counted = Counted(device.handle)
+    backend = wgpu.WgpuBackend(replace(device, handle=counted), name=name)
+    before(backend)
+    counted.peak_bytes = baseline = counted.held_bytes
+    work(backend)
+    return Measured(baseline, counted.peak_bytes, None)
+
+
+MEASURES: dict[str, Callable[[str, Work, Work], Measured]] = {"cuda": _of_cuda, "wgpu": _of_adapter}
+
+
+class Counted:
+    """Wraps a wgpu.GPUDevice, `handle`, and counts the bytes of the buffers created on it."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+        self.held_bytes = self.peak_bytes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handle, name)
+
+    def create_buffer(self, **given: Any) -> Any:
+        """Create a buffer, which is counted until it is garbage-collected."""
+        return self._count(self._handle.create_buffer(**given))
+
+    def create_buffer_with_data(self, **given: Any) -> Any:
+        """Create a buffer with content, and count it like any other buffer."""
+        return self._count(self._handle.create_buffer_with_data(**given))
+
+    def _count(self, buffer: Any) -> Any:
+        self._add(buffer.size)
+        finalize(buffer, self._add, -buffer.size)
+        return buffer
+
+    def _add(self, num_bytes: int) -> None:
+        self.held_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+
 
 PATIENCE_S = 120.0
 FLOAT_BYTES = 4
@@ -59,7 +143,7 @@ DATA_FLOATS = {"linear": 16, "mlp": 128, "decoder": 256}
 def run(scenario: Scenario) -> trace.Trace:
     """Record a Memory event for each rank; its shards are those that `reference` would give it.
 
-    A rank whose device is unavailable gets a failed Attempt instead. Raises SystemFailure if a
+    A rank with an unavailable device gets a failed Attempt instead. Raises SystemFailure if a
     process dies or stalls. Raises UsageError without a budget, and for a `workload`,
     `stops` or `detail` that this system does not support.
     """
@@ -166,7 +250,6 @@ def _nodes_max(run: Sequence[int]) -> int:
 
 
 def _run_of(scenario: Scenario, rank: int) -> Sequence[int]:
-    """Return the shards of worker `rank`."""
     return sharding.runs(range(scenario.num_shards), range(scenario.world_size))[rank]
 
 
@@ -247,7 +330,7 @@ def _ended_by_interrupt(child: subprocess.Popen[str]) -> Iterator[None]:
             raise KeyboardInterrupt
 
 
-def measure(scenario: Scenario, rank: int) -> device_memory.Measured:
+def measure(scenario: Scenario, rank: int) -> Measured:
     """Do the share of `rank` in this process; return the bytes in use before it, and the peak.
 
     Raises BackendUnavailable if the rank's device can't be used.
@@ -255,15 +338,13 @@ def measure(scenario: Scenario, rank: int) -> device_memory.Measured:
     name = scenario.backend_of(rank)
     tiny = scenario.with_(world_size=1, num_shards=1, batch_size=1, num_steps=1, width=8)
     if name != "cpu":
-        return device_memory.measure(
-            name, before=partial(work, tiny, 0), work=partial(work, scenario, rank)
-        )
+        return measured_on(name, before=partial(work, tiny, 0), work=partial(work, scenario, rank))
     backend = backends.open_backend(name)
     work(tiny, 0, backend)  # loads all code
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to what is resident now
     baseline = _peak_bytes()
     work(scenario, rank, backend)
-    return device_memory.Measured(baseline, _peak_bytes(), None)
+    return Measured(baseline, _peak_bytes(), None)
 
 
 def work(scenario: Scenario, rank: int, backend: Backend) -> None:

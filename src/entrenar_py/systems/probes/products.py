@@ -90,9 +90,7 @@ def request(options: Mapping[str, Any]) -> Request:
         raise UsageError(f"options layout={layout!r}: allowed are {', '.join(LAYOUTS)}")
     longest = max(k for _, k, _ in shapes)
     return Request(
-        shapes=shapes,
-        layout=layout,
-        magnitude=_magnitude(options.get("magnitude", 1.0), longest),
+        shapes=shapes, layout=layout, magnitude=_magnitude(options.get("magnitude", 1.0), longest)
     )
 
 
@@ -144,7 +142,7 @@ def _draw(
 def measure(backend: Backend, pair: Pair, result: Tensor, wanted: Request) -> trace.Product:
     """Return the trace's record of `result`, which `backend` computed from the operands `pair`.
 
-    `element` is the element whose error is the largest relative to its rounding bound; `error_f64`
+    `element` has the largest error relative to its rounding bound; `error_f64`
     and `bound` are its error and bound. `error_cpu` is the largest difference from the product on
     the CPU. If the shape is not [m, n], these three numbers are nan, and `element` is None.
     """

@@ -41,22 +41,24 @@ def _with_gradient(x: Tensor) -> tuple[Tensor, ...]:
 
 def _cases() -> dict[str, Case]:
     matrix = torch.tensor([[2.0, 1.0, 0.0], [0.0, 1.0, -1.0], [1.0, 0.0, 3.0]])
-    given = (matrix,)
+    matrices = (matrix,)
     return {
-        "no kernel": Case(lambda x: (torch.linalg.inv(x),), given, "inv"),
+        "no kernel": Case(lambda x: (torch.linalg.inv(x),), matrices, "inv"),
         "no kernel, in backward": Case(_with_gradient, (matrix.clone().requires_grad_(),), "inv"),
-        "no kernel, two results": Case(lambda x: (x.kthvalue(2).values,), given, "kthvalue"),
-        "no kernel, a function": Case(lambda x: (torch.special.bessel_j0(x),), given, "bessel_j0"),
-        "float64": Case(lambda x: ((x.double() * 2).float(),), given, "_to_copy"),
-        "random numbers": Case(lambda x: (x * torch.rand_like(x),), given, "rand"),
-        "a branch on data": Case(
-            lambda x: (x if x.sum() > 0 else -x,), given, "_local_scalar_dense"
+        "no kernel, two results": Case(lambda x: (x.kthvalue(2).values,), matrices, "kthvalue"),
+        "no kernel, a function": Case(
+            lambda x: (torch.special.bessel_j0(x),), matrices, "bessel_j0"
         ),
-        "a shape that follows data": Case(lambda x: (x[x > 0],), given, "index"),
-        "writes to an input": Case(lambda x: (x.add_(1),), given, "add_"),
-        "a number of more than 32 bits": Case(lambda x: (x.long() * 2**40,), given, "mul"),
-        "a slice of no rows": Case(lambda x: (x[:0] * 2,), given, "slice"),
-        "a product over no elements": Case(lambda x: (x[:, :0] @ x[:0],), given, "slice"),
+        "float64": Case(lambda x: ((x.double() * 2).float(),), matrices, "_to_copy"),
+        "random numbers": Case(lambda x: (x * torch.rand_like(x),), matrices, "rand"),
+        "a branch on data": Case(
+            lambda x: (x if x.sum() > 0 else -x,), matrices, "_local_scalar_dense"
+        ),
+        "a shape that follows data": Case(lambda x: (x[x > 0],), matrices, "index"),
+        "writes to an input": Case(lambda x: (x.add_(1),), matrices, "add_"),
+        "a number of more than 32 bits": Case(lambda x: (x.long() * 2**40,), matrices, "mul"),
+        "a slice of no rows": Case(lambda x: (x[:0] * 2,), matrices, "slice"),
+        "a product over no elements": Case(lambda x: (x[:, :0] @ x[:0],), matrices, "slice"),
         "an input of no rows": Case(
             lambda x: (x * 2,), (torch.zeros(0, 3),), "shape=[0, 3]", has_line=False
         ),
@@ -78,11 +80,11 @@ def run(scenario: Scenario) -> trace.Trace:
 def _declined(name: str, case: Case, device: Device) -> trace.Declined:
     error: EntrenarError | None = None
     right = False
-    inputs = [one.clone().detach().requires_grad_(one.requires_grad) for one in case.given]
+    inputs = [tensor.clone().detach().requires_grad_(tensor.requires_grad) for tensor in case.given]
     with device_meter.watching() as meter:
         try:
             compiled = program.compile_step(device, case.compute, inputs)
-            results = compiled.run([one.detach().numpy() for one in inputs])
+            results = compiled.run([tensor.detach().numpy() for tensor in inputs])
             right = _is_right(case, results)
         except BackendUnavailable:
             raise  # the adapter failed, and did not refuse the graph
@@ -106,9 +108,9 @@ def _names_line(message: str, code: CodeType) -> bool:
     return any(f"wgpu_refusals.py:{line} in {code.co_name}" in message for line in lines)
 
 
-def _is_right(case: Case, found: Sequence[Array]) -> bool:
-    expected = case.compute(*(one.clone() for one in case.given))
-    return len(found) == len(expected) and all(
+def _is_right(case: Case, results: Sequence[Array]) -> bool:
+    expected = case.compute(*(tensor.clone() for tensor in case.given))
+    return len(results) == len(expected) and all(
         torch.equal(torch.from_numpy(got), right.detach())
-        for got, right in zip(found, expected, strict=True)
+        for got, right in zip(results, expected, strict=True)
     )

@@ -2,25 +2,128 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
+from torch import Tensor
+from torch.fx import GraphModule
 
 from entrenar_py.compute.wgpu import WgpuBackend
+from entrenar_py.compute.wgpu.bounds import sensitivity
+from entrenar_py.compute.wgpu.bounds.sensitivity import Deviation
 from entrenar_py.compute.wgpu.resident import ResidentStep
 from entrenar_py.shared import trace
 from entrenar_py.shared.errors import BackendUnavailable, UsageError
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.systems.probes import device_meter, step_oracle
+from entrenar_py.systems.probes import device_meter
 from entrenar_py.systems.probes.device_meter import Meter, open_adapter
 from entrenar_py.train.arithmetic import engine
 from entrenar_py.train.arithmetic.engine import Engine
-from entrenar_py.train.arithmetic.tensors import Array, DropFunction
+from entrenar_py.train.arithmetic.tensors import Array, DropFunction, Workload
 from entrenar_py.train.coordinator import models
 from entrenar_py.train.coordinator.recorder import Recorder
+
+
+class Oracle:
+    """One step of `workload` from the values `tensors`, with the dropout masks that `drop` draws.
+
+    `inputs` are the weights and buffers that change between steps, then `batch`, then `masks`.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        tensors: Mapping[str, Tensor],
+        ids: Sequence[int],
+        drop: DropFunction,
+        scale: float,
+    ) -> None:
+        self._workload, self._ids, self._scale = workload, ids, scale
+        self._held = {name: tensor.detach() for name, tensor in tensors.items()}
+        self.batch = list(workload.batch(ids))
+        self.masks: list[Tensor] = []
+        self._draw(drop)
+        moving = {spec.name for spec in workload.specs if spec.role != "frozen"}
+        self._names = [*self._held]
+        weights = [tensor for name, tensor in self._held.items() if name in moving]
+        self.inputs = [*weights, *self.batch, *self.masks]
+
+    def on_cpu(self) -> list[Array]:
+        """Return loss and gradients as torch computes them on the CPU in float32."""
+        loss, gradients = self._workload.gradients(
+            {
+                spec.name: self._held[spec.name].clone().requires_grad_(spec.role == "trainable")
+                for spec in self._workload.specs
+            },
+            self._ids,
+            drop=self._dropping(self.masks),
+            scale=self._scale,
+        )
+        return [np.array(loss, np.float32), *gradients]
+
+    def explain(
+        self, results: Sequence[Tensor], graph: GraphModule, inputs: Sequence[Tensor]
+    ) -> list[Deviation]:
+        """Return for each of `results` its error, and the bound that rounding sets on it.
+
+        `graph` is the captured step, and `inputs` its inputs, in the graph's order. The error is
+        the larger of two: against torch's step in float64, and against the graph in float64. This
+        finds mistakes in the capture as well as in the evaluation of the graph.
+        """
+        deviations = sensitivity.deviations(results, graph, inputs)
+        exact = self._step(*(_double(deviation) for deviation in self._given()))
+        together = []
+        for deviation, got, right in zip(deviations, results, exact, strict=True):
+            errors = (got.double() - right).abs().nan_to_num(torch.inf).reshape(-1)
+            together.append(
+                replace(
+                    deviation,
+                    error=max(deviation.error, float(errors.sum())),
+                    element_error=max(deviation.element_error, float(errors.max())),
+                )
+            )
+        return together
+
+    def _given(self) -> list[Tensor]:
+        return [*self._held.values(), *self.batch, *self.masks]
+
+    def _step(self, *given: Tensor) -> tuple[Tensor, ...]:
+        rest = iter(given)
+        trained = {spec.name for spec in self._workload.specs if spec.role == "trainable"}
+        values = {name: next(rest).detach().requires_grad_(name in trained) for name in self._names}
+        batch = [next(rest) for _ in self.batch]
+        drop = self._dropping(list(rest))
+        loss = self._workload.loss_of(values, batch, linear=F.linear, drop=drop)
+        leaves = [values[spec.name] for spec in self._workload.specs if spec.name in trained]
+        scale = torch.tensor(self._scale, dtype=loss.dtype)
+        return loss.detach(), *torch.autograd.grad(loss, leaves, grad_outputs=scale)
+
+    def _draw(self, drop: DropFunction) -> None:
+        """Keep the masks that `drop` draws, in the order in which the model uses them."""
+        if drop is engine.no_dropout:
+            return
+
+        def keep(x: Tensor) -> Tensor:
+            self.masks.append(drop(torch.ones(x.shape)))
+            return x * self.masks[-1]
+
+        with torch.no_grad():
+            self._workload.loss_of(self._held, self.batch, linear=F.linear, drop=keep)
+
+    def _dropping(self, masks: Sequence[Tensor]) -> DropFunction:
+        if not masks:
+            return engine.no_dropout
+        rest = iter(masks)
+        return lambda x: x * next(rest)
+
+
+def _double(one: Tensor) -> Tensor:
+    return one.double() if one.is_floating_point() else one
+
 
 SCALE = 2.0**-3  # not 1, so that a scale that is left out or applied twice is seen
 ELEMENT_BYTES = 4
@@ -152,7 +255,7 @@ class Bench:
             replica.parameters[0] = np.nan
 
     def _dropout(self, call: Call) -> DropFunction:
-        """Return dropout whose masks depend only on the inputs of `call`."""
+        """Return dropout with masks that depend only on the inputs of `call`."""
         if not self._scenario.dropout:
             return engine.no_dropout
         return engine.Dropout(self._scenario.dropout, self._scenario.rng(f"masks {call.given}"))
@@ -184,8 +287,8 @@ class Bench:
             results={name: trace.record_tensor(array) for name, array in results.items()},
         )
 
-    def _oracle(self, call: Call) -> step_oracle.Oracle:
-        return step_oracle.Oracle(
+    def _oracle(self, call: Call) -> Oracle:
+        return Oracle(
             self._model,
             self._replicas[call.replica].tensors,
             range(call.first, call.first + call.num_samples),
@@ -199,9 +302,9 @@ class Bench:
         oracle = self._oracle(call)
         stepper = self._steppers[call.replica]
         graph, inputs = stepper.captured(oracle.batch, oracle.masks)
-        tensors = [torch.from_numpy(one) for one in results.values()]
+        tensors = [torch.from_numpy(deviation) for deviation in results.values()]
         deviations = oracle.explain(tensors, graph, inputs)
-        for name, one in zip(results, deviations, strict=True):
+        for name, deviation in zip(results, deviations, strict=True):
             yield trace.Explained(
                 of=self._scenario.workload,
                 tensor=name,
@@ -209,13 +312,13 @@ class Bench:
                 device=self._backend.device,
                 software=self._backend.software,
                 finite=bool(np.isfinite(results[name]).all()),
-                num_elements=one.num_elements,
-                num_bounded=one.num_elements,
-                element=one.element,
-                error=one.element_error,
-                bound=one.element_bound,
-                total_error=one.error,
-                total_bound=one.bound,
+                num_elements=deviation.num_elements,
+                num_bounded=deviation.num_elements,
+                element=deviation.element,
+                error=deviation.element_error,
+                bound=deviation.element_bound,
+                total_error=deviation.error,
+                total_bound=deviation.bound,
             )
 
     def _poisoned(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
@@ -13,15 +14,92 @@ from blake3 import blake3
 
 from entrenar_py.shared import trace
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.systems.probes import original_frames
 from entrenar_py.train.coordinator.recorder import Recorder
+from entrenar_py.train.upstream.frames import LAYOUTS, WIRE_MESSAGES, WireMessage, encode
+from entrenar_py.train.upstream.frames import Decoder as OriginalDecoder
+from entrenar_py.train.upstream.frames import Received as OriginalReceived
 from entrenar_py.train.upstream.frames import Received as OriginallyReceived
-from entrenar_py.train.upstream.messages import WireMessage
 from entrenar_py.train.wire import effects, frames, messages, terms
 from entrenar_py.train.wire.coordinator import Coordinator
 from entrenar_py.train.wire.frames import CHUNK_BYTES, Buffer, Decoder, Encoder, Received
 from entrenar_py.train.wire.messages import Challenge, Heartbeat, Hello, Message, TreeNode
 from entrenar_py.train.wire.terms import Run, Terms, Timing
+
+PREFIX = "original: "  # of the names of messages and cases
+NARROW = struct.Struct("<I")
+BYTES_MAX = 2**20  # of a frame
+_HUGE = struct.pack("<Q", 2**62)
+_VALUES: dict[str, Any] = {
+    "U8": 2**8 - 1,
+    "U32": 2**32 - 1,
+    "U64": 2**64 - 1,
+    "F32": -0.0,
+    "Text": "é\n",
+    "Sizes": (),
+    "Gradients": 0,
+}
+
+
+def letters(odd_floats: bytes) -> Iterator[tuple[WireMessage, bytes]]:
+    """Yield every message, and with `odd_floats` as gradients where it has any."""
+    count = len(odd_floats) // 4
+    for kind in WIRE_MESSAGES.values():
+        message = kind(**{field.name: _VALUES[str(field.type)] for field in fields(kind)})
+        yield message, b""
+        if LAYOUTS[kind].has_gradients:
+            changes: dict[str, Any] = {"gradients": count}
+            if LAYOUTS[kind].has_sizes:
+                changes["component_sizes"] = (0, 1, count - 1)
+            yield replace(message, **changes), odd_floats
+
+
+def frames_of(message: WireMessage, gradients: bytes) -> Iterator[bytes]:
+    """Yield the frame of a message, and the one that the original program writes if it differs."""
+    yield b"".join(encode(message, gradients))
+    if LAYOUTS[type(message)].has_sizes:
+        yield b"".join(encode(message, gradients, counts=NARROW))
+
+
+def decoder() -> OriginalDecoder:
+    """Return a decoder of all messages, which takes memory for what a room is asked for."""
+
+    def room(message: WireMessage, num_bytes: int) -> memoryview:
+        return memoryview(bytearray(num_bytes))
+
+    return OriginalDecoder(bytes_max=BYTES_MAX, kinds=tuple(WIRE_MESSAGES.values()), room=room)
+
+
+def digest(received: OriginalReceived) -> str:
+    """Return a digest of a message and its gradients."""
+    text = repr(received.message).encode()
+    return str(blake3(text + b"\n").update(received.gradients or b"").hexdigest(16))
+
+
+def malformed() -> Iterator[tuple[str, bytes, int]]:
+    """Yield the name of a defect, bytes that have it, and the bytes of memory that they claim."""
+    claimed = 2**64
+    yield "a frame of 4 GiB", struct.pack(">I", 2**32 - 1) + b"\x04", 2**32 - 1
+    yield "2^62 gradients", _frame(b"\x04" + bytes(12) + _HUGE + bytes(20)), claimed
+    yield "2^62 gradients of a component", _frame(b"\x0a" + bytes(13) + _HUGE), claimed
+    sized = b"\x08" + struct.pack("<QIII", 1, 2, 0, 4)
+    yield "2^62 components", _frame(sized + _HUGE + bytes(8)), claimed
+    yield "2^32 - 1 components", _frame(sized + b"\xff" * 4 + bytes(12)), 2**34
+    wrong_sum = sized + struct.pack("<QIIQ", 2, 1, 1, 3) + bytes(12)
+    yield "components of another sum", _frame(wrong_sum), 12
+    yield "a text of 4 GiB", _frame(b"\x01" + b"\xff" * 4 + bytes(8)), 2**32
+    yield "text that is not UTF-8", _frame(b"\x06" + struct.pack("<I", 1) + b"\xff" + bytes(8)), 1
+    yield "no tag", _frame(b""), 0
+    yield "an unknown tag", _frame(b"\x0c" + bytes(20)), 0
+    yield "bytes after the last field", _frame(b"\x07\x00"), 0
+    yield "a field too few", _frame(b"\x02" + bytes(4)), 0
+    short = b"\x05" + bytes(8) + struct.pack("<Q", 2) + bytes(4) + bytes(4)
+    yield "a gradient too few", _frame(short), 8
+    yield "a request of another protocol", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", 0
+
+
+def _frame(body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + body
+
 
 Got = TypeVar("Got", covariant=True)
 KEY = bytes(range(32))
@@ -50,11 +128,11 @@ def run(scenario: Scenario) -> trace.Trace:
             recorder.emit(_carried(message, payload, most, rng))
     for case, data in _damaged(rng):
         recorder.emit(_refused(case, data))
-    for original, gradients in original_frames.letters(ODD_FLOATS):
-        for frame in original_frames.frames_of(original, gradients):
+    for original, gradients in letters(ODD_FLOATS):
+        for frame in frames_of(original, gradients):
             for most in (1, 7, 2**16):
                 recorder.emit(_carried_originally(original, gradients, frame, most, rng))
-    for case, data, claimed_bytes in original_frames.malformed():
+    for case, data, claimed_bytes in malformed():
         recorder.emit(_refused_originally(case, data, claimed_bytes))
     for case, hello, entitled in _applicants():
         recorder.emit(_admission(case, hello, entitled))
@@ -91,7 +169,6 @@ def _letters() -> Iterator[tuple[Message, bytes]]:
 
 
 def _pieces(data: bytes, most: int, rng: random.Random) -> list[bytes]:
-    """Cut `data` into pieces of at most `most` bytes."""
     ends = [0]
     while ends[-1] < len(data):
         ends.append(ends[-1] + rng.randint(1, most))
@@ -119,23 +196,23 @@ def _carried_originally(
     message: WireMessage, gradients: bytes, frame: bytes, most: int, rng: random.Random
 ) -> trace.Carried:
     pieces = _pieces(frame, most, rng)
-    got, _, allocated_bytes = _read_by(original_frames.decoder, pieces)
-    sent = original_frames.digest(OriginallyReceived(message, memoryview(gradients)))
+    got, _, allocated_bytes = _read_by(decoder, pieces)
+    sent = digest(OriginallyReceived(message, memoryview(gradients)))
     return trace.Carried(
-        message=original_frames.PREFIX + type(message).__name__,
+        message=PREFIX + type(message).__name__,
         payload_bytes=len(gradients),
         pieces=len(pieces),
         sent=sent,
-        got=original_frames.digest(got[0]) if got else None,
+        got=digest(got[0]) if got else None,
         allocated_bytes=allocated_bytes,
     )
 
 
 def _refused_originally(case: str, data: bytes, claimed_bytes: int) -> trace.Refused:
     # Padding, so that a frame that claims more is not refused only for missing bytes.
-    got, error, allocated_bytes = _read_by(original_frames.decoder, [data + bytes(2**16)])
+    got, error, allocated_bytes = _read_by(decoder, [data + bytes(2**16)])
     return trace.Refused(
-        case=original_frames.PREFIX + case,
+        case=PREFIX + case,
         error=None if got else error or "nothing",
         claimed_bytes=claimed_bytes,
         allocated_bytes=allocated_bytes,
@@ -143,7 +220,6 @@ def _refused_originally(case: str, data: bytes, claimed_bytes: int) -> trace.Ref
 
 
 def _read(pieces: list[bytes], limit: int) -> tuple[list[Received], str | None, int]:
-    """Decode `pieces` of our own frames, with payloads up to `limit` bytes."""
     return _read_by(lambda: Decoder(lambda kind: limit if kind.carries else 0, KEY), pieces)
 
 

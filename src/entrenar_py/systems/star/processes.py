@@ -20,7 +20,7 @@ from entrenar_py.shared import faults, trace
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.systems import preloaded
+from entrenar_py.systems import preload
 from entrenar_py.systems.star import worker_process
 from entrenar_py.systems.star.scenario_run import ScenarioRun
 from entrenar_py.train.wire.effects import Effect, Finish
@@ -46,7 +46,7 @@ def run(scenario: Scenario) -> trace.Trace:
 @cache
 def crew() -> Crew:
     """Return the worker processes of this process; they end with it."""
-    made = Crew(worker_process.main, preload=preloaded.of_star())
+    made = Crew(worker_process.main, preload=preload.of_star())
     atexit.register(made.dismiss)
     return made
 
@@ -238,6 +238,5 @@ def _require_sizes(deadline_s: object, socket_bytes: object) -> None:
 
 
 def _signal(hand: Hand, number: signal.Signals) -> None:
-    """Send a signal to a worker's process, if it is still there."""
     with suppress(ProcessLookupError):
         os.kill(hand.pid, number)

@@ -6,6 +6,7 @@ way gradients take.
 
 from __future__ import annotations
 
+import random
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -17,7 +18,6 @@ from entrenar_py.shared import faults, trace, workers
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.systems import AUTO
-from entrenar_py.systems.star import strangers
 from entrenar_py.train.arithmetic.tensors import Workload
 from entrenar_py.train.arithmetic.workload import GivenVectors
 from entrenar_py.train.coordinator import recorder, topology
@@ -25,11 +25,68 @@ from entrenar_py.train.coordinator.member import Member
 from entrenar_py.train.coordinator.server import Server
 from entrenar_py.train.wire.attendance import CONVICTIONS_MAX
 from entrenar_py.train.wire.effects import Conclude, Effect, Finish, Gather, Left
-from entrenar_py.train.wire.messages import Assign, Message
-from entrenar_py.train.wire.terms import Run
+from entrenar_py.train.wire.frames import CHUNK_BYTES, FIELDS, MAGIC, TO_COORDINATOR, Encoder
+from entrenar_py.train.wire.messages import VERSION, Assign, Challenge, Hello, Message
+from entrenar_py.train.wire.terms import Run, Terms, proof_of_worker
 from entrenar_py.train.wire.worker import Worker
 from entrenar_py.train.wire_io.endpoints import CoordinatorEnd, MemberHands, WorkerEnd
 from entrenar_py.train.wire_io.injections import Fate, Guest, Meddling
+
+GARBAGE_BYTES = 1_000
+CLAIMED_BYTES = 2**62
+PACE_S = 1.0
+PORT = 1  # where a stranger claims to listen, as a mesh worker must
+OTHER = "0" * 64  # a wrong digest of the right length
+
+
+def stranger_of(fault: Fault, terms: Terms, secret: bytes) -> Guest:
+    """Return the stranger that `fault` sends to a run with `terms` and `secret`."""
+    match fault.value:
+        case "garbage":
+            noise = random.Random(fault.step).randbytes(GARBAGE_BYTES)
+            return Guest(lambda challenge: noise)
+        case "huge_claim":
+            return Guest(lambda challenge: _claim())
+        case "silent":
+            return Guest(lambda challenge: b"")
+        case "slow_loris":
+            return Guest(_applicant(terms, secret, None), pace_s=PACE_S)
+        case "wrong_secret":
+            return Guest(_applicant(terms, secret + b"!", None))
+        case "wrong_run" | "wrong_manifest" | "wrong_data":
+            wrong = {fault.value.removeprefix("wrong_"): OTHER}
+            return Guest(_applicant(replace(terms, **wrong), secret, None))
+        case _:  # taken_rank, one_too_many: a valid hello, but no rank is free for it
+            return Guest(_applicant(terms, secret, fault.rank))
+
+
+def _applicant(terms: Terms, secret: bytes, rank: int | None) -> Callable[[Challenge], bytes]:
+    """Return a function that answers a challenge by a Hello that proves `secret`."""
+
+    def hello(challenge: Challenge) -> bytes:
+        plain = Hello(
+            version=VERSION,
+            run=terms.run,
+            manifest=terms.manifest,
+            data=terms.data,
+            backend="cpu",
+            rank=rank,
+            port=PORT,
+            nonce=challenge.nonce[::-1],
+            proof="",
+        )
+        proof = proof_of_worker(secret, challenge, plain)
+        return b"".join(Encoder().encode(replace(plain, proof=proof)))
+
+    return hello
+
+
+def _claim() -> bytes:
+    """Return the prefix of a hello that announces a payload of CLAIMED_BYTES."""
+    fields = FIELDS.pack(
+        *(MAGIC, VERSION, Hello.tag, True, TO_COORDINATOR, 0), *(1, CHUNK_BYTES, CLAIMED_BYTES)
+    )
+    return fields + bytes(16)
 
 
 class Transport(Protocol):
@@ -89,10 +146,7 @@ class ScenarioRun:
         for fault, guest in self._guests:
             server.recorder.emit(
                 trace.Admission(
-                    case=fault.value or "",
-                    entitled=False,
-                    let_in=guest.let_in,
-                    answer=guest.answer,
+                    case=fault.value or "", entitled=False, let_in=guest.let_in, answer=guest.answer
                 )
             )
         promise = self.topology.promise if self._is_alike() else "draws"
@@ -186,11 +240,10 @@ class ScenarioRun:
                 self._awaited.get(step, set()).discard(fault.rank)
 
     def _meet(self, message: Message) -> None:
-        """Send the strangers of a step when its first shards are assigned."""
         for fault in self.waiting("stranger"):
             if isinstance(message, Assign) and message.step == fault.step:
                 self.strike(fault)
-                guest = strangers.guest(fault, self.server.terms, self.transport.secret)
+                guest = stranger_of(fault, self.server.terms, self.transport.secret)
                 self._guests.append((fault, guest))
                 self.transport.visit(guest)
 

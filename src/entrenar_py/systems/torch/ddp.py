@@ -18,15 +18,16 @@ from torch.nn.parallel import DistributedDataParallel
 import entrenar_py
 from entrenar_py.shared import trace
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.systems.torch import ranks, workload_module
-from entrenar_py.systems.torch.batches import (
+from entrenar_py.systems.torch import modules, ranks
+from entrenar_py.systems.torch.ranks import Rank, write
+from entrenar_py.systems.torch.steps import (
+    FiniteGuard,
+    NotFinite,
     global_batch,
     micro_batches,
     total_weight,
     update_buffers,
 )
-from entrenar_py.systems.torch.finite_guard import FiniteGuard, NotFinite
-from entrenar_py.systems.torch.ranks import Rank, write
 from entrenar_py.train.arithmetic import sharding
 
 
@@ -42,12 +43,12 @@ def train(rank: Rank) -> None:
     """
     scenario = rank.scenario
     torch.manual_seed(rank.seed)  # for dropout, different on every rank
-    model = workload_module.Model(scenario).to(rank.device)
+    model = modules.Model(scenario).to(rank.device)
     # With find_unused_parameters DDP doesn't rebuild its buckets after a process's first step. With
     # three ranks or more, a rebuild changes the order of sums: a resume would change the bits.
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, find_unused_parameters=True)
-    optimizer = workload_module.optimizer_of(scenario, model)
-    scheduler = workload_module.scheduler_of(scenario, optimizer)
+    optimizer = modules.optimizer_of(scenario, model)
+    scheduler = modules.scheduler_of(scenario, optimizer)
     position, step = sharding.Position(), 0
     if rank.resumes:
         position, step = load(rank, model, optimizer, scheduler)

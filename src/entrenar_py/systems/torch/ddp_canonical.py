@@ -14,10 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 import entrenar_py
 from entrenar_py.shared import trace
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.systems.torch import ddp, ranks, workload_module
-from entrenar_py.systems.torch.batches import global_batch, update_buffers
-from entrenar_py.systems.torch.finite_guard import FiniteGuard, NotFinite
+from entrenar_py.systems.torch import ddp, modules, ranks
 from entrenar_py.systems.torch.ranks import Rank
+from entrenar_py.systems.torch.steps import FiniteGuard, NotFinite, global_batch, update_buffers
 from entrenar_py.train.arithmetic import sharding
 from entrenar_py.train.canonical.reducer import Reducer
 
@@ -41,11 +40,11 @@ def train(rank: Rank) -> None:
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # must be set before the first product
     torch.use_deterministic_algorithms(True)
     scenario = rank.scenario
-    model = workload_module.Model(scenario).to(rank.device)
+    model = modules.Model(scenario).to(rank.device)
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     reducer = entrenar_py.canonical_all_reduce(wrapped, micro_batches=num_leaves(scenario))
-    optimizer = workload_module.optimizer_of(scenario, model)
-    scheduler = workload_module.scheduler_of(scenario, optimizer)
+    optimizer = modules.optimizer_of(scenario, model)
+    scheduler = modules.scheduler_of(scenario, optimizer)
     position, step = sharding.Position(), 0
     if rank.resumes:
         position, step = ddp.load(rank, model, optimizer, scheduler)

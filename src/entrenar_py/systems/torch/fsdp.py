@@ -24,15 +24,16 @@ import entrenar_py
 from entrenar_py.shared import trace
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.systems.torch import ranks, workload_module
-from entrenar_py.systems.torch.batches import (
+from entrenar_py.systems.torch import modules, ranks
+from entrenar_py.systems.torch.ranks import Rank, write
+from entrenar_py.systems.torch.steps import (
+    FiniteGuard,
+    NotFinite,
     global_batch,
     micro_batches,
     total_weight,
     update_buffers,
 )
-from entrenar_py.systems.torch.finite_guard import FiniteGuard, NotFinite
-from entrenar_py.systems.torch.ranks import Rank, write
 from entrenar_py.train.arithmetic import sharding
 
 # Option `precision` -> dtype of forward and backward. Parameters, reduced gradients and the
@@ -43,7 +44,7 @@ WHOLE = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK_0 = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
-class Sharded(FSDPModule, workload_module.Model):
+class Sharded(FSDPModule, modules.Model):
     """The type of a model after `fully_shard`."""
 
 
@@ -59,9 +60,9 @@ def train(rank: Rank) -> None:
     """
     scenario = rank.scenario
     torch.manual_seed(rank.seed)  # for dropout, different on every rank
-    model = shard(rank, workload_module.Model(scenario).to(rank.device))
-    optimizer = workload_module.optimizer_of(scenario, model)  # after sharding: it holds pieces
-    scheduler = workload_module.scheduler_of(scenario, optimizer)
+    model = shard(rank, modules.Model(scenario).to(rank.device))
+    optimizer = modules.optimizer_of(scenario, model)  # after sharding: it holds pieces
+    scheduler = modules.scheduler_of(scenario, optimizer)
     position, step = sharding.Position(), 0
     if rank.resumes:
         position, step = load(rank, model, optimizer, scheduler)
@@ -90,7 +91,7 @@ def train(rank: Rank) -> None:
     obs.close()
 
 
-def shard(rank: Rank, model: workload_module.Model) -> Sharded:
+def shard(rank: Rank, model: modules.Model) -> Sharded:
     """Shard `model`, in place, so that every rank has a piece of each parameter.
 
     All ranks must have built the same model: `fully_shard` does not compare them. A model with
@@ -99,10 +100,10 @@ def shard(rank: Rank, model: workload_module.Model) -> Sharded:
     Raises UsageError if the option `precision` is none of PRECISIONS.
     """
     mesh = init_device_mesh(rank.device.type, (rank.world_size,), mesh_dim_names=("fsdp",))
-    asked = rank.scenario.options.get("precision", "float32")
-    if asked not in PRECISIONS:
-        raise UsageError(f"option precision={asked!r}: allowed are {', '.join(PRECISIONS)}")
-    policy = MixedPrecisionPolicy(param_dtype=PRECISIONS[asked], reduce_dtype=torch.float32)
+    precision = rank.scenario.options.get("precision", "float32")
+    if precision not in PRECISIONS:
+        raise UsageError(f"option precision={precision!r}: allowed are {', '.join(PRECISIONS)}")
+    policy = MixedPrecisionPolicy(param_dtype=PRECISIONS[precision], reduce_dtype=torch.float32)
     return cast("Sharded", fully_shard(model, mesh=mesh, mp_policy=policy))
 
 

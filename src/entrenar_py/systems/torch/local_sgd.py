@@ -22,10 +22,9 @@ import entrenar_py
 from entrenar_py.shared import trace
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.workers import Outer
-from entrenar_py.systems.torch import ddp, ranks, workload_module
-from entrenar_py.systems.torch.batches import global_batch
-from entrenar_py.systems.torch.finite_guard import FiniteGuard, NotFinite
+from entrenar_py.systems.torch import ddp, modules, ranks
 from entrenar_py.systems.torch.ranks import Rank
+from entrenar_py.systems.torch.steps import FiniteGuard, NotFinite, global_batch
 from entrenar_py.train.arithmetic import sharding
 
 
@@ -67,9 +66,9 @@ class Worker:
         scenario = rank.scenario
         self.rank = rank
         self.rule = Outer.of(scenario.options)
-        self.model = workload_module.Model(scenario).to(rank.device)
-        self.inner = workload_module.optimizer_of(scenario, self.model)
-        self.scheduler = workload_module.scheduler_of(scenario, self.inner)
+        self.model = modules.Model(scenario).to(rank.device)
+        self.inner = modules.optimizer_of(scenario, self.model)
+        self.scheduler = modules.scheduler_of(scenario, self.inner)
         self.trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.outer = {name: p.detach().clone() for name, p in self.trained.items()}
         self.averaged = {name: one.clone() for name, one in self.model.named_buffers()}
@@ -209,13 +208,15 @@ def average(tensors: Sequence[Tensor], worker: Worker) -> list[Tensor] | None:
     """
     weight = worker.round.weight
     device = worker.rank.device
-    parts = [one.to(device, torch.float32).reshape(-1) * weight for one in tensors]
+    parts = [tensor.to(device, torch.float32).reshape(-1) * weight for tensor in tensors]
     flat = torch.cat([*parts, parts[0].new_tensor([weight])])
     dist.all_reduce(flat)
     if bool(flat[-1].isnan()):
         return None
-    means = (flat[:-1] / flat[-1]).split_with_sizes([one.numel() for one in tensors])
-    return [mean.view_as(one).to(one.dtype) for mean, one in zip(means, tensors, strict=True)]
+    means = (flat[:-1] / flat[-1]).split_with_sizes([tensor.numel() for tensor in tensors])
+    return [
+        mean.view_as(tensor).to(tensor.dtype) for mean, tensor in zip(means, tensors, strict=True)
+    ]
 
 
 def outer_step(worker: Worker, gradient: Sequence[Tensor]) -> None:

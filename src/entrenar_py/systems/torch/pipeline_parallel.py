@@ -29,10 +29,9 @@ import entrenar_py
 from entrenar_py.shared import trace
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.systems.torch import ranks, whole_checkpoint, workload_layers, workload_module
-from entrenar_py.systems.torch.batches import global_batch
-from entrenar_py.systems.torch.finite_guard import FiniteGuard, NotFinite
+from entrenar_py.systems.torch import modules, ranks, whole_checkpoint
 from entrenar_py.systems.torch.ranks import Rank
+from entrenar_py.systems.torch.steps import FiniteGuard, NotFinite, global_batch
 from entrenar_py.train.arithmetic import sharding
 from entrenar_py.train.coordinator import models
 
@@ -82,7 +81,7 @@ def stages_of(scenario: Scenario, size: int) -> list[list[range]]:
     Consecutive stages are on consecutive ranks: 0, 1, ..., 0, 1, ...
     """
     per_rank = SCHEDULES[scenario.options.get("schedule", "1f1b")][1] if size > 1 else 1
-    cuts = sharding.cut(range(workload_layers.num_units(scenario)), size * per_rank)
+    cuts = sharding.cut(range(modules.num_units(scenario)), size * per_rank)
     return [[range(c[0], c[-1] + 1) if c else range(0) for c in cuts[i::size]] for i in range(size)]
 
 
@@ -98,7 +97,7 @@ def _can_share(scenario: Scenario, size: int) -> bool:
 class Stage(nn.Module):
     """Some units of a rank's model."""
 
-    def __init__(self, model: workload_layers.Layers, units: range) -> None:
+    def __init__(self, model: modules.Layers, units: range) -> None:
         super().__init__()
         self.model, self._units = model, units
 
@@ -118,8 +117,8 @@ class Pipeline:
 
     mesh: DeviceMesh
     ends: dist.ProcessGroup
-    model: workload_layers.Layers
-    data: workload_layers.Data
+    model: modules.Layers
+    data: modules.Data
     schedule: ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B | ScheduleInterleavedZeroBubble
     num_rows: int
 
@@ -151,9 +150,9 @@ def build(rank: Rank) -> Pipeline:
     mesh = init_device_mesh(rank.device.type, shape, mesh_dim_names=("dp", "pp"))
     cuts = stages_of(scenario, size)
     index, own = mesh.get_local_rank("pp"), cuts[mesh.get_local_rank("pp")]
-    model = workload_layers.build(scenario, [unit for units in own for unit in units])
+    model = modules.build(scenario, [unit for units in own for unit in units])
     model.to(rank.device)
-    data = workload_layers.Data(scenario, rank.device)
+    data = modules.Data(scenario, rank.device)
     # One micro-batch per rank is enough for every schedule. `accumulation` comes on top of it.
     num_rows = -(-scenario.batch_size // (shape[0] * scenario.accumulation * size))
     stages = [
@@ -186,7 +185,7 @@ def build(rank: Rank) -> Pipeline:
     )
 
 
-def loss_sum(model: workload_layers.Layers, scores: Tensor, targets: Tensor) -> Tensor:
+def loss_sum(model: modules.Layers, scores: Tensor, targets: Tensor) -> Tensor:
     """Return the summed loss, 0-d. Padding rows add 0, or NaN if their scores are not finite."""
     return model.loss_sum(scores, targets) + 0 * scores.sum()
 
@@ -210,8 +209,8 @@ def train(rank: Rank) -> None:
     torch.manual_seed(rank.seed)  # for dropout, different on every rank
     pipeline = build(rank)
     model, trainable = pipeline.model, pipeline.trainable()
-    optimizer = workload_module.optimizer_of(scenario, model)
-    scheduler = workload_module.scheduler_of(scenario, optimizer)
+    optimizer = modules.optimizer_of(scenario, model)
+    scheduler = modules.scheduler_of(scenario, optimizer)
     position, step = sharding.Position(), 0
     if rank.resumes:
         position, step = whole_checkpoint.load(rank, model, optimizer, scheduler)

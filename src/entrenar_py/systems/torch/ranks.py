@@ -35,11 +35,73 @@ from entrenar_py.shared.errors import BackendUnavailable, SystemFailure
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.patience import Patience
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.systems import preloaded
-from entrenar_py.systems.torch import fault_timing
-from entrenar_py.systems.torch.fault_timing import Arrangement
-from entrenar_py.systems.torch.finite_guard import NotFinite
+from entrenar_py.systems import preload
+from entrenar_py.systems.torch.steps import NotFinite
+from entrenar_py.train.arithmetic import sharding
 from entrenar_py.train.wire_io.processes import Crew, Hand, Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrangement:
+    """The division of the work among the ranks of one life (see `ranks`).
+
+    Each rank has `micro_batches` a step. `group_size` consecutive ranks compute one batch together.
+    With `in_stages` they form a pipeline, and each has its own parameters.
+    """
+
+    micro_batches: int
+    group_size: int = 1
+    in_stages: bool = False
+
+
+def placed_faults(
+    scenario: Scenario, fault: Fault, workers: Sequence[int], arranged: Arrangement
+) -> list[Fault]:
+    """Return `fault` once for each rank that it strikes, with the rank's index and micro-batch.
+
+    A fault without rank and shard strikes all: it is returned unchanged. A logical shard becomes
+    the micro-batch at the same place in its rank's share. Ranks that compute a batch together may
+    hold copies: a huge gradient, or a fault at a shard, strikes all. In stages a step is one
+    micro-batch; the last stage gets a loss's fault, the tensor's stage (or the first) a gradient's.
+    """
+    if fault.kind == "join" or (fault.rank is not None and fault.rank not in workers):
+        return []
+    rank = None if fault.rank is None else workers.index(fault.rank)
+    if fault.kind == "leave":
+        return [replace(fault, rank=rank)]
+    size, micro = arranged.group_size, None
+    if fault.shard is not None:
+        group, micro = _of_shard(scenario, fault.shard, len(workers) // size, arranged)
+    elif rank is not None:
+        group = rank // size
+    else:
+        return [fault]
+    members = range(group * size, (group + 1) * size)
+    if rank is not None and rank not in members:
+        return []
+    if arranged.in_stages and size > 1:
+        members, micro = _in_stages(fault, members), None
+    elif rank is not None and fault.kind != "huge_gradient":
+        members = range(rank, rank + 1)
+    return [replace(fault, rank=member, shard=micro) for member in members]
+
+
+def _of_shard(
+    scenario: Scenario, shard: int, num_groups: int, arranged: Arrangement
+) -> tuple[int, int]:
+    """Return the group of ranks that computes logical shard `shard`, and its micro-batch."""
+    runs = sharding.runs(range(scenario.num_shards), range(num_groups))
+    group, run = next((group, run) for group, run in runs.items() if shard in run)
+    return group, (shard - run[0]) * arranged.micro_batches // len(run)
+
+
+def _in_stages(fault: Fault, members: range) -> range:
+    if fault.kind == "non_finite_loss":
+        return members[-1:]
+    if fault.tensor is None and fault.kind != "huge_gradient":
+        return members[:1]
+    return members
+
 
 PATIENCE_S = 120.0
 _SILENT = "silent"  # the status of a rank that did not answer
@@ -120,7 +182,7 @@ def write(checkpoint: Path, content: Mapping[str, Any]) -> None:
 @cache
 def crew() -> Crew:
     """Return the processes of the ranks; they end with this process."""
-    made = Crew(main, preload=preloaded.of_ranks(), one_job=True)
+    made = Crew(main, preload=preload.of_ranks(), one_job=True)
     atexit.register(made.dismiss)
     return made
 
@@ -198,7 +260,6 @@ class _Lives:
             self._workers = [worker for worker in self._workers if worker not in died]
 
     def _left(self) -> set[int]:
-        """Return the workers whose `leave` fault has struck."""
         struck = [event.fault for event in self.events if isinstance(event, trace.Injected)]
         return {fault["rank"] for fault in struck if fault["kind"] == "leave"}
 
@@ -224,7 +285,7 @@ class _Lives:
         placed = {
             json.dumps(adapted.to_dict()): fault
             for fault in self._faults
-            for adapted in fault_timing.place(scenario, fault, workers, arranged)
+            for adapted in placed_faults(scenario, fault, workers, arranged)
         }
         saves = bool(scenario.stops) or any(f.kind in ("leave", "join") for f in scenario.faults)
         job = {

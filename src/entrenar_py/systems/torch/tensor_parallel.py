@@ -19,8 +19,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
+    PrepareModuleInput,
     PrepareModuleInputOutput,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 
@@ -28,13 +30,12 @@ import entrenar_py
 from entrenar_py.shared import trace
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.systems.torch import ranks, whole_checkpoint, workload_layers, workload_module
-from entrenar_py.systems.torch.batches import global_batch
-from entrenar_py.systems.torch.finite_guard import FiniteGuard, NotFinite
+from entrenar_py.systems.torch import modules, ranks, whole_checkpoint
 from entrenar_py.systems.torch.ranks import Rank
+from entrenar_py.systems.torch.steps import FiniteGuard, NotFinite, global_batch
 from entrenar_py.train.arithmetic import decoder, sharding
 
-Parallelize = Callable[[workload_layers.Layers, DeviceMesh], None]
+Parallelize = Callable[[modules.Layers, DeviceMesh], None]
 
 
 def run(scenario: Scenario) -> trace.Trace:
@@ -45,7 +46,8 @@ def run(scenario: Scenario) -> trace.Trace:
 
 def train(rank: Rank) -> None:
     """Train one rank, from its start or the last checkpoint to its last step."""
-    train_with(rank, parallelize)
+    by_sequence = rank.scenario.system == "sequence_parallel"
+    train_with(rank, parallelize_sequences if by_sequence else parallelize)
 
 
 def degree(scenario: Scenario, world_size: int) -> int:
@@ -64,18 +66,18 @@ def degree(scenario: Scenario, world_size: int) -> int:
 # --- how the model is cut ---------------------------------------------------------------------
 
 
-def parallelize(model: workload_layers.Layers, mesh: DeviceMesh) -> None:
+def parallelize(model: modules.Layers, mesh: DeviceMesh) -> None:
     """Cut `model`, in place, over the ranks of `mesh`.
 
     The first layer of each pair is cut by columns, the second by rows. So there is one all-reduce
     after the second layer, and one of the gradient before the first. The embedding, which is also
     the weight of the output, is cut by the vocabulary.
     """
-    if isinstance(model, workload_layers.Classifier):
+    if isinstance(model, modules.Classifier):
         # Dropout between the layers is drawn for the whole output, the same on all ranks.
         whole = ColwiseParallel(output_layouts=Replicate())
         parallelize_module(model, mesh, dict.fromkeys(("hidden1", "hidden2", "output"), whole))
-    elif isinstance(model, workload_layers.Decoder):
+    elif isinstance(model, modules.Decoder):
         parallelize_module(
             model,
             mesh,
@@ -127,8 +129,49 @@ class Replicated(ParallelStyle):
         )
 
 
+def parallelize_sequences(model: modules.Layers, mesh: DeviceMesh) -> None:
+    """Cut `model`, in place, over the ranks of `mesh`.
+
+    Between the layers that they share, each rank holds a part of each sequence: a reduce-scatter
+    and an all-gather replace each all-reduce. The traffic is the same, and norms and residuals take
+    1/tp of the memory and the time. A model without sequences is cut by `parallelize`. A norm's
+    gradient on a rank covers only its part of the sequence; `add_terms` sums over ranks.
+    """
+    if not isinstance(model, modules.Decoder):
+        parallelize(model, mesh)
+        return
+    part, whole = Shard(1), Replicate()  # of [n, t, d]
+    # One gather serves all layers that read the input. Their gradients are added, then scattered.
+    gather = PrepareModuleInput(input_layouts=(part,), desired_input_layouts=(whole,))
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "embedding": RowwiseParallel(input_layouts=whole, output_layouts=part),
+            "blocks.*.attention_norm": SequenceParallel(),
+            "blocks.*.attention": gather,
+            "blocks.*.attention.q": AdaptedColwise(),
+            "blocks.*.attention.k": ColwiseParallel(),
+            "blocks.*.attention.v": AdaptedColwise(),
+            "blocks.*.attention.o": RowwiseParallel(output_layouts=part),
+            "blocks.*.mlp_norm": SequenceParallel(),
+            "blocks.*.mlp": gather,
+            "blocks.*.mlp.gate": ColwiseParallel(),
+            "blocks.*.mlp.up": ColwiseParallel(),
+            "blocks.*.mlp.down": RowwiseParallel(output_layouts=part),
+            "norm": SequenceParallel(),
+            "head": PrepareModuleInputOutput(
+                input_layouts=(part, None),
+                desired_input_layouts=(whole, None),
+                output_layouts=Shard(-1),
+                desired_output_layouts=whole,
+            ),
+        },
+    )
+
+
 def cut_model(
-    model: workload_layers.Layers, mesh: DeviceMesh, parallelize: Parallelize
+    model: modules.Layers, mesh: DeviceMesh, parallelize: Parallelize
 ) -> list[nn.Parameter]:
     """Cut `model`, in place; return its trainable parameters."""
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
@@ -163,11 +206,11 @@ def train_with(rank: Rank, parallelize: Parallelize) -> None:
     place, group = mesh.get_local_rank("dp"), mesh["tp"].get_group()
     # The ranks of a group draw the same dropout; groups differ.
     torch.manual_seed(rank.seed_of(rank.workers[place * size]))
-    model = workload_layers.build(scenario).to(rank.device)
+    model = modules.build(scenario).to(rank.device)
     trainable = cut_model(model, mesh["tp"], parallelize)
-    data = workload_layers.Data(scenario, rank.device)
-    optimizer = workload_module.optimizer_of(scenario, model)
-    scheduler = workload_module.scheduler_of(scenario, optimizer)
+    data = modules.Data(scenario, rank.device)
+    optimizer = modules.optimizer_of(scenario, model)
+    scheduler = modules.scheduler_of(scenario, optimizer)
     position, step = sharding.Position(), 0
     if rank.resumes:
         position, step = whole_checkpoint.load(rank, model, optimizer, scheduler)
@@ -205,8 +248,8 @@ def local_batch(ids: sharding.Ids, mesh: DeviceMesh, place: int) -> sharding.Ids
 
 
 def accumulate(
-    model: workload_layers.Layers,
-    data: workload_layers.Data,
+    model: modules.Layers,
+    data: modules.Data,
     guard: FiniteGuard,
     obs: entrenar_py.Observation,
     parts: Iterable[sharding.Ids],

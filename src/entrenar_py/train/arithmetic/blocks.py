@@ -14,8 +14,8 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from entrenar_py.train.arithmetic import reduction
+from entrenar_py.train.arithmetic.checkpoint import Buffer
 from entrenar_py.train.arithmetic.reduction import Node, Vector
-from entrenar_py.train.arithmetic.state import Buffer
 from entrenar_py.train.arithmetic.tensors import TensorSpec
 
 # The place of each tensor in the flat vector that is reduced.
@@ -132,7 +132,7 @@ class Blocks:
         return 4 * -(-self._num_elements // self.count)
 
     def order(self) -> range:
-        """Return the blocks in sending order: from the vector's end, whose gradients come first."""
+        """Return the blocks in sending order: from the vector's end, where gradients come first."""
         return range(self.count - 1, -1, -1)
 
 

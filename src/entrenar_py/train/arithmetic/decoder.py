@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 
-from entrenar_py.train.arithmetic import workload
+from entrenar_py.train.arithmetic import datasets
 from entrenar_py.train.arithmetic.tensors import (
     Array,
     Batch,
@@ -34,7 +34,7 @@ NUM_KV_HEADS = 2
 HEAD_DIM = 8
 FEED_FORWARD = 64
 NUM_BLOCKS = 2
-POSITIONS = workload.LINE_BYTES_MAX - 1  # the last byte is only predicted
+POSITIONS = datasets.LINE_BYTES_MAX - 1  # the last byte is only predicted
 LORA_RANK = 4
 LORA_SCALE = 2.0  # alpha / rank with alpha = 8
 ROTARY_BASE = 10_000.0
@@ -48,7 +48,7 @@ class ByteDecoder(Workload):
     weight_max = POSITIONS
 
     def __init__(self, num_samples: int, *, full: bool = False) -> None:
-        samples = workload.lines(num_samples)
+        samples = datasets.lines(num_samples)
         inputs = np.zeros((num_samples, POSITIONS), np.int64)
         targets = np.full((num_samples, POSITIONS), PADDING, np.int64)
         for row, sample in enumerate(samples):
@@ -64,7 +64,7 @@ class ByteDecoder(Workload):
             ]
         self.specs = tuple(specs)
         self.num_samples = num_samples
-        self.data_digest = workload.digest(inputs, targets)
+        self.data_digest = datasets.digest(inputs, targets)
         self._weights = [len(sample) - 1 for sample in samples]
         self._inputs = torch.from_numpy(inputs)
         self._targets = torch.from_numpy(targets)

@@ -102,12 +102,7 @@ class Engine:
     """
 
     def __init__(
-        self,
-        workload: Workload,
-        backend: Stepping,
-        tensors: Mapping[str, Array],
-        *,
-        scale: float,
+        self, workload: Workload, backend: Stepping, tensors: Mapping[str, Array], *, scale: float
     ) -> None:
         self.workload = workload
         self.layout = blocks.Layout(workload.specs)

@@ -38,7 +38,7 @@ State = dict[str, Vector]
 
 # Elements of a step that are taken at a time. With fewer, threads wait for the interpreter.
 _BLOCK = 2**18
-_SQUARES = 2**15  # elements whose squares are added before these sums are
+_SQUARES = 2**15  # elements that are squared and added before these sums are
 _ALONE = 2**20  # elements up to which one thread is as fast
 MOMENTUM = 0.9
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
@@ -114,7 +114,7 @@ def step(rule: Rule, weights: Vector, gradient: Vector, state: State, rate: floa
     """Take one step of `rule` with learning rate `rate`, in place on `weights` and `state`.
 
     Overflow becomes inf or NaN silently, as in torch. The caller checks the weights. The step is
-    elementwise, and made in blocks whose intermediate results stay in the processor's cache.
+    elementwise, and made in blocks, so that intermediate results stay in the processor's cache.
     """
     if "count" in state:
         state["count"] += 1

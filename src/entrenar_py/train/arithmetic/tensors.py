@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 
-from entrenar_py.compute.steps import Array, Batch, DropFunction, LinearFunction, Tensors
+from entrenar_py.compute import Array, Batch, DropFunction, LinearFunction, Tensors
 
 __all__ = ["Array", "Batch", "DropFunction", "LinearFunction", "TensorSpec", "Tensors", "Workload"]
 

@@ -1,4 +1,4 @@
-"""The canonical all-reduce: DistributedDataParallel whose weights do not depend on the world size.
+"""The canonical all-reduce: DistributedDataParallel that gives the same weights for any world size.
 
 Importing this module doesn't import torch. Calling its functions does.
 """

@@ -239,11 +239,7 @@ class Symmetric:
         if len(piece.mine):
             with torch.cuda.stream(self._adding):
                 kernels.add_tree_of_put(
-                    piece.rows,
-                    mine=piece.mine,
-                    rank=self._rank,
-                    scale=self._scale,
-                    sums=piece.sums,
+                    piece.rows, mine=piece.mine, rank=self._rank, scale=self._scale, sums=piece.sums
                 )
 
     def _slot(self, everyone: list[Tensor], index: int) -> _Slot:
@@ -307,5 +303,4 @@ def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def _as_chunk(memory: Tensor, chunk: Tensor) -> Tensor:
-    """Return the start of `memory`, with the length and the dtype of `chunk`."""
     return memory[: chunk.numel() * chunk.element_size()].view(chunk.dtype)

@@ -27,7 +27,7 @@ Gradients = dict[Tensor, Tensor]  # parameter -> gradient
 
 
 class Counter:
-    """The tree nodes whose right sibling is not computed yet, from the leaves up."""
+    """The tree nodes that wait for their right sibling, from the leaves up."""
 
     def __init__(self) -> None:
         self._levels: list[Gradients] = []
@@ -85,7 +85,7 @@ PIECE_BYTES = 128 << 20
 
 
 class Reducer:
-    """The result of `canonical_all_reduce`, whose docstring shows how to use it.
+    """The result of `canonical_all_reduce`; its docstring shows how to use it.
 
     `shards` are the global indices of this rank's micro-batches, in order. Seed all randomness of
     a micro-batch from (seed, step, `shard`). Otherwise it depends on the world size.

@@ -173,7 +173,7 @@ def require_model(model: DistributedDataParallel) -> dict[Tensor, str]:
         if parameter.dtype not in _DTYPES:
             raise UsageError(
                 f"parameter {name} has dtype {parameter.dtype}: allowed are "
-                f"{' and '.join(map(str, _DTYPES))}, whose range holds sums over all micro-batches"
+                f"{' and '.join(map(str, _DTYPES))}: their range holds sums over all micro-batches"
             )
         if not _is_dense(parameter):
             raise UsageError(

@@ -10,7 +10,7 @@ from entrenar_py.shared import faults, trace, workers
 from entrenar_py.shared.errors import ProtocolError
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.train.arithmetic import blocks, engine, reduction, sharding, state
+from entrenar_py.train.arithmetic import blocks, checkpoint, engine, reduction, sharding
 from entrenar_py.train.arithmetic.tensors import Workload
 from entrenar_py.train.arithmetic.workload import GivenVectors
 from entrenar_py.train.coordinator import models, recorder, topology
@@ -63,7 +63,7 @@ class Member(Replicas):
 
     def sizes(self) -> dict[type[Message], int]:
         """Return the largest payload, in bytes, that a message of each kind may have."""
-        state_bytes = state.num_bytes(
+        state_bytes = checkpoint.state_bytes(
             self.workload.specs, workers.optimizer_of_workers(self.scenario)
         )
         kinds = (self._comes, *(self._exchange.carriers if self._exchange is not None else ()))

@@ -25,16 +25,8 @@ from entrenar_py.shared import faults, trace, workers
 from entrenar_py.shared.errors import ProtocolError
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.train.arithmetic import (
-    blocks,
-    checkpoint,
-    engine,
-    optimizer,
-    reduction,
-    sharding,
-    state,
-)
-from entrenar_py.train.arithmetic.state import Buffer
+from entrenar_py.train.arithmetic import blocks, checkpoint, engine, optimizer, reduction, sharding
+from entrenar_py.train.arithmetic.checkpoint import Buffer
 from entrenar_py.train.arithmetic.tensors import Array, Workload
 from entrenar_py.train.coordinator import models
 from entrenar_py.train.coordinator.models import Devices
@@ -282,9 +274,9 @@ class Replicas:
 
     def dump(self, worker: Worker) -> Buffer:
         """Return a worker's whole state as bytes: progress, tensors, moments (`training.state`)."""
-        stands = state.Progress(position=self.position, schedule_step=self.schedule_step)
+        stands = checkpoint.Progress(position=self.position, schedule_step=self.schedule_step)
         specs, kind = self.workload.specs, workers.optimizer_of_workers(self.scenario)
-        return state.dump(specs, kind, stands, worker.replica.arrays, worker.state)
+        return checkpoint.dump_state(specs, kind, stands, worker.replica.arrays, worker.state)
 
     def take_over(self, rank: int, payload: Buffer) -> Worker:
         """Return worker `rank` with the state in `payload`, and set this run's progress from it.
@@ -293,7 +285,7 @@ class Replicas:
         """
         specs, kind = self.workload.specs, workers.optimizer_of_workers(self.scenario)
         self.require_progress(payload)
-        progress, tensors, moments = state.load(specs, kind, payload)
+        progress, tensors, moments = checkpoint.load_state(specs, kind, payload)
         self.position, self.schedule_step = progress.position, progress.schedule_step
         worker = self.new_worker(rank, tensors)
         worker.state = moments
@@ -301,7 +293,7 @@ class Replicas:
 
     def require_progress(self, payload: Buffer) -> None:
         """Raise ProtocolError if the state in `payload` is at a position past the last sample."""
-        position = state.progress_of(payload).position
+        position = checkpoint.progress_of(payload).position
         if position.offset >= self.scenario.num_samples:
             raise ProtocolError(f"a state at {position}: no sample has that offset")
 

@@ -32,7 +32,7 @@ from entrenar_py import compute as backends
 from entrenar_py.shared import trace, workers
 from entrenar_py.shared.errors import ProtocolError
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.train.arithmetic import blocks, checkpoint, reduction, sharding, state
+from entrenar_py.train.arithmetic import blocks, checkpoint, reduction, sharding
 from entrenar_py.train.arithmetic.tensors import Workload
 from entrenar_py.train.coordinator import audits, recorder, replicas, topology
 from entrenar_py.train.coordinator.replicas import Replicas
@@ -147,7 +147,7 @@ class Server(Replicas):
 
     @property
     def _state_bytes(self) -> int:
-        return state.num_bytes(self.workload.specs, self.scenario.optimizer)
+        return checkpoint.state_bytes(self.workload.specs, self.scenario.optimizer)
 
     def sizes(self) -> dict[type[Message], int]:
         """Return the largest payload, in bytes, that a message of each kind may have."""

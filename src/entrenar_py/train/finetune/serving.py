@@ -40,7 +40,7 @@ from entrenar_py.train.stages.server import PipelineServer
 from entrenar_py.train.wire.messages import Piece
 from entrenar_py.train.wire.pipeline_peers import PipelineCoordinator
 from entrenar_py.train.wire.terms import PIECE_BYTES, Package, Timing
-from entrenar_py.train.wire_io import tls
+from entrenar_py.train.wire_io import sockets
 
 _Stamp: TypeAlias = tuple[int, int, int]  # inode, bytes, nanoseconds of the last change
 
@@ -304,7 +304,7 @@ class _Reader:
         timing = self._read(lambda: Timing(**asdict(section.timing)), "timing")
         context = None
         if (given := section.tls) is not None:
-            make = partial(tls.server_context, cert=given.cert, key=given.key, ca=given.ca)
+            make = partial(sockets.server_context, cert=given.cert, key=given.key, ca=given.ca)
             context = self._read(make, "tls")
         self._problems.settle(strict=True)
         assert listen is not None, "what can't be read is a problem"

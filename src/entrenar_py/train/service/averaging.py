@@ -35,8 +35,7 @@ from entrenar_py.train.service.config import LISTEN
 from entrenar_py.train.service.measures import Stopwatch
 from entrenar_py.train.service.run_events import Listener, Noted, StepAveraged
 from entrenar_py.train.upstream import terms
-from entrenar_py.train.upstream.frames import FRAME_BYTES_MAX, LENGTH_MAX
-from entrenar_py.train.upstream.messages import Part
+from entrenar_py.train.upstream.frames import FRAME_BYTES_MAX, LENGTH_MAX, Part
 from entrenar_py.train.upstream.server import Average, AveragingServer
 from entrenar_py.train.upstream.terms import AveragingRun, Patience
 from entrenar_py.train.wire import effects as do

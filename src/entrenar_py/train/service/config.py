@@ -24,7 +24,7 @@ from entrenar_py.train.coordinator import audits, topology
 from entrenar_py.train.service import address
 from entrenar_py.train.service.address import Address
 from entrenar_py.train.wire.terms import Timing
-from entrenar_py.train.wire_io import tls
+from entrenar_py.train.wire_io import sockets
 from entrenar_py.train.wire_io.tcp import SECRET_BYTES_MIN
 
 LISTEN = "127.0.0.1:7411"
@@ -262,7 +262,7 @@ class _Reader:
         if cert is None or key is None:
             self._root.refuse("tls", f"tls: {'key' if cert else 'cert'} is missing; give its file")
             return None
-        return self._root.attempt("tls", lambda: tls.server_context(cert=cert, key=key, ca=ca))
+        return self._root.attempt("tls", lambda: sockets.server_context(cert=cert, key=key, ca=ca))
 
     def _checkpoint(self) -> Checkpoint | None:
         record = self._root.block("checkpoint", CHECKPOINT)

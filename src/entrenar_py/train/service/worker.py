@@ -26,7 +26,7 @@ from entrenar_py.train.coordinator.member import Member
 from entrenar_py.train.service import config, exit_codes, signals
 from entrenar_py.train.wire.effects import Effect, Finish, Load
 from entrenar_py.train.wire.terms import Timing
-from entrenar_py.train.wire_io import queries, tls
+from entrenar_py.train.wire_io import queries, sockets
 from entrenar_py.train.wire_io.queries import Source, Told
 from entrenar_py.train.wire_io.tcp import MeshClient, WorkerClient
 
@@ -55,7 +55,9 @@ def run(options: argparse.Namespace, obtain: Obtain) -> int:
     """
     secret, context = config.secret(options.secret_file), None
     if options.tls_ca is not None:
-        context = tls.client_context(ca=options.tls_ca, cert=options.tls_cert, key=options.tls_key)
+        context = sockets.client_context(
+            ca=options.tls_ca, cert=options.tls_cert, key=options.tls_key
+        )
     torch.set_num_threads(1)  # how a sum is split over threads is part of its order
     backend, attempts = opened(options.backend)
     finish = asyncio.run(Stay(options, secret, context, backend, attempts, obtain).take_part())
@@ -224,7 +226,7 @@ class Stay:
                 "in this run workers connect to each other: give --tls-cert and --tls-key, of a "
                 "certificate that names the address of this machine"
             )
-        return tls.server_context(cert=options.tls_cert, key=options.tls_key, ca=options.tls_ca)
+        return sockets.server_context(cert=options.tls_cert, key=options.tls_key, ca=options.tls_ca)
 
     def _let_in(self, member: Member, effect: Effect) -> None:
         if isinstance(effect, Load):

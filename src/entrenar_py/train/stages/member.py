@@ -24,7 +24,7 @@ from entrenar_py.compute import Backend
 from entrenar_py.shared import scenario, trace
 from entrenar_py.shared.errors import ProtocolError, UsageError
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.train.arithmetic import engine, reduction, state
+from entrenar_py.train.arithmetic import checkpoint, engine, reduction
 from entrenar_py.train.arithmetic.tensors import Workload
 from entrenar_py.train.coordinator.member import Member
 from entrenar_py.train.coordinator.topology import Held
@@ -338,7 +338,7 @@ class StageHands:
 
     def sizes(self) -> dict[type[Message], int]:
         """Return the largest payload, in bytes, that a message of each kind may have."""
-        states = [state.num_bytes(specs, _OPTIMIZER) for specs in self._cut.specs]
+        states = [checkpoint.state_bytes(specs, _OPTIMIZER) for specs in self._cut.specs]
         return {
             Welcome: max(states),
             Weights: self._cut.blocks.num_bytes_max,
@@ -358,7 +358,7 @@ class StageHands:
             if message.rank >= self._cut.places.num_ranks:
                 raise ProtocolError(f"Welcome rank={message.rank}: there is no such place")
             specs = self._cut.specs[self._cut.stage_of_rank(message.rank)]
-            due = state.num_bytes(specs, _OPTIMIZER)
+            due = checkpoint.state_bytes(specs, _OPTIMIZER)
             if len(payload) != due or message.blocks != self._cut.blocks.count:
                 raise ProtocolError(
                     f"Welcome with {len(payload)} bytes, blocks={message.blocks}: expected {due} "

@@ -12,7 +12,7 @@ from torch import Tensor
 from entrenar_py.shared import trace, workers
 from entrenar_py.shared.errors import ProtocolError
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.train.arithmetic import reduction, sharding, state
+from entrenar_py.train.arithmetic import checkpoint, reduction, sharding
 from entrenar_py.train.arithmetic.tensors import (
     Batch,
     DropFunction,
@@ -234,7 +234,7 @@ class PipelineServer(Server):
 
     def _stage_state(self, stage: int) -> Buffer:
         arrays: Mapping[str, Any] = self.replica.replica.arrays
-        progress = state.Progress(position=self.position, schedule_step=self.schedule_step)
-        return state.dump(
+        progress = checkpoint.Progress(position=self.position, schedule_step=self.schedule_step)
+        return checkpoint.dump_state(
             self.cut.specs[stage], workers.optimizer_of_workers(self.scenario), progress, arrays, {}
         )

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from entrenar_py.shared.errors import ProtocolError
-from entrenar_py.train.upstream import messages as say
+from entrenar_py.train.upstream import frames as say
 from entrenar_py.train.upstream import terms as wire
-from entrenar_py.train.upstream.messages import (
+from entrenar_py.train.upstream.frames import (
     UPLOADS,
     WHOLE,
     BlockGradient,
@@ -146,10 +146,10 @@ class AveragingWorker:
                 )
             if upload.component not in run.components:
                 raise ProtocolError(f"component={part.number}: use one of {run.components}")
-        held = 4 * sum(extent.num_gradients for extent in self.extents.values())
-        if held + 4 * upload.gradients > run.gradient_bytes_max:
+        size = 4 * sum(extent.num_gradients for extent in self.extents.values())
+        if size + 4 * upload.gradients > run.gradient_bytes_max:
             raise ProtocolError(
-                f"{part}: with it the shard's gradient has {held + 4 * upload.gradients} bytes; "
+                f"{part}: with it the shard's gradient has {size + 4 * upload.gradients} bytes; "
                 f"gradient_bytes_max is {run.gradient_bytes_max}"
             )
 
@@ -287,20 +287,20 @@ class Averager:
     # --- joining and leaving ----------------------------------------------------------------------
 
     def _join(
-        self, peer: Peer, worker: AveragingWorker, asked: say.JoinRequest, now: float
+        self, peer: Peer, worker: AveragingWorker, request: say.JoinRequest, now: float
     ) -> list[Effect]:
         taken = {other.worker_id for other in self.peers.values()}
         free = next((place for place in range(self.run.world_size) if place not in taken), None)
         late = self.stage is WireStage.AVERAGING
         if free is None:
             size = self.run.world_size
-            raise ProtocolError(f"{asked.node_id!r} asks to join: all {size} places are taken")
+            raise ProtocolError(f"{request.node_id!r} asks to join: all {size} places are taken")
         if late and not self.run.late_joins:
-            raise ProtocolError(f"{asked.node_id!r} asks to join in step {self.step}: too late")
-        worker.worker_id, worker.node_id = free, asked.node_id
+            raise ProtocolError(f"{request.node_id!r} asks to join in step {self.step}: too late")
+        worker.worker_id, worker.node_id = free, request.node_id
         accepted = say.JoinAccepted(worker_id=free, total_workers=self.run.world_size)
         effects: list[Effect] = [wire.Admit(peer), wire.Tell(peer, accepted)]
-        effects.append(wire.Enlist(free, self.step, late, asked))
+        effects.append(wire.Enlist(free, self.step, late, request))
         if late:
             return effects + self._deal(now)
         return effects + (self._begin(now) if self._has_enough() else [])
@@ -486,7 +486,6 @@ class Averager:
         return [wire.Tell(peer, message, part)]
 
     def _loss(self) -> float | None:
-        """Return the mean loss of the step, weighted by `total`; None if shards have none."""
         results = [self._results[shard] for shard in sorted(self._results)]
         total = sum(result.total for result in results)
         if not total:
@@ -500,7 +499,7 @@ class Averager:
         if len(self._ended) < len(self._shards) or self._averaged != set(self.layout):
             return []
         results = list(self._results.values())
-        made = wire.MadeStep(
+        made_step = wire.MadeStep(
             step=self.step,
             workers=tuple(sorted(set(self._ended.values()))),
             parts=tuple(sorted(self.layout)),
@@ -510,7 +509,7 @@ class Averager:
             total=sum(result.total for result in results) if results else None,
         )
         self.step += 1
-        return [made, *self._begin(now)]
+        return [made_step, *self._begin(now)]
 
     # --- the end ----------------------------------------------------------------------------------
 
@@ -522,7 +521,6 @@ class Averager:
         return self._end("halted", reason)
 
     def _end(self, status: str, reason: str) -> list[Effect]:
-        """Tell all workers that the run is over, and close every connection."""
         self.stage = WireStage.OVER
         tells = [wire.Tell(peer, say.Shutdown()) for peer in self._workers()]
         closes = [do.Close(peer, reason or "the run is complete") for peer in self.peers]

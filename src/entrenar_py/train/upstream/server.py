@@ -19,23 +19,26 @@ from entrenar_py.shared.errors import ProtocolError, UsageError
 from entrenar_py.train.arithmetic.reduction import Vector, first_not_finite, weighted_mean
 from entrenar_py.train.upstream import terms as wire
 from entrenar_py.train.upstream.averager import Averager, WireStage
-from entrenar_py.train.upstream.frames import SHORT_BYTES_MAX, Decoder, Received, encode
-from entrenar_py.train.upstream.messages import (
+from entrenar_py.train.upstream.frames import (
     FROM_WORKERS,
+    SHORT_BYTES_MAX,
     UPLOADS,
+    Decoder,
     JoinRequest,
     Part,
+    Received,
     WireMessage,
+    encode,
 )
 from entrenar_py.train.upstream.terms import AveragingRun, Patience
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.effects import Effect, Peer
 from entrenar_py.train.wire.frames import Buffer
 from entrenar_py.train.wire_io import sockets
-from entrenar_py.train.wire_io.background_thread import Thread
 from entrenar_py.train.wire_io.door import Door, Visit
-from entrenar_py.train.wire_io.endpoints import Beside, Notify, unnoticed
+from entrenar_py.train.wire_io.endpoints import Background, Notify, unnoticed
 from entrenar_py.train.wire_io.link import FAREWELL_S, Link
+from entrenar_py.train.wire_io.processes import Thread
 
 # The averaging coordinator without the network: its machine, codecs, and the gradients it holds.
 #
@@ -71,7 +74,7 @@ class Average(NamedTuple):
 class AveragingEnd:
     """Carries out the effects of `machine`. `finished` is its Finish effect, None until then.
 
-    Frames of workers may have `frame_bytes_max`. Averages are computed `beside` the caller.
+    Frames of workers may have `frame_bytes_max`. Averages are computed in `background`.
     `averages` has those of the current step, by part.
     """
 
@@ -80,7 +83,7 @@ class AveragingEnd:
         machine: Averager,
         to: Wire,
         clock: Callable[[], float],
-        beside: Beside,
+        background: Background,
         *,
         frame_bytes_max: int,
         notify: Notify = unnoticed,
@@ -88,7 +91,7 @@ class AveragingEnd:
         self.machine = machine
         self.finished: do.Finish | None = None
         self.averages: dict[Part, Average] = {}
-        self._wire, self._clock, self._beside = to, clock, beside
+        self._wire, self._clock, self._background = to, clock, background
         self._frame_bytes_max, self._notify = frame_bytes_max, notify
         self._decoders: dict[Peer, Decoder] = {}
         self._kept: defaultdict[Part, dict[int, Vector]] = defaultdict(dict)  # by shard
@@ -202,7 +205,7 @@ class AveragingEnd:
                 self.averages[part] = average
                 self._follow(self.machine.averaged(step, part, self._clock()))
 
-        self._beside.run(work, done)
+        self._background.run(work, done)
 
 
 def _vector(gradients: memoryview) -> Vector:
@@ -225,9 +228,9 @@ class AveragingServer:
         notify: Notify = unnoticed,
     ) -> None:
         machine = Averager(run, patience=patience, now=time.monotonic())
-        self._beside = Thread()
+        self._background = Thread()
         self.end = AveragingEnd(
-            *(machine, self, time.monotonic, self._beside),
+            *(machine, self, time.monotonic, self._background),
             frame_bytes_max=frame_bytes_max,
             notify=notify,
         )
@@ -248,7 +251,7 @@ class AveragingServer:
         if not insecure and not all(map(sockets.is_loopback, addresses)):
             raise UsageError(
                 f"listen={host}:{port}: other machines can connect there, and this wire has no "
-                "authentication: anyone who connects can change what is trained; listen at "
+                "authentication: any peer that connects can change what is trained; listen at "
                 "127.0.0.1, or say --insecure"
             )
         listeners = sockets.listen(addresses)
@@ -277,7 +280,7 @@ class AveragingServer:
             self._door.close()
             for link in self._visits:
                 link.abort()
-            self._beside.close()
+            self._background.close()
 
     def stop(self, reason: str, *, at_once: bool) -> None:
         """End the run when the current step is made, or `at_once`."""
@@ -314,7 +317,6 @@ class AveragingServer:
         return self._door.num_ended, list(self._door.ended)
 
     def _farewell_s(self) -> float:
-        """Return how long the last messages may take."""
         finish = self.end.finished
         stopped = finish is not None and finish.status == "stopped"
         return FAREWELL_S if stopped else self.end.machine.patience.shard_s
@@ -354,7 +356,6 @@ class AveragingServer:
             self._finished.set_result(self.end.finished)
 
     def _broke(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """End the run after an exception in the loop; `finish` raises it."""
         loop.default_exception_handler(context)
         if "exception" in context and not self._finished.done():
             self._finished.set_exception(context["exception"])

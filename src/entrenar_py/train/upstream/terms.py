@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.arithmetic import sharding
-from entrenar_py.train.upstream.messages import (
+from entrenar_py.train.upstream.frames import (
     BlockGradient,
     JoinRequest,
     NonBlock,

@@ -158,7 +158,6 @@ class Fetcher(Applicant):
         return [effect for _ in range(WANTED_MAX) for effect in self._want()] or self._done()
 
     def _want(self) -> list[Effect]:
-        """Want the next piece, if there is one."""
         for file, offset in self._wanted:
             self._due.append(Want(file=file, offset=offset))
             return [do.Send(self._peer, self._due[-1])]

@@ -43,7 +43,7 @@ class Member:
     host: str = ""
     backend: str = ""
     address: str = ""  # where other workers of a mesh connect to it
-    num_computing: int = 0  # assignments whose Computed has not come
+    num_computing: int = 0  # assignments that no Computed has answered
     working_since: float = 0.0  # when it began the first of these
 
     def to_send(self) -> tuple[int, ...]:
@@ -163,7 +163,7 @@ def problem(rank: int | None, step: int, times: int, reason: str) -> str:
     )
 
 
-FETCHING_MAX = 16  # fetchers at a time beside one for each rank; each costs some MiB
+FETCHING_MAX = 16  # fetchers at a time in addition to one for each rank; each costs some MiB
 CONVICTIONS_MAX = 2  # one flipped bit is forgiven; a rank caught this often is refused
 
 
@@ -203,23 +203,21 @@ class Attendance:
         if answer.rank is None:
             # An applicant, which will connect again as a worker.
             offer = do.Send(peer, terms.offer(self.timing, answer.proof, self.run.package))
-            told: list[Effect] = [do.Secure(peer, answer.key), offer]
+            answers: list[Effect] = [do.Secure(peer, answer.key), offer]
             if self._may_fetch():
                 member.phase = Phase.FETCHING
-                return told
+                return answers
             del self.peers[peer]
-            return [*told, do.Close(peer, "told what the run is")]
+            return [*answers, do.Close(peer, "told what the run is")]
         member.rank, member.proof, member.phase = answer.rank, answer.proof, Phase.WAITING
         member.backend = hello.backend
         return [do.Secure(peer, answer.key)]
 
     def _may_fetch(self) -> bool:
-        """Return whether there are files, and one more peer may fetch them."""
         num_fetching = len(self._peers_in(Phase.FETCHING))
         return self.run.package is not None and num_fetching < self.run.world_size + FETCHING_MAX
 
     def _barred(self) -> set[int]:
-        """Return the ranks that may not join any more, because audits caught them too often."""
         return {rank for rank, times in self._convicted.items() if times >= CONVICTIONS_MAX}
 
     def _overdue(self, now: float) -> list[tuple[Peer, str]]:
@@ -249,21 +247,18 @@ class Attendance:
         return effects
 
     def _members(self) -> dict[Peer, Member]:
-        """Return the peers that take part in steps."""
         return self._peers_in(*MEMBERS)
 
     def _peers_in(self, *phases: Phase) -> dict[Peer, Member]:
         return {peer: member for peer, member in self.peers.items() if member.phase in phases}
 
     def _tell(self, message: say.Message, phase: Phase) -> list[Effect]:
-        """Send `message` to every member, and put each into `phase`."""
         members = self._members()
         for member in members.values():
             member.phase = phase
         return [do.Send(peer, message) for peer in members]
 
     def _dismiss(self, farewell: say.Message, reason: str) -> list[Effect]:
-        """Send `farewell` to every admitted peer, and close every connection."""
         admitted = [peer for peer, m in self.peers.items() if m.phase is not Phase.CHALLENGED]
         sends = [do.Send(peer, farewell) for peer in admitted]
         closes = [do.Close(peer, reason) for peer in self.peers]

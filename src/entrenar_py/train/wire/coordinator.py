@@ -127,7 +127,7 @@ class Coordinator(Dealing):
             return self._ask(rank, shard, now)
         reason = (
             f"workers {sorted(audit.disputed)} disagree on shard {shard} of step {step}, and "
-            "nobody can say who is wrong: training halted before any update"
+            "nobody can say which is wrong: training halted before any update"
         )
         return [self._end_audit(shard), *self._halt(do.Stop(step, None, reason, shard=shard))]
 
@@ -201,7 +201,7 @@ class Coordinator(Dealing):
     # --- a step -----------------------------------------------------------------------------------
 
     def _conclude(self, shard: int, verdict: shard_assignment.Verdict, now: float) -> list[Effect]:
-        """End an audit; drop the worker that it caught, whose deliveries of the step are void."""
+        """End an audit; drop the worker that it caught, and void what it delivered in the step."""
         effects = self._count_copy(shard, verdict)
         if verdict.culprit is not None:
             self._convicted[verdict.culprit] += 1
@@ -247,7 +247,6 @@ class Coordinator(Dealing):
     # --- how the run goes on ----------------------------------------------------------------------
 
     def _settle(self, now: float) -> list[Effect]:
-        """Advance the run as far as the phases of the peers allow."""
         effects: list[Effect] = []
         while (turn := self._next(now)) is not None:
             effects += turn
@@ -271,7 +270,6 @@ class Coordinator(Dealing):
         return None
 
     def _is_staged(self) -> bool:
-        """Return whether the run is in the stage that ends with the commit."""
         return self.stage is Stage.STAGING
 
     def _commit(self) -> list[Effect]:
@@ -309,14 +307,12 @@ class Coordinator(Dealing):
         return self._hand_out(self._members(), now) if self._is_complete() else None
 
     def _is_complete(self) -> bool:
-        """Return whether all workers that the step waits for are there, and none is loading."""
         there = {member.rank for member in self._members().values()}
         awaited = set(self.run.awaited.get(self.step, ())) - self._barred()
         enough = len(there) >= (1 if self._begun else self.run.num_awaited)
         return enough and there.issuperset(awaited) and not self._peers_in(Phase.LOADING)
 
     def _has_state(self, step: int) -> bool:
-        """Return whether the state before `step` is here."""
         return True
 
     def _fetch(self, now: float) -> list[Effect] | None:

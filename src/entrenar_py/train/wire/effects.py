@@ -104,8 +104,8 @@ class Conclude(Effect):
     """End the audit of `shard`: the copy with index `copy` counts, the others are void.
 
     Copies are in the order of completion; `alike` gives for each the index of the first one with
-    the same bits. `culprit` is the rank whose copy differs, or None. `copy` is None if it is
-    unknown which copy is right. `disputed` are the ranks that ever disagreed.
+    the same bits. `culprit` is the rank that delivered a different copy, or None. `copy` is None if
+    it is unknown which copy is right. `disputed` are the ranks that ever disagreed.
     """
 
     step: int

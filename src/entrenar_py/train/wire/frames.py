@@ -60,7 +60,7 @@ def dump_header(message: Message) -> bytes:
 
 
 def parse_header(tag: int, header: bytes) -> Message:
-    """Return the message of kind `tag` whose fields are `header`.
+    """Return the message of kind `tag` with the fields in `header`.
 
     Raises ProtocolError for anything but what `dump` writes; it names a field that is wrong.
     """
@@ -241,12 +241,12 @@ class Decoder:
 
     @property
     def num_frames(self) -> int:
-        """Return the number of complete frames whose checksum was right."""
+        """Return the number of complete frames with a right checksum."""
         return self._number
 
     @property
     def in_work(self) -> type[Message] | None:
-        """Return the kind of the message whose payload is coming, None between messages."""
+        """Return the kind of the message that is still coming, None between messages."""
         return None if self._received is None else type(self._received.message)
 
     def buffer(self) -> memoryview:

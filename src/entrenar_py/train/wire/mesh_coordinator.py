@@ -40,7 +40,7 @@ class Grouping(Coordinator):
         self._group: list[Peer] = []  # the workers of this round
         self._complaints: Counter[Peer] = Counter()  # by and about each worker, in this step
         self._num_rounds = 0  # complaints in this step, those of both ends of a link as one
-        self._told: tuple[int, int] | None = None  # the last complaint: its sender, and about whom
+        self._told: tuple[int, int] | None = None  # the last complaint: its sender and its subject
 
     def _hello(self, peer: Peer, member: Member, hello: say.Hello, now: float) -> list[Effect]:
         ours, secret = self.run.terms, self.secret
@@ -84,7 +84,6 @@ class Grouping(Coordinator):
     }
 
     def _regroup(self, members: Mapping[Peer, Member], now: float) -> list[Effect]:
-        """Begin a new round with `members`, in the step that is being computed."""
         raise NotImplementedError
 
     def _begin_round(self, members: Mapping[Peer, Member], holders: list[int]) -> list[Effect]:
@@ -218,7 +217,6 @@ class MeshCoordinator(Grouping):
         return [do.Send(peer, say.Fetch(step=self.step))]
 
     def _give_up(self, waited: float) -> list[Effect]:
-        """Give up the run; the reason may be that no worker came back with the state."""
         is_lost = not (self._members() or self._has_state(self.step))
         return self._lost_state() if is_lost else super()._give_up(waited)
 
@@ -264,5 +262,4 @@ class MeshCoordinator(Grouping):
 
 
 def _holders(members: Mapping[Peer, Member]) -> dict[int, int]:
-    """Return the rank that has, or has delivered, each shard of the step."""
     return {shard: one.in_rank() for one in members.values() for shard in one.to_send()}

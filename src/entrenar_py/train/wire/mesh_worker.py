@@ -132,8 +132,8 @@ class Links:
     def greet(self, peer: Peer, message: Message, now: float) -> tuple[list[Effect], int | None]:
         """Take a message of a handshake; ProtocolError if it is not the one that comes next.
 
-        Return the effects, and the rank whose older link was closed for this one, or None. Messages
-        on the older link may be lost.
+        Return the effects, and the rank that had an older link, which was closed for this one, or
+        None. Messages on the older link may be lost.
         """
         link = self._links[peer]
         match message:
@@ -386,13 +386,11 @@ class MeshWorker(Worker):
         return effects
 
     def _spread(self, average: say.Average) -> list[Effect]:
-        """Send an averaged block to all other workers."""
         assert self._group is not None
         others = [rank for rank in self._group.ranks if rank != self.rank]
         return [effect for rank in others for effect in self.links.say(rank, average)]
 
     def _owner(self, block: int) -> int:
-        """Return the rank that averages `block`."""
         assert self._group is not None
         return self._group.ranks[block % len(self._group.ranks)]
 
@@ -542,7 +540,6 @@ class RingWorker(MeshWorker):
         return (self._place() - block - 1) % len(ranks)
 
     def _neighbour(self, places: int) -> int:
-        """Return the rank `places` further on in the ring."""
         assert self._group is not None
         ranks = self._group.ranks
         return ranks[(self._place() + places) % len(ranks)]

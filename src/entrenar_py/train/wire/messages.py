@@ -19,7 +19,7 @@ Digest: TypeAlias = str
 class Message:
     """A message. `tag` is its kind on the wire; `carries` names its payload, empty for none.
 
-    Every subclass is a frozen dataclass, whose fields are the message's header.
+    Every subclass is a frozen dataclass. Its fields are the message's header.
     """
 
     tag: ClassVar[int]

@@ -52,7 +52,7 @@ class Places:
         }
 
     def empty(self, there: Collection[int]) -> list[int]:
-        """Return the stages of which none of the ranks `there` is."""
+        """Return the stages that none of the ranks `there` has."""
         return [stage for stage, ranks in enumerate(self.ranks) if not set(ranks) & set(there)]
 
     def holders(self, there: Collection[int], num_shards: int) -> list[int]:
@@ -88,7 +88,9 @@ def decode(times_us: Sequence[int]) -> list[Timed]:
     """Return the passes that `encode` wrote. Raises ProtocolError for anything else."""
     triples = list(zip(*[iter(times_us)] * 3, strict=False))
     if len(times_us) % 3 or any(ended < began for _, began, ended in triples):
-        raise ProtocolError("Summed times_us: use three numbers a pass, of which none ends early")
+        raise ProtocolError(
+            "Summed times_us: use three numbers a pass; no pass ends before it began"
+        )
     return [Timed(code // 2, bool(code % 2), began, ended) for code, began, ended in triples]
 
 
@@ -98,13 +100,13 @@ def idle_share(passes: Mapping[int, Sequence[Timed]]) -> float | None:
     `passes` are those of each rank in one step; None without any. Each rank's clock starts when it
     is told to begin the step, so what its message takes is not seen.
     """
-    every = [one for of_rank in passes.values() for one in of_rank]
-    window = max((one.ended for one in every), default=0) - min(
-        (one.began for one in every), default=0
+    every = [timed for of_rank in passes.values() for timed in of_rank]
+    window = max((timed.ended for timed in every), default=0) - min(
+        (timed.began for timed in every), default=0
     )
     if window <= 0:
         return None
-    busy = sum(one.ended - one.began for one in every)
+    busy = sum(timed.ended - timed.began for timed in every)
     return 1 - busy / (len(passes) * window)
 
 

@@ -27,8 +27,8 @@ from entrenar_py.train.wire.terms import Run, Terms, Timing
 
 # The coordinator of a layer pipeline: each worker has a stage of the model.
 #
-# It has the state, makes the steps, and sends each stage its new weights, as in a star whose
-# server makes the updates. Shards pass through all stages, from worker to worker. If a worker is
+# It has the state, makes the steps, and sends each stage its new weights, as in a star with
+# updates by the server. Shards pass through all stages, from worker to worker. If a worker is
 # lost or a link breaks before a step is committed, the step did not happen: once every stage has
 # a worker again, a new round computes all of its shards anew, with the same bits.
 
@@ -90,7 +90,6 @@ class PipelineCoordinator(Grouping):
         return ""
 
     def _named(self) -> set[int]:
-        """Return the ranks that are kept for workers by their names."""
         return {rank for rank in range(self.places.num_ranks) if self.places.called(rank)}
 
     def _barred(self) -> set[int]:
@@ -279,7 +278,7 @@ class PipelineWorker(MeshWorker):
         self._loading: do.Load | None = None
         self._passes: list[tuple[int, bool]] = []  # that are left: a shard, and whether forward
         self._shards: tuple[int, ...] = ()
-        self._arrived: set[tuple[int, bool]] = set()  # the passes of which the input is here
+        self._arrived: set[tuple[int, bool]] = set()  # the passes that have their input
         self._running: do.Pass | None = None
         self._assigned_s = 0.0  # when the step's shards were assigned
         self._times: list[pipeline.Timed] = []  # of the step's passes so far
@@ -311,32 +310,32 @@ class PipelineWorker(MeshWorker):
                 self.rank = self._place
         return super()._refused(refuse)
 
-    def loaded(self, asked: do.Load) -> list[Effect]:
+    def loaded(self, load: do.Load) -> list[Effect]:
         """Take part from now on: the stage and its state are here."""
-        if asked is not self._loading:
+        if load is not self._loading:
             return []  # for a connection that has ended
         self._loading, self.phase = None, WorkerPhase.READY
-        return [do.Send(self._peer, say.Loaded(step=asked.step))]
+        return [do.Send(self._peer, say.Loaded(step=load.step))]
 
     # --- passes -----------------------------------------------------------------------------------
 
-    def passed(self, asked: do.Pass, outcome: Passed | say.NonFinite) -> list[Effect]:
-        """Take the result of `asked`, unless its round or its connection has ended."""
-        if asked != self._running:
+    def passed(self, effect: do.Pass, outcome: Passed | say.NonFinite) -> list[Effect]:
+        """Take the result of `effect`, unless its round or its connection has ended."""
+        if effect != self._running:
             return []
         self._running = None
         if isinstance(outcome, say.NonFinite):
             self._passes.clear()
             return [do.Send(self._peer, outcome)]
-        self._note_time(asked, outcome)
-        sends = self._forward(asked, outcome)
+        self._note_time(effect, outcome)
+        sends = self._forward(effect, outcome)
         if self._passes:
             return [*self._go_on(), *sends]  # they are encoded during the next pass
         self.phase = WorkerPhase.READY
         assert self._group is not None, "passes belong to a round"
         number = self._group.round
         summed = say.Summed(
-            step=asked.step,
+            step=effect.step,
             round=number,
             shards=self._shards,
             times_us=pipeline.encode(self._times),
@@ -348,26 +347,26 @@ class PipelineWorker(MeshWorker):
         """Return whether `asked` is still to be done; after its round or connection it is not."""
         return asked is self._loading or asked == self._running
 
-    def _note_time(self, asked: do.Pass, outcome: Passed) -> None:
+    def _note_time(self, effect: do.Pass, outcome: Passed) -> None:
         if 3 * len(self._times) + 3 <= say.LIST_MAX:
             began, ended = (
                 max(0, round(1e6 * (at - self._assigned_s)))
                 for at in (outcome.began_s, outcome.ended_s)
             )
-            self._times.append(pipeline.Timed(asked.shard, asked.is_forward, began, ended))
+            self._times.append(pipeline.Timed(effect.shard, effect.is_forward, began, ended))
 
-    def _forward(self, asked: do.Pass, outcome: Passed) -> list[Effect]:
+    def _forward(self, effect: do.Pass, outcome: Passed) -> list[Effect]:
         """Send what a pass made to the worker that needs it."""
         assert self._group is not None, "passes belong to a round"
         is_last = self.stage == self.places.num_stages - 1
-        about = {"step": asked.step, "round": self._group.round, "shard": asked.shard}
-        if asked.is_forward and not is_last:
+        about = {"step": effect.step, "round": self._group.round, "shard": effect.shard}
+        if effect.is_forward and not is_last:
             hidden = say.Activation(**about, dtype=outcome.dtype, draws=outcome.draws)
-            return self.links.say(self._holder(self.stage + 1, asked.shard), hidden)
+            return self.links.say(self._holder(self.stage + 1, effect.shard), hidden)
         if self.stage == 0:
             return []
         gradient = say.ActivationGradient(**about)
-        return self.links.say(self._holder(self.stage - 1, asked.shard), gradient)
+        return self.links.say(self._holder(self.stage - 1, effect.shard), gradient)
 
     def _go_on(self) -> list[Effect]:
         """Begin the next pass, if its input is here and no other one is running."""
@@ -406,7 +405,6 @@ class PipelineWorker(MeshWorker):
         return self._go_on()
 
     def _start_round(self) -> list[Effect]:
-        """Begin a round, or the next step in the same round."""
         self.phase = WorkerPhase.READY
         self._clear()
         group = self._group
@@ -451,7 +449,6 @@ class PipelineWorker(MeshWorker):
         return [do.Postpone(peer)]
 
     def _holder(self, stage: int, shard: int) -> int:
-        """Return the rank that computes `shard` in `stage`."""
         num_shards = len(self._holders) // self.places.num_stages
         if not 0 <= shard < num_shards:
             raise ProtocolError(f"shard={shard}: there are {num_shards}")

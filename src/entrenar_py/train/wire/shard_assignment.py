@@ -68,7 +68,7 @@ class Audit:
         return others[turn % len(others)] if others else None
 
     def another(self, present: Collection[int], turn: int) -> int | None:
-        """Return who computes one more copy: a third rank, else one of the two again, else None."""
+        """Return the rank for one more copy: a third one, else one of the two again, else None."""
         if len(set(self.copies)) > 2:
             return None
         third = self.second(present, turn)
@@ -104,7 +104,7 @@ def verdict(copies: Sequence[int], alike: Sequence[int]) -> Verdict | None:
 
 # Measures how fast each worker computes, and decides how many shards of a step it gets.
 #
-# Shards are logical and the tree over them is fixed, so who computes one changes no bit.
+# Shards are logical and the tree over them is fixed, so any worker computes one with the same bits.
 
 MEASURED = 9  # steps; the median of the last ones counts
 NEEDED = 3  # fewer say nothing: the first step of a worker may compile its kernels
@@ -169,7 +169,7 @@ class Pace:
         self._in_step.clear()
 
     def _with_retry(self, costs: Mapping[int, float]) -> Counts:
-        """Return the deal, with one shard for each idle rank whose turn has come again."""
+        """Return the deal, with one shard for each idle rank that is due for another try."""
         counts, step_s = dict(self.counts), makespan(self.counts, costs)
         for rank in [rank for rank, count in self.counts.items() if not count]:
             self._idle_s[rank] = self._idle_s.get(rank, 0.0) + step_s
@@ -346,7 +346,6 @@ class Dealing(Attendance):
         self._pace.computed(member.in_rank(), len(message.shards), seconds)
 
     def _copied(self, member: Member) -> int | None:
-        """Return the audited shard that `member` is delivering a copy of; None if not audited."""
         shard = member.assigned[0][0]
         return shard if shard in self._audits else None
 
@@ -357,14 +356,12 @@ class Dealing(Attendance):
         return [do.EndCopy(rank, shard), *self._pursue(shard, now)]
 
     def _count(self, member: Member, node: TreeNode, under: range) -> list[Effect]:
-        """Count the shards of a node as delivered, unless its block was complete already."""
         if node.block not in self._missing:
             return []
         self._missing[node.block].difference_update(under)
         return [do.Keep(member.in_rank(), node)]
 
     def _reduce(self, block: int) -> list[Effect]:
-        """Request the average of `block` once every shard of it is delivered."""
         if self._missing.get(block) != set():
             return []
         del self._missing[block]

@@ -104,15 +104,15 @@ class Worker:
         return bool(self._work) and self._work[0] == asked
 
     def computed(
-        self, asked: do.Compute, outcome: Sequence[say.TreeNode] | say.NonFinite
+        self, effect: do.Compute, outcome: Sequence[say.TreeNode] | say.NonFinite
     ) -> list[Effect]:
-        """Take the result of `asked`: tree nodes of all blocks, or a shard that isn't finite."""
-        if not self.wants(asked):
+        """Take the result of `effect`: tree nodes of all blocks, or a shard that isn't finite."""
+        if not self.wants(effect):
             return []
         self._work.popleft()
         if isinstance(outcome, say.NonFinite):
             return [do.Send(self._peer, outcome)]
-        computed = do.Send(self._peer, say.Computed(step=asked.step, shards=asked.shards))
+        computed = do.Send(self._peer, say.Computed(step=effect.step, shards=effect.shards))
         if not self._work:
             self.phase = Phase.READY
         next_one = [self._work[0]] if self._work else []
@@ -204,7 +204,6 @@ class Worker:
         return [self._work[0]] if len(self._work) == 1 else []
 
     def _deliver(self, nodes: Sequence[say.TreeNode]) -> list[Effect]:
-        """Send the computed nodes to the process that adds them."""
         return [do.Send(self._peer, node) for node in nodes]
 
     def _hold(self, message: say.Average | say.Weights) -> list[Effect]:

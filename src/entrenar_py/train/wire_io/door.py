@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from entrenar_py.train.wire_io import tls
+from entrenar_py.train.wire_io import sockets
 
 # Places for connections that have proved nothing yet: how many there are, and which of them is
 # closed when one more comes.
@@ -279,7 +279,9 @@ class Door:
 
     async def _secure(self, sock: socket.socket, visit: Visit, context: ssl.SSLContext) -> None:
         try:
-            ready = await tls.secured(sock, context, server_side=True, patience_s=self._patience_s)
+            ready = await sockets.secured(
+                sock, context, server_side=True, patience_s=self._patience_s
+            )
         except OSError as error:
             self._places.release(visit)
             self._note(visit.host, f"TLS: {str(error) or 'no handshake in time'}")

@@ -214,7 +214,7 @@ class Wire(Protocol):
         ...
 
 
-class Beside(Protocol):
+class Background(Protocol):
     """A thread, or a simulated one, for an end's longer work."""
 
     def run(self, work: Callable[[], Outcome], done: Callable[[Outcome], None]) -> None:
@@ -296,7 +296,6 @@ class End:
         return Stream(self._sizes, self.hands.room, direction, meter)
 
     def _require(self, peer: Peer, received: Received) -> None:
-        """Raise ProtocolError if the hands reject the message."""
         raise NotImplementedError
 
     def _do(self, wanted: Iterable[Effect], received: Received | None = None) -> None:
@@ -343,18 +342,18 @@ class CoordinatorEnd(End):
         hands: ServerHands,
         wire: Wire,
         clock: Callable[[], float],
-        beside: Beside,
-        reading: Beside,
+        background: Background,
+        reading: Background,
         *,
         proved: Callable[[Peer], None] = lambda peer: None,
         notify: Notify = unnoticed,
     ) -> None:
-        """Blocks are reduced, copies compared and steps prepared in `beside`.
+        """Blocks are reduced, copies compared and steps prepared in `background`.
 
         Files are read in `reading`, so that no step waits for a disk.
         """
         self.machine, self.hands = machine, hands
-        self._beside, self._reading = beside, reading
+        self._background, self._reading = background, reading
         super().__init__(wire, clock, proved=proved, notify=notify)
 
     def connected(self, peer: Peer, nonce: str, host: str = "") -> None:
@@ -392,7 +391,7 @@ class CoordinatorEnd(End):
             case do.Serve(peer, piece):
                 return [(one, None) for one in self._serve(peer, piece)]
             case do.Gather(step):
-                self._beside.forget()  # its work is for a step that is over, or did not happen
+                self._background.forget()  # its work is for a step that is over, or did not happen
                 hands.gather(step)
             case do.Copy(rank, message):
                 hands.copy(rank, message, payload_of(received))
@@ -409,9 +408,9 @@ class CoordinatorEnd(End):
             case do.Stop():
                 hands.stop(effect)
             case do.Dealt():
-                pass  # it is for those who are notified
+                pass  # it is for listeners
             case do.Finish():
-                self._beside.forget()
+                self._background.forget()
                 return super()._one(effect, received)
             case _:
                 return super()._one(effect, received)
@@ -438,7 +437,7 @@ class CoordinatorEnd(End):
         return []
 
     def _work(self, effect: do.Compare | do.Reduce | do.Prepare) -> None:
-        """Do the work of `effect` in `beside`, then tell the state machine its result."""
+        """Do the work of `effect` in `background`, then tell the state machine its result."""
         work: Callable[[], Any]
         took: Callable[..., list[Effect]]
         match effect:
@@ -457,7 +456,7 @@ class CoordinatorEnd(End):
             else:
                 self._do(took(*outcome, self._clock()))
 
-        self._beside.run(work, done)
+        self._background.run(work, done)
 
 
 class WorkerEnd(End):

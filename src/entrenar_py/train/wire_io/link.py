@@ -20,8 +20,8 @@ from contextlib import nullcontext
 from itertools import chain
 
 from entrenar_py.train.wire.frames import Buffer
-from entrenar_py.train.wire_io.background_thread import Task
 from entrenar_py.train.wire_io.injections import Fate, Meddling, bent
+from entrenar_py.train.wire_io.processes import Task
 
 FAREWELL_S = 2.0  # how long the last messages may take
 # The bytes that one connection may read or write before the others have their turn.
@@ -134,7 +134,7 @@ class Link:
         self._await_reading(not self._deaf)
 
     def _is_pending(self) -> bool:
-        """Return whether decrypted bytes wait in OpenSSL, of which the kernel knows nothing."""
+        """Return whether decrypted bytes wait in OpenSSL, where the kernel does not see them."""
         if not isinstance(self._socket, ssl.SSLSocket):
             return False
         with self._turn:
@@ -257,7 +257,6 @@ class Link:
         return bool(self._pieces)
 
     def _send(self, sock: socket.socket) -> int:
-        """Send the first pieces; return how many bytes were taken."""
         if isinstance(sock, ssl.SSLSocket):
             with self._turn:
                 return sock.send(self._pieces[0])  # TLS sockets have no `sendmsg`
@@ -357,7 +356,6 @@ class Link:
 
 
 def _is_ready(sock: socket.socket, event: int) -> bool:
-    """Return whether `sock` is ready within PATIENCE_MS."""
     poll = select.poll()
     poll.register(sock, event)
     return bool(poll.poll(PATIENCE_MS))

@@ -14,7 +14,7 @@ from entrenar_py.train.wire.mesh_worker import MeshWorker, RingWorker
 from entrenar_py.train.wire.messages import Message, NonFinite, Partial, TreeNode, Welcome
 from entrenar_py.train.wire.pipeline_peers import Passed, PipelineWorker
 from entrenar_py.train.wire_io.endpoints import (
-    Beside,
+    Background,
     Connection,
     Follow,
     MemberHands,
@@ -29,7 +29,7 @@ from entrenar_py.train.wire_io.injections import Speak, truthfully
 
 
 class Exchange(Protocol):
-    """The arithmetic of blocks that other workers send (`train.coordinator.topology`)."""
+    """The arithmetic of blocks that other workers send (`systems.star.exchanges`)."""
 
     def complete(self, block: int) -> None: ...
     def reduce(self, block: int) -> tuple[float, float] | None: ...
@@ -51,7 +51,7 @@ class RingExchange(Exchange, Protocol):
 
 
 class MeshHands(MemberHands, Protocol):
-    """The arithmetic of a worker in a mesh, or a ring (`train.coordinator.member`)."""
+    """The arithmetic of a worker in a mesh, or a ring (`systems.star.member`)."""
 
     @property
     def exchange(self) -> Exchange: ...
@@ -74,16 +74,16 @@ class MeshEnd(WorkerEnd):
         clock: Callable[[], float],
         compute: Callable[[Any], None],
         dial: Callable[[do.Dial], None],
-        beside: Beside,
+        background: Background,
         speak: Speak = truthfully,
         *,
         proved: Callable[[Peer], None] = lambda peer: None,
         notify: Notify = unnoticed,
     ) -> None:
-        """Blocks are reduced in `beside`."""
+        """Blocks are reduced in `background`."""
         super().__init__(machine, hands, wire, clock, compute, speak, proved=proved, notify=notify)
         self.links_meter = Meter()
-        self._dial, self._beside = dial, beside
+        self._dial, self._background = dial, background
         self._postponed: list[tuple[Peer, Received]] = []
 
     def accepted(self, peer: Peer, nonce: str) -> None:
@@ -123,17 +123,17 @@ class MeshEnd(WorkerEnd):
                 cast(TreeExchange, self.hands.exchange).contribute(node)
             case do.Reduce(step, block):
                 self.hands.exchange.complete(block)
-                self._beside.run(
+                self._background.run(
                     partial(self.hands.exchange.reduce, block),
                     lambda reduced: self._do(self._reduced(step, reduced, block)),
                 )
             case do.Combine(step, block):
                 return [(follow, None) for follow in self._combined(step, block, received)]
             case do.Regroup(number):
-                self._beside.forget()  # its work is for a round that is over
+                self._background.forget()  # its work is for a round that is over
                 self.hands.regroup(number)
             case do.Load() | do.Finish():
-                self._beside.forget()
+                self._background.forget()
                 return super()._one(effect, received)
             case do.Postpone(peer):
                 assert received is not None, "what is postponed was received"
@@ -195,12 +195,12 @@ class PipelineEnd(MeshEnd):
         """Make the pass `asked`, or load the stage, in any thread; return the outcome."""
         return self.hands.load_taken() if isinstance(asked, do.Load) else self.hands.run(asked)
 
-    def computed(self, asked: Any, outcome: Any) -> None:
-        """Take the `outcome` of `asked`."""
-        if isinstance(asked, do.Load):
-            self._do(self.machine.loaded(asked))
+    def computed(self, effect: Any, outcome: Any) -> None:
+        """Take the `outcome` of `effect`."""
+        if isinstance(effect, do.Load):
+            self._do(self.machine.loaded(effect))
         else:
-            self._do(self.machine.passed(asked, outcome))
+            self._do(self.machine.passed(effect, outcome))
 
     def _one(self, effect: Effect, received: Received | None) -> list[Follow]:
         match effect:

@@ -1,11 +1,8 @@
-"""Worker processes: forked from a fork server with all modules loaded, given jobs over a pipe.
-
-A process that is done waits for the next job; one that died is replaced. None outlives the process
-that started it.
-"""
+"""Work outside of the event loop: in a thread, and in worker processes from a fork server."""
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import ctypes
 import gc
@@ -15,15 +12,84 @@ import signal
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.forkserver import _forkserver
 from multiprocessing.process import BaseProcess
+from typing import Any, Generic, TypeVar
 
 from entrenar_py.shared.errors import SystemFailure
+
+Outcome = TypeVar("Outcome")
+
+
+class Task(Generic[Outcome]):
+    """Calls `work` in a thread of `executor`, then `done` with its result in the running loop.
+
+    An exception of `work` goes to the loop's exception handler. `work` gets the task as its
+    argument, and should return soon once the task is `stopped`.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        work: Callable[[Task[Outcome]], Outcome],
+        done: Callable[[Outcome], None],
+    ) -> None:
+        self.stopped = False
+        self._work, self._done = work, done
+        self._loop = asyncio.get_running_loop()
+        self._future = executor.submit(self._run)
+
+    def stop(self) -> None:
+        """Stop the work and wait for its end; `done` will not be called."""
+        self.stopped = True
+        if not self._future.cancel():
+            wait([self._future])
+
+    def _run(self) -> Outcome:
+        try:
+            return self._work(self)
+        finally:
+            self._loop.call_soon_threadsafe(self._tell)
+
+    def _tell(self) -> None:
+        if not self.stopped:
+            self._done(self._future.result())
+
+
+class Thread:
+    """One thread, which runs tasks in the order in which they were given."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1)
+        self._tasks: deque[Task[Any]] = deque()
+
+    def run(self, work: Callable[[], Outcome], done: Callable[[Outcome], None]) -> None:
+        """Call `work` in the thread, then `done` in the running loop."""
+
+        def finish(outcome: Outcome) -> None:
+            self._tasks.popleft()
+            done(outcome)
+
+        self._tasks.append(Task(self._thread, lambda _: work(), finish))
+
+    def forget(self) -> None:
+        """Stop all tasks and wait for their end; `done` is not called for any of them."""
+        for task in reversed(self._tasks):  # the last ones first: they are not begun
+            task.stop()
+        self._tasks.clear()
+
+    def close(self) -> None:
+        """Stop all tasks and end the thread; it takes no more tasks."""
+        self.forget()
+        self._thread.shutdown()
+
 
 ENDING_S = 5.0
 _OF_GROUPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # sent to all processes of a group
@@ -54,7 +120,7 @@ class Job:
         self._send(b"=" + text)
 
     def _send(self, message: bytes) -> None:
-        with suppress(OSError):  # who gave the job has ended, or wants to hear no more
+        with suppress(OSError):  # the parent has ended, or no longer listens
             self._pipe.send_bytes(message)
 
 
@@ -166,7 +232,7 @@ def _start_fork_server() -> None:
         return
     own, before = multiprocessing.current_process(), _forkserver._forkserver_address  # type: ignore[attr-defined]
     settings = own._config  # type: ignore[attr-defined]
-    given = settings.get("tempdir")
+    tempdir = settings.get("tempdir")
     with tempfile.TemporaryDirectory(prefix="fork-") as settings["tempdir"]:
         try:
             _forkserver.ensure_running()
@@ -175,11 +241,11 @@ def _start_fork_server() -> None:
                 handle = os.open(address, os.O_PATH | os.O_CLOEXEC)
                 _forkserver._forkserver_address = f"/proc/self/fd/{handle}"  # type: ignore[attr-defined]
         finally:
-            settings["tempdir"] = given
+            settings["tempdir"] = tempdir
 
 
 def load_ahead(preload: Sequence[str]) -> None:
-    """Start the fork server, which loads the modules `preload` beside this process.
+    """Start the fork server, which loads the modules `preload` while this process goes on.
 
     A crew that is made later has the same ones: there is one fork server, and it loads once.
     """

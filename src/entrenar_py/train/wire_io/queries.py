@@ -9,7 +9,7 @@ import socket
 import ssl
 import time
 from asyncio import StreamReader, StreamWriter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from entrenar_py.shared.errors import ProtocolError
@@ -65,7 +65,10 @@ async def ask(
     while True:
         try:
             async with asyncio.timeout(ANSWER_S):
-                return await _answer(host, port, context, secret, backend)
+                nonce = secrets.token_hex(NONCE_BYTES)
+                applicant = Applicant(0, nonce, secret=secret, backend=backend)
+                async with _connected(host, port, context) as streams:
+                    return await _talk(*streams, applicant)
         except TimeoutError:
             problem = f"no answer within {ANSWER_S:g} s"
             if context is None:
@@ -86,13 +89,15 @@ def reason(error: Exception, host: str) -> str:
     return str(error) or "closed by the other end"  # asyncio may give no text
 
 
-async def _answer(
-    host: str, port: int, context: ssl.SSLContext | None, secret: bytes, backend: str
-) -> Told | do.Finish:
-    reader, writer = await asyncio.open_connection(host, port, ssl=context)
+@contextlib.asynccontextmanager
+async def _connected(
+    host: str, port: int, context: ssl.SSLContext | None
+) -> AsyncIterator[tuple[StreamReader, StreamWriter]]:
+    """Connect within ANSWER_S, and at the end disconnect without sending what is left."""
+    async with asyncio.timeout(ANSWER_S):
+        reader, writer = await asyncio.open_connection(host, port, ssl=context)
     try:
-        nonce = secrets.token_hex(NONCE_BYTES)
-        return await _talk(reader, writer, Applicant(0, nonce, secret=secret, backend=backend))
+        yield reader, writer
     finally:
         writer.transport.abort()
         with contextlib.suppress(OSError):  # why it ended, which asyncio would log otherwise
@@ -102,7 +107,9 @@ async def _answer(
 
 async def _talk(reader: StreamReader, writer: StreamWriter, machine: Applicant) -> Told | do.Finish:
     """Carry out the effects of `machine` until it is finished; return the answer."""
-    decoder = Decoder(_offer_limit, direction=FROM_COORDINATOR)
+    decoder = Decoder(
+        lambda kind: SCENARIO_BYTES_MAX if kind is Offer else 0, direction=FROM_COORDINATOR
+    )
     encoder = Encoder(direction=TO_COORDINATOR)
     while data := await reader.read(SCENARIO_BYTES_MAX):
         for received in decoder.feed(data):
@@ -114,21 +121,15 @@ async def _talk(reader: StreamReader, writer: StreamWriter, machine: Applicant) 
                         decoder.key = encoder.key = key
                     case do.Finish():
                         offer = machine.offer
-                        return effect if offer is None else _told(offer, received)
+                        if offer is None:
+                            return effect
+                        return Told(
+                            scenario=bytes(received.payload),
+                            heartbeat_s=offer.heartbeat_s,
+                            dead_after_s=offer.dead_after_s,
+                            package=offer.package,
+                        )
     raise ConnectionError("closed by the other end")
-
-
-def _offer_limit(kind: type[Message]) -> int:
-    return SCENARIO_BYTES_MAX if kind is Offer else 0
-
-
-def _told(offer: Offer, received: Received) -> Told:
-    return Told(
-        scenario=bytes(received.payload),
-        heartbeat_s=offer.heartbeat_s,
-        dead_after_s=offer.dead_after_s,
-        package=offer.package,
-    )
 
 
 READ_BYTES = 2**18
@@ -151,9 +152,7 @@ class Source:
 
 
 async def fetch(
-    source: Source,
-    missing: Callable[[], Sequence[Part]],
-    store: Callable[[str, int, Buffer], None],
+    source: Source, missing: Callable[[], Sequence[Part]], store: Callable[[str, int, Buffer], None]
 ) -> do.Finish:
     """Fetch what is `missing`, which is called before each connection, and `store` each piece.
 
@@ -181,28 +180,20 @@ async def fetch(
 async def _fetched(
     source: Source, parts: Sequence[Part], store: Callable[[str, int, Buffer], None]
 ) -> do.Finish:
-    async with asyncio.timeout(ANSWER_S):
-        reader, writer = await asyncio.open_connection(source.host, source.port, ssl=source.context)
-    machine = Fetcher(
-        0,
-        secrets.token_hex(NONCE_BYTES),
-        secret=source.secret,
-        backend=source.backend,
-        package=source.package,
-        parts=parts,
-        timing=source.timing,
-        patience_s=source.patience_s,
-        now=time.monotonic(),
-    )
     sizes = {part.file: part.num_bytes for part in parts}
-    try:
-        talk = _Talk(machine, reader, writer, sizes, store, source.package)
-        return await talk.to_the_end()
-    finally:
-        writer.transport.abort()
-        with contextlib.suppress(OSError):  # why it ended, which asyncio would log otherwise
-            async with asyncio.timeout(CLOSE_S):
-                await writer.wait_closed()
+    async with _connected(source.host, source.port, source.context) as streams:
+        machine = Fetcher(
+            0,
+            secrets.token_hex(NONCE_BYTES),
+            secret=source.secret,
+            backend=source.backend,
+            package=source.package,
+            parts=parts,
+            timing=source.timing,
+            patience_s=source.patience_s,
+            now=time.monotonic(),
+        )
+        return await _Talk(machine, *streams, sizes, store, source.package).to_the_end()
 
 
 class _Talk:

@@ -28,8 +28,7 @@ from entrenar_py.train.wire.messages import Message
 from entrenar_py.train.wire.pipeline_peers import PipelineWorker
 from entrenar_py.train.wire.terms import NONCE_BYTES, Run, Timing
 from entrenar_py.train.wire.worker import Worker
-from entrenar_py.train.wire_io import sockets, tls
-from entrenar_py.train.wire_io.background_thread import Thread
+from entrenar_py.train.wire_io import sockets
 from entrenar_py.train.wire_io.door import Door, Visit
 from entrenar_py.train.wire_io.endpoints import (
     CoordinatorEnd,
@@ -42,6 +41,7 @@ from entrenar_py.train.wire_io.endpoints import (
 from entrenar_py.train.wire_io.injections import Meddle, Speak, truthfully, unmeddled
 from entrenar_py.train.wire_io.link import FAREWELL_S, Link
 from entrenar_py.train.wire_io.peer_ends import MeshEnd, MeshHands, PipelineEnd, PipelineHands
+from entrenar_py.train.wire_io.processes import Thread
 
 TICKS_A_HEARTBEAT = 4
 SECRET_BYTES_MIN = 16
@@ -63,9 +63,9 @@ class CoordinatorServer:
         notify: Notify = unnoticed,
     ) -> None:
         machine = kind(run, secret=secret, timing=timing, now=time.monotonic())
-        self._beside, self._reading = Thread(), Thread()
+        self._background, self._reading = Thread(), Thread()
         self.end = CoordinatorEnd(
-            *(machine, hands, self, time.monotonic, self._beside, self._reading),
+            *(machine, hands, self, time.monotonic, self._background, self._reading),
             proved=self._proved,
             notify=notify,
         )
@@ -99,10 +99,7 @@ class CoordinatorServer:
             _require_protection(host, self.end.machine.secret, context)
         listeners = sockets.listen(addresses, buffer_bytes=buffer_bytes)
         self._door = Door(
-            listeners,
-            self._opened,
-            context=context,
-            patience_s=self.end.machine.timing.hello_s,
+            listeners, self._opened, context=context, patience_s=self.end.machine.timing.hello_s
         )
         name = listeners[0].getsockname()
         return name[0], name[1]
@@ -127,7 +124,7 @@ class CoordinatorServer:
             self._door.close()
             for link in self._visits:
                 link.abort()
-            self._beside.close()
+            self._background.close()
             self._reading.close()
 
     def stop(self, reason: str, *, at_once: bool = False) -> None:
@@ -139,7 +136,7 @@ class CoordinatorServer:
         """End at once and without messages, as if the process had died: `finish` returns DIED."""
         self._dead = True
         self._ticking.cancel()
-        self._beside.forget()
+        self._background.forget()
         self._reading.forget()
         self._door.close()
         for link in self._visits:
@@ -203,7 +200,6 @@ class CoordinatorServer:
             self._finished.set_result(self.end.finished)
 
     def _broke(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """End the run after an exception in the loop; `finish` raises it."""
         loop.default_exception_handler(context)
         if "exception" in context and not self._finished.done():
             self._finished.set_exception(context["exception"])
@@ -211,7 +207,7 @@ class CoordinatorServer:
 
 def _require_protection(host: str, secret: bytes, context: ssl.SSLContext | None) -> None:
     """Raise UsageError if anyone could take part in a run that listens at `host`."""
-    if len(secret) < SECRET_BYTES_MIN and not (context and tls.proves_identity(context)):
+    if len(secret) < SECRET_BYTES_MIN and not (context and sockets.proves_identity(context)):
         raise UsageError(
             f"host={host}: other machines can connect there, and the secret of {len(secret)} bytes "
             f"is too short to stop them; give one of at least {SECRET_BYTES_MIN} bytes, or TLS "
@@ -247,12 +243,7 @@ class WorkerClient:
         self._thread = ThreadPoolExecutor(1)
 
     async def run(
-        self,
-        host: str,
-        port: int,
-        *,
-        patience_s: float,
-        context: ssl.SSLContext | None = None,
+        self, host: str, port: int, *, patience_s: float, context: ssl.SSLContext | None = None
     ) -> do.Finish:
         """Take part until the run is over; return `failed` after `patience_s` without admission.
 
@@ -336,19 +327,21 @@ class WorkerClient:
             sock = await sockets.connect(host, port, buffer_bytes=self.buffer_bytes)
         if context is None:
             return sock
-        return await tls.secured(sock, context, server_side=False, host=host, patience_s=patience_s)
+        return await sockets.secured(
+            sock, context, server_side=False, host=host, patience_s=patience_s
+        )
 
-    def compute(self, asked: Any) -> None:
-        """Do the work of the effect `asked` in a thread."""
+    def compute(self, effect: Any) -> None:
+        """Do the work of the effect `effect` in a thread."""
 
         def computed(outcome: asyncio.Future[Any]) -> None:
             if self._computing is outcome:  # and not the next one, which waits for the thread
                 self._computing = None
             if not outcome.cancelled():  # as it is when the run is over
-                self.end.computed(asked, outcome.result())
+                self.end.computed(effect, outcome.result())
 
         loop = asyncio.get_running_loop()
-        self._computing = loop.run_in_executor(self._thread, self.end.work, asked)
+        self._computing = loop.run_in_executor(self._thread, self.end.work, effect)
         self._computing.add_done_callback(computed)
 
     def _tick(self) -> None:
@@ -418,20 +411,15 @@ class MeshClient(WorkerClient):
         """Return the end that this client drives; `machine` and `hands` are those of a mesh."""
         assert isinstance(machine, MeshWorker)
         mesh = cast(MeshHands, hands)
-        clock, self._beside = time.monotonic, Thread()
+        clock, self._background = time.monotonic, Thread()
         return MeshEnd(
-            *(machine, mesh, self, clock, self.compute, self.dial, self._beside, speak),
+            *(machine, mesh, self, clock, self.compute, self.dial, self._background, speak),
             proved=self._proved,
             notify=notify,
         )
 
     async def run(
-        self,
-        host: str,
-        port: int,
-        *,
-        patience_s: float,
-        context: ssl.SSLContext | None = None,
+        self, host: str, port: int, *, patience_s: float, context: ssl.SSLContext | None = None
     ) -> do.Finish:
         """Take part until the run is over; see WorkerClient.
 
@@ -449,7 +437,7 @@ class MeshClient(WorkerClient):
                 task.cancel()
             for link in list(self._links):
                 link.abort()
-            self._beside.close()
+            self._background.close()
 
     def prepare(self, sock: socket.socket) -> None:
         """Listen at the local address of `sock`, which is connected to the coordinator.
@@ -556,17 +544,17 @@ class MeshClient(WorkerClient):
 
 
 class PipelineClient(MeshClient):
-    """A worker that exchanges hidden states and gradients with the stages beside its own."""
+    """A worker that exchanges hidden states and gradients with the stages next to its own."""
 
     def new_end(
         self, machine: Worker, hands: MemberHands, speak: Speak, notify: Notify
     ) -> PipelineEnd:
         """Return the end that this client drives; `machine` and `hands` are those of a pipeline."""
         assert isinstance(machine, PipelineWorker)
-        clock, self._beside = time.monotonic, Thread()
+        clock, self._background = time.monotonic, Thread()
         return PipelineEnd(
             *(machine, cast(PipelineHands, hands), self, clock, self.compute, self.dial),
-            *(self._beside, speak),
+            *(self._background, speak),
             proved=self._proved,
             notify=notify,
         )

@@ -106,12 +106,12 @@ class Chains:
     def _sum(self, node: Node, interval: Interval, operands: Sequence[Bounded]) -> Interval:
         bounded = iter(operands)
         count, size = 0, torch.zeros((), dtype=torch.float64)
-        for one in node.args[:2]:
-            if isinstance(one, Node):
+        for operand in node.args[:2]:
+            if isinstance(operand, Node):
                 held = next(bounded)
-                known = self._terms.get(one, (1, _size(held)))
+                known = self._terms.get(operand, (1, _size(held)))
             else:
-                known = 1, torch.tensor(abs(float(one)), dtype=torch.float64)  # type: ignore[arg-type]
+                known = 1, torch.tensor(abs(float(operand)), dtype=torch.float64)  # type: ignore[arg-type]
             count, size = count + known[0], size + known[1]
         self._terms[node] = count, size
         if count < 3:
@@ -121,7 +121,6 @@ class Chains:
 
 
 def _size(held: Bounded) -> Tensor:
-    """Return the largest absolute value of each element."""
     return torch.maximum(held.low.double().abs(), held.high.double().abs())
 
 

@@ -178,10 +178,10 @@ def is_exact(operand: Bounded) -> bool:
 def evaluate(target: Any, args: Any, kwargs: Any, pick: Callable[[Bounded], Tensor]) -> Tensor:
     """Run `target` with `pick(operand)` for each operand, and with float64 in place of float32."""
 
-    def take(one: Any) -> Any:
-        if isinstance(one, Bounded):
-            return pick(one)
-        return torch.float64 if one is torch.float32 else one
+    def take(operand: Any) -> Any:
+        if isinstance(operand, Bounded):
+            return pick(operand)
+        return torch.float64 if operand is torch.float32 else operand
 
     args, kwargs = pytree.tree_map(take, (args, kwargs))
     if target is _ATEN.view.default:  # an end's strides may differ from those of the graph's tensor
@@ -312,7 +312,6 @@ def _flip(one: Interval) -> Interval:
 
 
 def _of_two(interval: Callable[[Interval, Interval], Interval]) -> Rule:
-    """Return the rule that applies `interval` to the intervals of two operands."""
     return lambda target, args, kwargs: interval(_number(args[0]), _number(args[1]))
 
 
@@ -341,7 +340,6 @@ def _not(target: Any, args: Any, kwargs: Any) -> Interval:
 
 
 def _known_truth(target: Any, args: Any, kwargs: Any) -> Interval:
-    """Return the result where all operands are decided, and both outcomes elsewhere."""
     operands = [one for one in args if isinstance(one, Bounded)]
     value = evaluate(target, args, kwargs, lambda one: one.value)
     decided = torch.stack([one.interval.decided.expand(value.shape) for one in operands]).all(0)
@@ -396,16 +394,16 @@ def _nf4(target: Any, args: Any, kwargs: Any) -> Interval:
     def taken(pick: Callable[[Tensor], Tensor]) -> Interval:
         return Interval(pick(table.low), pick(table.high))
 
-    levels = taken(lambda one: one[scales.value.long()])
-    spread = taken(lambda one: nf4.second_scales(one, len(scales.value)))
-    scale = intervals.add(intervals.multiply(levels, spread), taken(lambda one: one[nf4.MEAN]))
+    levels = taken(lambda end: end[scales.value.long()])
+    spread = taken(lambda end: nf4.second_scales(end, len(scales.value)))
+    scale = intervals.add(intervals.multiply(levels, spread), taken(lambda end: end[nf4.MEAN]))
     size = math.prod(shape)
     weights = intervals.exactly(nf4.levels(codes.value, size).double())
-    found = intervals.multiply(
+    decoded = intervals.multiply(
         weights,
-        Interval(*(one.repeat_interleave(nf4.BLOCK)[:size] for one in (scale.low, scale.high))),
+        Interval(*(end.repeat_interleave(nf4.BLOCK)[:size] for end in (scale.low, scale.high))),
     )
-    low, high = (one.reshape(list(shape)) for one in (found.low, found.high))
+    low, high = (end.reshape(list(shape)) for end in (decoded.low, decoded.high))
     return intervals.near(low, high, relative=intervals.UNIT, absolute=0.0)
 
 

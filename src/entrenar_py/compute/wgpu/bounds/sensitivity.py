@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 from entrenar_py.compute.wgpu import bounds
 from entrenar_py.compute.wgpu.bounds import intervals, rules
 
-# Allows for second-order terms, and for operands whose error changes how a result rounds.
+# Allows for second-order terms, and for errors of operands that change how a result rounds.
 SAFETY = 2.0
 
 
@@ -60,11 +60,11 @@ def deviations(
     Raises UsageError as `bounds.bound` does.
     """
     walk = _Local(graph)
-    bounded = [bounds.given(one.detach()) for one in inputs]
+    bounded = [bounds.given(tensor.detach()) for tensor in inputs]
     exact = walk.run(*bounded)
     return [
-        _deviation(index, got.detach().double(), one.value, walk)
-        for index, (got, one) in enumerate(zip(outputs, exact, strict=True))
+        _deviation(index, got.detach().double(), tensor.value, walk)
+        for index, (got, tensor) in enumerate(zip(outputs, exact, strict=True))
     ]
 
 

@@ -1,22 +1,129 @@
-"""Records samples beside those made without our code, and which tokens the loss counts."""
+"""Records of a fine-tuning: weights that aren't trained, weights in NF4, and samples."""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
+from safetensors.numpy import load_file
 from torch import Tensor, nn
 
 from entrenar_py.shared import trace
-from entrenar_py.systems.finetuned import small
-from entrenar_py.systems.finetuned.small import Made
+from entrenar_py.systems.finetuned import small_run
+from entrenar_py.systems.finetuned.small_run import Fixture
 from entrenar_py.train.arithmetic.tensors import Array, DropFunction, Tensors
 from entrenar_py.train.model import objectives
 from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.model.samples import Samples
 from entrenar_py.train.model.workload import Finetuning
+
+
+def weights_of(folder: Path) -> dict[str, Array]:
+    """Return all weights in the safetensors files of a folder, by name."""
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: array for file in files for name, array in load_file(file).items()}
+
+
+def of_files(folder: Path) -> trace.Frozen:
+    """Return the record of all weights in the safetensors files of a checkpoint."""
+    records = {name: trace.record_tensor(array) for name, array in weights_of(folder).items()}
+    return trace.Frozen(when="in the checkpoint", weights=records)
+
+
+def of_module(module: nn.Module, when: str) -> trace.Frozen:
+    """Return the record of the parameters of `module` that get no gradient, as they are now.
+
+    Those in NF4 are bytes, not what the checkpoint has, and have a name of their own.
+    """
+    records = {
+        name_in_checkpoint(name)
+        + (" in NF4" if parameter.dtype == torch.uint8 else ""): trace.record_tensor(
+            np.ascontiguousarray(parameter.detach().cpu().numpy())
+        )
+        for name, parameter in module.named_parameters()
+        if not parameter.requires_grad
+    }
+    return trace.Frozen(when=when, weights=records)
+
+
+def name_in_checkpoint(name: str) -> str:
+    """Return the name that a parameter of a model with adapters has in the checkpoint."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+
+
+_WITHIN_BLOCKS = re.compile(r"\.layers\.\d+\..*_proj\.weight$")  # of qwen3 and llama
+_HEADS = ("lm_head.weight",)
+
+
+def is_within_blocks(name: str) -> bool:
+    """Return whether a weight of the checkpoint is one of a linear layer within a block."""
+    return bool(_WITHIN_BLOCKS.search(name))
+
+
+def decoded(fixture: Fixture) -> dict[str, Array]:
+    """Return the checkpoint's weights; those within blocks as the numbers that NF4 stands for."""
+    weights = weights_of(fixture.settings.model)
+    for name, array in weights.items():
+        if is_within_blocks(name):
+            codes, state = _quantised(array)
+            weights[name] = np.ascontiguousarray(_functional().dequantize_4bit(codes, state))
+    return weights
+
+
+def nf4_events(fixture: Fixture, module: nn.Module) -> Iterator[trace.Quantised]:
+    """Yield the weight of each linear layer, as `module` has it, and in NF4 by `bitsandbytes`."""
+    layers = {name_in_checkpoint(name): layer for name, layer in _linear(module)}
+    for name, array in weights_of(fixture.settings.model).items():
+        if not (is_within_blocks(name) or name in _HEADS):
+            continue
+        weight = layers[name].weight
+        is_nf4 = getattr(weight, "quant_state", None) is not None
+        yield trace.Quantised(
+            layer=name.removesuffix(".weight"),
+            due=is_within_blocks(name),
+            held=_records(weight.data, weight.quant_state) if is_nf4 else {},
+            stock=_records(*_quantised(array)),
+        )
+
+
+def _linear(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, layer in module.named_modules():
+        weight = getattr(layer, "weight", None)
+        if isinstance(weight, Tensor) and ".lora_" not in name:
+            yield f"{name}.weight", layer
+
+
+def _quantised(array: Array) -> tuple[Tensor, Any]:
+    codes, state = _functional().quantize_4bit(
+        torch.from_numpy(array), blocksize=64, compress_statistics=True, quant_type="nf4"
+    )
+    return codes, state
+
+
+def _records(codes: Tensor, state: Any) -> trace.Tensors:
+    """Return records of the codes, the scales' codes, their scales and mean, and both levels."""
+    parts = {
+        "codes": codes,
+        "levels": state.code,
+        "scales": state.absmax,
+        **({"mean": state.offset, "second scales": state.state2.absmax} if state.nested else {}),
+    }
+    return {
+        name: trace.record_tensor(np.ascontiguousarray(part.detach().cpu().numpy()))
+        for name, part in parts.items()
+    }
+
+
+def _functional() -> Any:
+    from bitsandbytes import functional
+
+    return functional
 
 
 class _Part(NamedTuple):
@@ -61,14 +168,14 @@ class Watched(Finetuning):
             first = self._rows.batch(ids)[1].argmax(1).tolist()
             places = enumerate(zip(ids, first, strict=True))
             return [_Part(sample, row, slice(None), begin) for row, (sample, begin) in places]
-        found, lengths = list[_Part](), [self._samples.length(i) for i in ids]
+        parts, lengths = list[_Part](), [self._samples.length(i) for i in ids]
         for row, members in enumerate(objectives.rows_of(lengths, self.packed_tokens)):
             begin = 0
             for member in members:
                 end = begin + lengths[member]
-                found.append(_Part(ids[member], row, slice(begin, end), 0))
+                parts.append(_Part(ids[member], row, slice(begin, end), 0))
                 begin = end
-        return found
+        return parts
 
     def _note(self, parts: Sequence[_Part], gradient: Tensor) -> None:
         """Note the positions of a gradient, [n, t, width], that is not zero."""
@@ -78,10 +185,10 @@ class Watched(Finetuning):
             self.taught[part.sample].update(positions.tolist())
 
 
-def events(made: Made, prepared: Prepared, workload: Watched) -> Iterator[trace.Event]:
+def sample_events(fixture: Fixture, prepared: Prepared, workload: Watched) -> Iterator[trace.Event]:
     """Yield Encoded and Taught events of all samples, and for classes a Weighed event."""
-    stock = list(stock_rows(made))
-    row_of = rows_of(prepared.train, len(made.rows))
+    stock = list(stock_rows(fixture))
+    row_of = rows_of(prepared.train, len(fixture.rows))
     for sample in range(len(prepared.train)):
         part = prepared.train.part(sample)
         stock_tokens, completion = stock[row_of[sample]]
@@ -96,9 +203,9 @@ def events(made: Made, prepared: Prepared, workload: Watched) -> Iterator[trace.
         )
     for sample, positions in sorted(workload.taught.items()):
         yield trace.Taught(sample=sample, positions=tuple(sorted(positions)))
-    if made.settings.task == "classify":
-        asked = made.settings.classes.weights
-        yield trace.Weighed(asked=asked, weights=prepared.class_weights)
+    if fixture.settings.task == "classify":
+        weighting = fixture.settings.classes.weights
+        yield trace.Weighed(asked=weighting, weights=prepared.class_weights)
 
 
 def rows_of(samples: Samples, num_rows: int) -> list[int]:
@@ -111,13 +218,13 @@ def rows_of(samples: Samples, num_rows: int) -> list[int]:
     ]
 
 
-def stock_rows(made: Made) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def stock_rows(fixture: Fixture) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Yield the tokens of each row as `transformers` makes them, and the positions to predict."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(made.settings.model, local_files_only=True)
-    for row in made.rows:
-        yield _stock(tokenizer, made.settings.task, row)
+    tokenizer = AutoTokenizer.from_pretrained(fixture.settings.model, local_files_only=True)
+    for row in fixture.rows:
+        yield _stock(tokenizer, fixture.settings.task, row)
 
 
 def _stock(
@@ -140,17 +247,17 @@ def _chat(
     The chat is written without its template, and tokens are put to bytes by their names: neither
     marks nor offsets of `transformers` have a part in it.
     """
-    text, is_learned = small.BEGIN, [False] * len(small.BEGIN)
+    text, is_learned = small_run.BEGIN, [False] * len(small_run.BEGIN)
     for message in messages:
-        head = f"{small.TURN}{message['role']}\n"
-        said = f"{message['content']}{small.END}\n"
+        head = f"{small_run.TURN}{message['role']}\n"
+        said = f"{message['content']}{small_run.END}\n"
         text += head + said
         learned = message["role"] == "assistant"
         is_learned += [False] * len(head.encode()) + [learned] * len(said.encode())
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     encoded, table, num_bytes, completion = text.encode(), byte_of_character(), 0, list[int]()
     for place, name in enumerate(tokenizer.convert_ids_to_tokens(tokens)):
-        own = name.encode() if name in small.SPECIAL else bytes(table[sign] for sign in name)
+        own = name.encode() if name in small_run.SPECIAL else bytes(table[sign] for sign in name)
         assert encoded[num_bytes : num_bytes + len(own)] == own
         num_bytes += len(own)
         if is_learned[num_bytes - 1]:

@@ -10,13 +10,12 @@ from pathlib import Path
 from entrenar_py.shared import trace
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Trace
-from entrenar_py.systems.finetuned import frozen, nf4, outputs, samples_seen, small
-from entrenar_py.systems.finetuned.asked import Asked
-from entrenar_py.systems.finetuned.samples_seen import Watched
-from entrenar_py.systems.finetuned.small import Made
+from entrenar_py.systems.finetuned import records, small_run, textbook
+from entrenar_py.systems.finetuned.records import Watched
+from entrenar_py.systems.finetuned.small_run import Fixture, Request
 from entrenar_py.systems.finetuned.textbook import Textbook
 from entrenar_py.systems.star.scenario_run import ScenarioRun
-from entrenar_py.systems.star.simulated import SimulatedTransport
+from entrenar_py.systems.star.simulation import SimulatedTransport
 from entrenar_py.train.model import preparation
 from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.wire.terms import Run
@@ -27,29 +26,29 @@ def run(scenario: Scenario) -> Trace:
 
     Raises UsageError without the extra `finetune`.
     """
-    asked = Asked.of(scenario)
-    with small.quiet(), tempfile.TemporaryDirectory() as folder:
-        made = small.make(Path(folder), scenario, asked)
-        prepared = preparation.prepare(made.settings, Path(folder, "cache"))
+    request = Request.of(scenario)
+    with small_run.quiet(), tempfile.TemporaryDirectory() as folder:
+        fixture = small_run.make(Path(folder), scenario, request)
+        prepared = preparation.prepare(fixture.settings, Path(folder, "cache"))
         workload = prepared.workload(Watched)
         assert isinstance(workload, Watched), "it was asked for"
-        training = _Training(scenario, workload, made)
+        training = _Training(scenario, workload, fixture)
         first = training.server.initial()
-        begin = list(outputs.adapters("start", made, asked, first))
+        begin = list(textbook.adapters("start", fixture, request, first))
         done = training.train()
         if done.end.status != "completed":
             return done
-        events = (*begin, *training.frozen, *_facts(asked, made, prepared, training, done))
+        events = (*begin, *training.frozen, *_facts(request, fixture, prepared, training, done))
     return replace(done, events=(*done.events[:-1], *events, done.events[-1]))
 
 
 class _Training(ScenarioRun):
     """A run that records the weights that aren't trained whenever its workers are started."""
 
-    def __init__(self, scenario: Scenario, workload: Watched, made: Made) -> None:
+    def __init__(self, scenario: Scenario, workload: Watched, fixture: Fixture) -> None:
         super().__init__(scenario, SimulatedTransport, workload)
         self.workload = workload
-        self.frozen = [frozen.of_files(made.settings.model)]
+        self.frozen = [records.of_files(fixture.settings.model)]
 
     def begin(self, run: Run) -> None:
         """See `ScenarioRun`."""
@@ -58,24 +57,24 @@ class _Training(ScenarioRun):
 
     def watch(self, when: str) -> None:
         """Record the weights that aren't trained."""
-        self.frozen.append(frozen.of_module(self.workload.module, when))
+        self.frozen.append(records.of_module(self.workload.module, when))
 
 
 def _facts(
-    asked: Asked, made: Made, prepared: Prepared, training: _Training, done: Trace
+    request: Request, fixture: Fixture, prepared: Prepared, training: _Training, done: Trace
 ) -> Iterator[trace.Event]:
-    """Yield what the scenario asks for beside the training."""
+    """Yield what the scenario asks for in addition to the training."""
     training.watch("after the training")
     yield training.frozen.pop()
     final = {name: array.copy() for name, array in training.server.replica.replica.arrays.items()}
-    if "samples" in asked.facts:
-        yield from samples_seen.events(made, prepared, training.workload)
-    if asked.method == "qlora":
-        yield from nf4.events(made, training.workload.module)
-    if {"outputs", "merged"} & set(asked.facts):
-        yield outputs.written(made, prepared, training.workload.module, final)
-    if "merged" in asked.facts:
-        yield from outputs.merged(made, asked, prepared, final)
-    if "gradients" in asked.facts:
+    if "samples" in request.facts:
+        yield from records.sample_events(fixture, prepared, training.workload)
+    if request.method == "qlora":
+        yield from records.nf4_events(fixture, training.workload.module)
+    if {"outputs", "merged"} & set(request.facts):
+        yield textbook.written(fixture, prepared, training.workload.module, final)
+    if "merged" in request.facts:
+        yield from textbook.merged(fixture, request, prepared, final)
+    if "gradients" in request.facts:
         shapes = {name: array.shape for name, array in final.items()}
-        yield from Textbook(made, asked, shapes).steps(done)
+        yield from Textbook(fixture, request, shapes).steps(done)

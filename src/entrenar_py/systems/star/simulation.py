@@ -16,7 +16,7 @@ from entrenar_py.systems.star.scenario_run import ScenarioRun
 from entrenar_py.train.wire.effects import Finish
 from entrenar_py.train.wire.terms import Run, Timing
 from entrenar_py.train.wire_io.injections import Guest
-from entrenar_py.train.wire_io.simulated import Simulation
+from entrenar_py.train.wire_io.simulation import Simulation
 
 # A longer run counts as hung. Most runs that go wrong end by themselves within minutes.
 VIRTUAL_S_MAX = 1_000.0
@@ -82,6 +82,5 @@ class SimulatedTransport:
             self.simulation.later(RESTART_S, partial(self.start, fault.rank))
 
     def _restart(self) -> None:
-        """Continue from the checkpoint with a new coordinator, to which the workers reconnect."""
         died_in = self.simulation.coordinator.machine.step
         self.simulation.restart(self._of.taken_up(died_in), self._of.server)

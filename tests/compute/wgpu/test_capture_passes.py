@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 
-from entrenar_py.compute.wgpu.capture import capture
+from entrenar_py.compute.wgpu.capture import capture, is_empty
 from entrenar_py.compute.wgpu.device import Device
-from entrenar_py.compute.wgpu.graph import is_empty
 from tests.compute.wgpu.test_operations import agree, numbers
 
 

@@ -23,7 +23,7 @@ MODULES = (
     "torch._dynamo.aot_compile",  # loaded by the first optimizer of a process
     "torch.nn.parallel",
 )
-MUTANTS = "entrenar_py.systems.preloaded_mutants"
+MUTANTS = "entrenar_py.systems.preload_mutants"
 
 
 def of_ranks() -> tuple[str, ...]:

@@ -1,17 +1,53 @@
-"""Finds values that are not finite before the reduction spreads them to all ranks."""
+"""What ranks of torch's trainers need in a step: samples, and a guard against bad values."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-_NONE = 2**62  # the place of a rank whose values are all finite
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.systems.torch.modules import Model
+from entrenar_py.train.arithmetic import sharding
+
+if TYPE_CHECKING:
+    from entrenar_py.systems.torch.ranks import Rank  # which imports NotFinite
+
+
+def global_batch(scenario: Scenario, position: sharding.Position) -> sharding.Ids:
+    """Return the sample ids of the step at `position`, over all ranks."""
+    visit = sharding.order(scenario.num_samples, scenario.rng("order", position.epoch))
+    return sharding.batch(visit, position, scenario.batch_size)
+
+
+def micro_batches(rank: Rank, ids: sharding.Ids, index: int) -> list[sharding.Ids]:
+    """Return rank `index`'s part of a global batch, in micro-batches; some may be empty."""
+    local = sharding.cut(ids, rank.world_size)[index]
+    return sharding.cut(local, rank.scenario.accumulation)
+
+
+def total_weight(rank: Rank, model: Model, ids: sharding.Ids) -> float:
+    """Return the weight of the global batch, in samples or tokens, by an all-reduce."""
+    local = sharding.cut(ids, rank.world_size)[rank.index]
+    weight = torch.tensor(model.count(local), device=rank.device)
+    dist.all_reduce(weight)
+    return float(weight)
+
+
+def update_buffers(rank: Rank, model: Model, ids: sharding.Ids) -> None:
+    """Move the running means towards the mean of the global batch, the same on all ranks."""
+    totals = model.statistics(sharding.cut(ids, rank.world_size)[rank.index])
+    for total in totals.values():
+        dist.all_reduce(total)
+    model.move_buffers(totals, len(ids))
+
+
+_NONE = 2**62  # the place of a rank with finite values only
 
 
 class NotFinite(Exception):

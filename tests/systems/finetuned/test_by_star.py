@@ -15,7 +15,7 @@ from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.systems import SYSTEMS
 from entrenar_py.shared.verdict import Finding, Verdict
-from entrenar_py.systems.finetuned.asked import Asked
+from entrenar_py.systems.finetuned.small_run import Request
 from tests.conftest import shipped_invariants
 
 
@@ -46,7 +46,7 @@ def finding(clause: str, scenario: Scenario) -> Finding:
 
 
 def test_the_table_has_the_options() -> None:
-    names = {field.name for field in fields(Asked)} - {"packing"}  # of distillations alone
+    names = {field.name for field in fields(Request)} - {"packing"}  # of distillations alone
     others = {
         "finetuned": {"strategy", "cuts"},
         "finetuned_by_peer": {"strategy", "cuts", "facts", "recompute"},
@@ -78,7 +78,7 @@ def test_the_table_has_the_options() -> None:
 )
 def test_impossible_options_are_refused(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(UsageError) as caught:
-        Asked.of(subject(options=options))
+        Request.of(subject(options=options))
     assert str(caught.value).startswith(problem)
     ended = systems.run(subject(options=options)).end
     assert ended.status == "failed"

@@ -82,7 +82,7 @@ class Timeline:
 
 
 class Later:
-    """A simulated background thread: it does one piece of work after the other, each of which takes
+    """A simulated background thread: it does one piece of work after the other, and each takes
     a random time from `takes_s`. `process(action)` does it in the process that owns the thread."""
 
     def __init__(
@@ -220,8 +220,8 @@ class Simulation:
         self._numbers = count()
         self._connections: dict[Peer, Connection] = {}
         self._guests: dict[Peer, Guest] = {}
-        self._reducing = self._beside(lambda action: action())
-        self._reading = self._beside(lambda action: action())
+        self._reducing = self._background(lambda action: action())
+        self._reading = self._background(lambda action: action())
         self.coordinator = self._new_coordinator(run, hands)
         self._tick(lambda: self.coordinator.tick(), lambda: True)
 
@@ -245,8 +245,8 @@ class Simulation:
             machine = self._worker(terms, **kept)
             return WorkerEnd(machine, member, wire, clock, compute, speak)
         kept["port"] = self._num_started
-        beside, dial = self._beside(partial(self._to, node)), partial(self._dial, node)
-        driven: Any = (wire, clock, compute, dial, beside, speak)
+        background, dial = self._background(partial(self._to, node)), partial(self._dial, node)
+        driven: Any = (wire, clock, compute, dial, background, speak)
         if issubclass(self._worker, PipelineWorker):
             assert self._run.places is not None, "a pipeline has places"
             stage = self._worker(terms, places=self._run.places, **kept)
@@ -280,8 +280,8 @@ class Simulation:
         machine = _coordinator_of(self._worker)(
             run, secret=self._secret, timing=self._timing, now=self.now
         )
-        for beside in (self._reducing, self._reading):
-            beside.forget()  # work of the previous process
+        for background in (self._reducing, self._reading):
+            background.forget()  # work of the previous process
         down, clock = SimulatedWire(self._tell, self._sent_away), self._time.clock
         return CoordinatorEnd(
             machine, hands, down, clock, self._reducing, self._reading, notify=self._notify
@@ -330,21 +330,21 @@ class Simulation:
             node.calling = True
             self.later(RECONNECT_S, lambda: self._connect(node))
 
-    def _work(self, node: Node, asked: do.Compute | do.Pass | do.Load) -> None:
+    def _work(self, node: Node, effect: do.Compute | do.Pass | do.Load) -> None:
         """Compute in a worker, which takes a random time."""
 
         def done() -> None:
             # A pass in a thread ends, whether or not its round is over.
-            is_wanted = node.end.wants(asked)
-            outcome = node.end.work(asked) if is_wanted or isinstance(asked, do.Pass) else None
+            is_wanted = node.end.wants(effect)
+            outcome = node.end.work(effect) if is_wanted or isinstance(effect, do.Pass) else None
             if is_wanted:
-                node.end.computed(asked, outcome)
+                node.end.computed(effect, outcome)
 
-        num_shards = len(asked.shards) if isinstance(asked, do.Compute) else 1
+        num_shards = len(effect.shards) if isinstance(effect, do.Compute) else 1
         takes_s = num_shards * self._random.uniform(*COMPUTING_S)
         self.later(takes_s, lambda: self._to(node, done))
 
-    def _beside(self, process: Callable[[Action], None]) -> Later:
+    def _background(self, process: Callable[[Action], None]) -> Later:
         """Return the simulated thread in which a process reduces blocks. It has its own random
         generator, so that no other random value depends on the number of blocks.
         """
@@ -362,7 +362,7 @@ class Simulation:
         self.coordinator.connected(connection.peer, self._nonce(), HOST)
 
     def _dial(self, node: Node, dial: do.Dial) -> None:
-        """Connect `node` to another worker: the one whose `number` is the port in `dial`."""
+        """Connect `node` to another worker: its `number` is the port in `dial`."""
         number = int(dial.address.rpartition(":")[2])
         to = next((other for other in self.nodes if other.number == number and other.alive), None)
 
@@ -387,7 +387,6 @@ class Simulation:
         return self._random.randbytes(NONCE_BYTES).hex()
 
     def _tell(self, peer: Peer, message: Message, data: bytes) -> None:
-        """Send `message` from the coordinator to `peer`, a worker or a guest."""
         if peer in self._guests:
             guest = self._guests[peer]
             self.later(LATENCY_S[1], lambda: self._talk(peer, guest.heard(data), guest.pace_s))
@@ -395,7 +394,6 @@ class Simulation:
             self._send(self._connections[peer], False, message, data)
 
     def _said(self, node: Node, peer: Peer, message: Message, data: bytes) -> None:
-        """Send `message` from a worker to `peer`, the coordinator or another worker."""
         connection = self._connections.get(peer)
         if node.alive and connection is not None:
             self._send(connection, connection.node is node, message, data)
@@ -507,7 +505,6 @@ class Simulation:
 
 
 def _coordinator_of(worker: type[Worker]) -> type[Coordinator]:
-    """Return the coordinator that workers of a kind have."""
     if issubclass(worker, PipelineWorker):
         return PipelineCoordinator
     return MeshCoordinator if issubclass(worker, MeshWorker) else Coordinator

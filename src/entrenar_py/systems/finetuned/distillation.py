@@ -23,13 +23,12 @@ from entrenar_py.shared import trace
 from entrenar_py.shared.errors import EntrenarError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Trace
-from entrenar_py.systems.finetuned import samples_seen, small
-from entrenar_py.systems.finetuned.asked import Asked
-from entrenar_py.systems.finetuned.samples_seen import Watched
-from entrenar_py.systems.finetuned.small import Made
+from entrenar_py.systems.finetuned import records, small_run
+from entrenar_py.systems.finetuned.records import Watched
+from entrenar_py.systems.finetuned.small_run import Fixture, Request
 from entrenar_py.systems.finetuned.textbook import Textbook
 from entrenar_py.systems.star.scenario_run import ScenarioRun
-from entrenar_py.systems.star.simulated import SimulatedTransport
+from entrenar_py.systems.star.simulation import SimulatedTransport
 from entrenar_py.train.distill import manifest, shards, student
 from entrenar_py.train.distill.manifest import Claims, Entry, Facts
 from entrenar_py.train.distill.production import Progress, Stage
@@ -55,11 +54,11 @@ def run(scenario: Scenario) -> Trace:
     """
     own = {name: scenario.options[name] for name in _OWN if name in scenario.options}
     plain = {name: one for name, one in scenario.options.items() if name not in _OWN}
-    asked = Asked.of(scenario.with_(options=plain))
-    with small.quiet(), tempfile.TemporaryDirectory() as name:
+    request = Request.of(scenario.with_(options=plain))
+    with small_run.quiet(), tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        made = _made(folder, scenario, asked, own)
-        prepared = preparation.prepare(made.settings, folder / "cache")
+        fixture = _made(folder, scenario, request, own)
+        prepared = preparation.prepare(fixture.settings, folder / "cache")
         events: list[trace.Event] = [*_stages(prepared, folder)]
         workload = student.workload(prepared, WatchedStudent)
         assert isinstance(workload, WatchedStudent), "it was asked for"
@@ -67,25 +66,25 @@ def run(scenario: Scenario) -> Trace:
         done = training.train()
         if done.end.status != "completed":
             return done
-        if "samples" in asked.facts:
-            events += samples_seen.events(made, prepared, workload)
-            events += _rows(made, prepared, workload)
-        if "gradients" in asked.facts:
+        if "samples" in request.facts:
+            events += records.sample_events(fixture, prepared, workload)
+            events += _rows(fixture, prepared, workload)
+        if "gradients" in request.facts:
             final = training.server.replica.replica.arrays
             shapes = {name: array.shape for name, array in final.items()}
-            events += SoftTextbook(made, asked, shapes, workload).steps(done)
-        if "refusals" in asked.facts:
+            events += SoftTextbook(fixture, request, shapes, workload).steps(done)
+        if "refusals" in request.facts:
             events += _turned_away(prepared, folder)
     return replace(done, events=(*done.events[:-1], *events, done.events[-1]))
 
 
-def _made(folder: Path, scenario: Scenario, asked: Asked, own: Mapping[str, Any]) -> Made:
+def _made(folder: Path, scenario: Scenario, request: Request, own: Mapping[str, Any]) -> Fixture:
     """Write both checkpoints and the rows."""
-    made = small.make(folder, scenario, asked)
-    small.teacher(folder / "teacher", made, asked, scenario)
+    fixture = small_run.make(folder, scenario, request)
+    small_run.teacher(folder / "teacher", fixture, request, scenario)
     top_k = own.get("top_k", 8)
     if top_k == ALL:
-        top_k = student.vocabulary_of(model_folder.configuration(made.settings))
+        top_k = student.vocabulary_of(model_folder.configuration(fixture.settings))
     section = Distillation(
         logits=folder / "shards",
         teacher=folder / "teacher",
@@ -98,7 +97,7 @@ def _made(folder: Path, scenario: Scenario, asked: Asked, own: Mapping[str, Any]
         batch_tokens=64,
         wait_s=0.0,
     )
-    return replace(made, settings=replace(made.settings, distill=section))
+    return replace(fixture, settings=replace(fixture.settings, distill=section))
 
 
 def _stages(prepared: Prepared, folder: Path) -> Iterator[trace.Sharded]:
@@ -127,23 +126,22 @@ def _made_by(prepared: Prepared, when: str, *, stops: bool = False) -> trace.Sha
     stage = Stage(prepared, "cpu")
     complete = stage.run(heard, stopping)
     listed = manifest.read(stage.folder)
-    held = {} if listed is None else listed.shards
+    shards = {} if listed is None else listed.shards
     return trace.Sharded(
         when=when,
-        digests=tuple(f"{n}:{_digest(stage, held[n])}" for n in sorted(held)),
+        digests=tuple(f"{n}:{_digest(stage, shards[n])}" for n in sorted(shards)),
         complete=complete,
         due=stage.facts.num_shards,
     )
 
 
 def _digest(stage: Stage, entry: Entry) -> str:
-    """Return the digest of a listed shard's file."""
     path = manifest.path_of(stage.folder, stage.facts, entry.shard)
     return shards.digest_of(path) if path.exists() else "not there"
 
 
-def _rows(made: Made, prepared: Prepared, workload: Student) -> Iterator[trace.TeacherRow]:
-    """Yield each row of each shard, beside stock transformers in float64."""
+def _rows(fixture: Fixture, prepared: Prepared, workload: Student) -> Iterator[trace.TeacherRow]:
+    """Yield each row of each shard, compared with stock transformers in float64."""
     from transformers import AutoModelForCausalLM
 
     section = student.of(prepared)
@@ -152,7 +150,7 @@ def _rows(made: Made, prepared: Prepared, workload: Student) -> Iterator[trace.T
     model = model.double().eval()
     facts = workload.teacher.facts
     stock = []
-    for tokens, _ in samples_seen.stock_rows(made):
+    for tokens, _ in records.stock_rows(fixture):
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([tokens])).logits[0]
         stock.append(logits.log_softmax(-1))
@@ -199,7 +197,7 @@ def _turned_away(prepared: Prepared, folder: Path) -> Iterator[trace.TurnedAway]
 
 
 class _Others:
-    """Changes a copy of a run's shards, whose list always says what its files are."""
+    """Changes a copy of a run's shards; its list always says what its files are."""
 
     def __init__(self, prepared: Prepared, folder: Path) -> None:
         self.folder, self._prepared = folder, prepared
@@ -260,7 +258,6 @@ class _Others:
 
 
 def _read(folder: Path, facts: Facts, shard: int, starts: Any) -> Rows:
-    """Return all rows of a shard."""
     file = File(folder, facts, shard, starts)
     return shards.joined([file.read(n) for n in range(len(shards.groups(facts, starts)))])
 
@@ -271,8 +268,8 @@ class SoftTextbook(Textbook):
     The teacher's rows are those of the shards, which F-KD-008 compares with its own outputs.
     """
 
-    def __init__(self, made: Made, asked: Asked, shapes: Any, workload: Student) -> None:
-        super().__init__(made, asked, shapes)
+    def __init__(self, fixture: Fixture, request: Request, shapes: Any, workload: Student) -> None:
+        super().__init__(fixture, request, shapes)
         self._workload = workload
         self._rows: Rows | None = None
 
@@ -306,7 +303,6 @@ class SoftTextbook(Textbook):
 
     @staticmethod
     def _counted(rows: Rows, shape: Any) -> Any:
-        """Return which of the flattened places [n, t - 1] have a row."""
         number, length = shape
         order = {one: place for place, one in enumerate(dict.fromkeys(rows.sample.tolist()))}
         table = np.zeros((number, length - 1), bool)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.systems.torch import workload_layers
+from entrenar_py.systems.torch import modules
 from entrenar_py.train.coordinator import models
 
 NAMES = ("linear", "mlp", "decoder", "decoder_full")
@@ -29,14 +29,14 @@ def scenario(name: str) -> Scenario:
 def test_the_loss_is_the_workload_s(name: str) -> None:
     """Equal tensors give an equal loss, and padding rows add nothing to it."""
     subject = scenario(name)
-    workload, model = models.model_of(subject), workload_layers.build(subject)
+    workload, model = models.model_of(subject), modules.build(subject)
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     assert set(tensors) == {spec.name for spec in workload.specs}
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trained == {spec.name for spec in workload.specs if spec.role == "trainable"}
     ids = [7, 2, 11]
     expected = workload.loss_of(tensors, workload.batch(ids), linear=F.linear, drop=lambda x: x)
-    data = workload_layers.Data(subject, torch.device("cpu"))
+    data = modules.Data(subject, torch.device("cpu"))
     for num_rows in (3, 5):
         got = model(*data.batch(ids, num_rows))
         assert got.item() == pytest.approx(expected.item(), rel=1e-5)
@@ -46,12 +46,12 @@ def test_the_loss_is_the_workload_s(name: str) -> None:
 def test_stages_one_after_the_other_are_the_model(name: str) -> None:
     """Stages with their own units compute the model, with the shapes that `example` returns."""
     subject = scenario(name)
-    whole, data = workload_layers.build(subject), workload_layers.Data(subject, torch.device("cpu"))
+    whole, data = modules.build(subject), modules.Data(subject, torch.device("cpu"))
     x, targets = data.batch([1, 5], 2)
     expected = whole(x, targets)
-    for unit in range(workload_layers.num_units(subject)):
+    for unit in range(modules.num_units(subject)):
         assert x.shape == data.example(unit, 2).shape
-        x = workload_layers.build(subject, [unit])(x)
+        x = modules.build(subject, [unit])(x)
     assert whole.loss_sum(x, targets).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
@@ -60,8 +60,8 @@ def test_who_has_no_samples_has_a_loss_of_nothing() -> None:
     for name in NAMES:
         subject = scenario(name)
         model, data = (
-            workload_layers.build(subject),
-            workload_layers.Data(subject, torch.device("cpu")),
+            modules.build(subject),
+            modules.Data(subject, torch.device("cpu")),
         )
         loss = model(*data.batch([], 1))
         loss.backward()

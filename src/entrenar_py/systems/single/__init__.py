@@ -1,1 +1,0 @@
-"""Trainers whose workers all live in this process: the reference, and its textbook oracle."""
