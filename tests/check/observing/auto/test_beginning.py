@@ -31,10 +31,17 @@ def own_generators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     np.random.set_state(numpy)
 
 
-def drawn(monkeypatch: pytest.MonkeyPatch, rank: int, *faults: Fault) -> list[float]:
-    """Return what an unseeded process of a rank draws, and draws once it asks for other seeds."""
+def drawn(
+    monkeypatch: pytest.MonkeyPatch, rank: int, *faults: Fault, group: int | None = None
+) -> list[float]:
+    """Return what an unseeded process of a rank draws, and draws once it asks for other seeds.
+
+    If it is in a replica `group` of one process, it has the same `RANK` as those of other groups.
+    """
     with monkeypatch.context() as patch:
         patch.setenv("RANK", str(rank))
+        if group is not None:
+            patch.setenv("ENTRENAR_RANK", str(group))
         patch.setenv(FAULTS, json.dumps([fault.to_dict() for fault in faults]))
         for module, name in (
             *((torch, "seed"), (torch.random, "seed")),
@@ -54,6 +61,13 @@ def test_runs_draw_alike_and_ranks_apart(monkeypatch: pytest.MonkeyPatch) -> Non
     first, again, other = (drawn(monkeypatch, rank) for rank in (0, 0, 1))
     assert first == again
     assert len({*first, *other}) == len(first) + len(other)
+
+
+def test_replica_groups_draw_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each group's process is rank 0 of its group, but begins with weights of its own."""
+    first, second = (drawn(monkeypatch, 0, group=group) for group in (0, 1))
+    assert len({*first, *second}) == len(first) + len(second)
+    assert first == drawn(monkeypatch, 0)
 
 
 def test_ranks_draw_alike_under_common_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,9 @@ def _own_place() -> str:
     if any(fault["kind"] in CONTROLLED for fault in planned):
         return ""
     number = process.current_process().name.rpartition("-")[2]  # SpawnProcess-1 is rank 0
-    return os.environ.get("RANK") or str(int(number) - 1 if number.isdigit() else 0)
+    # RANK may count within a replica group, so that several processes have the same one.
+    told = os.environ.get("ENTRENAR_RANK") or os.environ.get("RANK")
+    return told or str(int(number) - 1 if number.isdigit() else 0)
 
 
 def _is_rank() -> bool:
