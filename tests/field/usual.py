@@ -29,13 +29,6 @@ SAVES_LATER = Expected(
     words="may write one later",
     because="The script saves its first checkpoint after more steps than were made here.",
 )
-UNSEEDED = Expected(
-    clause="F-TI-007",
-    verdict="inconclusive",
-    kind=Kind.UNDECLARED,
-    words="are not seeded alike",
-    because="The script sets no seed, so two runs of it can't be compared.",
-)
 IN_PIECES = tuple(
     Expected(
         clause=clause,

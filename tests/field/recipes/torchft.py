@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from tests.field.recipe import Edit, Expected, Kind, Recipe, Trial
-from tests.field.usual import STEPS_AT_NAN, UNSEEDED
+from tests.field.usual import STEPS_AT_NAN
 
 _COMMAND = ("python", "torchft_launch.py", "{world_size}", "{steps}")
 _SMALL = (
@@ -32,6 +30,11 @@ _SMALL = (
     ),
 )
 
+_SEED = Edit(
+    file="train_ddp.py",
+    line='NUM_REPLICA_GROUPS = int(os.environ.get("NUM_REPLICA_GROUPS", 2))',
+    add="torch.manual_seed(0)",
+)
 _BEGINS_APART = tuple(
     Expected(
         clause=clause,
@@ -46,25 +49,40 @@ _BEGINS_APART = tuple(
     for clause, words in (
         ("F-DP-001", "hold different weights"),
         ("F-TI-005", "starts from other weights than rank 0"),
+        ("F-DP-005", "weights before the first step are not the single device's"),
+        ("F-TI-001", "weights before the first step are not the single device's"),
     )
 )
-_HALF_A_STEP = Expected(
-    clause="F-TI-001",
-    verdict="inconclusive",
-    kind=Kind.DEFECT,
-    words="that of rank 0's own samples alone",
-    because="In step 0 a group that gets its weights from another adds zeros in place of its "
-    "gradient, but counts in the mean. With two groups the gradient is half of one group's, and "
-    "the other's samples are lost.",
-    reproduction="torchft_first_step.py",
-    known="https://github.com/meta-pytorch/torchft/pull/112",
+_HALF_A_STEP = tuple(
+    Expected(
+        clause=clause,
+        verdict="falsified",
+        kind=Kind.DEFECT,
+        words="averaged gradient is not the single device's",
+        because="In step 0 a group that gets its weights from another adds zeros in place of its "
+        "gradient, but counts in the mean. With two groups the gradient is half of one group's, "
+        "and the other's samples are lost. From step 1 on it is the mean of both.",
+        reproduction="torchft_first_step.py",
+        known="https://github.com/meta-pytorch/torchft/pull/112",
+    )
+    for clause in ("F-DP-005", "F-TI-001")
 )
-_NOT_SEEDED = Expected(
-    clause="F-DP-005",
+_SAME_ORDER = Expected(
+    clause="F-TI-005",
+    verdict="falsified",
+    kind=Kind.DEFECT,
+    words="epoch 1 visits its samples in the order of epoch 0",
+    because="The script shuffles by a sampler whose `set_epoch` it never calls.",
+    reproduction="torchft_same_order.py",
+)
+_OTHER_SAMPLES = Expected(
+    clause="F-DP-006",
     verdict="inconclusive",
     kind=Kind.UNDECLARED,
-    words="two plain runs of the command differ",
-    because="The script sets no seed.",
+    words="what it draws after a stop is new",
+    because="The script sets no seed, so samples that differ after a kill may be drawn by chance. "
+    "Here they are not: the step in which a group is killed is not made, the other goes on with "
+    "its next samples, and the group that comes back begins its data anew.",
 )
 RECIPES = (
     Recipe(
@@ -86,11 +104,16 @@ RECIPES = (
                 expected=(
                     *_BEGINS_APART,
                     STEPS_AT_NAN,
-                    _NOT_SEEDED,
-                    _HALF_A_STEP,
-                    UNSEEDED,
-                    replace(UNSEEDED, clause="F-DP-006", words="begin with other weights"),
+                    _OTHER_SAMPLES,
                 ),
+            ),
+            # With the same weights in all groups, what comes after them shows.
+            Trial(
+                name="auto, seeded",
+                command=(*_COMMAND, "train_ddp.py"),
+                edits=(*_SMALL, _SEED),
+                options=("--steps", "4", "--only", "F-DP-005,F-TI-001,F-TI-005"),
+                expected=(*_HALF_A_STEP, _SAME_ORDER),
             ),
         ),
     ),
