@@ -391,7 +391,7 @@ def test_two_workers_that_stay_with_it_halt_the_run() -> None:
     star.record.copies.go_wrong(0, times=99)
     assert finished(star) == "halted"
     reason = (
-        "workers [0, 1] disagree on shard 1 of step 0, and nobody can say who is wrong: training "
+        "workers [0, 1] disagree on shard 1 of step 0, and nobody can say which is wrong: training "
         "halted before any update"
     )
     assert of(star, do.Stop) == [do.Stop(0, None, reason, shard=1)]
