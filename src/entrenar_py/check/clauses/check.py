@@ -15,11 +15,7 @@ from entrenar_py.shared.trace import Attempt, Explained, Manifest, Poisoned, Pro
 from entrenar_py.shared.verdict import Counterexample, Finding, Tally
 
 
-def _nothing_absent(_: Sequence[Trace]) -> str:
-    return ""
-
-
-def _is_more(_: Counterexample) -> str:
+def _nothing(_: object) -> str:
     return ""
 
 
@@ -57,8 +53,8 @@ class Check(CheckTerms):
     takes_resumed: bool = False
     takes_commands: bool = False
     not_of_commands: str = ""
-    advice: Callable[[Counterexample], str] = _is_more
-    absent: Callable[[Sequence[Trace]], str] = _nothing_absent
+    advice: Callable[[Counterexample], str] = _nothing
+    absent: Callable[[Sequence[Trace]], str] = _nothing
 
 
 def probe(

@@ -259,19 +259,17 @@ class _Judged:
         groups = [names for event in self.trace.of(Noticed) for names in event.shared]
         names = {name for step in free for name in step.update.gradient}
         known = {name for group in groups for name in group}
-        for counted in (*((name,) for name in sorted(names, key=lambda n: (n not in known, n))),):
-            hits = [step for step in free if self._is_limit_with(step, counted)]
-            if len(hits) > 1:
+        for name in sorted(names, key=lambda n: (n not in known, n)):
+            if sum(self._is_limit_with(step, name) for step in free) > 1:
                 return (
-                    f"gradients are shorter than {self._declared}: their norm counts "
-                    f"{', '.join(counted)} twice"
+                    f"gradients are shorter than {self._declared}: their norm counts {name} twice"
                 )
         return ""
 
-    def _is_limit_with(self, step: _Scaled, counted: Sequence[str]) -> bool:
-        gradient = step.update.gradient
-        again = [gradient[name].square() or 0.0 for name in counted if name in gradient]
-        total = math.sqrt(step.norm**2 + math.fsum(again))
+    def _is_limit_with(self, step: _Scaled, name: str) -> bool:
+        record = step.update.gradient.get(name)
+        again = 0.0 if record is None else record.square() or 0.0
+        total = math.sqrt(step.norm**2 + again)
         return math.isclose(total, self.limit, rel_tol=self.bound + _EPSILON / self.limit)
 
     def _clipped(self, by_rank: ByRank, update: Update) -> Clipped:

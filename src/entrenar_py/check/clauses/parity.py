@@ -42,7 +42,8 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
     tolerance = PUBLISHED_TOLERANCE if invariant.tolerance is None else invariant.tolerance
     compare_with_oracle(tally, runs, tolerance)
     same_bits.compare_worker_counts(tally, runs.own)
-    return tally.finding(nothing=missing_model(tally, runs))
+    struck = "only runs with planted values or faults were given, which one worker's is not like"
+    return tally.finding(nothing=missing_model(tally, runs) or struck)
 
 
 def compare_with_oracle(tally: Tally, runs: Traces, tolerance: float | None) -> list[int]:

@@ -338,10 +338,7 @@ def first_life(trace: Trace) -> Iterator[Event]:
 
 def first_difference(expected: Tensors, got: Tensors) -> str | None:
     """Return the first tensor that both sides hold with other bits; None if there is none."""
-    return next(
-        (n for n in expected if n in got and expected[n].digest != got[n].digest),
-        None,
-    )
+    return next((n for n in expected if n in got and expected[n].digest != got[n].digest), None)
 
 
 # --- the step at which a resume says to go on -----------------------------------------------------
@@ -515,11 +512,7 @@ def _rests_on_the_same(resume: resumes.Resume, model: Update, update: Update) ->
         and bool(model.gradient)
         and closeness.first_unlike_rates(model, update) is None
     )
-    return known and all(_digests(left) == _digests(right) for left, right in pairs)
-
-
-def _digests(tensors: Tensors) -> dict[str, str]:
-    return {name: record.digest for name, record in tensors.items()}
+    return known and all(_same(left, right) for left, right in pairs)
 
 
 def _cause(resume: resumes.Resume, update: Update) -> str:
