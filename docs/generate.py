@@ -14,7 +14,7 @@ from entrenar_py.check import kill_matrix
 from entrenar_py.check.causes.presuppositions import COMPARISONS
 from entrenar_py.check.clauses import CHECKS, Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.contract.validation import RULES
+from entrenar_py.check.contract.rules import RULES
 from entrenar_py.check.kill_matrix import Row
 from entrenar_py.check.project import configuration as project_keys
 from entrenar_py.shared import mutants, scenario
@@ -24,7 +24,7 @@ from entrenar_py.shared.scenario import CHOICES, Scenario
 from entrenar_py.shared.systems import SYSTEMS
 from entrenar_py.shared.verdict import Counterexample
 from entrenar_py.train.finetune import foreign_keys
-from entrenar_py.train.service import config_keys, exit_codes
+from entrenar_py.train.service import config, exit_codes
 from entrenar_py.train.wire import attendance, frames, messages, phases, terms
 from entrenar_py.train.wire.mesh_worker import MeshWorker, RingWorker
 from entrenar_py.train.wire.messages import MESSAGES, Accept, Message
@@ -160,7 +160,7 @@ def contract_rules(page: str) -> str:
     rows = [
         (
             f"[{rule.id}]({rule.published})" if rule.published else rule.id,
-            f"{rule.level}, always" if rule.fixed else str(rule.level),
+            str(rule.level),
             rule.demands,
         )
         for rule in RULES
@@ -220,13 +220,13 @@ def service(page: str) -> str:
     head = ("key", "holds", "left out", "means")
     waits = [
         (f"`{name}`", "seconds > 0", f"`{getattr(Timing(), name):g}`", meaning)
-        for name, meaning in config_keys.TIMING.items()
+        for name, meaning in config.TIMING.items()
     ]
     tables = {
         "training": _table(head, _training()),
-        "service": _table(head, _keys(config_keys.SERVICE)),
-        "checkpoint": _table(head, _keys(config_keys.CHECKPOINT)),
-        "tls": _table(head, _keys(config_keys.TLS)),
+        "service": _table(head, _keys(config.SERVICE)),
+        "checkpoint": _table(head, _keys(config.CHECKPOINT)),
+        "tls": _table(head, _keys(config.TLS)),
         "timing": _table(head, waits),
         "exits": _table(
             ("code", "means"), [(str(code), text) for code, text in exit_codes.MEANINGS.items()]
@@ -266,7 +266,6 @@ def configuration(page: str) -> str:
         for name, table in (
             ("keys", project_keys.KEYS),
             ("exclusion", project_keys.EXCLUSION),
-            ("suppression", project_keys.SUPPRESSION),
         )
     }
     return _filled(page, tables)
@@ -275,9 +274,9 @@ def configuration(page: str) -> str:
 def _training() -> list[tuple[str, ...]]:
     """A row for each field of a scenario that a configuration may hold."""
     rows: list[tuple[str, ...]] = []
-    for name in config_keys.TRAINING:
+    for name in config.TRAINING:
         field = Scenario.__dataclass_fields__[name]
-        default = "required" if name in config_keys.REQUIRED else _default(field)
+        default = "required" if name in config.REQUIRED else _default(field)
         holds = _holds(field).removesuffix(", `finetune`, `own`")
         rows.append((f"`{name}`", holds, default, {**MEANINGS, **SERVED}[name]))
     return rows
@@ -482,8 +481,15 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:], ""])
 
 
+def write_names() -> None:
+    """Write the names of the planted bugs as `mutants.names` reads them."""
+    names = [name for name, variant in mutants.catalogue().items() if not variant.benign]
+    (DOCS.parent / "falsification/names.txt").write_text("\n".join(names) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     """Run the whole kill matrix and write every page."""
+    write_names()
     rows = kill_matrix.run(list(mutants.catalogue().values()), kill_matrix.invariants())
     for name, text in pages(rows).items():
         (DOCS / name).write_text(text, encoding="utf-8")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from entrenar_py.train.service.averaging_keys import KEYS, TIMING
+from entrenar_py.train.service.averaging import KEYS
+from entrenar_py.train.service.averaging import TIMING_KEYS as TIMING
 from entrenar_py.train.upstream import frames
 from entrenar_py.train.upstream.averager import IGNORED_MAX, MAY_SEND
 from entrenar_py.train.upstream.messages import WIRE_MESSAGES

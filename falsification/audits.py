@@ -9,7 +9,7 @@ from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.mutants import Variant
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.train.arithmetic.blocks import Sums
-from entrenar_py.train.coordinator.audited import Copy
+from entrenar_py.train.coordinator.audits import Copy
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire import shard_assignment
 from entrenar_py.train.wire.attendance import Member as Seen
@@ -20,8 +20,8 @@ from entrenar_py.train.wire.shard_assignment import Audit, Verdict
 from .subjects import COORDINATOR, TRAINING, star
 
 AUDITS = "entrenar_py.train.wire.shard_assignment"
-AUDITED = "entrenar_py.train.coordinator.audited"
-COPIES = "entrenar_py.train.coordinator.audited"
+AUDITED = "entrenar_py.train.coordinator.audits"
+COPIES = "entrenar_py.train.coordinator.audits"
 _verdict, _conclude = shard_assignment.verdict, Coordinator._conclude
 _replace, _deliver = Coordinator._replace, Sums.deliver
 

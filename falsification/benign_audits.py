@@ -7,13 +7,13 @@ from collections.abc import Collection
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.mutants import Variant
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.train.coordinator import audited
+from entrenar_py.train.coordinator import audits
 from entrenar_py.train.wire.shard_assignment import Audit
 
 from .audits import AUDITED, AUDITS
 from .subjects import star
 
-_shards = audited.shards
+_shards = audits.shards
 
 
 def the_next(self: Audit, present: Collection[int], turn: int) -> int | None:

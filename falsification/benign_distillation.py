@@ -9,8 +9,8 @@ from torch import Tensor
 
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.mutants import Variant
-from entrenar_py.train.distill import loss, student
-from entrenar_py.train.distill.loss import Mix, Taught
+from entrenar_py.train.distill import student
+from entrenar_py.train.distill.student import Mix, Taught
 from entrenar_py.train.distill.teacher import Kept
 from entrenar_py.train.model.samples import Samples
 
@@ -24,7 +24,7 @@ def one_by_one(hidden: Tensor, weight: Tensor, taught: Taught, mix: Mix) -> Tens
     logits, parts = hidden @ weight.t(), []
     for n in range(len(logits)):
         one = slice(n, n + 1)
-        parts.append(loss.of_logits(logits[one], Taught(*(part[one] for part in taught)), mix))
+        parts.append(student.of_logits(logits[one], Taught(*(part[one] for part in taught)), mix))
     return torch.stack(parts).sum()
 
 

@@ -14,22 +14,21 @@ from torch import Tensor, nn
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.mutants import Variant
 from entrenar_py.train.arithmetic import sharding
-from entrenar_py.train.model import model, objectives
-from entrenar_py.train.model import workload as tuned
+from entrenar_py.train.model import model, objectives, workload
 from entrenar_py.train.model.samples import Samples
 from entrenar_py.train.model.settings import Settings
 
 from .finetuning import ROWS, TUNING, finetuned
 from .subjects import TRAINING
 
-_batch, _load, _cut = tuned.Rows.batch, model.load, sharding.cut
+_batch, _load, _cut = workload.Rows.batch, model.load, sharding.cut
 _LONGER = 5  # columns of padding
 
 _WRITTEN = ("F-FT-001", "F-FT-002", "F-FT-003", "F-FT-004", "F-FT-005")
 _STEPS = ("F-FT-009", "F-FT-010", "F-FT-014")
 
 
-def longer(self: tuned.Rows, ids: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+def longer(self: workload.Rows, ids: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Fills rows up further than need be."""
     tokens, mask, targets = _batch(self, ids)
     return (
@@ -39,7 +38,7 @@ def longer(self: tuned.Rows, ids: Sequence[int]) -> tuple[Tensor, Tensor, Tensor
     )
 
 
-def on_the_left(self: tuned.Rows, ids: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+def on_the_left(self: workload.Rows, ids: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Fills rows up before their first token."""
     tokens, mask, targets = _batch(self, ids)
     shifts = (mask == 0).sum(1).tolist()

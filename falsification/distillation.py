@@ -15,14 +15,14 @@ from entrenar_py.shared.errors import SystemFailure
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.mutants import Variant
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.train.distill import loss, producing, reading, teacher
-from entrenar_py.train.distill.loss import Mix, Taught
+from entrenar_py.train.distill import production, shards, student, teacher
 from entrenar_py.train.distill.manifest import path_of
 from entrenar_py.train.distill.shards import Rows
+from entrenar_py.train.distill.student import Mix, Taught
 from entrenar_py.train.distill.teacher import Kept
-from entrenar_py.train.model import encoding, packing
-from entrenar_py.train.model.encoding import Sample
+from entrenar_py.train.model import objectives, samples
 from entrenar_py.train.model.objectives import NextTokens
+from entrenar_py.train.model.samples import Sample
 
 from .finetuning import forget_moments, masks_by_rank
 from .subjects import REPLICAS, SERVER
@@ -30,9 +30,9 @@ from .subjects import REPLICAS, SERVER
 DISTILL = "entrenar_py.train.distill"
 LOSS = f"{DISTILL}.loss"
 
-_kept, _rows, _run = teacher.Teacher.kept, reading.TeacherRows.rows, producing.Stage.run
-_encode, _hidden_of = encoding.Encoder.encode, NextTokens.hidden_of
-_of_teacher = loss.of_teacher
+_kept, _rows, _run = teacher.Teacher.kept, shards.TeacherRows.rows, production.Stage.run
+_encode, _hidden_of = samples.Encoder.encode, NextTokens.hidden_of
+_of_teacher = student.of_teacher
 
 
 def distilled(*facts: str, **changes: Any) -> Scenario:
@@ -79,11 +79,11 @@ def padded_in_front(self: teacher.Teacher, tokens: Tensor, places: Tensor) -> Ke
 
 def packed_as_one(self: NextTokens, *given: Any) -> Tensor:
     """Takes each row for one sample, also where rows are packed."""
-    with packing.one_sample_a_row():
+    with objectives.one_sample_a_row():
         return _hidden_of(self, *given)
 
 
-def all_targets(self: encoding.Encoder, row: Any) -> Any:
+def all_targets(self: samples.Encoder, row: Any) -> Any:
     """Learns the prompt, too."""
     made = _encode(self, row)
     if not isinstance(made, Sample):
@@ -98,7 +98,7 @@ def anything_fits(*_: Any) -> None:
     """Looks at no digest."""
 
 
-def zeros_where_nothing_is(self: reading.TeacherRows, samples: Sequence[int]) -> Rows:
+def zeros_where_nothing_is(self: shards.TeacherRows, samples: Sequence[int]) -> Rows:
     """Takes zeros for what can't be read."""
     try:
         return _rows(self, samples)
@@ -115,7 +115,7 @@ def zeros_where_nothing_is(self: reading.TeacherRows, samples: Sequence[int]) ->
         )
 
 
-def rows_unseen(self: reading.TeacherRows, sample: int) -> Rows:
+def rows_unseen(self: shards.TeacherRows, sample: int) -> Rows:
     """Takes the rows at a place without a look at what they are of."""
     shard = self._places.shard_of(sample)
     starts, index = self._places.starts(shard), self._places.index_in(shard, sample)
@@ -127,7 +127,7 @@ def rows_unseen(self: reading.TeacherRows, sample: int) -> Rows:
 
 
 def always_complete(
-    self: producing.Stage, listen: producing.Listener, stopping: threading.Event
+    self: production.Stage, listen: production.Listener, stopping: threading.Event
 ) -> bool:
     """Says that it is complete, however it ended."""
     _run(self, listen, stopping)
@@ -180,7 +180,7 @@ VARIANTS = (
         name="kd-prompt-counted",
         summary="prompts have rows, and are learned",
         source="classic",
-        plants={"entrenar_py.train.model.encoding.Encoder.encode": all_targets},
+        plants={"entrenar_py.train.model.samples.Encoder.encode": all_targets},
         scenario=distilled("samples", options={"task": "instruct"}),
         invariants=("F-KD-009",),
         place={"step": 0},

@@ -20,19 +20,18 @@ from entrenar_py.train.arithmetic.tensors import Array, Batch
 from entrenar_py.train.coordinator import replicas
 from entrenar_py.train.coordinator.server import Server
 from entrenar_py.train.model import (
-    adapters,
     chat_template,
     model,
     objectives,
-    quantised,
+    precision,
     samples,
-    saving,
+    stock,
+    workload,
 )
-from entrenar_py.train.model import workload as tuned
 from entrenar_py.train.model.conversations import Conversation
+from entrenar_py.train.model.rendering import Range, TokenRanges
 from entrenar_py.train.model.samples import Samples
 from entrenar_py.train.model.settings import Settings
-from entrenar_py.train.model.token_ranges import Range, TokenRanges
 
 from .subjects import REPLICAS, SERVER, TRAINING
 
@@ -40,15 +39,15 @@ TUNING = "entrenar_py.train.model"
 WORKLOAD = f"{TUNING}.workload.Finetuning"
 ROWS = f"{TUNING}.workload.Rows.batch"
 STRATEGIES = "entrenar_py.train.finetune.strategies"
-ADAPTERS = f"{TUNING}.adapters.adapted"
+ADAPTERS = f"{TUNING}.stock.adapted"
 FIRST = "model.layers.0.self_attn.q_proj"  # the first layer with an adapter
 FIRST_A = f"base_model.model.{FIRST}.lora_A.default.weight"
 FIRST_B = f"base_model.model.{FIRST}.lora_B.default.weight"
 
-_loss, _batch, _adapted = tuned.Finetuning.loss, tuned.Rows.batch, adapters.adapted
-_load, _merge, _restore = model.load, saving.merge, Server.restore
+_loss, _batch, _adapted = workload.Finetuning.loss, workload.Rows.batch, stock.adapted
+_load, _merge, _restore = model.load, stock.merge, Server.restore
 _compute, _clip, _step = replicas.Replicas.compute, optimizer.clip, optimizer.step
-_class_weights, _loading = samples.class_weights, quantised.loading
+_class_weights, _loading = samples.class_weights, precision.quantised_loading
 _targets = TokenRanges.targets
 
 
@@ -152,20 +151,20 @@ def in_fp4(empty: nn.Module, products: torch.dtype) -> dict[str, Any]:
 # --- what is learned ------------------------------------------------------------------------------
 
 
-def unshifted(self: tuned.Finetuning, ids: Sequence[int]) -> tuple[Tensor, ...]:
+def unshifted(self: workload.Finetuning, ids: Sequence[int]) -> tuple[Tensor, ...]:
     """Takes the logits at a place for those of the token there."""
     tokens, _, targets = self._rows.batch(ids)
     places = (targets.flatten() != objectives.IGNORED).nonzero().flatten()
     return tokens, places, targets.flatten()[places]
 
 
-def padding_counted(self: tuned.Rows, ids: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+def padding_counted(self: workload.Rows, ids: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Leaves out no padding."""
     tokens, mask, targets = _batch(self, ids)
     return tokens, mask, torch.where(mask == 0, tokens, targets)
 
 
-def prompt_counted(self: tuned.Rows, ids: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+def prompt_counted(self: workload.Rows, ids: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Takes all tokens of a row as labels, -100 only where there is none."""
     tokens, mask, _ = _batch(self, ids)
     return tokens, mask, torch.where(mask == 0, objectives.IGNORED, tokens)
@@ -208,13 +207,13 @@ def drawn_again(num_samples: int, rng: np.random.Generator) -> sharding.Ids:
 
 
 def mean_of_micro_batch(
-    self: tuned.Finetuning, objective: Any, batch: Batch, device: torch.device
+    self: workload.Finetuning, objective: Any, batch: Batch, device: torch.device
 ) -> Tensor:
     """Averages over the tokens of the shard alone."""
     return _loss(self, objective, batch, device) / (batch[2] != objectives.IGNORED).sum()
 
 
-def one(self: tuned.Finetuning, ids: Sequence[int]) -> float:
+def one(self: workload.Finetuning, ids: Sequence[int]) -> float:
     """Counts each shard once."""
     return 1.0
 
@@ -232,7 +231,7 @@ def mean_of_sample(self: Any, tokens: Tensor, places: Tensor, targets: Tensor) -
     return ((losses @ rows) / rows.sum(0)).sum()
 
 
-def number_of_samples(self: tuned.Finetuning, ids: Sequence[int]) -> float:
+def number_of_samples(self: workload.Finetuning, ids: Sequence[int]) -> float:
     """Counts samples."""
     return float(len(ids))
 
@@ -329,7 +328,7 @@ VARIANTS = (
         name="ft-stale-export",
         summary="what is written are the weights from before the training",
         source="classic",
-        plants={f"{TUNING}.saving.save": write_the_first},
+        plants={f"{TUNING}.stock.save": write_the_first},
         scenario=finetuned("outputs"),
         invariants=("F-FT-004",),
         place={"step": 1, "tensor": FIRST_A},
@@ -338,7 +337,7 @@ VARIANTS = (
         name="ft-alpha-twice",
         summary="a merge multiplies by alpha / rank twice",
         source="classic",
-        plants={f"{TUNING}.saving.merge": merge_scaled_twice},
+        plants={f"{TUNING}.stock.merge": merge_scaled_twice},
         scenario=finetuned("merged"),
         invariants=("F-FT-005",),
         place={"tensor": FIRST},
@@ -347,7 +346,7 @@ VARIANTS = (
         name="ft-merged-in-half",
         summary="a merge rounds the model to 16 bits",
         source="peft #1388",
-        plants={f"{TUNING}.saving.merge": merge_in_half},
+        plants={f"{TUNING}.stock.merge": merge_in_half},
         scenario=finetuned("merged"),
         invariants=("F-FT-005", "F-FT-002"),
         place={"tensor": FIRST},
@@ -383,7 +382,7 @@ VARIANTS = (
         name="ft-bos-twice",
         summary="a chat is rendered as a text that begins with a first token, and gets another",
         source="OpenRLHF #393; DeepSeek-R1 #151",
-        plants={f"{TUNING}.token_ranges.TokenRanges.targets": rendered_then_tokenised},
+        plants={f"{TUNING}.rendering.TokenRanges.targets": rendered_then_tokenised},
         scenario=finetuned("samples"),
         invariants=("F-FT-006",),
         place={"sample_ids": (0,)},
@@ -505,7 +504,7 @@ VARIANTS = (
         name="ft-head-quantised",
         summary="the head of a language model is quantised, too",
         source="classic",
-        plants={f"{TUNING}.quantised._within_blocks": all_layers},
+        plants={f"{TUNING}.precision._within_blocks": all_layers},
         scenario=finetuned(options={"method": "qlora", "family": "llama"}),
         invariants=("F-FT-015",),
         place={"tensor": "lm_head"},
@@ -514,7 +513,7 @@ VARIANTS = (
         name="ft-fp4",
         summary="weights are quantised to FP4, bitsandbytes' default, in place of NF4",
         source="classic (bnb_4bit_quant_type is left out)",
-        plants={f"{TUNING}.quantised.loading": in_fp4},
+        plants={f"{TUNING}.precision.quantised_loading": in_fp4},
         scenario=finetuned(options={"method": "qlora"}),
         invariants=("F-FT-015",),
         place={"tensor": "model.layers.0.mlp.down_proj"},
@@ -523,7 +522,7 @@ VARIANTS = (
         name="ft-same-share",
         summary="each rank trains on the shards of rank 0, as without a distributed sampler",
         source="classic",
-        plants={f"{STRATEGIES}.step.Shards.share": share_of_the_first},
+        plants={f"{STRATEGIES}.strategy.Shards.share": share_of_the_first},
         scenario=finetuned(options={"strategy": "ddp"}).with_(system="finetuned_by_ranks"),
         invariants=("F-FT-016",),
         place={"step": 1, "tensor": FIRST_A},

@@ -15,8 +15,8 @@ from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.mutants import Variant
 from entrenar_py.train.arithmetic import reduction
 from entrenar_py.train.arithmetic.blocks import Sums
-from entrenar_py.train.coordinator.exchanges import TreeExchange
 from entrenar_py.train.coordinator.member import Member
+from entrenar_py.train.coordinator.topology import TreeExchange
 from entrenar_py.train.wire.attendance import Member as Seen
 from entrenar_py.train.wire.effects import Effect, Peer, Reduce, Send
 from entrenar_py.train.wire.frames import Buffer

@@ -10,8 +10,8 @@ import numpy as np
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.mutants import Variant
 from entrenar_py.train.arithmetic import blocks, reduction
-from entrenar_py.train.coordinator.exchanges import RingExchange
 from entrenar_py.train.coordinator.member import Member
+from entrenar_py.train.coordinator.topology import RingExchange
 from entrenar_py.train.wire.attendance import Member as Seen
 from entrenar_py.train.wire.effects import Effect, Peer, Send
 from entrenar_py.train.wire.frames import Buffer

@@ -174,7 +174,6 @@ OF_OWN_PROCESSES = {
     "check.command.forks.processes",
     "check.command.forks.parent",
     "train.finetune.local",
-    "train.finetune.worker_process",
     "check.observing.auto",
     "check.observing.auto.seeding",
     "check.observing.planned_faults",
@@ -290,7 +289,7 @@ def test_no_decision_follows_the_wall_clock() -> None:
         "train.service.file_locks": {"time.strftime"}
     }  # since when a lock is held, for a message
     of_days = {
-        "train.model.prepared": {"datetime.now"}
+        "train.model.preparation": {"datetime.now"}
     }  # what a chat template with a clock is told
     read: dict[str, set[str]] = {}
     for module, path in modules().items():

@@ -9,13 +9,13 @@ import pytest
 import yaml
 
 from entrenar_py.check import clauses as checks
-from entrenar_py.check import contract, kill_matrix
+from entrenar_py.check import contract
 from entrenar_py.check.contract import Contract, Invariant, Vocabulary
 from entrenar_py.check.harness import plan, runner
-from entrenar_py.shared import scenario, shipped
+from entrenar_py.shared import mutants, scenario, shipped
 from entrenar_py.shared.verdict import Verdict
 
-OURS = Vocabulary(checks=checks.terms(), mutants=kill_matrix.planted_bugs)
+OURS = Vocabulary(checks=checks.terms(), mutants=mutants.names)
 FILES = shipped.all_bindings()
 
 

@@ -1,8 +1,12 @@
 """entrenar-py: falsify distributed trainers before people trust them."""
 
+from typing import TYPE_CHECKING, Any
+
 from entrenar_py.check.observing import Observation, observe
 from entrenar_py.shared.errors import WatchFinding
-from entrenar_py.train.canonical import canonical_all_reduce, require_deterministic
+
+if TYPE_CHECKING:
+    from entrenar_py.train.canonical import canonical_all_reduce, require_deterministic
 
 __all__ = [
     "Observation",
@@ -12,3 +16,12 @@ __all__ = [
     "require_deterministic",
 ]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Return a name of the trainer's, which no command of the checker has to import."""
+    if name in ("canonical_all_reduce", "require_deterministic"):
+        from entrenar_py.train import canonical
+
+        return getattr(canonical, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,8 +4,8 @@ import os
 import sys
 
 from entrenar_py.shared import process
-from entrenar_py.train.finetune.rank_command import main
+from entrenar_py.train.finetune.cli import rank
 
 if __name__ == "__main__":
     process.collect_seldom()
-    sys.exit(main(sys.argv[1:], os.environ))
+    sys.exit(rank(sys.argv[1:], os.environ))

@@ -30,7 +30,7 @@ from entrenar_py import compute as backends
 from entrenar_py.train.arithmetic import engine
 from entrenar_py.train.arithmetic.engine import Engine
 from entrenar_py.train.finetune import settings_file
-from entrenar_py.train.model import prepared
+from entrenar_py.train.model import preparation
 from entrenar_py.train.model.workload import Finetuning
 from examples.finetune import make_small
 
@@ -48,7 +48,7 @@ def loaded(folder: Path) -> tuple[Finetuning, Engine]:
         "classes": {"labels": ["safe", "unsafe"]},
     }
     text = settings_file.to_text(settings)
-    workload = prepared.prepare(settings_file.of_text(text, "it"), folder).workload()
+    workload = preparation.prepare(settings_file.of_text(text, "it"), folder).workload()
     tensors = workload.initial(np.random.default_rng(0))
     return workload, Engine(workload, backends.open_backend("cpu"), tensors, scale=1 / 16)
 

@@ -27,12 +27,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from entrenar_py.train.distill import schema, shards, teacher
-from entrenar_py.train.distill.producing import Stage
-from entrenar_py.train.distill.schema import Facts
+from entrenar_py.train.distill import manifest, shards, teacher
+from entrenar_py.train.distill.manifest import Facts
+from entrenar_py.train.distill.production import Stage
 from entrenar_py.train.distill.shards import File, Rows, ShardWriter
 from entrenar_py.train.finetune import settings_file
-from entrenar_py.train.model import prepared as preparing
+from entrenar_py.train.model import preparation
 from tests.benchmarks import gpu_finetune
 
 PIECE = 4_000  # rows made at a time
@@ -110,7 +110,7 @@ def _ours(folder: Path, facts: Facts, starts: Any) -> tuple[float, float]:
 
 def _pyarrow(folder: Path, facts: Facts, starts: Any) -> tuple[float, float]:
     """Write as pyarrow does by default, in row groups of the same size, and sync the file."""
-    pa, form = schema.arrow(), schema.columns(facts, 0)
+    pa, form = manifest.arrow(), manifest.columns(facts, 0)
     path, began = folder / "pyarrow.parquet", time.perf_counter()
     with pa.parquet.ParquetWriter(path, form, compression="zstd", use_dictionary=False) as writer:
         for piece in _pieces(facts):
@@ -158,7 +158,7 @@ def of_teacher(given: argparse.Namespace) -> dict[str, Any]:
             "top_k": given.top_k,
             "batch_tokens": given.batch_tokens,
         }
-        prepared = preparing.prepare(
+        prepared = preparation.prepare(
             settings_file.load(configured(folder, given, distill=section)), folder / "cache"
         )
         stage = Stage(prepared, given.backend)

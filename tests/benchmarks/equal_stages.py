@@ -30,9 +30,9 @@ def worker(pass_ms: float, arguments: list[str]) -> int:
 
     plain = StageMember._run
 
-    def slow(self: Any, asked: Any) -> Any:
+    def slow(self: Any, request: Any) -> Any:
         end = time.monotonic() + pass_ms / 1000 * (1 + self.workload.stage.is_last)
-        found = plain(self, asked)
+        found = plain(self, request)
         time.sleep(max(0.0, end - time.monotonic()))
         return found
 

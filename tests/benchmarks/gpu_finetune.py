@@ -139,7 +139,7 @@ def stepper(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     """Compute the gradient of a shard, as a worker does, without the rest of a step."""
     from entrenar_py import compute as backends
     from entrenar_py.train.arithmetic import engine
-    from entrenar_py.train.model import prepared
+    from entrenar_py.train.model import preparation
     from entrenar_py.train.model.settings import Data, Settings
 
     settings = Settings(
@@ -152,7 +152,7 @@ def stepper(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
         data=Data(train=folder / "rows.jsonl", max_tokens=given.tokens),
     )
     began = time.perf_counter()
-    workload = prepared.prepare(settings).workload()
+    workload = preparation.prepare(settings).workload()
     print("loaded", time.perf_counter() - began, file=sys.stderr)
     backend = backends.open_backend("cuda")
     initial = workload.initial(np.random.default_rng(0))

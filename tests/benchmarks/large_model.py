@@ -88,7 +88,7 @@ def measure(
     model: nn.Module, ddp: nn.Module, optimizer: torch.optim.Optimizer, data: torch.Tensor
 ) -> None:
     """Print, of blocks of steps in turns, how long plain and observed ones take."""
-    from entrenar_py.check.observing.sketch_records import Sketches
+    from entrenar_py.check.observing.sketches import Sketches
 
     batch = data[RANK::WORLD].cuda()
 

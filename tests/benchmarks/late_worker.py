@@ -22,8 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from entrenar_py.train.finetune.package import File
-from entrenar_py.train.finetune.received_files import ReceivedFiles
+from entrenar_py.train.finetune.package import File, ReceivedFiles
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.messages import Piece
 from entrenar_py.train.wire.terms import PIECE_BYTES, Package, Timing

@@ -29,7 +29,7 @@ from entrenar_py import compute as backends
 from entrenar_py.compute.wgpu import open_wgpu
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.arithmetic.engine import Engine, no_dropout
-from entrenar_py.train.model import prepared
+from entrenar_py.train.model import preparation
 from entrenar_py.train.model.settings import Data, Settings
 from entrenar_py.train.model.workload import Finetuning
 from tests.benchmarks import gpu_finetune
@@ -53,7 +53,7 @@ def workload_of(folder: Path, kind: str, tokens: int) -> Finetuning:
         precision=precision,
         data=Data(train=folder / "rows.jsonl", max_tokens=tokens),
     )
-    return prepared.prepare(settings).workload()
+    return preparation.prepare(settings).workload()
 
 
 def timed(workload: Finetuning, backend: Any, batch: int) -> tuple[dict[str, Any], Any]:

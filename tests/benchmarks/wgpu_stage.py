@@ -29,12 +29,12 @@ from torch import Tensor
 from entrenar_py.compute import open_backend
 from entrenar_py.compute.wgpu import open_wgpu
 from entrenar_py.train.arithmetic.engine import Dropout, Engine
-from entrenar_py.train.model import model, prepared
+from entrenar_py.train.model import model, preparation
 from entrenar_py.train.model.settings import Data, Settings, StagePlan
 from entrenar_py.train.stages import cut as cutting
-from entrenar_py.train.stages import stage_loading
+from entrenar_py.train.stages import stage_model
 from entrenar_py.train.stages.member import StageBackend
-from entrenar_py.train.stages.stage_workload import Received, StageWorkload
+from entrenar_py.train.stages.stage_model import Received, StageWorkload
 from tests.benchmarks import gpu_finetune
 
 RUNS = 5
@@ -53,7 +53,7 @@ def workload_of(folder: Path, method: str, tokens: int) -> StageWorkload:
         stages=tuple(StagePlan(layers=layers) for layers in PLAN),
     )
     cut = cutting.of(settings, model.shape(settings))
-    return stage_loading.load(prepared.prepare(settings), cut, 1)
+    return stage_model.load_stage(preparation.prepare(settings), cut, 1)
 
 
 def timed_ms(make: Callable[[], Any]) -> float:

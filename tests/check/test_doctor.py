@@ -108,7 +108,7 @@ def test_without_being_asked_no_clause_is_planned(
     """The short examination says how to list the clauses; trainers that are alike share a row."""
     monkeypatch.setattr(machine, "found", lambda: EXAMINED.backends)
     monkeypatch.setattr(machine, "versions", lambda: EXAMINED.versions)
-    monkeypatch.setattr(doctor, "clauses", pytest.fail)
+    monkeypatch.setattr(doctor, "reaches", pytest.fail)
     monkeypatch.setenv("COLUMNS", "200")
     assert cli.main(["doctor", "--no-color"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -12,7 +12,7 @@ from entrenar_py.check.clauses import CHECKS
 from entrenar_py.check.kill_matrix import Row
 from entrenar_py.shared import mutants
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.train.service import config_keys
+from entrenar_py.train.service import config
 from entrenar_py.train.wire import messages, phases
 from falsification import classes
 from tests.check.command import twins
@@ -130,11 +130,11 @@ def test_every_key_of_a_configuration_has_a_row() -> None:
     page = generate.SERVICE.read_text("utf-8")
     assert generate.service(page) == page, "say `make docs`"
     tables = (
-        config_keys.TRAINING,
-        config_keys.SERVICE,
-        config_keys.CHECKPOINT,
-        config_keys.TLS,
-        config_keys.TIMING,
+        config.TRAINING,
+        config.SERVICE,
+        config.CHECKPOINT,
+        config.TLS,
+        config.TIMING,
     )
     names = [name for table in tables for name in table]
     assert [row.split("`")[1] for row in page.splitlines() if row.startswith("| `")] == names

@@ -273,7 +273,7 @@ def read_contract(data: bytes) -> None:
     """Read a contract, expand its scenarios, and apply the published rules."""
     nothing = Vocabulary(checks=(), mutants=lambda: None)
     path = _written(data)
-    found = validation.validate({path: ()}, validation.policy(), vocabulary=nothing)
+    found = validation.validate({path: ()}, vocabulary=nothing)
     try:
         loaded = contract.load(path, vocabulary=nothing)
     except ContractError:

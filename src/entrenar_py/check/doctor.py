@@ -80,39 +80,45 @@ class Examination:
 PROC = Path("/proc/self/clear_refs")
 
 
-def trainers(found: Sequence[Found]) -> list[Trainer]:
+def trainers(backends: Sequence[Found]) -> list[Trainer]:
     """Return every trainer, with the backends that it supports and that work here."""
     records = []
     for name, system in SYSTEMS.items():
         if not system.trains:
             continue
-        kinds = [one for one in found if one.serves and _kind(one.name) in system.backends]
+        kinds = [
+            backend
+            for backend in backends
+            if backend.serves and _kind(backend.name) in system.backends
+        ]
         limits: tuple[str, ...] = ()
-        num_gpus = sum(_kind(one.name) == "cuda" for one in kinds)
+        num_gpus = sum(_kind(backend.name) == "cuda" for backend in kinds)
         if system.only and num_gpus:
             limits = (f"cuda: up to {num_gpus} ranks, one a GPU, with NCCL",)
-        names = (one.name for one in kinds) if not system.only else map(_kind, _names(kinds))
+        names = (
+            (backend.name for backend in kinds) if not system.only else map(_kind, _names(kinds))
+        )
         records.append(Trainer(system=name, backends=tuple(dict.fromkeys(names)), limits=limits))
     return records
 
 
-def reaches(found: Sequence[Found]) -> list[Reach]:
+def reaches(backends: Sequence[Found]) -> list[Reach]:
     """Return the reach of every clause of every shipped contract, with its own scenarios."""
     known = session.vocabulary()
     records = []
     for path in shipped.shipped_contracts():
         loaded = contract.load(path, vocabulary=known)
-        records += [_reach(path.name, clause, found) for clause in loaded.invariants]
+        records += [_reach(path.name, clause, backends) for clause in loaded.invariants]
     return records
 
 
-def _reach(name: str, clause: Invariant, found: Sequence[Found]) -> Reach:
+def _reach(name: str, clause: Invariant, backends: Sequence[Found]) -> Reach:
     tasks, _ = plan.divide([clause], plan.Plan())
     scenarios = [] if not tasks or isinstance(tasks[0], NotApplying) else tasks[0].scenarios
     lacking: dict[str, None] = {}
     can = 0
     for scenario in scenarios:
-        fatal, partial = _lacks(scenario, found)
+        fatal, partial = _lacks(scenario, backends)
         lacking |= dict.fromkeys((*fatal, *partial))
         can += not fatal
     if not scenarios:
@@ -127,23 +133,23 @@ def _reach(name: str, clause: Invariant, found: Sequence[Found]) -> Reach:
     )
 
 
-def _lacks(scenario: Scenario, found: Sequence[Found]) -> tuple[list[str], list[str]]:
+def _lacks(scenario: Scenario, backends: Sequence[Found]) -> tuple[list[str], list[str]]:
     """Return what keeps `scenario` from running here, and what it lacks but can run without."""
-    serving = {_kind(one.name) for one in found if one.serves} | {AUTO}
-    named = {one.name for one in found if one.serves}
+    serving = {_kind(backend.name) for backend in backends if backend.serves} | {AUTO}
+    named = {backend.name for backend in backends if backend.serves}
     missing = [
-        f"{name} ({_why(name, found)})"
+        f"{name} ({_why(name, backends)})"
         for name in dict.fromkeys(scenario.backends)
         if name not in serving | named
     ]
     if scenario.system == "backend_chain":
-        return [], [f"{one}: a stand-in fails in its place" for one in missing]
+        return [], [f"{backend}: a stand-in fails in its place" for backend in missing]
     if scenario.system == "manifest":
         enough = len(scenario.backends) - len(missing) > 1
         return ([], missing) if enough else (missing, [])
     if scenario.system == "memory" and not PROC.exists():
         return [f"{PROC}, from which peak memory is read: only Linux has it"], []
-    return missing, list(_too_few(scenario, found))
+    return missing, list(_too_few(scenario, backends))
 
 
 def _too_few(scenario: Scenario, found: Sequence[Found]) -> Iterator[str]:

@@ -171,7 +171,6 @@ __all__ = [
     "all_right",
     "invariants",
     "judges",
-    "planted_bugs",
     "run",
     "show",
     "summary",
@@ -183,22 +182,17 @@ def invariants() -> dict[str, Invariant]:
 
     Raises ContractError if a clause names a mutant that is not in the catalogue.
     """
-    known = contract.Vocabulary(checks=checks.terms(), mutants=planted_bugs)
+    known = contract.Vocabulary(checks=checks.terms(), mutants=mutants.names)
     loaded = [contract.load(path, vocabulary=known) for path in shipped.shipped_contracts()]
     clauses = [clause for loaded_contract in loaded for clause in loaded_contract.invariants]
     return {clause.id: clause for clause in clauses if checks.bind(clause)}
-
-
-def planted_bugs() -> tuple[str, ...]:
-    """Return the names of all mutants; UsageError if the mutants are not installed."""
-    return tuple(name for name, variant in mutants.catalogue().items() if not variant.benign)
 
 
 def judges(variant: Variant, invariants: Mapping[str, Invariant]) -> list[str]:
     """Return the ids of the clauses that judge `variant`, each once.
 
     A mutant is judged by the clauses it names and the clauses that name it. A benign variant is
-    judged by the clauses it is tried on and by every clause whose check applies to any training.
+    judged by the clauses it is tried on, and by every clause with a check for any training.
     """
     if variant.benign:
         system = variant.scenario.system

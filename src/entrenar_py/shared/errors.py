@@ -102,12 +102,12 @@ class WatchFinding(EntrenarError):
         self.tensor = tensor
 
 
-def did_you_mean(given: object, allowed: Collection[str], *, otherwise: str | None = None) -> str:
+def did_you_mean(name: object, allowed: Collection[str], *, otherwise: str | None = None) -> str:
     """Return the advice on a name that is not allowed, such as `did you mean 'x'?`.
 
     If no allowed name is similar, return `otherwise`, or if that is None, list all allowed names.
     """
-    near = " or ".join(map(repr, _nearest(str(given), allowed)))
+    near = " or ".join(map(repr, _nearest(str(name), allowed)))
     if near:
         return f"did you mean {near}?"
     return f"allowed are {', '.join(allowed)}" if otherwise is None else otherwise

@@ -46,7 +46,7 @@ KINDS: dict[str, str] = {
     "truncate": "the second half of message `at` of step `step` is lost",
     "flip": "one bit of message `at` of step `step` is flipped",
     "lie": "worker `rank` says something untrue at message `at` of step `step`: `value`",
-    "stranger": "somebody connects in step `step` who must not be let in: `value`",
+    "stranger": "a stranger connects in step `step`, and must not be let in: `value`",
     "restart": "the coordinator dies at message `at` of step `step`; another takes its checkpoint",
     "absent": "backend `backend` is not there",
     "init_error": "backend `backend` fails when it is opened",
@@ -104,7 +104,7 @@ COMMON, ORDERED, MIRRORED, REPEATED = CONTROLLED = (
 
 # In a user's script only: the end of an epoch comes within a few steps.
 SHORTENED = "shortened_epochs"
-# In a user's script only: one worker has the batches of several, whose script has one's size.
+# In a user's script only: one worker has the batches of several, though its script has one's size.
 MERGED = "merged_batches"
 # The same where no loader can be told to: the script's own draws are replaced.
 REPLAYED, IN_TURN = OF_RECORDS = "replayed_batches", "replayed_in_turn"
@@ -120,7 +120,7 @@ OF_WITNESSES = (NUDGED, *LASTING)
 # Failures that a real adapter is made to report itself.
 OF_ADAPTERS = ("device_lost", "too_large", "shader_rejected")
 
-# Faults of a worker process or of a message, in systems whose workers exchange messages.
+# Faults of a worker process or of a message, in systems with workers that exchange messages.
 ON_THE_WAY = (
     *("kill", "freeze", "cut", "half_open"),
     *("delay", "duplicate", "reorder", "truncate", "flip"),
@@ -129,7 +129,7 @@ ON_THE_WAY = (
 PLACES = ("Assign", "TreeNode", "Computed", "Average", "Staged", "Commit", "Applied")
 # A ring sends partial sums in place of tree nodes.
 RING_PLACES = tuple("Partial" if place == "TreeNode" else place for place in PLACES)
-# A star whose server makes the update sends new weights in place of averages.
+# A star with a server that makes the update sends new weights in place of averages.
 SERVED_PLACES = tuple("Weights" if place == "Average" else place for place in PLACES)
 # Stages of a pipeline send each other hidden states and their gradients.
 PIPELINE_PLACES = (

@@ -70,6 +70,18 @@ def catalogue() -> dict[str, Variant]:
     return {variant.name: variant for variant in variants}
 
 
+def names() -> tuple[str, ...]:
+    """Return the names of all planted bugs, which contracts use; benign variants are none.
+
+    The catalogue has them, too, but to load it takes torch and the whole trainer: a call that only
+    reads contracts takes them from a list. Raises UsageError if the bugs are not installed.
+    """
+    folder = shipped.falsification_folder()
+    if folder is None:
+        raise UsageError("the falsification folder with the mutants was not installed")
+    return tuple((folder / "names.txt").read_text(encoding="utf-8").split())
+
+
 class Planting:
     """A planted variant. `struck` is True once one of the replaced functions was called.
 

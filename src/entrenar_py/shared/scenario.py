@@ -25,7 +25,7 @@ from entrenar_py.shared.untrusted import json_text
 if TYPE_CHECKING:
     import numpy as np
 
-# Kinds of which a machine may have several devices: `wgpu:1` is the second.
+# A machine may have several devices of these kinds: `wgpu:1` is the second.
 INDEXED = ("cuda", "wgpu")
 BACKENDS = (*INDEXED, "cpu")
 
@@ -48,7 +48,7 @@ def backends_in_words(kinds: Iterable[str]) -> str:
     return ", ".join([*kinds, *indexed])
 
 
-OBSERVED = "command"  # the system of a user's script, whose runs `observe` has recorded
+OBSERVED = "command"  # the system of a user's script, if `observe` has recorded its runs
 # Workloads that are made of a user's files or script: a scenario alone can't be run with them.
 OF_USERS = ("finetune", "own")
 # The values of each field that is a choice: validation, docs and Hypothesis read this table.

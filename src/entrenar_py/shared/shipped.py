@@ -16,8 +16,8 @@ from entrenar_py.shared.errors import UsageError, did_you_mean
 PACKAGE = Path(__file__).resolve().parents[1]
 # Either one alone misses bugs that the other finds: a forgotten set_epoch, a sampler that pads.
 FOR_SCRIPTS = ("distributed-training-v1.yaml", "training-integrity-v1.yaml")
-# What nobody means who trains a language model. Where no contract was named, these clauses are
-# looked at, too, and reported if they are broken.
+# What is never meant when a language model is trained. Where no contract was named, these clauses
+# are looked at, too, and reported if they are broken.
 OF_LANGUAGE, NEVER_MEANT = "language-model-v1.yaml", ("F-LM-001", "F-LM-002", "F-LM-004")
 
 

@@ -1,4 +1,4 @@
-"""The three verdicts, of which the worst wins, and the finding: a verdict with its evidence.
+"""The three verdicts (the worst wins), and the finding: a verdict with its evidence.
 
 A judge reports HELD only if it made at least one comparison, all succeeded and none was missing.
 """

@@ -1,8 +1,8 @@
-"""The workers of a scenario: which take part in each step, and who makes it.
+"""The workers of a scenario: which take part in each step, and which side makes it.
 
-Faults decide who is present. By the option `updates` a star's steps are made by every worker, or by
-the server for all. `Outer` has the settings and the schedule of the outer step, which synchronises
-workers that have stepped alone.
+Faults decide which are present. By the option `updates` a star's steps are made by every worker, or
+by the server for all. `Outer` has the settings and the schedule of the outer step, which
+synchronises workers that have stepped alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ORDER = ("join", "leave")  # joins come first in a step, then leaves, then all 
 
 
 def initial_ranks(scenario: Scenario) -> list[int]:
-    """Return the ranks present at the start: all but those whose first change is to join."""
+    """Return the ranks present at the start: all but those that first join."""
     first: dict[int | None, str] = {}
     for fault in _in_order(scenario):
         if fault.kind in _ORDER:
@@ -98,7 +98,7 @@ def by_server(scenario: Scenario) -> bool:
 
 
 def optimizer_of_workers(scenario: Scenario) -> str:
-    """Return the name of the optimizer whose state workers hold: `sgd` if the server steps."""
+    """Return the name of the optimizer that workers have: `sgd` if the server steps."""
     return _STATELESS if by_server(scenario) else scenario.optimizer
 
 

@@ -40,7 +40,7 @@ def added(parts: Sequence[Vectors]) -> Vectors:
 
 def mean(ranks: Batches) -> Vectors:
     """Return the gradient of a step: its micro-batches' added, and divided by four."""
-    return scaled(added([batch for own in ranks for batch in own]), 1 / 4)
+    return multiplied(added([batch for own in ranks for batch in own]), 1 / 4)
 
 
 def length(vectors: Vectors) -> float:
@@ -48,14 +48,14 @@ def length(vectors: Vectors) -> float:
     return float(np.sqrt(sum(np.square(value).sum() for value in vectors.values())))
 
 
-def scaled(vectors: Vectors, factor: float) -> Vectors:
+def multiplied(vectors: Vectors, factor: float) -> Vectors:
     """Return the tensors times a number."""
     return {name: factor * value for name, value in vectors.items()}
 
 
 def clipped(vectors: Vectors, limit: float = LIMIT) -> Vectors:
     """Return the tensors as clipping by their norm leaves them."""
-    return scaled(vectors, min(1.0, limit / (length(vectors) + 1e-6)))
+    return multiplied(vectors, min(1.0, limit / (length(vectors) + 1e-6)))
 
 
 def recorded(vectors: Vectors) -> Tensors:
@@ -116,14 +116,14 @@ def judged(trace: Trace) -> Tally:
 
 def each_rank(ranks: Batches) -> Vectors:
     """Clip each rank's gradient, and average."""
-    return scaled(added([clipped(scaled(added(own), 1 / 2)) for own in ranks]), 1 / 2)
+    return multiplied(added([clipped(multiplied(added(own), 1 / 2)) for own in ranks]), 1 / 2)
 
 
 def counting_twice(ranks: Batches) -> Vectors:
     """Clip by a norm in which one tensor counts twice."""
     whole = mean(ranks)
     total = np.hypot(length(whole), np.linalg.norm(whole["b"]))
-    return scaled(whole, min(1.0, LIMIT / total))
+    return multiplied(whole, min(1.0, LIMIT / total))
 
 
 def scaled_twice(ranks: Batches) -> Vectors:
@@ -138,7 +138,7 @@ ERRORS: Mapping[str, Callable[[Batches], Vectors]] = {
     "each element was clipped": lambda ranks: {
         name: np.clip(4 * value, -LIMIT, LIMIT) for name, value in mean(ranks).items()
     },
-    "clipped by the maximum": lambda ranks: scaled(
+    "clipped by the maximum": lambda ranks: multiplied(
         mean(ranks), LIMIT / max(float(np.abs(value).max()) for value in mean(ranks).values())
     ),
     "clipped in parts": lambda ranks: {
@@ -146,9 +146,11 @@ ERRORS: Mapping[str, Callable[[Batches], Vectors]] = {
         for group in (("a",), ("b", "c"))
         for name, value in clipped({one: 4 * mean(ranks)[one] for one in group}).items()
     },
-    "divided by the 2 micro-batches": lambda ranks: scaled(clipped(mean(ranks)), 1 / 2),
-    "still scaled by 4096": lambda ranks: scaled(clipped(scaled(mean(ranks), 4096)), 1 / 4096),
-    "divided by something after": lambda ranks: scaled(clipped(mean(ranks)), 1 / 3),
+    "divided by the 2 micro-batches": lambda ranks: multiplied(clipped(mean(ranks)), 1 / 2),
+    "still scaled by 4096": lambda ranks: multiplied(
+        clipped(multiplied(mean(ranks), 4096)), 1 / 4096
+    ),
+    "divided by something after": lambda ranks: multiplied(clipped(mean(ranks)), 1 / 3),
     "counts b twice": counting_twice,
     "b is twice among": scaled_twice,
 }
@@ -165,7 +167,7 @@ def test_errors(words: str) -> None:
 
 def early(clip: Callable[[Sequence[Vectors]], Vectors]) -> Callable[[Batches], Vectors]:
     """Return the step that clips the micro-batches of each rank, by their sum, before adding."""
-    return lambda ranks: scaled(added([clip(own) for own in ranks]), 1 / 2)
+    return lambda ranks: multiplied(added([clip(own) for own in ranks]), 1 / 2)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +194,7 @@ def test_clipped_before_the_reduction(
 @pytest.mark.parametrize("reduced", [False, True])
 def test_right(scale: float, *, reduced: bool) -> None:
     """A whole gradient that is clipped, always or now and then, is right."""
-    tally = judged(run(lambda ranks: clipped(scaled(mean(ranks), scale))))
+    tally = judged(run(lambda ranks: clipped(multiplied(mean(ranks), scale))))
     assert (tally.broken, tally.missing) == (None, [])
     assert tally.compared > 0
     assert judged(run(lambda ranks: clipped(mean(ranks)), reduced=reduced)).broken is None
@@ -250,15 +252,17 @@ def test_no_direction_is_known_if_steps_rest_until_gradients_are_compressed(*, r
 
 def test_nothing_to_clip() -> None:
     """A note says that clipping was not exercised."""
-    assert "nothing was clipped" in judged(run(lambda ranks: scaled(mean(ranks), 0.01))).notes[0]
+    assert (
+        "nothing was clipped" in judged(run(lambda ranks: multiplied(mean(ranks), 0.01))).notes[0]
+    )
 
 
 def test_norms_that_the_script_showed() -> None:
     """With `obs.reduced()` the length is known, and a shorter gradient is an error."""
-    found = judged(run(lambda ranks: scaled(clipped(mean(ranks)), 0.7), reduced=True)).broken
+    found = judged(run(lambda ranks: multiplied(clipped(mean(ranks)), 0.7), reduced=True)).broken
     assert found is not None
     assert "has not the length min(norm, clip_norm=0.5)" in found.message
-    scaled = judged(run(lambda ranks: scaled(mean(ranks), 2.0**-10), reduced=True))
+    scaled = judged(run(lambda ranks: multiplied(mean(ranks), 2.0**-10), reduced=True))
     assert scaled.broken is None
     assert "obs.reduced() came before gradients were unscaled" in scaled.missing[0]
 
@@ -267,7 +271,7 @@ def test_what_can_not_be_told() -> None:
     """An error of another kind, or lengths that nothing explains, are no errors of clipping."""
     other = judged(run(lambda ranks: {**added(ranks[0]), "b": 0.1 * ranks[1][0]["b"]}, seeds=1))
     assert other.broken is None or "longer" in other.broken.message
-    own = judged(run(lambda ranks: scaled(mean(ranks), 0.1 / (1 + abs(ranks[0][0]["a"][0])))))
+    own = judged(run(lambda ranks: multiplied(mean(ranks), 0.1 / (1 + abs(ranks[0][0]["a"][0])))))
     assert own.broken is None
     assert "can't be told: call obs.reduced()" in own.missing[0] or "record" in own.missing[0]
 
@@ -289,7 +293,7 @@ def test_sums_in_16_bits(name: str) -> None:
 
     def step(ranks: Batches) -> Vectors:
         terms = [{n: rounded(v) for n, v in added(own).items()} for own in ranks]
-        return scaled(added(terms), 1 / 4)
+        return multiplied(added(terms), 1 / 4)
 
     assert rounding_bounds.undeclared_format(run(step), 1e-4) == name
     assert rounding_bounds.undeclared_format(run(each_rank), 1e-4) == ""
@@ -301,7 +305,7 @@ def test_a_small_factor_is_no_rounding(elements: slice, monkeypatch: pytest.Monk
     monkeypatch.setitem(SIZES, "a", 40)
 
     def step(ranks: Batches) -> Vectors:
-        sums = scaled(added([added(own) for own in ranks]), 1 / 4)
+        sums = multiplied(added([added(own) for own in ranks]), 1 / 4)
         for value in sums.values():
             value[elements] *= 1.01
         return sums
@@ -343,7 +347,7 @@ def test_a_gradient_that_was_seen_before_it_was_clipped_needs_no_micro_batches(s
 @pytest.mark.parametrize("factor", [0.5, 1.5])
 def test_a_gradient_that_is_not_what_clipping_left_of_it_is_not_held(factor: float) -> None:
     """Something else came between, or the norm was another one."""
-    tally = judged(called(run(lambda ranks: scaled(clipped(mean(ranks)), factor)), whole_of))
+    tally = judged(called(run(lambda ranks: multiplied(clipped(mean(ranks)), factor)), whole_of))
     assert tally.finding(nothing="").verdict is Verdict.INCONCLUSIVE
 
 
@@ -362,7 +366,7 @@ def test_gradients_that_are_zeros_when_they_are_clipped() -> None:
     """They were cleared just before, and what is applied came after that: nothing to divide by."""
 
     def cleared(update: Update) -> Tensors:
-        return recorded(scaled(mean(batches(update.step)), 0.0))
+        return recorded(multiplied(mean(batches(update.step)), 0.0))
 
     tally = judged(called(run(mean), cleared))
     assert tally.finding(nothing="").verdict is Verdict.INCONCLUSIVE
@@ -391,7 +395,7 @@ def test_pieces_that_are_scaled_to_no_limit_are_not_explained() -> None:
     """Elements may be scaled on purpose: their norms are not the limit then."""
 
     def other(ranks: Batches) -> Vectors:
-        return scaled(in_halves(mean(ranks)), 0.9)
+        return multiplied(in_halves(mean(ranks)), 0.9)
 
     tally = judged(called(run(other), whole_of))
     assert tally.finding(nothing="").verdict is Verdict.INCONCLUSIVE

@@ -25,13 +25,7 @@ import torch.utils.data
 from torch.nn.parallel import DistributedDataParallel
 
 import entrenar_py.check.observing.observer  # noqa: F401
-from entrenar_py.check.observing import loader_batches  # noqa: F401
-from entrenar_py.check.observing.auto import (  # noqa: F401
-    SETTINGS,
-    beginning,
-    patches,
-    recorder,
-)
+from entrenar_py.check.observing.auto import SETTINGS, beginning
 
 
 class Waiting:

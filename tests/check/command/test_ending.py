@@ -10,9 +10,8 @@ import pytest
 from entrenar_py.check.command import folders, run_trace
 from entrenar_py.check.command.launch import Ended
 from entrenar_py.check.command.run_settings import RunSettings
-from entrenar_py.check.rank_files import auto_notes
-from entrenar_py.check.rank_files.rank_file import STACK_SUFFIX
-from entrenar_py.check.rank_files.rank_trace import RankTrace
+from entrenar_py.check.rank_files import notes
+from entrenar_py.check.rank_files.rank_file import STACK_SUFFIX, RankTrace
 from entrenar_py.shared.trace import Event, Injected, Shard, Update
 
 NAN = {"kind": "non_finite_gradient", "step": 1, "rank": 1, "value": "nan"}
@@ -110,8 +109,8 @@ def test_how_it_ended(
 
 def test_an_error_comes_before_what_is_not_seen(tmp_path: Path) -> None:
     """A script without a line that fails before it trains is told its own error, not our limits."""
-    (tmp_path / auto_notes.ASKED).touch()
-    (tmp_path / auto_notes.LOADED).touch()
+    (tmp_path / notes.ASKED).touch()
+    (tmp_path / notes.LOADED).touch()
     output = tmp_path / "o.txt"
     output.write_text("Traceback (most recent call last):\n  x\nValueError: an even number\n")
     settings = RunSettings(world_size=1, seed=0)

@@ -35,7 +35,7 @@ def test_a_run_is_nudged_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "trace"),
+    ("settings", "trace"),
     [
         (ONE, PLAIN),
         (ONE, moved([1.0, 1.0])),

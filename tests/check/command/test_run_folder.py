@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from entrenar_py.check import cli
-from entrenar_py.check.cli import commanded
+from entrenar_py.check.cli import command_work
 from entrenar_py.check.command import folders
 from entrenar_py.check.project import commands
 from entrenar_py.check.reports.report import Entry
@@ -55,7 +55,7 @@ def test_a_folder_for_temporary_files(
 
 def test_a_folder_that_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder that the user named is kept without a message; contracts share the other one."""
-    shared = commanded.Shared()
+    shared = command_work.Shared()
     assert shared.folder(tmp_path).path == tmp_path
     first = shared.folder(None)
     assert shared.folder(None) is first

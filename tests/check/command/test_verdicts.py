@@ -121,7 +121,7 @@ def test_after_an_interrupt_what_is_falsified_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "asked", "verdict"),
+    ("name", "settings", "verdict"),
     [
         ("1-worker", replace(PLAIN, world_size=1), Verdict.HELD),
         ("3-workers-permute-1", TURNED, Verdict.HELD),

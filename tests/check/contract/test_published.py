@@ -13,8 +13,8 @@ import pytest
 from entrenar_py.check import contract
 from entrenar_py.check.contract import Contract, gates
 from entrenar_py.shared.config import composer
+from entrenar_py.shared.config.composer import plain
 from entrenar_py.shared.config.problems import Problems
-from entrenar_py.shared.config.tree import plain
 from entrenar_py.shared.errors import ContractError
 from tests.check.contract import known, published
 

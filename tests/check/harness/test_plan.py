@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from entrenar_py.check.harness.plan import Plan, Task
 from entrenar_py.shared import shipped
 from entrenar_py.shared.config.problems import Position
 from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.verdict import Verdict, inconclusive
+from entrenar_py.train.coordinator import models
 
 LEAVE = {"kind": "leave", "rank": 0, "step": 1}
 NAN = {"kind": "non_finite_gradient", "step": 1, "value": "nan"}
@@ -319,3 +322,23 @@ def test_a_task_lists_each_scenario_once() -> None:
     one = Scenario(system="reference", workload="linear", world_size=2, seed=0)
     task = Task(invariant=clause(), check=None, known=(one,), planned=(one, one.with_(seed=1)))
     assert task.scenarios == [one, one.with_(seed=1)]
+
+
+@pytest.mark.parametrize("workload", plan._SAMPLES_MIN)
+def test_what_surely_fits_is_no_more_than_the_workload_has(workload: str) -> None:
+    """Without building a workload the plan lets nothing pass that the workload would refuse."""
+    num = min(plan._SAMPLES_MIN[workload], 2000)
+    sized = Scenario(
+        system="reference", workload=workload, world_size=1, seed=0, num_samples=num, width=3
+    )
+    assert plan._surely_fits(sized)
+    systems.require_workload(sized)
+    model = models.model_of(sized.with_(num_samples=50))
+    for spec in model.specs if workload in ("linear", "mlp") else ():
+        for element in (None, prod(spec.shape) - 1, prod(spec.shape)):
+            fault = Fault(
+                kind="huge_gradient", step=0, value="1.0", tensor=spec.name, element=element
+            )
+            fits = spec.role == "trainable" and (element or 0) < prod(spec.shape)
+            assert plan._surely_fits(sized.with_(faults=(fault,))) is fits
+    assert not plan._surely_fits(sized.with_(options={"terms": [[1.0]]}))

@@ -11,7 +11,7 @@ import torch
 
 import entrenar_py
 from entrenar_py.check.observing import FOLDER
-from entrenar_py.check.rank_files import rank_trace
+from entrenar_py.check.rank_files import rank_file
 from entrenar_py.shared.errors import UsageError
 
 _MODEL = torch.nn.Linear(2, 1)
@@ -79,7 +79,7 @@ def test_what_is_told_after_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     observation.halted("too late")
     observation.close()
     (file,) = tmp_path.glob("*.jsonl")
-    found = rank_trace.load(file)
+    found = rank_file.load(file)
     assert (found.ended, found.problem, found.events) == (True, "", ())
 
 

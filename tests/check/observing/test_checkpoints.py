@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from entrenar_py.check.observing import FOLDER, checkpoints, script_text, torch_calls
-from entrenar_py.check.rank_files import checkpoints as notes
+from entrenar_py.check.rank_files import notes
 
 MODEL = nn.Linear(16, 4)
 STATE = MODEL.state_dict()
@@ -29,12 +29,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the folder of a run whose process is watched, five steps after its begin."""
     monkeypatch.setenv(FOLDER, str(tmp_path))
     monkeypatch.setattr(checkpoints, "_CURRENT", [])
-    for patch in torch_calls.TABLE:
+    for patch in torch_calls.LINE_TABLE:
         owner = __import__(patch.module, fromlist=["_"])
         if not patch.owner:
             monkeypatch.setattr(owner, patch.name, getattr(owner, patch.name))
     files = (torch_calls._saved, torch_calls._loaded)
-    saves = [patch for patch in torch_calls.TABLE if patch.wrap in files]
+    saves = [patch for patch in torch_calls.LINE_TABLE if patch.wrap in files]
     torch_calls.apply(saves, torch_calls.EARS)
     checkpoints.watch(MODEL.parameters(), lambda: 5)
     return tmp_path
@@ -64,7 +64,7 @@ def test_weights_are_seen_however_they_are_saved(
 ) -> None:
     """By torch, numpy, pickle or safetensors, in a format of half the bytes, or in an object."""
     save(folder)
-    assert notes.read(folder).after == (5,)
+    assert notes.saved(folder).after == (5,)
 
 
 @pytest.mark.parametrize(
@@ -78,14 +78,14 @@ def test_weights_are_seen_however_they_are_saved(
 def test_losses_and_settings_are_no_checkpoint(folder: Path, save: Callable[[Path], None]) -> None:
     """What is saved has less than an eighth of the weights' bytes."""
     save(folder)
-    assert notes.read(folder).after == ()
+    assert notes.saved(folder).after == ()
 
 
 def test_before_training_nothing_is_a_checkpoint(folder: Path) -> None:
     """Data that is prepared by the same process is as large as weights."""
     checkpoints._CURRENT.clear()
     torch.save(STATE, folder / "data.pt")
-    assert notes.read(folder).after == ()
+    assert notes.saved(folder).after == ()
 
 
 @pytest.mark.parametrize("given", [Path, str, open])
@@ -99,8 +99,8 @@ def test_a_checkpoint_that_is_read_before_training(
     torch.load(file)
     if given is open:
         file.close()
-    assert notes.read(folder).read_back.startswith("test_checkpoints.py:")
-    (path,) = folder.glob(notes.NOTES)
+    assert notes.saved(folder).read_back.startswith("test_checkpoints.py:")
+    (path,) = folder.glob(notes.SAVES)
     checkpoints.watch(MODEL.parameters(), lambda: 0)
     checkpoints.first_step()
     said = path.read_text()
@@ -115,11 +115,11 @@ def test_a_checkpoint_that_is_read_after_a_pass_to_warm_up(folder: Path) -> None
     Which lines run later is told then, too.
     """
     torch.save(STATE, folder / "a.pt")
-    assert not notes.read(folder).read_back
+    assert not notes.saved(folder).read_back
     torch.load(folder / "a.pt")
-    assert notes.read(folder).read_back.startswith("test_checkpoints.py:")
+    assert notes.saved(folder).read_back.startswith("test_checkpoints.py:")
     assert (checkpoints.was_read(), checkpoints.was_read()) == (True, False)
-    (path,) = folder.glob(notes.NOTES)
+    (path,) = folder.glob(notes.SAVES)
     assert "loads_late" not in path.read_text()
     checkpoints.first_step()
     checkpoints.first_step()
@@ -240,20 +240,20 @@ def test_what_a_script_is_given_to_go_on(folder: Path, files: dict[str, Any], ne
     for name, values in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         torch.save(values, folder / name)
-    assert notes.newest(folder) == folder / newest
+    assert notes.newest_checkpoint(folder) == folder / newest
 
 
 def test_ranks_with_files_of_their_own(folder: Path) -> None:
     """Which of them a script goes on from is not known."""
     for rank in range(2):
         torch.save(STEPPED, folder / f"{rank}.pt")
-        notes.write(folder, after=5, path=str(folder / f"{rank}.pt"))
-        own = folder / notes.NOTES.replace("*", str(os.getpid()))
-        own.rename(folder / notes.NOTES.replace("*", f"{rank}-of-2"))
-    assert notes.newest(folder) is None
+        notes.write_save(folder, after=5, path=str(folder / f"{rank}.pt"))
+        own = folder / notes.SAVES.replace("*", str(os.getpid()))
+        own.rename(folder / notes.SAVES.replace("*", f"{rank}-of-2"))
+    assert notes.newest_checkpoint(folder) is None
 
 
 def test_tensors_without_a_place_are_saved_all_the_same(folder: Path) -> None:
     """A sparse tensor has no pointer, and a script that saves one goes on."""
     torch.save({"model": STATE, "graph": torch.eye(9).to_sparse()}, folder / "a.pt")
-    assert notes.newest(folder) == folder / "a.pt"
+    assert notes.newest_checkpoint(folder) == folder / "a.pt"

@@ -24,12 +24,12 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor import Shard as Cut
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from entrenar_py.check.observing import dtensors, planned_faults, surroundings
-from entrenar_py.check.observing.gradients_ready import GradientHooks
+from entrenar_py.check.observing import planned_faults, surroundings, tensors
+from entrenar_py.check.observing.module_hooks import GradientHooks
 from entrenar_py.check.observing.subject import Subject
 from entrenar_py.check.rank_files import assembly
 from entrenar_py.check.rank_files.layout import Layout, Piece
-from entrenar_py.check.rank_files.rank_trace import RankTrace
+from entrenar_py.check.rank_files.rank_file import RankTrace
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.trace import Shard, Start, TensorRecord, Tensors, Update
@@ -238,9 +238,9 @@ def test_copies_on_a_mesh_show_no_layout() -> None:
     """Ranks that keep whole copies may be replicas, or share samples. A cut one shows which."""
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("workers",))
     model = distribute_module(nn.Linear(2, 4), mesh)
-    assert dtensors.read_off(model, 4) is None
+    assert surroundings.read_off(model, 4) is None
     model.bias = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Cut(0)]))
-    assert dtensors.read_off(model, 4) == Layout(axes={"tp": 4})
+    assert surroundings.read_off(model, 4) == Layout(axes={"tp": 4})
 
 
 @pytest.mark.usefixtures("four_ranks")
@@ -249,7 +249,7 @@ def test_a_mesh_of_this_rank_alone_shows_no_layout() -> None:
     alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("far", "near"))["near"]
     model = nn.Linear(2, 4)
     fully_shard(model, mesh=alone)
-    assert dtensors.read_off(model, 4) is None
+    assert surroundings.read_off(model, 4) is None
 
 
 @pytest.mark.usefixtures("four_ranks")
@@ -257,7 +257,7 @@ def test_a_copy_of_a_term_stays_a_term() -> None:
     """A copied gradient has memory of its own, and isn't reduced by that."""
     mesh = init_device_mesh("cpu", (4,))
     term = DTensor.from_local(torch.ones(3), mesh, [Partial()])
-    copied = dtensors.copied(term)
+    copied = tensors.copied(term)
     assert isinstance(copied, DTensor)
     assert copied.placements == term.placements
     copied.to_local()[0] = 5.0
@@ -316,18 +316,18 @@ def test_meshes_made_of_one_another() -> None:
     ):
         model = nn.Linear(2, 4)
         fully_shard(model, mesh=mesh)
-        assert dtensors.read_off(model, 4) == Layout(axes=axes)
+        assert surroundings.read_off(model, 4) == Layout(axes=axes)
     part = nn.Linear(2, 4)
     fully_shard(part, mesh=dense["fsdp"])
     with pytest.raises(UsageError, match="does not show how all 4 ranks are arranged"):
-        dtensors.read_off(part, 4)
+        surroundings.read_off(part, 4)
     hybrid = nn.Linear(2, 4)
     fully_shard(hybrid, mesh=world._unflatten(0, (2, 2), ("far", "near")))
-    assert dtensors.read_off(hybrid, 4) == Layout(axes={"dp_replicate": 2, "dp_shard": 2})
+    assert surroundings.read_off(hybrid, 4) == Layout(axes={"dp_replicate": 2, "dp_shard": 2})
     named = world._unflatten(0, (2, 2), ("there", "here"))
     other = distribute_module(nn.Linear(2, 4), named)
     with pytest.raises(UsageError, match="axis 'there': allowed are dp"):
-        dtensors.read_off(other, 4)
+        surroundings.read_off(other, 4)
     # Both meshes show one arrangement, since an axis of one rank tells nothing.
     found = surroundings.mesh(4)
     assert found is not None

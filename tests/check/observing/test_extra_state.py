@@ -15,7 +15,7 @@ import entrenar_py
 from entrenar_py.check.observing import FOLDER
 from entrenar_py.check.observing.extra_state import ExtraState
 from entrenar_py.check.observing.subject import Subject
-from entrenar_py.check.rank_files import rank_trace
+from entrenar_py.check.rank_files import rank_file
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.trace import Start, Update
 
@@ -154,7 +154,7 @@ def test_averages_are_recorded_with_each_step(
         average.move(model.parameters())
     obs.close()
     (path,) = tmp_path.glob("*.rank.jsonl")
-    held = [e.extra for e in rank_trace.load(path).events if isinstance(e, Start | Update)]
+    held = [e.extra for e in rank_file.load(path).events if isinstance(e, Start | Update)]
     assert [extra.keys() for extra in held] == [*([set()] * 2), *([kept("shadow")] * 4)]
     assert len({extra["shadow/1.bias"].digest for extra in held[2:]}) == 4
 

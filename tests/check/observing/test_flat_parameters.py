@@ -1,4 +1,4 @@
-"""Models in FullyShardedDataParallel: whole tensors are made of pieces of flat parameters."""
+"""Parameters in flat tensors of FSDP, and those that fully_shard makes whole."""
 
 from __future__ import annotations
 
@@ -9,15 +9,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powerSGD
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from entrenar_py.check.observing import first_look, flat_parameters, reduced_gradients
-from entrenar_py.check.observing.flat_parameters import WithinPass
-from entrenar_py.check.observing.flat_parts import Part
+from entrenar_py.check.observing import declarations, flat_parameters, step_in_work, surroundings
+from entrenar_py.check.observing.flat_parameters import Part, WithinPass
 from entrenar_py.check.observing.subject import Subject
 from entrenar_py.check.rank_files import assembly
 from entrenar_py.check.rank_files.layout import Layout
@@ -115,7 +121,7 @@ def test_the_piece_of_each_parameter(kept: bool) -> None:
     nn.init.zeros_(layer.bias)
     weight = layer.weight.detach().flatten().clone()
     model = _wrapped(nn.Sequential(layer), use_orig_params=kept)
-    parts = flat_parameters.of(model)
+    parts = flat_parameters.parts_of(model)
     each = 4 if kept else 3  # of 12 elements, or of 16: parameters begin at addresses of 16 bytes
     weights, bias = (parts[f"0.{name}"].piece for name in ("weight", "bias"))
     assert weights is not None
@@ -134,8 +140,8 @@ def test_a_shared_parameter_has_both_names(kept: bool) -> None:
     tied = nn.Linear(2, 2, bias=False)
     tied.weight = first.weight
     model = _wrapped(nn.Sequential(first, tied, nn.Linear(2, 2)), use_orig_params=kept)
-    assert first_look.shared(model) == (("0.weight", "1.weight"),)
-    assert first_look.names_of(model)["1.weight"] == "0.weight"
+    assert declarations.shared(model) == (("0.weight", "1.weight"),)
+    assert declarations.names_of(model)["1.weight"] == "0.weight"
 
 
 @pytest.mark.usefixtures("four_ranks")
@@ -171,8 +177,8 @@ def test_gradients_that_are_computed_in_16_bits() -> None:
     """They are rounded before ranks add them, whatever the format is in which that is done."""
     policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = _wrapped(nn.Linear(2, 2), mixed_precision=policy)
-    assert reduced_gradients.compression(model) == "bfloat16"
-    assert reduced_gradients.compression(_wrapped(nn.Linear(2, 2))) == ""
+    assert step_in_work.compression(model) == "bfloat16"
+    assert step_in_work.compression(_wrapped(nn.Linear(2, 2))) == ""
 
 
 @pytest.mark.usefixtures("four_ranks")
@@ -183,7 +189,7 @@ def test_a_hook_that_compresses_after_some_steps() -> None:
     model.register_comm_hook(state, lambda state, bucket: powerSGD.powerSGD_hook(state, bucket))
     formats = []
     for _ in range(3):
-        formats.append(reduced_gradients.compression(model))
+        formats.append(step_in_work.compression(model))
         state.iter += 1
     assert formats == ["", "", "PowerSGD"]
 
@@ -204,3 +210,51 @@ def test_a_hook_sees_a_parameters_own_part() -> None:
     assert [one.tolist() for one in seen] == [[[2.0, 3.0], [4.0, 5.0]]]
     assert flat.grad is not None
     assert flat.grad.tolist() == [0.0, 1.0, 4.0, 6.0, 8.0, 10.0]
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    """A process group of one rank, over gloo."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_each_is_found_once_and_gets_the_ranks_own_gradient() -> None:
+    """Each trained parameter is found by its name in the model, in whichever module is sharded."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model[1].bias.requires_grad_(False)
+    mesh = init_device_mesh("cpu", (1,))
+    fully_shard(model[1], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    found: dict[str, list[Tensor]] = {}
+
+    def hook(name: str, whole: Tensor) -> None:
+        assert name not in found
+        assert not isinstance(whole, DTensor)
+        found[name] = []
+        whole.register_hook(found[name].append)  # type: ignore[no-untyped-call]
+
+    handles = flat_parameters.when_whole(model, hook)
+    for _ in range(2):
+        model(torch.ones(3, 2)).sum().backward()
+    assert list(found) == ["0.weight", "0.bias", "1.weight"]
+    assert [len(seen) for seen in found.values()] == [2, 2, 2]
+    summed = model[0].bias.grad
+    assert isinstance(summed, DTensor)
+    assert torch.equal(summed.to_local(), found["0.bias"][0] + found["0.bias"][1])
+    assert len(handles) == 2
+
+
+@pytest.mark.usefixtures("group")
+def test_a_script_without_a_line_evaluates_first() -> None:
+    """The model is the one called, though the optimizer's pieces are not in it at that time."""
+    model = nn.Linear(2, 2)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.SGD(model.parameters())
+    with torch.no_grad():
+        model(torch.ones(3, 2))
+    assert not isinstance(model.weight, DTensor)
+    assert surroundings.model_of(model, [optimizer]) is model
+    assert isinstance(model.weight, DTensor)

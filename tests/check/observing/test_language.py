@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor, nn
 
-from entrenar_py.check.observing import token_losses
+from entrenar_py.check.observing import tokens
 from entrenar_py.check.observing.generators import Generators
 from entrenar_py.check.observing.language import Looking
 from entrenar_py.check.observing.subject import Subject
@@ -87,9 +87,9 @@ def of(kind: type[trace.E], events: list[Any]) -> list[trace.E]:
 @pytest.fixture(autouse=True)
 def unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the replaced functions back, and leave other listeners out."""
-    for patch in token_losses.TABLE:
+    for patch in tokens.TABLE:
         monkeypatch.setattr(F, patch.name, getattr(F, patch.name))
-    monkeypatch.setattr(token_losses, "_EARS", token_losses._Ears())
+    monkeypatch.setattr(tokens, "_EARS", tokens._Ears())
 
 
 # --- nothing is changed ---------------------------------------------------------------------------

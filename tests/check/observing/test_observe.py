@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import entrenar_py
-from entrenar_py.check.observing import FAULTS, FOLDER, Observation, checkpoints, process_rank
+from entrenar_py.check.observing import FAULTS, FOLDER, Observation, checkpoints, surroundings
 from entrenar_py.check.observing.sources import InOrder
-from entrenar_py.check.rank_files import rank_trace
-from entrenar_py.check.rank_files.rank_trace import RankTrace
+from entrenar_py.check.rank_files import rank_file
+from entrenar_py.check.rank_files.rank_file import RankTrace
 from entrenar_py.shared.errors import TraceError
 from entrenar_py.shared.trace import Injected, Shard, Start, Update
 
@@ -68,7 +68,7 @@ def test_a_group_that_the_script_lets_go_of_is_not_taken_down(
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
     group = weakref.ref(dist.group.WORLD)
     if is_kept:
-        process_rank.keep_groups()
+        surroundings.keep_groups()
     dist.destroy_process_group()
     gc.collect()
     assert (group() is not None) == is_kept
@@ -79,7 +79,7 @@ def observed(folder: Path, model: nn.Module, num_steps: int = 2) -> RankTrace:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
     train(model, optimizer, entrenar_py.observe(model, optimizer), num_steps)
     (path,) = sorted(folder.glob("*.rank.jsonl"))[-1:]
-    return rank_trace.load(path)
+    return rank_file.load(path)
 
 
 @pytest.mark.parametrize("is_read", [False, True])
@@ -98,7 +98,7 @@ def test_a_checkpoint_that_is_loaded_after_a_pass_to_warm_up(
     nn.init.constant_(model.weight, 4.0)
     train(model, optimizer, obs, num_steps=1)
     (path,) = folder.glob("*.rank.jsonl")
-    record = rank_trace.load(path)
+    record = rank_file.load(path)
     (start,) = of(Start, record)
     known = start.weights["weight"].values()  # type: ignore[attr-defined]
     assert known is not None
@@ -125,7 +125,7 @@ def test_the_norm_that_a_line_does_not_say_is_that_of_the_calls(
         optimizer.zero_grad()
     obs.close()
     (path,) = folder.glob("*.rank.jsonl")
-    record = rank_trace.load(path)
+    record = rank_file.load(path)
     assert (record.header["clip_norm"], record.header.get("clips")) == (declared, clips)
     updates = [event for event in record.events if isinstance(event, Update)]
     assert all(one.unclipped.keys() == one.gradient.keys() for one in updates)
@@ -208,7 +208,7 @@ def test_an_optimizer_around_an_optimizer(folder: Path) -> None:
     optimizer = Passing(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5))
     train(model, optimizer, entrenar_py.observe(model, optimizer))
     (path,) = folder.glob("*.rank.jsonl")
-    record = rank_trace.load(path)
+    record = rank_file.load(path)
     assert len(of(Update, record)) == 2
     assert record.header["optimizer"] == "SGD"
 
@@ -236,7 +236,7 @@ def test_a_closure(kind: type[torch.optim.Optimizer], folder: Path) -> None:
         optimizer.step(lambda step=step: backward(2 * step + 1))  # type: ignore[misc]
     obs.close()
     (path,) = folder.glob("*.rank.jsonl")
-    record = rank_trace.load(path)
+    record = rank_file.load(path)
     shards = [event for event in record.events if isinstance(event, Shard)]
     assert [(one.step, one.ids) for one in shards] == [
         *((0, (0,)), (0, (1,))),
@@ -259,7 +259,7 @@ def test_micro_batches_that_are_fetched_together(folder: Path) -> None:
     optimizer.step()
     obs.close()
     (path,) = folder.glob("*.rank.jsonl")
-    shards = [event for event in rank_trace.load(path).events if isinstance(event, Shard)]
+    shards = [event for event in rank_file.load(path).events if isinstance(event, Shard)]
     assert [one.ids for one in shards] == [(0, 1), (2, 3), (4, 5)]
 
 
@@ -359,7 +359,7 @@ def test_weights_that_other_ranks_step(folder: Path) -> None:
 def recorded(folder: Path) -> RankTrace:
     """Return the record of this rank's only life."""
     (path,) = folder.glob("*.rank.jsonl")
-    return rank_trace.load(path)
+    return rank_file.load(path)
 
 
 def test_a_step_that_a_scaler_skips(folder: Path) -> None:
@@ -446,7 +446,7 @@ def test_rates_that_are_tensors(folder: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5))
     entrenar_py.observe(model, optimizer).close()
     (path,) = folder.glob("*.rank.jsonl")
-    (group,) = rank_trace.load(path).header["groups"]
+    (group,) = rank_file.load(path).header["groups"]
     assert (group["lr"], group["betas"]) == (0.5, [0.9, 0.999])
 
 
@@ -463,13 +463,13 @@ def test_a_file_that_was_cut_off(folder: Path) -> None:
     (path,) = folder.glob("*.rank.jsonl")
     data = path.read_bytes()
     path.write_bytes(data[: data.rindex(b"\n", 0, -1) - 10])
-    cut = rank_trace.load(path)
+    cut = rank_file.load(path)
     assert not cut.ended
     assert cut.events == whole.events[: len(cut.events)]
     for broken in (b"", b"{\n", b"[]\n", b'{"kind":"rank","version":9}\n'):
         path.write_bytes(broken)
         with pytest.raises(TraceError, match=path.name):
-            rank_trace.load(path)
+            rank_file.load(path)
 
 
 def test_a_planted_value_spares_what_is_thrown_away(

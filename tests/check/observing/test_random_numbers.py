@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, dataloader
 
-from entrenar_py.check.observing import generators, loader_draws, loader_iterators
+from entrenar_py.check.observing import generators, iterations, random_numbers
 from entrenar_py.check.observing.generators import Generators
-from entrenar_py.check.observing.loader_draws import LoaderDraws
-from entrenar_py.check.observing.random_numbers import RandomNumbers
+from entrenar_py.check.observing.random_numbers import LoaderDraws, RandomNumbers
 from entrenar_py.shared import trace
 
 
@@ -156,8 +155,8 @@ def test_workers_write_what_they_draw_first(recorded: Recorded, tmp_path: Any) -
 def test_torch_has_its_methods_back() -> None:
     """After the end nothing of torch is wrapped, in whatever order observers end."""
     loader = dataloader._BaseDataLoaderIter
-    kinds: list[tuple[type, str]] = [(kind, "fetch") for kind in loader_draws._FETCHERS]
-    kinds += [(loader, name) for name in loader_iterators._ORDERING]
+    kinds: list[tuple[type, str]] = [(kind, "fetch") for kind in random_numbers._FETCHERS]
+    kinds += [(loader, name) for name in iterations._ORDERING]
     assert all(name in kind.__dict__ for kind, name in kinds), "as this torch has them"
     before = [kind.__dict__[name] for kind, name in kinds]
     first, second = Recorded(Noisy()), Recorded(Noisy())

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import entrenar_py
 from entrenar_py.check.observing import COPY, FOLDER, Observation, call_sites
-from entrenar_py.check.rank_files import rank_trace
-from entrenar_py.check.rank_files.rank_trace import RankTrace
+from entrenar_py.check.rank_files import rank_file
+from entrenar_py.check.rank_files.rank_file import RankTrace
 from entrenar_py.shared.trace import Called, Selection, Shard, Update
 
 DATA = TensorDataset(torch.arange(12.0)[:, None])
@@ -52,7 +52,7 @@ def record(folder: Path, script: Script) -> RankTrace:
     """Return the record of a script that is over."""
     script.obs.close()
     (path,) = folder.glob("*.rank.jsonl")
-    return rank_trace.load(path)
+    return rank_file.load(path)
 
 
 def shards(found: RankTrace) -> list[Shard]:

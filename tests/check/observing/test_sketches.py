@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from entrenar_py.check.observing.sketch_records import Sketches
-from entrenar_py.check.observing.sketches import sample_places, sketch
+from entrenar_py.check.observing.sketches import Sketches, sample_places, sketch
 from entrenar_py.check.rank_files.layout import Piece
 from entrenar_py.check.watch import digest
 from entrenar_py.shared.trace import Sketch

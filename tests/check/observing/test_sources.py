@@ -1,15 +1,28 @@
-"""What a loader and its samplers show: whether samples are drawn again."""
+"""What loaders and samplers show: data sets, the numbers of samples, and what is drawn."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from entrenar_py.check.observing.sources import Source
+from entrenar_py.check.observing.samples import Samples
+from entrenar_py.check.observing.sources import Numbering, Source
+from entrenar_py.shared.errors import UsageError
 
 SIZE = 6
 
@@ -64,3 +77,95 @@ def test_samplers_that_draw_samples_again(
 ) -> None:
     """A sampler says so itself, or the text of the script's own class does."""
     assert Source(DataLoader(range(SIZE), sampler=sampler())).replacement is replaces  # type: ignore[arg-type]
+
+
+WHOLE = TensorDataset(torch.arange(10.0))
+OTHER = TensorDataset(torch.arange(3.0))
+
+
+class Changed(Dataset[Any]):
+    """The samples of another data set, changed."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inner[index]
+
+
+class Stream(IterableDataset[Any]):
+    """A stream that says how long it is."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(range(4))
+
+
+@pytest.mark.parametrize(
+    ("data", "size", "selected", "numbers"),
+    [
+        (WHOLE, 10, None, {0: 0, 9: 9}),
+        (Subset(WHOLE, [7, 2, 5]), 10, (2, 5, 7), {0: 7, 1: 2, 2: 5}),
+        (Subset(Subset(WHOLE, [7, 2, 5]), [2, 0]), 10, (5, 7), {0: 5, 1: 7}),
+        (Subset(WHOLE, torch.tensor([4, 3])), 10, (3, 4), {1: 3}),  # type: ignore[arg-type]
+        (Subset(WHOLE, range(9, -1, -1)), 10, None, {0: 9}),
+        (ConcatDataset([WHOLE, OTHER]), 13, None, {10: 10, 12: 12}),
+        (ConcatDataset([Subset(WHOLE, [8, 1]), Subset(WHOLE, [3])]), 10, (1, 3, 8), {2: 3}),
+        (Changed(Subset(WHOLE, [7, 2])), 10, (2, 7), {0: 7}),
+        (Changed(Changed(Subset(WHOLE, [7, 2]))), 10, (2, 7), {0: 7}),
+        (Changed(WHOLE), 10, None, {3: 3}),
+        (ConcatDataset([OTHER, Subset(OTHER, [1])]), 4, None, {3: 3}),  # one sample twice
+        (Subset(WHOLE, [3, -1]), 10, (3, 9), {1: 9}),
+        (Subset(WHOLE, [3, 99]), 2, None, {1: 1}),  # no position of the data
+        (Stream(), None, None, {2: 2}),
+        (None, None, None, {2: 2}),
+    ],
+)
+def test_numbers(
+    data: Any, size: int | None, selected: tuple[int, ...] | None, numbers: dict[int, int]
+) -> None:
+    """Each position has the number of its sample, and a part's samples are known."""
+    numbering = Numbering(data)
+    assert (numbering.size, numbering.selected()) == (size, selected)
+    assert {position: numbering.of(position) for position in numbers} == numbers
+
+
+def test_a_selection_of_positions() -> None:
+    """Positions that a sampler draws from are numbers of the whole data set, too."""
+    numbering = Numbering(Subset(WHOLE, [7, 2, 5]))
+    assert numbering.selected([2, 0]) == (5, 7)
+    assert Numbering(OTHER).selected([2, 1, 0]) is None
+
+
+@pytest.mark.parametrize(
+    ("dataset", "size", "selected"),
+    [(WHOLE, 10, None), (Subset(WHOLE, [4, 2]), 10, (2, 4)), (7, 7, None)],
+)
+def test_a_data_set_that_is_declared(
+    dataset: Any, size: int, selected: tuple[int, ...] | None
+) -> None:
+    """Every epoch draws all of it, whoever draws: it need not be torch's sampler."""
+    loader = DataLoader(WHOLE, batch_sampler=[[0, 1], [2]])
+    for source in (None, loader):
+        samples = Samples(source, dataset)
+        facts = samples.facts()
+        assert (facts["num_samples"], facts["thorough"]) == (size, True)
+        assert samples.selected() == selected
+        samples.remove()
+
+
+@pytest.mark.parametrize("dataset", [0, -1, Stream(), object(), OTHER])
+def test_a_data_set_that_can_t_be_declared(dataset: Any) -> None:
+    """It has no length, no samples, or not those that the sampler draws from.
+
+    No method of torch's stays replaced.
+    """
+    before = {**vars(_BaseDataLoaderIter)}
+    with pytest.raises(UsageError, match="dataset="):
+        Samples(DataLoader(WHOLE), dataset)
+    assert {**vars(_BaseDataLoaderIter)} == before

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import entrenar_py
 from entrenar_py.check.observing import FOLDER
-from entrenar_py.check.rank_files import assembly, whole_tensors
-from entrenar_py.check.rank_files.rank_trace import RankTrace
+from entrenar_py.check.rank_files import assembly, whole_model
+from entrenar_py.check.rank_files.rank_file import RankTrace
 from entrenar_py.shared.trace import Event, Ruled, Shard, Start, Update
 
 TOO_LARGE = 2.0**127
@@ -379,7 +379,7 @@ def test_passes_within_a_backward_pass(folder: Path, reentrant: bool) -> None:
         (step // 2, step % 2, (step,)) for step in range(4)
     ]
     for step, update in enumerate(updates(folder)):
-        summed = whole_tensors.total(one.gradient for one in shards if one.step == step)
+        summed = whole_model.total(one.gradient for one in shards if one.step == step)
         assert summed.keys() == update.gradient.keys() == dict(model.named_parameters()).keys()
         for name, record in update.gradient.items():
             got, due = record.values(), summed[name].values()

@@ -17,14 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from entrenar_py.check.observing import (
-    dtensors,
-    first_look,
-    flat_parameters,
-    reduced_gradients,
-    surroundings,
-    zero_partitions,
-)
+from entrenar_py.check.observing import declarations, flat_parameters, step_in_work, surroundings
 from entrenar_py.check.observing.subject import Subject
 from entrenar_py.shared.errors import UsageError
 
@@ -150,13 +143,13 @@ def _at_stage_3() -> nn.Module:
 
 
 def _subject(model: nn.Module) -> Subject:
-    inside = zero_partitions.optimizer_of(model).optimizer  # type: ignore[union-attr]
+    inside = flat_parameters.zero_optimizer(model).optimizer  # type: ignore[union-attr]
     return Subject(model, [inside], declared=None, rank=1, world_size=2)
 
 
 def test_the_piece_of_each_parameter_in_groups() -> None:
     """Rank 1 of two has the second half of each group: parts of parameters, and none of some."""
-    parts = flat_parameters.of(Engine())
+    parts = flat_parameters.parts_of(Engine())
     pieces = {name: part.piece for name, part in parts.items()}
     assert {n: (p.offset, p.shape, p.ranks) for n, p in pieces.items() if p is not None} == {
         "module.0.weight": ((3,), (1,), (0, 1)),
@@ -170,7 +163,7 @@ def test_the_piece_of_each_parameter_in_groups() -> None:
 
 def test_gradients_before_a_step_are_without_the_loss_scale() -> None:
     """They are those that ranks have added; one that isn't there yet is None, and not zero."""
-    gradients = {name: part.gradient() for name, part in flat_parameters.of(Engine()).items()}
+    gradients = {name: part.gradient() for name, part in flat_parameters.parts_of(Engine()).items()}
     shown = {name: None if g is None else g.tolist() for name, g in gradients.items()}
     assert shown == {
         "module.0.weight": [2.0],
@@ -182,7 +175,7 @@ def test_gradients_before_a_step_are_without_the_loss_scale() -> None:
 
 def test_the_place_of_each_parameter_at_stage_3() -> None:
     """A rank has a part of each parameter, of frozen ones, too: their elements without padding."""
-    parts = flat_parameters.of(_at_stage_3())
+    parts = flat_parameters.parts_of(_at_stage_3())
     assert [part.weights().tolist() for part in parts.values()] == [[3.0], [3.0], [7.0]]
     assert {part.shape for part in parts.values()} == {(3,)}
     pieces = [part.piece for part in parts.values()]
@@ -197,7 +190,7 @@ def test_a_gradient_that_no_optimizer_applies() -> None:
     model.frozen.requires_grad_()
     model.frozen.data = torch.zeros(3)
     model.frozen.grad = torch.tensor([1.0, 2.0, 3.0])
-    gradient = flat_parameters.of(model)["frozen"].gradient()
+    gradient = flat_parameters.parts_of(model)["frozen"].gradient()
     assert gradient is not None
     assert gradient.tolist() == [3.0]
 
@@ -219,7 +212,7 @@ def test_a_step_of_all_groups_is_one() -> None:
     inside = engine.optimizer.optimizer
     assert subject.steps_partitions(inside)
     inside.register_step_pre_hook(lambda *_: heard.append(subject.in_step_of(inside)))
-    steps = zero_partitions.Steps(
+    steps = flat_parameters.ZeroSteps(
         engine.optimizer, begins=lambda: heard.append("begins"), ends=heard.append
     )
     engine.optimizer.step()
@@ -234,7 +227,7 @@ def test_a_step_of_all_groups_is_one() -> None:
 def test_a_skipped_step_is_told() -> None:
     """DeepSpeed skips a step whose gradients aren't finite, and says so after it."""
     zero, heard = Engine().optimizer, list[bool]()
-    zero_partitions.Steps(zero, begins=lambda: None, ends=heard.append)
+    flat_parameters.ZeroSteps(zero, begins=lambda: None, ends=heard.append)
     zero.overflow = True
     zero.step()
     assert heard == [True]
@@ -248,8 +241,8 @@ def test_ranks_share_the_work_on_one_batch() -> None:
     assert layout.axes == {"fsdp": 2}
     with pytest.raises(UsageError, match="DeepSpeed's ZeRO does not show how all 4 ranks"):
         flat_parameters.layout_of(engine, 4)
-    assert dtensors.is_fully_sharded(engine)
-    assert reduced_gradients.compression(engine) == "bfloat16"
+    assert flat_parameters.is_fully_sharded(engine)
+    assert step_in_work.compression(engine) == "bfloat16"
 
 
 def test_partitions_are_parts_of_the_model_that_is_called() -> None:
@@ -262,13 +255,13 @@ def test_a_tensor_of_two_modules_has_both_names() -> None:
     """The second name is no parameter of its own."""
     model = _at_stage_3()
     model.register_parameter("again", model.first)  # type: ignore[arg-type]
-    assert first_look.shared(model) == (("first", "again"),)
+    assert declarations.shared(model) == (("first", "again"),)
 
 
 def test_other_models_have_no_partitions() -> None:
     """A model whose attribute `optimizer` is one of torch's is trained as it is."""
     model = nn.Linear(1, 1)
     model.optimizer = torch.optim.SGD(model.parameters())  # type: ignore[assignment]
-    assert zero_partitions.optimizer_of(model) is None
-    assert flat_parameters.of(model) == {}
+    assert flat_parameters.zero_optimizer(model) is None
+    assert flat_parameters.parts_of(model) == {}
     assert flat_parameters.layout_of(model, 2) is None

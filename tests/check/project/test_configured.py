@@ -135,9 +135,9 @@ def test_not_applicable() -> None:
         ('only = "F-DP-9"', (), "pyproject.toml:3:1: error: id 'F-DP-9' is not in small-v1.yaml"),
         ('command = "no-such"', (), "pyproject.toml:3:1: error: the command 'no-such' can't be"),
         (
-            'rule = {SCHEMA-009 = "off"}',  # right; what was typed is not
-            ("--validate", "--rule", "NO=off"),
-            "entrenar-check: rule 'NO' is unknown",
+            'suppress = "SCHEMA-009"',  # right; what was typed is not
+            ("--validate", "--suppress", "NO"),
+            "entrenar-check: --suppress NO: no such rule",
         ),
         (
             'exclude = [{clause = "F-DP-020", reason = "x", kind = "not-applicable"}]',

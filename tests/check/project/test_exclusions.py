@@ -24,7 +24,7 @@ NEVER = Exclusion(clause=CLAUSE.id, reason="no NaNs here", until=None, place=EXC
 def standing(
     found: Exclusion, today: datetime.date, asked: Collection[str] = ()
 ) -> configuration.Standing:
-    return configuration.apply([OTHER, CLAUSE], [found], asked=asked, today=today)
+    return configuration.apply([OTHER, CLAUSE], [found], named=asked, today=today)
 
 
 def test_until_its_last_day() -> None:

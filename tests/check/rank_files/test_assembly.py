@@ -1,7 +1,8 @@
-"""The events of all ranks put together: whole tensors, shared micro-batches, numbers, epochs."""
+"""The events of a run, put together from its ranks' files."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from entrenar_py.check.rank_files import assembly
 from entrenar_py.check.rank_files.layout import Layout, Piece
-from entrenar_py.check.rank_files.rank_trace import RankTrace
+from entrenar_py.check.rank_files.rank_file import RankTrace
 from entrenar_py.shared.trace import (
     Event,
     Shard,
@@ -21,12 +22,13 @@ from entrenar_py.shared.trace import (
     record_tensor,
 )
 from entrenar_py.shared.trace.tensors import PROJECTIONS, SAMPLES
+from tests.check.clauses.traces import values
 
 SHARD = Shard(step=0, epoch=0, rank=0, shard=0, ids=(1, 2), loss_sum=None, weight=2.0, finite=True)
 RECORD = record_tensor(np.ones(1, np.float32), values=True)
 
 
-def values(record: TensorRecord) -> list[float]:
+def elements(record: TensorRecord) -> list[float]:
     """Return the elements of a tensor's record."""
     found = record.values()
     assert found is not None
@@ -65,11 +67,11 @@ def four_ranks() -> list[RankTrace]:
 def test_each_rank_sees_its_own_copy() -> None:
     """A copy that ranks share is assembled from its pieces; a rank's own copy is taken as it is."""
     starts = [one for one in assembly.ordered(four_ranks()) if isinstance(one, Start)]
-    assert [values(one.weights["up.weight"]) for one in starts] == [
+    assert [elements(one.weights["up.weight"]) for one in starts] == [
         *([1, 2, 3, 4], [1, 2, 3, 4]),
         *([1, 12, 3, 14], [1, 12, 3, 14]),
     ]
-    assert [values(one.weights["norm.weight"]) for one in starts] == [[0], [0], [1], [0]]
+    assert [elements(one.weights["norm.weight"]) for one in starts] == [[0], [0], [1], [0]]
     assert assembly.places(four_ranks()) == {0: 0, 1: 0, 2: 1, 3: 1}
 
 
@@ -214,3 +216,170 @@ def test_rows_whose_loss_is_multiplied_by_zero(samples: str, ids: tuple[int, ...
     dummy = replace(SHARD, terms=((5.0, 0.0),))
     ranks = [replace(alone(dummy), header=header)]
     assert [event.ids for event in assembly.ordered(ranks) if isinstance(event, Shard)] == [ids]
+
+
+def life(number: int, weights: Sequence[float], *, rank: int = 0, step: int = 0) -> RankTrace:
+    """Return a life that begins with the first of `weights`, and makes a step to each other."""
+    events: list[Event] = [
+        Start(step=step, rank=rank, weights={"w": values(weights[0])}, resumed=step > 0)
+    ]
+    for place, weight in enumerate(weights[1:], start=step):
+        events.append(
+            Update(
+                step=place,
+                rank=rank,
+                loss=None,
+                weight=1.0,
+                learning_rate=0.1,
+                finite=True,
+                weights={"w": values(weight)},
+            )
+        )
+    header = {"rank": rank, "world_size": 2}
+    return RankTrace(life=number, header=header, events=tuple(events), ended=True, problem="")
+
+
+FIRST = life(0, [1.0, 2.0, 3.0])
+
+
+def begun(ranks: Sequence[RankTrace]) -> list[tuple[int, bool]]:
+    """Return the first step of the last life of each rank, and whether it is one of a resume."""
+    starts = [event for rank in ranks for event in rank.events if isinstance(event, Start)]
+    last = {start.rank: start for start in starts}
+    return [(start.step, start.resumed) for start in last.values()]
+
+
+@pytest.mark.parametrize(
+    ("second", "step"),
+    [
+        ([3.0, 4.0], 2),  # the last weights
+        ([2.0, 3.0], 1),  # an older checkpoint
+        ([1.0, 2.0], 0),  # the initial weights: it began anew
+        ([9.0, 8.0], 0),  # weights of no step
+    ],
+)
+def test_the_step_that_weights_show(second: list[float], step: int) -> None:
+    """A life with the weights of an earlier step, but not the initial ones, goes on after it."""
+    found = assembly.recognised([FIRST, life(1, second)])
+    assert begun(found) == [(step, step > 0)]
+    assert found[0] == FIRST
+    assert [event.step for event in found[1].events] == [step, step]  # type: ignore[attr-defined]
+
+
+def test_a_third_life() -> None:
+    """The steps of a life that was recognised count for the next one."""
+    found = assembly.recognised([FIRST, life(1, [3.0, 4.0, 5.0]), life(2, [5.0, 6.0])])
+    assert begun(found) == [(4, True)]
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        [3.0, 4.0],  # rank 0's weights, which were saved
+        [1.5, 0.0],  # its initial weights: it restored nothing
+        [7.0, 8.0],  # weights of no step
+    ],
+)
+def test_ranks_that_had_parted(second: list[float]) -> None:
+    """A rank that shows no step of its own makes the steps of the rank that does."""
+    other = life(0, [1.5, 2.5, 3.5], rank=1)
+    lives = [FIRST, other, life(1, [3.0, 4.0]), life(1, second, rank=1)]
+    assert begun(assembly.recognised(lives)) == [(2, True), (2, True)]
+
+
+def test_an_average_within_the_model_moves_after_the_step() -> None:
+    """So the weights that train show the step, and all that a rank holds does not."""
+
+    def averaged(one: RankTrace, first: float) -> RankTrace:
+        events = [
+            replace(event, weights={**event.weights, "average": values(first + number)})
+            for number, event in enumerate(one.events)
+            if isinstance(event, Start | Update)
+        ]
+        assert isinstance(events[0], Start)
+        return replace(one, events=(replace(events[0], trainable=("w",)), *events[1:]))
+
+    lives = [averaged(FIRST, 7.0), averaged(life(1, [3.0, 4.0]), 9.5)]
+    assert begun(assembly.recognised(lives)) == [(2, True)]
+
+
+def test_a_process_that_observes_twice() -> None:
+    """A second call of observe in one process is no resume."""
+    ranks = [FIRST, life(1, [3.0, 4.0])]
+    same = [replace(one, header={**one.header, "pid": 7}) for one in ranks]
+    assert assembly.recognised(same) == same
+    other = [replace(one, header={**one.header, "pid": one.life}) for one in ranks]
+    assert begun(assembly.recognised(other)) == [(2, True)]
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        [life(0, [1.0, 2.0, 2.0]), life(1, [2.0, 3.0])],  # of two steps
+        [FIRST, life(1, [3.0, 4.0], step=1)],  # it says the step itself
+        [FIRST, life(0, [1.0, 3.0, 5.0], rank=1), life(1, [3.0]), life(1, [3.0], rank=1)],
+    ],
+)
+def test_a_step_that_can_not_be_told(ranks: list[RankTrace]) -> None:
+    """A step that is ambiguous, declared, or not the same for all ranks is left as it is."""
+    assert assembly.recognised(ranks) == ranks
+
+
+def two(number: int, *weights: tuple[float, float]) -> RankTrace:
+    """Return a life of a model with two tensors."""
+    one = life(number, [first for first, _ in weights])
+    events = [
+        replace(event, weights={**event.weights, "v": values(second)})
+        for event, (_, second) in zip(one.events, weights, strict=True)
+        if isinstance(event, Start | Update)
+    ]
+    return replace(one, events=tuple(events))
+
+
+@pytest.mark.parametrize(
+    ("second", "step"),
+    [
+        ((3.0, 7.0), 2),  # one is as it was at first
+        ((3.0, 3.0), 2),  # one has what another had
+        ((3.0, 4.5), 0),  # one has what nothing had: it may be changed on purpose
+        ((1.0, 8.0), 1),
+        ((2.0, 9.0), 0),  # of two steps
+    ],
+)
+def test_weights_that_are_restored_in_part(second: tuple[float, float], step: int) -> None:
+    """A tensor tells the step, if the rest is explained."""
+    first = two(0, (1.0, 7.0), (2.0, 8.0), (3.0, 9.0))
+    found = assembly.recognised([first, two(1, second, (5.0, 5.0))])
+    assert begun(found) == [(step, step > 0)]
+
+
+def _shard(step: int, ids: tuple[int, ...], rank: int = 0) -> Shard:
+    return Shard(
+        step=step,
+        epoch=0,
+        rank=rank,
+        shard=0,
+        ids=ids,
+        loss_sum=None,
+        weight=float(len(ids)),
+        finite=True,
+        draws=None,
+        gradient={},
+    )
+
+
+def test_ranks_that_name_samples_differently() -> None:
+    """Indices and digests don't go together: no sample has an id, and still counts."""
+    ranks = [
+        RankTrace(
+            life=0,
+            header={"rank": rank, "samples": kind},
+            events=(_shard(0, (1,), rank),),
+            ended=True,
+            problem="",
+        )
+        for rank, kind in enumerate(("index", "content"))
+    ]
+    (first, second) = assembly.agreed(ranks)
+    assert [e.ids for r in (first, second) for e in r.events if isinstance(e, Shard)] == [(), ()]
+    assert assembly.agreed(ranks[:1]) == ranks[:1]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from entrenar_py.check.observing import dtensors
+from entrenar_py.check.observing import surroundings
 from entrenar_py.check.rank_files import layout
 from entrenar_py.check.rank_files.layout import Layout, Piece
 from entrenar_py.shared.errors import UsageError
@@ -23,7 +23,7 @@ def test_ranks_are_row_major() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"dp": 2, "tp": 3}, "dp=2 x tp=3 is 6 ranks, world_size=4: use sizes whose product"),
+        ({"dp": 2, "tp": 3}, "dp=2 x tp=3 is 6 ranks, world_size=4: use sizes with the world size"),
         ({"shards": 4}, "layout: axis 'shards': did you mean 'dp_shard'"),
         ({"data": 2, "dp": 2}, "layout: 'dp' and another name of it: give each axis once"),
         ({"dp": "4"}, "dp='4': use a number of ranks"),
@@ -34,12 +34,12 @@ def test_ranks_are_row_major() -> None:
 def test_what_can_t_be(given: Any, words: str) -> None:
     """An impossible layout is refused, with what is allowed."""
     with pytest.raises(UsageError, match=words):
-        dtensors.declared(given, (), 4)
+        surroundings.declared(given, (), 4)
 
 
 def test_other_names_of_axes() -> None:
     """The names of libraries are understood, unless two of them mean one axis."""
-    arranged = dtensors.declared({"ddp": 2, "shard": 2, "pipeline": 1}, (), 4)
+    arranged = surroundings.declared({"ddp": 2, "shard": 2, "pipeline": 1}, (), 4)
     assert arranged == Layout(axes={"dp": 2, "dp_shard": 2, "pp": 1})
     assert layout.knows(("ddp", "fsdp"))
     assert not layout.knows(("ddp", "data"))
@@ -47,13 +47,13 @@ def test_other_names_of_axes() -> None:
 
 def test_ties() -> None:
     """A tie has two names or more, none of them twice; tensors are compared under the first."""
-    declared = dtensors.declared(None, (("in.weight", "out.weight"),), 2)
+    declared = surroundings.declared(None, (("in.weight", "out.weight"),), 2)
     assert declared is not None
     assert declared.first_name("out.weight/exp_avg") == "in.weight/exp_avg"
     assert declared.first_name("out.bias") == "out.bias"
     for wrong in ((("a",),), ("ab",), (("a", "b"), ("b", "c"))):
         with pytest.raises(UsageError, match="tie"):
-            dtensors.declared(None, wrong, 2)
+            surroundings.declared(None, wrong, 2)
 
 
 def test_a_piece_of_nothing_is_none() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DataObject, SearchStrategy
 
 from entrenar_py.check.reports import html
-from entrenar_py.check.reports.curves import Curve, training
+from entrenar_py.check.reports.html import Curve, training
 from entrenar_py.check.reports.report import Report
 from entrenar_py.shared.page import html_page
 from entrenar_py.shared.scenario import Scenario

@@ -5,10 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from entrenar_py.check.watch.clauses import ALL, FINITENESS, IDENTITY, LIVENESS
-from entrenar_py.check.watch.exchange import Rows
-from entrenar_py.check.watch.judge import Judge
-from entrenar_py.check.watch.ownership import Piece
+from entrenar_py.check.watch.judge import (
+    ALL,
+    FINITENESS,
+    IDENTITY,
+    LIVENESS,
+    Judge,
+    Piece,
+    Rows,
+)
 from entrenar_py.shared.errors import WatchFinding
 
 

@@ -14,7 +14,7 @@ from torch import nn
 import entrenar_py
 from entrenar_py import WatchFinding
 from entrenar_py.check.observing import FOLDER
-from entrenar_py.check.rank_files import rank_trace
+from entrenar_py.check.rank_files import rank_file
 from entrenar_py.shared.errors import ContractError, UsageError
 from entrenar_py.shared.trace import Update
 
@@ -214,5 +214,5 @@ def test_beside_the_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(WatchFinding):
         train(nn.Linear(2, 1), 3, spoil=1)
     (path,) = tmp_path.glob("*.rank.jsonl")
-    events = rank_trace.load(path).events
+    events = rank_file.load(path).events
     assert [one.step for one in events if isinstance(one, Update)] == [0, 1]

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import entrenar_py
-from entrenar_py.check.watch.ownership import local
+from entrenar_py.check.watch.watch import local
 from entrenar_py.shared.errors import EntrenarError, WatchFinding
 
 RANK = int(os.environ["RANK"])

@@ -21,7 +21,7 @@ Words = NDArray[np.uint64]
 def hash_chunks(words: Words, secret: Words) -> list[tuple[int, int]]:
     """Return the low and the high half of XXH3-128 of each of `words` [chunks, 1024].
 
-    `secret` is as `digest_table.secrets` returns it.
+    `secret` is as `digest.secrets` returns it.
     """
     lanes: Words = np.tile(secret[48:56], (len(words), 1))
     blocks = words.reshape(len(words), 8, 16, 8)
@@ -51,7 +51,7 @@ def _merge(keyed: Words, start: int) -> int:
 
 
 class Model:
-    """`digest_kernel.hash_chunks` on the CPU, chunk by chunk."""
+    """`kernels.hash_chunks` on the CPU, chunk by chunk."""
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         return self._run

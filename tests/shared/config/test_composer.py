@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entrenar_py.shared.config import composer
+from entrenar_py.shared.config.composer import MapNode, plain
 from entrenar_py.shared.config.problems import Problems
-from entrenar_py.shared.config.tree import MapNode, plain
 from entrenar_py.shared.errors import ContractError
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from entrenar_py.check.reports.curves import Curves
+from entrenar_py.check.reports.html import Curves
 from entrenar_py.shared.trace import Trace, Update, record_tensor
 from tests.check.clauses.traces import run, scenario
 

@@ -354,14 +354,14 @@ PRINTERS = {
 # replies are written to find out that they can be, and then forgotten. What chats say is for a
 # tokenizer; what a checkpoint says goes on to `escaping`.
 WRITERS = {
-    *("train.model.chat_template", "train.model.row_parts", "train.model.trust"),
+    *("train.model.chat_template", "train.model.model_folder"),
     *(
         "shared.untrusted.escaping",
         "check.project.init",
         "train.model.rows",
-        "train.distill.replies",
+        "train.distill.endpoint",
     ),
-    *("train.finetune.settings_file", "train.plan.stages.plan_text"),  # as YAML
+    *("train.finetune.settings_file", "train.plan.stage_text"),  # as YAML
 }
 FORBIDDEN = ("print", "Console", "rich.print", "traceback.print_exc", "warnings.warn")
 

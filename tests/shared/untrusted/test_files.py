@@ -13,7 +13,7 @@ import pytest
 from entrenar_py import entrenar as service
 from entrenar_py.check import cli
 from entrenar_py.check.harness import counterexamples, judgement, plan
-from entrenar_py.check.rank_files import rank_trace, stored_run
+from entrenar_py.check.rank_files import observed_run, rank_file
 from entrenar_py.shared.errors import CheckpointError, TraceError, UsageError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import ledger
@@ -136,7 +136,7 @@ def test_rank_files_that_are_refused(name: str) -> None:
     path = Path("00000-000.rank.jsonl")
     path.write_bytes(bad_contents.RANK_FILES[name])
     with pytest.raises(TraceError, match=rf"00000-000.rank.jsonl:[1-6]: {REFUSED[name]}"):
-        rank_trace.load(path)
+        rank_file.load(path)
 
 
 def test_a_rank_file_of_another_name() -> None:
@@ -144,19 +144,19 @@ def test_a_rank_file_of_another_name() -> None:
     path = Path("mine.rank.jsonl")
     path.write_bytes(bad_contents.rank_lines())
     with pytest.raises(TraceError, match=r"its name is not RANK-LIFE.rank.jsonl, as in 00000-000"):
-        rank_trace.load(path)
+        rank_file.load(path)
 
 
 def test_more_than_a_judge_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """The message gives the size of a rank's file or a trace, and the limit."""
     path = Path("00000-000.rank.jsonl")
     path.write_bytes(bad_contents.rank_lines())
-    monkeypatch.setattr(rank_trace, "EVENTS_MAX", 2)
+    monkeypatch.setattr(rank_file, "EVENTS_MAX", 2)
     with pytest.raises(TraceError, match="jsonl:4: more than 2 events; record fewer steps"):
-        rank_trace.load(path)
-    monkeypatch.setattr(rank_trace, "FILE_BYTES_MAX", 100)
+        rank_file.load(path)
+    monkeypatch.setattr(rank_file, "FILE_BYTES_MAX", 100)
     with pytest.raises(TraceError, match=r"\d+ bytes or more; at most 100 are read\); record few"):
-        rank_trace.load(path)
+        rank_file.load(path)
     bad_contents.TRACES["environment"](Path("trace.jsonl"))
     monkeypatch.setattr(ledger, "EVENTS_MAX", 0)
     with pytest.raises(TraceError, match="more than 0 events"):
@@ -169,7 +169,7 @@ def test_many_ranks_are_put_together_in_time() -> None:
     layout = {"kind": "layout", "axes": {"tp": 2**16}, "tied": [], "pieces": {}}
     path = Path("00000-000.rank.jsonl")
     path.write_bytes(bad_contents.rank_lines(header, layout, *bad_contents.EVENTS))
-    found = stored_run.load([path])
+    found = observed_run.load([path])
     assert found.end.status == "failed"
 
 

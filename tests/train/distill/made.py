@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from entrenar_py import entrenar as cli
-from entrenar_py.train.distill import schema
-from entrenar_py.train.distill.manifest import Entry
-from entrenar_py.train.distill.schema import Facts
+from entrenar_py.train.distill import manifest
+from entrenar_py.train.distill.manifest import Entry, Facts
 from entrenar_py.train.distill.shards import Rows, ShardWriter
 from entrenar_py.train.service import exit_codes
 
@@ -61,7 +60,7 @@ def write(folder: Path, shard: int, facts: Facts = FACTS) -> Entry:
 
 def table_of(path: Path) -> Any:
     """Return a Parquet file as a table of Arrow."""
-    return schema.arrow().parquet.read_table(path)
+    return manifest.arrow().parquet.read_table(path)
 
 
 SETTINGS: dict[str, Any] = {

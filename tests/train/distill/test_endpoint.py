@@ -476,7 +476,7 @@ def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
 
     with serving(script) as server:
         path = config(tmp_path, chats(texts), endpoint=server.url, concurrent=in_flight, **ALL)
-        command = "import sys; from entrenar_py.train.service import cli; sys.exit(cli.main())"
+        command = "import sys; from entrenar_py.entrenar import main; sys.exit(main())"
         process.append(
             subprocess.Popen(
                 [sys.executable, "-c", command, "distill", "text", str(path)],

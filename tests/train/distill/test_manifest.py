@@ -11,8 +11,7 @@ import pytest
 
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.distill import manifest
-from entrenar_py.train.distill.claims import Claims
-from entrenar_py.train.distill.manifest import Entry, Writer
+from entrenar_py.train.distill.manifest import Claims, Entry, Writer
 from tests.train.distill.made import FACTS
 
 

@@ -19,8 +19,8 @@ from hypothesis.extra import numpy as hypothesis_numpy
 from numpy.typing import NDArray
 
 from entrenar_py.shared.errors import SystemFailure, UsageError
-from entrenar_py.train.distill import claims, schema, shards, teacher
-from entrenar_py.train.distill.claims import Claims
+from entrenar_py.train.distill import manifest, shards, teacher
+from entrenar_py.train.distill.manifest import Claims
 from entrenar_py.train.distill.shards import File, Rows, ShardWriter
 from tests.fuzz.bad_files import KINDS
 from tests.train.distill import made
@@ -68,8 +68,8 @@ def test_others_read_it_as_parquet(tmp_path: Path) -> None:
         "fixed_size_list<element: halffloat not null>[4]",
         "float",
     ]
-    told = schema.columns(FACTS, 1).metadata[schema.KEY]
-    assert table.schema.metadata[schema.KEY] == told
+    told = manifest.columns(FACTS, 1).metadata[manifest.METADATA_KEY]
+    assert table.schema.metadata[manifest.METADATA_KEY] == told
     assert b'"temperature": 1.0' in told
 
 
@@ -158,7 +158,7 @@ def test_a_file_of_another_place(tmp_path: Path) -> None:
     path.rename(tmp_path / "shard-00001-of-00003.parquet")
     with pytest.raises(UsageError, match="shard is 0, and 1 in the folder's list"):
         File(tmp_path, FACTS, 1, STARTS[1])
-    pa = schema.arrow()
+    pa = manifest.arrow()
     table = made.table_of(tmp_path / "shard-00001-of-00003.parquet").drop_columns(["rest"])
     pa.parquet.write_table(table, path)
     with pytest.raises(UsageError, match="column rest is missing"):
@@ -172,9 +172,9 @@ def test_a_stopped_process_keeps_nobody_out_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who is stopped while it adds a line to the list is named after a while."""
-    monkeypatch.setattr(claims, "APPENDING_S", 0.1)
+    monkeypatch.setattr(manifest, "APPENDING_S", 0.1)
     script = (
-        "import signal; from pathlib import Path; from entrenar_py.train.distill.claims import *;"
+        "import signal; from pathlib import Path; from entrenar_py.train.distill.manifest import *;"
         "lists = Claims(Path(sys.argv[1])).appending(); lists.__enter__();"
         "os.kill(os.getpid(), signal.SIGSTOP)"
     )
@@ -199,10 +199,10 @@ def test_a_stopped_process_keeps_nobody_out_for_ever(
 @pytest.mark.parametrize("kind", ["pipe", "folder", "full"])
 def test_a_lock_that_is_no_file(tmp_path: Path, kind: str) -> None:
     """Whoever may write to the folder can put a pipe there: it is refused at once."""
-    KINDS[kind](tmp_path / claims.NAME)
+    KINDS[kind](tmp_path / manifest.CLAIMS_FILE)
     with pytest.raises(OSError):
         Claims(tmp_path)
-    assert claims.being_made(tmp_path, 3) == {}
+    assert manifest.being_made(tmp_path, 3) == {}
 
 
 def test_who_makes_what(tmp_path: Path) -> None:
@@ -211,7 +211,8 @@ def test_who_makes_what(tmp_path: Path) -> None:
         assert own.take(1)
         # Locks are a process's: another one in this process would give all of them up.
         script = (
-            "import sys; from pathlib import Path; from entrenar_py.train.distill.claims import *;"
+            "import sys; from pathlib import Path\n"
+            "from entrenar_py.train.distill.manifest import *;"
             "one = Claims(Path(sys.argv[1])); print(one.take(0), one.take(1),"
             "list(being_made(Path(sys.argv[1]), 3)))"
         )
@@ -221,4 +222,4 @@ def test_who_makes_what(tmp_path: Path) -> None:
         assert told.stdout == "True False [1]\n"
         assert own.take(0)
         own.give_up(0)
-    assert claims.being_made(tmp_path / "nowhere", 3) == {}
+    assert manifest.being_made(tmp_path / "nowhere", 3) == {}

@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 
-from entrenar_py.train.distill import loss, teacher
-from entrenar_py.train.distill.loss import Mix, Taught
+from entrenar_py.train.distill import student as loss
+from entrenar_py.train.distill import teacher
+from entrenar_py.train.distill.student import Mix, Taught
 from entrenar_py.train.distill.teacher import Kept
 from falsification.distillation import renormalised
 
@@ -132,21 +133,22 @@ def drawn(
             )
             for n in range(num_rows)
         ]
-    parts = (hidden, both[1], targets, rows.tokens, kept.log_probabilities, kept.rest)
-    arrays = [part.detach().numpy() for part in parts]
-    wide = [a if a.dtype == np.int64 else a.astype(np.float64) for a in arrays]
-    student, taught, classes, tokens, kept_logs, rest = wide
     return Rows(
-        mix,
-        student,
-        taught,
-        classes,
-        tokens,
-        kept_logs,
-        rest,
+        mix=mix,
+        student=in_float64(hidden),
+        teacher=in_float64(both[1]),
+        targets=targets.numpy(),
+        tokens=rows.tokens.numpy(),
+        kept=in_float64(kept.log_probabilities),
+        rest=in_float64(kept.rest),
         losses=np.array(losses),
-        gradients=gradient.double().numpy(),
+        gradients=in_float64(gradient),
     )
+
+
+def in_float64(tensor: Tensor) -> Array:
+    """Return a tensor's values."""
+    return tensor.detach().double().numpy()
 
 
 def within(gap: Array, allowed: Array | float) -> None:

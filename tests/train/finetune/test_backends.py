@@ -17,7 +17,7 @@ from entrenar_py.shared.errors import BackendUnavailable
 from entrenar_py.train.arithmetic import engine
 from entrenar_py.train.arithmetic.engine import Engine
 from entrenar_py.train.finetune import local, settings_file
-from entrenar_py.train.model import prepared
+from entrenar_py.train.model import preparation
 from entrenar_py.train.service import exit_codes
 
 CONFIG = """\
@@ -110,7 +110,7 @@ def test_one_copy_of_frozen_weights(
     config: Path, wgpu_backend: WgpuBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Programs of two shard sizes read one copy of the frozen weights; gradients are the CPU's."""
-    workload = prepared.prepare(settings_file.load(config)).workload()
+    workload = preparation.prepare(settings_file.load(config)).workload()
     rng = np.random.default_rng(0)
     values = {
         name: (value + rng.normal(0, 0.05, value.shape)).astype(np.float32)

@@ -16,8 +16,8 @@ import pytest
 from entrenar_py import entrenar as cli
 from entrenar_py.shared.errors import SystemFailure
 from entrenar_py.train.arithmetic import checkpoint
-from entrenar_py.train.finetune import folder as folders
-from entrenar_py.train.finetune import rank_command as ranks
+from entrenar_py.train.finetune import cli as finetune_cli
+from entrenar_py.train.finetune import outputs
 from entrenar_py.train.service import exit_codes
 from tests.train.finetune import runs
 
@@ -259,8 +259,8 @@ def test_a_prompt_that_is_no_text(
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("model", "it is the model's folder, whose files would be replaced"),
-        ("link", "it is the model's folder, whose files would be replaced"),
+        ("model", "it is the model's folder, and its files would be replaced"),
+        ("link", "it is the model's folder, and its files would be replaced"),
         ("other", "it has a checkpoint that no run has written; give another folder"),
     ],
 )
@@ -285,7 +285,7 @@ def test_a_checkpoint_of_others_is_not_written_over(
     before = {path: path.read_bytes() for path in (tmp_path / name).iterdir()}
     if command == "torchrun":
         environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-        code = ranks.main([str(config)], environment, f"file://{tmp_path / 'store'}")
+        code = finetune_cli.rank([str(config)], environment, f"file://{tmp_path / 'store'}")
     else:
         code = cli.main([command, str(config)])
     assert code == exit_codes.INVALID
@@ -360,7 +360,7 @@ def test_a_disk_that_is_full_from_the_first_checkpoint_on(
 
 def write(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write a model of these files, which is marked by config.json."""
-    with folders.replacing(folder, marks=["config.json"], advice="make room") as partial:
+    with outputs.replacing(folder, marks=["config.json"], advice="make room") as partial:
         for name, content in files.items():
             (partial / name).write_bytes(content)
 

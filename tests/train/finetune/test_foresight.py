@@ -9,9 +9,11 @@ import pytest
 
 from entrenar_py import entrenar as cli
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.train.finetune import foresight, settings_file
-from entrenar_py.train.model import prepared
+from entrenar_py.train.finetune import foresight, outputs, settings_file
+from entrenar_py.train.model import preparation
+from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.service import exit_codes
+from tests.train.finetune import runs
 
 # peft asks for what a later transformers will lack.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -99,7 +101,7 @@ def test_only_so_many_workers_are_started_as_fit(small: Path, config: Path) -> N
     for memory, number in (("16GB", 4), ("1.9GB", 3), ("300MB", 1)):
         text = CONFIG.format(small=small, decay=0, more=f"devices: [cpu:{memory}]")
         config.write_text(text.replace("workers: 2\n", ""), encoding="utf-8")
-        run = prepared.prepare(settings_file.load(config))
+        run = preparation.prepare(settings_file.load(config))
         assert foresight.workers_that_fit(run, 4) == number, memory
 
 
@@ -116,14 +118,14 @@ def test_a_coordinator_is_told_rules_alone(small: Path, config: Path) -> None:
     """Described devices are workers', on other machines, and need not be of this one's kind."""
     text = CONFIG.format(small=small, decay=0, more="devices: [2 x h100:80GB]")
     config.write_text(text, encoding="utf-8")
-    foresight.remark(config, prepared.prepare(settings_file.load(config)))
+    foresight.remark(config, preparation.prepare(settings_file.load(config)))
 
 
 def test_ranks_share_the_memory_of_their_own_host(small: Path, config: Path) -> None:
     """Two ranks fit on two hosts, and not on one."""
     text = CONFIG.format(small=small, decay=0, more="devices: [cpu:700MB]\nstrategy: ddp")
     config.write_text(text.replace("workers: 2\n", ""), encoding="utf-8")
-    run = prepared.prepare(settings_file.load(config))
+    run = preparation.prepare(settings_file.load(config))
     foresight.look_as_ranks(config, run, names=["cpu"], num_ranks=2, num_hosts=2)
     with pytest.raises(UsageError, match="F-HET-002: 2 workers need"):
         foresight.look_as_ranks(config, run, names=["cpu"], num_ranks=2, num_hosts=1)
@@ -133,7 +135,7 @@ def test_each_rank_has_its_own_gpu(small: Path, config: Path) -> None:
     """The one with too little left is named."""
     text = CONFIG.format(small=small, decay=0, more="strategy: ddp").replace("workers: 2\n", "")
     config.write_text(text, encoding="utf-8")
-    run = prepared.prepare(settings_file.load(config))
+    run = preparation.prepare(settings_file.load(config))
     names, free = ["cuda:0", "cuda:1"], [10**10, 10**7]
     with pytest.raises(UsageError, match=r"F-HET-002: a worker needs .* of cuda:1, which has 10"):
         foresight.look_as_ranks(config, run, names=names, num_ranks=2, num_hosts=1, free=free)
@@ -161,3 +163,45 @@ def test_a_plan_takes_the_longest_row(
     assert cli.main(arguments) == exit_codes.DONE
     assert "tokens (the longest row)" in capsys.readouterr().out
     assert json.loads(record.read_text(encoding="utf-8"))["micro_batch"]["tokens"] < 64
+
+
+pytest.importorskip("peft")
+pytest.importorskip("transformers")
+NUM_BAD = 30
+
+
+def prepared(small: Path, folder: Path, *, num_bad: int) -> Prepared:
+    """Return a run whose file ends with rows of no class."""
+    path = runs.configured(folder, small, data={"on_error": "skip"})
+    with (folder / "rows.jsonl").open("a", encoding="utf-8") as rows:
+        rows.write('{"text": "ls", "label": "fine"}\n' * num_bad)
+    return preparation.prepare(settings_file.load(path), folder / "cache")
+
+
+def test_skipped_rows_are_told_and_listed(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each once, though both parts of the file know of it; the file has all of them."""
+    found = prepared(small, tmp_path, num_bad=NUM_BAD)
+    foresight.say_rows(found)
+    told = capsys.readouterr().out.splitlines()
+    assert told[:3] == [
+        "train: 36 samples",
+        "validation: 12 samples",
+        "skipped: 30 rows (data.on_error: skip)",
+    ]
+    assert told[3] == f"  {tmp_path}/rows.jsonl:49: label='fine': classes.labels has safe, unsafe"
+    assert told[-1] == "  and 10 more"
+    listed = outputs.make_folder(found) / foresight.SKIPPED
+    lines = listed.read_text(encoding="utf-8").splitlines()
+    places = [line.partition(": ")[0] for line in lines]
+    assert places == [f"{tmp_path}/rows.jsonl:{49 + index}" for index in range(NUM_BAD)]
+
+
+def test_a_list_of_an_earlier_run_goes(small: Path, tmp_path: Path) -> None:
+    found = prepared(small, tmp_path, num_bad=0)
+    listed = found.settings.output / foresight.SKIPPED
+    listed.parent.mkdir()
+    listed.write_text("rows.jsonl:1: bad", encoding="utf-8")
+    outputs.make_folder(found)
+    assert not listed.exists()

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from entrenar_py.shared.errors import SystemFailure, UsageError
-from entrenar_py.train.finetune import joining, offered_files, package, settings_file
-from entrenar_py.train.finetune.offered_files import OfferedFiles
+from entrenar_py.train.finetune import joining, package, serving, settings_file
 from entrenar_py.train.finetune.package import Contents, File
-from entrenar_py.train.model import prepared as preparing
+from entrenar_py.train.finetune.serving import OfferedFiles
+from entrenar_py.train.model import preparation
 from entrenar_py.train.model.workload import Finetuning
 from entrenar_py.train.wire.effects import Finish
 from entrenar_py.train.wire.messages import Piece
@@ -156,7 +156,7 @@ def test_what_is_offered_is_what_is_prepared(home: Path, small: Path, tmp_path: 
     No path of the coordinator's machine is in the list, and no row that is only for evaluation.
     """
     config = runs.configured(tmp_path, small, workers=2)
-    prepared = preparing.prepare(settings_file.load(config))
+    prepared = preparation.prepare(settings_file.load(config))
     offered = OfferedFiles(prepared)
     listed = offered.read(Piece(file=offered.package.digest, offset=0))
     assert isinstance(listed, bytes)
@@ -186,7 +186,7 @@ def test_a_file_that_changes_meanwhile(home: Path, small: Path, tmp_path: Path) 
     for path in (small / "model").iterdir():
         (model / path.name).write_bytes(path.read_bytes())
     config = runs.configured(tmp_path, small, model=str(model))
-    offered = OfferedFiles(preparing.prepare(settings_file.load(config)))
+    offered = OfferedFiles(preparation.prepare(settings_file.load(config)))
     content = (model / "config.json").read_bytes()
     piece = Piece(file=hashlib.sha256(content).hexdigest(), offset=0)
     assert offered.read(piece) == content
@@ -212,14 +212,14 @@ def test_which_files_a_checkpoint_has(tmp_path: Path, small: Path) -> None:
     here = replace(settings, model=folder)
     plain = ["config.json", "model.safetensors.index.json", "tokenizer.json"]
     shards = ["a.safetensors", "b.safetensors"]
-    assert offered_files.checkpoint_files(here) == sorted([*plain, *shards])
+    assert serving.checkpoint_files(here) == sorted([*plain, *shards])
     trusting = replace(here, trust_remote_code=True)
-    assert "modeling_own.py" in offered_files.checkpoint_files(trusting)
+    assert "modeling_own.py" in serving.checkpoint_files(trusting)
     index["weight_map"]["x"] = "../rows.jsonl"
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UsageError, match=r"names \.\./rows\.jsonl; weights have to be"):
-        offered_files.checkpoint_files(here)
+        serving.checkpoint_files(here)
     (folder / "model.safetensors").write_text("x")
-    assert offered_files.checkpoint_files(here) == [
+    assert serving.checkpoint_files(here) == [
         *("config.json", "model.safetensors", "tokenizer.json")
     ]

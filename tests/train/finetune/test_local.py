@@ -11,7 +11,7 @@ import torch
 
 from entrenar_py import entrenar as cli
 from entrenar_py.shared.errors import SystemFailure
-from entrenar_py.train.finetune import foresight, local, worker_process
+from entrenar_py.train.finetune import foresight, local
 from entrenar_py.train.service import exit_codes
 from entrenar_py.train.wire_io.processes import Crew, Hand
 from tests.train.finetune import runs
@@ -138,7 +138,7 @@ def test_a_run_ends_when_no_worker_is_left(
     """Workers that die each time they are started are given up, and the reason is told."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(local, "LOOK_EVERY_S", 0.05)
-    monkeypatch.setattr(worker_process, "main", runs.die)
+    monkeypatch.setattr(local, "work", runs.die)
     config = runs.configured(tmp_path, small, workers=2)
     assert cli.main(["finetune", str(config)]) == exit_codes.WRONG
     told = capsys.readouterr().out
@@ -152,7 +152,7 @@ def test_a_worker_that_cannot_start_again_is_told(
     """Each look tries once more, until the worker is given up."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(local, "LOOK_EVERY_S", 0.05)
-    monkeypatch.setattr(worker_process, "main", runs.die)
+    monkeypatch.setattr(local, "work", runs.die)
     give, given = Crew.give, list[bytes]()
 
     def refuse(crew: Crew, job: bytes) -> Hand:

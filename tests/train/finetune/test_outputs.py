@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,11 +16,58 @@ import pytest
 
 from entrenar_py import entrenar as cli
 from entrenar_py.shared.errors import SystemFailure
-from entrenar_py.train.finetune import export, settings_file
-from entrenar_py.train.model import fitting, saving
-from entrenar_py.train.model import prepared as preparing
+from entrenar_py.train.finetune import outputs, settings_file
+from entrenar_py.train.model import model_folder, preparation, stock
 from entrenar_py.train.service import exit_codes
 from tests.train.finetune import runs
+
+
+def test_folders_within_are_replaced(tmp_path: Path) -> None:
+    """As tokenizers with several chat templates write them; the second export is as the first."""
+    for text in ("first", "second"):
+        with outputs.replacing(tmp_path, marks=["config.json"], advice="try again") as partial:
+            inner = partial / "additional_chat_templates"
+            inner.mkdir()
+            (inner / f"{text}.jinja").write_text(text)
+            (partial / "config.json").write_text(text)
+    (inner,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    assert [path.read_text() for path in inner.iterdir()] == ["second"]
+    assert inner.stat().st_mode & 0o100, "it can be entered"
+
+
+class Sudden(BaseException):
+    """An interrupt, which no library's handler of errors takes."""
+
+
+FULL = os.strerror(errno.ENOSPC)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, FULL), ValueError(f"I/O error: {FULL}")])
+def test_a_disk_that_fills_in_the_middle(tmp_path: Path, error: Exception) -> None:
+    """The message names the file and what is free; the earlier output stays, and a later one comes.
+
+    safetensors and tokenizers have exceptions of their own.
+    """
+
+    def export(content: str, problem: BaseException | None) -> None:
+        with outputs.replacing(tmp_path, marks=["config.json"], advice="try again") as partial:
+            (partial / "model.safetensors").write_text(content)
+            if problem is not None:
+                raise problem
+            (partial / "config.json").write_text(content)
+
+    export("first", None)
+    told = rf"\(model\.safetensors: {FULL}: [\d,]+ bytes are free there\); try again"
+    with pytest.raises(SystemFailure, match=told):
+        export("second", error)
+    with pytest.raises(Sudden):
+        export("second", Sudden())
+    names = ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert [(tmp_path / name).read_text() for name in names] == ["first", "first"]
+    export("third", None)
+    assert [(tmp_path / name).read_text() for name in names] == ["third", "third"]
+
 
 # peft asks for what a later transformers will lack.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -30,11 +79,11 @@ def written(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("written")
     shutil.copytree(small / "model", folder / "model")
     settings = settings_file.load(runs.configured(folder, small, model=str(folder / "model")))
-    prepared = preparing.prepare(settings, folder / "cache")
+    prepared = preparation.prepare(settings, folder / "cache")
     workload = prepared.workload()
     tensors = workload.initial(np.random.default_rng(0))
-    digest = preparing.model_digest(preparing.scenario(settings, workload))
-    export.write(prepared, workload, tensors, model_digest=digest)
+    digest = preparation.model_digest(preparation.scenario(settings, workload))
+    outputs.write(prepared, workload, tensors, model_digest=digest)
     return folder
 
 
@@ -99,7 +148,7 @@ def test_adapters_are_not_used_with_what_they_were_not_trained_on(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Both digests are told, and no answer, score or file is made."""
-    noted = export.read(folder / "out")[1]
+    noted = outputs.read_settings(folder / "out")[1]
     assert noted is not None
     damage(folder)
     assert cli.main([command, str(folder / "out"), *ARGUMENTS[command]]) == exit_codes.INVALID
@@ -107,9 +156,9 @@ def test_adapters_are_not_used_with_what_they_were_not_trained_on(
     assert told in problem.err
     assert not problem.out
     due = noted.model if told is MODEL else noted.tokenizer
-    found = fitting.digest(folder / "model")
+    found = model_folder.digest(folder / "model")
     if told is TOKENIZER:
-        found = export.tokenizer_digest(folder / "out")
+        found = outputs.tokenizer_digest(folder / "out")
     assert found != due
     assert found in problem.err
     assert due in problem.err
@@ -146,19 +195,19 @@ def test_an_export_that_stock_libraries_read_otherwise_ends_the_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its files are kept."""
-    save = saving.save
+    save = stock.save
 
     def forget_alpha(module: Any, tensors: Any, tokenizer: Any, folder: Path) -> None:
         save(module, tensors, tokenizer, folder)
         path = folder / "adapter_config.json"
         path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | {"lora_alpha": 999}))
 
-    monkeypatch.setattr(saving, "save", forget_alpha)
-    settings, _ = export.read(folder / "out")
+    monkeypatch.setattr(stock, "save", forget_alpha)
+    settings, _ = outputs.read_settings(folder / "out")
     settings = replace(settings, output=folder / "again")
-    prepared = preparing.prepare(settings, folder / "cache")
+    prepared = preparation.prepare(settings, folder / "cache")
     workload = prepared.workload()
     ones = {spec.name: np.ones(spec.shape, np.float32) for spec in workload.specs}
     with pytest.raises(SystemFailure, match="stock libraries read there is not the model of this"):
-        export.write(prepared, workload, ones, model_digest="")
+        outputs.write(prepared, workload, ones, model_digest="")
     assert (folder / "again" / "adapter_model.safetensors").is_file()

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from entrenar_py.shared.trace.writer import Mark
-from entrenar_py.train.finetune import history, page
-from entrenar_py.train.finetune.history import NOTES_MAX, POINTS_MAX, History
-from entrenar_py.train.finetune.page import Outcome
+from entrenar_py.train.finetune import page
+from entrenar_py.train.finetune.page import NOTES_MAX, POINTS_MAX, History, Outcome
 from entrenar_py.train.model.settings import Classes, Data, Settings
 
 EVIL = "<script>alert(1)</script>\x1b[2J\"'&"
@@ -64,7 +63,7 @@ def read(folder: Path, *records: object, num_steps: int = 4) -> History:
     path = folder / "metrics.jsonl"
     lines = (one if isinstance(one, str) else json.dumps(one) for one in records)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return history.read(path, num_steps=num_steps)
+    return page.read_history(path, num_steps=num_steps)
 
 
 class Elements(HTMLParser):

@@ -18,7 +18,7 @@ from entrenar_py.compute.wgpu.bounds.sensitivity import Deviation
 from entrenar_py.shared.errors import BackendUnavailable
 from entrenar_py.train.arithmetic.engine import Engine, no_dropout
 from entrenar_py.train.finetune import settings_file
-from entrenar_py.train.model import model, prepared
+from entrenar_py.train.model import model, preparation
 from entrenar_py.train.model.settings import Data, Lora, Settings
 from entrenar_py.train.service import exit_codes
 from tests.train.finetune import runs
@@ -58,7 +58,7 @@ def step_of(
         lora=Lora(rank=4, alpha=8),
         **changes,
     )
-    workload = prepared.prepare(settings).workload()
+    workload = preparation.prepare(settings).workload()
     initial = workload.initial(np.random.default_rng(0))
     for name, array in initial.items():
         if "lora_B" in name:  # zeros at first, which would hide most of the gradient

@@ -12,7 +12,7 @@ import torch
 
 from entrenar_py import entrenar as cli
 from entrenar_py.train.finetune import staffing
-from entrenar_py.train.service import exit_codes, gradient_norms
+from entrenar_py.train.service import exit_codes, measures
 from tests.train.finetune import runs
 from tests.train.service.cluster import Process
 
@@ -143,12 +143,12 @@ def test_a_halt_at_a_spike(
     """The run ends before the step, and `--resume` without the option makes it."""
     config = runs.configured(tmp_path, small, workers=2, **LONG)
     with monkeypatch.context() as patched:
-        patched.setattr(gradient_norms, "FACTOR", 1.0)  # some norm is above the median
+        patched.setattr(measures, "FACTOR", 1.0)  # some norm is above the median
         code = cli.main(["finetune", str(config), *options, "--halt-on-spike"])
     assert code == exit_codes.WRONG
     assert "training halted before any update (--halt-on-spike)" in capsys.readouterr().out
     assert not (tmp_path / "out" / "run.json").exists()
     assert cli.main(["finetune", str(config), *options, "--resume"]) == exit_codes.DONE
     first = int(capsys.readouterr().out.partition("from step ")[2].partition(" ")[0])
-    assert gradient_norms.STEPS_LEAST <= first < 5 * EPOCHS
+    assert measures.STEPS_LEAST <= first < 5 * EPOCHS
     assert runs.adapters(tmp_path / "out") == alone

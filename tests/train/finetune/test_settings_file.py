@@ -11,9 +11,14 @@ import pytest
 import yaml
 
 from docs import finetune_schema
-from entrenar_py.shared.errors import ContractError
-from entrenar_py.train.finetune import foreign_keys, settings_file, settings_text
+from entrenar_py import entrenar as cli
+from entrenar_py.shared.errors import ContractError, UsageError
+from entrenar_py.train.finetune import foreign_keys, serving, settings_file
+from entrenar_py.train.finetune.strategies import launch
+from entrenar_py.train.model import model
 from entrenar_py.train.model.settings import Settings
+from entrenar_py.train.service import exit_codes
+from tests.train.plan.qwen3 import TINY, settings
 
 SMALL = """\
 model: model
@@ -62,7 +67,7 @@ def test_a_way_up_from_a_link_is_kept(tmp_path: Path) -> None:
 
 
 def test_the_template_is_a_configuration_at_its_defaults(tmp_path: Path) -> None:
-    settings = load(tmp_path, settings_text.template())
+    settings = load(tmp_path, settings_file.template())
     plain = load(
         tmp_path,
         "model: path/to/checkpoint\ntask: instruct\noutput: out\ndata: {train: train.jsonl}\n",
@@ -71,7 +76,7 @@ def test_the_template_is_a_configuration_at_its_defaults(tmp_path: Path) -> None
 
 
 def test_every_key_of_the_template_can_be_uncommented(tmp_path: Path) -> None:
-    lines = settings_text.template().splitlines()
+    lines = settings_file.template().splitlines()
     keys = {field.name for field in settings_file.fields_of(Settings)}
     shown = yaml.safe_load("\n".join(line.removeprefix("# ") for line in lines if _is_key(line)))
     assert set(shown) == keys
@@ -226,7 +231,7 @@ def test_the_schema_of_the_docs_is_current() -> None:
 
 
 def test_the_schema_takes_what_is_read(tmp_path: Path) -> None:
-    schema = settings_text.schema()
+    schema = settings_file.schema()
     jsonschema.Draft202012Validator.check_schema(schema)
     check = jsonschema.Draft202012Validator(schema)
     assert check.is_valid(yaml.safe_load(CLASSES))
@@ -263,7 +268,7 @@ def test_keys_of_other_tools_are_told_with_ours(tmp_path: Path) -> None:
 
 def test_what_other_tools_keys_lead_to_is_read() -> None:
     """Every key of ours in the table exists, and no name of another tool is one, at its place."""
-    known = set(_keys(settings_text.schema()))
+    known = set(_keys(settings_file.schema()))
     for row in foreign_keys.ROWS:
         assert not row.ours or row.ours in known, row
         assert row.ours or row.note, row
@@ -274,3 +279,182 @@ def _keys(schema: dict[str, Any], before: str = "") -> Iterator[str]:
         yield before + name
         if "properties" in one:
             yield from _keys(one, f"{before}{name}.")
+
+
+OF_STAGES = """\
+model: model
+task: text
+output: out
+data: {train: rows.jsonl}
+strategy: layer_pipeline
+"""
+
+
+@pytest.mark.parametrize(
+    ("stages", "told"),
+    [
+        (
+            "{layers: [0, 2]}\n- {layers: [3, 4]}",
+            "8:12: error: stages[1] layers=[3, 4]: no stage has block 2; let it begin at 2",
+        ),
+        (
+            "{layers: [2, 4]}",
+            "7:12: error: stages[0] layers=[2, 4]: no stage has blocks 0 to 1; let it begin at 0",
+        ),
+        (
+            "{layers: [0, 2]}\n- {layers: [1, 4]}",
+            "8:12: error: stages[1] layers=[1, 4]: block 1 is in stages[0] or before, too; let it "
+            "begin at 2",
+        ),
+        (
+            "{layers: [0, 3]}\n- {layers: [1, 4]}",
+            "8:12: error: stages[1] layers=[1, 4]: blocks 1 to 2 are in stages[0] or before, too; "
+            "let it begin at 3",
+        ),
+        (
+            "{layers: [2, 4]}\n- {layers: [0, 2]}",
+            "7:12: error: stages[0] layers=[2, 4]: stages stand in the order of their blocks; put "
+            "the one with layers: [0, 2] here",
+        ),
+        (
+            "{layers: [0, 0]}\n- {layers: [0, 2]}",
+            "7:12: error: stages[0] layers=[0, 0]: it has no block; use [first, last + 1]",
+        ),
+        (
+            "{layers: [-1, 2]}",
+            "7:12: error: stages[0] layers=[-1, 2]: blocks are counted from 0",
+        ),
+        (
+            "{layers: [0, 1], worker: a}\n- {layers: [1, 2], worker: [b, a]}",
+            "8:28: error: stages[1] worker=a: stages[0] has it, too; a worker has one stage",
+        ),
+        (
+            "{layers: [0, 1], worker: [a, a]}",
+            "7:28: error: stages[0] worker=a: it is there twice; a worker has one stage",
+        ),
+        (
+            "{layers: [0, 1], worker: [a, b, c, d, e]}",
+            "7:28: error: stages[0] has 5 workers, and training.num_shards=4: one would have no "
+            "shard; use num_shards >= 5, or fewer workers",
+        ),
+        (
+            "{layers: [0, 1], backend: tpu}",
+            "7:29: error: stages[0]: backend='tpu': use cpu or cuda or wgpu",
+        ),
+        (
+            "{layers: [0, 1, 2]}",
+            "7:12: error: stages[0]: layers=[0, 1, 2]: use a list of two whole numbers",
+        ),
+        (
+            "{layer: [0, 1]}",
+            "7:3: error: stages[0]: layers is missing: its first block, and the one after its last",
+        ),
+    ],
+)
+def test_stages(tmp_path: Path, stages: str, told: str) -> None:
+    found = problems(tmp_path, f"{OF_STAGES}stages:\n- {stages}\n")
+    assert f"run.yaml:{told}" in found
+    assert len(found) == (2 if "layer:" in stages else 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            OF_STAGES + "stages: [{layers: [0, 1]}]\nworkers: 2\n",
+            "7:10: error: workers=2 with stages: each stage names its own; leave it out",
+        ),
+        (
+            OF_STAGES.replace("rows.jsonl", "rows.jsonl, packing: true"),
+            "4:36: error: strategy: layer_pipeline does not read data.packing; leave it out",
+        ),
+        (
+            OF_STAGES.replace("rows.jsonl", "rows.jsonl, validation: v.jsonl"),
+            "4:39: error: strategy: layer_pipeline does not read rows to evaluate on; leave it out",
+        ),
+        (
+            OF_STAGES.replace("rows.jsonl", "rows.jsonl, validation_share: 0.1"),
+            "4:45: error: strategy: layer_pipeline does not read rows to evaluate on; leave it out",
+        ),
+        (
+            OF_STAGES + "trust_remote_code: true\n",
+            "6:20: error: strategy: layer_pipeline does not read trust_remote_code; leave it out",
+        ),
+        (
+            OF_STAGES + "compile: false\n",
+            "6:10: error: strategy: layer_pipeline does not read compile: a stage runs its blocks "
+            "as they are; leave it out",
+        ),
+        (
+            OF_STAGES + "coordinator: {secret_file: s, wait_for: 1}\n",
+            "6:41: error: strategy: layer_pipeline does not read wait_for: a step needs all "
+            "stages; leave it out",
+        ),
+        (
+            OF_STAGES.replace("layer_pipeline", "ddp") + "stages: [{layers: [0, 1]}]\n",
+            "6:9: error: stages: they are for strategy: layer_pipeline; leave them out",
+        ),
+    ],
+)
+def test_keys_beside_stages(tmp_path: Path, text: str, told: str) -> None:
+    assert problems(tmp_path, text) == [f"run.yaml:{told}"]
+
+
+def test_problems_of_several_stages_are_told_at_once(tmp_path: Path) -> None:
+    found = problems(
+        tmp_path,
+        f"{OF_STAGES}stages:\n- {{layers: [1, 2], worker: a}}\n- {{layers: [3, 4], worker: a}}\n",
+    )
+    assert [line.partition(" error")[0] for line in found] == [
+        "run.yaml:7:12:",
+        "run.yaml:8:12:",
+        "run.yaml:8:28:",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stages", "told"),
+    [
+        (
+            "{layers: [0, 3]}",
+            "7:12: error: stages[0] layers=[0, 3]: the model has 4 blocks, 0 to 3; use layers: "
+            "[0, 4]",
+        ),
+        (
+            "{layers: [0, 5]}\n- {layers: [5, 6]}",
+            "7:12: error: stages[0] layers=[0, 5]: the model has 4 blocks, 0 to 3; use layers: "
+            "[0, 4], and leave out what comes after it",
+        ),
+        (
+            "{layers: [0, 4]}\n- {layers: [4, 6]}",
+            "8:12: error: stages[1] layers=[4, 6]: the model has 4 blocks, 0 to 3; leave it out",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_stages_that_do_not_fit_the_model(tmp_path: Path, stages: str, told: str) -> None:
+    pytest.importorskip("peft")
+    module = model.shape(settings(tmp_path, TINY))
+    path = tmp_path / "run.yaml"
+    with pytest.raises(ContractError) as raised:
+        serving.cut_of(path, load(tmp_path, f"{OF_STAGES}stages:\n- {stages}\n"), module)
+    assert raised.value.problems == [f"{path}:{told}"]
+
+
+@pytest.mark.parametrize("command", ["plan", "finetune"])
+def test_commands_that_run_no_pipeline(
+    tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load(tmp_path, OF_STAGES)
+    path = tmp_path / "run.yaml"
+    assert cli.main([command, str(path)]) == exit_codes.INVALID
+    assert (
+        f"{path}: entrenar {command} does not run strategy: layer_pipeline; `entrenar pipeline "
+        f"plan {path}` shows its stages, `entrenar coordinator {path}` trains"
+    ) in capsys.readouterr().err
+
+
+def test_ranks_of_torchrun_run_no_pipeline(tmp_path: Path) -> None:
+    load(tmp_path, OF_STAGES)
+    with pytest.raises(UsageError, match="torchrun does not run strategy: layer_pipeline; `entr"):
+        launch.settings_of(tmp_path / "run.yaml")

@@ -13,7 +13,7 @@ from blake3 import blake3
 
 from entrenar_py import compute as backends
 from entrenar_py.train.arithmetic import engine
-from entrenar_py.train.model import prepared
+from entrenar_py.train.model import preparation
 from entrenar_py.train.model.settings import Classes, Data, Settings
 
 BATCHES = ((0, 1, 2, 3), (5,), (7, 8), (10, 11, 12, 13, 14, 15))
@@ -29,7 +29,7 @@ def main(small: Path, task: str, order: list[int]) -> None:
         data=Data(train=small / "test.jsonl"),
         classes=Classes(labels=("safe", "unsafe") if task == "classify" else ()),
     )
-    workload = prepared.prepare(settings).workload()
+    workload = preparation.prepare(settings).workload()
     initial = workload.initial(np.random.default_rng(0))
     replica = engine.Engine(workload, backends.open_backend("cuda"), initial, scale=1.0)
     for number in order:

@@ -195,7 +195,7 @@ def test_the_answers_in_a_prompt_are_not_learned() -> None:
         ),
         (
             {"messages": [USER, {"from": "function_call", "value": DEEP}]},
-            "a call whose arguments are nested more than 32 levels deep",
+            "a call with arguments that are nested more than 32 levels deep",
         ),
         ({"messages": [USER, ANSWER], "tools": f"[{DEEP}]"}, "tools are not JSON (nested more th"),
         ({"messages": [USER, ANSWER], "tools": "["}, "tools are not JSON"),

@@ -12,7 +12,7 @@ import pytest
 
 from entrenar_py.train.model import hyper_parameters, model
 from entrenar_py.train.model.hyper_parameters import RULES, Facts, Remark, Rows
-from entrenar_py.train.model.prepared import Prepared
+from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.model.samples import load
 from entrenar_py.train.model.settings import Classes, Data, Lora, Settings, Training
 
@@ -193,7 +193,7 @@ def test_weight_decay(decay: float, method: str, level: str) -> None:
 def test_a_rare_class_without_weight() -> None:
     settings, rows = classified((935, 65))
     [found] = judged("C-HP-008", settings, rows=rows)
-    assert found.keys == ("classes", "weights")
+    assert found.key == "classes.weights"
     assert "6.5% of the rows are 'b', and a model that never says so is right in 93.5%" in (
         found.message
     )
@@ -205,14 +205,14 @@ def test_a_rare_class_without_weight() -> None:
 def test_a_class_without_a_row() -> None:
     settings, rows = classified((935, 0))
     [found] = judged("C-HP-008", settings, rows=rows)
-    assert found.keys == ("classes", "labels")
-    assert found.message.startswith("labels has 'b', of which there is no row to train on")
+    assert found.key == "classes.labels"
+    assert found.message.startswith("labels has 'b', and there is no row of it to train on")
 
 
 def test_a_rare_class_that_is_seen_too_often() -> None:
     settings, rows = classified((935, 65), oversample=True, epochs=3)
     [found] = judged("C-HP-008", settings, rows=rows)
-    assert found.keys == ("training", "epochs")
+    assert found.key == "training.epochs"
     assert "each of 65 rows of 'b' is seen 43 times, and learned by heart; use epochs: 2" in (
         found.message
     )

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from entrenar_py.systems.finetuned import samples_seen
-from entrenar_py.train.model.encoding import Encoder, Sample
 from entrenar_py.train.model.rows import Row
+from entrenar_py.train.model.samples import Encoder, Sample
 from entrenar_py.train.model.settings import Data, Settings
 
 # A piece of a text: never learned (""), learned ("a"), or learned without marks alone ("u").

@@ -13,7 +13,7 @@ import torch
 
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.arithmetic import engine
-from entrenar_py.train.model import model, prepared
+from entrenar_py.train.model import model, preparation
 from entrenar_py.train.model.settings import Classes, Data, Lora, Settings
 from entrenar_py.train.model.workload import Finetuning
 
@@ -82,7 +82,7 @@ def test_what_a_model_drops_follows_from_its_shards_stream(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    workload = prepared.prepare(settings(small, tmp_path, opt())).workload()
+    workload = preparation.prepare(settings(small, tmp_path, opt())).workload()
     loss, gradients = gradient(workload, 1)
     torch.rand(7)  # what this process drew before plays no part
     again, same = gradient(workload, 1)
@@ -181,7 +181,7 @@ def test_what_no_text_passes_through_stays_as_it_is(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     whole = settings(small, tmp_path, gemma3(), task=task)
     chosen = replace(whole, method=method, lora=Lora(rank=2, targets=("q_proj",)))
-    workload = prepared.prepare(chosen).workload()
+    workload = preparation.prepare(chosen).workload()
     assert not any("vision" in spec.name or "multi_modal" in spec.name for spec in workload.specs)
     _, gradients = gradient(workload, 1)
     assert len(gradients) == len(workload.specs) > 1

@@ -220,8 +220,8 @@ def test_large_rows_are_decoded_a_few_at_a_time(
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("rows.csv", "use a file whose name ends with .jsonl "),
-        ("rows.csv.gz", "use a file whose name ends with .jsonl "),
+        ("rows.csv", "use a file with a name that ends with .jsonl "),
+        ("rows.csv.gz", "use a file with a name that ends with .jsonl "),
         ("rows-*.jsonl", "no file fits the pattern"),
         (".", "is a folder; name its files, such as"),
         ("none.jsonl", r"can't be read \(No such file or directory\)"),

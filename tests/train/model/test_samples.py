@@ -15,9 +15,8 @@ import pytest
 from entrenar_py.shared.errors import RowsError, UsageError
 from entrenar_py.train.arithmetic import checkpoint
 from entrenar_py.train.model import model, rendering, samples
-from entrenar_py.train.model.encoding import Encoder
 from entrenar_py.train.model.rows import BadRow, Row
-from entrenar_py.train.model.samples import Samples
+from entrenar_py.train.model.samples import Encoder, Samples
 from entrenar_py.train.model.settings import Classes, Data, Settings
 
 CHAT = [
@@ -140,7 +139,7 @@ def test_a_row_that_cannot_be_used(
     with pytest.raises(UsageError) as raised:
         load(small, tmp_path, task, [row], max_tokens=16)
     assert f"rows.jsonl:1: {problem}" in str(raised.value) or problem in str(raised.value)
-    assert "1 of 1 rows can't be used" in str(raised.value)
+    assert "1 of 1 row can't be used" in str(raised.value)
     with pytest.raises(UsageError, match="has no row that can be used; the first is"):
         load(small, tmp_path, task, [row], max_tokens=16, on_error="skip")
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from entrenar_py.train.model.settings import Data, Settings, Training
-from entrenar_py.train.plan import advice, devices, plan, text
+from entrenar_py.train.plan import devices, plan, text
 from entrenar_py.train.plan.plan import Option, Run
 from entrenar_py.train.plan.shape import Cut, Shape
 from tests.train.plan.qwen3 import QWEN3_4B, TINY, settings
@@ -46,8 +46,8 @@ def planned(
 def chosen(run: Run, found: dict[str, Option]) -> tuple[str, str]:
     """Return the strategy to take, "" for none, and why."""
     options = [*found.values()]
-    one = advice.choose(run, options)
-    return "" if one is None else one.strategy, advice.why(run, options, one)
+    one = plan.choose(run, options)
+    return "" if one is None else one.strategy, plan.reason(run, options, one)
 
 
 def test_gradients_of_qwen3_4b_on_the_wire(folder: Path) -> None:
@@ -157,7 +157,7 @@ def test_what_would_fit_is_told(folder: Path) -> None:
     assert not strategy
     assert "which has 480 MB" in why
     assert "training.num_shards: 16" in why
-    for told in advice.remedies(run, "star"):
+    for told in plan.remedies(run, "star"):
         assert "MB)" in told
 
 
@@ -239,7 +239,7 @@ def test_a_stage_may_be_one_block(folder: Path) -> None:
 def test_the_text_fits_a_terminal(folder: Path, described: Sequence[str]) -> None:
     run, options = planned(settings(folder, TINY), *described)
     found = [*options.values()]
-    one = advice.choose(run, found)
+    one = plan.choose(run, found)
     lines = [*text.lines(run, found, one, "It fits. It does.", length_from="data.max_tokens")]
     assert max(map(len, lines)) <= 100
     assert lines[0] == "model    qwen3: 195,264 parameters, 4 blocks"
@@ -248,7 +248,7 @@ def test_the_text_fits_a_terminal(folder: Path, described: Sequence[str]) -> Non
 def test_the_record_has_every_strategy(folder: Path) -> None:
     run, options = planned(settings(folder, TINY), "2 x gpu:4GB")
     found = [*options.values()]
-    record: dict[str, Any] = plan.to_record(run, found, advice.choose(run, found), "why")
+    record: dict[str, Any] = plan.to_record(run, found, plan.choose(run, found), "why")
     assert {one["strategy"] for one in record["options"]} == {*options}
     [first, _] = record["options"][0]["workers"]
     assert first["needs"]["peak"] > first["needs_recomputed"]["peak"]

@@ -12,12 +12,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 
 from entrenar_py.train.arithmetic import engine
-from entrenar_py.train.model import adapters, model_class, precision
-from entrenar_py.train.model import recompute as recomputing
+from entrenar_py.train.model import masks, model_folder, precision, stock
 from entrenar_py.train.model.samples import Samples
 from entrenar_py.train.model.settings import Classes, Settings
 from entrenar_py.train.model.workload import Finetuning
-from entrenar_py.train.plan import rehearsal
+from entrenar_py.train.plan import shape
 from entrenar_py.train.plan.shape import Cut, Shape
 from tests.train.plan.qwen3 import QWEN3_4B, TINY, settings
 
@@ -69,18 +68,18 @@ def test_qwen3_4b_has_its_real_dimensions(tmp_path: Path) -> None:
     assert qwen.counts(Cut(blocks=18)).trained == counts.trained // 2
 
 
-def real(settings: Settings, *, recompute: bool) -> rehearsal.Rehearsal:
+def real(settings: Settings, *, recompute: bool) -> shape.Rehearsal:
     """Return what a step on the CPU's real tensors keeps and takes at most."""
-    kind, options = model_class.of(settings)
-    config = model_class.configuration(settings)
+    kind, options = model_folder.class_of(settings)
+    config = model_folder.configuration(settings)
     for name, value in options.items():
         setattr(config, name, value)
     module: Any = kind.from_config(config, dtype=precision.of_checkpoint(settings))
-    module = adapters.adapted(settings, module, ()) if settings.adapts else module
+    module = stock.adapted(settings, module, ()) if settings.adapts else module
     precision.prepare(module, settings)
     module.train().config.pad_token_id = 0
     if recompute:
-        recomputing.install(module)
+        masks.recompute(module)
     lengths = np.array([LENGTH, LENGTH, LENGTH - 2, LENGTH])  # filled up, so that there is a mask
     samples = Samples(
         tokens=np.ones(lengths.sum(), np.int32),
@@ -97,7 +96,7 @@ def real(settings: Settings, *, recompute: bool) -> rehearsal.Rehearsal:
         products=precision.of_products(settings),
     )
     tensors = {name: one for name, one in module.named_parameters() if one.requires_grad}
-    storages = rehearsal._Storages()
+    storages = shape._Storages()
     for one in (*module.parameters(), *module.buffers()):
         storages.add(one)
     before = storages.peak = storages.now
@@ -106,7 +105,7 @@ def real(settings: Settings, *, recompute: bool) -> rehearsal.Rehearsal:
         loss = work.loss_of(tensors, batch, linear=F.linear, drop=engine.no_dropout)
         kept = storages.now - before
         torch.autograd.grad(loss, [*tensors.values()])
-    return rehearsal.Rehearsal(kept=kept, peak=storages.peak - before)
+    return shape.Rehearsal(kept=kept, peak=storages.peak - before)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`entrenar coordinator --wire v2` as a process, with workers that are not ours."""
+"""The coordinator that only averages: its configuration, its record, and runs with workers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,19 @@ import numpy as np
 import pytest
 
 from entrenar_py import entrenar as cli
-from entrenar_py.train.service import exit_codes
+from entrenar_py.shared.errors import ContractError
+from entrenar_py.shared.trace.ledger import Reader
+from entrenar_py.shared.trace.writer import Writer
+from entrenar_py.train.service import averaging, config, exit_codes, ledger_account
+from entrenar_py.train.service.address import Address
+from entrenar_py.train.service.averaging import AveragingConfig, AveragingRecord, new_ledger
+from entrenar_py.train.service.run_events import Happening, Noted
+from entrenar_py.train.upstream.frames import FRAME_BYTES_MAX
+from entrenar_py.train.upstream.terms import AveragingRun, Patience
+from entrenar_py.train.wire import effects as do
 from tests.train.service.cluster import Process
 from tests.train.upstream import original as send
+from tests.train.upstream.averaging import run_of
 from tests.train.upstream.original_worker import OriginalWorker, mean_of_samples
 
 MIB = 2**20
@@ -259,3 +269,189 @@ def test_a_ledger_is_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFix
     assert cli.main(["coordinator", str(path), "--wire", "v2"]) == exit_codes.INVALID
     assert "it is there already" in capsys.readouterr().err
     assert (tmp_path / "l.jsonl").read_text() == "mine\n"
+
+
+SMALL = "num_samples: 100\nnum_steps: 10\nworld_size: 2\n"
+
+
+def load(folder: Path, text: str) -> AveragingConfig:
+    """Return the configuration of the YAML `text`."""
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return averaging.load(path)
+
+
+def problems(folder: Path, text: str) -> list[str]:
+    """Return the problems of `text`, without the folder in them."""
+    with pytest.raises(ContractError) as caught:
+        load(folder, text)
+    return [one.replace(f"{folder}/", "") for one in caught.value.problems]
+
+
+def test_the_least_of_one(tmp_path: Path) -> None:
+    """The smallest configuration has the defaults of the docs."""
+    assert load(tmp_path, SMALL) == AveragingConfig(
+        run=AveragingRun(
+            num_samples=100,
+            num_steps=10,
+            world_size=2,
+            num_shards=2,
+            batch_size=100,
+            num_awaited=2,
+            gradient_bytes_max=FRAME_BYTES_MAX,
+            components=None,
+            late_joins=True,
+        ),
+        listen=Address("127.0.0.1", 7411),
+        frame_bytes_max=FRAME_BYTES_MAX,
+        patience=Patience(),
+        metrics=None,
+        ledger=None,
+    )
+
+
+def test_all_of_one(tmp_path: Path) -> None:
+    """Every key is used, and paths start from the file's own folder."""
+    text = SMALL + (
+        "num_shards: 4\nbatch_size: 8\nwait_for: 1\ncomponents: [0, 2]\nlate_joins: false\n"
+        "frame_bytes_max: 4294967295\ngradient_bytes_max: 9000000000\nlisten: '[::1]:5000'\n"
+        "timing: {hello_s: 1, dead_after_s: 2.5, shard_s: 3, gather_s: 4}\n"
+        "metrics: /var/log/m.jsonl\nledger: l.jsonl\n"
+    )
+    assert {line.partition(":")[0] for line in text.splitlines()} == set(averaging.KEYS)
+    assert load(tmp_path, text) == AveragingConfig(
+        run=AveragingRun(
+            num_samples=100,
+            num_steps=10,
+            world_size=2,
+            num_shards=4,
+            batch_size=8,
+            num_awaited=1,
+            gradient_bytes_max=9_000_000_000,
+            components=(0, 2),
+            late_joins=False,
+        ),
+        listen=Address("::1", 5000),
+        frame_bytes_max=4_294_967_295,
+        patience=Patience(hello_s=1, dead_after_s=2.5, shard_s=3, gather_s=4),
+        metrics=Path("/var/log/m.jsonl"),
+        ledger=tmp_path / "l.jsonl",
+    )
+
+
+def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+    """What is missing, what is wrong, and what is not known."""
+    assert sorted(problems(tmp_path, "num_sample: 3\nworld_size: two\n")) == [
+        "run.yaml:1:1: error: configuration: key 'num_sample' is not read; did you mean "
+        "'num_samples'?",
+        "run.yaml:1:1: error: num_samples is missing: samples that each worker's data set has",
+        "run.yaml:1:1: error: num_steps is missing: steps of the run",
+        "run.yaml:2:13: error: world_size='two': use a whole number from 1 to 65536",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("num_shards: 1", "num_shards=1: use a whole number from 2 to 65536"),
+        ("num_shards: 101", "batch_size=100: use a whole number from 101 to 100"),
+        ("batch_size: 1", "batch_size=1: use a whole number from 2 to 100"),
+        ("batch_size: 101", "batch_size=101: use a whole number from 2 to 100"),
+        ("wait_for: 3", "wait_for=3: use a whole number from 1 to 2"),
+        ("wait_for: true", "wait_for=True: use a whole number from 1 to 2"),
+        ("components: 3", "components=3: use a list of different numbers from 0 to 255"),
+        ("components: [256]", "components=[256]: use a list"),
+        ("components: [1, 1]", "components=[1, 1]: use a list of different"),
+        ("components: [true]", "components=[True]: use a list"),
+        ("late_joins: 3", "late_joins is true or false"),
+        (
+            "frame_bytes_max: 4294967296",
+            "frame_bytes_max=4294967296: use a whole number from 4096 to",
+        ),
+        ("frame_bytes_max: 100", "frame_bytes_max=100: use a whole number from 4096"),
+        ("gradient_bytes_max: 5000", "gradient_bytes_max=5000: use a whole number >= 100000000"),
+        ("listen: nowhere", "address='nowhere': use host:port"),
+        ("timing: 3", "timing is a mapping of hello_s, dead_after_s, shard_s, gather_s"),
+        ("timing: {shard_s: 0}", "shard_s=0.0: use a number of seconds > 0"),
+        ("timing: {heartbeat_s: 1}", "key 'heartbeat_s' is not read"),
+        ('ledger: "a\\0b"', "a path can't contain a NUL"),
+    ],
+)
+def test_what_is_wrong(line: str, problem: str, tmp_path: Path) -> None:
+    """Each problem has the place, the value and what to use."""
+    (told,) = problems(tmp_path, f"{SMALL}{line}\n")
+    assert told.startswith(("run.yaml:4:", "run.yaml:1:1: error: batch_size"))
+    assert problem in told
+
+
+@pytest.mark.parametrize("key", averaging.NOT_HERE)
+def test_what_would_be_ignored(key: str, tmp_path: Path) -> None:
+    """Keys of other runs are refused, with the reason."""
+    (told,) = problems(tmp_path, f"{SMALL}{key}: 1\n")
+    assert told == f"run.yaml:4:1: error: {key}: {averaging.NOT_HERE[key]}; leave it out"
+
+
+def test_keys_of_other_runs_exist() -> None:
+    """What is refused by name is a key of the other coordinator."""
+    known = {*config.TRAINING, *config.SERVICE}
+    assert set(averaging.NOT_HERE) <= known
+    assert not set(averaging.NOT_HERE) & set(averaging.KEYS)
+
+
+class FullDisk(Writer):
+    """A ledger that can't be written any more."""
+
+    def append(self, events: object) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_ledger_that_can_not_be_written_ends_the_run(tmp_path: Path) -> None:
+    """It is told once, and the run is given up."""
+    ledger = new_ledger(tmp_path / "l.jsonl", run_of())
+    ledger.__class__ = FullDisk
+    record = AveragingRecord(run_of(), ledger=ledger, listeners=())
+    given_up: list[str] = []
+    record.give_up = given_up.append
+    record.notify(do.Left(0, 1, "died"))
+    record.notify(do.Left(1, 1, "died"))
+    record.close()
+    assert given_up == ["the ledger can't be written (No space left on device)"]
+    assert record.broken == given_up[0]
+
+
+def test_everything_is_told_without_a_ledger() -> None:
+    """Listeners hear who left and how the run ended."""
+    heard: list[Happening] = []
+    record = AveragingRecord(run_of(), ledger=None, listeners=[heard.append])
+    record.notify(do.Left(0, 1, "died"))
+    record.notify(do.Finish("failed", "nobody came"))
+    record.close()
+    assert heard == [
+        Noted(what="left", step=0, text="worker 0 left in step 1: died"),
+        Noted(what="failed", step=0, text="nobody came"),
+    ]
+
+
+def test_a_ledger_begins_with_the_run(tmp_path: Path) -> None:
+    """Its scenario has the sizes of the configuration, and no trainer."""
+    run = run_of(num_samples=30, batch_size=20, num_shards=5)
+    new_ledger(tmp_path / "l.jsonl", run).close()
+    with (tmp_path / "l.jsonl").open("rb") as file:
+        scenario = Reader(file, tmp_path / "l.jsonl").head.scenario
+    assert (scenario.workload, scenario.world_size, scenario.num_shards) == ("own", 2, 5)
+    assert (scenario.num_samples, scenario.batch_size, scenario.num_steps) == (30, 20, 2)
+
+
+def test_an_event_that_no_ledger_holds_ends_the_run(tmp_path: Path) -> None:
+    """It is not written, and the ledger stays whole."""
+    path = tmp_path / "l.jsonl"
+    record = AveragingRecord(run_of(), ledger=new_ledger(path, run_of()), listeners=())
+    given_up: list[str] = []
+    record.give_up = given_up.append
+    record.notify(do.Left(0, 2**63, "died"))
+    record.close()
+    assert given_up == [
+        "the ledger can't be written (membership step=9223372036854775808: use a whole number of "
+        "at most 63 bits)"
+    ]
+    assert ledger_account.read(path).num_lines == 1

@@ -9,7 +9,7 @@ import pytest
 from entrenar_py.shared import systems
 from entrenar_py.shared.errors import ContractError, UsageError
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.train.service import config, config_keys
+from entrenar_py.train.service import config
 from entrenar_py.train.service.address import Address
 from entrenar_py.train.wire.terms import Timing
 from entrenar_py.train.wire_io import tls
@@ -259,9 +259,9 @@ def test_a_secret_that_is_too_short(tmp_path: Path) -> None:
 def test_every_key_has_its_place() -> None:
     """Each scenario field is a key or left out on purpose. No key is in both tables."""
     left_out = {"system", "backends", "faults", "stops", "repeat", "detail", "mutant", "options"}
-    assert {*config_keys.TRAINING} | left_out == {*Scenario.__dataclass_fields__}
-    assert not {*config_keys.TRAINING} & {*config_keys.SERVICE}
-    assert {*config_keys.TIMING} == {*Timing.__dataclass_fields__}
+    assert {*config.TRAINING} | left_out == {*Scenario.__dataclass_fields__}
+    assert not {*config.TRAINING} & {*config.SERVICE}
+    assert {*config.TIMING} == {*Timing.__dataclass_fields__}
 
 
 def test_the_example_in_the_docs(folder: Path) -> None:

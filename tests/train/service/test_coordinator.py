@@ -47,7 +47,7 @@ def test_an_old_checkpoint_is_not_overwritten(
     """An existing checkpoint without --resume is refused, and nothing is changed."""
     star.configure(checkpoint=STATE)
     (star.folder / "state").write_bytes(b"precious")
-    assert "it is there already; go on with --resume" in refusal(star, capsys)
+    assert "it already exists; go on with --resume" in refusal(star, capsys)
     assert (star.folder / "state").read_bytes() == b"precious"
 
 

@@ -14,10 +14,10 @@ import pytest
 
 from entrenar_py.shared import trace
 from entrenar_py.shared.errors import ProtocolError, UsageError
+from entrenar_py.train import cli as options
 from entrenar_py.train.arithmetic import checkpoint
-from entrenar_py.train.cli import options
-from entrenar_py.train.coordinator.exchanges import TreeExchange
 from entrenar_py.train.coordinator.member import Member
+from entrenar_py.train.coordinator.topology import TreeExchange
 from entrenar_py.train.finetune import joining
 from entrenar_py.train.service import exit_codes, worker
 from entrenar_py.train.service.host import Host

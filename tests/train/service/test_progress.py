@@ -7,10 +7,8 @@ import io
 from rich.console import Console
 
 from entrenar_py.train.service import progress
-from entrenar_py.train.service.figures import summary
-from entrenar_py.train.service.progress import LINE_EVERY_S, Lines
+from entrenar_py.train.service.progress import LINE_EVERY_S, Lines, Screen, summary
 from entrenar_py.train.service.run_events import ClassScored, Happening, Noted, Scored
-from entrenar_py.train.service.screen import Screen
 from tests.train.service.happened import made
 
 SAVED = Noted(what="saved", step=3, text="checkpoint before step 3: run.ckpt")

@@ -14,7 +14,7 @@ from entrenar_py import compute as backends
 from entrenar_py.compute import Backend
 from entrenar_py.shared import trace
 from entrenar_py.shared.errors import BackendUnavailable, SystemFailure
-from entrenar_py.train.cli import options
+from entrenar_py.train import cli as options
 from entrenar_py.train.coordinator.member import Member
 from entrenar_py.train.finetune import joining
 from entrenar_py.train.service import signals, worker

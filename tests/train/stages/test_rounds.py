@@ -12,11 +12,10 @@ from entrenar_py.compute import open_backend
 from entrenar_py.shared import trace
 from entrenar_py.shared.errors import ProtocolError
 from entrenar_py.train.arithmetic import sharding, state
-from entrenar_py.train.model import model
-from entrenar_py.train.model import prepared as preparing
+from entrenar_py.train.model import model, preparation
 from entrenar_py.train.stages import cut as cutting
-from entrenar_py.train.stages import staged_run
 from entrenar_py.train.stages.member import DRAWS_MAX, StageMember
+from entrenar_py.train.stages.server import scenario_of_stages
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.messages import Activation, Summed, Welcome
 from entrenar_py.train.wire.pipeline_peers import Passed
@@ -32,7 +31,7 @@ def member(small: Path, tmp_path: Path) -> StageMember:
     [stage] = models.stages_of(prepared, 4)
     workload = stage._workload
     cut = cutting.of(prepared.settings, model.shape(prepared.settings))
-    scenario = staged_run.scenario(preparing.scenario(prepared.settings, workload))
+    scenario = scenario_of_stages(preparation.scenario(prepared.settings, workload))
     made = StageMember(
         scenario, open_backend("cpu"), workload, terms=UNKNOWN, every=cut.blocks, stage=0
     )

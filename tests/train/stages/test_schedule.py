@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entrenar_py.shared.errors import ProtocolError
-from entrenar_py.train.finetune import timeline
+from entrenar_py.train.finetune import page
 from entrenar_py.train.wire import pipeline
 from entrenar_py.train.wire.pipeline import Places, Timed
 
@@ -85,17 +85,17 @@ def test_times_that_are_none(times: tuple[int, ...]) -> None:
 
 def test_nothing_passed() -> None:
     assert pipeline.idle_share({}) is None
-    assert list(timeline.draw({}, 4)) == []
+    assert list(page.draw_passes({}, 4)) == []
 
 
 @pytest.mark.parametrize("passes", [[], {"x": []}, {"0": [1.5]}, {"0": [1]}, {"0": None}, None])
 def test_lines_of_another_form_draw_nothing(passes: object) -> None:
-    assert timeline.passes_of({"passes_us": passes}) == {}
+    assert page.passes_of({"passes_us": passes}) == {}
 
 
 def test_the_picture_has_each_pass() -> None:
     passes = played(3, 4)
-    text = "\n".join(timeline.draw(passes, 4))
+    text = "\n".join(page.draw_passes(passes, 4))
     assert text.count("<rect") == sum(map(len, passes.values()))
     assert "33.3% of the time stages waited" in text
     assert "= 33.3%, of P = 3 stages and S = 4" in text

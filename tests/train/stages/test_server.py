@@ -10,11 +10,10 @@ import pytest
 from entrenar_py.shared import trace
 from entrenar_py.shared.errors import ProtocolError
 from entrenar_py.train.arithmetic import sharding
-from entrenar_py.train.model import prepared as preparing
+from entrenar_py.train.model import preparation
 from entrenar_py.train.model.settings import StagePlan
-from entrenar_py.train.stages import coordinated, staged_run
 from entrenar_py.train.stages import cut as cutting
-from entrenar_py.train.stages.server import PipelineServer
+from entrenar_py.train.stages.server import PipelineServer, scenario_of_stages, workload_of
 from entrenar_py.train.wire.messages import Applied, Loaded, TreeNode
 from tests.train.stages import test_stages as models
 
@@ -25,9 +24,9 @@ def server(small: Path, tmp_path: Path) -> PipelineServer:
     make, targets = models.MODELS["llama"]
     prepared = models.prepared_of(small, tmp_path / "model", make(), targets)
     plan = (StagePlan(layers=(0, 1)), StagePlan(layers=(1, 4)))
-    workload = coordinated.workload(prepared)
+    workload = workload_of(prepared)
     cut = cutting.of(replace(prepared.settings, stages=plan), workload.module)
-    scenario = staged_run.scenario(preparing.scenario(prepared.settings, workload))
+    scenario = scenario_of_stages(preparation.scenario(prepared.settings, workload))
     return PipelineServer(scenario, cut=cut, workload=workload)
 
 

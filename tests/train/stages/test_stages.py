@@ -13,14 +13,13 @@ import torch
 
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.arithmetic.engine import Dropout
-from entrenar_py.train.model import model
-from entrenar_py.train.model import prepared as preparing
-from entrenar_py.train.model.prepared import Prepared
+from entrenar_py.train.model import model, preparation
+from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.model.settings import Classes, Lora, StagePlan
 from entrenar_py.train.stages import cut as cutting
-from entrenar_py.train.stages import stage_loading
+from entrenar_py.train.stages import stage_model
+from entrenar_py.train.stages.stage_model import Received
 from entrenar_py.train.stages.stage_step import Backward, Hidden, TorchStage
-from entrenar_py.train.stages.stage_workload import Received
 from tests.train.model import checkpoints
 
 SCALE = 2.0**-6
@@ -136,7 +135,7 @@ def prepared_of(
     settings = replace(settings, **{"method": "lora", "lora": lora, **changes})
     if settings.task == "classify":
         settings = replace(settings, classes=Classes(labels=("safe", "unsafe")))
-    return preparing.prepare(settings, folder / "cache")
+    return preparation.prepare(settings, folder / "cache")
 
 
 def stages_of(prepared: Prepared, *ends: int) -> list[TorchStage]:
@@ -150,7 +149,7 @@ def stages_of(prepared: Prepared, *ends: int) -> list[TorchStage]:
     cut = cutting.of(replace(settings, stages=plan), shell)
     found = []
     for number in range(len(cut.stages)):
-        workload = stage_loading.load(prepared, cut, number)
+        workload = stage_model.load_stage(prepared, cut, number)
         tensors = {
             spec.name: first[spec.name].detach().clone().requires_grad_() for spec in workload.specs
         }

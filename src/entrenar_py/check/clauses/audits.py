@@ -149,10 +149,10 @@ def _right(tally: Tally, trace: Trace, audit: Audit, there: set[int], wrong: set
     """Check that an audit had two workers, and named the rank that was wrong and no other."""
     place = evidence.place(trace, audit)
     where = f"shard {audit.shard} of step {audit.step}"
-    asked = len(set(audit.ranks))
+    num_ranks = len(set(audit.ranks))
     if _is_undecided(audit):
         _given_up(tally, trace, audit, len(there), rank=min(wrong, default=None))
-    elif asked < 2:
+    elif num_ranks < 2:
         if len(there) < 2:
             tally.miss(f"{where} was computed by one worker, and no other was present to audit it")
             return
@@ -172,18 +172,18 @@ def _given_up(
     """Check that an undecided audit asked a third worker (or both again), and halted training."""
     place = evidence.place(trace, audit)
     what = f"workers disagreed on shard {audit.shard} of step {audit.step}"
-    asked = len(set(audit.ranks))
-    if asked < 3 and num_there > asked:
+    num_ranks = len(set(audit.ranks))
+    if num_ranks < 3 and num_there > num_ranks:
         message = f"{what}, and no third worker was asked to decide"
         tally.check(False, message, rank=rank, **place)
         return
-    if asked == 2 and any(audit.ranks.count(rank) < 2 for rank in audit.ranks):
+    if num_ranks == 2 and any(audit.ranks.count(rank) < 2 for rank in audit.ranks):
         tally.check(False, f"{what}, and were not both asked again", rank=rank, **place)
         return
-    made = [update.step for update in trace.of(Update) if update.step >= audit.step]
+    later_steps = [update.step for update in trace.of(Update) if update.step >= audit.step]
     halted = any(halt.step == audit.step for halt in trace.of(Halt))
     message = f"{what}, no culprit was named, and training went on"
-    tally.check(halted and not made, message, rank=audit.ranks[0], **place)
+    tally.check(halted and not later_steps, message, rank=audit.ranks[0], **place)
 
 
 def _told(tally: Tally, trace: Trace) -> None:
@@ -199,7 +199,6 @@ def _told(tally: Tally, trace: Trace) -> None:
 
 
 def _reasons_to_halt(model: Trace, trace: Trace) -> set[int | None]:
-    """Return the steps in which a halt is right: workers disagree, or a value is not finite."""
     planted = {one.step for one in trace.of(Injected) if one.fault.get("kind") in PLANTED} - {None}
     return {audit.step for audit in undecided(trace)} | {h.step for h in model.of(Halt)} | planted
 

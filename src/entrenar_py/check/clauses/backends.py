@@ -57,7 +57,6 @@ def plan_chains(invariant: Invariant) -> list[Scenario]:
 
 
 def _planned(failing: tuple[str, ...], kinds: tuple[str, ...]) -> Scenario:
-    """Return a chain of the backends `failing`, each with its kind of fault, and all later ones."""
     last = ORDER.index(failing[-1]) if failing else -1
     struck = zip(failing, kinds, strict=True)
     faults = tuple(Fault(kind=kind, backend=name) for name, kind in struck)
@@ -89,7 +88,6 @@ def judge_chains(invariant: Invariant, traces: Traces) -> Finding:
 
 
 def _chain(scenario: Scenario) -> tuple[str, ...]:
-    """Return the backends of `scenario` in the order of the clause."""
     return tuple(name for name in ORDER if name in scenario.backends)
 
 
@@ -267,12 +265,12 @@ def compare_memory(tally: Tally, trace: Trace) -> None:
 
 
 def _compare_rank(tally: Tally, memory: Memory, trace: Trace) -> None:
-    who = f"worker {memory.rank} on {memory.backend}"
+    worker = f"worker {memory.rank} on {memory.backend}"
     place = evidence.place(trace, memory)
     on_host = memory.backend == "cpu"
     if not on_host and memory.reported_bytes is None:
         tally.note(f"{memory.backend} reports no size of its memory: the budget is the scenario's")
-    message = f"{who} peaked at {memory.peak_bytes} bytes, its budget is {memory.budget_bytes}"
+    message = f"{worker} peaked at {memory.peak_bytes} bytes, its budget is {memory.budget_bytes}"
     tally.at_most(memory.budget_bytes, memory.peak_bytes, message, **place)
     grown = memory.peak_bytes - memory.baseline_bytes
     stands_out_bytes = STANDS_OUT_BYTES if on_host else STANDS_OUT_ON_DEVICE_BYTES
@@ -280,7 +278,7 @@ def _compare_rank(tally: Tally, memory: Memory, trace: Trace) -> None:
     least = memory.estimate_bytes / SLACK if stands_out else 0
     tally.check(
         least <= grown <= memory.estimate_bytes,
-        f"{who} grew by {grown} bytes, the estimate was {memory.estimate_bytes}",
+        f"{worker} grew by {grown} bytes, the estimate was {memory.estimate_bytes}",
         expected=f"{least:.0f} to {memory.estimate_bytes}",
         got=str(grown),
         **place,

@@ -33,13 +33,13 @@ class Check(CheckTerms):
     make sense. `in_step`: the check applies only if all workers make every step together; of a
     user's workers that step alone and are brought together after rounds, `in_rounds` judges the
     same clause, if there is one.
-    `bitwise`: it applies only to trainers whose bits do not depend on the number of workers.
+    `bitwise`: it applies only to trainers with equal bits for any number of workers.
     `takes_turned`: it also judges runs with a turned knob: with the base if `needs` has that knob,
     else alone. `takes_resumed`: it judges a user's resumed run, too, by itself. `takes_commands`:
     it also judges a user's command, as checks that explore do. `not_of_commands`: why it judges
     none, if it is no probe either. `absent` returns what the runs of a user's own trainer were seen
     not to have, so that the clause does not apply to them; "" if they may have it. It is asked
-    where the judgement is inconclusive. `advice` returns why a break is only advice to a user who
+    where the judgement is inconclusive. `advice` returns why a break is only advice if a user
     named no contract; "" if it is more.
     """
 

@@ -49,26 +49,26 @@ def compare(tally: Tally, trace: Trace) -> None:
         return
     rested = evidence.skipped_without_gradients(trace)
     since = trace.traits.compressed_from or math.inf  # steps before that are known
-    why = rounding_bounds.rounded_away(trace)
+    obscured = rounding_bounds.rounded_away(trace)
     is_known = False  # of any step, that what is applied has the right direction, or hasn't
     for step, by_rank in evidence.ranks_by_step(trace):
         if step in rested:
             continue
         for update in by_rank.values():
             judged.length(update, by_rank)
-        if not why or step < since:
+        if not obscured or step < since:
             before = tally.compared
             judged.direction(by_rank)
             norms = [update.grad_norm for update in by_rank.values()]
             is_known |= tally.compared > before or None not in norms
-    if why and (math.isinf(since) or not is_known):
-        tally.miss(why)
+    if obscured and (math.isinf(since) or not is_known):
+        tally.miss(obscured)
     judged.lengths()
 
 
 @dataclass(frozen=True)
 class _Scaled:
-    """A step whose gradient, of length `norm`, is the whole one times `factor`."""
+    """A step; its gradient, of length `norm`, is the whole one times `factor`."""
 
     update: Update
     norm: float
@@ -191,7 +191,7 @@ class _Judged:
     def _is_as_called(self, update: Update) -> bool:
         """Return whether what is applied is what was given to torch's clipping, so clipped.
 
-        A script whose calls alone show the norm may take tensors' gradients away after it.
+        If calls alone show the norm, the script may take tensors' gradients away after it.
         """
         whole, applied = map(evidence.vectors, (update.unclipped, update.gradient))
         if self._is_seen and whole and applied:
@@ -208,8 +208,8 @@ class _Judged:
     def lengths(self) -> None:
         """Check that gradients below the limit are as long as they were before clipping."""
         if self.clips_unseen:
-            why = f"gradients before they were clipped to {self._declared} are unknown"
-            missing.ask(self.tally, why, NORMS)
+            unknown = f"gradients before they were clipped to {self._declared} are unknown"
+            missing.ask(self.tally, unknown, NORMS)
         free = [step for step in self.scaled if step.norm < self._below]
         if self.scaled and len(free) == len(self.scaled):
             self.tally.note(f"no gradient was as long as {self._declared}: nothing was clipped")
@@ -225,8 +225,8 @@ class _Judged:
             shown = {"expected": f"{self.limit!r}, or nothing clipped", "got": repr(free[0].norm)}
             self.tally.check(False, words, **shown, **place)
         else:
-            why = f"by how much {self._declared} shortened gradients can't be told"
-            missing.ask(self.tally, why, NORMS)
+            unknown = f"by how much {self._declared} shortened gradients can't be told"
+            missing.ask(self.tally, unknown, NORMS)
 
     def _constant(self, free: Sequence[_Scaled]) -> str:
         """Return the error by which all gradients have one length, shorter than the limit."""
@@ -269,7 +269,6 @@ class _Judged:
         return ""
 
     def _is_limit_with(self, step: _Scaled, counted: Sequence[str]) -> bool:
-        """Return whether a norm that counts tensors twice is the limit."""
         gradient = step.update.gradient
         again = [gradient[name].square() or 0.0 for name in counted if name in gradient]
         total = math.sqrt(step.norm**2 + math.fsum(again))
@@ -281,7 +280,6 @@ class _Judged:
 
 
 def _length(update: Update) -> float | None:
-    """Return the L2 norm of the gradient that was applied; None if it is unknown."""
     known = update.applied_norm
     return closeness.norm_l2(update.gradient) if known is None else known
 
@@ -391,7 +389,6 @@ def _by_group(steps: Steps) -> Explanation | None:
 
 
 def _are_multiples(clipped: Clipped, names: Collection[str]) -> bool:
-    """Return whether tensors were applied as their sums over micro-batches, times one number."""
     applied, whole = ({n: one[n] for n in names} for one in (clipped.applied, clipped.whole))
     return clipping.is_multiple(applied, whole, clipped.bound)
 
@@ -426,7 +423,7 @@ def _first_alone(steps: Steps) -> Explanation | None:
 
 
 def _factors(steps: Steps) -> Iterator[tuple[int, float]]:
-    """Yield the steps whose gradient is that of its micro-batches times one number, and it."""
+    """Yield each step with a gradient that is its micro-batches' times one number, and that."""
     for step, clipped in steps.clipped.items():
         if not clipped.whole or not clipping.is_multiple(
             clipped.applied, clipped.whole, clipped.bound
@@ -454,7 +451,6 @@ def _limit(norm: float) -> float | None:
 
 
 def _is_power(number: float, bound: float) -> bool:
-    """Return whether a number is a power of two: the scale changes by these."""
     return abs(number / 2.0 ** round(math.log2(number)) - 1) <= bound
 
 

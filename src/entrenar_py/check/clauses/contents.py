@@ -21,7 +21,7 @@ from typing import Any
 from entrenar_py.check import evidence
 from entrenar_py.check.causes import rounding_bounds, run_comparison
 from entrenar_py.check.evidence import facts, missing
-from entrenar_py.check.rank_files import epochs
+from entrenar_py.check.rank_files import observed_run
 from entrenar_py.shared.trace import Shard, Trace
 from entrenar_py.shared.verdict import Tally
 from entrenar_py.shared.wording import named
@@ -133,7 +133,6 @@ def _rows_again(
 
 
 def _are_doubled(shards: Mapping[int, Sequence[Shard]]) -> bool:
-    """Return whether two micro-batches in a row have the same rows."""
     given = [sorted(shard.ids) for step in sorted(shards) for shard in shards[step]]
     return any(one == after for one, after in pairwise(given))
 
@@ -168,8 +167,8 @@ def guessed(what: str) -> str:
 def compare(tally: Tally, model: Trace, trace: Trace) -> None:
     """Compare the rows of two runs step by step; rows that differ may be the same samples.
 
-    They are if the gradients are the same: rows have padding in them, or features whose last bits
-    depend on the batch.
+    They are if the gradients are the same: rows have padding in them, or the last bits of
+    their features depend on the batch.
     """
     alike = run_comparison.steps_alike(model, trace)
     others, unknown = evidence.shards(model), missing.unknown_steps(model)
@@ -192,25 +191,24 @@ def compare(tally: Tally, model: Trace, trace: Trace) -> None:
             )
             return
         elif not is_same:
-            why = (
+            difference = (
                 f"the model is given other rows in step {step} with {many} workers than with {few}"
             )
-            missing.ask(tally, why, facts.IDS_IN_BOTH)
+            missing.ask(tally, difference, facts.IDS_IN_BOTH)
             return
         tally.compared += is_same or step in alike
 
 
 def _own(shards: Sequence[Shard]) -> list[Shard]:
-    """Return the shards that ranks don't share, and of others those of their first rank."""
     owners: dict[int, int] = {}
     return [one for one in shards if owners.setdefault(one.shard, one.rank) == one.rank]
 
 
 def _by_rank(shards: Sequence[Shard]) -> dict[int, Counter[int]]:
-    given: dict[int, Counter[int]] = {}
+    counts: dict[int, Counter[int]] = {}
     for shard in shards:
-        given.setdefault(shard.rank, Counter()).update(shard.ids)
-    return given
+        counts.setdefault(shard.rank, Counter()).update(shard.ids)
+    return counts
 
 
 def _together(shards: Sequence[Shard]) -> Counter[int]:
@@ -276,14 +274,14 @@ def of(rows: Rows, alone: Trace | None) -> Passes:
     return passes if is_alike and mine <= _rows(alone) else {}
 
 
-def make_the_same(one: Trace, other: Trace) -> bool:
+def make_the_same(first: Trace, other: Trace) -> bool:
     """Return whether two runs are given the same rows pass by pass, each in an order of its own.
 
     A pass ends where both were given the same rows so far, each as often as in the other run. None
     of the passes may lack such an end. The last one may be cut short: then its rows have to be some
     of a pass, or of those that the other run was given until then.
     """
-    sums = [_sums(trace) for trace in (one, other)]
+    sums = [_sums(trace) for trace in (first, other)]
     ends = sorted(n for n in sums[0].keys() & sums[1].keys() if sums[0][n] == sums[1][n])
     if not ends or min(map(max, sums)) - ends[-1] >= ends[0]:
         return False
@@ -339,12 +337,12 @@ def are_whole(rows: Rows) -> bool:
 
 def judge_passes(tally: Tally, trace: Trace, rows: Rows, passes: Passes) -> None:
     """Check that no row of a step's `rows` comes again within a pass."""
-    given: dict[tuple[int, int], Shard] = {}  # by pass and row
+    owner: dict[tuple[int, int], Shard] = {}  # by pass and row
     for step in sorted(rows.keys() & passes.keys()):
         for shard in rows[step]:
             keys = [(passes[step], row) for row in shard.ids]
-            again = [key for place, key in enumerate(keys) if key in given or key in keys[:place]]
-            first = given.get(again[0], shard) if again else shard
+            again = [key for place, key in enumerate(keys) if key in owner or key in keys[:place]]
+            first = owner.get(again[0], shard) if again else shard
             tally.check(
                 not again,
                 f"rank {shard.rank} is given {len(again)} rows that were given before in this pass "
@@ -353,12 +351,12 @@ def judge_passes(tally: Tally, trace: Trace, rows: Rows, passes: Passes) -> None
                 sample_ids=tuple(row for _, row in again),
                 **evidence.place(trace, shard),
             )
-            given.update(dict.fromkeys(keys, shard))
+            owner.update(dict.fromkeys(keys, shard))
 
 
 def _made(trace: Trace) -> Passes:
     """Return the pass that each step belongs to; nothing unless there are two, of two steps."""
-    derived = epochs.derived(trace.events, None) or ()
+    derived = observed_run.derived_epochs(trace.events, None) or ()
     passes = {event.step: event.epoch for event in derived if isinstance(event, Shard)}
     is_long = list(passes.values()).count(0) > 1
     return passes if is_long and len({*passes.values()}) > 1 else {}

@@ -78,10 +78,10 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
     if count_on(epochal):
         tally.note("samples are numbered from step to step, and no run draws one again: no epochs")
     elif epochal and not any(map(has_ended_epoch, epochal)):
-        why = "no run came to the end of an epoch, so it is open whether one has every sample"
-        missing.ask(tally, why, facts.EPOCH_END)
-    why = "no samples are known"
-    return tally.finding(nothing=missing.nothing(tally, why, facts.IDS_AND_UPDATE))
+        reason = "no run came to the end of an epoch, so it is open whether one has every sample"
+        missing.ask(tally, reason, facts.EPOCH_END)
+    reason = "no samples are known"
+    return tally.finding(nothing=missing.nothing(tally, reason, facts.IDS_AND_UPDATE))
 
 
 def _in_short_epochs(tally: Tally, runs: Traces, trace: Trace) -> None:
@@ -202,7 +202,6 @@ def _drawn_alike(tally: Tally, trace: Trace, shards: Sequence[Shard]) -> None:
 
 
 def _silent(trace: Trace, step: int, shards: Sequence[Shard]) -> str:
-    """Return the end of a message: the ranks that recorded no shard of `step`, a likely cause."""
     ranks_made = {update.rank for update in trace.of(Update) if update.step == step}
     ranks = sorted(ranks_made - {shard.rank for shard in shards})
     return f"; ranks {str(ranks[:8])[1:-1]} recorded no Shard of it" if ranks else ""
@@ -250,7 +249,6 @@ def _first_drawn(shard: Shard, again: Sequence[int], drawn: Mapping[int, Shard])
 
 
 def _with_replacement(tally: Tally) -> str:
-    """Return the end of a message: how a script says that samples may be drawn again."""
     how = "; if they are drawn with replacement, say obs.samples(ids, replacement=True)"
     return missing.told(tally, trace="", script=how)
 
@@ -293,12 +291,12 @@ def _ended_complete(
 
 def _all_made(tally: Tally, trace: Trace) -> None:
     """Check that a run with status completed made every step from its first start on."""
-    made = evidence.updates(trace)
-    if not made or trace.end.status != "completed":
+    steps = evidence.updates(trace)
+    if not steps or trace.end.status != "completed":
         return
     num_steps = trace.scenario.num_steps
     first = min((start.step for start in trace.of(Start)), default=0)
-    absent = (step for step in range(max(first, 0), num_steps) if step not in made)
+    absent = (step for step in range(max(first, 0), num_steps) if step not in steps)
     lacking = list(islice(absent, LISTED_MAX))
     tally.check(
         not lacking,
@@ -581,7 +579,7 @@ def has_parts(trace: Trace) -> bool:
 
 
 def in_epochs(runs: Traces) -> list[Trace]:
-    """Return the runs of a user's trainer, and their witnesses, whose samples come in epochs.
+    """Return the runs of a user's trainer, with their witnesses, if samples come in epochs.
 
     They don't if samples are drawn with replacement, from data that varies, or are known only by
     their content.

@@ -324,7 +324,6 @@ def _compare_training(tally: Tally, model: Trace, trace: Trace, tolerance: float
 
 
 def _losses(trace: Trace) -> dict[int, float]:
-    """Return step -> mean loss, for the steps with a known loss."""
     losses = {}
     for step, by_rank in evidence.ranks_by_step(evidence.with_losses(trace)):
         loss = evidence.any_rank(by_rank).loss

@@ -28,8 +28,7 @@ from entrenar_py.shared.trace import (
 )
 from entrenar_py.shared.verdict import Tally
 
-# What float32 explains of a log-probability, of a small model's logits, beside float64: 1e-6 was
-# seen.
+# What float32 explains of a log-probability of a small model, compared with float64; 1e-6 was seen.
 ROUNDING = 1e-5
 # What is wrong with shards, and a part of the message that refuses them.
 REFUSALS = {
@@ -78,7 +77,7 @@ def compare_rows(tally: Tally, trace: Trace) -> None:
     rows = trace.of(TeacherRow)
     steps = [event for event in trace.of(Explained) if event.of == fine_tuning.STEP]
     if bool(rows) != bool(steps):
-        lacking = "step beside float64" if rows else "TeacherRow"
+        lacking = "step with that of float64" if rows else "TeacherRow"
         tally.miss(f"no {lacking} was recorded: {_ADVICE}")
     for event in rows:
         stock = np.array(event.stock)
@@ -109,22 +108,22 @@ def compare_rows(tally: Tally, trace: Trace) -> None:
 def compare_cover(tally: Tally, trace: Trace) -> None:
     """Check that each target has one row, and that the loss depends on the states of rows alone."""
     samples = {event.sample: event for event in trace.of(Encoded)}
-    rows = Counter((one.sample, one.position) for one in trace.of(TeacherRow))
+    rows = Counter((row.sample, row.position) for row in trace.of(TeacherRow))
     if not samples or not rows:
         return
-    due = {(one.sample, place - 1) for one in samples.values() for place in one.completion}
+    due = {(event.sample, place - 1) for event in samples.values() for place in event.completion}
     for sample, position in sorted(due | rows.keys()):
-        wanted, found = int((sample, position) in due), rows[sample, position]
+        wanted, count = int((sample, position) in due), rows[sample, position]
         message = (
-            f"sample {sample} has {found} rows at position {position}, which predicts "
+            f"sample {sample} has {count} rows at position {position}, which predicts "
             f"{'a' if wanted else 'no'} token that is due"
         )
         place = {"tensor": "row", "sample_ids": (sample,), "scenario": trace.scenario}
-        tally.equal(wanted, found, message, **place)
+        tally.equal(wanted, count, message, **place)
     drawn = {i for shard in trace.of(Shard) for i in shard.ids}
-    taught = {one.sample: set(one.positions) for one in trace.of(Taught)}
+    taught = {event.sample: set(event.positions) for event in trace.of(Taught)}
     for sample in sorted(drawn):
-        of_rows = {position for one, position in rows if one == sample}
+        of_rows = {position for sample_id, position in rows if sample_id == sample}
         message = f"the loss of sample {sample} depends on other states than its rows are of"
         place = {"sample_ids": (sample,), "scenario": trace.scenario}
         tally.equal(sorted(of_rows), sorted(taught.get(sample, ())), message, **place)
@@ -137,36 +136,36 @@ def compare_cover(tally: Tally, trace: Trace) -> None:
 
 def compare_refusals(tally: Tally, trace: Trace) -> None:
     """Check that the student has refused each of them, for what is wrong with it."""
-    given = {event.what: event.refused for event in trace.of(TurnedAway)}
-    if not given:
+    messages = {event.what: event.refused for event in trace.of(TurnedAway)}
+    if not messages:
         return
-    for what, why in REFUSALS.items():
-        if what not in given:
+    for what, words in REFUSALS.items():
+        if what not in messages:
             tally.miss(f"the student was not given {what}")
             continue
-        refused = given[what]
+        refused = messages[what]
         message = f"the student has learned from {what}"
         if refused is not None:
-            message = f"{what}: refused, and not because {why!r}: {refused}"
-        is_right = refused is not None and why in refused
+            message = f"{what}: refused, and not because {words!r}: {refused}"
+        is_right = refused is not None and words in refused
         tally.check(is_right, message, tensor="shard", scenario=trace.scenario)
 
 
 def compare_shards(tally: Tally, trace: Trace) -> None:
     """Check that shards are complete where they are said to be, and the same after a stop."""
-    made = {event.when: event for event in trace.of(Sharded)}
-    for event in made.values():
+    stages = {event.when: event for event in trace.of(Sharded)}
+    for event in stages.values():
         there = len(event.digests) == event.due
         message = (
             f"{event.when}: {len(event.digests)} shards of {event.due} are there, and the stage "
             f"says that it is {'complete' if event.complete else 'not'}"
         )
         tally.equal(there, event.complete, message, tensor="shard", scenario=trace.scenario)
-    first, last = made.get("made at once"), made.get("resumed")
-    if not made:
+    first, last = stages.get("made at once"), stages.get("resumed")
+    if not stages:
         return
     if first is None or last is None:
-        tally.miss("no stage was recorded that was stopped, beside one that was not")
+        tally.miss("no pair of stages was recorded, one stopped and one not")
         return
     for number, (one, other) in enumerate(zip(first.digests, last.digests, strict=False)):
         message = f"shard {number} has other bytes after the stage was stopped and went on"

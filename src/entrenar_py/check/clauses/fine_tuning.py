@@ -119,15 +119,15 @@ def compare_rank(tally: Tally, trace: Trace) -> None:
     A matrix X + E has no more singular values above norm_F(E) than X has rank (Weyl).
     """
     for event in trace.of(Adapted):
-        found = _matrices(event)
+        matrices = _matrices(event)
         place = {"tensor": event.layer, "scenario": trace.scenario}
-        given = found["a"].shape[0]
+        given = matrices["a"].shape[0]
         message = f"the adapter of {event.layer} has {given} rows, rank {event.rank} was asked for"
         tally.check(given == event.rank, message, **place)
-        if "merged" not in found:
+        if "merged" not in matrices:
             continue
-        sizes = np.linalg.svd(found["merged"] - found["base"], compute_uv=False)
-        allowed = float(np.linalg.norm(_rounding(event, found)))
+        sizes = np.linalg.svd(matrices["merged"] - matrices["base"], compute_uv=False)
+        allowed = float(np.linalg.norm(_rounding(event, matrices)))
         beyond = float(sizes[event.rank]) if event.rank < len(sizes) else 0.0
         message = (
             f"what was added to {event.layer} has a rank above {event.rank}: singular value "
@@ -155,15 +155,17 @@ def compare_start(tally: Tally, trace: Trace) -> None:
 def compare_merged(tally: Tally, trace: Trace) -> None:
     """Check each merged weight, and the outputs of the written models, within their rounding."""
     for event in trace.of(Adapted):
-        found = _matrices(event)
-        if "merged" not in found:
+        matrices = _matrices(event)
+        if "merged" not in matrices:
             continue
-        added = event.alpha / event.rank * (found["b"] @ found["a"])
-        gap = np.abs(found["merged"] - found["base"] - added)
-        allowed = _rounding(event, found)
+        added = event.alpha / event.rank * (matrices["b"] @ matrices["a"])
+        gap = np.abs(matrices["merged"] - matrices["base"] - added)
+        allowed = _rounding(event, matrices)
         worst = int((gap - allowed).argmax())
         size = float(np.square(added).sum())
-        factor = float(((found["merged"] - found["base"]) * added).sum()) / size if size else 1.0
+        factor = (
+            float(((matrices["merged"] - matrices["base"]) * added).sum()) / size if size else 1.0
+        )
         tally.check(
             bool((gap <= allowed).all()),
             f"the merged weight of {event.layer} is off by {gap.flat[worst]:.3g}, rounding "
@@ -182,26 +184,26 @@ def _matrices(event: Adapted) -> dict[str, Matrix]:
     """Return an adapted layer's matrices in float64, those that have values."""
     _, width = event.shape
     columns = {"a": width, "base": width, "merged": width}
-    found = {}
+    matrices = {}
     for name, record in event.tensors.items():
         values = record.values()
         if values is None:
             continue
         wide = values.astype(np.float64)
-        found[name] = wide.reshape((event.shape[0], -1) if name == "b" else (-1, columns[name]))
-    return found
+        matrices[name] = wide.reshape((event.shape[0], -1) if name == "b" else (-1, columns[name]))
+    return matrices
 
 
-def _rounding(event: Adapted, found: dict[str, Matrix]) -> Matrix:
+def _rounding(event: Adapted, matrices: dict[str, Matrix]) -> Matrix:
     """Return how far each element of float32 W + s B A may be from the exact one.
 
     The product has gamma_r s |B||A|, the multiplication by s and its own rounding one u each, and
     the last addition u |W'|.
     """
-    roundings = found["a"].shape[0] + 2
+    roundings = matrices["a"].shape[0] + 2
     gamma = roundings * UNIT / (1 - roundings * UNIT)
-    terms = event.alpha / event.rank * (np.abs(found["b"]) @ np.abs(found["a"]))
-    bound: Matrix = gamma * terms + UNIT * (1 + gamma) * (np.abs(found["merged"]) + terms)
+    terms = event.alpha / event.rank * (np.abs(matrices["b"]) @ np.abs(matrices["a"]))
+    bound: Matrix = gamma * terms + UNIT * (1 + gamma) * (np.abs(matrices["merged"]) + terms)
     return bound
 
 
@@ -210,12 +212,12 @@ def _rounding(event: Adapted, found: dict[str, Matrix]) -> Matrix:
 
 def compare_written(tally: Tally, trace: Trace) -> None:
     """Check that stock libraries read the weights after the last step, bit for bit."""
-    made = evidence.updates(trace)
+    updates = evidence.updates(trace)
     for event in trace.of(ReadBack):
-        if not made:
+        if not updates:
             tally.miss("no step was recorded: there is nothing to compare what was written with")
             return
-        last = evidence.any_rank(made[max(made)])
+        last = evidence.any_rank(updates[max(updates)])
         place = evidence.place(trace, last)
         for name, record in last.weights.items():
             read = event.tensors.get(name)
@@ -238,18 +240,18 @@ SECOND_ORDER = 2.0
 
 def plan_gradients(invariant: Invariant) -> list[Scenario]:
     """Plan adapters of two families, a classifier, and all weights."""
-    asked: list[dict[str, object]] = [
+    kinds: list[dict[str, object]] = [
         {"task": "instruct"},
         {"task": "classify", "class_weights": "sqrt_inverse"},
         {"task": "text", "method": "full", "family": "llama"},
         {"task": "text", "family": "gpt2"},
     ]
-    return [planned(options={**one, "facts": ["gradients"]}) for one in asked]
+    return [planned(options={**options, "facts": ["gradients"]}) for options in kinds]
 
 
 def plan_peer(invariant: Invariant) -> list[Scenario]:
     """Plan warm-up, decay and clipping for some steps, with adapters and with all weights."""
-    asked: list[dict[str, object]] = [
+    kinds: list[dict[str, object]] = [
         {"task": "instruct"},
         {"task": "classify", "class_weights": "inverse"},
         {"task": "text", "method": "full", "family": "llama"},
@@ -261,7 +263,7 @@ def plan_peer(invariant: Invariant) -> list[Scenario]:
         "schedule": "linear",
         "warmup_steps": 2,
     }
-    return [planned(options=one, **changes) for one in asked]
+    return [planned(options=options, **changes) for options in kinds]
 
 
 def compare_gradients(tally: Tally, trace: Trace) -> None:
@@ -413,11 +415,11 @@ def judge_strategies(invariant: Invariant, runs: Traces) -> Finding:
 
 def _compare_strategies(tally: Tally, single: Trace, trace: Trace) -> None:
     """Compare by how much each tensor was moved, within a share of the distance."""
-    start, made = next(iter(single.of(Start)), None), evidence.updates(single)
-    if start is None or not made:
+    start, updates = next(iter(single.of(Start)), None), evidence.updates(single)
+    if start is None or not updates:
         tally.miss("the single device recorded no start, or no step")
         return
-    last = evidence.any_rank(made[max(made)])
+    last = evidence.any_rank(updates[max(updates)])
     for event in trace.of(ReadBack):
         due, got = _moved(start.weights, last.weights), _moved(start.weights, event.tensors)
         if due is None or got is None:
@@ -452,7 +454,7 @@ def planned_stages(**changes: object) -> Scenario:
     """Return the scenario of a short fine-tuning with dropout, in two stages."""
     options = {"task": "text", "family": "llama", "blocks": _BLOCKS}
     usual = {"detail": "digests", "dropout": 0.2, "options": options}
-    return planned_stages(**{**usual, **changes}).with_(system="finetuned_by_stages")
+    return planned(**{**usual, **changes}).with_(system="finetuned_by_stages")
 
 
 def plan_stages(invariant: Invariant) -> list[Scenario]:
@@ -461,7 +463,7 @@ def plan_stages(invariant: Invariant) -> list[Scenario]:
 
 
 def plan_tied(invariant: Invariant) -> list[Scenario]:
-    """Plan a model whose table of tokens is also its head."""
+    """Plan a model with one table for tokens and head."""
     return [planned_stages(options={"task": "text", "blocks": _BLOCKS})]
 
 
@@ -516,8 +518,8 @@ def _as_stages_record(trace: Trace) -> Trace:
 def compare_stages(tally: Tally, trace: Trace) -> None:
     """Check that stages hold the checkpoint's bits, and each weight of a block is in one stage.
 
-    What is trained is left out, as are weights beside the blocks: a table that is also the head is
-    in the first and in the last stage.
+    What is trained is left out, as are weights outside of the blocks: a table that is also the head
+    is in the first and in the last stage.
     """
     compare_frozen(tally, trace)
     files, stages = trace.of(Frozen)[:1], trace.of(Frozen)[1:]
@@ -533,19 +535,18 @@ def compare_stages(tally: Tally, trace: Trace) -> None:
     for name in files[0].weights:
         if not _is_in_block(name) or name in trained:
             continue
-        held, place = [*holders[name]], {"tensor": name, "scenario": trace.scenario}
-        tally.check(bool(held), f"{name} is in no stage", **place)
-        message = f"{name} is in {len(held)} stages, {' and '.join(held)}, and belongs to one"
-        tally.check(len(held) <= 1, message, **place)
+        stage_names, place = [*holders[name]], {"tensor": name, "scenario": trace.scenario}
+        tally.check(bool(stage_names), f"{name} is in no stage", **place)
+        stages_of = f"{len(stage_names)} stages, {' and '.join(stage_names)}"
+        message = f"{name} is in {stages_of}, and belongs to one"
+        tally.check(len(stage_names) <= 1, message, **place)
 
 
 def _in_checkpoint(name: str) -> str:
-    """Return the name that a trained tensor has in the checkpoint's files, if it is there."""
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
 def _is_in_block(name: str) -> bool:
-    """Return whether a tensor is of a numbered block."""
     return any(part.isdecimal() for part in name.split("."))
 
 

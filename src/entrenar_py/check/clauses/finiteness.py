@@ -49,8 +49,8 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
             compare(tally, trace)
         else:
             tally.miss(
-                f"the value that was planted in step {dropped} changed no weight: the pass whose "
-                "gradient it was in trains nothing (a probe), and the script throws that away"
+                f"the value that was planted in step {dropped} changed no weight: the pass that "
+                "it struck trains nothing (a probe), and the script throws its gradient away"
             )
     why = "no update and no halt was recorded"
     return tally.finding(nothing=missing.nothing(tally, why, facts.FINITE_AND_HALT))
@@ -67,13 +67,15 @@ def compare(tally: Tally, trace: Trace) -> None:
         words = evidence.skip_words(passed_over)
         tally.note(f"{words}, as a GradScaler does, for a value that is not finite: nothing moved")
     culprits = _culprits(trace, steps - passed_over)
-    if culprits and all(isinstance(one, Injected) and _is_lost(trace, one) for one in culprits):
-        why = (
+    if culprits and all(
+        isinstance(culprit, Injected) and _is_lost(trace, culprit) for culprit in culprits
+    ):
+        reason = (
             f"the micro-batch of step {culprits[0].step} in which a value was planted is not in "
             "the record: the script may have skipped its step"
         )
-        missing.ask(tally, why, facts.IDS)
-    elif culprits and all(_is_perhaps_dropped(trace, one) for one in culprits):
+        missing.ask(tally, reason, facts.IDS)
+    elif culprits and all(_is_perhaps_dropped(trace, culprit) for culprit in culprits):
         tally.miss(
             f"the gradient in which a value was planted in step {culprits[0].step} may be one that "
             "no optimizer applies, since several take turns"
@@ -121,7 +123,6 @@ def _bad(trace: Trace) -> tuple[list[Shard], list[Injected]]:
 
 
 def _steps_struck(trace: Trace) -> set[int]:
-    """Return the steps with a value that is not finite."""
     bad, planted = _bad(trace)
     return {shard.step for shard in bad} | {event.step or 0 for event in planted}
 
@@ -143,11 +144,11 @@ def _is_lost(trace: Trace, planted: Injected) -> bool:
     """
     place = planted.step, planted.rank
     shards = [shard for shard in trace.of(Shard) if (shard.step, shard.rank) == place]
-    made = Counter(update.rank for update in trace.of(Update))
+    num_steps = Counter(update.rank for update in trace.of(Update))
     after = [update.weights for update in trace.of(Update) if update.step == planted.step]
     alike = len({tuple((n, one.digest) for n, one in weights.items()) for weights in after}) == 1
     is_own = trace.scenario.workload == "own"
-    together = alike and len({*made.values()}) == 1
+    together = alike and len({*num_steps.values()}) == 1
     unknown = planted.step in missing.unknown_steps(trace)
     return is_own and together and unknown and bool(shards) and all(map(_is_finite, shards))
 
@@ -179,7 +180,7 @@ def _stays_finite(tally: Tally, trace: Trace, passed_over: Set[int]) -> None:
         if unknown := _unknown_at(trace, halt):
             missing.ask(
                 tally,
-                f"the run halted in step {halt.step}, of which {unknown}",
+                f"the run halted in step {halt.step}: {unknown}",
                 facts.FINITE_OF_ALL,
             )
             continue
@@ -208,7 +209,6 @@ def _unknown_at(trace: Trace, halt: Halt) -> str:
 
 
 def _is_finite(shard: Shard) -> bool:
-    """Return whether the shard's flag, its recorded gradient and its loss all say finite."""
     known = evidence.non_finite(shard.gradient) is None
     return shard.finite and known and math.isfinite(shard.loss_sum or 0.0)
 
@@ -229,14 +229,12 @@ def _finite_update(tally: Tally, trace: Trace, update: Update) -> None:
 
 
 def _named_by(halt: Halt, culprits: Sequence[Shard | Injected]) -> Shard | Injected:
-    """Return the culprit that the halt names, or else the first."""
     return max(
         culprits, key=lambda c: (_same_place(halt, c), isinstance(c, Shard) and c.ids == halt.ids)
     )
 
 
 def _same_place(one: Halt | Injected, other: Shard | Injected) -> bool:
-    """Return whether the steps are equal, and rank and shard, too, where both are known."""
     pairs = ((one.rank, other.rank), (one.shard, other.shard))
     return one.step == other.step and all(None in pair or pair[0] == pair[1] for pair in pairs)
 
@@ -275,7 +273,6 @@ def _halts(
 
 
 def _where(trace: Trace, culprit: Shard | Injected, step: int) -> str:
-    """Return the place of a value that is not finite, for a script by its rank's micro-batch."""
     where, scenario = f"rank {culprit.rank}, step {step}", trace.scenario
     if scenario.system != OBSERVED:
         return f"{where}, shard {culprit.shard}"

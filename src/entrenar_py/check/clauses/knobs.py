@@ -31,7 +31,7 @@ CLIP_EPSILON = 1e-6
 def compare(tally: Tally, runs: Traces) -> list[int]:
     """Compare every run with a turned knob with the base, in which no knob is turned.
 
-    Return the number of gradients compared in each run whose knob took effect.
+    Return the number of gradients compared in each run in which the knob took effect.
     """
     counts = []
     for name, trace in runs.turned():
@@ -191,7 +191,6 @@ def _applied(update: Update) -> Tensors:
 
 
 def _micro_batches(trace: Trace) -> int:
-    """Return how many micro-batches a rank made in its first step; 0 where none was recorded."""
     first = evidence.shards(trace).get(0, [])
     return max(Counter(shard.rank for shard in first).values(), default=0)
 
@@ -205,7 +204,6 @@ def _orders(trace: Trace) -> list[tuple[int, ...]]:
 
 
 def _local(trace: Trace) -> dict[str, str]:
-    """Return the digests of the first micro-batch's gradient."""
     first = trace.of(Shard)[:1]
     return {name: record.digest for shard in first for name, record in shard.gradient.items()}
 
@@ -246,7 +244,7 @@ class Knob:
 
     The command has a placeholder of the knob's name; `says` is what the script does with its value.
     The value is `usual` except in the knob's own runs. Those have each of `others` in turn, or what
-    `limit` returns for the usual run. The knobs `beside` are turned, too, if the command has them.
+    `limit` returns for the usual run. The `companions` are turned, too, if the command has them.
     `judge` compares the usual run with such a run. It returns the number of gradients that it
     compared, or None if the knob took no effect.
     """
@@ -256,7 +254,7 @@ class Knob:
     judge: Callable[[Tally, Pair, Compared], int | None]
     others: tuple[str, ...] = ()
     limit: Callable[[Trace], str] | None = None
-    beside: tuple[str, ...] = ()
+    companions: tuple[str, ...] = ()
 
     def turns(self, usual: Trace | None) -> tuple[str, ...]:
         """Return the values that the knob is turned to, given the usual run."""
@@ -279,7 +277,7 @@ KNOBS: Mapping[str, Knob] = {
         limit=_limit,
         # Clipping each micro-batch, or a gradient that is still scaled, is a bug that shows only
         # with several micro-batches, or with a scaled loss.
-        beside=("accumulation", "loss_scale"),
+        companions=("accumulation", "loss_scale"),
         judge=_clipped,
     ),
     "loss_scale": Knob(

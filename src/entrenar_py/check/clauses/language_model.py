@@ -2,7 +2,7 @@
 
 The records of a probed model (`shared/trace/token_events.py`) are measurements: how much an output
 changes if tokens are replaced that it must not depend on, which token a target is, and what each
-token's loss counts in the step. A clause whose subject a script does not have is not applied.
+token's loss counts in the step. A clause is not applied to a script without its subject.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Compare = Callable[[Tally, Trace], str]  # returns why there is nothing to compa
 
 
 def _judge(compare: Compare) -> Callable[[Invariant, Traces], Finding]:
-    """Return a judge that applies `compare` to each run whose model was probed."""
+    """Return a judge that applies `compare` to each run with a probed model."""
 
     def judge(invariant: Invariant, traces: Traces) -> Finding:
         tally = missing.tally_for(invariant, traces)
@@ -66,16 +66,15 @@ def _absent(compare: Compare, by_passes: bool, traces: Sequence[Trace]) -> str:
     """
     reasons: dict[str, None] = {}
     for trace in traces:
-        why = compare(Tally(""), trace)
+        reason = compare(Tally(""), trace)
         is_open = by_passes and any(one.problem for one in trace.of(Tokens))
-        if not why or _unprobed(trace) or is_open:
+        if not reason or _unprobed(trace) or is_open:
             return ""
-        reasons[why] = None
+        reasons[reason] = None
     return "; ".join(reasons)
 
 
 def _unprobed(trace: Trace, clause: str = "") -> str:
-    """Return why nothing is known of the run's tokens; "" if something is."""
     if not trace.of(Tokens) and not trace.of(Scored):
         again = f"run its script with --only {clause} and without --judge"
         return f"no step of a model that is given token ids was looked at: {again}"
@@ -117,18 +116,18 @@ def _totals(trace: Trace) -> Iterator[tuple[list[Scored], int, list[int]]]:
 
 def _shifts(trace: Trace) -> dict[int, list[Scored]]:
     """Return the losses by the shift that all of their targets have: 0, 1 or 2."""
-    found: dict[int, list[Scored]] = {}
+    shifts: dict[int, list[Scored]] = {}
     for losses, known, matches in _totals(trace):
         fits = [shift for shift, equal in enumerate(matches) if equal == known]
         if 1 in fits:
-            found[1] = losses
+            shifts[1] = losses
         elif len(fits) == 1 and known >= TARGETS_MIN:
-            found.setdefault(fits[0], losses)
-    return found
+            shifts.setdefault(fits[0], losses)
+    return shifts
 
 
 def _restores(trace: Trace) -> bool:
-    """Return whether targets are the tokens at their own places, all of which an output sees.
+    """Return whether targets are the tokens at their own places, and an output sees all of them.
 
     An autoencoder is trained so. A model that sees no later tokens would only copy.
     """
@@ -137,7 +136,7 @@ def _restores(trace: Trace) -> bool:
 
 
 _RESTORED = "targets are the tokens at their own places: it may be trained to restore its rows"
-_NO_TARGETS = "no cross-entropy was seen whose targets are the tokens of its rows"
+_NO_TARGETS = "no cross-entropy was seen over the tokens of its rows"
 
 
 def _shifted(tally: Tally, trace: Trace) -> str:
@@ -182,7 +181,6 @@ def _bound(reread: Reread, roundings: int) -> float:
 
 
 def _moving(trace: Trace, replaced: str) -> list[Reread]:
-    """Return the passes in which outputs followed the tokens that were replaced."""
     rereads = [one for one in trace.of(Reread) if one.replaced == replaced]
     return [one for one in rereads if one.moved > _bound(one, SILENT)]
 
@@ -197,25 +195,25 @@ def _stays(tally: Tally, trace: Trace, rereads: Iterable[Reread], message: str) 
     What changes without another token, or within some roundings, is no evidence.
     """
     judged = False
-    for one in rereads:
+    for reread in rereads:
         judged = True
-        if not one.noise <= _bound(one, SILENT):
+        if not reread.noise <= _bound(reread, SILENT):
             tally.miss(
-                f"outputs change by {one.noise:.2g} though the row's tokens stay: they depend on "
-                "other rows' or other ranks' tokens, or on numbers that no known generator draws"
+                f"outputs change by {reread.noise:.2g} though the row's tokens stay: they depend "
+                "on other rows' or other ranks' tokens, or on numbers that no known generator draws"
             )
-        elif (is_still := _is_still(one)) or one.still > _bound(one, ROUNDINGS):
+        elif (is_still := _is_still(reread)) or reread.still > _bound(reread, ROUNDINGS):
             tally.check(
                 is_still,
-                f"{message} (row {one.row}, position {one.position})",
+                f"{message} (row {reread.row}, position {reread.position})",
                 expected="no change",
-                got=f"{one.still:.3g}, where the largest output is {one.scale:.3g}",
-                **_place(trace, one),
+                got=f"{reread.still:.3g}, where the largest output is {reread.scale:.3g}",
+                **_place(trace, reread),
             )
         else:
             tally.miss(
-                f"outputs that should stay change by {one.still:.2g}, which may be rounding: train "
-                "in float32 for this check"
+                f"outputs that should stay change by {reread.still:.2g}, which may be rounding: "
+                "train in float32 for this check"
             )
     return judged
 
@@ -226,17 +224,17 @@ def _causal(tally: Tally, trace: Trace) -> str:
         return f"{_NO_TARGETS}: it may be trained to see both sides"
     if _restores(trace):
         return _RESTORED
-    for cut in sorted({one.cut or 0 for one in later}):
+    for cut in sorted({reread.cut or 0 for reread in later}):
         what = (
             f"an output changes if tokens from position {cut} on are replaced: it sees later ones"
         )
-        _stays(tally, trace, (one for one in later if one.cut == cut), what)
+        _stays(tally, trace, (reread for reread in later if reread.cut == cut), what)
     return "" if later else _why(trace, "no output depends on the tokens")
 
 
 def _padding(tally: Tally, trace: Trace) -> str:
-    padded = [one for one in trace.of(Tokens) if one.padding]
-    losses = [one for one in trace.of(Scored) if one.padded]
+    padded = [event for event in trace.of(Tokens) if event.padding]
+    losses = [event for event in trace.of(Scored) if event.padded]
     for loss in losses:
         tally.check(
             False,
@@ -247,13 +245,13 @@ def _padding(tally: Tally, trace: Trace) -> str:
         )
     if not padded and not losses:
         return "no padding is known, by a mask that the model is given or by its table"
-    rereads = [one for one in trace.of(Reread) if one.replaced == "padding"]
+    rereads = [event for event in trace.of(Reread) if event.replaced == "padding"]
     _stays(tally, trace, rereads, "an output changes if the padding is another token")
-    for one in rereads:
-        most = _bound(one, ROUNDINGS) + ROUNDINGS * one.unit
-        if one.loss is not None and one.noise <= _bound(one, SILENT):
+    for event in rereads:
+        most = _bound(event, ROUNDINGS) + ROUNDINGS * event.unit
+        if event.loss is not None and event.noise <= _bound(event, SILENT):
             message = "the loss that the model returns changes if the padding is another token"
-            tally.at_most(most, one.loss, message, form=".3g", **_place(trace, one))
+            tally.at_most(most, event.loss, message, form=".3g", **_place(trace, event))
     if not trace.of(Scored):
         return "" if rereads else _why(trace, _NO_TARGETS)
     tally.compared += len(padded)
@@ -261,14 +259,14 @@ def _padding(tally: Tally, trace: Trace) -> str:
 
 
 def _documents(tally: Tally, trace: Trace) -> str:
-    packed = [one for one in trace.of(Tokens) if one.documents]
+    packed = [event for event in trace.of(Tokens) if event.documents]
     if not packed:
         return "no argument of the model shows several documents in a row"
     shown, rereads = packed[0].shown, _moving(trace, "earlier")
     what = f"a document sees another one of its row, though {shown or 'a mask'} parts them"
     _stays(tally, trace, rereads, what)
-    crossing = [one for one in trace.of(Scored) if one.crossing]
-    several = sum(one.tokens_crossing for one in crossing) > len(crossing)
+    crossing = [event for event in trace.of(Scored) if event.crossing]
+    several = sum(event.tokens_crossing for event in crossing) > len(crossing)
     for scored in crossing if several else ():  # else all documents begin with one token
         tally.check(
             False,
@@ -294,8 +292,8 @@ def _shares(tally: Tally, trace: Trace) -> str:
             f"{_NO_TARGETS}: it may be trained to fill gaps, and the mean over a micro-batch's own "
             "gaps is usual there"
         )
-    for one, other in pairs:
-        _compare_shares(tally, trace, one, other)
+    for pair in pairs:
+        _compare_shares(tally, trace, *pair)
     if pairs:
         return ""
     if len(even) < len(trace.of(Scored)):
@@ -313,25 +311,25 @@ def _agree(one: Scored, other: Scored) -> bool:
 
 
 def _pairs(groups: Iterable[Sequence[Scored]]) -> Iterator[tuple[Scored, Scored]]:
-    """Yield the loss of each group whose tokens count most, with each other one of the group."""
+    """Yield pairs of losses: the one in a group with tokens that count most, and each other."""
     for losses in groups:
         first = max(losses, key=lambda one: abs(one.most))
         yield from ((first, other) for other in losses if other is not first)
 
 
-def _compare_shares(tally: Tally, trace: Trace, one: Scored, other: Scored) -> None:
-    sums = [scored.most * scored.counted for scored in (one, other)]
-    why = "the loss is not divided by the tokens of the whole step"
-    if abs(sums[0] - sums[1]) <= _allowed(one, other) * abs(sums[0]):
-        why = "each loss is the mean over its own tokens; divide sums by the tokens of the step"
-    factor = one.most / other.least if other.least else math.inf
+def _compare_shares(tally: Tally, trace: Trace, most: Scored, other: Scored) -> None:
+    sums = [scored.most * scored.counted for scored in (most, other)]
+    cause = "the loss is not divided by the tokens of the whole step"
+    if abs(sums[0] - sums[1]) <= _allowed(most, other) * abs(sums[0]):
+        cause = "each loss is the mean over its own tokens; divide sums by the tokens of the step"
+    factor = most.most / other.least if other.least else math.inf
     tally.check(
-        _agree(one, other),
-        f"a token of {_named(one)} counts {factor:.4g} times as much as one of {_named(other)}: "
-        f"{why}",
+        _agree(most, other),
+        f"a token of {_named(most)} counts {factor:.4g} times as much as one of {_named(other)}: "
+        f"{cause}",
         expected=repr(other.least),
-        got=repr(one.most),
-        **_place(trace, one),
+        got=repr(most.most),
+        **_place(trace, most),
     )
 
 
@@ -343,17 +341,17 @@ def _named(scored: Scored) -> str:
 
 
 def _tied(tally: Tally, trace: Trace) -> str:
-    told = [one for one in trace.of(Tokens) if one.tied is not None]
-    for one in told:
+    known = [tokens for tokens in trace.of(Tokens) if tokens.tied is not None]
+    for tokens in known:
         tally.check(
-            one.tied is True,
+            tokens.tied is True,
             "the model's settings tie the tables of its first and last layer, which differ",
-            **_place(trace, one),
+            **_place(trace, tokens),
         )
     ties = {tie for event in trace.of(Noticed) for tie in event.shared}
     for tie in sorted(ties):
         _one_tensor(tally, trace, tie)
-    return "" if told or ties else "no table is tied, and the model's settings tie none"
+    return "" if known or ties else "no table is tied, and the model's settings tie none"
 
 
 def _one_tensor(tally: Tally, trace: Trace, tie: Sequence[str]) -> None:
@@ -361,28 +359,28 @@ def _one_tensor(tally: Tally, trace: Trace, tie: Sequence[str]) -> None:
     for event in trace.standing.events:
         if not isinstance(event, Start | Update):
             continue
-        held = [name for name in tie if name in event.weights]
-        apart = [n for n in held if event.weights[n].digest != event.weights[held[0]].digest]
+        names = [name for name in tie if name in event.weights]
+        apart = [n for n in names if event.weights[n].digest != event.weights[names[0]].digest]
         tally.check(
             not apart,
-            f"{(apart or held or tie)[0]} was one tensor with {tie[0]}, and differs now",
+            f"{(apart or names or tie)[0]} was one tensor with {tie[0]}, and differs now",
             step=event.step - isinstance(event, Start),
             rank=event.rank,
-            tensor=(apart or held or tie)[0],
+            tensor=(apart or names or tie)[0],
             scenario=trace.scenario,
         )
 
 
 def _one_begin(tally: Tally, trace: Trace) -> str:
-    known = [one for one in trace.of(Tokens) if one.begun]
-    for one in known:
+    known = [tokens for tokens in trace.of(Tokens) if tokens.begun]
+    for tokens in known:
         tally.check(
-            not one.doubled,
-            f"{one.doubled} of {one.begun} documents begin with the token of a begin twice: a "
-            "template and the tokenizer both add it",
+            not tokens.doubled,
+            f"{tokens.doubled} of {tokens.begun} documents begin with the token of a begin twice: "
+            "a template and the tokenizer both add it",
             expected="1",
             got="2",
-            **_place(trace, one),
+            **_place(trace, tokens),
         )
     return "" if known else "no document begins with a token that the model's settings name for it"
 
@@ -394,22 +392,22 @@ def _modes(tally: Tally, trace: Trace) -> str:
     if not trace.scenario.dropout:
         return "the model has no dropout"
     losses = trace.of(Evaluated)
-    for one in losses:
+    for event in losses:
         tally.check(
-            not (one.training and one.drew),
-            f"a loss of {one.counted} targets is taken without gradient in training mode, with "
+            not (event.training and event.drew),
+            f"a loss of {event.counted} targets is taken without gradient in training mode, with "
             "dropout: call model.eval() before an evaluation, and model.train() after it",
-            **_of_rank(trace, one),
+            **_of_rank(trace, event),
         )
-        if one.drew and not one.training:
+        if event.drew and not event.training:
             tally.miss(
-                f"a loss of {one.counted} targets draws random numbers in evaluation mode: dropout "
-                "that doesn't look at self.training, or noise that is meant"
+                f"a loss of {event.counted} targets draws random numbers in evaluation mode: "
+                "dropout that doesn't look at self.training, or noise that is meant"
             )
     shards = trace.standing.of(Shard)
-    for rank in sorted({one.rank for one in shards}):
+    for rank in sorted({event.rank for event in shards}):
         seen: tuple[Evaluated | Shard, ...] = (*losses, *shards)
-        own = [one for one in seen if one.rank == rank]
+        own = [event for event in seen if event.rank == rank]
         _mode_after_evaluation(tally, trace, sorted(own, key=_in_step))
     return ""
 
@@ -421,10 +419,10 @@ def _in_step(one: Evaluated | Shard) -> tuple[int, bool]:
 def _mode_after_evaluation(tally: Tally, trace: Trace, own: Iterable[Evaluated | Shard]) -> None:
     """Check that what a rank trains after an evaluation is in training mode, as before."""
     was_trained = is_after = False
-    for one in own:
-        if isinstance(one, Evaluated):
-            is_after |= not one.training
-        elif not one.evaluating:
+    for event in own:
+        if isinstance(event, Evaluated):
+            is_after |= not event.training
+        elif not event.evaluating:
             tally.compared += 1
             was_trained, is_after = True, False
         elif was_trained and is_after:
@@ -432,11 +430,11 @@ def _mode_after_evaluation(tally: Tally, trace: Trace, own: Iterable[Evaluated |
                 False,
                 "the model is still in evaluation mode, with dropout off, when it trains after an "
                 "evaluation: call model.train()",
-                **_of_rank(trace, one),
+                **_of_rank(trace, event),
             )
         else:
             tally.miss(
-                f"rank {one.rank} trains in evaluation mode, with dropout off, and no evaluation "
+                f"rank {event.rank} trains in evaluation mode, with dropout off, and no evaluation "
                 "was seen before it: call model.train() if it should be on"
             )
 
@@ -447,19 +445,19 @@ def _of_rank(trace: Trace, event: Evaluated | Shard | Drawn) -> dict[str, Any]:
 
 def _same_masks(tally: Tally, trace: Trace) -> str:
     drawn = trace.standing.of(Drawn)
-    others = [one for one in drawn if one.where == "recomputed"]
-    for one in others:
+    others = [event for event in drawn if event.where == "recomputed"]
+    for event in others:
         tally.check(
             False,
             "a layer that is computed again in the backward pass draws new random numbers, from "
-            f"{named(one.generator)}: the gradient is that of other masks than the loss; let the "
+            f"{named(event.generator)}: the gradient is that of other masks than the loss; let the "
             "checkpoint set generators back (preserve_rng_state=True)",
-            **_of_rank(trace, one),
+            **_of_rank(trace, event),
         )
-    again = {(one.step, one.rank) for one in trace.of(Tokens) if one.recomputed}
+    again = {(event.step, event.rank) for event in trace.of(Tokens) if event.recomputed}
     if not again and not others:
         return "no layer was seen to be computed again in a backward pass"
-    masked = {(one.step, one.rank) for one in drawn if one.where == "forward"}
+    masked = {(event.step, event.rank) for event in drawn if event.where == "forward"}
     tally.compared += len(again & masked)
     return "" if masked else "layers that are computed again draw no random numbers"
 
@@ -502,7 +500,7 @@ def _row(
 
 ROWS = (
     _row(
-        *("causality", 1, "no output whose target counts depends on a later token", _causal),
+        *("causality", 1, "no output with a target that counts depends on a later token", _causal),
         words="causal mask future leak attention",
         by_passes=True,
     ),

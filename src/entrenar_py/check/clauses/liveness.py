@@ -115,7 +115,7 @@ def _frozen(
 ) -> None:
     """Check that frozen tensors stay; count as missing what changed and nobody declared frozen."""
     names = freezing.frozen(start)
-    changed: dict[int, list[str]] = {}  # step -> tensors of which nobody declared that they stay
+    changed: dict[int, list[str]] = {}  # step -> tensors not declared to stay
     known = [(start.step - 1, start.weights), *((one.step, one.weights) for one in updates)]
     for step, weights in known:
         if unknown := [name for name in names if name not in weights]:
@@ -158,7 +158,6 @@ def _frozen(
 
 
 def _named(start: Start) -> tuple[str, ...]:
-    """Return the tensors that a rank trains, and those that it doesn't."""
     return (*start.trainable, *(name for name in start.frozen if name not in start.trainable))
 
 
@@ -177,8 +176,8 @@ def _moving(
 ) -> None:
     due = freezing.due(start)
     if not due:
-        why = "named no trainable tensor"
-        gaps.add(why, facts.TRAINABLE, rank=start.rank, step=start.step - 1)
+        lack = "named no trainable tensor"
+        gaps.add(lack, facts.TRAINABLE, rank=start.rank, step=start.step - 1)
     own = _of_own_classes(trace, start.rank)
     are_in_turn = _are_in_turn(own, start, updates)
     for name in due:
@@ -187,18 +186,18 @@ def _moving(
             continue
         first = [start.weights, *(update.weights for update in live[:STEPS_TO_MOVE])]
         if not all(name in weights for weights in first):
-            why = f"recorded no weights of {name}"
-            gaps.add(why, facts.ALL_WEIGHTS, rank=start.rank, step=start.step - 1)
+            lack = f"recorded no weights of {name}"
+            gaps.add(lack, facts.ALL_WEIGHTS, rank=start.rank, step=start.step - 1)
             continue
         rest = _rest(start, name, live)
         moved = len(rest) < sum(name in update.weights for update in live)
         late = len(rest) >= STEPS_TO_MOVE
         if late and name not in start.trainable:
-            why = (
+            lack = (
                 "is not declared frozen, and requires no gradient: name it in frozen=, or run "
                 "until it trains"
             )
-            _dead(tally, trace, name, rest, f"{name} {why}")
+            _dead(tally, trace, name, rest, f"{name} {lack}")
             continue
         if late and name in own and (moved or are_in_turn):
             _wait(tally, name, moved=moved)
@@ -224,7 +223,6 @@ def _moving(
 
 
 def _of_own_classes(trace: Trace, rank: int) -> Set[str]:
-    """Return the tensors of a rank that optimizers of the script's own classes step."""
     rules = [event for event in trace.of(Ruled) if event.rank == rank and event.derived]
     return {name for rule in rules for name in rule.names}
 
@@ -244,7 +242,7 @@ def _are_in_turn(names: Set[str], start: Start, updates: Sequence[Update]) -> bo
 
 
 def _wait(tally: Tally, name: str, *, moved: bool) -> None:
-    """Count a tensor that moves later, by a rule of the script's own, or whose turn is to come."""
+    """Count a tensor that moves later, by a rule of the script's own, or has its turn to come."""
     if moved:
         tally.compared += 1
     else:
@@ -255,13 +253,11 @@ def _wait(tally: Tally, name: str, *, moved: bool) -> None:
 
 
 def _is_in_no_group(trace: Trace, rank: int, name: str) -> bool:
-    """Return whether the optimizers of a rank are known, and none of them steps a tensor."""
     stepped = {held for event in trace.of(Ruled) if event.rank == rank for held in event.names}
     return bool(stepped) and name not in stepped
 
 
 def _rest(start: Start, name: str, live: Sequence[Update]) -> list[Update]:
-    """Return the recorded updates before the first one that changed `name`."""
     known = [update for update in live if name in update.weights]
     digest = start.weights[name].digest
     return list(takewhile(lambda update: update.weights[name].digest == digest, known))
@@ -332,7 +328,7 @@ def _may_rest(
         return True
     if has_rested:
         steps = "in all steps" if num_known == len(rest) else "in the steps that had one"
-        told = (
+        reason = (
             f"its gradient was zero {steps} on rank {start.rank}: the loss does not depend on it "
             "yet (behind a zero weight or gate, rows that no sample uses)"
             if num_known
@@ -340,7 +336,7 @@ def _may_rest(
             "nothing used it"
         )
         tally.miss(
-            f"{name} never moved and {told}; run longer, or declare it frozen: "
+            f"{name} never moved and {reason}; run longer, or declare it frozen: "
             "observe(..., frozen=(...))"
         )
     return True
@@ -354,8 +350,8 @@ def _is_taken_away(name: str, rest: Sequence[Update], local: Mapping[int, Any]) 
 def _cancels(trace: Trace, rank: int, name: str) -> bool:
     """Return whether gradients of a layer's bias are zero since they cancel out over its rows.
 
-    That of its weight shows that gradients come through its outputs, whose sum the bias's is. Other
-    passes may train another model.
+    That of its weight shows that gradients come through its outputs. The bias's gradient is their
+    sum. Other passes may train another model.
     """
     weight = f"{name.removesuffix('bias')}weight"
     gradients = [shard.gradient for shard in trace.of(Shard) if shard.rank == rank]
@@ -377,7 +373,6 @@ def _is_longer(update: Update, start: Start, name: str) -> bool:
 
 
 def _shrunk(update: Update) -> float:
-    """Return the factor by which clipping shortened the gradient; 1 if it is unknown."""
     return update.applied_norm / update.grad_norm if update.applied_norm and update.grad_norm else 1
 
 

@@ -27,7 +27,7 @@ from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
 from entrenar_py.check.evidence import closeness, missing, rounds
 from entrenar_py.check.evidence.needs import ALONE, ORACLE, POISONED, SAVED, Traces
-from entrenar_py.check.rank_files import outer_rounds
+from entrenar_py.check.rank_files import observed_run
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import (
@@ -144,13 +144,12 @@ def judge_parity(invariant: Invariant, runs: Traces) -> Finding:
         runs = replace(runs, beside={ALONE: alone} if base.scenario.world_size > 1 else {})
     if base is not None:
         parity.compare_with_oracle(tally, runs, None)
-    is_other = base is None and tally.observed  # a script whose workers don't step alone
+    is_other = base is None and tally.observed  # a script with common steps
     why = "" if is_other else parity.missing_model(tally, runs)
     return tally.finding(nothing=why or rounds.nothing(tally))
 
 
 def _in_steps(trace: Trace) -> Trace:
-    """Return a run as one in common steps; a user's run on one worker is in rounds, too."""
     return rounds.as_steps(trace) if rounds.are_in(trace) else trace
 
 
@@ -188,7 +187,7 @@ def judge_state(invariant: Invariant, traces: Traces) -> Finding:
     return tally.finding(nothing=rounds.OWN_STATE)
 
 
-# By check: what decides a clause about common steps in a user's runs whose workers step alone.
+# By check: what decides a clause about common steps in a user's runs if workers step alone.
 IN_ROUNDS: Mapping[str, Callable[[Invariant, Traces], Finding]] = {
     "replica_identity": judge_agreement,
     "finiteness": judge_finiteness,
@@ -207,16 +206,16 @@ def compare_finiteness(tally: Tally, trace: Trace) -> None:
     """Judge one run, step by step and round by round."""
     bad = _bad_places(trace)
     stopped = min((place for place in bad if not _has_stepped(trace, place)), default=None)
-    held: dict[int, tuple[Tensors, Tensors]] = {}
+    state: dict[int, tuple[Tensors, Tensors]] = {}
     for event in trace.standing.events:
         if isinstance(event, Start):
-            held[event.rank] = event.weights, event.optimizer
+            state[event.rank] = event.weights, event.optimizer
         elif isinstance(event, Update):
-            rested = _same(held.get(event.rank), (event.weights, event.optimizer))
-            held[event.rank] = event.weights, event.optimizer
+            rested = _same(state.get(event.rank), (event.weights, event.optimizer))
+            state[event.rank] = event.weights, event.optimizer
             _judge_step(tally, trace, event, is_bad=(event.step, event.rank) in bad, rested=rested)
         elif isinstance(event, Synchronised):
-            held[event.rank] = event.weights, held.get(event.rank, ({}, {}))[1]
+            state[event.rank] = event.weights, state.get(event.rank, ({}, {}))[1]
             _judge_round(tally, trace, event, stopped)
     if stopped is not None:
         step, rank = stopped
@@ -228,7 +227,6 @@ def compare_finiteness(tally: Tally, trace: Trace) -> None:
 
 
 def _bad_places(trace: Trace) -> set[Place]:
-    """Return where a worker met a value that is not finite: planted, or its own."""
     places = {(shard.step, shard.rank) for shard in trace.of(Shard) if not shard.finite}
     return places | {
         (event.step or 0, event.rank or 0)
@@ -246,7 +244,7 @@ def _judge_step(tally: Tally, trace: Trace, update: Update, *, is_bad: bool, res
     place = evidence.place(trace, update)
     if is_bad and rested and update.finite:
         tally.compared += 1
-        tally.note(f"rank {update.rank} left out its step {update.step}, whose value is not finite")
+        tally.note(f"rank {update.rank} left out its step {update.step}: a value is not finite")
         return
     if is_bad and update.finite and trace.traits.losses == "backward":
         tally.miss(
@@ -302,7 +300,7 @@ def seen(trace: Trace) -> Trace:
     met, names = _meetings(trace)
     if not met:
         return trace
-    lengths = outer_rounds.usual_length([sorted(met)])
+    lengths = observed_run.usual_length([sorted(met)])
     options = {**trace.scenario.options, **({} if lengths is None else {"inner_steps": lengths})}
     trace = replace(
         trace,
@@ -328,12 +326,12 @@ def _meetings(trace: Trace) -> tuple[Met, Set[str]]:
     for step, by_rank in evidence.ranks_by_step(trace):
         if before and before.keys() == by_rank.keys() and _step_alone(before):
             edited = frozenset(name for update in by_rank.values() for name in update.edited)
-            given: dict[int, Tensors] = {
+            weights: dict[int, Tensors] = {
                 rank: {name: by_rank[rank].edited.get(name, held) for name, held in of.items()}
                 for rank, of in ((rank, update.weights) for rank, update in before.items())
             }
-            if edited and _are_equal_again({r: u.weights for r, u in before.items()}, given):
-                met[last] = given
+            if edited and _are_equal_again({r: u.weights for r, u in before.items()}, weights):
+                met[last] = weights
                 kinds.add(edited)
         before, last = by_rank, step
     if len(kinds) != 1:
@@ -366,21 +364,20 @@ def _is_there(gradient: Tensors, name: str) -> bool:
     return values is None or bool(np.any(values))
 
 
-def _apart(held: Mapping[int, Tensors], names: Set[str]) -> set[str]:
-    """Return which of the tensors `names` ranks have different values of."""
+def _apart(tensors: Mapping[int, Tensors], names: Set[str]) -> set[str]:
     return {
         name
         for name in names
-        if len({of[name].digest if name in of else "" for of in held.values()}) > 1
+        if len({of[name].digest if name in of else "" for of in tensors.values()}) > 1
     }
 
 
-def _are_equal_again(before: Mapping[int, Tensors], given: Mapping[int, Tensors]) -> bool:
+def _are_equal_again(before: Mapping[int, Tensors], after: Mapping[int, Tensors]) -> bool:
     """Return whether ranks have most of the elements alike now that they had parted in."""
     first = next(iter(before.values()))
     parted = _apart(before, {*first})
     sizes = {name: first[name].size or 0 for name in parted}
-    met = sum(sizes[name] for name in parted - _apart(given, parted))
+    met = sum(sizes[name] for name in parted - _apart(after, parted))
     return bool(met) and met >= _MET_MIN * sum(sizes.values())
 
 
@@ -393,11 +390,11 @@ def _with_meetings(trace: Trace, met: Met, names: Set[str]) -> Iterator[Event]:
             event = replace(event, edited=kept)
         yield event
         if isinstance(event, Update) and event.rank in met.get(event.step, {}):
-            given = met[event.step][event.rank]
+            weights = met[event.step][event.rank]
             yield Synchronised(
                 step=event.step,
                 rank=event.rank,
-                weights={name: record for name, record in given.items() if name in names},
+                weights={name: record for name, record in weights.items() if name in names},
             )
 
 
@@ -466,11 +463,11 @@ def _is_a_choice(trace: Trace) -> bool:
     """
     chosen: set[int] = set()
     for step, by_rank in rounds.synchronisations(trace).items():
-        given = by_rank[min(by_rank)].weights
+        weights = by_rank[min(by_rank)].weights
         own = [
             rank
             for rank, update in evidence.updates(trace).get(step, {}).items()
-            if all(update.weights[name].digest == record.digest for name, record in given.items())
+            if all(update.weights[name].digest == record.digest for name, record in weights.items())
         ]
         if not own:
             return False
@@ -539,7 +536,6 @@ def _flat(tensors: Tensors, names: Set[str]) -> Vector | None:
 
 
 def _share(of: Vector, move: Vector) -> float | None:
-    """Return by which number `of` is to be multiplied to come nearest to `move`."""
     size = float(np.vdot(of, of))
     share = float(np.vdot(of, move)) / size if size else math.nan
     return share if math.isfinite(share) else None

@@ -41,8 +41,8 @@ from entrenar_py.shared.wording import counted
 # Relative bound on the weights, 16 u with u = 2^-24, for up to about ten workers: one rounding of
 # each worker's distance from the outer weights, some of their mean, and one of the final sum.
 BOUND = 2.0**-20
-SKETCHED = 2.0**-14  # of large models, whose sketches are projections in float32
-ROUNDINGS = 16  # of weights in 16 bits, whose outer copy may have more
+SKETCHED = 2.0**-14  # of large models: sketches are projections in float32
+ROUNDINGS = 16  # of weights in 16 bits; their outer copy may have more
 # A pseudo-gradient's error when it is sent in bfloat16 and added there, relative to its length.
 SENT_IN_16_BITS = 2.0**-7
 MOMENTUM = "momentum_buffer"
@@ -180,7 +180,6 @@ def shares(trace: Trace, there: Mapping[int, Update], earlier: int, step: int) -
 
 
 def _inner(there: Mapping[int, Update], start: Start) -> dict[int, Vectors] | None:
-    """Return each worker's trained weights at the end of its round; None if one is unknown."""
     weights = {
         rank: evidence.vectors(_trained(update.weights, start)) for rank, update in there.items()
     }
@@ -246,7 +245,6 @@ def _not_followed(trace: Trace) -> str:
 
 
 def _are_close(expected: Vectors, got: Vectors, bound: float) -> bool:
-    """Return whether all tensors are within `bound` of their norms."""
     return all(
         name in got
         and got[name].shape == value.shape
@@ -282,7 +280,6 @@ def _was_rounded(
 
 
 def _momentum(event: Synchronised) -> Vectors:
-    """Return the outer momentum of each tensor that has one."""
     moments = {
         name.removesuffix(f"/{MOMENTUM}"): record.values()
         for name, record in event.optimizer.items()
@@ -499,7 +496,6 @@ def _sums(trace: Trace) -> Mapping[tuple[int, int], Vector]:
 
 
 def _vector(tensors: Tensors) -> Vector | None:
-    """Return all elements of all tensors, in the order of their names; None if unknown."""
     values = evidence.vectors(tensors)
     if values is None:
         return None
@@ -515,11 +511,10 @@ def _added(vectors: Iterable[Any]) -> Vector | None:
     return total
 
 
-def _alike(one: Vector, other: Vector) -> bool:
-    """Return whether two vectors have the same direction."""
-    if one.shape != other.shape or not (np.isfinite(one).all() and np.isfinite(other).all()):
+def _alike(vector: Vector, other: Vector) -> bool:
+    if vector.shape != other.shape or not (np.isfinite(vector).all() and np.isfinite(other).all()):
         return False
-    sizes = float(np.linalg.norm(one)), float(np.linalg.norm(other))
+    sizes = float(np.linalg.norm(vector)), float(np.linalg.norm(other))
     if not all(sizes):
         return sizes == (0.0, 0.0)
-    return float(np.linalg.norm(one / sizes[0] - other / sizes[1])) <= _ANGLE
+    return float(np.linalg.norm(vector / sizes[0] - other / sizes[1])) <= _ANGLE

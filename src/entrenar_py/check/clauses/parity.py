@@ -159,12 +159,14 @@ def missing_model(tally: Tally, runs: Traces) -> str:
             return "" if knobs.same_masks(model, trace) else other_masks(trace) + _instead(trace)
     if tally.observed:
         return _another_training(tally, runs)
-    if why := _difference(runs, ["batch_size"]):
-        return why
-    why = "no run of the same training on one worker to compare with: record one with world_size=1"
+    if reason := _difference(runs, ["batch_size"]):
+        return reason
+    reason = (
+        "no run of the same training on one worker to compare with: record one with world_size=1"
+    )
     if runs.base is not None and runs.base.scenario.world_size == 1:
-        why = "no run on several workers: record the same training with a larger world_size"
-    return f"{why}, and all else equal{runs.nearly(ALONE)}"
+        reason = "no run on several workers: record the same training with a larger world_size"
+    return f"{reason}, and all else equal{runs.nearly(ALONE)}"
 
 
 def _another_training(tally: Tally, runs: Traces) -> str:
@@ -206,7 +208,7 @@ def other_masks(trace: Trace) -> str:
             "and was not compared"
         )
     if trace.draws_by_shard:
-        return "not compared with a single device, whose dropout draws other masks"
+        return "not compared with a single device: its dropout draws other masks"
     system = "the script" if trace.scenario.workload == "own" else trace.scenario.system
     if all(shard.draws is None for shard in trace.of(Shard)):
         return f"under dropout {system} was not compared with one worker, since no Shard has draws"
@@ -277,7 +279,6 @@ def has_other_rows(model: Trace, trace: Trace) -> bool:
 
 
 def _first_samples(trace: Trace) -> dict[int, list[int]]:
-    """Return the samples of step 0 by rank."""
     drawn: dict[int, list[int]] = defaultdict(list)
     for shard in evidence.shards(trace).get(0, ()):
         drawn[shard.rank].extend(shard.ids)
@@ -312,7 +313,7 @@ def alike(compared: Compared, kind: str) -> Compared | None:
 
 
 def mirrored(compared: Compared) -> Compared | None:
-    """Return the run whose ranks have one share, and the one on one worker that it must be like.
+    """Return the run in which ranks have one share, and that on one worker which it must be like.
 
     Return None if they can't be compared, or if what the loss of a share is meant to be decides.
     """
@@ -373,7 +374,6 @@ def _tells(plain: Compared, controlled: Compared) -> bool:
 
 
 def _controlled(compared: Compared, alone: str, several: str) -> Compared | None:
-    """Return the runs in which the faults `alone` and `several` are planned, None without them."""
     runs = compared.runs.witnesses.get(CONTROLLED, ())
     size = compared.trace.scenario.world_size
     model, trace = _find(runs, alone, 1, size), _find(runs, several, size, size)
@@ -394,7 +394,6 @@ def _find(runs: Iterable[Trace], kind: str, num_workers: int, shared_by: int) ->
 
 
 def _have_one_share(trace: Trace) -> bool:
-    """Return whether all ranks were given the same samples in each micro-batch."""
     by_rank: Mapping[int, list[Shard]] = defaultdict(list)
     for shard in trace.of(Shard):
         by_rank[shard.rank].append(shard)
@@ -415,7 +414,6 @@ def _are_alike(first: list[Shard], second: list[Shard]) -> bool:
 
 
 def _for_each(trace: Trace, num_ranks: int) -> Trace:
-    """Return a run of one worker whose samples are counted as those of so many ranks."""
 
     def counted(shard: Shard) -> Shard:
         return replace(shard, ids=shard.ids * num_ranks, contents=shard.contents * num_ranks)

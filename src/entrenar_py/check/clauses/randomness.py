@@ -334,7 +334,7 @@ def modes_alike(tally: Tally, trace: Trace) -> None:
 
     Dropout and running statistics depend on it.
     """
-    if not (why := _what_evaluation_stops(trace)):
+    if not (left_out := _what_evaluation_stops(trace)):
         return
     off: dict[int, dict[int, Shard]] = {}  # step -> rank -> the first one in evaluation mode
     trained: dict[int, set[int]] = {}
@@ -349,12 +349,12 @@ def modes_alike(tally: Tally, trace: Trace) -> None:
             shard = by_rank[min(by_rank)]
             tally.check(
                 False,
-                f"rank {shard.rank} trains in evaluation mode, {why}, and rank "
+                f"rank {shard.rank} trains in evaluation mode, {left_out}, and rank "
                 f"{min(others)} doesn't: call model.train() after model.eval()",
                 **evidence.place(trace, shard),
             )
     if off and trained and min(off) > min(trained):
-        _mode_left(tally, trace, off, max(trained), why)
+        _mode_left(tally, trace, off, max(trained), left_out)
 
 
 def _what_evaluation_stops(trace: Trace) -> str:
@@ -366,7 +366,7 @@ def _what_evaluation_stops(trace: Trace) -> str:
 
 
 def _mode_left(
-    tally: Tally, trace: Trace, off: Mapping[int, Mapping[int, Shard]], last: int, why: str
+    tally: Tally, trace: Trace, off: Mapping[int, Mapping[int, Shard]], last: int, left_out: str
 ) -> None:
     """Judge a model that is in evaluation mode in all steps after step `last`.
 
@@ -375,7 +375,7 @@ def _mode_left(
     first = min(off)
     if first <= last:
         return
-    words = f"the model is in evaluation mode from step {first} on, {why}"
+    words = f"the model is in evaluation mode from step {first} on, {left_out}"
     if all(shard.evaluated for shard in off[first].values()):
         shard = off[first][min(off[first])]
         message = f"{words}, as the evaluation before it left it: call model.train() after it"
@@ -404,7 +404,7 @@ def _ranks_differ(tally: Tally, trace: Trace, drawn: Sequence[Drawn], streams: _
     """Check that ranks with other samples don't draw the same numbers for them."""
     there: dict[_Place, list[Drawn]] = {}
     unclear: set[str] = set()
-    told: set[tuple[int, int, str, str]] = set()
+    blamed: set[tuple[int, int, str, str]] = set()
     for event in drawn:
         before = there.setdefault(_place(event), [])
         peers = [peer for peer in before if streams.are_others(peer, event)]
@@ -429,8 +429,8 @@ def _ranks_differ(tally: Tally, trace: Trace, drawn: Sequence[Drawn], streams: _
         # Two ranks' first finding is also the earliest: later draws began alike there, or since
         # they were seeded again. So their beginning is sought once.
         pair = peer.rank, event.rank, event.where, event.generator
-        since = event if pair in told else _begin_alike(trace, peer, event)
-        told.add(pair)
+        since = event if pair in blamed else _begin_alike(trace, peer, event)
+        blamed.add(pair)
         tally.check(
             False,
             f"rank {event.rank} draws the same random numbers as rank {peer.rank}, for other "
@@ -492,16 +492,16 @@ class _Streams:
         step = self._parted.get((event.where, event.generator))
         return step if step is not None and step < event.step else None
 
-    def are_others(self, one: Drawn, other: Drawn) -> bool:
+    def are_others(self, event: Drawn, other: Drawn) -> bool:
         """Return whether two ranks draw for different samples, or for some that aren't known."""
-        if one.part == other.part:
+        if event.part == other.part:
             return False
-        mine, theirs = self.samples(one), self.samples(other)
+        mine, theirs = self.samples(event), self.samples(other)
         return mine is None or theirs is None or not _are_the_same(mine, theirs)
 
-    def are_surely_others(self, one: Drawn, other: Drawn) -> bool:
+    def are_surely_others(self, event: Drawn, other: Drawn) -> bool:
         """Return whether two ranks, which seem to draw for different samples, certainly do."""
-        is_known = None not in (self.samples(one), self.samples(other))
+        is_known = None not in (self.samples(event), self.samples(other))
         return is_known or self._trace.traits.arranged != "guessed"
 
     def samples(self, event: Drawn) -> Shard | None:
@@ -511,11 +511,10 @@ class _Streams:
         return shard if shard is not None and shard.ids else None
 
 
-def _are_the_same(one: Shard, other: Shard) -> bool:
-    """Return whether two micro-batches have the same samples, by their ids and contents."""
-    known = len(one.contents) == len(one.ids) and len(other.contents) == len(other.ids)
-    pairs = zip(one.contents, other.contents, strict=True) if known else ()
-    return one.ids == other.ids and all(
+def _are_the_same(shard: Shard, other: Shard) -> bool:
+    known = len(shard.contents) == len(shard.ids) and len(other.contents) == len(other.ids)
+    pairs = zip(shard.contents, other.contents, strict=True) if known else ()
+    return shard.ids == other.ids and all(
         are_alike(mine, theirs, CONTENTS_BOUND_MOVED) for mine, theirs in pairs
     )
 
@@ -567,7 +566,6 @@ def _is_by_sample(trace: Trace, event: Drawn, alone: Trace | None) -> bool:
 
 
 def _states(trace: Trace, event: Drawn) -> dict[str, str]:
-    """Return the states after draws by those before, of draws in the same place as `event`."""
     return {
         other.before: other.after
         for other in trace.standing.of(Drawn)
@@ -607,7 +605,6 @@ def _passes_differ(tally: Tally, trace: Trace, drawn: Iterable[Drawn], streams: 
 
 
 def _is_mask(trace: Trace, event: Drawn) -> bool:
-    """Return whether the numbers are dropout's."""
     is_torch_s = event.generator in ("torch", *_devices(event))
     return bool(trace.scenario.dropout) and event.where == _IN_THE_MODEL and is_torch_s
 
@@ -647,7 +644,6 @@ def _workers_differ(
 
 
 def _shard(trace: Trace, event: Drawn) -> int | None:
-    """Return the number of the shard for which a rank drew; None if it wasn't recorded."""
     place = event.step, event.rank
     own = [shard.shard for shard in trace.of(Shard) if (shard.step, shard.rank) == place]
     return dict(enumerate(own)).get(-1 if event.micro_batch is None else event.micro_batch)

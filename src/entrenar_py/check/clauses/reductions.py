@@ -1,6 +1,6 @@
 """F-RED-001 to F-RED-004: averages that a star, a mesh and a ring compute, and their cost.
 
-They are judged on the workload `vectors`, whose mean is known beforehand. Source: reduction-v1.
+They are judged on the workload `vectors`: its mean is known beforehand. Source: reduction-v1.
 The bound on the error is derived in docs/numerics.md; `traffic` computes the bytes to send.
 """
 
@@ -19,7 +19,7 @@ from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Membership, Reduced, Shard, Trace, Traffic
 from entrenar_py.shared.verdict import Finding, Tally
 
-KNOWN = "vectors"  # the workload whose terms are known
+KNOWN = "vectors"  # the workload with known terms
 AROUND = "ring"  # the topology in which partial sums go from worker to worker
 UNIT_ROUNDOFF, UNIT_ROUNDOFF_F64 = 2.0**-24, 2.0**-53
 NUM_SHARDS = 8
@@ -189,10 +189,10 @@ def judge_bits(invariant: Invariant, runs: Traces) -> Finding:
 
 def _is_whole(tally: Tally, trace: Trace) -> bool:
     """Return whether every rank, except lost ones, recorded every step. Count gaps as missing."""
-    scenario, made = trace.scenario, evidence.updates(trace)
+    scenario, updates = trace.scenario, evidence.updates(trace)
     for step in range(scenario.num_steps):
-        lacking = set(range(scenario.world_size)) - made.get(step, {}).keys()
-        if lacking and (step not in made or not scenario.faults):
+        lacking = set(range(scenario.world_size)) - updates.get(step, {}).keys()
+        if lacking and (step not in updates or not scenario.faults):
             why = f"{missing.named(lacking)} recorded nothing of step {step}"
             missing.ask(tally, why, facts.UPDATES)
             return False
@@ -236,8 +236,8 @@ def judge_traffic(invariant: Invariant, traces: Traces) -> Finding:
                 continue
             end = {"sent": "to", "got": "from"}[direction]
             bytes_recorded = got.get((rank, peer, direction), 0)
-            who = "workers" if peer == "worker" else "the coordinator"
-            what = f"{name} {direction} {bytes_recorded} bytes of gradient {end} {who}"
+            other = "workers" if peer == "worker" else "the coordinator"
+            what = f"{name} {direction} {bytes_recorded} bytes of gradient {end} {other}"
             tally.equal(num_bytes, bytes_recorded, what, rank=rank, scenario=scenario)
         _judge_headers(tally, trace)
     return tally.finding(nothing=missing.probed(invariant, _MISSING))
@@ -250,8 +250,9 @@ def _judge_headers(tally: Tally, trace: Trace) -> None:
         place = evidence.place(trace, record)
         if record.message in BLOCKS:
             most = beside_bytes_max(record)
-            beside = record.bytes - record.payload_bytes
-            tally.at_most(most, beside, f"{what} have {beside} bytes beside their payload", **place)
+            extra = record.bytes - record.payload_bytes
+            message = f"{what} have {extra} bytes more than their payload"
+            tally.at_most(most, extra, message, **place)
         elif record.peer == "worker" and record.rank is not None:
             tally.equal(0, record.payload_bytes, f"{what} between workers have a payload", **place)
 
@@ -274,7 +275,6 @@ def judge_ends(invariant: Invariant, traces: Traces) -> Finding:
 
 
 def _subjects(traces: Iterable[Trace], tally: Tally) -> Iterator[Trace]:
-    """Yield the runs that did not fail, of a star, a mesh or a ring on known vectors."""
     for trace in evidence.usable(traces, tally):
         if trace.traits.topology and trace.scenario.workload == KNOWN:
             yield trace

@@ -58,7 +58,7 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
 
 
 def _at_epochs_ends(tally: Tally, runs: Traces, trace: Trace) -> None:
-    """Compare the workers of a run whose epochs are short, with what a script does between them.
+    """Compare the workers of a run with short epochs, with what a script does between them.
 
     Whatever is open there is open in the longer runs, too.
     """
@@ -122,16 +122,20 @@ def _made_the_same_steps(trace: Trace, ranks: Sequence[int]) -> bool:
     moved = {start.rank: _digests(start.weights) for start in trace.of(Start)}
     for step, by_rank in evidence.ranks_by_step(trace):
         work = [
-            [(one.ids, _digests(one.gradient)) for one in shards.get(step, ()) if one.rank == rank]
+            [
+                (shard.ids, _digests(shard.gradient))
+                for shard in shards.get(step, ())
+                if shard.rank == rank
+            ]
             for rank in ranks
         ]
         is_known = all(ids or gradient for of_rank in work for ids, gradient in of_rank)
-        held = [_digests(update.weights) for update in by_rank.values()]
-        if not (all(work) and is_known) or any(one != work[0] for one in work):
+        digests = [_digests(update.weights) for update in by_rank.values()]
+        if not (all(work) and is_known) or any(shard != work[0] for shard in work):
             return False
-        if len(held) < len(ranks) or any(one != held[0] for one in held):
+        if len(digests) < len(ranks) or any(shard != digests[0] for shard in digests):
             return False
-    return moved.get(ranks[0]) not in (None, held[0])
+    return moved.get(ranks[0]) not in (None, digests[0])
 
 
 def _digests(tensors: Tensors) -> Mapping[str, str]:
@@ -195,12 +199,14 @@ def _all_updated(tally: Tally, trace: Trace) -> None:
 
 def _updated_once(tally: Tally, trace: Trace) -> None:
     """Check that no rank makes a step twice, unless it went back to an earlier step."""
-    made: dict[int, set[int]] = {}
+    steps_of: dict[int, set[int]] = {}
     for event in trace.events:
         if isinstance(event, Start):
-            made[event.rank] = {step for step in made.get(event.rank, ()) if step < event.step}
+            steps_of[event.rank] = {
+                step for step in steps_of.get(event.rank, ()) if step < event.step
+            }
         elif isinstance(event, Update):
-            steps = made.setdefault(event.rank, set())
+            steps = steps_of.setdefault(event.rank, set())
             if event.step in steps:
                 message = f"rank {event.rank} updated twice in step {event.step}"
                 tally.check(False, message, **evidence.place(trace, event))
@@ -242,7 +248,6 @@ def _ties(events: Iterable[Sequence[Tie]]) -> list[Tie]:
 
 
 def _holders(trace: Trace, tie: Tie) -> Iterator[tuple[Start | Update, int, list[str]]]:
-    """Yield each state with two copies of a tensor or more, its step, and their names."""
     for event in trace.standing.events:
         if isinstance(event, Start | Update):
             held = [name for name in tie if name in event.weights]
@@ -251,9 +256,9 @@ def _holders(trace: Trace, tie: Tie) -> Iterator[tuple[Start | Update, int, list
 
 
 def _compare_copies(tally: Tally, trace: Trace, tie: Tie) -> None:
-    for event, step, held in _holders(trace, tie):
-        first = event.weights[held[0]]
-        for name in held[1:]:
+    for event, step, names in _holders(trace, tie):
+        first = event.weights[names[0]]
+        for name in names[1:]:
             copy = event.weights[name]
             if copy.digest == first.digest:
                 tally.compared += 1
@@ -261,7 +266,7 @@ def _compare_copies(tally: Tally, trace: Trace, tie: Tie) -> None:
             tally.check(
                 False,
                 f"rank {event.rank} holds two copies of a tied tensor that differ: {name} is not "
-                f"{held[0]}",
+                f"{names[0]}",
                 step=step,
                 rank=event.rank,
                 tensor=name,
@@ -272,10 +277,10 @@ def _compare_copies(tally: Tally, trace: Trace, tie: Tie) -> None:
 
 def _tell_parted(tally: Tally, trace: Trace, tie: Tie) -> None:
     """Report that names of one tensor became two; whether that is right nobody declared."""
-    for event, step, held in _holders(trace, tie):
-        first = event.weights[held[0]]
-        apart = next((name for name in held if event.weights[name].digest != first.digest), "")
-        what = f"{held[0]} and {apart or held[1]} were one tensor when observe() was called, and"
+    for event, step, names in _holders(trace, tie):
+        first = event.weights[names[0]]
+        apart = next((name for name in names if event.weights[name].digest != first.digest), "")
+        what = f"{names[0]} and {apart or names[1]} were one tensor when observe() was called, and"
         if apart:
             when = missing.when(step)
             tally.miss(f"{what} differ {when} on rank {event.rank}: {_declare(tie)}")
@@ -326,7 +331,7 @@ def judge_state(invariant: Invariant, traces: Traces) -> Finding:
     if tally.observed:
         _compare_owners(tally, traces)
     stateless = {trace.scenario.optimizer for trace in traces} == {"sgd"}
-    why = "optimizer=sgd keeps no state" if stateless else "no optimizer state of two workers"
+    reason = "optimizer=sgd keeps no state" if stateless else "no optimizer state of two workers"
     if tally.observed and any(map(_is_spread, traces)):
         return tally.finding(
             nothing="each rank keeps the optimizer's state of parameters of its own, and no two "
@@ -336,10 +341,10 @@ def judge_state(invariant: Invariant, traces: Traces) -> Finding:
     return tally.finding(
         nothing=missing.told(
             tally,
-            trace=f"{why}, and no checkpoint was recorded: record, with an optimizer that has "
+            trace=f"{reason}, and no checkpoint was recorded: record, with an optimizer that has "
             "state, Update.optimizer on two ranks or more; or a Saved where a checkpoint is "
             "written, and a Start with resumed=True on every rank that loads it",
-            script=f"{why}: try the script with an optimizer that keeps some, such as momentum",
+            script=f"{reason}: try the script with an optimizer that keeps some, such as momentum",
         )
     )
 
@@ -378,7 +383,6 @@ def _is_in_one_place(trace: Trace) -> bool:
 
 
 def _is_spread(trace: Trace) -> bool:
-    """Return whether all ranks keep state, and each of other parameters."""
     return _are_spread(next((by_rank for _, by_rank in evidence.ranks_by_step(trace)), {}))
 
 
@@ -395,16 +399,16 @@ def _compare_owners(tally: Tally, runs: Traces) -> None:
     """
     if runs.base is None or not _is_spread(runs.base):
         return
-    made = evidence.updates(runs.base)
+    updates = evidence.updates(runs.base)
     first = min(
-        step for step, by_rank in made.items() if any(u.optimizer for u in by_rank.values())
+        step for step, by_rank in updates.items() if any(u.optimizer for u in by_rank.values())
     )
-    held = {name: one for u in made[first].values() for name, one in u.optimizer.items()}
+    states = {name: record for u in updates[first].values() for name, record in u.optimizer.items()}
     for model in runs.witnesses.get(ALONE, ()):
         alone = evidence.updates(model).get(first, {})
         due = evidence.any_rank(alone).optimizer if alone else {}
         bound = 2 * rounding_bounds.Bounds.of({}, model, runs.base).gradient
-        gaps = closeness.distances(due, held) if due.keys() == held.keys() else None
+        gaps = closeness.distances(due, states) if due.keys() == states.keys() else None
         if gaps and all(gap.distance <= bound * gap.size for gap in gaps.values()):
             tally.compared += len(gaps)
             tally.note(
@@ -414,7 +418,6 @@ def _compare_owners(tally: Tally, runs: Traces) -> None:
 
 
 def _is_the_server_s(trace: Trace) -> bool:
-    """Return whether the optimizer has state, and only the server keeps it."""
     return trace.scenario.optimizer != "sgd" and trace.traits.updates == "server"
 
 
@@ -441,9 +444,9 @@ def _compare_restored(tally: Tally, comparison: Comparison) -> None:
         resumed = [start for start in starts if start.resumed]
         silent = updates.get(saved.step, {}).keys() - {start.rank for start in starts}
         if not resumed or silent:
-            who = f" by {missing.named(silent)}" if resumed else ""
+            ranks = f" by {missing.named(silent)}" if resumed else ""
             tally.miss(
-                f"the checkpoint before step {saved.step} was never loaded{who}: record a Start "
+                f"the checkpoint before step {saved.step} was never loaded{ranks}: record a Start "
                 f"with resumed=True and step={saved.step} on every rank that loads it"
             )
         for start in resumed:

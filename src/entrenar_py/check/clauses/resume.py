@@ -89,19 +89,18 @@ def _resumed(trace: Trace) -> bool:
 
 
 def _was_stopped(trace: Trace) -> bool:
-    """Return whether a run was resumed, or is a command's run that should have been."""
     return _resumed(trace) or (trace.scenario.workload == "own" and bool(trace.scenario.stops))
 
 
 def _no_straight_run(tally: Tally, trace: Trace, runs: Traces) -> str:
     if tally.observed:
         return "the run without a stop, with which it would be compared, failed"
-    why = "no straight run of the same training to compare with: "
+    reason = "no straight run of the same training to compare with: "
     if not trace.scenario.stops:
         back_to = next(start.step for start in trace.of(Start) if start.resumed)
-        return f"{why}the run that resumed must say so by stops=({back_to},) in its scenario"
+        return f"{reason}the run that resumed must say so by stops=({back_to},) in its scenario"
     near = missing.nearest(tally, runs, RESUMED)
-    return f"{why}record one with stops=() in its scenario, and all else equal{near}"
+    return f"{reason}record one with stops=() in its scenario, and all else equal{near}"
 
 
 def _absent(traces: Sequence[Trace]) -> str:
@@ -113,7 +112,7 @@ def _absent(traces: Sequence[Trace]) -> str:
             return ""
         return (
             "the script loads its weights only once it has trained, and it began anew where it "
-            "was started again beside its checkpoint: no run goes on from one"
+            "was started again with its checkpoint there: no run goes on from one"
         )
     unreached = next((trace.traits.unreached for trace in traces if trace.traits.unreached), "")
     if stopped or "" in saves:
@@ -153,14 +152,14 @@ def _as_long(tally: Tally, straight: Trace, trace: Trace) -> Trace:
 
 def _ends_as_late(tally: Tally, straight: Trace, trace: Trace) -> None:
     """Check that a resumed run that ended by itself made as many steps as the `straight` one."""
-    made = max(evidence.updates(trace), default=-1) + 1
+    num_steps = max(evidence.updates(trace), default=-1) + 1
     due = max(evidence.updates(straight), default=-1) + 1
     if trace.end.status == "completed" and "ended" not in trace.environment:
         tally.check(
-            made >= due,
-            f"the resumed run ended by itself after {counted(made, 'step')}, and the one without "
-            f"stops after {due}: it counts more than were made",
-            step=made,
+            num_steps >= due,
+            f"the resumed run ended by itself after {counted(num_steps, 'step')}, and the one "
+            f"without stops after {due}: it counts more than were made",
+            step=num_steps,
             scenario=trace.scenario,
         )
 
@@ -177,10 +176,9 @@ def _same_rates(tally: Tally, straight: Trace, trace: Trace) -> None:
             for name, pair in closeness.rates_of(model, update).items():
                 due, got = pair
                 is_told = due != got and tally.would_keep(update.step)
-                whose = _rate_of(name, got, update.step, expected, trace) if is_told else ""
-                message = (
-                    f"the resumed run has another learning rate, {got:.6g} and not {due:.6g}{whose}"
-                )
+                source = _rate_of(name, got, update.step, expected, trace) if is_told else ""
+                rate = f"{got:.6g} and not {due:.6g}{source}"
+                message = f"the resumed run has another learning rate, {rate}"
                 tally.equal(*pair, message, tensor=name, **place)
 
 
@@ -241,10 +239,10 @@ def repeats(tally: Tally, straight: Trace, trace: Trace) -> bool:
 
     Both were launched by the same command, apart from {steps}.
     """
-    why = next(_differences(straight, trace), "")
-    if why:
-        tally.miss(f"{why}. So the stopped run can't be compared with the one without stops")
-    return not why
+    difference = next(_differences(straight, trace), "")
+    if difference:
+        tally.miss(f"{difference}. So the stopped run can't be compared with the one without stops")
+    return not difference
 
 
 def differed_before(straight: Trace, trace: Trace) -> bool:
@@ -263,7 +261,7 @@ def is_telling(trace: Trace) -> bool:
 
 
 def began_anew(trace: Trace) -> bool:
-    """Return whether each rank of a stopped run began again as at first, beside a checkpoint."""
+    """Return whether each rank of a stopped run began again as at first, ignoring a checkpoint."""
     return (
         bool(trace.traits.saved_after)
         and not is_telling(trace)
@@ -383,26 +381,26 @@ def _same(one: Tensors, other: Tensors) -> bool:
 
 
 def _tell_other_step(tally: Tally, straight: Trace, trace: Trace, start: Start, step: int) -> None:
-    made = step + 1
+    num_steps = step + 1
     message = f"rank {start.rank} resumed at step {start.step} with the weights after step {step}"
     last = max(evidence.updates(straight), default=-1)
     if max(evidence.updates(trace), default=-1) == last:
-        what = f"{message}: its count of steps is {start.step}, and {made} were made"
+        what = f"{message}: its count of steps is {start.step}, and {num_steps} were made"
         tally.check(False, what, **evidence.place(trace, start))
     else:
         tally.miss(
             f"{message}: say how many optimizer steps (not micro-batches, not epochs) were made "
-            f"before, observe(..., step={made})"
+            f"before, observe(..., step={num_steps})"
         )
 
 
 def judge_unresumed(tally: Tally, runs: Traces) -> None:
-    """Count a stopped run as broken whose script read its checkpoint and did not go on."""
+    """Count a stopped run as broken if its script read its checkpoint and did not go on."""
     for trace in runs:
-        if why := trace.environment.get("unresumed"):
+        if error := trace.environment.get("unresumed"):
             lives = Counter(start.rank for start in trace.of(Start))
             stop = trace.scenario.stops[max(lives.values(), default=1) - 1]
-            tally.check(False, why, step=stop, scenario=trace.scenario)
+            tally.check(False, error, step=stop, scenario=trace.scenario)
 
 
 def require_resumes(tally: Tally, trace: Trace) -> None:
@@ -446,18 +444,18 @@ def _tell_anew(
             )
             tally.check(False, message, **evidence.place(trace, start))
             return
-        why = f"after the stop before step {stop} the script began anew, with its initial weights"
+        what = f"after the stop before step {stop} the script began anew, with its initial weights"
         if is_enough:
-            tally.note(f"{why}: it had written no checkpoint by then")
+            tally.note(f"{what}: it had written no checkpoint by then")
             return
         if trace.traits.read_back and not _moves(trace, first):
-            why = (
+            what = (
                 f"the script read a checkpoint ({trace.traits.read_back}), and steps leave its "
                 "first weights as they are: at which step it goes on can't be told"
             )
-            tally.miss(why)
+            tally.miss(what)
             return
-        tally.miss(f"{why}: {_how_to_resume(trace)}")
+        tally.miss(f"{what}: {_how_to_resume(trace)}")
         return
     tally.miss(
         f"after the stop before step {stop} the script began at step {start.step}, with weights of "
@@ -467,7 +465,6 @@ def _tell_anew(
 
 
 def _moves(trace: Trace, first: Start) -> bool:
-    """Return whether each step of a rank's first life left other weights than it began with."""
     own = [e for e in first_life(trace) if isinstance(e, Update) and e.rank == first.rank]
     return bool(own) and not any(_same(update.weights, first.weights) for update in own)
 
@@ -493,10 +490,10 @@ def _how_to_resume(trace: Trace) -> str:
 
 def compare_first_steps(tally: Tally, straight: Trace, trace: Trace) -> None:
     """Compare the weights after each resume's first step, where nothing recorded explains them."""
-    expected, made = evidence.updates(straight), evidence.updates(trace)
+    expected, updates = evidence.updates(straight), evidence.updates(trace)
     for resume in resumes.resumes(trace):
         start = resume.start
-        model, update = (steps.get(start.step, {}).get(start.rank) for steps in (expected, made))
+        model, update = (steps.get(start.step, {}).get(start.rank) for steps in (expected, updates))
         if model is None or update is None or not _rests_on_the_same(resume, model, update):
             continue
         message = (
@@ -532,10 +529,10 @@ def _cause(resume: resumes.Resume, update: Update) -> str:
         "what the optimizer was made with (decay, momentum), or copies of the weights that it "
         "steps, were not restored"
     )
-    held = [resume.start.weights, update.weights, {} if first is None else first.weights]
-    known = [vectors for vectors in map(evidence.vectors, held) if vectors is not None]
+    states = [resume.start.weights, update.weights, {} if first is None else first.weights]
+    known = [vectors for vectors in map(evidence.vectors, states) if vectors is not None]
     sizes = [{name: vector.size for name, vector in vectors.items()} for vectors in known]
-    if len(known) < len(held) or any(other != sizes[0] for other in sizes):
+    if len(known) < len(states) or any(other != sizes[0] for other in sizes):
         return general
     was, came, begun = (step_sums.joined(vectors, vectors.keys()) for vectors in known)
     if not np.linalg.norm(came - begun) < np.linalg.norm(came - was):  # so for NaN, too

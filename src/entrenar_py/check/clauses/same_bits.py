@@ -24,7 +24,7 @@ from entrenar_py.shared.verdict import Counterexample, Finding, Tally
 
 _ROUNDED = "two runs agree within rounding, and not in their bits,"
 _ANY_ORDER = (
-    "whose kernels may add in any order: torch.use_deterministic_algorithms(True) has torch take "
+    "its kernels may add in any order: torch.use_deterministic_algorithms(True) has torch take "
     "others, or names the one that has none"
 )
 _ADVICE = (
@@ -143,7 +143,6 @@ def compare_worker_counts(tally: Tally, traces: Sequence[Trace]) -> None:
 
 
 def _training(scenario: Scenario) -> Scenario:
-    """Return `scenario` without what may differ between runs that must have the same bits."""
     changes: dict[str, Any] = {"faults": (), "stops": (), "repeat": 0, "detail": "digests"}
     return scenario.with_(world_size=1, **changes)
 
@@ -199,12 +198,12 @@ def _compare_update(
     for part in ("gradient", "weights", "optimizer", "buffers"):
         left, right = getattr(model, part), getattr(update, part)
         bare = [
-            not getattr(holder, part) and missing.is_unknown(whose, holder, part)
-            for whose, holder in zip(known, (model, update), strict=True)
+            not getattr(holder, part) and missing.is_unknown(source, holder, part)
+            for source, holder in zip(known, (model, update), strict=True)
         ]
         if any(bare) and (part == "weights" or not all(bare)):
-            who = "neither run" if all(bare) else "one run only"
-            why = f"{who} recorded the {part} of step {update.step}"
+            recording = "neither run" if all(bare) else "one run only"
+            why = f"{recording} recorded the {part} of step {update.step}"
             missing.ask(tally, why, facts.of_update(part))
             continue
         closeness.compare_exact(tally, left, right, f"{message} ({part})", **place)
@@ -326,23 +325,25 @@ def _require_departures(tally: Tally, trace: Trace, left: Sequence[Membership]) 
 
 def _tell_masks(tally: Tally, *, is_followed: bool) -> None:
     """Report differing masks: as a note if runs without dropout were compared, else as missing."""
-    why = "dropout draws other masks once a worker has left"
+    reason = "dropout draws other masks once a worker has left"
     if is_followed:
-        tally.note(f"{why}: losses were compared without dropout only")
+        tally.note(f"{reason}: losses were compared without dropout only")
     else:
-        tally.miss(f"{why}, so that losses differ: use dropout 0 in both runs")
+        tally.miss(f"{reason}, so that losses differ: use dropout 0 in both runs")
 
 
 def _no_calm_run(tally: Tally, trace: Trace, runs: Traces) -> str:
     if tally.observed:
         return "the undisturbed run, with which it would be compared, failed"
-    why = "no undisturbed run of the same training to compare with: "
+    reason = "no undisturbed run of the same training to compare with: "
     if not trace.scenario.faults:
         departure = _departures(trace)[0]
         fault = f"Fault(kind='leave', rank={departure.rank}, step={departure.step})"
-        return f"{why}the run that a worker left must say so by faults=({fault},) in its scenario"
+        return (
+            f"{reason}the run that a worker left must say so by faults=({fault},) in its scenario"
+        )
     near = missing.nearest(tally, runs, KILLED)
-    return f"{why}record one with faults=() in its scenario, and all else equal{near}"
+    return f"{reason}record one with faults=() in its scenario, and all else equal{near}"
 
 
 def _continues(tally: Tally, calm: Trace, trace: Trace, left: Sequence[Membership]) -> None:

@@ -171,7 +171,6 @@ def _begins_anew(
 
 
 def _trial(trace: Trace, rule: update_rule.Rule, update: Update, twice: Set[str]) -> bool:
-    """Return whether an update follows `rule`, which is moved on by it."""
     trial = Tally("", observed=True)
     return _moved(trial, trace, rule, update, twice) and trial.broken is None
 
@@ -181,9 +180,9 @@ def _lack(rule: update_rule.Rule | None, update: Update) -> tuple[str, facts.Fac
 
     None if only the norms are lacking, which `_clipping` reports.
     """
-    why = "made an update that can't be recomputed"
+    what = "made an update that can't be recomputed"
     if rule is None:
-        return why, facts.START_WITH_VALUES
+        return what, facts.START_WITH_VALUES
     parts = {
         "Start.weights": rule.weights,
         "Update.weights": update.weights,
@@ -192,16 +191,16 @@ def _lack(rule: update_rule.Rule | None, update: Update) -> tuple[str, facts.Fac
     bare = [name for name, tensors in parts.items() if evidence.vectors(tensors) is None]
     scenario = rule.scenario
     if bare:
-        return why, facts.values_of(" and ".join(bare))
+        return what, facts.values_of(" and ".join(bare))
     if scenario.clip_norm is not None and None in (update.grad_norm, update.applied_norm):
         return None
     if scenario.weight_decay and rule.decayed is None:
-        why += f" under weight_decay={scenario.weight_decay}"
-        return why, facts.DECAYED
+        what += f" under weight_decay={scenario.weight_decay}"
+        return what, facts.DECAYED
     if not rule.follows(update):
-        why += f", since {scenario.optimizer} has state,"
-        return why, facts.FROM_STEP_0
-    return why, facts.SAME_TENSORS
+        what += f", since {scenario.optimizer} has state,"
+        return what, facts.FROM_STEP_0
+    return what, facts.SAME_TENSORS
 
 
 def expected_rate(scenario: Scenario, step: int) -> float:
@@ -277,10 +276,10 @@ def _undeclared(tally: Tally, trace: Trace) -> None:
     if trace.scenario.workload != "own":
         return
     if (error := clipping.first(trace)) is not None:
-        step, why = error
+        step, explanation = error
         update = evidence.any_rank(evidence.updates(trace)[step])
         place = evidence.place(trace, update)
-        tally.check(False, why.words, tensor=why.tensor, **place)
+        tally.check(False, explanation.words, tensor=explanation.tensor, **place)
 
 
 def _moved(
@@ -353,7 +352,6 @@ def _absent(traces: Sequence[Trace]) -> str:
 
 
 def _may_have_moved(before: Tensors, after: Tensors, name: str) -> bool:
-    """Return whether a tensor changed, or may have changed unrecorded."""
     known = name in before and name in after
     return not known or before[name].digest != after[name].digest
 
@@ -364,7 +362,7 @@ def _may_have_moved(before: Tensors, after: Tensors, name: str) -> bool:
 #
 # Its closed form is unknown here. Its values are compared with those of the same steps in the same
 # run made again, and on one worker. A schedule that follows a metric must get the same on all
-# ranks. Runs on other numbers of workers whose metrics differ are compared up to there.
+# ranks. Runs on other numbers of workers are compared up to where their metrics differ.
 
 RATE_BOUND = 1e-6  # relative: the product of a few float64 numbers
 METRIC_BOUND = 1e-3  # relative: an evaluation of the same samples differs by rounding
@@ -426,10 +424,10 @@ def _compare_rates(tally: Tally, base: Trace, other: Trace, divided: float) -> N
     for step, by_rank in evidence.ranks_by_step(base):
         if step not in expected:
             continue
-        model, made = evidence.any_rank(expected[step]), evidence.any_rank(by_rank)
-        if not is_same and _follow_others(model, made):
+        model, update = evidence.any_rank(expected[step]), evidence.any_rank(by_rank)
+        if not is_same and _follow_others(model, update):
             return
-        due, got = model.learning_rate, made.learning_rate
+        due, got = model.learning_rate, update.learning_rate
         if not math.isclose(due, got * divided, rel_tol=RATE_BOUND):
             rates = _told((base.scenario, got), (other.scenario, due))
             tally.miss(
@@ -440,11 +438,10 @@ def _compare_rates(tally: Tally, base: Trace, other: Trace, divided: float) -> N
         tally.compared += 1
 
 
-def _follow_others(model: Update, made: Update) -> bool:
-    """Return whether two steps' schedules follow metrics that differ, as their weights may."""
-    if model.metric is None or made.metric is None:
+def _follow_others(model: Update, update: Update) -> bool:
+    if model.metric is None or update.metric is None:
         return False
-    return not math.isclose(model.metric, made.metric, rel_tol=METRIC_BOUND)
+    return not math.isclose(model.metric, update.metric, rel_tol=METRIC_BOUND)
 
 
 def _told(*rates: tuple[Scenario, float]) -> str:
@@ -504,7 +501,7 @@ def _decay(trace: Trace) -> Iterator[str]:
 
 
 def judge_doubled(tally: Tally, trace: Trace) -> Set[str]:
-    """Check that no tensor is stepped twice; return those that are, whose steps follow no rule.
+    """Check that no tensor is stepped twice; return those that are; their steps follow no rule.
 
     Two parameters of one memory may be right: plain SGD adds their gradients.
     """
@@ -518,14 +515,14 @@ def judge_doubled(tally: Tally, trace: Trace) -> Set[str]:
         groups = {group for event in noticed for group in event.shared if name in group}
         others = sorted({one for group in groups for one in group} & twice - {name})
         if not others:
-            why = "the optimizer's parameters have it twice"
+            cause = "the optimizer's parameters have it twice"
         elif plain:
             tally.note(f"{name} and {others[0]} are parameters of the same memory: SGD steps both")
             continue
         else:
-            why = f"{others[0]} is another parameter of the same memory"
+            cause = f"{others[0]} is another parameter of the same memory"
         place = evidence.place(trace, update)
-        message = f"{name} moves twice in each step: {why}"
+        message = f"{name} moves twice in each step: {cause}"
         tally.check(False, message, tensor=name, **place)
     return twice
 

@@ -42,7 +42,7 @@ def plan_classes(invariant: Invariant) -> list[Scenario]:
 
 
 def plan_copies(invariant: Invariant) -> list[Scenario]:
-    """Plan two epochs and a half of rows whose rarer class is repeated."""
+    """Plan two epochs and a half of rows with a repeated rarer class."""
     options = {"task": "classify", "oversample": True, "facts": ["samples"]}
     return [planned(num_steps=5, options=options)]
 
@@ -58,10 +58,10 @@ def compare_tokens(tally: Tally, trace: Trace) -> None:
     if not samples:
         return
     taught = trace.of(Taught)
-    for one in taught:
-        if one.sample in samples:
-            _learned(tally, trace, samples[one.sample], one)
-    seen = {one.sample for one in taught}
+    for lesson in taught:
+        if lesson.sample in samples:
+            _learned(tally, trace, samples[lesson.sample], lesson)
+    seen = {lesson.sample for lesson in taught}
     drawn = {i for shard in trace.of(Shard) for i in shard.ids}
     if unseen := drawn - seen:
         tally.miss(f"what the loss of samples {sorted(unseen)[:8]} depended on was not recorded")
@@ -89,12 +89,11 @@ def _as_stock(tally: Tally, trace: Trace, event: Encoded) -> None:
         tally.equal(event.completion, event.predicted, message, **place)
 
 
-def _first_apart(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Return the first position in which two sequences differ; None if they are equal."""
-    if tuple(one) == tuple(other):
+def _first_apart(tokens: Sequence[int], other: Sequence[int]) -> int | None:
+    if tuple(tokens) == tuple(other):
         return None
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (x, y) in pairs if x != y), min(len(one), len(other)))
+    pairs = enumerate(zip(tokens, other, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(tokens), len(other)))
 
 
 def _learned(tally: Tally, trace: Trace, sample: Encoded, event: Taught) -> None:
@@ -143,10 +142,10 @@ def compare_class_weights(tally: Tally, trace: Trace) -> None:
                 tally.close(total, shard.weight, allowed, message, **place)
 
 
-def _weights(counts: Mapping[int, int], asked: str) -> dict[int, float]:
+def _weights(counts: Mapping[int, int], kind: str) -> dict[int, float]:
     """Return the share of each class to the power asked for; their mean over samples is 1."""
     number = sum(counts.values())
-    raw = {label: (count / number) ** _POWERS[asked] for label, count in counts.items()}
+    raw = {label: (count / number) ** _POWERS[kind] for label, count in counts.items()}
     mean = sum(raw[label] * count for label, count in counts.items()) / number
     return {label: weight / mean for label, weight in raw.items()}
 

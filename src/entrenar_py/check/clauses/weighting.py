@@ -69,15 +69,15 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
     is_told = tally.observed and bool(tally.missing)
     if shared and not is_told and not (gradients and all(gradients)):
         advice = facts.values_of("Update.gradient in both runs").advice(observed=tally.observed)
-        why = (not gradients and parity.missing_model(tally, runs)) or advice
-        tally.miss(f"the gradient's weighting is unknown: {why}")
+        reason = (not gradients and parity.missing_model(tally, runs)) or advice
+        tally.miss(f"the gradient's weighting is unknown: {reason}")
     _left_in_alone(tally, runs)
-    why = "no loss with its weight was recorded"
-    return tally.finding(nothing=missing.nothing(tally, why, facts.LOSS_AND_WEIGHT))
+    reason = "no loss with its weight was recorded"
+    return tally.finding(nothing=missing.nothing(tally, reason, facts.LOSS_AND_WEIGHT))
 
 
 def _at_epochs_ends(tally: Tally, runs: Traces, trace: Trace) -> None:
-    """Check the gradients of a run whose epochs are short, with what a script does between them.
+    """Check the gradients of a run with short epochs, with what a script does between them.
 
     Whatever is open there is open in the longer runs, too.
     """
@@ -149,7 +149,7 @@ def _weighted_loss(tally: Tally, trace: Trace, relative: float, unknown: Collect
 def _changed_gradient(tally: Tally, *, is_one_workers: bool) -> None:
     """Note, or count as missing, what a script does to gradients between sum and optimizer.
 
-    If one worker, who adds up nothing, applies the same, their sum has the right weighting.
+    If one worker, which adds up nothing, applies the same, their sum has the right weighting.
     """
     if is_one_workers:
         tally.note(
@@ -252,7 +252,7 @@ def _is_rounded(tally: Tally, trace: Trace) -> bool:
 
 
 def _by_micro_batch(trace: Trace, update: Update) -> Tensors:
-    """Return the gradient without tensors of which ranks don't know each micro-batch's part."""
+    """Return the gradient without tensors if ranks don't know each micro-batch's part of them."""
     if not trace.traits.shared:
         return update.gradient
     return {n: t for n, t in update.gradient.items() if update.summed.get(n) != ()}
@@ -327,11 +327,11 @@ class _Divisions:
         if off and self._is_cut(update, by_rank, shards):
             self.tally.note(f"gradients are clipped element by element, at {self.limit:.3g}")
             off = set()
-        why = None
+        explanation = None
         if off:
-            off, why = self._explained(update, total, mean, divisor, off)
-        if off and self._is_open(why, update):
-            if why is None:
+            off, explanation = self._explained(update, total, mean, divisor, off)
+        if off and self._is_open(explanation, update):
+            if explanation is None:
                 is_plain = _has_one_part(shards) or self._is_scaled(total, mean)
                 earlier = accumulation.is_kept(self.trace, update, total, mean, self.bound)
                 self.changed.append(is_plain and not earlier)
@@ -340,8 +340,8 @@ class _Divisions:
             message = (
                 f"the averaged gradient of {name} is not the sum of the shards' gradients divided "
                 "by the number that the other tensors were divided by"
-                if why is None
-                else f"the applied gradient of {name} {why.words}"
+                if explanation is None
+                else f"the applied gradient of {name} {explanation.words}"
             )
             self.tally.check(name not in off, message, tensor=name, **place)
         is_mixed = not off and not loss_terms.are_one_mean(shards)  # else shares of a penalty
@@ -375,7 +375,6 @@ class _Divisions:
     def _is_cut(
         self, update: Update, by_rank: Mapping[int, Update], shards: Sequence[Shard]
     ) -> bool:
-        """Return whether clipping of each element explains a step's gradient."""
         total = step_sums.total(by_rank, shards, evidence.elements)
         mean = evidence.elements(update.gradient)
         if self.limit is None or total is None or mean is None:
@@ -396,11 +395,11 @@ class _Divisions:
         Elements that may be clipped are left out if the gradient has no explanation otherwise.
         """
         step = accumulation.Applied(self.trace, update, total, mean, divisor, off, self.bound)
-        if (why := explanations.first(accumulation.LIST, step)) is not None:
-            return off, why
+        if (explanation := explanations.first(accumulation.LIST, step)) is not None:
+            return off, explanation
         for each in step.by_other_divisors():
-            if (why := explanations.first(accumulation.LEFT_IN, each)) is not None:
-                return each.off, why
+            if (explanation := explanations.first(accumulation.LEFT_IN, each)) is not None:
+                return each.off, explanation
         if not self.limit:
             return off, None
         total, mean = clipping.uncut_elements(total, mean, self.limit)
@@ -409,29 +408,29 @@ class _Divisions:
         size = math.sqrt(sum(float(np.square(v, dtype=np.float64).sum()) for v in mean.values()))
         still = step_sums.off(total, mean, free, self.bound * abs(free) * size)
         step = accumulation.Applied(self.trace, update, total, mean, free, still, self.bound)
-        why = accumulation.own_factor(step) if still else None
-        return (off, None) if why is None else (still, why)
+        explanation = accumulation.own_factor(step) if still else None
+        return (off, None) if explanation is None else (still, explanation)
 
     def _is_scaled(self, total: step_sums.Vectors, mean: step_sums.Vectors) -> bool:
-        """Return whether each tensor's gradient is its sum, shorter or longer."""
         moved = [name for name in mean if mean[name].any() or total[name].any()]
         factors_of = [factors.ratio(total[name], mean[name], self.bound) for name in moved]
         return all(factor is not None and factor > 0 for factor in factors_of)
 
-    def _is_open(self, why: Explanation | None, update: Update) -> bool:
+    def _is_open(self, explanation: Explanation | None, update: Update) -> bool:
         """Return whether a user's script may have changed the gradient on purpose.
 
         A gradient that was reported by `obs.reduced()` is that of the whole batch, so it may not.
         """
         declared = self.trace.scenario.workload != "own" or update.grad_norm is not None
-        if why is not None and not why.is_wrong:
-            self.tally.miss(f"the gradient that the optimizer gets {why.words}: {why.advice}")
+        if explanation is not None and not explanation.is_wrong:
+            self.tally.miss(
+                f"the gradient that the optimizer gets {explanation.words}: {explanation.advice}"
+            )
             return True
-        return why is None and not declared
+        return explanation is None and not declared
 
 
 def _has_one_part(shards: Sequence[Shard]) -> bool:
-    """Return whether no rank adds up micro-batches."""
     return len({shard.rank for shard in shards}) == len(shards)
 
 
@@ -497,13 +496,13 @@ def judge_factors(tally: Tally, trace: Trace) -> None:
     counted: dict[int, Sequence[Shard]] = {}
     shards = evidence.shards(trace)
     for step, by_rank in evidence.ranks_by_step(trace):
-        told = _told(by_rank, shards.get(step, ()))
-        if told is None:
+        counting = _told(by_rank, shards.get(step, ()))
+        if counting is None:
             continue
-        _shares(tally, trace, told)
-        factor = _factor(trace, by_rank, told) if step_sums.are_apart(told) else None
+        _shares(tally, trace, counting)
+        factor = _factor(trace, by_rank, counting) if step_sums.are_apart(counting) else None
         if factor is not None:
-            common[step], counted[step] = factor, told
+            common[step], counted[step] = factor, counting
     _common(tally, trace, common)
     _alike(tally, trace, common, counted)
 
@@ -520,11 +519,11 @@ def _told(by_rank: Mapping[int, Update], shards: Sequence[Shard]) -> list[Shard]
     return counted if known and counted else None
 
 
-def _shares(tally: Tally, trace: Trace, told: Sequence[Shard]) -> None:
+def _shares(tally: Tally, trace: Trace, counting: Sequence[Shard]) -> None:
     """Check that all micro-batches of a step count as much as their samples (or tokens)."""
-    weight = sum(shard.weight for shard in told)
-    slope = sum(shard.slope or 0.0 for shard in told)
-    for shard in told:
+    weight = sum(shard.weight for shard in counting)
+    slope = sum(shard.slope or 0.0 for shard in counting)
+    for shard in counting:
         due, got = shard.weight / weight, (shard.slope or 0.0) / slope
         tally.check(
             abs(got - due) <= BOUND * due,
@@ -536,18 +535,18 @@ def _shares(tally: Tally, trace: Trace, told: Sequence[Shard]) -> None:
         )
 
 
-def _factor(trace: Trace, by_rank: Mapping[int, Update], told: Sequence[Shard]) -> float | None:
+def _factor(trace: Trace, by_rank: Mapping[int, Update], counting: Sequence[Shard]) -> float | None:
     """Return how many times the gradient of the step's mean loss was applied; None if unknown."""
     update = evidence.any_rank(by_rank)
     applied = evidence.vectors(update.gradient)
-    total = step_sums.total(by_rank, told)
+    total = step_sums.total(by_rank, counting)
     if applied is None or total is None or applied.keys() != total.keys():
         return None
     names = sorted(applied)
     ratio = factors.ratio(step_sums.joined(total, names), step_sums.joined(applied, names), BOUND)
     if ratio is None or ratio <= 0:
         return None
-    return ratio * sum(shard.slope or 0.0 for shard in told)
+    return ratio * sum(shard.slope or 0.0 for shard in counting)
 
 
 def _alike(
@@ -600,7 +599,6 @@ def _usual(factor_of: Mapping[int, float]) -> int | None:
 
 
 def _sizes(shards: Sequence[Shard]) -> tuple[float, float]:
-    """Return the number of micro-batches, and the samples or tokens in them."""
     return len(shards), sum(shard.weight for shard in shards)
 
 

@@ -27,7 +27,7 @@ REFUSAL = "ProtocolError"
 
 
 def plan_exchanges(invariant: Invariant) -> list[Scenario]:
-    """Plan three seeds, each of which cuts messages into other pieces and damages other bits."""
+    """Plan three seeds: each cuts messages into other pieces, and damages other bits."""
     return [probe("wire", seed=seed) for seed in range(3)]
 
 
@@ -69,10 +69,10 @@ def compare_memory(tally: Tally, trace: Trace) -> None:
 
 def compare_admission(tally: Tally, trace: Trace) -> None:
     """Check that entitled connections, and no others, are accepted."""
-    for asked in trace.of(Admission):
-        was = "was let in" if asked.let_in else "was turned away"
-        place = {"tensor": asked.case, "scenario": trace.scenario}
-        tally.equal(asked.entitled, asked.let_in, f"{asked.case}: {was}", **place)
+    for admission in trace.of(Admission):
+        was = "was let in" if admission.let_in else "was turned away"
+        place = {"tensor": admission.case, "scenario": trace.scenario}
+        tally.equal(admission.entitled, admission.let_in, f"{admission.case}: {was}", **place)
 
 
 # --- faults of workers and messages ---------------------------------------------------------------

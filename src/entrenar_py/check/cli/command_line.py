@@ -1,7 +1,7 @@
 """The command line of `entrenar-check` as data: its options, and which of them go together.
 
-Imports nothing heavy, so that `--help` is instant. The keys of a project's configuration, whose
-values apply where the command line gives none, are parsed by these options too.
+Imports nothing heavy, so that `--help` is instant. The keys of a project's configuration
+apply where the command line gives no value. These options parse them, too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ exit codes:
 examples:
   entrenar-check --contract distributed-training-v1.yaml
   entrenar-check --contract distributed-training-v1.yaml --only F-DP-005 --examples 500
-  entrenar-check --contract my-contract.yaml --validate --strict --rule SCHEMA-009=off
+  entrenar-check --contract my-contract.yaml --validate --strict --suppress SCHEMA-009
   entrenar-check -- torchrun --nproc_per_node=2 my_train.py
   entrenar-check init -- torchrun --nproc_per_node=2 my_train.py
   entrenar-check
@@ -126,8 +126,8 @@ def _add_runs(group: argparse._ActionsContainer) -> None:
     add("--examples N", examples, type=arguments.natural, default=20)
     add("--timeout S", "start no new run after S seconds", type=arguments.seconds)
     auto = (
-        "observe a command whose script doesn't call observe(); without {steps} or {epochs} in the "
-        "command, each run ends after --steps optimizer steps"
+        "observe a command, though its script doesn't call observe(); without {steps} or {epochs} "
+        "in the command, each run ends after --steps optimizer steps"
     )
     add("--auto", auto)
     deadline = "end each run of a command after S seconds (default 300)"
@@ -160,16 +160,8 @@ def _add_modes(group: argparse._ArgumentGroup) -> None:
     _add(modes, "--replay FILE", "run a saved counterexample of --contract", type=Path)
     _add(modes, "--mutants", "plant every known bug and print the clauses that kill it")
     _add(group, "--strict", "treat the contract's warnings as errors")
-    levels = (
-        "the level of a rule in --validate (docs/contract-rules.md): off, info, warning, error; "
-        "may be given again"
-    )
-    _add(group, "--rule ID=LEVEL", levels, action="append", default=())
-    aside = (
-        "suppress findings of --validate: 'RULE [in ITEM or FILE] until YYYY-MM-DD: REASON'; may "
-        "be given again"
-    )
-    _add(group, "--suppress TEXT", aside, action="append", default=())
+    aside = "rules of --validate (docs/contract-rules.md) that don't count"
+    _add(group, "--suppress RULE[,RULE]", aside, type=arguments.words, default=())
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
@@ -248,11 +240,10 @@ def _stem(contract: str) -> str:
 
 # Only with a user's command behind --.
 COMMANDED = ("steps", "epochs", "deadline", "auto", "in_place", "launcher")
-_RULES = ("rule", "suppress")  # only with --validate
 # Option that has an effect only in one mode -> description of that mode.
-_ALONE = {
+ALONE = {
     **dict.fromkeys(COMMANDED, "a command behind --"),
-    **dict.fromkeys(_RULES, "--validate"),
+    "suppress": "--validate",
 }
 
 _CONTRACT = ("contract", "bind", "strict", "no_color")
@@ -262,10 +253,10 @@ _REPORT = (*FILES, "github", "allow_inconclusive", "quiet", "verbose")
 _VARIATION = ("system", "world_size", "backend", "seed")
 
 # Mode, which replaces the search for counterexamples -> its options; all others are refused.
-# Without a mode every option is allowed but those in _ALONE.
+# Without a mode every option is allowed but those in ALONE.
 MODES: dict[str, tuple[str, ...]] = {
     "list": (*_CONTRACT, *_CONFIGURED, *_SELECTION),
-    "validate": (*_CONTRACT, "json", "sarif", "github", *_CONFIGURED, *_RULES),
+    "validate": (*_CONTRACT, "json", "sarif", "github", *_CONFIGURED, "suppress"),
     "suggest": (*_CONTRACT, *_CONFIGURED),
     "judge": (*_CONTRACT, *_CONFIGURED, *_SELECTION, *_VARIATION, *_REPORT),
     "replay": (*_CONTRACT, "trace_dir", *_CONFIGURED, *_REPORT),
@@ -287,11 +278,11 @@ def require_compatible(options: argparse.Namespace, *, mode: str = "") -> None:
         if name not in options.typed:
             continue
         if options.mode is None:
-            if name in _ALONE:
-                raise UsageError(f"{option} has an effect only with {_ALONE[name]}; leave it out")
+            if name in ALONE:
+                raise UsageError(f"{option} has an effect only with {ALONE[name]}; leave it out")
         elif name not in (options.mode, *MODES[options.mode]):
-            beside = mode or _described(options.mode)
-            raise UsageError(f"{option} has no effect with {beside}; leave it out")
+            other = mode or _described(options.mode)
+            raise UsageError(f"{option} has no effect with {other}; leave it out")
     if options.command and options.mode != "command":
         raise UsageError(f"a command behind -- has no effect with --{options.mode}; leave it out")
 

@@ -40,18 +40,18 @@ def require_possible(options: argparse.Namespace) -> None:
 
 
 def parents(options: argparse.Namespace) -> Parents:
-    """Return what forks a command's processes, which begins to import torch beside this process."""
+    """Return what forks a command's processes, which begins to import torch at once."""
     if options.mode != "command" or options.launcher == "as-is":
         return Parents(None)
     command = commands.of(options.command).command
     folder = options.command_folder or Path.cwd()
-    made = Parents(commands.script(command, folder)[1])
+    parents_of_forks = Parents(commands.script(command, folder)[1])
     observing = Settings().variables() if options.auto else {}
     for size in options.world_size[:1] or (2,):
         words = [word.replace("{world_size}", str(size)) for word in command]
         environment = {**commands.usual_variables(words), **os.environ, **observing}
-        made.prepare(words, environment, folder)
-    return made
+        parents_of_forks.prepare(words, environment, folder)
+    return parents_of_forks
 
 
 def require_ids(options: argparse.Namespace, contracts: Sequence[Contract]) -> dict[str, None]:
@@ -85,3 +85,8 @@ def each_contract(options: argparse.Namespace) -> list[argparse.Namespace]:
     for own in calls:
         own.bind = bindings.for_contract(options.bind, own.contract, options.contract)
     return calls
+
+
+def names_no_contract(options: argparse.Namespace) -> bool:
+    """Return whether a command is checked by the contracts that are for any script."""
+    return "contract" not in (*options.typed, *options.used)

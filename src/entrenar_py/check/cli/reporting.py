@@ -9,20 +9,25 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from entrenar_py.check.cli.command_line import FILES
 from entrenar_py.check.contract import Contract, Position
-from entrenar_py.check.harness import falsify
-from entrenar_py.check.harness.judgement import Listener, ignore
+from entrenar_py.check.harness.judgement import Listener, Progress, ignore
 from entrenar_py.check.project import configuration
-from entrenar_py.check.reports import curves, github, html, json_format, junit, sarif, terminal
+from entrenar_py.check.reports import terminal
 from entrenar_py.check.reports.report import Configuration, Entry, NotApplying, Report
 from entrenar_py.check.reports.report import ending as end
 from entrenar_py.shared.page import arguments
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.shared.verdict import Verdict, inconclusive
+
+if TYPE_CHECKING:
+    from entrenar_py.check.reports.html import Curves
+
+CHECKOUT = "GITHUB_WORKSPACE"  # a variable of GitHub's runners: the folder of the checkout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +41,7 @@ class Work:
     verdicts are shown as they come, since runs take long.
     """
 
-    entries: Callable[[falsify.Progress, Listener], Iterable[Entry]]
+    entries: Callable[[Progress, Listener], Iterable[Entry]]
     environment: Callable[[], Mapping[str, Any]]
     system: str
     seed: int
@@ -144,11 +149,11 @@ def _finished(job: Job, begun: Report, output: Console, *, rows: bool) -> Report
     entries: dict[str, Entry] = {}  # by id
     unapplied: dict[str, NotApplying] = {}  # by id: the runs showed that the clause doesn't apply
     interrupted = False
-    seen = curves.Curves()
+    seen = _curves(job.options)
     shown = terminal.Rows(output, standing.selected) if rows else None
     with terminal.Progress(output) as progress:
         try:
-            for entry in work.entries(progress.show, seen.see if job.options.html else ignore):
+            for entry in work.entries(progress.show, seen.see if seen else ignore):
                 # One by one: an interrupt keeps what is known so far.
                 if shown is not None:
                     shown.show(entry)
@@ -172,7 +177,7 @@ def _finished(job: Job, begun: Report, output: Console, *, rows: bool) -> Report
         places=work.places(),
         elapsed_s=time.monotonic() - started,
         interrupted=interrupted,
-        curves=seen.found,
+        curves=seen.found if seen else (),
     )
 
 
@@ -196,13 +201,13 @@ def _named(entry: Entry) -> Entry:
 def _noted(entry: Entry, standing: configuration.Standing) -> Entry:
     """Return `entry` with notes on its clause added, and whether its falsification is accepted."""
     binding = entry.invariant.binding
-    told = [f"its binding: {one}" for one in (binding.departures if binding else ())]
+    notes = [f"its binding: {one}" for one in (binding.departures if binding else ())]
     if (note := standing.notes.get(entry.invariant.id)) is not None:
-        told.append(note)
+        notes.append(note)
     accepted = standing.accepted.get(entry.invariant.id, entry.accepted)
     if accepted and entry.verdict is Verdict.HELD:
-        told.append(f"it held, so that it need not be accepted: {accepted}")
-    finding = replace(entry.finding, notes=(*entry.finding.notes, *told))
+        notes.append(f"it held, so that it need not be accepted: {accepted}")
+    finding = replace(entry.finding, notes=(*entry.finding.notes, *notes))
     return replace(entry, finding=finding, accepted=accepted)
 
 
@@ -224,7 +229,21 @@ def _configuration(options: argparse.Namespace) -> Configuration | None:
     )
 
 
+def _curves(options: argparse.Namespace) -> Curves | None:
+    """Return what keeps the curves of judged runs, None if no format draws them."""
+    if options.html is None:
+        return None
+    from entrenar_py.check.reports.html import Curves
+
+    return Curves()
+
+
 def _write(report: Report, options: argparse.Namespace, output: Console) -> None:
+    """Write what was requested. Formats are imported here: most calls print to a terminal alone."""
+    if not options.github and all(getattr(options, name) is None for name in FILES):
+        return
+    from entrenar_py.check.reports import github, html, json_format, junit, sarif
+
     allowed: bool = options.allow_inconclusive
     root = checkout(options)
     write_files(
@@ -247,12 +266,14 @@ def require_writable(options: argparse.Namespace, formats: Iterable[str]) -> Non
         if getattr(options, name) is not None:
             arguments.require_writable(getattr(options, name), name)
     if options.github:
+        from entrenar_py.check.reports import github
+
         github.summary_path(os.environ)
 
 
 def checkout(options: argparse.Namespace) -> Path:
     """Return the folder to which paths in reports are relative."""
-    return Path((options.github and os.environ.get(github.CHECKOUT)) or Path.cwd())
+    return Path((options.github and os.environ.get(CHECKOUT)) or Path.cwd())
 
 
 def write_files(
@@ -267,6 +288,8 @@ def write_files(
 
 def tell_github(annotations: Iterable[str], summary: str, output: Console) -> None:
     """Print `annotations`, and append `summary` to the summary of the workflow's step."""
+    from entrenar_py.check.reports import github
+
     for line in annotations:
         output.print(line, markup=False, soft_wrap=True, no_wrap=True)
     github.append(summary, github.summary_path(os.environ))

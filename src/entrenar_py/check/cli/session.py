@@ -9,32 +9,32 @@ import argparse
 import os
 import shlex
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
-from entrenar_py import compute as backends
 from entrenar_py.check import clauses as checks
-from entrenar_py.check import contract, kill_matrix
-from entrenar_py.check.cli import commanded, early, reporting, validation
+from entrenar_py.check import contract
+from entrenar_py.check.cli import early, reporting
 from entrenar_py.check.cli.command_line import FILES, PROG
 from entrenar_py.check.cli.reporting import Work
-from entrenar_py.check.command import launch, placeholders, runs
-from entrenar_py.check.contract import Contract, Invariant, records, suggestions
-from entrenar_py.check.harness import counterexamples, falsify, judgement, plan
+from entrenar_py.check.contract import Contract, records
+from entrenar_py.check.harness import counterexamples, judgement, plan
 from entrenar_py.check.project import commands, configuration
 from entrenar_py.check.reports import evidence
 from entrenar_py.check.reports.report import EXIT_NOTHING_SELECTED
-from entrenar_py.shared import shipped
+from entrenar_py.shared import mutants, shipped
 from entrenar_py.shared.errors import BackendUnavailable, ContractError, UsageError
 from entrenar_py.shared.page import arguments, console
+from entrenar_py.shared.scenario import OBSERVED
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.shared.wording import counted
 
-# The names that contracts may use, without the planted bugs, whose names take an import of torch.
-_LIGHT = contract.Vocabulary(checks=checks.terms(), mutants=lambda: None)
+Maker = Callable[[argparse.Namespace, configuration.Standing], Work]
+
 _WARNINGS_MAX = 5  # of a contract, printed by a run; --validate prints all
 
 
@@ -45,9 +45,13 @@ def prepare(options: argparse.Namespace, arguments: Sequence[str]) -> Callable[[
     """
     output = console.standard_output(color=not options.no_color)
     if options.mode == "mutants":
+        from entrenar_py.check import kill_matrix
+
         return partial(kill_matrix.show, output)
     called = _called(options, arguments)
     if options.mode == "validate":
+        from entrenar_py.check.cli import validation
+
         return validation.prepare(
             options,
             {shipped.contract_path(own.contract): own.bind for own in early.each_contract(options)},
@@ -61,12 +65,12 @@ def prepare(options: argparse.Namespace, arguments: Sequence[str]) -> Callable[[
         return lambda: max([_suggested(loaded) for _, loaded in chosen])
     if options.mode == "list":
         return lambda: max([_list(_standing(own, loaded), output) for own, loaded in chosen])
-    shared = commanded.Shared()
-    jobs = [_prepared(own, loaded, shared) for own, loaded in chosen]
-    is_free = not (options.only or options.severity) and commanded.names_no_contract(options)
-    if options.mode == "command" and is_free:
-        jobs.append(_of_language(options, shared, trace_dir=jobs[0].options.trace_dir))
-    return partial(reporting.run_all, jobs, called, output, runs=shared.stack)
+    if options.mode == "command":
+        jobs, stack = _of_command(options, chosen)
+    else:
+        jobs = [_prepared(own, loaded, _work(own, loaded)) for own, loaded in chosen]
+        stack = ExitStack()
+    return partial(reporting.run_all, jobs, called, output, runs=stack)
 
 
 def _look(options: argparse.Namespace) -> None:
@@ -74,6 +78,8 @@ def _look(options: argparse.Namespace) -> None:
     if options.mode in (None, "judge"):
         _plan(options)
     elif options.mode == "command":
+        from entrenar_py.check.command import launch, placeholders
+
         _fill_in_workers(options)
         launch.require_program(options.command[0], options.command_folder)
         placeholders.require_known(options.command)
@@ -107,37 +113,47 @@ def _standing(options: argparse.Namespace, loaded: Contract) -> configuration.St
         selected,
         options.project.exclusions if options.project and options.mode != "replay" else (),
         options.project.acceptances if options.project else (),
-        asked=options.only if "only" in options.typed else (),
+        named=options.only if "only" in options.typed else (),
     )
 
 
-def _prepared(
-    options: argparse.Namespace, loaded: Contract, shared: commanded.Shared
-) -> reporting.Job:
-    """Return the job for one contract; `shared` are a command's runs for all of them."""
+def _prepared(options: argparse.Namespace, loaded: Contract, make: Maker) -> reporting.Job:
+    """Return the job for one contract, on the work that `make` returns."""
     standing = _standing(options, loaded)
     reporting.require_writable(options, FILES)
-    if options.mode == "replay":
-        work = _replaying(options, loaded)
-    elif options.mode == "judge":
-        work = _judging(options, standing)
-    elif options.mode == "command":
-        work = commanded.work(options, standing, shared)
-    else:
-        work = _falsifying(options, standing.selected)
+    work = make(options, standing)
     _make_trace_folder(options.trace_dir)
     return reporting.Job(options=options, contract=loaded, work=work, standing=standing)
 
 
-def _of_language(
-    options: argparse.Namespace, shared: commanded.Shared, *, trace_dir: Path | None
-) -> reporting.Job:
-    """Return the job that looks at what a language model learns, in the runs of other contracts."""
-    wider = argparse.Namespace(**vars(options))
-    wider.contract = (*options.contract, shipped.OF_LANGUAGE)
-    own = early.each_contract(wider)[-1]
-    own.trace_dir, own.only, own.exclude = trace_dir, shipped.NEVER_MEANT, ()
-    return replace(_prepared(own, _load(own), shared), is_aside=True)
+def _work(options: argparse.Namespace, loaded: Contract) -> Maker:
+    """Return what makes the work of a call without a command."""
+    if options.mode == "replay":
+        return partial(_replaying, loaded)
+    return _judging if options.mode == "judge" else _falsifying
+
+
+def _of_command(
+    options: argparse.Namespace, chosen: Sequence[tuple[argparse.Namespace, Contract]]
+) -> tuple[list[reporting.Job], ExitStack]:
+    """Return the jobs on a command, which share its runs, and what closes these.
+
+    Where no contract was named, the last job looks at what a language model learns, in the runs of
+    the others.
+    """
+    from entrenar_py.check.cli import command_work
+
+    shared = command_work.Shared()
+    make = partial(command_work.work, shared)
+    jobs = [_prepared(own, loaded, make) for own, loaded in chosen]
+    if not (options.only or options.severity) and early.names_no_contract(options):
+        wider = argparse.Namespace(**vars(options))
+        wider.contract = (*options.contract, shipped.OF_LANGUAGE)
+        own = early.each_contract(wider)[-1]
+        trace_dir = jobs[0].options.trace_dir
+        own.trace_dir, own.only, own.exclude = trace_dir, shipped.NEVER_MEANT, ()
+        jobs.append(replace(_prepared(own, _load(own), make), is_aside=True))
+    return jobs, shared.stack
 
 
 def _loaded(options: argparse.Namespace) -> list[tuple[argparse.Namespace, Contract]]:
@@ -182,10 +198,7 @@ def _chosen(
 
 def _load(options: argparse.Namespace) -> Contract:
     path = shipped.contract_path(options.contract)
-    # The names in a shipped contract need no check here: loading all planted bugs takes longer than
-    # importing torch. --validate and --mutants check them.
-    known = _LIGHT if path in shipped.shipped_contracts() and not options.bind else vocabulary()
-    loaded = contract.load(path, vocabulary=known, strict=options.strict, bind=options.bind)
+    loaded = contract.load(path, vocabulary=vocabulary(), strict=options.strict, bind=options.bind)
     for line in _told(loaded):
         printing.warn(line)
     return loaded
@@ -212,13 +225,15 @@ def vocabulary() -> contract.Vocabulary:
 def _planted_bugs() -> Collection[str] | None:
     """Return the mutants that a clause may name; None if the planted bugs are not installed."""
     try:
-        return kill_matrix.planted_bugs()
+        return mutants.names()
     except UsageError:
         return None
 
 
 def _suggested(loaded: Contract) -> int:
     """Print draft bindings for clauses without a check, for a person to correct."""
+    from entrenar_py.check.contract import suggestions
+
     printing.say_lines(suggestions.draft(loaded, checks.terms()).rstrip("\n"))
     return 0
 
@@ -275,9 +290,11 @@ def _saved_folder(options: argparse.Namespace) -> Path:
     return Path(os.path.relpath(options.project.folder / counterexamples.FOLDER))
 
 
-def _falsifying(options: argparse.Namespace, selected: Sequence[Invariant]) -> Work:
+def _falsifying(options: argparse.Namespace, standing: configuration.Standing) -> Work:
+    from entrenar_py.check.harness import falsify
+
     search_plan = _plan(options)
-    tasks, not_applying = plan.divide(selected, search_plan)
+    tasks, not_applying = plan.divide(standing.selected, search_plan)
     return Work(
         entries=lambda show, judged: falsify.falsify(
             tasks, search_plan, on_progress=show, on_judged=judged, stop_early=options.stop_early
@@ -291,7 +308,11 @@ def _falsifying(options: argparse.Namespace, selected: Sequence[Invariant]) -> W
     )
 
 
-def _replaying(options: argparse.Namespace, loaded: Contract) -> Work:
+def _replaying(
+    loaded: Contract, options: argparse.Namespace, standing: configuration.Standing
+) -> Work:
+    from entrenar_py.check.harness import falsify
+
     saved = counterexamples.load(options.replay)
     plan.require_known(saved.scenario, f"replay file {options.replay}")
     invariant = plan.select(loaded, only=(saved.invariant,))[0]
@@ -308,8 +329,12 @@ def _replaying(options: argparse.Namespace, loaded: Contract) -> Work:
 
 def _judging(options: argparse.Namespace, standing: configuration.Standing) -> Work:
     traces = judgement.load_stored(options.judge)
-    if kept := runs.stored(traces):
-        return commanded.stored_work(options, standing, kept)
+    if any(trace.scenario.system == OBSERVED for trace in traces.values()):
+        from entrenar_py.check.cli import command_work
+        from entrenar_py.check.command import runs
+
+        if kept := runs.stored(traces):
+            return command_work.stored_work(options, standing, kept)
     tasks, not_applying = plan.divide(standing.selected, replace(_plan(options), is_run=False))
     return Work(
         entries=lambda show, judged: judgement.judge_stored(tasks, traces, on_judged=judged),
@@ -324,6 +349,7 @@ def _judging(options: argparse.Namespace, standing: configuration.Standing) -> W
 
 def _environment() -> dict[str, str]:
     """Return versions, and the devices of this machine that can be used."""
+    from entrenar_py import compute as backends
     from entrenar_py.shared import process
 
     described = process.environment()

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from entrenar_py.check.cli import reporting
 from entrenar_py.check.contract import Invariant, Vocabulary, validation
-from entrenar_py.check.contract.validation import Policy, Validation
+from entrenar_py.check.contract.validation import Validation
 from entrenar_py.check.harness import plan
 from entrenar_py.check.reports import validation as report
 from entrenar_py.shared.errors import UsageError
@@ -30,34 +30,23 @@ def prepare(
     """Return the job of the validation. Its exit code is 0 if all contracts are valid, else 2.
 
     `contracts` are paths, each with its files of bindings. Raises UsageError for unknown rules,
-    levels and suppressions, and files that can't be written.
+    and for files that can't be written.
     """
-    wish = policy(options)
+    validation.require_suppressible(options.suppress)
     reporting.require_writable(options, FILES)
 
     def job() -> int:
-        found = validation.validate(contracts, wish, vocabulary=vocabulary, unrunnable=_unrunnable)
-        _tell(found, options, command, output)
-        return report.exit_code(found)
+        result = validation.validate(
+            contracts,
+            vocabulary=vocabulary,
+            suppressed=options.suppress,
+            strict=options.strict,
+            unrunnable=_unrunnable,
+        )
+        _tell(result, options, command, output)
+        return report.exit_code(result)
 
     return job
-
-
-def policy(options: argparse.Namespace) -> Policy:
-    """Return the policy of configuration and command line; raises UsageError for wrong options.
-
-    A typed level overrides the configuration's. Suppressions of both apply.
-    """
-    project = options.project
-    rules = {} if project is None else dict(project.levels)
-    for text in options.rule:
-        rule, equals, level = text.partition("=")
-        if not equals:
-            raise UsageError(f"--rule {text!r}: write ID=LEVEL, such as SCHEMA-009=off")
-        rules[rule.strip()] = level
-    aside = [] if project is None else [*project.suppressions]
-    aside += [validation.parse(text) for text in options.suppress]
-    return validation.policy(rules=rules, suppressed=aside, strict=options.strict)
 
 
 def _unrunnable(clause: Invariant) -> str:
@@ -69,19 +58,19 @@ def _unrunnable(clause: Invariant) -> str:
     return ""
 
 
-def _tell(found: Validation, options: argparse.Namespace, command: str, output: Console) -> None:
-    for line in report.lines(found):
+def _tell(result: Validation, options: argparse.Namespace, command: str, output: Console) -> None:
+    for line in report.lines(result):
         printing.warn(line)
-    for line in report.verdicts(found):
+    for line in report.verdicts(result):
         output.print(line, markup=False, soft_wrap=True)
     root = reporting.checkout(options)
     reporting.write_files(
         options,
         {
-            "json": lambda: report.dump(found, command=command),
-            "sarif": lambda: report.dump_sarif(found, root=root, command=command),
+            "json": lambda: report.dump(result, command=command),
+            "sarif": lambda: report.dump_sarif(result, root=root, command=command),
         },
     )
     if options.github:
-        annotations = report.annotate(found, root=root)
-        reporting.tell_github(annotations, report.summary(found), output)
+        annotations = report.annotate(result, root=root)
+        reporting.tell_github(annotations, report.summary(result), output)

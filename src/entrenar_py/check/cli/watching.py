@@ -9,26 +9,26 @@ import shutil
 from typing import NoReturn
 
 from entrenar_py.check.observing.auto import Settings
-from entrenar_py.check.watch import clauses
+from entrenar_py.check.watch import judge
 from entrenar_py.shared import shipped
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.untrusted import escaping
 
 
-def run(given: argparse.Namespace) -> NoReturn:
+def run(options: argparse.Namespace) -> NoReturn:
     """Replace this process by the command, so that signals and the exit code are the command's own.
 
     Raises UsageError if the command can't be started or the contract has no clause to watch, and
     ContractError if it is no contract.
     """
-    clauses.select(given.contract)
-    contract = given.contract and str(shipped.contract_path(given.contract).absolute())
-    settings = Settings(every=given.every, contract=contract)
-    shown = escaping.shortened(shlex.join(given.program))
-    program = shutil.which(given.program[0])
+    judge.select_clauses(options.contract)
+    contract = options.contract and str(shipped.contract_path(options.contract).absolute())
+    settings = Settings(every=options.every, contract=contract)
+    shown = escaping.shortened(shlex.join(options.program))
+    program = shutil.which(options.program[0])
     if program is None:
         raise UsageError(f"{shown}: there is no such program; check its name, or give its path")
     try:
-        os.execve(program, given.program, {**os.environ, **settings.variables()})
+        os.execve(program, options.program, {**os.environ, **settings.variables()})
     except OSError as error:
         raise UsageError(f"{shown}: can't be started ({error.strerror}); check it") from error

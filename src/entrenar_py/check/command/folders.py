@@ -228,14 +228,14 @@ class RunFolder:
 @contextmanager
 def temporary() -> Iterator[RunFolder]:
     """Yield a new folder. It is removed again, unless it `is_needed`: then its path is printed."""
-    made = RunFolder(Path(tempfile.mkdtemp(prefix="entrenar-")))
+    folder = RunFolder(Path(tempfile.mkdtemp(prefix="entrenar-")))
     try:
-        yield made
+        yield folder
     finally:
-        if made.is_needed:
+        if folder.is_needed:
             printing.warn(
-                f"the runs are kept in {made.path}: --judge judges them again, --trace-dir "
+                f"the runs are kept in {folder.path}: --judge judges them again, --trace-dir "
                 "sets another folder"
             )
         else:
-            shutil.rmtree(made.path, ignore_errors=True)
+            shutil.rmtree(folder.path, ignore_errors=True)

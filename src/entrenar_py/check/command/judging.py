@@ -92,7 +92,7 @@ def judge(
     having: Path | None = None,
     on_judged: Listener = ignore,
 ) -> Iterator[Entry]:
-    """Yield an entry per task that has no check, or whose check judges any of `runs` (by file).
+    """Yield an entry per task without a check, or with one that judges any of `runs` (by file).
 
     If `having` is given, only judgements in which the run in that file takes part are made.
     """
@@ -369,7 +369,7 @@ class _Waiting:
         return done
 
     def is_broken_by(self, runs: Mapping[Path, Run], file: Path) -> bool:
-        """Return whether the run in `file`, by itself or beside others, falsifies a task."""
+        """Return whether the run in `file`, by itself or compared with others, falsifies a task."""
         entries = judge(self.tasks, runs, having=file)
         return any(entry.verdict is Verdict.FALSIFIED for entry in entries)
 
@@ -424,14 +424,14 @@ def doubts(
     """
     works = [work for folder in folders for work in folder.glob("*/work")]
     saved = sorted({path.name for work in works for path in work.iterdir()})
-    found = {
+    signs = {
         RESUMED: saved and f"the script wrote {listed(saved, most=_NAMED_MAX)} to {{workdir}}",
         KILLED: restarts(command) and f"the command has {restarts(command)}",
     }
     return {
         task.invariant.id: str(why)
         for task in declared
-        for need, why in found.items()
+        for need, why in signs.items()
         if why and task.check is not None and need in task.check.needs
     }
 

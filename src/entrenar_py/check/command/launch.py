@@ -417,8 +417,8 @@ def _end(leash: Leash, processes: Callable[[], Iterator[int]]) -> int:
 def _processes(folder: Path, *, session: int, pipe: int, leash: int) -> Iterator[int]:
     """Yield the ids of a run's remaining processes, the command itself among them.
 
-    A process belongs to the run if it descends from the subreaper in front of the command, whose id
-    is `leash`, if its environment names `folder`, if it is in `session`, or if it can write to the
+    A process belongs to the run if it descends from the subreaper (its id is `leash`) in front of
+    the command, if its environment names `folder`, if it is in `session`, or if it can write to the
     command's output, the pipe with inode `pipe`. The subreaper itself is left out.
     """
     mark = os.fsencode(f"{FOLDER}={folder}")

@@ -26,7 +26,7 @@ from entrenar_py.check.evidence.needs import (
 )
 from entrenar_py.check.observing import TOKENS
 from entrenar_py.check.observing.auto import Settings
-from entrenar_py.check.rank_files.arranged import Arrangement
+from entrenar_py.check.rank_files.arrangements import Arrangement
 from entrenar_py.check.rank_files.layout import DATA, Layout
 from entrenar_py.shared.errors import UsageError, did_you_mean
 from entrenar_py.shared.faults import LONGER, Fault, steps_of
@@ -131,8 +131,8 @@ class Plan:
     def foreseen(self, likely: Traits) -> tuple[tuple[str, ...], list[str]]:
         """Return the names of the runs to come, and in lines what they need of the global batch.
 
-        What depends on the first run (the stops, the value of a limit) is taken from a stand-in,
-        whose traits are those that are `likely`.
+        What depends on the first run (the stops, the value of a limit) is taken from a stand-in
+        with the traits that are `likely`.
         """
         steps = self.num_steps if self.can_say("steps") else NUM_STEPS * self.num_epochs
         stand_in = Scenario(
@@ -153,7 +153,7 @@ class Plan:
         return tuple(dict.fromkeys(shown)), lines
 
     def _limited(self, knob: str, usual: Trace) -> list[Turn]:
-        """Return the turns of a knob whose value depends on the first run."""
+        """Return the turns of a knob if its value depends on the first run."""
         return self._turns(knob, usual) if KNOBS[knob].limit else []
 
     @property
@@ -220,11 +220,11 @@ class Plan:
         wanted = {RESUMED, SAVED}.intersection(self.needs) and self._is_cut
         may_go_on = self.can_say(placeholders.RESUME) or traits.loads != "nothing"
         steps = _steps_per_epoch(usual)
-        told = self.can_say("workdir") or not self.source
+        names_folder = self.can_say("workdir") or not self.source
         is_late = min(traits.saved_after, default=0) >= like.num_steps or (
             traits.unreached and not traits.saved_after
         )
-        if not (wanted and may_go_on and is_late and 0 < steps <= LONGER_MAX) or told:
+        if not (wanted and may_go_on and is_late and 0 < steps <= LONGER_MAX) or names_folder:
             return {}
         whole = LONGER_MAX // steps * steps
         if whole < like.num_steps:
@@ -340,7 +340,7 @@ class Plan:
         """Return a Turn for each value of `knob` to try; none if the command lacks the knob."""
         if not self.can_say(knob):
             return []
-        others = filter(self.can_say, KNOBS[knob].beside)
+        others = filter(self.can_say, KNOBS[knob].companions)
         beside = tuple((name, KNOBS[name].others[0]) for name in others)
         return [Turn(knob, value, beside) for value in KNOBS[knob].turns(usual)]
 

@@ -25,7 +25,7 @@ from entrenar_py.shared.scenario import Scenario
 class Turn:
     """A knob of the script, set to a value other than its usual one.
 
-    The knobs in `beside` are turned with it. They change no result by themselves, but expose a
+    More knobs are turned with it. They change no result by themselves, but expose a
     script that applies `knob` too early: it clips each micro-batch's gradient, say, not their sum.
     """
 

@@ -28,19 +28,11 @@ from entrenar_py.check.command import folders, launch
 from entrenar_py.check.command.launch import Ended
 from entrenar_py.check.command.run_settings import RunSettings
 from entrenar_py.check.evidence import run_names
-from entrenar_py.check.rank_files import (
-    arranged,
-    assembly,
-    auto_notes,
-    checkpoints,
-    rank_trace,
-    shown_scenario,
-)
-from entrenar_py.check.rank_files.arranged import Arrangement
+from entrenar_py.check.rank_files import arrangements, assembly, notes, observed_run, rank_file
+from entrenar_py.check.rank_files.arrangements import Arrangement
 from entrenar_py.check.rank_files.assembly import LastLives
 from entrenar_py.check.rank_files.layout import Layout
-from entrenar_py.check.rank_files.rank_file import SUFFIX
-from entrenar_py.check.rank_files.rank_trace import RankTrace
+from entrenar_py.check.rank_files.rank_file import SUFFIX, RankTrace
 from entrenar_py.shared import systems, trace
 from entrenar_py.shared.faults import JOINED, LONGER
 from entrenar_py.shared.scenario import Scenario
@@ -63,11 +55,11 @@ class Beginnings:
         Then it found a checkpoint that the other had left, and can't be compared with any run.
         """
         known = [self._reached[key] for key in _first_weights(trace) if key in self._reached]
-        found = [place for place in known if place[0] != name]
+        others = [place for place in known if place[0] != name]
         self._see(name, trace)
-        if not found:
+        if not others:
             return trace
-        other, step = found[0]
+        other, step = others[0]
         reason = (
             f"it began with the weights that {other} had after step {step}: it found a checkpoint "
             "that this run had left. Write checkpoints below the folder that the command runs in, "
@@ -80,7 +72,7 @@ class Beginnings:
         for update in trace.of(Update):
             self._reached.setdefault(_weights_key(update.weights), (name, update.step))
         for key in self._begun.intersection(self._reached):
-            del self._reached[key]  # a run whose weights stay, or come back
+            del self._reached[key]  # the run's weights stay, or come back
 
 
 def first_step(trace: Trace) -> int:
@@ -119,7 +111,7 @@ class Arranging:
     def layout(self, name: str) -> Layout | None:
         """Return the layout that a rank of the run `name` declares, or its meshes show."""
         files = sorted((self.folder / name).glob(f"*{SUFFIX}"))
-        return rank_trace.load(files[0]).layout if files else None
+        return rank_file.load(files[0]).layout if files else None
 
     def after(self, name: str, settings: RunSettings, ended: Ended) -> list[Made]:
         """Return the earlier runs that are to be read again, now that the run `name` is made."""
@@ -134,7 +126,7 @@ class Arranging:
         for size in sorted(self._plain.keys() - {1, *self._seen}):
             self._seen.add(size)
             ranks, _ = assembly.load(self.folder / self._plain[size])
-            arrangement = arranged.shown(ranks, alone)
+            arrangement = arrangements.shown(ranks, alone)
             if arrangement is not None:
                 self.known[size] = arrangement
                 fresh.add(size)
@@ -427,10 +419,10 @@ def _of_ranks(
         return "completed", ""
     limited = sorted(rank for rank, file in last.ranks.items() if file.is_limited)
     if limited and len(limited) < settings.world_size:
-        made = ", ".join(f"rank {rank} {num}" for rank, num in sorted(last.num_steps.items()))
+        steps = ", ".join(f"rank {rank} {num}" for rank, num in sorted(last.num_steps.items()))
         return "failed", (
             f"rank {limited[0]} was ended after its last step (--steps) while others went on; "
-            f"steps made: {made}. If ranks make different numbers of steps, put {{steps}} "
+            f"steps made: {steps}. If ranks make different numbers of steps, put {{steps}} "
             "into the command, and let the script end after so many"
         )
     return "failed", how
@@ -457,9 +449,9 @@ def _shown_path(path: Path) -> str:
 
 def _nothing_recorded(ended: Ended, error: str, how: str) -> str:
     """Return why no rank wrote a file, and what to do about it."""
-    if error and not auto_notes.read(ended.output.parent):
+    if error and not notes.problems(ended.output.parent):
         return f"nothing was recorded before it failed: {how}"
-    if why := auto_notes.why_nothing(ended.output.parent):
+    if why := notes.why_nothing(ended.output.parent):
         return f"nothing was recorded: {why}; {how}"
     if ended.code:  # why it failed comes first: most such scripts have the line
         return f"nothing was recorded: {how}; check that the script that trains calls `{LINE}`"
@@ -490,7 +482,7 @@ def of(
     says_how: bool,
     arrangement: Arrangement | None = None,
 ) -> trace.Trace:
-    """Return the trace of the run whose ranks' files are in `folder`.
+    """Return the trace of the run that has its ranks' files in `folder`.
 
     If its ranks hold no DTensors, `arrangement` says how they share the model.
 
@@ -505,13 +497,13 @@ def of(
     events = assembly.ordered(ranks)
     common = by_all(ranks, events)
     scenario, traits = _scenario(ranks, common, settings, like, unclipped=unclipped)
-    saved = checkpoints.read(folder)
+    saved = notes.saved(folder)
     if says_how:
         saved = replace(saved, loads_late=False)
     is_cut = any(rank.is_limited for rank in ranks)
     traits = replace(traits, seeded=seeded, starts=starts, **saved.traits(is_cut=is_cut))
     how = ending(ranks, events, settings, ended, problems)
-    recorded = shown_scenario.trace_of(ranks, common, scenario, traits, how)
+    recorded = observed_run.trace_of(ranks, common, scenario, traits, how)
     if ended.num_left:
         left = f"{ended.num_left} process{'' if ended.num_left == 1 else 'es'}"
         killed = {**recorded.environment, "killed": f"{left} that it left running"}
@@ -536,8 +528,8 @@ def have_closed(folder: Path, world_size: int, life: int) -> bool:
     last = {
         path.name.partition("-")[0]: path for path in sorted(folder.glob(f"[0-9]*-[0-9]*{SUFFIX}"))
     }
-    closed = [path for path in last.values() if rank_trace.life_of(path) >= life]
-    return len(closed) == world_size and all(map(rank_trace.is_closed, closed))
+    closed = [path for path in last.values() if rank_file.life_of(path) >= life]
+    return len(closed) == world_size and all(map(rank_file.is_closed, closed))
 
 
 def _with_its_faults(recorded: trace.Trace) -> trace.Trace:
@@ -574,7 +566,7 @@ def _scenario(
             stops=settings.stops,
         )
     else:
-        scenario, traits = shown_scenario.of(ranks, events, settings.world_size)
+        scenario, traits = observed_run.scenario_of(ranks, events, settings.world_size)
         if like is not None:  # the intended rate: a check tells if the run had another
             scenario = scenario.with_(learning_rate=like.scenario.learning_rate)
         if is_shown:
@@ -586,10 +578,10 @@ def _scenario(
     if turn is None or like is None or settings.stops:
         return scenario, traits
     usual = KNOBS[turn.knob].usual
-    told = run_names.with_turned(
+    turned = run_names.with_turned(
         scenario, knob=turn.knob, value=turn.value, usual=usual, beside=turn.beside
     )
-    return told, traits
+    return turned, traits
 
 
 def _as_told_to_clip(traits: Traits, settings: RunSettings) -> Traits:

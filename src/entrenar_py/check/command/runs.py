@@ -24,7 +24,7 @@ from entrenar_py.check.command.run_settings import RunSettings
 from entrenar_py.check.command.run_trace import Arranging, Beginnings, Made, first_step
 from entrenar_py.check.command.witnesses import Controlling, Nudging, Shortening
 from entrenar_py.check.observing import BATCHES, BATCHES_KEPT, FAULTS, RATES, STOP
-from entrenar_py.check.rank_files import auto_notes, checkpoints
+from entrenar_py.check.rank_files import notes
 from entrenar_py.shared import process, trace
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.faults import JOINED, MIRRORED, REPEATED, steps_of
@@ -60,10 +60,10 @@ def stored(traces: Mapping[Path, Trace]) -> dict[Path, Run]:
     without changes, or two runs with the same settings or name. The runs come in the order in which
     they were made: verdicts name them in it.
     """
-    made = [(file, RunSettings.of(trace.scenario)) for file, trace in traces.items()]
+    pairs = [(file, RunSettings.of(trace.scenario)) for file, trace in traces.items()]
     runs = {
         file: Run(settings=settings, trace=traces[file])
-        for file, settings in sorted(made, key=lambda pair: (_place(pair[1]), pair[0].stem))
+        for file, settings in sorted(pairs, key=lambda pair: (_place(pair[1]), pair[0].stem))
     }
     is_whole = all(
         run.trace.scenario.system == OBSERVED and not file.is_dir() for file, run in runs.items()
@@ -161,15 +161,15 @@ def _recorded(plan: Plan, show: Show, ahead: _Ahead) -> Iterator[tuple[Path, Run
 
 def _read_again(
     plan: Plan,
-    made: Sequence[Made],
+    earlier: Sequence[Made],
     likes: dict[RunSettings, Trace],
     ahead: tuple[RunSettings, ...],
 ) -> Iterator[tuple[Path, Run]]:
-    """Yield once more the runs `made`, read as it is known by now how ranks share the model.
+    """Yield once more the runs `earlier`, read as it is known by now how ranks share the model.
 
     A run that failed as it was read before keeps its trace: it began where another had been.
     """
-    for name, settings, ended in made:
+    for name, settings, ended in earlier:
         recorded = _trace(plan, settings, plan.folder / name, ended, _like(settings, likes))
         if plan.made[settings].end.status != recorded.end.status:
             continue
@@ -185,7 +185,7 @@ class _Ahead:
 
     They don't if each has a folder of its own to write in and its launcher looks for a free port,
     if there is no GPU, and if the first run was short and took little memory. Nothing is launched
-    beside the first one: if it fails, no other is wanted.
+    together with the first one: if it fails, no other is wanted.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -251,7 +251,7 @@ def _launched(
     _clear(folder)
     (folder / "work").mkdir(parents=True)
     if plan.auto:
-        (folder / auto_notes.ASKED).touch()
+        (folder / notes.ASKED).touch()
     ended: Ended | None = None
     with folders.own_folder(plan.source, folder / folders.FOLDER) as own:
         launched = own.launched(plan.launch) if own else plan.launch
@@ -262,7 +262,7 @@ def _launched(
             made = _made_before(settings, life, like)
             stop = {STOP: f"{settings.stops[life]} from {made}"} if cut_off else {}
             closed = partial(run_trace.have_closed, folder, settings.world_size, life)
-            words, told = _resuming(settings.option, folder) if life else ([], {})
+            words, variables = _resuming(settings.option, folder) if life else ([], {})
             ended = launched(
                 placeholders.fill(
                     [*plan.command, *words],
@@ -277,7 +277,7 @@ def _launched(
                     **plan.observing(settings.faults),
                     **_rates(settings, folder, like),
                     **stop,
-                    **told,
+                    **variables,
                 },
                 deadline_s=plan.deadline_s,
                 is_over=closed,
@@ -302,7 +302,7 @@ def _resuming(option: str, folder: Path) -> tuple[list[str], dict[str, str]]:
     There is neither if no checkpoint is known and its path is needed.
     """
     needs_path = option.endswith(_PATH)
-    newest = checkpoints.newest(folder) if needs_path else None
+    newest = notes.newest_checkpoint(folder) if needs_path else None
     if not option or (needs_path and newest is None):
         return [], {}
     if option.startswith("-"):

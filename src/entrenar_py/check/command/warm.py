@@ -106,7 +106,7 @@ def interpreter(command: Sequence[str], cwd: Path) -> Interpreter:
     if Path(command[0]).name.startswith("python"):
         _, is_module, rest = options_of(command[1:])
         if not is_module or not rest or rest[0] not in _ENTRIES or command[1] != "-m":
-            raise _Cold("the command is no launcher whose ranks can be forked")
+            raise _Cold("the command is no launcher with ranks that can be forked")
         # The same for each copy of a folder, in which the environment is a link.
         path = str(Path(program).parent.resolve() / Path(program).name)
         words = (path, *command[1:])
@@ -127,7 +127,7 @@ def _interpreter_of(program: Path) -> str:
     if first[:2] != "#!" or not Path(path).is_file():
         raise _Cold(f"{program.name} isn't a script of Python")
     if not any(f"from {entry} import main" in rest for entry in _ENTRIES):
-        raise _Cold(f"{program.name} is no launcher whose ranks can be forked")
+        raise _Cold(f"{program.name} is no launcher with ranks that can be forked")
     return path
 
 
@@ -141,7 +141,7 @@ def _num_workers(words: Sequence[str]) -> str | None:
 
 @dataclass
 class Parents:
-    """The processes that have imported torch, for all runs of a command whose script is `script`.
+    """The processes that have imported torch, for all runs of a command that runs `script`.
 
     `first` are the modules that they import whatever the script does. They end with `close`, or if
     this process ends.
@@ -253,7 +253,7 @@ class _Parent:
         """Return a new warden. Raises _Cold if this process can't fork any."""
         self._await()
         output, theirs = os.pipe()
-        report, told = socket.socketpair()
+        report, theirs_of_report = socket.socketpair()
         message = {
             "words": [*words],
             "environment": {**environment},
@@ -261,10 +261,10 @@ class _Parent:
             "seconds": [*seconds],
         }
         try:
-            processes.send(self._control, message, [*pipes, theirs, told.fileno()])
+            processes.send(self._control, message, [*pipes, theirs, theirs_of_report.fileno()])
         finally:
             os.close(theirs)
-            told.close()
+            theirs_of_report.close()
         return Warden(report, os.fdopen(output, "rb"))
 
     def close(self) -> None:

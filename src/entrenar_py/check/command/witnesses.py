@@ -7,8 +7,8 @@
   epochs of two steps, or its sampler never ends. Then one more run goes on until the second epoch
   shows how it begins.
 - `Controlling`: on several workers and on one, with random numbers that are alike for all samples.
-  Samples come in one order, or all ranks have the same share of them, too. One worker whose script
-  draws other batches than several is given theirs.
+  Samples come in one order, or all ranks have the same share of them, too. One worker is given
+  the batches of several if its script draws others.
 """
 
 from __future__ import annotations
@@ -179,7 +179,8 @@ class Controlling:
     def __init__(self, needs: Collection[Need]) -> None:
         self._is_wanted = CONTROLLED in needs
         self._plain: dict[int, Trace] = {}  # by number of workers
-        # Runs on one worker, by the number of those whose batches it has, and how it came by them.
+        # Runs on one worker, by the number of workers that had their batches, and the fault that
+        # gives them.
         self._joined: dict[int, tuple[Fault, Trace]] = {}
         self._witnesses: tuple[Trace, ...] = ()
         self._planned: set[RunSettings] = set()
@@ -205,13 +206,15 @@ class Controlling:
                 if joined not in self._planned:
                     runs[f"1-worker-{_ENDS[fault.kind]}-of-{size}"] = joined
                     continue
-            for one in self._next(size, settings):
-                made = _asked(settings, size, *one)
+            for kind_of_run in self._next(size, settings):
+                following = _asked(settings, size, *kind_of_run)
                 fault = self._joined[size][0] if size in self._joined else None
-                is_any = one[1] in _OF_ANY_SIZE or (fault is not None and fault.kind == MERGED)
-                if fault is not None and made.world_size == 1 and is_any:
-                    made = replace(made, faults=(*made.faults, fault))
-                runs[_name(size, *one)] = made
+                is_any = kind_of_run[1] in _OF_ANY_SIZE or (
+                    fault is not None and fault.kind == MERGED
+                )
+                if fault is not None and following.world_size == 1 and is_any:
+                    following = replace(following, faults=(*following.faults, fault))
+                runs[_name(size, *kind_of_run)] = following
         fresh = {name: run for name, run in runs.items() if run not in self._planned}
         self._planned.update(fresh.values())
         return fresh
@@ -260,7 +263,7 @@ class Controlling:
 
 
 def source_of(settings: RunSettings) -> str:
-    """Return the name of the run whose batches one worker is given; "" if it has its own."""
+    """Return the name of the run that gives its batches to one worker; "" if that has its own."""
     size = next((int(fault.value or 1) for fault in settings.faults if fault.kind in OF_RECORDS), 0)
     kinds = [fault.kind for fault in settings.faults if fault.kind not in OF_RECORDS]
     return "-".join([f"{size}-workers", *(_ENDS[kind] for kind in kinds)]) if size else ""

@@ -25,8 +25,8 @@ from entrenar_py.check.contract.records import (
     Invariant,
 )
 from entrenar_py.shared.config import composer
+from entrenar_py.shared.config.composer import MapNode
 from entrenar_py.shared.config.problems import Position, Problems
-from entrenar_py.shared.config.tree import MapNode
 
 __all__ = [
     "EQUALITY_KINDS",

@@ -32,9 +32,9 @@ from entrenar_py.check.contract.records import (
 )
 from entrenar_py.shared import shipped
 from entrenar_py.shared.config import composer
+from entrenar_py.shared.config.composer import MapNode, ScalarNode, plain
 from entrenar_py.shared.config.fields import Record
 from entrenar_py.shared.config.problems import Position, Problems
-from entrenar_py.shared.config.tree import MapNode, ScalarNode, plain
 from entrenar_py.shared.untrusted import escaping
 
 KINDS = ("clause", "test", "obligation", "equation")
@@ -233,11 +233,11 @@ def stem(name: str) -> str:
 
 
 def for_contract(
-    given: Sequence[Path], contract: str, contracts: Collection[str]
+    paths: Sequence[Path], contract: str, contracts: Collection[str]
 ) -> tuple[Path, ...]:
-    """Return `given` without the files that are for one of `contracts` other than `contract`."""
+    """Return `paths` without the files that are for one of `contracts` other than `contract`."""
     others = {stem(Path(name).name) for name in contracts} - {stem(Path(contract).name)}
-    return tuple(path for path in given if not others or _contract_of(path) not in others)
+    return tuple(path for path in paths if not others or _contract_of(path) not in others)
 
 
 def _contract_of(path: Path) -> str:
@@ -423,34 +423,34 @@ def _check_tolerance(clause: Invariant, check: CheckTerms, entry: Entry) -> None
 class Files:
     """The files of bindings for the contract with this `stem`; None for one that does not exist.
 
-    `shipped` is part of this package, `beside` lies next to the contract, `given` are the user's.
+    `shipped` is part of this package, `adjacent` lies next to the contract, `named` are the user's.
     """
 
     stem: str
     shipped: Path | None
-    beside: Path | None
-    given: tuple[Path, ...]
+    adjacent: Path | None
+    named: tuple[Path, ...]
 
 
-def files(contract: Path, given: Sequence[Path]) -> Files:
+def files(contract: Path, named: Sequence[Path]) -> Files:
     """Return the files that may hold bindings of `contract`."""
     name = stem(contract.name)
-    beside = contract.with_name(f"{name}{SUFFIX}")
+    adjacent = contract.with_name(f"{name}{SUFFIX}")
     return Files(
         stem=name,
         shipped=shipped.bindings(name),
-        beside=beside if _says_something(beside) else None,
-        given=tuple(dict.fromkeys(given)),
+        adjacent=adjacent if _says_something(adjacent) else None,
+        named=tuple(dict.fromkeys(named)),
     )
 
 
-def _says_something(beside: Path) -> bool:
-    """Return whether `beside` exists and isn't empty; `--suggest > FILE` first creates it empty.
+def _says_something(path: Path) -> bool:
+    """Return whether `path` exists and isn't empty; `--suggest > FILE` first creates it empty.
 
     A pipe, a folder or a link to itself counts as not empty: reading it reports the error.
     """
-    is_empty = beside.is_file() and beside.stat().st_size == 0
-    return os.path.lexists(beside) and not is_empty
+    is_empty = path.is_file() and path.stat().st_size == 0
+    return os.path.lexists(path) and not is_empty
 
 
 def bind(
@@ -476,7 +476,7 @@ def _choose(
 ) -> dict[tuple[str, str], list[Bound]]:
     """Return (kind, id) of an item -> its bindings, from the last source that has some."""
     chosen = _shipped(known, files, problems)
-    for paths in ((files.beside,), files.given):
+    for paths in ((files.adjacent,), files.named):
         bindings_by_item: dict[tuple[str, str], list[Bound]] = {}
         for path in paths:
             loaded = None if path is None else read(path, problems)

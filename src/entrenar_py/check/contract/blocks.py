@@ -23,9 +23,9 @@ from entrenar_py.check.contract.records import (
 )
 from entrenar_py.shared import scenario, shipped
 from entrenar_py.shared.config import composer
+from entrenar_py.shared.config.composer import ListNode, MapNode, Node, ScalarNode, plain
 from entrenar_py.shared.config.fields import Record
 from entrenar_py.shared.config.problems import Position, Problems
-from entrenar_py.shared.config.tree import ListNode, MapNode, Node, ScalarNode, plain
 from entrenar_py.shared.errors import UsageError
 
 
@@ -100,7 +100,7 @@ def note_blocks(root: MapNode, problems: Problems) -> None:
         problems.note(at, message)
 
 
-# Lists whose items have ids -> the published rule against the same id twice in that list.
+# Lists of items with ids -> the published rule against the same id twice in that list.
 _RULES_ON_IDS = {
     "falsification_tests": "SCHEMA-007",
     "proof_obligations": "",
@@ -339,7 +339,7 @@ def _normal(text: str) -> str:
 
 
 def tests(root: MapNode, targets: Targets, problems: Problems) -> tuple[FalsificationTest, ...]:
-    """Return the tests in the file's order; record a note on those whose rule is free text."""
+    """Return the tests in the file's order; record a note on those with free text as their rule."""
     nodes = entries(root, "falsification_tests", problems)
     tests = tuple(_test(node, targets, problems) for node in nodes)
     free = [test for test in tests if not test.target]

@@ -16,9 +16,9 @@ from entrenar_py.check.contract.records import (
     TOLERANCE_KINDS,
     Invariant,
 )
+from entrenar_py.shared.config.composer import MapNode, ScalarNode, plain
 from entrenar_py.shared.config.fields import Record
 from entrenar_py.shared.config.problems import Position, Problems
-from entrenar_py.shared.config.tree import MapNode, ScalarNode, plain
 from entrenar_py.shared.wording import listed
 
 _PAGE = "docs/contract-format.md"

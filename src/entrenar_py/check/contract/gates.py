@@ -14,9 +14,9 @@ from itertools import islice
 
 from entrenar_py.check.contract import blocks, layout
 from entrenar_py.check.contract.records import Contract, FalsificationTest, Gate, Invariant
+from entrenar_py.shared.config.composer import ListNode, MapNode, ScalarNode
 from entrenar_py.shared.config.fields import Record
 from entrenar_py.shared.config.problems import Problems
-from entrenar_py.shared.config.tree import ListNode, MapNode, ScalarNode
 
 _WORD = re.compile(r"[^\W_]+")
 # Limits of the search in descriptions: names per gate, and words per name.
@@ -53,7 +53,7 @@ class Names:
         return [clause_id for name in (test.id, test.target) for clause_id in self.of_id(name)]
 
     def of_id(self, given: str) -> list[str]:
-        """Return the ids of the clauses whose own id, or whose statement's id, is `given`."""
+        """Return the ids of the clauses with the id `given`, or made of a statement with it."""
         return list(self._parts.get(given, ()))
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from entrenar_py.shared.config.tree import ListNode, MapNode, Node, ScalarNode, plain
+from entrenar_py.shared.config.composer import ListNode, MapNode, Node, ScalarNode, plain
 
 # Top-level blocks with a meaning of their own, in which no clauses are searched.
 RESERVED = (
@@ -185,7 +185,7 @@ def _is_listed_clause(item: Node, *, group: str) -> bool:
 
 
 def is_binding_registry(root: MapNode) -> bool:
-    """Return whether the file is a registry: a list of which function implements which equation."""
+    """Return whether the file is a registry, which says what function implements an equation."""
     bindings = root.fields.get("bindings")
     if not isinstance(bindings, ListNode) or any(name in root.fields for name in RESERVED):
         return False

@@ -7,15 +7,15 @@ place that breaks it. Ids and demands are the published ones, messages are writt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
 
 from entrenar_py.check.contract import layout
+from entrenar_py.shared.config.composer import ListNode, MapNode, Node, ScalarNode
 from entrenar_py.shared.config.problems import Position
-from entrenar_py.shared.config.tree import ListNode, MapNode, Node, ScalarNode
-from entrenar_py.shared.errors import UsageError, did_you_mean
+from entrenar_py.shared.errors import did_you_mean
 
 # Kinds of contract that need proofs; the format's other kinds don't.
 PROVED = ("kernel", "competitive-parity")
@@ -95,7 +95,7 @@ class Outline:
 
 
 def outline(root: MapNode) -> Outline:
-    """Return the outline of the contract whose tree is `root`."""
+    """Return the outline of the contract with the tree `root`."""
     node = root.fields.get("metadata", root)
     has_metadata = isinstance(root.fields.get("metadata"), MapNode)
     # Without a metadata block, the version stands at the top level of the file.
@@ -275,51 +275,9 @@ def _judged(contract: Outline) -> str:
 class Level(StrEnum):
     """The level of a rule's findings; only an error makes the contract invalid."""
 
-    OFF = "off"
     INFO = "info"
     WARNING = "warning"
     ERROR = "error"
-
-
-LEVELS = tuple(map(str, Level))
-_SHORT = {"warn": Level.WARNING}
-
-
-def parse(text: str) -> Level:
-    """Return the level named `text` (`warn` is `warning`). Raises UsageError for any other word."""
-    word = text.strip().lower()
-    if word in _SHORT:
-        return _SHORT[word]
-    try:
-        return Level(word)
-    except ValueError:
-        raise UsageError(f"level {text!r}: {did_you_mean(word, LEVELS)}") from None
-
-
-def resolve(
-    defaults: Mapping[str, Level],
-    given: Mapping[str, str],
-    *,
-    fixed: Collection[str] = (),
-    strict: bool = False,
-) -> dict[str, Level]:
-    """Return rule id -> level, from `given` if it names the rule, else from `defaults`.
-
-    Under `strict` each warning becomes an error, even one in `given`. Raises UsageError for an
-    unknown rule or level, and for a `fixed` rule with a level other than its default.
-    """
-    levels = dict(defaults)
-    for rule, text in given.items():
-        if rule not in defaults:
-            raise UsageError(f"rule {rule!r} is unknown: {did_you_mean(rule, defaults)}")
-        level = parse(text)
-        if rule in fixed and level is not defaults[rule]:
-            raise UsageError(f"rule {rule} is always {defaults[rule]}; leave {rule}={text} out")
-        levels[rule] = level
-    if strict:
-        raised = {rule for rule, level in levels.items() if level is Level.WARNING}
-        levels |= dict.fromkeys(raised, Level.ERROR)
-    return levels
 
 
 # Sources of the published ids and levels.
@@ -337,7 +295,6 @@ _LATER = (
 _LINT = "https://github.com/paiml/aprender/blob/main/crates/aprender-contracts/src/lint/rules.rs"
 
 UNREADABLE = "PV-VAL-001"
-STALE = "PV-SUP-001"
 OURS = "ENTRENAR-001"
 NOTE = "ENTRENAR-002"
 
@@ -355,8 +312,7 @@ def _known_kind(contract: Outline) -> Iterator[Breach]:
 class Rule:
     """A rule: its default `level`, its demand, its remedy, and `find`, which yields breaches.
 
-    `published` is the address of the rule's source, "" for a rule of this project. A `fixed` rule
-    has the same level in every project and can't be suppressed.
+    `published` is the address of the rule's source, "" for a rule of this project.
     """
 
     id: str
@@ -365,7 +321,6 @@ class Rule:
     remedy: str
     published: str = ""
     find: Callable[[Outline], Iterable[Breach]] = lambda contract: ()
-    fixed: bool = False
 
 
 _PROVES = filled("kani_harnesses", "obligation", "name the proof obligation that it proves")
@@ -516,14 +471,6 @@ RULES: tuple[Rule, ...] = (
         demands="the file can be read as a contract: YAML, and the shapes of the format",
         remedy="Correct the file; docs/contract-format.md has the format.",
         published=_LINT,
-        fixed=True,
-    ),
-    Rule(
-        id=STALE,
-        level=_WARNING,
-        demands="each suppression suppresses something, and its last day has not passed",
-        remedy="Remove the suppression, or correct what it suppressed.",
-        published=_LINT,
     ),
     Rule(
         id=OURS,
@@ -540,5 +487,3 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 BY_ID = {rule.id: rule for rule in RULES}
-DEFAULTS = {rule.id: rule.level for rule in RULES}
-FIXED = tuple(rule.id for rule in RULES if rule.fixed)

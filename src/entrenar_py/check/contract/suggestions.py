@@ -71,12 +71,12 @@ def _entry(item: Item, checks: Sequence[CheckTerms]) -> Iterator[str]:
     named = item.names[-1] if item.kind == "obligation" else item.names[0]
     yield f"  - {item.kind}: {_quoted(named)}"
     yield f"    statement: {_quoted(item.digest)}"
-    check, why = guess(item, checks)
+    check, reason = guess(item, checks)
     if check is None:
-        yield f"    guess: {_quoted(why)}"
+        yield f"    guess: {_quoted(reason)}"
         yield f"    not_tried: {_quoted('no check decides this')}"
         return
-    yield f"    guess: {_quoted(why)}"
+    yield f"    guess: {_quoted(reason)}"
     yield f"    check: {check.name}"
     if item.clause.tolerance is not None and check.takes_tolerance:
         yield f"    tolerance_kind: {check.tolerance_kinds[-1]}"

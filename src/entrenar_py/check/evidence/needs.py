@@ -3,8 +3,8 @@
 A judge does not search for runs, and does not know how they come about. It declares needs, and is
 given the runs that answer them. Three places answer: `check/harness/companions.py` changes a
 scenario, `check/command/run_plan.py` launches the user's command once more, and
-`check/harness/roles.py` looks among stored traces. So the same judge decides all three, and a check
-that needs a new kind of run adds a row here.
+`check/harness/companions.py` looks among stored traces. So the same judge decides all three, and a
+check that needs a new kind of run adds a row here.
 
 `Runs` is generic: the same shape holds scenarios that are planned and the traces of their runs
 (`chosen` maps between them). Witnesses are runs that are never judged. They show whether what a

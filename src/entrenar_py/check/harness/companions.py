@@ -249,7 +249,9 @@ def _witnesses(subject: Scenario, scenarios: Mapping[K, Scenario]) -> dict[Need,
     longer = {key for key, one in scenarios.items() if faults.steps_of(one.faults)}
     shortened = {key for key, one in scenarios.items() if faults.are_shortened(one.faults)}
     short = tuple(
-        key for key, one in scenarios.items() if key in longer | shortened and not one.stops
+        key
+        for key, scenario_of in scenarios.items()
+        if key in longer | shortened and not scenario_of.stops
     )
     controlled = tuple(
         key for key in scenarios if key not in {*nudged, *others, *shortened, *longer}
@@ -291,11 +293,11 @@ def free(need: Need) -> tuple[str, ...]:
     return (*need.free, *_SHOWN) if need.knob else need.free
 
 
-def differences(given: Scenario, needed: Scenario) -> Differences:
+def differences(run: Scenario, needed: Scenario) -> Differences:
     """Return the fields, except `detail`, in which two scenarios differ, with both values."""
     right = needed.to_dict()
     return {
         name: (value, right[name])
-        for name, value in given.to_dict().items()
+        for name, value in run.to_dict().items()
         if value != right[name] and name != "detail"
     }

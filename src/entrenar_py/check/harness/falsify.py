@@ -10,7 +10,7 @@ from typing import Any
 
 from entrenar_py.check.clauses import Check
 from entrenar_py.check.harness import counterexamples, judgement
-from entrenar_py.check.harness.judgement import Judgement, combine, telling
+from entrenar_py.check.harness.judgement import Judgement, Progress, combine, telling
 from entrenar_py.check.harness.plan import Plan, Task
 from entrenar_py.check.harness.runner import Runner
 from entrenar_py.check.reports.report import Entry
@@ -108,9 +108,6 @@ def _earlier(part: Fault | int) -> Iterator[tuple[Fault | int]]:
         if value:
             yield (replace(part, **{name: value // 2}),)
 
-
-# (invariant id, pieces done, pieces planned or 0, what is done now)
-Progress = Callable[[str, int, int, str], None]
 
 # Exploring starts from the runs that are short enough to be made many times.
 EXPLORED_STEPS_MAX = 20

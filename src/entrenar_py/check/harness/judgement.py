@@ -17,7 +17,7 @@ from entrenar_py.check.contract import Invariant, Position
 from entrenar_py.check.evidence.needs import TWIN, Runs, Traces
 from entrenar_py.check.harness import companions
 from entrenar_py.check.harness.plan import Task, is_trainer
-from entrenar_py.check.rank_files import stored_run
+from entrenar_py.check.rank_files import observed_run
 from entrenar_py.check.rank_files.rank_file import SUFFIX
 from entrenar_py.check.reports.report import Entry
 from entrenar_py.shared import faults, process, trace
@@ -27,13 +27,15 @@ from entrenar_py.shared.trace import Called, Planted, Trace
 from entrenar_py.shared.verdict import Finding, Verdict, first_few, inconclusive, not_applied, worst
 
 _ALONE = (
-    "does not apply to a run whose workers step alone and only synchronise after some steps: "
+    "does not apply to a run with workers that step alone and only synchronise after some steps: "
     "check such a run by local-sgd-v1.yaml"
 )
 
 
 # Called with the traces of each judgement: the judged one, then those it is compared with.
 Listener = Callable[[Sequence[Trace]], None]
+# (invariant id, pieces done, pieces planned or 0, what is done now)
+Progress = Callable[[str, int, int, str], None]
 
 
 def ignore(traces: Sequence[Trace]) -> None:
@@ -125,7 +127,7 @@ def load_stored(paths: Sequence[Path]) -> dict[Path, Trace]:
         if file.name.endswith(SUFFIX):
             ranks[file.parent].append(file)
     whole = {file: _load(file) for file in files if not file.name.endswith(SUFFIX)}
-    return whole | {folder: stored_run.load(of_run) for folder, of_run in ranks.items()}
+    return whole | {folder: observed_run.load(of_run) for folder, of_run in ranks.items()}
 
 
 def _load(file: Path) -> Trace:

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from entrenar_py import systems
 from entrenar_py.check import clauses as checks
 from entrenar_py.check.clauses import Check
 from entrenar_py.check.contract import Contract, Invariant, records
@@ -81,10 +80,10 @@ class Task:
         clause = self.invariant
         if clause.binding is not None and clause.binding.untried:
             return inconclusive(clause.id, f"nothing was compared: {clause.binding.untried}")
-        why = "no run of it was seen: nothing was compared"
+        reason = "no run of it was seen: nothing was compared"
         if self.check is None:
-            why = f"no check covers it: nothing was compared; {_HOW_TO_BIND}"
-        return inconclusive(clause.id, f"{clause.position}: {why}")
+            reason = f"no check covers it: nothing was compared; {_HOW_TO_BIND}"
+        return inconclusive(clause.id, f"{clause.position}: {reason}")
 
 
 def select(
@@ -172,13 +171,44 @@ def require_known(scenario: Scenario, where: str, *, is_run: bool = True) -> Non
         raise UsageError(f"{where}: {given}: use at most {PARTS_MAX} micro-batches a step")
     try:
         table.require_possible(scenario)
-        if is_run:
+        if is_run and SYSTEMS[scenario.system].trains and not _surely_fits(scenario):
+            from entrenar_py import systems
+
             systems.require_workload(scenario)
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from error
     if scenario.mutant is not None and scenario.mutant not in mutants.catalogue():
         known = ", ".join(mutants.catalogue())
         raise UsageError(f"{where}: mutant={scenario.mutant!r}: allowed are {known}")
+
+
+# Samples that the data set of each workload has at least.
+_SAMPLES_MIN = {"linear": SIZES_MAX["num_samples"], "mlp": 1797, "decoder": 1000}
+_SAMPLES_MIN |= {"decoder_full": 1000, "vectors": SIZES_MAX["num_samples"]}
+
+
+def _surely_fits(scenario: Scenario) -> bool:
+    """Return whether a workload has all that a scenario names, as far as is known without torch.
+
+    The workload itself knows, but to build it takes seconds, and a contract can be validated where
+    torch is not installed.
+    """
+    width, sizes = scenario.width, {}
+    if scenario.workload == "mlp":
+        layers = {"hidden1": (64, width), "hidden2": (width, width), "output": (width, 10)}
+        sizes = {f"{layer}.weight": fan_in * out for layer, (fan_in, out) in layers.items()}
+        sizes |= {f"{layer}.bias": out for layer, (_, out) in layers.items()}
+    if scenario.workload == "linear":
+        sizes = {"weight": 1, "bias": 1}
+    return (
+        scenario.num_samples <= _SAMPLES_MIN.get(scenario.workload, 0)
+        and "terms" not in scenario.options
+        and all(
+            (fault.element or 0) < sizes.get(fault.tensor or next(iter(sizes), ""), 0)
+            for fault in scenario.faults
+            if fault.tensor is not None or fault.element is not None
+        )
+    )
 
 
 def require_runnable(invariants: Iterable[Invariant]) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # The folder that ranks record to; set by the harness, and nothing is recorded without it.
 FOLDER = "ENTRENAR_TRACE_DIR"
 COPY = "root"  # in that folder: what the copy of the user's folder lies below, as it does below /
-# BATCHES_KEPT, or the folder of the run whose batches this one is to be given.
+# BATCHES_KEPT, or the folder of another run, with the batches that this one is to be given.
 BATCHES, BATCHES_KEPT = "ENTRENAR_BATCHES", "keep"
 FAULTS = "ENTRENAR_FAULTS"  # the faults to plant, as a JSON list
 RATES = "ENTRENAR_RATES"  # a file with the learning rates to make each step with
@@ -151,7 +151,7 @@ def observe(
     - `model`: as it is, or wrapped in `DistributedDataParallel` or by `fully_shard`, now or later.
     - `optimizer`: one, or several; a step is over when all of them have stepped.
     - `sampler`: the `DataLoader`, the batch sampler or the sampler that draws the samples.
-    - `dataset`: the data set, a `Subset`, or a number of samples, each of which every epoch draws.
+    - `dataset`: the data set, a `Subset`, or a number of samples. Every epoch draws each of them.
       Torch's samplers show it; with a sampler of your own, or `obs.samples` alone, it is a guess.
     - `scheduler`: the learning rate's schedule; its position at the start is recorded.
     - `step`: how many optimizer steps were made before, in a script that resumes.
@@ -166,7 +166,7 @@ def observe(
       `("embedding", "blocks.[01].*")`, `("*", "!*.lora_*")`, or `()` if nothing is frozen.
     - `synchronised_buffers`: names or patterns of the buffers that forward passes change on all
       ranks alike, `("*.running_*",)`. SyncBatchNorm's need no declaration.
-    - `averages`: averages of the weights that the script keeps beside the model, by any names:
+    - `averages`: averages of the weights that the script keeps next to the model, by any names:
       `{"ema": ema}`. A module, a list or a dictionary of tensors, or an object that has one, in the
       order of the model's parameters. Without it, they are recognised by how they move.
     - `clip_norm`: the largest L2 norm of the gradient of all parameters, to which it is clipped.

@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from entrenar_py.check.observing import tensors, zero_partitions
+from entrenar_py.check.observing import flat_parameters, tensors
 from entrenar_py.check.observing.outer_synchronisation import OuterOptimizer
 from entrenar_py.shared.errors import UsageError
 
 _log = logging.getLogger("entrenar_py")
 
 
-def optimizers(model: object, given: Any) -> tuple[torch.optim.Optimizer, ...]:
+def optimizers(model: object, argument: Any) -> tuple[torch.optim.Optimizer, ...]:
     """Return the optimizers that step, without wrappers or containers around them.
 
-    Raises UsageError if `given` is not one or several optimizers, or if `model` is not a module.
+    Raises UsageError if `argument` is not one or several optimizers, or if `model` is not a module.
     Logs a warning for an optimizer that steps no parameter of the model.
     """
     if not isinstance(model, torch.nn.Module):
@@ -27,17 +27,19 @@ def optimizers(model: object, given: Any) -> tuple[torch.optim.Optimizer, ...]:
             f"model={_shown(model)}: give the torch.nn.Module that is trained, and its optimizer "
             "after it: observe(model, optimizer)"
         )
-    several = isinstance(given, Iterable) and not hasattr(given, "step")
-    stepping = tuple(one for each in (given if several else (given,)) for one in _stepping(each))
+    several = isinstance(argument, Iterable) and not hasattr(argument, "step")
+    stepping = tuple(
+        one for each in (argument if several else (argument,)) for one in _stepping(each)
+    )
     if not stepping or not all(hasattr(opt, "register_step_pre_hook") for opt in stepping):
         raise UsageError(
-            f"optimizer={_shown(given)}: give the torch.optim.Optimizer of the model, or several: "
-            "observe(model, [first, second])"
+            f"optimizer={_shown(argument)}: give the torch.optim.Optimizer of the model, or "
+            "several: observe(model, [first, second])"
         )
-    zero, parameters = zero_partitions.optimizer_of(model), set(model.parameters())
+    zero, parameters = flat_parameters.zero_optimizer(model), set(model.parameters())
     for optimizer in stepping:
-        stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        if getattr(zero, "optimizer", None) is not optimizer and parameters.isdisjoint(stepped):
+        is_inside = getattr(zero, "optimizer", None) is optimizer
+        if not is_inside and parameters.isdisjoint(tensors.stepped_by(optimizer)):
             _log.warning(
                 "observe: %s steps no parameter of the model: it was made for another model, or "
                 "before the parameters were replaced (by a copy, or a move to a device)",

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from entrenar_py.check.observing import FOLDER, call_sites, script_order, script_text
-from entrenar_py.check.rank_files import checkpoints
+from entrenar_py.check.observing import FOLDER, call_sites, script_text
+from entrenar_py.check.rank_files import notes
 from entrenar_py.shared import hook_calls
 
 _VALUES_MAX = 2**16  # looked at in what is saved
@@ -64,7 +64,7 @@ class _Watch:
         self, folder: Path, weights: Sequence[Tensor], num_bytes: int, made: Callable[[], int]
     ) -> None:
         self.folder, self._made = folder, made
-        self._num_bytes, self._least = num_bytes, max(1, num_bytes // checkpoints.LEAST_SHARE)
+        self._num_bytes, self._least = num_bytes, max(1, num_bytes // notes.LEAST_SHARE)
         self._places = {*map(_place, weights)} - {0}
         self.has_stepped = False
         self.has_read = False  # a file, since its state was recorded last
@@ -80,17 +80,17 @@ class _Watch:
         if isinstance(file, str | os.PathLike) and (at := _changed_at(file)):
             known = {"file": at, "path": str(Path(file).absolute())}
             shown = {_place(part) for part in parts if isinstance(part, Tensor)}
-            # Beside the weights it holds the optimizer's state, say.
+            # It holds more than weights: the optimizer's state, say.
             if num_bytes > self._num_bytes and self._places and shown >= self._places:
                 known["is_whole"] = True
-        checkpoints.write(self.folder, after=self._made(), behind=behind, **known)
+        notes.write_save(self.folder, after=self._made(), behind=behind, **known)
 
 
 _CURRENT: list[_Watch] = []
 
 
-def watch(weights: Iterable[Tensor], made: Callable[[], int]) -> None:
-    """Note from here on what this process saves; `made` returns how many steps were made so far.
+def watch(weights: Iterable[Tensor], num_made: Callable[[], int]) -> None:
+    """Note from here on what this process saves; `num_made` returns how many steps were made.
 
     `weights` are those that are trained. Nothing is noted without a harness.
     """
@@ -99,11 +99,11 @@ def watch(weights: Iterable[Tensor], made: Callable[[], int]) -> None:
         return
     trained = [*weights]
     num_bytes = sum(map(_size, trained))
-    _CURRENT[:] = [_Watch(Path(folder), trained, num_bytes, made)]
+    _CURRENT[:] = [_Watch(Path(folder), trained, num_bytes, num_made)]
     own, libraries = (
         script_text.texts()
     )  # a library may save at a step that the harness doesn't let it reach
-    checkpoints.write(
+    notes.write_save(
         Path(folder),
         weights=num_bytes,
         unreached=script_text.first(_SAVES, own, _own_functions(own)),
@@ -119,11 +119,11 @@ def first_step() -> None:
 
     A pass may come before it to warm up, and the checkpoint may be loaded in between.
     """
-    for one in _CURRENT:
-        if not one.has_stepped:
-            one.has_stepped = True
+    for watched in _CURRENT:
+        if not watched.has_stepped:
+            watched.has_stepped = True
             own, _ = script_text.texts()
-            checkpoints.write(one.folder, loads_late=script_order.come_later(_LOADS, own))
+            notes.write_save(watched.folder, loads_late=script_text.come_later(_LOADS, own))
 
 
 def was_read() -> bool:
@@ -146,11 +146,11 @@ def loaded(file: Any) -> None:
     """Note that the script has loaded `file`, a path or an open file, before it trains."""
     folder, site = os.environ.get(FOLDER), call_sites.here()
     path = file if isinstance(file, str | os.PathLike) else getattr(file, "name", None)
-    trains = any(one.has_stepped for one in _CURRENT)
+    trains = any(watched.has_stepped for watched in _CURRENT)
     if folder and site and not trains and (at := _changed_at(path)):
-        checkpoints.write(Path(folder), loaded=at, line=f"{Path(site[0]).name}:{site[1]}")
-        for one in _CURRENT:
-            one.has_read = True
+        notes.write_save(Path(folder), loaded=at, line=f"{Path(site[0]).name}:{site[1]}")
+        for watched in _CURRENT:
+            watched.has_read = True
 
 
 def _changed_at(file: object) -> int | None:
@@ -207,7 +207,6 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 def _own_functions(texts: Mapping[str, str]) -> frozenset[str]:
-    """Return the names of functions whose text shows whether they save something."""
     whole = "\n".join(texts.values())
     return frozenset() if _WRITES.search(whole) else frozenset(_DEFINED.findall(whole))
 

@@ -29,11 +29,11 @@ from torch.utils.data._utils import fetch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from entrenar_py.check.observing import (
+    contents,
     generators,
     mirrored_batches,
     planned_faults,
     replayed_batches,
-    row_digests,
 )
 from entrenar_py.shared.faults import CONTROLLED, IN_TURN, OF_RECORDS
 
@@ -275,7 +275,7 @@ _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 class _Seeded:
-    """A data set whose samples are read with numbers of their own."""
+    """A data set that reads its samples with numbers of their own."""
 
     def __init__(self, dataset: Any, numbers: CommonNumbers) -> None:
         self._dataset, self._numbers = dataset, numbers
@@ -328,7 +328,7 @@ def _yielding(inner: Callable[..., Any]) -> Callable[..., Any]:
     def __next__(self: Any) -> Any:  # noqa: N807
         batch = inner(self)
         if CURRENT is not None and get_worker_info() is None:
-            CURRENT.begin_batch(row_digests.num_rows(batch) or 0)
+            CURRENT.begin_batch(contents.num_rows(batch) or 0)
         return batch
 
     return __next__

@@ -1,20 +1,146 @@
-"""The contents of samples as the model gets them, each in a few numbers.
+"""What a model is given, recognised by its content where samples have no ids.
 
-They tell whether a sample has the same contents in two runs. Digests would not do: a model may be
-given features whose last bits depend on the batch in which they were computed.
+- Digests of rows recognise a sample.
+- `contents_of` shows a sample in a few numbers, which tell whether it is the same in two runs.
+  Digests would not do: the last bits of a feature may depend on the batch in which it was
+  computed.
+- `Carried` recognises state that a model hands on from one pass to the next, such as the memory of
+  a recurrent one. It is among a pass's inputs, and no sample: it follows from the weights, so the
+  same row comes with another state in each epoch, and on another number of workers. It is known by
+  its storage, which an earlier pass has returned, also if it was detached since.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
+from blake3 import blake3
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
+
+from entrenar_py.check.observing import tensors
+
+ROWS_MAX = 2**16  # of a batch; rows of more are no samples
+IGNORED = -100  # the label that torch's losses ignore
+_LABELS = (torch.int64, torch.int32)
+ID_BYTES = 6  # a JSON reader that knows only float64 has 53 bits for a whole number
+
+PADDING = (0, -100)  # at the end of texts, and of their labels
+_WHOLE = (torch.int64, torch.int32, torch.int16)
+
+Row = bytes
+
+
+def tensors_in(batch: Any, depth: int = 4) -> Iterator[Tensor]:
+    """Yield the tensors of a batch: in lists, tuples and mappings, and lists of these.
+
+    Of a DTensor it is this rank's part. Tensors that can't be indexed are left out.
+    """
+    if isinstance(batch, DTensor):
+        yield tensors.local(batch)
+    elif isinstance(batch, Tensor):
+        if not (batch.is_nested or batch.is_mkldnn):
+            yield batch
+    elif depth and isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from tensors_in(value, depth - 1)
+    elif depth and isinstance(batch, list | tuple):
+        for value in batch:
+            yield from tensors_in(value, depth - 1)
+
+
+def num_rows(batch: Any) -> int | None:
+    """Return the size of the first dimension of the batch's first tensor; None if it has none."""
+    for tensor in tensors_in(batch):
+        if tensor.dim():
+            return len(tensor)
+    return None
+
+
+def rows_of(tensor: Tensor) -> list[Row] | None:
+    """Return a digest of each slice along the first dimension, without the padding at its end.
+
+    Zeros there, or labels to ignore, are no part of a row: it has as many as the longest row of its
+    batch needs. Rows of one length stay apart. None for a scalar, for more than ROWS_MAX slices,
+    and for tensors without plain elements.
+    """
+    if not (tensor.dim() and tensor.layout is torch.strided) or len(tensor) > ROWS_MAX:
+        return None
+    if tensor.is_meta or tensor.is_quantized:
+        return None
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
+    head = f"{plain.dtype} {tuple(plain.shape[2:])} ".encode()
+    padding = torch.full((1,), IGNORED, dtype=plain.dtype) if plain.dtype in _LABELS else None
+    ignored = b"" if padding is None else padding.numpy().tobytes()
+    if plain.is_complex():
+        plain = torch.view_as_real(plain)
+    flat = plain.reshape(len(plain), -1).view(torch.uint8) if plain.numel() else plain
+    return [blake3(head + _unpadded(row.numpy().tobytes(), ignored)).digest(16) for row in flat]
+
+
+def telling_rows(tensor: Tensor) -> list[Row] | None:
+    """Return what `rows_of` does if no other tensor is likely to have these rows; else None.
+
+    Rows that are alike, and masks, tell little.
+    """
+    rows = rows_of(tensor)
+    if not rows or len({*rows}) < len(rows) or len(torch.unique(tensor.detach())) <= 2:
+        return None
+    return rows
+
+
+def _unpadded(row: bytes, ignored: bytes) -> bytes:
+    """Return a row without zeros at its end, nor elements that are `ignored` behind these."""
+    end, size = len(row), len(ignored)
+    while size and end and row[end - size : end] == ignored:
+        end -= size
+    return row[:end].rstrip(b"\0")
+
+
+def _unpadded_rows_of(tensor: Tensor) -> list[Row] | None:
+    """Return what `rows_of` does; rows of whole numbers without the PADDING at their end."""
+    is_plain = tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized)
+    is_padded = tensor.dim() == 2 and is_plain and tensor.dtype in _WHOLE
+    if not (is_padded and tensor.numel()) or len(tensor) > ROWS_MAX:
+        return rows_of(tensor)
+    rows = tensor.detach().contiguous().cpu()
+    filled = torch.stack([rows != number for number in PADDING]).all(0)
+    sizes = (filled * torch.arange(1, rows.shape[1] + 1)).amax(1)
+    head = f"{rows.dtype} ".encode()
+    return [
+        blake3(head + row[: int(size)].numpy().tobytes()).digest(16)
+        for row, size in zip(rows, sizes, strict=True)
+    ]
+
+
+def rows_together(batch: Any) -> list[Row] | None:
+    """Return a digest of each row of all the batch's tensors that have as many rows as the first.
+
+    Rows of whole numbers are the same whatever the batch pads them to. None if the batch has no
+    rows.
+    """
+    count = num_rows(batch)
+    parts = [_unpadded_rows_of(t) for t in tensors_in(batch) if t.dim() and len(t) == count]
+    known = [part for part in parts if part is not None]
+    if not known:
+        return None
+    return [blake3(b"".join(row)).digest(16) for row in zip(*known, strict=True)]
+
+
+def as_id(row: Row) -> int:
+    """Return a row's digest as a number that can stand for a sample's id."""
+    return int.from_bytes(row[:ID_BYTES], "little")
+
+
+# --- samples in a few numbers ---------------------------------------------------------------------
+
 
 # For each tensor: its number of elements per sample, their L2 norm, and their sum with fixed signs.
 Contents = tuple[tuple[float, ...], ...]
@@ -22,13 +148,13 @@ TENSORS_MAX = 8
 ELEMENTS_MAX = 4096  # of a sample's tensor: of larger ones every k-th element is looked at
 
 
-def of(given: Any) -> Contents:
+def contents_of(inputs: Any) -> Contents:
     """Return the contents of the samples in a model's arguments, in order.
 
     Samples are along the first dimension of the first tensor. Tensors of another size there are
     left out.
     """
-    leaves = [leaf for leaf in tree_leaves(given) if type(leaf) is Tensor and _can_be_read(leaf)]
+    leaves = [leaf for leaf in tree_leaves(inputs) if type(leaf) is Tensor and _can_be_read(leaf)]
     batched = [leaf for leaf in leaves if leaf.shape[0] == leaves[0].shape[0]]
     shown = [_shown(tensor) for tensor in batched[:TENSORS_MAX]]
     return tuple(
@@ -49,7 +175,6 @@ def of_samples(passes: Sequence[Contents], num_samples: int) -> Contents:
 
 
 def _can_be_read(tensor: Tensor) -> bool:
-    """Return whether a tensor has samples with numbers, which can be read now."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return False
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -76,3 +201,34 @@ def _short(number: float) -> float:
 @cache
 def _signs(size: int) -> NDArray[np.float64]:
     return np.random.default_rng(0).choice((-1.0, 1.0), size)
+
+
+# --- carried state --------------------------------------------------------------------------------
+
+
+class Carried:
+    """Tells what is new in a pass's inputs from what earlier passes have returned."""
+
+    def __init__(self) -> None:
+        self._returned: set[StorageWeakRef] = set()
+
+    def fresh(self, inputs: Any) -> Any:
+        """Return the inputs without carried state; all of them if nothing else is left."""
+        if not self._returned:
+            return inputs
+        tensors = [*tensors_in(inputs)]
+        fresh = [tensor for tensor in tensors if self._returned.isdisjoint(_storages([tensor]))]
+        return fresh if len(fresh) < len(tensors) and any(t.dim() for t in fresh) else inputs
+
+    def note(self, inputs: Any, output: Any) -> None:
+        """Note what a pass has returned, but for what it was given itself."""
+        self._returned = {ref for ref in self._returned if not ref.expired()}  # type: ignore[no-untyped-call]
+        fresh = {*_storages(tensors_in(output))}
+        self._returned |= fresh - {*_storages(tensors_in(inputs))}
+
+
+def _storages(tensors: Iterable[Tensor]) -> Iterator[StorageWeakRef]:
+    for tensor in tensors:
+        wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        if type(tensor) is Tensor and tensor.layout is torch.strided and not wrapped:
+            yield StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]

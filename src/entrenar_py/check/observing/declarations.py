@@ -1,17 +1,25 @@
-"""The declarations of a script to `observe`, validated and with their patterns resolved."""
+"""The declarations of a script to `observe`, and what is noticed of its parameters at first.
+
+Declarations are validated, and their patterns resolved. What is noticed goes beyond the parameters'
+values: names that share a tensor, tensors that are stepped twice, or look uninitialised.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from entrenar_py.check.observing import tensors
+from entrenar_py.check.observing import flat_parameters, tensors
+from entrenar_py.check.observing.subject import Subject
 from entrenar_py.check.rank_files.layout import STAGES, Layout
+from entrenar_py.shared import trace
 from entrenar_py.shared.errors import UsageError, did_you_mean
 from entrenar_py.shared.trace.traits import CHOICES
 from entrenar_py.shared.wording import listed
@@ -61,7 +69,7 @@ class Declarations:
         }
 
 
-def of(
+def declarations_of(
     names: Sequence[str],
     buffers: Sequence[str],
     layout: Layout | None,
@@ -73,7 +81,7 @@ def of(
     loss_over: Any = None,
     averages: Any = None,
 ) -> Declarations:
-    """Return the declarations of a model whose parameters have `names`.
+    """Return the declarations of a model with parameters of these `names`.
 
     Raises UsageError for a name or pattern that no parameter has, or no buffer, unless ranks hold
     stages of the model, and for a value that is not allowed.
@@ -109,32 +117,33 @@ def _matching(patterns: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
     chosen: set[str] = set()
     for pattern in patterns:
         if pattern.startswith(_NEGATED):
-            chosen.difference_update(_matches(pattern.removeprefix(_NEGATED), known))
+            chosen.difference_update(_fitting(pattern.removeprefix(_NEGATED), known))
         else:
-            chosen.update(_matches(pattern, known))
+            chosen.update(_fitting(pattern, known))
     return tuple(name for name in known if name in chosen)
 
 
-def _matches(pattern: str, names: Iterable[str]) -> list[str]:
+def _fitting(pattern: str, names: Iterable[str]) -> list[str]:
     return [
         name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
     ]
 
 
-def _patterns(argument: str, given: Any) -> tuple[str, ...]:
+def _patterns(argument: str, patterns: Any) -> tuple[str, ...]:
     """Return patterns as parameters are named here, without the parts that wrappers add."""
-    listed = (given,) if isinstance(given, str) else given
+    listed = (patterns,) if isinstance(patterns, str) else patterns
     names = tuple(listed) if isinstance(listed, Iterable) else (listed,)
     if not all(isinstance(name, str) for name in names):
         raise UsageError(
-            f'{argument}={given!r:.80}: give names or patterns, such as {argument}=("embedding.*",)'
+            f"{argument}={patterns!r:.80}: give names or patterns, such as "
+            f'{argument}=("embedding.*",)'
         )
     return tuple(map(tensors.plain_name, names))
 
 
 def _require_match(argument: str, kind: str, pattern: str, names: Sequence[str]) -> None:
     wanted = pattern.removeprefix(_NEGATED)
-    if not _matches(wanted, names):
+    if not _fitting(wanted, names):
         near = did_you_mean(wanted.strip("*."), names, otherwise=_some(kind, names))
         raise UsageError(f"{argument}={pattern!r}: no {kind} of the model is named so; {near}")
 
@@ -149,43 +158,189 @@ def _some(kind: str, names: Sequence[str]) -> str:
     return f"its names are {listed(names, most=5)}" if names else f"it has no {kind}"
 
 
-def _clip_norm(given: Any) -> float | None:
+def _clip_norm(clip_norm: Any) -> float | None:
     try:
-        norm = math.inf if given is None else float(given)
+        norm = math.inf if clip_norm is None else float(clip_norm)
     except (TypeError, ValueError):
         norm = math.nan
-    if isinstance(given, bool) or not norm > 0:
+    if isinstance(clip_norm, bool) or not norm > 0:
         raise UsageError(
-            f"clip_norm={given!r:.80}: give the largest L2 norm of an applied gradient, a number "
-            "above 0; or None if nothing is clipped"
+            f"clip_norm={clip_norm!r:.80}: give the largest L2 norm of an applied gradient, a "
+            "number above 0; or None if nothing is clipped"
         )
     return norm if math.isfinite(norm) else None
 
 
-def _reduction(given: Any) -> str:
-    if given is None:
+def _reduction(dtype: Any) -> str:
+    if dtype is None:
         return ""
-    if given not in _REDUCTIONS:
+    if dtype not in _REDUCTIONS:
         allowed = ", ".join(map(str, _REDUCTIONS))
-        raise UsageError(f"reduce_dtype={given!r:.80}: use one of {allowed}")
-    return str(given).removeprefix("torch.")
+        raise UsageError(f"reduce_dtype={dtype!r:.80}: use one of {allowed}")
+    return str(dtype).removeprefix("torch.")
 
 
-def _averages(given: Any) -> Mapping[str, Any]:
-    if given is None:
+def _averages(averages: Any) -> Mapping[str, Any]:
+    if averages is None:
         return {}
-    if not isinstance(given, Mapping) or not all(
-        isinstance(name, str) and name and "/" not in name for name in given
+    if not isinstance(averages, Mapping) or not all(
+        isinstance(name, str) and name and "/" not in name for name in averages
     ):
         raise UsageError(
-            f"averages={given!r:.80}: give averages of the weights by names without a slash, "
+            f"averages={averages!r:.80}: give averages of the weights by names without a slash, "
             'averages={"ema": ema}'
         )
-    return given
+    return averages
 
 
-def _loss_over(given: Any) -> str:
+def _loss_over(loss_over: Any) -> str:
     allowed = CHOICES["loss_over"]
-    if given is not None and given not in allowed[1:]:
-        raise UsageError(f"loss_over={given!r:.80}: use one of {', '.join(map(repr, allowed[1:]))}")
-    return given or ""
+    if loss_over is not None and loss_over not in allowed[1:]:
+        raise UsageError(
+            f"loss_over={loss_over!r:.80}: use one of {', '.join(map(repr, allowed[1:]))}"
+        )
+    return loss_over or ""
+
+
+# --- the first look -------------------------------------------------------------------------------
+
+
+Names = tuple[str, ...]
+
+
+class FirstLook:
+    """The first look at a rank's parameters.
+
+    Names that share a tensor are those that share it when the script calls `observe`.
+    """
+
+    def __init__(self, subject: Subject, declared: Declarations) -> None:
+        self._subject, self._declared = subject, declared
+        self._shared = shared(subject.model)
+
+    def events(self, step: int) -> Iterator[trace.Event]:
+        """Yield what the script declares of its parameters, and what is seen of them.
+
+        `step` is the number of the first step.
+        """
+        subject, ties = self._subject, self._subject.layout.tied if self._subject.layout else ()
+        frozen = self._declared.frozen_of(names_of(subject.model))
+        yield trace.Declared(
+            step=step,
+            rank=subject.rank,
+            frozen=frozen,
+            tied=ties,
+            averages=tuple(self._declared.averages),
+        )
+        yield trace.Noticed(
+            step=step,
+            rank=subject.rank,
+            shared=self._shared,
+            alike=alike(subject.model),
+            doubled=doubled(subject.optimizers, subject.parameters),
+            peculiar=peculiar(subject.own_weights()),
+        )
+
+
+def shared(model: nn.Module) -> tuple[Names, ...]:
+    """Return the names of each tensor that the model holds under several names.
+
+    Parameters that are views of the same memory count as one tensor.
+    """
+    names_of: dict[object, dict[str, None]] = defaultdict(dict)
+    for name, parameter in [*flat_parameters.named(model)]:
+        names_of[_memory(parameter)][name] = None
+    return tuple(tuple(names) for names in names_of.values() if len(names) > 1)
+
+
+def names_of(model: nn.Module) -> dict[str, str]:
+    """Return all names of parameters, each with the first name of the same parameter."""
+    first: dict[Tensor, str] = {}
+    named = [*flat_parameters.named(model)]
+    return {name: first.setdefault(parameter, name) for name, parameter in named}
+
+
+def doubled(optimizers: Iterable[torch.optim.Optimizer], parameters: Mapping[str, Tensor]) -> Names:
+    """Return the names of the parameters that one optimizer steps more than once."""
+    twice: set[object] = set()
+    for optimizer in optimizers:
+        held = [_memory(p) for group in optimizer.param_groups for p in group["params"]]
+        twice.update(memory for memory, count in Counter(held).items() if count > 1)
+    return tuple(name for name, p in parameters.items() if _memory(p) in twice)
+
+
+def peculiar(parameters: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the peculiar parameters by name: `nan`, `inf`, `zero` or `uninitialised`.
+
+    `zero` are matrices without any other number. `uninitialised` are tensors with numbers that no
+    initialisation draws, but that memory often holds.
+    """
+    looks = {name: _look(tensors.local(p)) for name, p in parameters.items()}
+    return {name: look for name, look in looks.items() if look}
+
+
+def alike(model: nn.Module) -> tuple[tuple[str, str], ...]:
+    """Return pairs of an embedding's weight and another parameter with the same values.
+
+    They are two tensors. Equal values suggest that they were one before a copy or a load.
+    """
+    every = dict(flat_parameters.named(model))
+    first = names_of(model)
+    parameters = {n: p for n, p in every.items() if p.requires_grad and first[n] == n}
+    return tuple(
+        (name, other)
+        for name in _embeddings(model)
+        if name in every and every[name].requires_grad
+        for other, parameter in parameters.items()
+        if other != name and _are_alike(every[name], parameter)
+    )
+
+
+# --- one tensor -------------------------------------------------------------------------------
+
+# Heap memory holds addresses, half of them denormal numbers as floats, and exponents of any size.
+# Weights of a trained model may have a few denormal numbers.
+_DENORMAL_SHARE = 0.01
+_HUGE = 1e20
+
+
+def _memory(parameter: Tensor) -> object:
+    """Return a key that is equal for parameters that are the same numbers in memory."""
+    own = tensors.local(parameter)
+    if own.is_meta or not own.numel():
+        return id(parameter)
+    return own.device, own.data_ptr(), own.numel(), own.dtype
+
+
+def _look(tensor: Tensor) -> str:
+    if tensor.is_meta or not tensor.numel() or not tensor.dtype.is_floating_point:
+        return ""
+    if tensor.isnan().any():
+        return "nan"
+    if tensor.isinf().any():
+        return "inf"
+    size = tensor.abs()
+    if not size.any():
+        return "zero" if tensor.ndim > 1 and tensor.numel() > 1 else ""
+    # Small weights in float16 are rightly denormal.
+    tiny = 0.0 if tensor.dtype is torch.float16 else torch.finfo(tensor.dtype).tiny
+    num_denormal = int(((size > 0) & (size < tiny)).sum())
+    if num_denormal > _DENORMAL_SHARE * tensor.numel() or bool((size > _HUGE).any()):
+        return "uninitialised"
+    return ""
+
+
+def _embeddings(model: nn.Module) -> Iterator[str]:
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding):
+            yield tensors.plain_name(f"{path}.weight" if path else "weight")
+
+
+def _are_alike(weight: Tensor, parameter: Tensor) -> bool:
+    if _memory(weight) == _memory(parameter) or weight.shape != parameter.shape:
+        return False
+    mine, theirs = tensors.local(weight), tensors.local(parameter)
+    if mine.shape != theirs.shape or mine.is_meta or theirs.is_meta or mine.numel() < 2:
+        return False
+    varied = bool((mine != mine.flatten()[0]).any())
+    return varied and mine.device == theirs.device and bool((mine == theirs).all())

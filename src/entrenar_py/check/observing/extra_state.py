@@ -1,10 +1,10 @@
-"""State beside the model: copies of it (an average, a teacher, a reference), and frozen modules.
+"""State next to the model: copies of it (an average, a teacher, a reference), and frozen modules.
 
 Nothing tells of them when a script makes them. So they are looked up among the objects that the
 garbage collector knows, as in `surroundings`. A look takes 0.15 s with torch loaded.
 
-A copy is a module, a list or a dictionary whose tensors have the shapes of the model's parameters,
-or of those of one of its parts (a generator's), in their order. Whether it is an average, or a list
+A copy is a module, a list or a dictionary of tensors with the shapes of the model's parameters, or
+of those of one of its parts (a generator's), in their order. Whether it is an average, or a list
 of something else, shows in how it moves (`checks.weight_averages`).
 """
 
@@ -16,15 +16,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.module import register_module_forward_hook
 
-from entrenar_py.check.observing import call_sites, dtensors, tensors
-from entrenar_py.check.observing.frozen_dropout import FrozenDropout, may_draw
+from entrenar_py.check.observing import call_sites, tensors
 from entrenar_py.check.observing.subject import Subject
-from entrenar_py.shared import trace
+from entrenar_py.shared import hook_calls, trace
 from entrenar_py.shared.errors import UsageError
 
 Named = Mapping[str, Tensor]
@@ -40,7 +42,7 @@ _STATISTICS = ("running_mean", "running_var")
 
 
 class ExtraState:
-    """The state beside `subject`. `declared` are averages by the names that the script gives them.
+    """The state next to `subject`. `declared` are averages by the names that the script gives them.
 
     Raises UsageError for a declared average that is no copy of the model.
     """
@@ -55,12 +57,12 @@ class ExtraState:
             if _declared_copy(average, _orders(subject)) is None:
                 raise UsageError(
                     f"averages={{{label!r}: a {type(average).__name__}}}: give a module, a list or "
-                    "a dictionary of tensors, or an object that has one, whose tensors have the "
+                    "a dictionary of tensors, or an object that has one; its tensors must have the "
                     "shapes of the model's parameters, in their order"
                 )
 
     def records(self) -> trace.Tensors:
-        """Return the records of all tensors beside the model, by `label/tensor`.
+        """Return the records of all tensors next to the model, by `label/tensor`.
 
         The tensors of a copy have the names of the model's parameters. Of frozen modules, which may
         be larger than the model, only digests are recorded.
@@ -137,7 +139,6 @@ def _copy_in_module(module: nn.Module, orders: Sequence[Named]) -> Named | None:
 
 
 def _statistics(module: nn.Module) -> Named:
-    """Return the running statistics of a module's normalisations."""
     return {
         tensors.plain_name(name): buffer
         for name, buffer in module.named_buffers()
@@ -164,7 +165,7 @@ def _copies_in_containers(
     memory = {_memory(tensor) for order in orders for tensor in order.values()}
     sizes = {*map(len, orders)}
     least = min(sizes, default=1)
-    found: list[Found] = []
+    copies: list[Found] = []
     for thing in containers:
         if len(thing) < least or (type(thing) is list and len(thing) not in sizes):
             continue
@@ -173,8 +174,8 @@ def _copies_in_containers(
             continue
         if memory.isdisjoint(map(_memory, copy.values())):
             known.update(map(id, copy.values()))
-            found.append((thing, copy))
-    return found
+            copies.append((thing, copy))
+    return copies
 
 
 def _copy_in_container(thing: Any, orders: Sequence[Named]) -> Named | None:
@@ -188,7 +189,6 @@ def _copy_in_container(thing: Any, orders: Sequence[Named]) -> Named | None:
 
 
 def _in_order(values: Sequence[Any], orders: Sequence[Named]) -> Named | None:
-    """Return tensors by the names of the parameters whose shapes they have; None if they don't."""
     for order in orders:
         if len(order) == len(values) and all(map(_is_like, values, order.values())):
             return dict(zip(order, values, strict=True))
@@ -246,10 +246,10 @@ def _holders() -> list[Any]:
 
 
 def _memory(tensor: Tensor) -> int:
-    return dtensors.local(tensor).data_ptr()
+    return tensors.local(tensor).data_ptr()
 
 
-def _labels(found: Sequence[Found], taken: set[str]) -> list[str]:
+def _labels(things: Sequence[Found], taken: set[str]) -> list[str]:
     """Return the first name under which each thing is kept, its class's if there is none.
 
     Of several of one name it is the module's, or an object's own: a checkpoint that was loaded has
@@ -257,20 +257,22 @@ def _labels(found: Sequence[Found], taken: set[str]) -> list[str]:
     then the name is "".
     """
     labels, orders = [], []
-    for thing, (names, is_own) in zip([thing for thing, _ in found], _kept_as(found), strict=True):
+    for thing, (names, is_own) in zip(
+        [thing for thing, _ in things], _kept_as(things), strict=True
+    ):
         labels.append(min(names, default=type(thing).__name__))
         is_state = hasattr(thing, "_metadata")  # what a module's state_dict returned
         orders.append(0 if isinstance(thing, nn.Module) else 1 if is_own and not is_state else 2)
     places = Counter(zip(labels, orders, strict=True))
     firsts = {label: min(order for name, order in places if name == label) for label in labels}
-    told = [
+    shown = [
         name
         if order == firsts[name] and places[name, order] == 1
         else f"{name}[{sum(tensor.numel() for tensor in held.values())}]"
-        for name, order, (_, held) in zip(labels, orders, found, strict=True)
+        for name, order, (_, held) in zip(labels, orders, things, strict=True)
     ]
-    counts = Counter(told)
-    return [name if counts[name] == 1 and name not in taken else "" for name in told]
+    counts = Counter(shown)
+    return [name if counts[name] == 1 and name not in taken else "" for name in shown]
 
 
 def _kept_as(found: Sequence[Found]) -> list[tuple[set[str], bool]]:
@@ -294,7 +296,6 @@ def _kept_as(found: Sequence[Found]) -> list[tuple[set[str], bool]]:
 
 
 def _local_names(things: Sequence[Any]) -> Iterator[tuple[int, str]]:
-    """Yield the places of things in variables of the script's functions, with their names."""
     for frame in reversed([*call_sites.own_frames()]):
         for name, value in call_sites.local_variables(frame).items():
             for at, thing in enumerate(things):
@@ -320,3 +321,45 @@ def _labelled(copies: Iterable[tuple[str, Named]]) -> dict[str, Tensor]:
 def _alive(refs: Mapping[str, ref[Tensor]]) -> dict[str, Tensor]:
     held = {name: kept() for name, kept in refs.items()}
     return {name: tensor for name, tensor in held.items() if tensor is not None}
+
+
+# --- dropout of what doesn't train ----------------------------------------------------------------
+
+
+class FrozenDropout:
+    """The number of masks of each module that was named to `watch`.
+
+    The hook is torch's global one: modules with hooks of their own could not be pickled.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._labels: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # by dropout
+        self._is_hooked = False
+
+    def watch(self, named: Iterable[tuple[str, nn.Module]]) -> None:
+        """Count the masks of these modules from here on, by the labels that they have."""
+        for label, module in named:
+            if label and may_draw(module):
+                self._counts[label] += 0
+                drawing = (part for part in module.modules() if isinstance(part, _DropoutNd))
+                self._labels.update((part, label) for part in drawing if part not in self._labels)
+        if self._labels and not self._is_hooked:
+            self._is_hooked = True
+            register_module_forward_hook(self._count)
+
+    def counts(self) -> dict[str, Tensor]:
+        """Return the numbers of masks by `masks of label/num_masks`."""
+        return {f"masks of {n}/num_masks": torch.tensor(c) for n, c in self._counts.items()}
+
+    @hook_calls.outside
+    def _count(self, module: nn.Module, *_: Any) -> None:
+        label = self._labels.get(module) if module.training else None
+        if label is not None:
+            self._counts[label] += 1
+
+
+def may_draw(module: nn.Module) -> bool:
+    """Return whether a module has dropout and nothing that trains."""
+    has_dropout = any(isinstance(part, _DropoutNd) and part.p > 0 for part in module.modules())
+    return has_dropout and not any(p.requires_grad for p in module.parameters())

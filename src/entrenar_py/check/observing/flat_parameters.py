@@ -1,31 +1,119 @@
-"""The parameters of a model that `FullyShardedDataParallel` or DeepSpeed's ZeRO keep in flat ones.
+"""The parameters of a model that wrappers keep in flat tensors, or in pieces.
 
-A FlatParameter has the elements of several parameters, one after another, and each rank has an
-equal part of it. What a rank has of one parameter is a piece of its elements in C order. Optimizers
-step these pieces (`use_orig_params=True`), or the rank's part of the FlatParameter.
+A flat tensor has the elements of several parameters, one after another, and each rank has an equal
+part of it. What a rank has of one parameter is a piece of its elements in C order, a `Part`.
 
-Torch documents the attributes that are read here as those of a FlatParameter. Those of DeepSpeed
-are read in `zero_partitions`.
+- A FlatParameter of `FullyShardedDataParallel`: optimizers step these pieces, or the rank's part of
+  the FlatParameter (without `use_orig_params`). Torch documents the attributes that are read here.
+- DeepSpeed's ZeRO has, in float32, an equal part of the parameters: of a group's, one after another
+  (stages 1 and 2), or of each one (stage 3). The script's optimizer steps these partitions, one
+  after the other, within the step of DeepSpeed's. What is recorded are the partitions. The model
+  computes with copies of them, in its own format, which DeepSpeed brings together for all ranks.
+  DeepSpeed documents how to read them (`safe_get_local_grad`, `safe_get_full_fp32_param`), but
+  calls collectives at stages 1 and 2. So `_hp_mapping` is read here, which these calls read, too.
+- `fully_shard` keeps pieces, and a rank computes with whole parameters (`when_whole`). The gradient
+  that a backward pass adds to a whole parameter is this rank's own. The gradient of a piece is part
+  of a sum over all ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
-from entrenar_py.check.observing import dtensors, tensors, zero_partitions
-from entrenar_py.check.observing.flat_parts import Part, piece_of
-from entrenar_py.check.observing.zero_partitions import Partition
+from entrenar_py.check.observing import tensors
 from entrenar_py.check.rank_files import layout
 from entrenar_py.check.rank_files.layout import Layout, Piece
+from entrenar_py.shared import hook_calls
 from entrenar_py.shared.errors import UsageError
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A parameter in the flat tensor `flat`, where it begins at element `begin`.
+
+    `owner` is the tensor that optimizers step. `shape` is that of the whole parameter. This rank
+    has its `piece`, from element `first` of the rank's part of `flat` on; None for all of it.
+    """
+
+    flat: Any
+    owner: Tensor
+    shape: tuple[int, ...]
+    begin: int
+    first: int
+    piece: Piece | None
+
+    @property
+    def numel(self) -> int:
+        """The number of elements that this rank has."""
+        return math.prod(self.shape if self.piece is None else self.piece.shape)
+
+    def weights(self) -> Tensor:
+        """Return this rank's elements, also while a pass computes with whole parameters."""
+        held: Tensor = getattr(self.flat, "_local_shard", self.flat)
+        return self._cut(held.detach())
+
+    def gradient(self) -> Tensor | None:
+        """Return this rank's elements of the gradient; None if there is none that was reduced."""
+        gradient: Tensor | None = self.owner.grad
+        if self.owner is self.flat and gradient is None:
+            gradient = getattr(self.flat, "_saved_grad_shard", None)  # while a pass adds to it
+        return self.of(gradient) if gradient is not None and self.fits(gradient) else None
+
+    def fits(self, tensor: Tensor) -> bool:
+        """Return whether `tensor` has a number for each element that the optimizer steps."""
+        return tensor.numel() == self._num_owned and (tensor.ndim > 0 or self._num_owned == 0)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return this rank's elements of a gradient or of optimizer state that `fits`."""
+        return self._cut(tensor) if self.owner is self.flat else tensor
+
+    def of_whole(self, flat: Tensor) -> Tensor:
+        """Return the whole parameter's elements in a whole FlatParameter, or in its gradient."""
+        return flat[self.begin : self.begin + math.prod(self.shape)].view(self.shape)
+
+    @property
+    def _num_owned(self) -> int:
+        is_flat = self.owner is self.flat
+        return math.prod(self.flat._sharded_size) if is_flat else self.numel
+
+    def _cut(self, flat: Tensor) -> Tensor:
+        own = flat.reshape(-1)[self.first : self.first + self.numel]
+        return own.view(self.shape) if self.piece is None else own
+
+
+def piece_of(
+    begin: int, size: int, num_held: int, rank: int, ranks: Sequence[int]
+) -> tuple[Piece, int]:
+    """Return the piece of a parameter that a rank has, and where that begins in the rank's part.
+
+    The parameter has `size` elements, from element `begin` of the flat tensor on. Each of `ranks`
+    has `num_held` elements of that; `rank` is the place of this one among them.
+    """
+    own = rank * num_held
+    at, end = (min(max(place - begin, 0), size) for place in (own, own + num_held))
+    last = max(begin, begin + size - 1)
+    piece = Piece(
+        offset=(at,),
+        shape=(end - at,),
+        whole=(size,),
+        ranks=tuple(ranks[begin // num_held : last // num_held + 1]),
+    )
+    return piece, max(begin - own, 0)
+
+
+# --- FlatParameters -------------------------------------------------------------------------------
 
 
 class WithinPass:
@@ -50,24 +138,24 @@ class WithinPass:
         return copy
 
 
-def of(model: nn.Module) -> dict[str, Part]:
+def parts_of(model: nn.Module) -> dict[str, Part]:
     """Return by name the parameters of `model` that are parts of flat tensors."""
     parts: dict[str, Part] = {
-        tensors.plain_name(name): part for name, part in zero_partitions.of(model).items()
+        tensors.plain_name(name): part for name, part in zero_parts_of(model).items()
     }
     for prefix, module in _wrappers(model):
         parts.update(_of_handle(prefix, module._handle))
     return parts
 
 
-def when_whole(model: nn.Module, found: Callable[[str, Any], Any]) -> list[Any]:
-    """Call `found` with each trainable parameter, as a backward pass sees it, and its name.
+def _when_whole_in_flat(model: nn.Module, call: Callable[[str, Any], Any]) -> list[Any]:
+    """Call `call` with each trainable parameter, as a backward pass sees it, and its name.
 
-    Return what `found` returns.
+    Return what `call` returns.
     """
-    parts = of(model).items()
+    parts = parts_of(model).items()
     return [
-        found(name, part.parameter if isinstance(part, Partition) else WithinPass(part))
+        call(name, part.parameter if isinstance(part, Partition) else WithinPass(part))
         for name, part in parts
         if part.owner.requires_grad
     ]
@@ -75,18 +163,18 @@ def when_whole(model: nn.Module, found: Callable[[str, Any], Any]) -> list[Any]:
 
 def named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield this rank's part of each parameter, with its plain name; shared ones by each name."""
-    yield from beside(model, remove_duplicate=False)
-    held = {
+    yield from not_flat(model, remove_duplicate=False)
+    weights = {
         name: part.weights().requires_grad_(part.owner.requires_grad)
-        for name, part in of(model).items()
+        for name, part in parts_of(model).items()
     }
-    yield from held.items()
-    yield from ((name, held[first]) for name, first in _shared(model))
+    yield from weights.items()
+    yield from ((name, weights[first]) for name, first in _shared(model))
 
 
-def beside(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
+def not_flat(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters that are in no FlatParameter, and the plain names of these."""
-    flat = {*of(model), *(name for name, _ in _shared(model))}
+    flat = {*parts_of(model), *(name for name, _ in _shared(model))}
     for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate):
         plain = tensors.plain_name(name)
         if plain not in flat and plain.rpartition(".")[2] != "_flat_param":
@@ -98,7 +186,7 @@ def layout_of(model: nn.Module, world_size: int) -> Layout | None:
 
     Raises UsageError if it doesn't arrange all ranks.
     """
-    zero = zero_partitions.axes_of(model)
+    zero = _zero_axes(model)
     shown = [zero] if zero is not None else [_axes(module) for _, module in _wrappers(model)]
     if not shown:
         return None
@@ -106,20 +194,18 @@ def layout_of(model: nn.Module, world_size: int) -> Layout | None:
     axes = next((one for one in shown if "dp" not in one), shown[0])
     if math.prod(axes.values()) != world_size:
         raise UsageError(
-            f"{where} does not show how all {world_size} ranks are arranged: {dtensors.DECLARE}"
+            f"{where} does not show how all {world_size} ranks are arranged: {tensors.DECLARE}"
         )
     return Layout(axes=layout.require(axes, world_size, where))
 
 
 def _wrappers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield each wrapper that has a FlatParameter, after the plain name of its module."""
     for path, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
             yield tensors.plain_name(path), module
 
 
 def _axes(module: Any) -> dict[str, int]:
-    """Return the axes of one wrapper: its shards, copies of these, or whole copies only."""
     handle, size = module._handle, module.process_group.size()
     if (copies := getattr(module, "_inter_node_pg", None)) is not None:
         return {"dp_replicate": copies.size(), "dp_shard": size}
@@ -160,7 +246,7 @@ def _piece(handle: Any, begin: int, size: int) -> tuple[Piece | None, int]:
 
 def _shared(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield each further name of a parameter in a flat tensor, with its first one."""
-    yield from zero_partitions.shared(model)
+    yield from _shared_in_zero(model)
     for prefix, module in _wrappers(model):
         for info in module._handle.flat_param._shared_param_infos:
             other, first = (
@@ -175,3 +261,289 @@ def _shared(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 def _joined(path: str, name: str) -> str:
     return tensors.plain_name(f"{path}.{name}" if path else name)
+
+
+# --- DeepSpeed's partitions -----------------------------------------------------------------------
+
+
+_STAGE_3 = "fp32_partitioned_groups_flat"
+# By the name of the partitions that ranks step: that of the groups of parameters in them. The names
+# are those of stages 1 and 2, of 16 bits that are added in float32, and of stage 3.
+_GROUPS = {
+    "single_partition_of_fp32_groups": "round_robin_bit16_groups",
+    "fp32_groups_flat_partition": "bf16_groups",
+    _STAGE_3: "fp16_groups",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Partition(Part):
+    """A parameter of the model in the partitions of the ZeRO optimizer `zero`.
+
+    It is in group `group` of these; None if no optimizer steps it.
+    """
+
+    zero: Any
+    parameter: Any
+    group: int | None
+
+    def gradient(self) -> Tensor | None:
+        """Return this rank's elements of the gradient that is applied, or was reduced last."""
+        applied: Tensor | None = self.owner.grad
+        if self.group is None and applied is not None and self.piece is not None:
+            return applied.reshape(-1)[self.piece.offset[0] :][: self.numel]  # whole, and its own
+        if applied is not None:
+            return self.of(applied) if self.fits(applied) else None
+        reduced = self._reduced()
+        scale = float(getattr(self.zero, "loss_scale", 1.0))
+        return reduced if reduced is None or scale == 1.0 else reduced / scale
+
+    def _reduced(self) -> Tensor | None:
+        if self.group is None:
+            return None
+        if hasattr(self.zero, _STAGE_3):
+            if self.zero.averaged_gradients.get(self.group) is None:
+                return None
+            local = self.zero.get_local_fp32_grad_for_param(self.parameter)
+            return self._shaped(local.reshape(-1)[: self.numel])
+        mapping = getattr(self.parameter, "_hp_mapping", None)
+        if mapping is None:
+            return self.owner.detach().new_empty(0)
+        try:
+            fragment = mapping.get_lp_grad_fragment(self.parameter._index_in_param_group)
+        except ValueError:  # between two steps
+            return None
+        own, address = fragment.reshape(-1), mapping.lp_fragment_address
+        if own.numel() == self.parameter.numel():
+            own = own[address.start : address.start + address.numel]
+        return self._shaped(own)
+
+    def _shaped(self, own: Tensor) -> Tensor:
+        return own.view(self.shape) if self.piece is None else own
+
+    @property
+    def _num_owned(self) -> int:
+        return self.flat.numel() if self.owner is self.flat else self.numel
+
+
+class ZeroSteps:
+    """Calls `begins` before the steps of a ZeRO optimizer, and `ends` after them.
+
+    `ends` is told whether the step was skipped, as gradients were not finite. Torch has no hooks of
+    these steps: it sees those of the optimizer inside, one for each partition.
+    """
+
+    def __init__(self, zero: Any, begins: Callable[[], Any], ends: Callable[[bool], Any]) -> None:
+        self._zero, original = zero, zero.step
+        begins, ends = hook_calls.outside(begins), hook_calls.outside(ends)
+
+        def step(*given: Any, **named: Any) -> Any:
+            begins()
+            result = original(*given, **named)
+            ends(bool(getattr(zero, "overflow", False)))
+            return result
+
+        zero.step = step
+
+    def remove(self) -> None:
+        """Have the optimizer step as before."""
+        vars(self._zero).pop("step", None)
+
+
+def zero_optimizer(model: nn.Module) -> Any | None:
+    """Return the ZeRO optimizer of a model, or of DeepSpeed's engine; None if there is none."""
+    if "deepspeed" not in sys.modules:
+        return None
+    linked = (
+        getattr(parameter, name, None)
+        for parameter in model.parameters()
+        for name in ("_z3_optimizer", "_zero_optimizer")
+    )
+    held = (getattr(model, "optimizer", None), *linked)
+    return next((zero for zero in held if _attributes_of(zero) is not None), None)
+
+
+def zero_partitions(zero: Any) -> list[Tensor]:
+    """Return the flat tensors that a ZeRO optimizer has the optimizer inside of it step."""
+    names = _attributes_of(zero)
+    return [] if names is None else [*getattr(zero, names[0])]
+
+
+def parameters_and_partitions(model: nn.Module) -> set[Tensor]:
+    """Return the parameters of a model, with the partitions of these that its optimizer steps."""
+    return {*model.parameters(), *zero_partitions(zero_optimizer(model))}
+
+
+def zero_groups(zero: Any) -> list[dict[str, Any]]:
+    """Return the groups of the optimizer inside, with all tensors of each, as they are in a step.
+
+    Between two steps those of stage 3 have none.
+    """
+    flats, groups = zero_partitions(zero), zero.optimizer.param_groups
+    numbers = getattr(zero, "sub_group_to_group_id", range(len(flats)))
+    return [
+        {**group, "params": [flat for at, flat in enumerate(flats) if numbers[at] == number]}
+        for number, group in enumerate(groups)
+    ]
+
+
+def zero_parts_of(model: nn.Module) -> dict[str, Partition]:
+    """Return by name the parameters of `model` that a ZeRO optimizer has partitions of."""
+    zero = zero_optimizer(model)
+    if zero is None:
+        return {}
+    placed = {part.parameter: part for part in _placed(zero)}
+    named = model.named_parameters()
+    known = ((name, placed.get(p) or _unstepped(zero, p)) for name, p in named)
+    return {name: part for name, part in known if part is not None}
+
+
+def _shared_in_zero(model: nn.Module) -> Iterator[tuple[str, str]]:
+    first = {part.parameter: name for name, part in zero_parts_of(model).items()}
+    for name, parameter in model.named_parameters(remove_duplicate=False) if first else ():
+        if first.get(parameter, name) != name:
+            yield name, first[parameter]
+
+
+def _zero_axes(model: nn.Module) -> dict[str, int] | None:
+    zero = zero_optimizer(model)
+    if zero is None:
+        return None
+    sizes = {dist.get_world_size(group) for group in _process_groups(zero)}
+    return {"fsdp": min(sizes)} if sizes else None
+
+
+def _process_groups(zero: Any) -> Sequence[Any]:
+    if hasattr(zero, _STAGE_3):
+        held = [p for group in zero.fp16_groups for p in group]
+        return [parameter.ds_process_group for parameter in held] or [zero.dp_process_group]
+    return [*zero.real_dp_process_group]
+
+
+def _attributes_of(zero: Any) -> tuple[str, str] | None:
+    if not isinstance(getattr(zero, "optimizer", None), torch.optim.Optimizer):
+        return None
+    return next((names for names in _GROUPS.items() if hasattr(zero, names[0])), None)
+
+
+def _placed(zero: Any) -> Iterator[Partition]:
+    """Yield the parameters that a ZeRO optimizer steps."""
+    names = _attributes_of(zero)
+    if names is None:
+        return
+    held = getattr(zero, names[1])
+    flats = zero_partitions(zero)
+    for number, (parameters, flat) in enumerate(zip(held, flats, strict=True)):
+        places = _places_of_stage_3 if names[0] == _STAGE_3 else _places_in_group
+        for parameter, begin, first, piece in places(zero, number, parameters, flat):
+            yield Partition(
+                flat=flat,
+                owner=flat,
+                shape=_shape(parameter),
+                begin=begin,
+                first=first,
+                piece=piece,
+                zero=zero,
+                parameter=parameter,
+                group=number,
+            )
+
+
+def _places_in_group(
+    zero: Any, number: int, parameters: Sequence[Tensor], flat: Tensor
+) -> Iterator[tuple[Tensor, int, int, Any]]:
+    """Yield the parameters of a group that lie one after another, with their places."""
+    group = zero.real_dp_process_group[number]
+    ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
+    offsets = getattr(zero, "round_robin_bit16_offsets", None)
+    begin = 0
+    for index, parameter in enumerate(parameters):
+        begin = begin if offsets is None else offsets[number][index]
+        piece, first = piece_of(begin, parameter.numel(), flat.numel(), rank, ranks)
+        yield parameter, begin, first, piece if len(ranks) > 1 else None
+        begin += parameter.numel()
+
+
+def _places_of_stage_3(
+    zero: Any, _number: int, parameters: Sequence[Any], _flat: Tensor
+) -> Iterator[tuple[Tensor, int, int, Any]]:
+    for parameter in parameters:
+        first = zero.grad_position[zero.get_param_id(parameter)][1]
+        yield parameter, 0, first, _piece_of_stage_3(parameter)
+
+
+def _piece_of_stage_3(parameter: Any) -> Any:
+    ranks = dist.get_process_group_ranks(parameter.ds_process_group)
+    rank = dist.get_rank(parameter.ds_process_group)
+    held = parameter.partition_numel()
+    return piece_of(0, parameter.ds_numel, held, rank, ranks)[0] if len(ranks) > 1 else None
+
+
+def _unstepped(zero: Any, parameter: Any) -> Partition | None:
+    """Return the place of a parameter that no optimizer steps; None if each rank has all of it."""
+    if getattr(parameter, "ds_tensor", None) is None:
+        return None
+    return Partition(
+        flat=parameter.ds_tensor,
+        owner=parameter,
+        shape=_shape(parameter),
+        begin=0,
+        first=0,
+        piece=_piece_of_stage_3(parameter),
+        zero=zero,
+        parameter=parameter,
+        group=None,
+    )
+
+
+def _shape(parameter: Any) -> tuple[int, ...]:
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def zero_formats(model: nn.Module) -> set[str]:
+    """Return the formats in which a model with partitions in float32 computes."""
+    return {
+        str(part.parameter.dtype).removeprefix("torch.") for part in zero_parts_of(model).values()
+    }
+
+
+def is_fully_sharded(model: nn.Module) -> bool:
+    """Return whether torch shards `model` or a part of it, and brings it together for passes.
+
+    `fully_shard` does, `FullyShardedDataParallel`, and DeepSpeed with what it steps (ZeRO).
+    """
+    kinds = (FSDPModule, FullyShardedDataParallel)
+    sharded = any(isinstance(module, kinds) for module in model.modules())
+    return sharded or zero_optimizer(model) is not None
+
+
+# --- parameters that are whole for a pass ---------------------------------------------------------
+
+
+Found = Callable[[str, Any], Any]
+
+
+def when_whole(model: nn.Module, call: Found) -> list[Any]:
+    """Call `call` with name and tensor of each trainable parameter when it is first whole.
+
+    Of a FlatParameter it is called now, with what can be hooked as a tensor.
+
+    Returns the hooks that do so. They call no collective, and look only at parameters that forward
+    passes have gathered.
+    """
+    known: set[Tensor] = set()
+
+    @hook_calls.outside
+    def look(prefix: str, module: nn.Module, *_: object) -> None:
+        for name, parameter in module.named_parameters():
+            whole = not isinstance(parameter, DTensor)
+            if whole and parameter.requires_grad and parameter not in known:
+                known.add(parameter)
+                call(tensors.plain_name(f"{prefix}.{name}" if prefix else name), parameter)
+
+    hooked = _when_whole_in_flat(model, call)
+    for prefix, module in model.named_modules():
+        if isinstance(cast(object, module), FSDPModule):
+            look(prefix, module)  # the pass that has just begun has gathered some
+            hooked.append(module.register_forward_pre_hook(partial(look, prefix)))
+    return hooked

@@ -26,7 +26,7 @@ _GLOBAL = (
     getattr(random.seed, "__self__", None),
     getattr(np.random.mtrand, "_rand", None),
 )
-# Modules whose frames and objects hold no generators of the script.
+# In frames and objects of these modules are no generators of the script.
 _LIBRARIES = ("torch", "numpy", "entrenar_py", "runpy", "importlib", "multiprocessing")
 
 
@@ -35,8 +35,8 @@ class Generators:
 
     The script's own are those that its functions and modules hold in a variable when it calls
     `observe`, or that an object in a variable or in `objects` has in an attribute. Variable and
-    attribute are their names. `left_out` are generators of loaders and samplers, whose samples are
-    known.
+    attribute are their names. `left_out` are generators of loaders and samplers: their samples
+    are known.
     """
 
     def __init__(
@@ -70,14 +70,14 @@ class Generators:
 
     def kept(self) -> list[tuple[Callable[[Any], object], Any]]:
         """Return what sets each generator's state, with the state that it has now."""
-        found: list[tuple[Callable[[Any], object], Any]] = [
+        setters: list[tuple[Callable[[Any], object], Any]] = [
             (torch.set_rng_state, torch.get_rng_state()),
             (random.setstate, random.getstate()),
             (np.random.set_state, np.random.get_state(legacy=False)),
         ]
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            found.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
-        return found + [_kept(generator) for generator in self._own.values()]
+            setters.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
+        return setters + [_kept(generator) for generator in self._own.values()]
 
     @staticmethod
     def restore(states: Iterable[tuple[Callable[[Any], object], Any]]) -> None:
@@ -108,7 +108,7 @@ def _digests(states: Mapping[str, bytes]) -> dict[str, str]:
 
 
 def moved(before: States, after: States) -> list[str]:
-    """Return the names of the generators whose state has changed."""
+    """Return the names of the generators that have drawn since `before`."""
     return [name for name, state in after.items() if before.get(name, state) != state]
 
 
@@ -145,7 +145,6 @@ def _held_by(value: Any) -> Iterator[object]:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Yield the global names that a function uses, with the functions written in it."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
@@ -188,7 +187,6 @@ def _python(generator: Any) -> bytes:
 
 
 def _bytes(state: Any) -> bytes:
-    """Return a state of numpy, a dict of numbers and arrays, as bytes."""
     if isinstance(state, Mapping):
         return b"".join(_bytes(value) for value in state.values())
     return bytes(state.tobytes()) if isinstance(state, np.ndarray) else repr(state).encode()

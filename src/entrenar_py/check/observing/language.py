@@ -18,17 +18,16 @@ from torch import Tensor, nn
 
 from entrenar_py.check.observing import (
     TOKENS,
-    dtensors,
+    flat_parameters,
     generators,
-    token_losses,
-    token_rows,
-    undisturbed,
+    tensors,
+    token_probe,
+    tokens,
 )
 from entrenar_py.check.observing.generators import Generators, States
 from entrenar_py.check.observing.subject import Subject
-from entrenar_py.check.observing.token_losses import Loss, Place
 from entrenar_py.check.observing.token_probe import Probe, Table
-from entrenar_py.check.observing.token_rows import Arguments, Rows
+from entrenar_py.check.observing.tokens import Arguments, Loss, Place, Rows
 from entrenar_py.shared import trace
 
 # The steps, from the first one recorded, in which the model is probed. In the first a model may
@@ -94,7 +93,7 @@ class Looking(Language):
 
     def listen(self) -> None:
         """Hear the losses of this process; all belong to this rank's passes."""
-        self._leave = token_losses.listen(self.scored)
+        self._leave = tokens.listen(self.scored)
 
     def remove(self) -> None:
         self._leave()
@@ -106,7 +105,7 @@ class Looking(Language):
     def forward(self, model: nn.Module, inputs: Sequence[Any], micro_batch: int) -> None:
         self._aside = None
         if torch._C._current_graph_task_id() != -1:
-            self._evaluated.clear()  # a checkpoint around the model, whose first pass has none
+            self._evaluated.clear()  # a checkpoint around the model: its first pass has none
         if self._is_probing or (self._problem and self._table is None):
             return
         args, kwargs = inputs
@@ -166,34 +165,36 @@ class Looking(Language):
     # --- what is recorded -------------------------------------------------------------------------
 
     def _losses(self, step: int, known: Iterable[tuple[_Pass, Rows]]) -> Iterator[trace.Event]:
-        for one, rows in known:
-            place = {"step": step, "rank": self._rank, "micro_batch": one.micro_batch}
-            for call, loss in enumerate(one.losses):
-                found = token_losses.event(loss, rows, call=call, **place)
+        for passed, rows in known:
+            place = {"step": step, "rank": self._rank, "micro_batch": passed.micro_batch}
+            for call, loss in enumerate(passed.losses):
+                found = tokens.scored_event(loss, rows, call=call, **place)
                 if found is not None:
-                    event, one.place = found
+                    event, passed.place = found
                     yield event
 
-    def _probed(self, step: int, one: _Pass, rows: Rows) -> list[trace.Event]:
+    def _probed(self, step: int, passed: _Pass, rows: Rows) -> list[trace.Event]:
         assert self._table is not None, "the rows come from there"
-        place = {"step": step, "rank": self._rank, "micro_batch": one.micro_batch}
+        place = {"step": step, "rank": self._rank, "micro_batch": passed.micro_batch}
         events: list[trace.Event] = []
 
         def look(probe: Probe) -> None:
             assert self._table is not None
-            dimension = 1 if one.place is None else one.place.dimension
-            counted = torch.ones_like(rows.padding) if one.place is None else one.place.counted
+            dimension = 1 if passed.place is None else passed.place.dimension
+            counted = (
+                torch.ones_like(rows.padding) if passed.place is None else passed.place.counted
+            )
             events.extend(probe.events(rows, self._table.place, dimension, counted, **place))
 
-        problem = self._problem or self._pass_again(one, look)
-        return [self._tokens(step, one, rows, problem), *events]
+        problem = self._problem or self._pass_again(passed, look)
+        return [self._tokens(step, passed, rows, problem), *events]
 
-    def _tokens(self, step: int, one: _Pass, rows: Rows | None, problem: str) -> trace.Tokens:
+    def _tokens(self, step: int, passed: _Pass, rows: Rows | None, problem: str) -> trace.Tokens:
         if rows is None:
             return trace.Tokens(
                 step=step,
                 rank=self._rank,
-                micro_batch=one.micro_batch,
+                micro_batch=passed.micro_batch,
                 rows=0,
                 positions=0,
                 recomputed=self._were_recomputed(),
@@ -203,7 +204,7 @@ class Looking(Language):
         return trace.Tokens(
             step=step,
             rank=self._rank,
-            micro_batch=one.micro_batch,
+            micro_batch=passed.micro_batch,
             rows=len(rows.ids),
             positions=rows.ids.shape[1],
             padding=int(rows.padding.sum()),
@@ -222,42 +223,42 @@ class Looking(Language):
     def _model(self) -> nn.Module:
         return self._subject.model
 
-    def _why_not(self, one: _Pass) -> str:
+    def _why_not(self, passed: _Pass) -> str:
         """Return why the model is passed nothing again; "" if it is."""
         if torch._C._current_graph_task_id() != -1:
             return "an optimizer steps inside of the backward pass"
-        if dtensors.is_fully_sharded(self._model):
+        if flat_parameters.is_fully_sharded(self._model):
             return "its weights are in pieces, which are only brought together for the script"
-        if one.arguments.has_cache:
+        if passed.arguments.has_cache:
             return "it is given a cache"
-        if hooked := undisturbed.own_hook(self._model):
+        if hooked := token_probe.own_hook(self._model):
             return f"the script has set a hook on {hooked}, which may count passes"
         return ""
 
-    def _find_table(self, one: _Pass) -> str:
+    def _find_table(self, passed: _Pass) -> str:
         """Find the argument with the token ids; return why the model is passed nothing again."""
 
         def look(probe: Probe) -> None:
             self._table = probe.table()
 
-        problem = self._why_not(one) or self._pass_again(one, look)
+        problem = self._why_not(passed) or self._pass_again(passed, look)
         if problem:
-            place = one.arguments.guessed()
+            place = passed.arguments.guessed()
             self._table = None if place is None else Table(place, None)
         return problem or ("" if self._table else "it is given no token ids")
 
-    def _pass_again(self, one: _Pass, look: Callable[[Probe], None]) -> str:
+    def _pass_again(self, passed: _Pass, look: Callable[[Probe], None]) -> str:
         """Call `look` with a probe of the model; return the error that the model raises."""
         self._is_probing = True
         try:
-            with undisturbed.undisturbed(self._model, self._generators) as start:
+            with token_probe.undisturbed(self._model, self._generators) as start:
                 look(
                     Probe(
                         model=self._model,
-                        arguments=one.arguments,
+                        arguments=passed.arguments,
                         start=start,
-                        autocast=one.autocast,
-                        autocast_dtype=one.autocast_dtype,
+                        autocast=passed.autocast,
+                        autocast_dtype=passed.autocast_dtype,
                         ranks=self._subject.world_size,
                         parity=self._parity(),
                         special=_special(self._model),
@@ -273,10 +274,10 @@ class Looking(Language):
         layout = self._subject.layout
         return self._rank % 2 if layout is None else layout.parity(self._rank)
 
-    def _rows(self, one: _Pass) -> Rows | None:
+    def _rows(self, passed: _Pass) -> Rows | None:
         if self._table is None:
             return None
-        return token_rows.of(one.arguments, self._table.place, self._table.padding_id)
+        return tokens.rows_of(passed.arguments, self._table.place, self._table.padding_id)
 
 
 def of(
@@ -306,7 +307,6 @@ def _settings(model: nn.Module) -> dict[str, Any]:
 
 
 def _special(model: nn.Module) -> set[int]:
-    """Return the tokens with a meaning of their own: of an image, of the end of a text."""
     named = [v for n, v in _settings(model).items() if n.endswith(("_token_id", "_token_index"))]
     flat = [one for value in named for one in (value if isinstance(value, list) else [value])]
     return {one for one in flat if type(one) is int}
@@ -333,7 +333,7 @@ def _tied(model: nn.Module) -> bool | None:
         getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")
     ]
     tables = [getattr(layer, "weight", None) for layer in layers]
-    held = [dtensors.local(table) for table in tables if isinstance(table, Tensor)]
-    if len(held) < 2 or held[0].shape != held[1].shape:
+    weights = [tensors.local(table) for table in tables if isinstance(table, Tensor)]
+    if len(weights) < 2 or weights[0].shape != weights[1].shape:
         return None
-    return bool(torch.equal(held[0].detach(), held[1].detach()))
+    return bool(torch.equal(weights[0].detach(), weights[1].detach()))

@@ -11,12 +11,11 @@ from blake3 import blake3
 from torch import Tensor
 
 from entrenar_py.check.observing import contents
-from entrenar_py.check.observing.batches import Block
 from entrenar_py.check.observing.contents import Contents
 from entrenar_py.check.observing.loss_terms import Begun
 from entrenar_py.check.observing.random_numbers import RandomNumbers
-from entrenar_py.check.observing.samples import Samples
-from entrenar_py.check.rank_files import whole_tensors
+from entrenar_py.check.observing.samples import Block, Samples
+from entrenar_py.check.rank_files import whole_model
 from entrenar_py.shared import trace
 
 
@@ -37,7 +36,7 @@ class _Loss:
 
 
 class MicroBatches:
-    """The micro-batches of one step; `done` are those whose backward pass is over.
+    """The micro-batches of one step; `done` are those after their backward pass.
 
     A micro-batch is one backward pass and the forward passes that led to it. Its `gradient` is what
     that backward pass added, with any nested in it. Its `draws` is a digest of the states, before
@@ -71,10 +70,10 @@ class MicroBatches:
     def tell_loss(self, value: float | Tensor, weight: float) -> None:
         """Note the mean loss of a micro-batch, over `weight` samples or tokens."""
         mean = value.detach() if isinstance(value, Tensor) else value
-        told = _Loss(float(mean), float(weight))
+        loss = _Loss(float(mean), float(weight))
         if isinstance(value, Tensor) and value.grad_fn is not None:
-            value.register_hook(told.slopes.append)  # type: ignore[no-untyped-call]
-        self._losses.append(told)
+            value.register_hook(loss.slopes.append)  # type: ignore[no-untyped-call]
+        self._losses.append(loss)
         self._tells_losses = True
 
     def backward_begins(self, begun: Begun) -> None:
@@ -85,14 +84,14 @@ class MicroBatches:
         """Note that the backward pass is over."""
         self._begun = Begun()
 
-    def before_forward(self, given: Any, blocks: list[Block]) -> None:
-        """Note the samples of a forward pass, and what the model is `given` of them.
+    def before_forward(self, inputs: Any, blocks: list[Block]) -> None:
+        """Note the samples of a forward pass, and its `inputs`.
 
         `blocks` are the memory of its inputs.
         """
         self._is_evaluating = False
         self.samples.forward(blocks)
-        self._given.append(contents.of(given))
+        self._given.append(contents.contents_of(inputs))
         if self._random.mark("batch")[1]:
             self.samples.drew()
         self._is_in_forward = True
@@ -106,10 +105,10 @@ class MicroBatches:
         """Note a pass in evaluation mode that trains nothing."""
         self._has_evaluated = True
 
-    def after_forward(self, given: Any, *, is_training: bool) -> None:
-        """Note what a forward pass was `given`, and if it trains whether it drew random numbers."""
+    def after_forward(self, inputs: Any, *, is_training: bool) -> None:
+        """Note the inputs of a forward pass, and if it trains whether it drew random numbers."""
         grown = torch.is_grad_enabled()
-        self.samples.given(given, trains=is_training and grown, may_train=grown)
+        self.samples.given(inputs, trains=is_training and grown, may_train=grown)
         if not self._is_in_forward:
             return
         self._is_in_forward = False
@@ -149,7 +148,7 @@ class MicroBatches:
         """Add the gradient of a nested pass to the last micro-batch done."""
         if self.done:
             last = self.done[-1]
-            total = whole_tensors.total([last.gradient, gradient])
+            total = whole_model.total([last.gradient, gradient])
             self.done[-1] = replace(last, finite=last.finite and finite, gradient=total)
 
     def forget_repeated(self) -> bool:
@@ -195,14 +194,14 @@ class MicroBatches:
             shards = [replace(shard, loss_sum=None) for shard in shards]
         else:
             self.has_backward_losses |= any(shard.loss_sum is not None for shard in shards)
-        for index, (shard, told) in enumerate(zip(self.done, self._losses, strict=False)):
-            finite = shard.finite and told.mean - told.mean == 0
+        for index, (shard, loss) in enumerate(zip(self.done, self._losses, strict=False)):
+            finite = shard.finite and loss.mean - loss.mean == 0
             shards[index] = replace(
                 shards[index],
-                loss_sum=told.mean * told.weight,
-                weight=told.weight,
+                loss_sum=loss.mean * loss.weight,
+                weight=loss.weight,
                 finite=finite,
-                slope=told.slope(),
+                slope=loss.slope(),
             )
         self._num_written += len(shards)
         self.clear()

@@ -10,11 +10,11 @@ many copies of it as there are ranks. One worker's loaders then fetch as many sa
 do, or that, repeated.
 
 Only which samples are fetched is changed, and how many: they come in the order of the data set. A
-script that doesn't use torch's loaders, or whose data set is a stream, is left as it is.
+script that doesn't use torch's loaders, or reads a stream, is left as it is.
 
-Merged batches: one worker fetches as many batches at once as there are workers, whose script has a
-size of a worker's batch, not of the global one. Its loaders have the length that a worker's have:
-schedules and the last accumulation of an epoch follow from that.
+Merged batches: the script has a size of a worker's batch, not of the global one. So one worker
+fetches as many batches at once as there are workers. Its loaders have the length that a worker's
+have: schedules and the last accumulation of an epoch follow from that.
 
 Short epochs: a pass ends after some batches, and what the sampler would have drawn for the others
 is told with the last one. Whether an epoch has every sample is known at its end only, and how the
@@ -31,7 +31,7 @@ from typing import Any
 
 from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter, _DatasetKind
 
-from entrenar_py.check.observing import planned_faults, process_rank
+from entrenar_py.check.observing import planned_faults, surroundings
 from entrenar_py.check.observing.sources import positions_of
 from entrenar_py.shared.faults import (
     MERGED,
@@ -63,7 +63,7 @@ def begin(planned: Iterable[Fault]) -> None:
 
     A share is one of merged batches: the batch of a worker may have an odd number of samples.
     """
-    rank, world_size = process_rank.place()
+    rank, world_size = surroundings.place()
     for fault in sorted(planned, key=lambda fault: fault.kind != MERGED):
         if fault in _CHANGED:
             continue
@@ -87,7 +87,6 @@ def begin(planned: Iterable[Fault]) -> None:
 
 
 def _change(drawn: Callable[[Iterator[Any], Any], Iterator[Any]]) -> None:
-    """Have all loaders fetch what `drawn` makes of what their samplers draw."""
     iterator: Any = _BaseDataLoaderIter
     for name in ("__init__", "_reset"):  # each of them asks the sampler for an order
         setattr(iterator, name, _drawing(getattr(iterator, name), drawn))
@@ -113,7 +112,6 @@ def merged_length(loader: Any, length: int, count: int) -> int:
 
 
 def _drops_last(loader: Any) -> bool:
-    """Return whether a loader leaves out a last batch that is not full."""
     return bool(getattr(loader.batch_sampler, "drop_last", loader.drop_last))
 
 

@@ -1,19 +1,30 @@
-"""Hooks of a model that stay behind when the script copies or saves the model."""
+"""Hooks of a model: they report its forward passes and its backward passes.
+
+They stay behind when the script copies or saves the model.
+"""
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves
 
-from entrenar_py.shared import hook_calls
+from entrenar_py.check.observing import flat_parameters, tensors
+from entrenar_py.check.observing.subject import Subject
+from entrenar_py.shared import hook_calls, trace
+
+if TYPE_CHECKING:
+    from entrenar_py.check.observing.planned_faults import PlannedFaults
 
 LOOKS_MAX = 3  # for modules that the script has compiled since
 
@@ -163,7 +174,7 @@ def around(models: Iterable[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
     All objects are looked at, as modules don't know what contains them. There is none before
     dynamo is imported.
     """
-    found: dict[nn.Module, list[nn.Module]] = {model: [] for model in models}
+    compiled: dict[nn.Module, list[nn.Module]] = {model: [] for model in models}
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
     for thing in gc.get_objects() if dynamo is not None else ():
         kind = type(thing)
@@ -171,7 +182,272 @@ def around(models: Iterable[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
             continue  # the latter is not made yet
         if issubclass(kind, dynamo.OptimizedModule) or thing._compiled_call_impl is not None:
             parts = set(thing.modules())
-            for model, outer in found.items():
+            for model, outer in compiled.items():
                 if thing is not model and model in parts:
                     outer.append(thing)
-    return found
+    return compiled
+
+
+# --- gradients as they are ready ------------------------------------------------------------------
+
+
+Taken = TypeVar("Taken")
+# One over the share of all gradients that may be held at once. A GPU is waited for as often.
+_PARTS = 4
+_BYTES_MIN = 2**26  # that may be held of small models
+
+
+@dataclass
+class _Pass(Generic[Taken]):
+    """A backward pass: how many gradients it gives, and by tensor those held and those taken."""
+
+    num_expected: int
+    held: dict[int, Tensor] = field(default_factory=dict)
+    taken: dict[int, Taken] = field(default_factory=dict)
+    held_bytes: int = 0
+
+
+class GradientHooks(Generic[Taken]):
+    """Calls `begin` before the first of `tensors` gets a gradient in a pass, `tell` after the last.
+
+    Gradients are given to `take` by the place of their tensor, some at a time, and are not held any
+    longer. It returns what is to be told of each. `tell` is given that in the order of `tensors`,
+    None for a tensor without a gradient. `add` is given what was taken of a further pass, nested in
+    one that was reported (reentrant checkpoints).
+
+    `torch.autograd.graph.register_multi_grad_hook` is similar, but raises in a pass that computes
+    only some gradients (`torch.autograd.grad`), as zero-bubble pipelines do. Here such a pass is
+    reported at its end.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        begin: Callable[[], None],
+        take: Callable[[Mapping[int, Tensor]], Mapping[int, Taken]],
+        tell: Callable[[Sequence[Taken | None]], None],
+        add: Callable[[Sequence[Taken | None]], None],
+    ) -> None:
+        self._nodes = [torch.autograd.graph.get_gradient_edge(tensor).node for tensor in tensors]
+        self._begins, self._take, self._tell, self._add = begin, take, tell, add
+        self._bytes_max = max(_BYTES_MIN, sum(map(_num_bytes, tensors)) // _PARTS)
+        # The outer pass begins at the model's output. Passes are numbered by autograd.
+        self._outer: int | None = None
+        self._begun = self._told = False  # whether the outer pass has begun, and was reported
+        self._passes: dict[int, _Pass[Taken]] = {}
+        self._handles: list[Any] = [
+            tensor.register_hook(partial(self._hear, index))  # type: ignore[no-untyped-call]
+            for index, tensor in enumerate(tensors)
+        ]
+
+    def expect(self, output: Any) -> None:
+        """Note that a forward pass returned `output`, where a backward pass will begin.
+
+        Passes nested in that backward pass are part of it.
+        """
+        if torch._C._current_graph_task_id() < 0:
+            self._outer = None  # an exception may have ended the last one
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._open)  # type: ignore[no-untyped-call]
+
+    @hook_calls.ours
+    def _open(self, _: Tensor) -> None:
+        if self._outer is None:
+            self._outer = torch._C._current_graph_task_id()
+            self._begun = self._told = False
+            torch.autograd.Variable._execution_engine.queue_callback(self._close)
+
+    @hook_calls.ours
+    def _close(self) -> None:
+        self._outer = None
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    @hook_calls.ours
+    def _hear(self, index: int, gradient: Tensor) -> None:
+        task = torch._C._current_graph_task_id()
+        if task not in self._passes:
+            self._begin(task)
+        current = self._passes[task]
+        current.held[index] = _own_copy(gradient)
+        current.held_bytes += _num_bytes(gradient)
+        if len(current.held) + len(current.taken) == current.num_expected:
+            self._end(task)
+        elif current.held_bytes > self._bytes_max:
+            self._take_held(current)
+
+    def _begin(self, task: int) -> None:
+        if self._outer is None or not self._begun:
+            self._begins()
+        self._begun = True
+        try:
+            count = sum(map(torch._C._will_engine_execute_node, self._nodes))
+        except RuntimeError:  # torch can't say in torch.autograd.grad
+            count = len(self._nodes) + 1
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, task))
+        self._passes[task] = _Pass(count)
+
+    def _take_held(self, current: _Pass[Taken]) -> None:
+        current.taken.update(self._take(current.held))
+        current.held, current.held_bytes = {}, 0
+
+    @hook_calls.ours
+    def _end(self, task: int) -> None:
+        ended = self._passes.pop(task)
+        self._take_held(ended)
+        adds = self._outer is not None and self._told
+        self._told = True
+        (self._add if adds else self._tell)([ended.taken.get(n) for n in range(len(self._nodes))])
+
+
+def _own_copy(gradient: Tensor) -> Tensor:
+    """Return a gradient to hold until it is recorded, without a change of what `.grad` will be.
+
+    Autograd moves a dense gradient into `.grad`, but copies one that is held. For a DTensor that
+    copy may be placed otherwise: torch 2.11 reduces the terms of a sum, and gathers pieces of
+    different sizes. So a DTensor is copied here. A sparse gradient is copied because autograd
+    doesn't, and a wrapper may change its memory.
+    """
+    if isinstance(gradient, DTensor):
+        return tensors.copied(gradient)
+    return gradient.clone() if gradient.is_sparse else gradient
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def call_last(call: Callable[[], None]) -> None:
+    """Call `call` when this backward pass is over, after all callbacks that were queued by then.
+
+    More may be queued until the pass ends, so only a callback at its end queues `call`.
+    """
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    queue(hook_calls.ours(lambda: queue(hook_calls.ours(lambda: call()))))
+
+
+# --- backward passes ------------------------------------------------------------------------------
+
+
+# Called with the names of the parameters that a pass adds to, with the records of what it adds, as
+# far as these can be made, and with whether all of that is finite.
+Gave = Callable[[Collection[str], trace.Tensors, bool], None]
+
+
+class _Given(NamedTuple):
+    """The record of a gradient, None if none can be made, and whether it is finite."""
+
+    record: trace.TensorRecord | None
+    finite: bool
+
+
+class BackwardHooks:
+    """Calls `begun` before a backward pass adds to any gradient, and `ended` with what it added.
+
+    `recorded` returns the records of gradients, and whether these are finite, or None. `added` is
+    called with what a nested pass adds, and `summed` when all parameters have their gradients. Of a
+    sharded model `ended` is told no names: the gradients that remain are pieces of sums over all
+    ranks. It gets the records of what this rank's pass gave to whole parameters, if values are
+    recorded, and each parameter was seen, and once.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        faults: PlannedFaults,
+        *,
+        begun: Callable[[], None],
+        recorded: Callable[[Mapping[str, Tensor]], tuple[trace.Tensors, bool] | None],
+        ended: Gave,
+        added: Gave,
+        summed: Callable[[], None],
+    ) -> None:
+        self._subject, self._faults = subject, faults
+        self._begun, self._ended, self._added, self._summed = begun, ended, added, summed
+        self._recorded = recorded
+        self._whole: GradientHooks[_Given] | None = None
+        # For a sharded model: whether a pass's end is queued, its gradients are finite so far, and
+        # what it gave. `_seen` are the parameters that were whole by now.
+        self._ending, self._finite = False, True
+        self._seen: set[str] = set()
+        self._given: list[tuple[str, trace.TensorRecord]] = []
+        self._handles: list[Any] = []
+        self.set()
+
+    def set(self) -> None:
+        """Hook the parameters that the model has now, and remove earlier hooks."""
+        self.remove()
+        # Before the recording hooks, which then see the gradients with the planted faults.
+        self._handles = self._faults.hooks()
+        if self._subject.is_fully_sharded:
+            self._seen.clear()
+            model = self._subject.model
+            self._handles += flat_parameters.when_whole(model, self._hook_whole)
+            self._whole = None
+            return
+        trained = list(self._subject.trained.values())
+        tell, add = partial(self._tell, self._ended), partial(self._tell, self._added)
+        self._whole = GradientHooks(trained, self._begun, self._take, tell, add)
+        self._handles.append(self._whole)
+
+    def expect(self, output: Any) -> None:
+        """Note that a forward pass returned `output`, where a backward pass will begin.
+
+        For a sharded model `output` is hooked: hooks on the pieces run only when a sum is reduced.
+        """
+        if self._whole is not None and not flat_parameters.is_fully_sharded(self._subject.model):
+            self._whole.expect(output)
+            return
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._begin)  # type: ignore[no-untyped-call]
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _take(self, gradients: Mapping[int, Tensor]) -> dict[int, _Given]:
+        names = [*self._subject.trained]
+        records, finite = self._recorded({names[n]: g for n, g in gradients.items()}) or ({}, True)
+        return {n: _Given(records.get(names[n]), finite) for n in gradients}
+
+    def _tell(self, gave: Gave, given: Sequence[_Given | None]) -> None:
+        added = {n: one for n, one in zip(self._subject.trained, given, strict=True) if one}
+        records = {name: one.record for name, one in added.items() if one.record is not None}
+        gave([*added], records, all(one.finite for one in added.values()))
+        call_last(self._summed)
+
+    # --- a sharded model --------------------------------------------------------------------------
+
+    def _hook_whole(self, name: str, whole: Any) -> Any:
+        self._seen.add(name)
+        handle = whole.register_hook(partial(self._look, name))
+        self._handles.append(handle)
+        return handle
+
+    @hook_calls.ours
+    def _look(self, name: str, gradient: Tensor) -> None:
+        self._finite &= tensors.is_finite([gradient])
+        if self._subject.values:
+            self._given.append((name, tensors.record(gradient, values=True)))
+
+    @hook_calls.ours
+    def _begin(self, _: Tensor) -> None:
+        if not self._ending:
+            self._ending = True
+            self._given.clear()
+            self._begun()
+            call_last(self._end)
+
+    def _end(self) -> None:
+        finite, self._ending, self._finite = self._finite, False, True
+        given, self._given = self._given, []
+        known = dict(given)
+        is_known = len(known) == len(given) and self._seen == self._subject.trained.keys()
+        self._ended((), known if is_known else {}, finite)
+        self._summed()

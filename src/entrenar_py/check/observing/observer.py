@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Collection, Iterable, Mapping
+import gc
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,43 +15,56 @@ from torch import Tensor
 from entrenar_py.check.observing import (
     Observation,
     arguments,
-    batches,
     checkpoints,
     common_numbers,
     declarations,
-    dtensors,
-    first_look,
+    flat_parameters,
     language,
-    process_rank,
-    reduced_gradients,
     replayed_batches,
+    samples,
     sources,
     step_in_work,
     surroundings,
     tensors,
-    zero_partitions,
 )
-from entrenar_py.check.observing.auto import seeding
-from entrenar_py.check.observing.backward_hooks import BackwardHooks
-from entrenar_py.check.observing.carried import Carried
-from entrenar_py.check.observing.clips import Clips
+from entrenar_py.check.observing.auto import beginning
+from entrenar_py.check.observing.contents import Carried
 from entrenar_py.check.observing.generators import Generators
-from entrenar_py.check.observing.loader_draws import LoaderDraws
 from entrenar_py.check.observing.micro_batches import MicroBatches
-from entrenar_py.check.observing.module_hooks import Entrances
+from entrenar_py.check.observing.module_hooks import BackwardHooks, Entrances
 from entrenar_py.check.observing.outer_synchronisation import OuterSynchronisations
-from entrenar_py.check.observing.planned_faults import PlannedFaults
-from entrenar_py.check.observing.planned_rates import PlannedRates
-from entrenar_py.check.observing.planned_stop import PlannedStop
-from entrenar_py.check.observing.random_numbers import RandomNumbers
+from entrenar_py.check.observing.planned_faults import PlannedFaults, PlannedRates, PlannedStop
+from entrenar_py.check.observing.random_numbers import LoaderDraws, RandomNumbers
 from entrenar_py.check.observing.recording import Recording
-from entrenar_py.check.observing.reduced_gradients import ReducedGradients
 from entrenar_py.check.observing.samples import Samples
 from entrenar_py.check.observing.script_facts import ScriptFacts
-from entrenar_py.check.observing.step_in_work import StepInWork
+from entrenar_py.check.observing.step_in_work import Clips, ReducedGradients, StepInWork
 from entrenar_py.check.observing.subject import Subject
-from entrenar_py.check.observing.uncollected import uncollected
 from entrenar_py.shared import hook_calls, trace
+
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
+
+
+def uncollected(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
+    """Return `function`, during which no garbage is collected.
+
+    Records of some hundred tensors are thousands of objects, and the call itself lets most of them
+    go. Python would collect garbage for them at each step, and every 20 steps among all objects:
+    with torch loaded that takes 0.15 s.
+    """
+
+    @wraps(function)
+    def call(*given: _Given.args, **named: _Given.kwargs) -> _Result:
+        if not gc.isenabled():
+            return function(*given, **named)
+        gc.disable()
+        try:
+            return function(*given, **named)
+        finally:
+            gc.enable()
+
+    return call
 
 
 class Observer(Observation):
@@ -79,16 +93,16 @@ class Observer(Observation):
 
         Then `seen` finds the samples, and `facts` are added to the header of the record.
         """
-        rank, world_size = process_rank.place()
+        rank, world_size = surroundings.place()
         layout = surroundings.mesh(world_size) if layout is None else layout
-        arranged = dtensors.declared(layout, tied, world_size)
+        arranged = surroundings.declared(layout, tied, world_size)
         stepped = arguments.optimizers(model, optimizer)
         self._subject = Subject(model, stepped, declared=arranged, rank=rank, world_size=world_size)
-        names = [*first_look.names_of(self._subject.model)]
+        names = [*declarations.names_of(self._subject.model)]
         buffers = self._subject.buffers
-        said = declarations.of(names, buffers.names(), arranged, **declared)
+        said = declarations.declarations_of(names, buffers.names(), arranged, **declared)
         buffers.synchronised = said.synchronised_of
-        self._first_look = first_look.FirstLook(self._subject, said)
+        self._first_look = declarations.FirstLook(self._subject, said)
         number = arguments.steps("step", step, least=0)
         self._step = StepInWork(self._subject, number, said.averages)
         self._started = False
@@ -113,7 +127,7 @@ class Observer(Observation):
                     **_accelerator(self._subject.model),
                     **hook_calls.notes(),
                 },
-                **({"unseeded": True} if seeding.is_unseeded() else {}),
+                **({"unseeded": True} if beginning.is_unseeded() else {}),
                 **(facts or {}),
                 **said.facts(),
                 **self._facts.header,
@@ -231,12 +245,12 @@ class Observer(Observation):
 
     def clipped(self, parameters: Any, max_norm: float, norm_type: float) -> None:
         """Note that the gradients of `parameters` are about to be clipped by their norm."""
-        held = [parameters] if isinstance(parameters, Tensor) else [*parameters]
+        clipped = [parameters] if isinstance(parameters, Tensor) else [*parameters]
         own = {id(parameter) for parameter in self._subject.trained.values()}
-        if own.isdisjoint(map(id, held)):
+        if own.isdisjoint(map(id, clipped)):
             return
         if self._clips is not None:
-            self._clips.note(held, max_norm, norm_type)
+            self._clips.note(clipped, max_norm, norm_type)
         self._step.before_clipping()
 
     def _remove_hooks(self) -> None:
@@ -254,11 +268,11 @@ class Observer(Observation):
     def _hook(self) -> None:
         self._entrances = Entrances(self._subject.model, self._before_forward, self._after_forward)
         self._step_hooks: list[step_in_work.StepHooks] = []
-        self._zero: zero_partitions.Steps | None = None
+        self._zero: flat_parameters.ZeroSteps | None = None
         for index, optimizer in enumerate(self._subject.optimizers):
             self._step_hooks.append(self._hook_steps(index))
             if self._subject.steps_partitions(optimizer):
-                self._zero = zero_partitions.Steps(
+                self._zero = flat_parameters.ZeroSteps(
                     self._subject.zero,
                     begins=partial(self._before_partitions, index),
                     ends=partial(self._after_partitions, index),
@@ -279,7 +293,6 @@ class Observer(Observation):
         return step_in_work.StepHooks(self._subject.optimizers[index], begins, ends)
 
     def _take_inner(self, index: int, inner: torch.optim.Optimizer) -> None:
-        """Observe `inner` in place of optimizer `index`, which has it step for itself."""
         self._step_hooks[index].remove()
         self._subject.step_by(index, inner)
         self._step_hooks[index] = self._hook_steps(index)
@@ -287,7 +300,7 @@ class Observer(Observation):
     def _place(self, reached: Collection[str] = ()) -> tuple[int, int]:
         """Return the current step, and this rank's current micro-batch.
 
-        If a pass has `reached` tensors whose optimizers have stepped, the next step has begun.
+        If a pass has `reached` tensors after their optimizers' steps, the next step has begun.
         """
         if self._step.is_over(reached):
             return self._step.number + 1, 0
@@ -297,7 +310,7 @@ class Observer(Observation):
         self._subject.buffers.before_forward()
         if self._batches is not None and model.training and torch.is_grad_enabled():
             self._batches.passes(inputs)
-        blocks = batches.blocks_of(inputs)
+        blocks = samples.blocks_of(inputs)
         if not (model.training and torch.is_grad_enabled()):
             self._micro_batches.aside(blocks, trains=torch.is_grad_enabled())
             if not torch.is_grad_enabled():
@@ -316,7 +329,7 @@ class Observer(Observation):
         self._write_late()
         self._stop.perhaps_end(*self._place())
         self._gradients.expect(called)
-        self._recording.compressed(reduced_gradients.compression(called), self._step.number)
+        self._recording.compressed(step_in_work.compression(called), self._step.number)
         self._micro_batches.before_forward(inputs, blocks)
         self._language.forward(model, inputs, self._micro_batches.index)
 
@@ -353,7 +366,9 @@ class Observer(Observation):
         elif micro_batches.index not in self._cleared:  # else of a probe, which trains nothing
             self._skip_step()
 
-    def _after_backward(self, names: Collection[str], given: trace.Tensors, finite: bool) -> None:
+    def _after_backward(
+        self, names: Collection[str], gradients: trace.Tensors, finite: bool
+    ) -> None:
         self._start()
         self._random.end_backward()
         if self._step.is_over(names):
@@ -364,21 +379,22 @@ class Observer(Observation):
             self._faults.note_probe()
         number = self._micro_batches.index
         self._step.sources.after_backward(self._step.number, number, names)
-        self._micro_batches.after_backward(self._step.number, given, finite=finite)
+        self._micro_batches.after_backward(self._step.number, gradients, finite=finite)
         self._seed_numbers()
         if not self._recording.life:  # else this rank has died before
             self._faults.perhaps_die()
 
-    def _within_backward(self, names: Collection[str], given: trace.Tensors, finite: bool) -> None:
+    def _within_backward(
+        self, names: Collection[str], gradients: trace.Tensors, finite: bool
+    ) -> None:
         number = max(0, self._micro_batches.index - 1)
         self._step.sources.after_backward(self._step.number, number, names)
-        self._micro_batches.within_backward(given, finite=finite)
+        self._micro_batches.within_backward(gradients, finite=finite)
 
     @uncollected
     def _record_gradients(
         self, gradients: Mapping[str, Tensor]
     ) -> tuple[trace.Tensors, bool] | None:
-        """Return the records of what a pass gave, and whether all of it is finite."""
         finite = tensors.is_finite(gradients.values())
         return self._subject.record(gradients, exact=False), finite
 
@@ -449,7 +465,6 @@ class Observer(Observation):
             self._end_step_of(index)
 
     def _before_partitions(self, index: int) -> None:
-        """Begin a step in which DeepSpeed's optimizer has partitions stepped, one by one."""
         self._before_step(index)
 
     def _after_partitions(self, index: int, skipped: bool) -> None:
@@ -471,7 +486,6 @@ class Observer(Observation):
             self._language.stepped(self._step.number - 1)
 
     def _complete_step(self) -> None:
-        """Record the state after a step that optimizers have made, and how it clipped."""
         if self._clips is not None:
             self._clips.end_step(self._subject.trained.values())
         self._end_step()
@@ -495,12 +509,10 @@ class Observer(Observation):
         self._seed_numbers()
 
     def _seed_numbers(self) -> None:
-        """Begin a micro-batch with random numbers that follow from the step, if that is planned."""
         if self._numbers is not None:
             self._numbers.seed(self._step.number)
 
     def _write_late(self) -> None:
-        """Record the last step if its weights were still to be written back."""
         if self._late is not None:
             update, self._late = self._late, None
             self._recording.write([self._step.written_back(update)])
@@ -513,7 +525,6 @@ class Observer(Observation):
         self._recording.write([*self._facts.first_step(), *self._micro_batches.written()])
 
     def _note_facts(self) -> None:
-        """Write what has become known of the script."""
         seen = {} if self._clips is None else {"clips": self._clips.limit}
         self._facts.write(self._recording, self._micro_batches, **seen)
 
@@ -527,7 +538,7 @@ class Observer(Observation):
                 self._start_again()
             return
         self._started = True
-        process_rank.keep_groups()
+        surroundings.keep_groups()
         self._facts.begin(self._subject, lambda: self._step.number)
         start = self._step.start(self._facts.progress())
         self._recording.write([start, *self._first_look.events(start.step)])
@@ -541,6 +552,5 @@ class Observer(Observation):
 
 
 def _accelerator(model: torch.nn.Module) -> dict[str, str]:
-    """Return the name of the GPU that parameters of `model` lie on, if one does."""
     place = next((p.device for p in model.parameters() if p.is_cuda), None)
     return {} if place is None else {"accelerator": torch.cuda.get_device_name(place)}

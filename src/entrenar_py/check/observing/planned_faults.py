@@ -1,4 +1,19 @@
-"""The faults that are planned for this rank: values planted in tensors, or the process killed."""
+"""What the harness plans for this rank: faults, learning rates, and the end of the process.
+
+A fault plants a value in a tensor, moves weights, or kills the process.
+
+Rates are those of another run. A script that has the size of a worker's batch may rightly derive
+its learning rate, or the length of its schedule, from the number of workers. One worker that loads
+the batches of all would then be another training. Its steps are made with the rates of the run on
+several workers, so that the rest can be compared, and with what else a schedule may change (the
+momentum of a cycle). The harness writes to a file by step the first group's rate, those of tensors
+that have others, and constants by the first tensor of a group. What the script has set is put back
+after each step: a schedule may go on from it.
+
+The process ends before a planned step as if the job was taken off the machine. A script that gets a
+smaller {steps} may train otherwise before the stop: its schedule may depend on that number. So the
+harness stops it from inside, with the same {steps} as ever.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +21,14 @@ import json
 import math
 import os
 import signal
+import sys
+import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +37,12 @@ from torch.distributed.tensor import DTensor
 
 from entrenar_py.check.observing import (
     FAULTS,
-    dtensors,
+    FOLDER,
+    RATES,
+    STOP,
+    flat_parameters,
     module_hooks,
-    unsharded_parameters,
+    tensors,
 )
 from entrenar_py.check.observing.subject import Subject
 from entrenar_py.shared import hook_calls, trace
@@ -150,17 +172,17 @@ class PlannedFaults:
             place = _element(subject, name, fault, gradient)
             if place is None or not self._strikes(fault, (name,)):
                 return None
-            spoiled = dtensors.copied(gradient)
+            spoiled = tensors.copied(gradient)
             if spoiled.is_sparse:
-                spoiled = dtensors.local(spoiled).clone()
-            dtensors.local(spoiled)[place] = float(fault.value or "nan")
+                spoiled = tensors.local(spoiled).clone()
+            tensors.local(spoiled)[place] = float(fault.value or "nan")
             return spoiled.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else spoiled
 
         def hook(name: str, parameter: Tensor) -> Any:
             return parameter.register_hook(partial(spoil, name))  # type: ignore[no-untyped-call]
 
         if subject.is_fully_sharded:
-            return unsharded_parameters.when_whole(subject.model, hook)
+            return flat_parameters.when_whole(subject.model, hook)
         return [hook(*named) for named in subject.trained.items()]
 
     def _to_strike(self, fault: Fault, reached: str) -> str:
@@ -189,7 +211,6 @@ class PlannedFaults:
 
 @torch.no_grad()
 def _nudge(name: str, weights: Tensor, share: float) -> None:
-    """Add or subtract, at random, `share` of each weight."""
     if not (weights.is_floating_point() or weights.is_complex()):
         return
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -205,7 +226,7 @@ def _element(subject: Subject, name: str, fault: Fault, gradient: Tensor) -> tup
     element, and empty in a gradient without dimensions.
     """
     piece = subject.pieces.get(name) if isinstance(gradient, DTensor) else None
-    shape = dtensors.local(gradient).shape if piece is None else piece.shape
+    shape = tensors.local(gradient).shape if piece is None else piece.shape
     if fault.element is None:
         place = [0] * len(shape)
     else:
@@ -217,6 +238,81 @@ def _element(subject: Subject, name: str, fault: Fault, gradient: Tensor) -> tup
             place = [at - begin for at, begin in zip(place, piece.offset, strict=True)]
     if not all(0 <= at < size for at, size in zip(place, shape, strict=True)):
         return None
-    if piece is not None and dtensors.piece_of(gradient) is None:  # it has the whole gradient
+    if piece is not None and tensors.piece_of(gradient) is None:  # it has the whole gradient
         place = [at + begin for at, begin in zip(place, piece.offset, strict=True)]
     return tuple(place)
+
+
+class PlannedRates:
+    """Sets the planned rates of each step of a single optimizer. Of several the order counts."""
+
+    def __init__(self, subject: Subject) -> None:
+        file = os.environ.get(RATES) if len(subject.optimizers) == 1 else None
+        self._rates = json.loads(Path(file).read_text("utf-8")) if file else {}
+        self._subject = subject
+        self._own: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def begin_step(self, number: int) -> None:
+        """Set the rates planned for step `number`, if each group has one."""
+        self.end_step()
+        if str(number) not in self._rates:
+            return
+        first, others, constants = self._rates[str(number)]
+        for group in self._subject.optimizers[0].param_groups:
+            rates = {others.get(name, first) for name in self._names(group)}
+            if len(rates) != 1 or "lr" not in group:  # it has several, or none of its own
+                self.end_step()
+                return
+            rate = rates.pop()
+            self._own.append((group, {**group}))
+            own = group["lr"]
+            group["lr"] = torch.full_like(own, rate) if isinstance(own, Tensor) else rate
+            for key, value in constants.get(self._names(group)[0], {}).items():
+                if key in group and not isinstance(group[key], Tensor):
+                    group[key] = tuple(value) if isinstance(value, list) else value
+
+    def end_step(self) -> None:
+        """Put back what the script has set."""
+        for group, own in self._own:
+            group.update(own)
+        self._own = []
+
+    def _names(self, group: Mapping[str, Any]) -> list[str]:
+        return [name for p in group["params"] for name in self._subject.names_of(p)]
+
+
+PATIENCE_S = 10.0
+_LOOK_EVERY_S = 0.01
+
+
+class PlannedStop:
+    """Ends this process before a step, if the harness planned that for this launch.
+
+    By then the script has written the checkpoints of the steps before. A rank waits for the others
+    at that step, so that none is cut off while it writes; but not for ever.
+
+    The plan is `6`, or `6 from 3` for a process that should go on after 3 steps. If it doesn't say
+    with which step it `begins`, its steps count from 0: it ends before its fourth.
+    """
+
+    def __init__(self, rank: int, world_size: int, *, begins: int = 0) -> None:
+        planned, _, made = os.environ.get(STOP, "").partition(" from ")
+        ahead = int(made) if made and not begins else 0
+        self._step = int(planned) - ahead if planned else None
+        self._rank, self._world_size = rank, world_size
+
+    def perhaps_end(self, step: int, micro_batch: int) -> None:
+        """End the process, with exit code 0, if this is the planned step or a later one."""
+        if self._step is None or step < self._step or micro_batch:
+            return
+        folder = Path(os.environ[FOLDER])
+        (folder / f"{self._rank:05}.before-{self._step}").touch()
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            if len([*folder.glob(f"*.before-{self._step}")]) >= self._world_size:
+                break
+            time.sleep(_LOOK_EVERY_S)
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(0)

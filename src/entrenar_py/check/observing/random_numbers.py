@@ -1,13 +1,25 @@
-"""Notes where in a training step random numbers are drawn, and by which generator."""
+"""Notes where in a training step random numbers are drawn, and by which generator.
+
+Loaders draw them, for the order of an epoch and as they fetch samples, in this process and in their
+workers (`LoaderDraws`). So does a backward pass that computes a module again (`Recomputed`): a
+checkpoint sets the generators back before it does so, or else the module draws other numbers than
+in the forward pass, and the gradient is not that of the loss.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
-from entrenar_py.check.observing import common_numbers, generators
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils import fetch
+
+from entrenar_py.check.observing import common_numbers, generators, iterations
 from entrenar_py.check.observing.generators import Generators, States
-from entrenar_py.check.observing.recomputed import Recomputed
+from entrenar_py.check.observing.iterations import OrderHooks
+from entrenar_py.check.observing.sources import positions_of
 from entrenar_py.shared import hook_calls, trace
 
 _COMMON = "common numbers"
@@ -97,3 +109,119 @@ class RandomNumbers:
                 ]
             )
         return before, drawn
+
+
+class Recomputed:
+    """Looks at the modules that are called between `begin` and `end` of a backward pass.
+
+    `are_not_set_back` tells whether all generators have the states in which they were seen last.
+    `drawn` is called after each outermost module that began with these states. `compiles` tells
+    whether what is trained in this process may have been compiled.
+    """
+
+    def __init__(
+        self,
+        are_not_set_back: Callable[[], bool],
+        drawn: Callable[[], object],
+        compiles: Callable[[], bool],
+    ) -> None:
+        self._are_not_set_back, self._drawn, self._compiles = are_not_set_back, drawn, compiles
+        self._handles: list[Any] = []
+        self._depth, self._goes_on, self._were_called = 0, False, False
+
+    def begin(self) -> None:
+        """Look at modules from here on, unless the script compiles.
+
+        Compiled code has in it whether there are hooks of all modules: it would be compiled again.
+        """
+        if self._handles or self._compiles():
+            return
+        self._handles = [
+            register_module_forward_pre_hook(self._enter),
+            # Also called if the recomputation stops early, which it does by an exception.
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+
+    def end(self) -> None:
+        """Look no longer."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._depth = 0
+
+    def were_called(self) -> bool:
+        """Return whether any module was called since the last call of this."""
+        were_called, self._were_called = self._were_called, False
+        return were_called
+
+    def _enter(self, _module: Any, _inputs: Any) -> None:
+        self._depth += 1
+        self._were_called = True
+        if self._depth == 1:
+            self._goes_on = self._are_not_set_back()
+
+    def _leave(self, _module: Any, _inputs: Any, _output: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0 and self._goes_on:
+            self._drawn()
+
+
+_FETCHERS = (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher)
+_HEARING: list[LoaderDraws] = []
+
+
+class LoaderDraws:
+    """Tells `numbers` when loaders draw: for the order of an epoch, and as they fetch samples.
+
+    Only samples of the data set `trained` count, the one that the script trains on; those of any
+    data set if it is None. A worker is forked from this process, and so are these hooks: it writes
+    what it draws for its first batch.
+    """
+
+    def __init__(self, numbers: RandomNumbers, *, trained: object) -> None:
+        self._numbers, self._trained = numbers, trained
+        self._begun: set[int] = set()  # fetchers that have fetched, in a worker
+        self._order = OrderHooks(self._around_order)
+        for kind in _FETCHERS:
+            iterations.replace(kind, "fetch", _telling_fetch)
+        _HEARING.append(self)
+
+    def remove(self) -> None:
+        """Put back torch's methods."""
+        if self not in _HEARING:
+            return
+        self._order.remove()
+        for kind in _FETCHERS:
+            iterations.put_back(kind, "fetch")
+        _HEARING.remove(self)
+
+    def _around_order(self, is_over: bool) -> None:
+        if get_worker_info() is None:
+            self._numbers.mark(None if is_over else "between")
+
+    def before_fetch(self) -> None:
+        """Note that samples are about to be fetched."""
+        self._numbers.mark("between" if get_worker_info() is None else None)
+
+    def after_fetch(self, fetcher: Any, index: Any) -> None:
+        """Note that the samples at `index` were fetched."""
+        counts = self._trained is None or fetcher.dataset is self._trained
+        worker = get_worker_info()
+        if worker is None:
+            self._numbers.mark("loader" if counts else None)
+        elif counts and id(fetcher) not in self._begun:
+            self._begun.add(id(fetcher))
+            self._numbers.mark("loader", worker=worker.id, ids=positions_of(index) or ())
+
+
+def _telling_fetch(_: type, inner: Callable[..., Any]) -> Callable[..., Any]:
+    def fetch(self: Any, index: Any) -> Any:
+        for each in _HEARING:
+            each.before_fetch()
+        try:
+            return inner(self, index)
+        finally:
+            for each in _HEARING:
+                each.after_fetch(self, index)
+
+    return fetch

@@ -10,21 +10,14 @@ from typing import Any
 
 from torch import Tensor
 
-from entrenar_py.check.observing import (
-    call_sites,
-    checkpoints,
-    script_order,
-    script_text,
-    surroundings,
-)
+from entrenar_py.check.observing import call_sites, checkpoints, script_text, surroundings
 from entrenar_py.check.observing.call_sites import CallSites
-from entrenar_py.check.observing.loader_batches import Batches, Pass
-from entrenar_py.check.observing.loader_iterators import LoaderHooks
+from entrenar_py.check.observing.iterations import LoaderHooks
 from entrenar_py.check.observing.micro_batches import MicroBatches
 from entrenar_py.check.observing.outer_synchronisation import Exchanges
 from entrenar_py.check.observing.recording import Recording
 from entrenar_py.check.observing.samples import Samples
-from entrenar_py.check.observing.seen_samples import SeenSamples
+from entrenar_py.check.observing.seen_samples import Batches, Pass, SeenSamples
 from entrenar_py.check.observing.subject import Subject
 from entrenar_py.check.observing.torch_calls import Ear
 from entrenar_py.shared import trace
@@ -67,11 +60,7 @@ class ScriptFacts:
         self._replicas: bool | None = None
         self._ear: Ear | None = None
         self._exchanges = Exchanges()
-        self._selects = ""  # the line of the script that may select rows at random
-        self._selects_in_steps = False
-        self._is_one_source = False  # of all micro-batches that it selects
-        self._by_epoch = ""  # the line of the script that does something at some epochs
-        self._is_joined = False
+        self._shown: dict[str, Any] = {}  # by the script's text, and by its wrappers
 
     def listen(
         self,
@@ -91,25 +80,22 @@ class ScriptFacts:
         if not self._sites.is_known("save"):
             self._recording.write(self._sites.event("save", call_sites.here()))
 
-    def begin(self, subject: Subject, made: Callable[[], int]) -> None:
+    def begin(self, subject: Subject, num_made: Callable[[], int]) -> None:
         """Note that the first pass of the model begins: by now it is wrapped and scheduled.
 
-        `made` returns how many steps were made so far.
+        `num_made` returns how many steps were made so far.
         """
         self._exchanges.begin()
         if self._finds_samples:
             self._replicas = surroundings.are_replicas(subject.model)
         if self._scheduler is None:
             self._scheduler = surroundings.schedule_of(subject.optimizers)
-        self._selects = script_text.selecting_line()
-        if self._selects:
-            own, _ = script_text.texts()
-            again = script_order.line_again(script_text.SELECTS, own)
-            self._selects, self._selects_in_steps = again or self._selects, bool(again)
-            self._is_one_source = script_order.are_alike(script_text.SELECTS, own)
-        self._by_epoch = script_text.line_by_epoch()
-        self._is_joined = surroundings.are_joined(subject.model)
-        checkpoints.watch(dict.fromkeys(subject.trained.values()), made)  # some share a flat one
+        self._shown = _shown()
+        if surroundings.are_joined(subject.model):
+            self._shown["joined"] = True
+        checkpoints.watch(
+            dict.fromkeys(subject.trained.values()), num_made
+        )  # some share a flat one
 
     def schedule_place(self) -> int | None:
         """Return the position of the learning rate's schedule; None if it is unknown."""
@@ -148,14 +134,7 @@ class ScriptFacts:
         facts = {**self.samples.facts(), **self._exchanges.facts(), **known}
         if "samples" in facts and self._replicas is not None:
             facts["replicas"] = self._replicas
-        if self._selects:
-            facts["selects"] = self._selects
-            facts["selects_in_steps"] = self._selects_in_steps
-            facts["one_source"] = self._is_one_source
-        if self._by_epoch:
-            facts["by_epoch"] = self._by_epoch
-        if self._is_joined:
-            facts["joined"] = True
+        facts |= self._shown
         if micro_batches.has_backward_losses:
             facts["losses"] = "backward"
         if facts != self._written:
@@ -169,3 +148,17 @@ class ScriptFacts:
             loaders.remove()
         if self._ear is not None:
             self._ear.stop()
+
+
+def _shown() -> dict[str, Any]:
+    """Return the lines of the script that may select rows at random, or do something by epoch."""
+    facts: dict[str, Any] = {}
+    if selects := script_text.selecting_line():
+        own, _ = script_text.texts()
+        again = script_text.line_again(script_text.SELECTS, own)
+        facts["selects"] = again or selects
+        facts["selects_in_steps"] = bool(again)
+        facts["one_source"] = script_text.are_alike(script_text.SELECTS, own)
+    if by_epoch := script_text.line_by_epoch():
+        facts["by_epoch"] = by_epoch
+    return facts

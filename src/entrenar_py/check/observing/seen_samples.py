@@ -1,17 +1,285 @@
-"""The samples of forward passes, found by what the passes were given."""
+"""The samples of forward passes, found by what the passes were given.
+
+`Batches` has what DataLoaders yield, with the indices that were drawn for it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+import threading
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from entrenar_py.check.observing import row_digests
-from entrenar_py.check.observing.batches import Ids
-from entrenar_py.check.observing.loader_batches import Batch, Batches
-from entrenar_py.check.observing.row_digests import Row
+from entrenar_py.check.observing import contents
+from entrenar_py.check.observing.contents import Row
 from entrenar_py.check.observing.samples import Samples, Told
+from entrenar_py.check.observing.sources import Ids, Source, positions_of
+
+# The method by which accelerate fetches a batch, and then hands out the one before it.
+_ONE_AHEAD = ("accelerate.data_loader", "DataLoaderShard.__iter__")
+_FRAMES_MAX = 20  # between that and torch's iteration
+PENDING_MAX = 8  # batches that were yielded and not used; the oldest of more is skipped
+
+
+class Pass:
+    """One pass over a `loader`, heard as `LoaderHooks` tell it; `batches` take what it yields.
+
+    `ahead` are the indices that it drew and did not yield yet. `epoch` counts the passes, of any
+    loader, from which a batch was trained on. `largest` is the size of its largest batch.
+    `is_one_ahead` tells whether the batch before the newest is used. `rest` has the indices that a
+    shortened pass has drawn with its last one, until that is used.
+    """
+
+    def __init__(self, batches: Batches, loader: Any) -> None:
+        self._batches, self.loader = batches, loader
+        self.ahead: deque[Ids | None] = deque()
+        self.epoch: int | None = None
+        self.largest = 0
+        self.is_over = False
+        self.is_one_ahead = _is_one_ahead()
+        self.rest: Ids = ()
+
+    def drawn(self, index: Any) -> None:
+        """Note the next index, or list of them, that the loader's sampler has drawn."""
+        self.ahead.append(positions_of(index))
+        self.rest = tuple(getattr(index, "rest", ()))
+
+    def item(self, content: Any) -> None:
+        """Note the next batch; batches come in the order in which their indices were drawn."""
+        loader, ids = self.loader, self.ahead.popleft() if self.ahead else None
+        if not getattr(loader, "in_order", True) and getattr(loader, "num_workers", 0) > 1:
+            ids = None
+        size = (contents.num_rows(content) or 0) if ids is None else len(ids)
+        grown = torch.is_grad_enabled()
+        left, thread = [*range(size)], threading.get_ident()
+        self.largest = max(self.largest, size)
+        is_last = bool(self.rest) and not self.ahead
+        self._batches.add(Batch(self, ids, content, size, left, grown, thread, is_last))
+
+    def failed(self) -> None:
+        """Note that an error is raised in place of the next batch."""
+        if self.ahead:
+            self.ahead.popleft()
+
+    def over(self) -> None:
+        """Note that the pass has no more batches."""
+        self._batches.num_events += 1
+        self.is_over = True
+
+
+@dataclass(eq=False)
+class Batch:
+    """A batch that was yielded: `ids` of its samples, None if these have none.
+
+    `left` are the positions of the samples that no training pass was given yet. `trains` tells
+    whether the batch may be meant for training: gradients are enabled, and no other pass used it.
+    `is_last` tells that of a shortened pass.
+    """
+
+    iteration: Pass
+    ids: Ids | None
+    content: Any
+    size: int
+    left: list[int]
+    trains: bool
+    thread: int
+    is_last: bool = False
+    _columns: list[list[Row]] | None = None
+
+    def has_all(self, rows: list[Row]) -> bool:
+        """Return whether all `rows` are among those of the tensor with the most different ones."""
+        return any({*column}.issuperset(rows) for column in self._rows()[:1])
+
+    def find(self, rows: list[Row]) -> list[int] | None:
+        """Return the unused positions with the content `rows`, in their order; None if not all are.
+
+        The batch's tensor with the most different rows counts, since labels have duplicates. None,
+        too, if duplicates leave open which positions these are.
+        """
+        for column in self._rows():
+            places: dict[Row, deque[int]] = defaultdict(deque)
+            for place in self.left:
+                places[column[place]].append(place)
+            wanted = Counter(rows)
+            if any(len(places.get(row, ())) < count for row, count in wanted.items()):
+                continue
+            certain = all(len(places[row]) == count for row, count in wanted.items())
+            return [places[row].popleft() for row in rows] if certain else None
+        return None
+
+    def _rows(self) -> list[list[Row]]:
+        if self._columns is None:
+            found = map(contents.rows_of, contents.tensors_in(self.content))
+            fitting = [rows for rows in found if rows and len(rows) == self.size]
+            self._columns = sorted(fitting, key=lambda column: -len(set(column)))
+        return self._columns
+
+
+class Batches:
+    """The batches that the process's DataLoaders have yielded and training has not used yet."""
+
+    def __init__(self) -> None:
+        self._num_passes = 0
+        self._first: tuple[Any, ...] | None = None  # what the first loader draws from
+        self.varies = False  # whether another was trained from that draws other samples
+        self.drops_last = False  # whether the script has skipped a short batch at a pass's end
+        self.pending: deque[Batch] = deque(maxlen=PENDING_MAX)
+        self.loader: Any = None  # the one that was trained from last
+        self._source: Source | None = None
+        self._is_ahead = False
+        self.num_events = 0  # batches that were yielded, and passes that ended
+        self._used_last: tuple[Batch, int] | None = None  # with the number of events by then
+        self._newest: Batch | None = None
+
+    def add(self, batch: Batch) -> None:
+        """Add a batch that was yielded."""
+        self.num_events += 1
+        self._newest = batch
+        self.pending.append(batch)
+
+    def use(self, batch: Batch, places: Iterable[int]) -> tuple[int, list[int]]:
+        """Take the samples at `places` for training; return their epoch and ids.
+
+        When none is left the batch isn't pending any more, nor are older ones of its loader: these
+        were skipped.
+        """
+        assert batch.ids is not None, "only a batch with ids is used"
+        self._used_last = batch, self.num_events
+        used, epoch = list(places), self._epoch_of(batch.iteration)
+        batch.left = [place for place in batch.left if place not in set(used)]
+        if not batch.left:
+            at = self.pending.index(batch)
+            later = [*self.pending][at + 1 :]
+            others = [b for b in [*self.pending][:at] if b.iteration.loader is not self.loader]
+            self.pending = deque([*others, *later], maxlen=PENDING_MAX)
+        source = self.source()
+        ids = [batch.ids[place] for place in used]
+        if batch.is_last and batch.iteration.rest:
+            ids += batch.iteration.rest
+            batch.iteration.rest = ()
+        return epoch, ids if source is None else [*map(source.numbering.of, ids)]
+
+    def newest(self, batch: Batch) -> Batch:
+        """Return the batch with the samples of `batch` that is newest, and forget those before it.
+
+        A script may look at a batch, for its size, and then begin another pass with it.
+        """
+        loader = batch.iteration.loader
+        same = [b for b in self.pending if b.ids == batch.ids and b.iteration.loader is loader]
+        older = [b for b in same if b.iteration is not same[-1].iteration]
+        self.pending = deque((b for b in self.pending if b not in older), maxlen=PENDING_MAX)
+        return same[len(older)] if older else batch
+
+    def _epoch_of(self, iteration: Pass) -> int:
+        if iteration.epoch is None:
+            self.drops_last |= self._left_short_batch()
+            iteration.epoch = self._num_passes
+            self._num_passes += 1
+        if self.loader is not iteration.loader:
+            self.loader = iteration.loader
+            source = self.source()
+            drawn = None if source is None else source.drawn_from
+            self._first = self._first or drawn
+            self.varies |= drawn != self._first
+        return iteration.epoch
+
+    def _left_short_batch(self) -> bool:
+        """Return whether the last pass for training left only its last, short batch unused."""
+        left = [
+            batch
+            for batch in self.pending
+            if batch.iteration.loader is self.loader
+            and batch.iteration.epoch == self._num_passes - 1
+        ]
+        return (
+            len(left) == 1
+            and left[0].iteration.is_over
+            and len(left[0].left) == left[0].size < left[0].iteration.largest
+        )
+
+    def set_aside(self, num_rows: int | None, *, trains: bool = False) -> None:
+        """Note that the batch that was yielded last went to a pass that doesn't train.
+
+        With `trains`, take that back.
+        """
+        if self.pending and self.pending[-1].size == num_rows:
+            self.pending[-1].trains = trains
+
+    def source(self) -> Source | None:
+        """Return the facts of the loader that is trained from; None if there is none."""
+        loader = self.loader
+        if loader is None and (batch := self.meant()) is not None:
+            loader = batch.iteration.loader
+        if loader is None:
+            return None
+        if self._source is None or self._source.given is not loader:
+            self._source = Source(loader)
+        return self._source
+
+    def meant(self) -> Batch | None:
+        """Return the one batch that a training pass of this thread can use; None without one.
+
+        If there are several the script skips batches, or fetches them ahead, maybe in a thread.
+        From then on only content tells batches apart.
+        """
+        fit = [batch for batch in self.pending if batch.trains and batch.ids is not None]
+        if self.loader is not None:
+            same = [batch for batch in fit if batch.iteration.loader is self.loader]
+            fit = same or [batch for batch in fit if self._goes_on(batch.iteration.loader)]
+        if fit and (newest := fit[-1].iteration).is_one_ahead:
+            read = [batch for batch in self.pending if batch.iteration is newest]
+            given = read[-1:] if newest.is_over else read[-2:-1]
+            return next((batch for batch in given if batch in fit), None)
+        here = threading.get_ident()
+        self._is_ahead |= len(fit) > 1 or any(batch.thread != here for batch in fit)
+        return None if self._is_ahead or not fit else fit[0]
+
+    def newest_yielded(self) -> Batch | None:
+        """Return the batch that the script has got last."""
+        return self._newest
+
+    def in_use(self) -> Batch | None:
+        """Return the batch that was used up last, if the script has got no other one since."""
+        if self._used_last is None:
+            return None
+        batch, num_events = self._used_last
+        return batch if num_events == self.num_events and not batch.left else None
+
+    def are_again(self, num_rows: int | None) -> bool:
+        """Return whether so many rows are a further view of the batch that was used last.
+
+        They are if that was used up and the script has got no other batch since.
+        """
+        batch = self.in_use()
+        return batch is not None and batch.size == num_rows
+
+    def _goes_on(self, loader: Any) -> bool:
+        """Return whether `loader` draws from the same data as the one that was trained from.
+
+        Some scripts make a loader for every epoch.
+        """
+        source = self.source()
+        return source is not None and Source(loader).drawn_from == source.drawn_from
+
+
+def _is_one_ahead() -> bool:
+    """Return whether accelerate begins the pass of a loader, in which it is one batch ahead."""
+    frame = inspect.currentframe()
+    for _ in range(_FRAMES_MAX):
+        if frame is None:
+            break
+        if (frame.f_globals.get("__name__"), frame.f_code.co_qualname) == _ONE_AHEAD:
+            return True
+        frame = frame.f_back
+    return False
+
+
+# --- samples of forward passes --------------------------------------------------------------------
+
 
 INDEX, CONTENT = "index", "content"
 CUT = "the model was given a part of a batch, changed, and nothing shows which part"
@@ -55,11 +323,11 @@ class SeenSamples(Samples):
         """
         self._evaluated = None
         if not trains:
-            self._batches.set_aside(row_digests.num_rows(inputs))
+            self._batches.set_aside(contents.num_rows(inputs))
             self._evaluated = inputs if may_train else None
             return
         self._is_given = True
-        rows = row_digests.rows_together(inputs)
+        rows = contents.rows_together(inputs)
         is_again = rows is not None and self._rows.issuperset(rows)
         self._rows.update(rows or ())
         if self._by_content(inputs):
@@ -67,7 +335,7 @@ class SeenSamples(Samples):
         if self._are_made(inputs):
             self._is_made = True
             return
-        if self._batches.are_again(row_digests.num_rows(inputs)):
+        if self._batches.are_again(contents.num_rows(inputs)):
             if not (self._ids or is_again):
                 self._unknown = STRANGE
             return  # else another view of the samples, or what was made of them
@@ -81,7 +349,7 @@ class SeenSamples(Samples):
         elif rows is None:
             self._unknown = NO_ROWS
         else:
-            self._ids += map(row_digests.as_id, rows)
+            self._ids += map(contents.as_id, rows)
             self._kinds.add(CONTENT)
 
     def _are_made(self, inputs: Any) -> bool:
@@ -93,9 +361,9 @@ class SeenSamples(Samples):
         batch = self._batches.in_use()
         if batch is None or batch is not self._drawn_for:
             return False
-        tensors = [tensor for tensor in row_digests.tensors_in(inputs) if tensor.numel()]
+        tensors = [tensor for tensor in contents.tensors_in(inputs) if tensor.numel()]
         largest = max(tensors, key=torch.Tensor.numel, default=None)
-        rows = None if largest is None else row_digests.rows_of(largest)
+        rows = None if largest is None else contents.rows_of(largest)
         return rows is not None and not batch.has_all(rows)
 
     def _by_content(self, inputs: Any) -> bool:
@@ -104,11 +372,9 @@ class SeenSamples(Samples):
         The largest of them counts: other batches may have the same labels, or masks. If that was
         changed, a text without its last token, another one counts that only one batch has.
         """
-        tensors = [
-            tensor for tensor in row_digests.tensors_in(inputs) if tensor.dim() and len(tensor)
-        ]
+        tensors = [tensor for tensor in contents.tensors_in(inputs) if tensor.dim() and len(tensor)]
         largest = max((tensor[0].numel() for tensor in tensors), default=0)
-        found = [row_digests.rows_of(tensor) for tensor in tensors if tensor[0].numel() == largest]
+        found = [contents.rows_of(tensor) for tensor in tensors if tensor[0].numel() == largest]
         distinct = max((len(set(rows)) for rows in found if rows), default=0)
         columns = [rows for rows in found if rows and len(set(rows)) == distinct]
         for rows in columns:
@@ -116,7 +382,7 @@ class SeenSamples(Samples):
                 self._use(self._batches.newest(batch), places)
                 return True
         others = [tensor for tensor in tensors if largest / 2 <= tensor[0].numel() < largest]
-        for rows in filter(None, map(row_digests.telling_rows, others)):
+        for rows in filter(None, map(contents.telling_rows, others)):
             holding = [*self._holding(rows)]
             if len({batch.ids for batch, _ in holding}) == 1:
                 self._use(self._batches.newest(holding[0][0]), holding[0][1])
@@ -124,7 +390,6 @@ class SeenSamples(Samples):
         return False
 
     def _holding(self, rows: list[Row]) -> Iterator[tuple[Batch, list[int]]]:
-        """Yield the pending batches that have `rows`, with their places, the oldest first."""
         for batch in [batch for batch in self._batches.pending if batch.ids is not None]:
             places = batch.find(rows)
             if places is not None:
@@ -135,7 +400,7 @@ class SeenSamples(Samples):
 
         That is right for inputs that were changed on the way (normalised, of another dtype).
         """
-        counts = [size for tensor in row_digests.tensors_in(inputs) for size in tensor.shape[:2]]
+        counts = [size for tensor in contents.tensors_in(inputs) for size in tensor.shape[:2]]
         if is_again or (counts and batch.size > 1 and max(counts) < len(batch.left)):
             self._unknown = CUT
         self._use(batch, batch.left)
@@ -154,7 +419,7 @@ class SeenSamples(Samples):
         """
         super().settle()
         if self._evaluated is not None and not self._is_given:
-            self._batches.set_aside(row_digests.num_rows(self._evaluated), trains=True)
+            self._batches.set_aside(contents.num_rows(self._evaluated), trains=True)
             self.given(self._evaluated, trains=True)
         if self._is_given:
             return
@@ -183,11 +448,11 @@ class SeenSamples(Samples):
         if self._is_made and not (ids or self._unknown or self._has_ids):
             batch = self._batches.in_use()
             num_made = 0 if batch is None else batch.size
-        told = Told(ids, self._seen_epoch, self._unknown, num_made)
+        seen = Told(ids, self._seen_epoch, self._unknown, num_made)
         self._has_ids |= bool(ids)
         self._ids, self._again, self._unknown, self._is_given = [], (), "", False
         self._is_made = False
-        return reported if self._tells else told
+        return reported if self._tells else seen
 
     def end_step(self) -> None:
         """Note that the optimizer has stepped: the next step may be given the same inputs."""

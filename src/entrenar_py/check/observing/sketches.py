@@ -5,13 +5,18 @@ is element c = g % PROJECTIONS of row r = g // PROJECTIONS. With h = `mixed` of 
 number c ^ (mixed(h) % PROJECTIONS) of the projection, with a minus sign if bit c of h is set. So
 each row is permuted and its signs are changed at random, by a function of the place alone. Then
 the expected squared length of the projection is that of the tensor.
+
+On a GPU with Triton all tensors are read by one launch (`kernels`).
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import cache, lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +24,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from entrenar_py.check.rank_files.layout import Piece
-from entrenar_py.shared.trace import Sketch
+from entrenar_py.check.watch import digest
+from entrenar_py.check.watch.digest import DigestTable
+from entrenar_py.shared.trace import Sketch, TensorRecord, record_sketch
 from entrenar_py.shared.trace.tensors import PROJECTIONS, SAMPLES
 
 # The dtypes that have sketches -> numpy's names of those in which samples are kept.
@@ -29,6 +36,10 @@ DTYPES = {
     torch.float16: "float16",
     torch.bfloat16: "float32",
 }
+_ROWS = 512  # of a chunk on a GPU: one program of the kernel
+_TILE = 64
+_BATCH = 64
+_TABLES_MAX = 8  # of digests: each is for tensors at fixed addresses, as weights are
 _BLOCK_ROWS = 2**12  # rows that are projected at once on a CPU: 1 MB, which its caches hold
 _LOW = 0xFFFFFFFF  # the lowest 32 bits
 
@@ -141,3 +152,150 @@ def _index(piece: Piece | None, device: torch.device) -> Tensor:
         along = torch.arange(offset, offset + length, device=device)
         index = index[..., None] * whole + along
     return index.reshape(-1)
+
+
+class Sketches:
+    """Makes the records of tensors without their values: sketches and digests.
+
+    It keeps tables on GPUs from one call to the next, for tensors that stay where they are.
+    """
+
+    def __init__(self) -> None:
+        self._tables: dict[Any, DigestTable] = {}
+
+    def records(
+        self, named: Mapping[str, Tensor], pieces: Mapping[str, Piece], *, exact: bool
+    ) -> dict[str, TensorRecord]:
+        """Return the record of each tensor, which this rank holds whole, or as its piece.
+
+        With `exact` its digest is that of all bits, else that of the sketch: two gradients that
+        differ by less than the rounding of a float64 sum may then have the same digest. A tensor
+        that isn't of floating point has no sketch, and always the digest of all bits.
+        """
+        records: dict[str, TensorRecord] = {}
+        on_gpu: dict[str, Tensor] = {}
+        for name, tensor in named.items():
+            piece = pieces.get(name)
+            fits = tensor.dtype in DTYPES and (piece is None or first_of(tensor, piece) is not None)
+            if fits and _is_on_gpu(tensor):
+                on_gpu[name] = tensor
+            else:
+                records[name] = _record(tensor, piece, exact=exact)
+        bits = self.digests(on_gpu) if exact else {}
+        by_kind: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
+        for name, tensor in on_gpu.items():
+            by_kind.setdefault((tensor.device, tensor.dtype), {})[name] = tensor
+        for (_, dtype), alike in by_kind.items():
+            for name, shown in zip(alike, _sketches(alike, pieces, dtype), strict=True):
+                all_bits = bits[name].digest if exact else None
+                records[name] = record_sketch(shown, DTYPES[dtype], all_bits)
+        return {name: records[name] for name in named}
+
+    def digests(self, named: Mapping[str, Tensor]) -> dict[str, TensorRecord]:
+        """Return records that have only the digest of all bits."""
+        records: dict[str, TensorRecord] = {}
+        by_gpu: dict[torch.device, dict[str, Tensor]] = {}
+        for name, tensor in named.items():
+            if _is_on_gpu(tensor):
+                by_gpu.setdefault(tensor.device, {})[name] = tensor
+            else:
+                records[name] = TensorRecord(digest.digest(tensor))
+        for device, on_gpu in by_gpu.items():
+            rows = self._table(device, [*on_gpu.values()]).run()[:, :2].cpu().numpy()
+            for name, row in zip(on_gpu, rows, strict=True):
+                records[name] = TensorRecord(digest.text(row.tobytes()))
+        return {name: records[name] for name in named}
+
+    def _table(self, device: torch.device, tensors: Sequence[Tensor]) -> DigestTable:
+        key = (device, *digest.places(tensors))
+        table = self._tables.pop(key, None) or DigestTable(tensors)
+        self._tables[key] = table  # the last used is the last to go
+        if len(self._tables) > _TABLES_MAX:
+            del self._tables[next(iter(self._tables))]
+        return table
+
+
+def _is_on_gpu(tensor: Tensor) -> bool:
+    """Return whether kernels read a tensor; without Triton the same is computed step by step."""
+    return tensor.is_cuda and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _record(tensor: Tensor, piece: Piece | None, *, exact: bool) -> TensorRecord:
+    if tensor.dtype not in DTYPES:
+        return TensorRecord(digest.digest(tensor))
+    # Hundreds of small operations. A mode that heard each would take a third of a step, and one of
+    # the script's may put new tensors on another device.
+    with torch._C.DisableTorchFunction():
+        bits = digest.digest(tensor) if exact else None
+        return record_sketch(sketch(tensor, piece), DTYPES[tensor.dtype], bits)
+
+
+# --- on a GPU: the sketches of all tensors at once ------------------------------------------------
+
+
+def _sketches(
+    named: Mapping[str, Tensor], pieces: Mapping[str, Piece], dtype: torch.dtype
+) -> list[Sketch]:
+    """Return the sketches of tensors of one dtype on one device."""
+    plain = [t if t.is_contiguous() else t.contiguous() for t in named.values()]
+    device = plain[0].device
+    sizes = counts = tuple(tensor.numel() for tensor in plain)
+    firsts = (0,) * len(plain)
+    if pieces:
+        firsts = tuple(first_of(tensor, pieces.get(name)) or 0 for name, tensor in named.items())
+        sizes = tuple(
+            math.prod(pieces[name].whole) if name in pieces else count
+            for name, count in zip(named, counts, strict=True)
+        )
+    owner, first_row, ends, wanted = _tables_of_sizes(firsts, counts, sizes, device)
+    table = np.array([[tensor.data_ptr() for tensor in plain], firsts, counts], np.int64)
+    on_device = torch.from_numpy(np.ascontiguousarray(table.T)).to(device)
+    num_chunks = len(owner)
+    sums = torch.empty((num_chunks, PROJECTIONS + 1), dtype=torch.float64, device=device)
+    out = torch.empty((len(named), 1 + PROJECTIONS + SAMPLES), dtype=torch.float64, device=device)
+    kernels, kind = digest.kernels(), _triton_dtype(dtype)
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        if num_chunks:
+            kernels.project_sketch[(num_chunks,)](
+                on_device, owner, first_row, sums, dtype=kind, rows=_ROWS, tile=_TILE, num_warps=4
+            )
+        kernels.finish_sketch[(len(named),)](
+            on_device, wanted, ends, sums, out, dtype=kind, batch=_BATCH
+        )
+    numbers = out.cpu().numpy()
+    return [
+        Sketch(size, row if size >= SAMPLES else row[: 1 + PROJECTIONS + size])
+        for size, row in zip(sizes, numbers, strict=True)
+    ]
+
+
+@lru_cache(maxsize=32)
+def _tables_of_sizes(
+    firsts: tuple[int, ...], counts: tuple[int, ...], sizes: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, ...]:
+    """Return the tables that depend on sizes alone, on `device`, as the kernels take them."""
+    owner: list[NDArray[np.int32]] = []
+    first_row: list[NDArray[np.int64]] = []
+    ends = [0]
+    for index, (first, count) in enumerate(zip(firsts, counts, strict=True)):
+        begin, end = first // PROJECTIONS, -(-(first + count) // PROJECTIONS)
+        rows = np.arange(begin, end if count else begin, _ROWS, dtype=np.int64)
+        owner.append(np.full(len(rows), index, np.int32))
+        first_row.append(rows)
+        ends.append(ends[-1] + len(rows))
+    wanted = np.full((len(sizes), SAMPLES), -1, np.int64)
+    for index, size in enumerate(sizes):
+        wanted[index, : min(SAMPLES, size)] = sample_places(size)
+    arrays = np.concatenate(owner), np.concatenate(first_row), np.array(ends, np.int64), wanted
+    return tuple(torch.from_numpy(array).to(device) for array in arrays)
+
+
+def _triton_dtype(dtype: torch.dtype) -> Any:
+    import triton.language as tl
+
+    return getattr(tl, str(dtype).removeprefix("torch."))

@@ -1,11 +1,18 @@
-"""The facts of a loader or a sampler: its data set, its samplers, and what they draw."""
+"""The facts of a loader or a sampler: its data set, its samplers, and what they draw.
+
+Samples have the numbers of the data set that a script began with, before it was split up. A
+position in a `Subset` (of `random_split`, say) is another sample where a rank has another subset.
+So positions are followed down to the data set at the bottom.
+"""
 
 from __future__ import annotations
 
 import inspect
 import re
+import reprlib
 import weakref
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Integral
@@ -13,12 +20,180 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, SubsetRandomSampler
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    SubsetRandomSampler,
+)
 
 from entrenar_py.check.observing import call_sites, script_text
-from entrenar_py.check.observing.batches import Ids
-from entrenar_py.check.observing.numbering import Numbering
 from entrenar_py.shared.errors import UsageError
+
+Ids = tuple[int, ...]  # of samples
+
+_SPLITS_MAX = 16
+_SEARCHED_MAX = 2**22  # positions up to which a split data set is looked through
+
+
+class Numbering:
+    """The numbers of the samples of `data`, from 0 to `size` - 1; `size` is None if unknown.
+
+    Parts of one data set that were put together again (`ConcatDataset`) have the numbers that they
+    have in it. Different data sets are numbered one after the other. If a part occurs twice, each
+    position is a sample of its own.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+        self._first: dict[int, int] = {}  # id of a data set at the bottom -> its first number
+        self._bottoms: list[Any] = []  # kept, so that no id is given twice
+        self.size: int | None = 0
+        for bottom in _bottoms(data, _SPLITS_MAX):
+            length = length_of(bottom)
+            if length is None or self.size is None:
+                self.size = None
+            elif id(bottom) not in self._first:
+                self._first[id(bottom)] = self.size
+                self._bottoms.append(bottom)
+                self.size += length
+        self._selected: tuple[int, ...] | None = None
+        self._is_plain = self.size is None or not _is_split(data)
+        if self._is_plain:
+            self.size = length_of(data)
+        else:
+            self._look_through()
+
+    @property
+    def bottoms(self) -> tuple[int, ...]:
+        """The identities of the data sets at the bottom."""
+        return tuple(self._first)
+
+    def _look_through(self) -> None:
+        length = length_of(self._data) or 0
+        if length > _SEARCHED_MAX:
+            self._is_plain, self.size = True, length
+            return
+        try:
+            numbers = tuple(map(self._number, range(length)))
+        except (IndexError, TypeError, ValueError):  # a subset that is none
+            numbers = ()
+        if len(set(numbers)) < length or not numbers:
+            self._is_plain, self.size = True, length
+        elif length < (self.size or 0):
+            self._selected = tuple(sorted(numbers))
+
+    def of(self, position: int) -> int:
+        """Return the number of the sample at `position` of the data."""
+        if self._is_plain:
+            return position
+        try:
+            return self._number(position)
+        except (IndexError, TypeError, ValueError):  # the data was changed meanwhile
+            return position
+
+    def selected(self, positions: Sequence[int] | None = None) -> tuple[int, ...] | None:
+        """Return the numbers of all samples of the data, or of those at `positions`, sorted.
+
+        None stands for all numbers from 0 to `size` - 1.
+        """
+        if positions is None:
+            return self._selected
+        numbers = sorted({self.of(position) for position in positions})
+        return None if self.size is not None and len(numbers) == self.size else tuple(numbers)
+
+    def _number(self, position: int) -> int:
+        data: Any = self._data
+        for _ in range(_SPLITS_MAX):
+            if isinstance(data, Subset):
+                data, position = data.dataset, int(data.indices[position])
+            elif isinstance(data, ConcatDataset):
+                part = bisect_right(data.cumulative_sizes, position)
+                position -= data.cumulative_sizes[part - 1] if part else 0
+                data = data.datasets[part]
+            elif (inner := _inner(data)) is not None:
+                data = inner
+            else:
+                break
+        length = length_of(data) or 0
+        position += length if position < 0 else 0
+        if not 0 <= position < length:
+            raise IndexError(position)
+        return self._first[id(data)] + position
+
+
+def declared_numbering(dataset: Any, drawn: Numbering | None) -> Numbering:
+    """Return the numbers of the samples of a data set that a script declares to draw in an epoch.
+
+    `dataset` may be their number. `drawn` are the numbers of what its sampler draws from, if known.
+    Raises UsageError for a `dataset` without a length, or without samples, or of other samples.
+    """
+    numbering = Numbering(range(dataset) if type(dataset) is int else dataset)
+    if not numbering.size:
+        raise UsageError(
+            f"dataset={reprlib.repr(dataset)}: give a data set with a length, a Subset of it, or "
+            "the number of its samples, 1 or more; leave it out for a stream"
+        )
+    known = drawn is not None and drawn.bottoms and type(dataset) is not int
+    if drawn is not None and known and set(numbering.bottoms) - set(drawn.bottoms):
+        raise UsageError(
+            f"dataset={reprlib.repr(dataset)}: sampler= draws from another data set, so samples "
+            "have other numbers; give the one that it draws from, or a Subset of that"
+        )
+    return numbering
+
+
+def length_of(data: Any) -> int | None:
+    """Return the number of samples of a data set, or of a sampler; None if it doesn't say."""
+    if isinstance(data, IterableDataset):
+        return None  # torch warns of what it says
+    with suppress(Exception):  # code of the script, which need not call it
+        return len(data)
+    return None
+
+
+def _is_split(data: Any) -> bool:
+    inner = _inner(data)
+    return isinstance(data, Subset | ConcatDataset) or (inner is not None and _is_split(inner))
+
+
+def _bottoms(data: Any, depth: int) -> Iterator[Any]:
+    """Yield the data sets at the bottom of subsets and concatenations, in their order."""
+    if depth and isinstance(data, Subset):
+        yield from _bottoms(data.dataset, depth - 1)
+    elif depth and isinstance(data, ConcatDataset):
+        for part in data.datasets:
+            yield from _bottoms(part, depth - 1)
+    elif depth and (inner := _inner(data)) is not None:
+        yield from _bottoms(inner, depth - 1)
+    else:
+        yield data
+
+
+def _inner(data: Any, depth: int = 3) -> Any:
+    """Return the split data set in a data set that only changes its samples, else None.
+
+    Such a data set holds one other, of the same length.
+    """
+    attributes = getattr(data, "__dict__", None)
+    if isinstance(data, Subset | ConcatDataset | IterableDataset):
+        return None
+    if depth == 0 or not isinstance(attributes, dict):
+        return None
+    data_sets = [value for value in attributes.values() if isinstance(value, Dataset)]
+    if len(data_sets) != 1:
+        return None
+    (inner,) = data_sets
+    if not isinstance(inner, Subset | ConcatDataset) and _inner(inner, depth - 1) is None:
+        return None
+    length = length_of(data)
+    return inner if length is not None and length == length_of(inner) else None
+
+
+# --- loaders and samplers -------------------------------------------------------------------------
+
 
 _DEPTH_MAX = 8
 _DISPATCHER = "DataLoaderDispatcher"  # accelerate's, with dispatch_batches=True
@@ -29,13 +204,13 @@ _REPLACES = re.compile(
     rf"|\brandint\(|\.integers\(|\brandom\.choice\((?!{_CALL}replace\s*=\s*False)"
 )
 _ORDERS = re.compile(r"\b(randperm|shuffle|permutation|permuted)\(")
-# Libraries whose samplers draw every sample of a data set in each epoch.
+# Samplers of these libraries draw every sample of a data set in each epoch.
 _THOROUGH = ("torch", "torchdata", "accelerate", "transformers", "lightning", "pytorch_lightning")
 
 
 @dataclass(frozen=True)
 class InOrder:
-    """A loader that is read several batches ahead, and whose batches are used in order."""
+    """A loader that is read several batches ahead; its batches are used in order."""
 
     source: Any
 
@@ -69,18 +244,18 @@ class Source:
     Raises UsageError for an object that can't be iterated.
     """
 
-    def __init__(self, given: Any) -> None:
-        if not hasattr(given, "__iter__"):
+    def __init__(self, source: Any) -> None:
+        if not hasattr(source, "__iter__"):
             raise UsageError(
-                f"sampler={given!r}: give the DataLoader, batch sampler or sampler that draws the "
+                f"sampler={source!r}: give the DataLoader, batch sampler or sampler that draws the "
                 "samples, or leave it out and report them by samples(ids)"
             )
-        self._given = _Weakly(given)
-        loaders = [*_loaders(given)]
+        self._given = _Weakly(source)
+        loaders = [*_loaders(source)]
         self.has_loader = bool(loaders)
-        self.is_accelerate_s = _library_of(given) == "accelerate"
-        self.is_dispatched = any(_is_dispatcher(each) for each in [given, *loaders])
-        parts = [part for each in loaders or [given] for part in _parts(each, _DEPTH_MAX)]
+        self.is_accelerate_s = _library_of(source) == "accelerate"
+        self.is_dispatched = any(_is_dispatcher(each) for each in [source, *loaders])
+        parts = [part for each in loaders or [source] for part in _parts(each, _DEPTH_MAX)]
         self._concerned = {id(part): _Weakly(part) for part in parts}
         self.drop_last = any(bool(_attribute(part, "drop_last")) for part in parts)
         self.replacement = any(map(_replaces, parts))
@@ -154,19 +329,18 @@ def _attribute(holder: Any, name: str) -> Any:
     return None
 
 
-def _loaders(given: Any) -> Iterator[Any]:
-    """Yield `given` if it is a DataLoader, else the DataLoaders that it holds."""
-    if issubclass(type(given), DataLoader):
-        yield given
+def _loaders(loader: Any) -> Iterator[Any]:
+    """Yield `loader` if it is a DataLoader, else the DataLoaders that it holds."""
+    if issubclass(type(loader), DataLoader):
+        yield loader
         return
-    attributes = getattr(given, "__dict__", None)
+    attributes = getattr(loader, "__dict__", None)
     for value in attributes.values() if isinstance(attributes, dict) else ():
         if issubclass(type(value), DataLoader):
             yield value
 
 
 def _parts(part: Any, depth: int) -> Iterator[Any]:
-    """Yield a loader or sampler, and the samplers inside it, the innermost last."""
     yield part
     for name in ("batch_sampler", "sampler"):
         inner = _attribute(part, name)
@@ -197,18 +371,16 @@ def _replaces(part: Any) -> bool:
         text = inspect.getsource(type(part))
     except (OSError, TypeError):  # a class may have no text
         return False
-    # Beside an order, a random number may be its seed.
+    # Next to an order, a random number may be its seed.
     return bool(_REPLACES.search(text)) and not _ORDERS.search(text)
 
 
 def _are_ordered(samplers: list[Any]) -> bool:
-    """Return whether samplers of the script's decide the order, and its text has no random one."""
     deciding = [one for one in samplers if not _is_thorough(one)]
     return bool(deciding) and all(map(_is_written, deciding)) and not script_text.shuffles()
 
 
 def _is_written(sampler: Any) -> bool:
-    """Return whether the script has a sampler's class in its own text."""
     try:
         return call_sites.is_own(inspect.getfile(type(sampler)))
     except (OSError, TypeError):  # a class may have no text

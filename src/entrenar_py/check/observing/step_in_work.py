@@ -1,21 +1,240 @@
-"""The optimizer step that a rank is in, and its gradient so far."""
+"""The optimizer step that a rank is in, and its gradients so far.
+
+`GradientSources` follows which backward passes each gradient holds when an optimizer applies it,
+`ReducedGradients` has the gradients that a backward pass has left, and `Clips` the norm to which
+the script clips them, as its calls show it. Hooks tell when an optimizer steps (`StepHooks`).
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from entrenar_py.check.observing import dtensors, tensors
+from entrenar_py.check.observing import flat_parameters, tensors
 from entrenar_py.check.observing.extra_state import ExtraState
-from entrenar_py.check.observing.gradient_sources import GradientSources
 from entrenar_py.check.observing.subject import Subject
 from entrenar_py.shared import hook_calls, trace
+
+
+@dataclass
+class _Source:
+    """The sources of a parameter's gradient since it was found cleared.
+
+    `passes` are the backward passes (step, micro-batch) that added to it. `first` is the step
+    of the first one if the gradient was applied with `digest` and not touched since; else -1.
+    """
+
+    passes: list[tuple[int, int]] = field(default_factory=list)
+    first: int = -1
+    digest: str = ""
+    is_applied: bool = False
+
+
+class GradientSources:
+    """Follows the gradients by looking at them as each backward pass begins.
+
+    A gradient that is missing or all zeros then was cleared. One that was applied and has the same
+    bits then was not.
+    """
+
+    def __init__(self, digest: Callable[[str, Tensor], str]) -> None:
+        self._digest = digest  # of a gradient by name, as its record has it
+        self._sources: dict[str, _Source] = {}
+        self._given: dict[str, list[int]] = {}  # name -> the step's micro-batches that gave it
+        self._held: dict[str, list[int]] = {}  # name -> those that it held when it was applied
+        self._kept: dict[str, int] = {}
+
+    def before_backward(self, gradients: Mapping[str, Tensor | None]) -> None:
+        """Note which gradients are cleared now."""
+        for name, gradient in gradients.items():
+            source = self._sources.get(name)
+            if source is None:
+                continue
+            if gradient is None or not tensors.local(gradient).any():
+                del self._sources[name]
+            elif source.is_applied and source.digest != self._digest(name, gradient):
+                source.first, source.is_applied = -1, False
+
+    def after_backward(self, step: int, micro_batch: int, names: Iterable[str]) -> None:
+        """Note that a backward pass has added to the gradients of the parameters `names`."""
+        for name in names:
+            source = self._sources.setdefault(name, _Source())
+            source.passes.append((step, micro_batch))
+            source.is_applied = False
+            given = self._given.setdefault(name, [])
+            if micro_batch not in given:
+                given.append(micro_batch)
+
+    def apply(
+        self, step: int, gradients: Mapping[str, Tensor | None], known: trace.Tensors
+    ) -> None:
+        """Note that an optimizer is about to apply `gradients` in `step`.
+
+        `known` are records of gradients that were made anyway.
+        """
+        for name, gradient in gradients.items():
+            source = self._sources.get(name)
+            if gradient is None or source is None:
+                continue
+            digest = known[name].digest if name in known else self._digest(name, gradient)
+            if source.is_applied and source.digest != digest:
+                source.first = -1
+            if source.first >= 0:
+                self._kept[name] = source.first
+            else:
+                source.first = step
+            self._held[name] = sorted({number for at, number in source.passes if at == step})
+            source.passes.clear()
+            source.digest, source.is_applied = digest, True
+
+    def forget_passes(self) -> None:
+        """Forget the step's backward passes: the coming one repeats their samples."""
+        self._given.clear()
+
+    def end_step(self) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
+        """Return `kept` and `summed` of the Update, and begin the next step."""
+        summed = {
+            name: tuple(held)
+            for name, held in self._held.items()
+            if held != sorted(self._given.get(name, ()))
+        }
+        kept = self._kept
+        self._given, self._held, self._kept = {}, {}, {}
+        return kept, summed
+
+
+_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
+_EXACT = {"allreduce_hook", "noop_hook"}
+
+
+class ReducedGradients:
+    """The gradients that the last backward pass left, with changes that the script made in place.
+
+    They are kept after the parameters have dropped them. `was_reduced` tells whether the last
+    backward pass was to reduce gradients, and left some (`fully_shard` hides unreduced ones).
+    """
+
+    def __init__(self) -> None:
+        self._reduces = True
+        self.was_reduced = True
+        self._overflowed = False
+        self._kept: dict[str, Tensor] = {}
+
+    @property
+    def left(self) -> Mapping[str, Tensor]:
+        """The gradients that the last backward pass left, by name, if it reduced them."""
+        return self._kept
+
+    def expect(self, called: nn.Module) -> None:
+        """Note, as a forward pass of `called` begins, whether its gradients will be reduced.
+
+        Under a wrapper's `no_sync` they won't be; the forward pass decides that.
+        """
+        wrapper = _wrapper(called)
+        self._reduces = wrapper is None or wrapper.require_backward_grad_sync
+        if isinstance(called, FullyShardedDataParallel):
+            self._reduces &= called._sync_gradients
+
+    def look(self, gradients: Mapping[str, Tensor | None]) -> None:
+        """Keep the gradients that a backward pass has left, if it reduced them."""
+        left = {name: gradient for name, gradient in gradients.items() if gradient is not None}
+        self._kept = left if self._reduces else {}
+        self.was_reduced = bool(self._kept)
+        self._overflowed = not tensors.is_finite(self._kept.values())
+
+    def has_overflowed(self) -> bool:
+        """Return whether a reduced gradient is NaN or Inf now, or was when it was kept."""
+        return self._overflowed or not tensors.is_finite(self._kept.values())
+
+    def forget(self) -> None:
+        """Forget the gradients: their step was made."""
+        self._kept, self._overflowed = {}, False
+
+
+def compression(model: nn.Module) -> str:
+    """Return the format to which gradients are rounded before ranks add them.
+
+    That is `float16`, `bfloat16`, the name of another communication hook of torch's, or "" without
+    rounding. DistributedDataParallel's hook says so, or the policy of a sharded module, which may
+    compute in 16 bits and add in 32. PowerSGD adds the gradients of the first steps as they are; a
+    hook of the script's own may call it.
+    """
+    wrapper = _wrapper(model)
+    for hook, state in getattr(wrapper, "_comm_hooks", ()):
+        if isinstance(state, PowerSGDState):
+            return "PowerSGD" if state.iter >= state.start_powerSGD_iter else ""
+        name = str(getattr(hook, "__name__", ""))
+        if getattr(hook, "__module__", "").startswith(_HOOKS) and name not in _EXACT:
+            return {"fp16": "float16", "bf16": "bfloat16"}.get(name.partition("_")[0], name)
+    formats = {name for module in model.modules() for name in _policy_formats(module)}
+    formats |= flat_parameters.zero_formats(model)
+    return next((name for name in ("bfloat16", "float16") if name in formats), "")
+
+
+def _wrapper(called: nn.Module) -> DistributedDataParallel | None:
+    """Return torch's wrapper that is being called, or that compiled code is about to call."""
+    active = DistributedDataParallel._active_ddp_module
+    parts = (part for part in called.modules() if isinstance(part, DistributedDataParallel))
+    return next(parts, None) if active is None else active
+
+
+def _policy_formats(module: nn.Module) -> set[str]:
+    """Return the formats in which a sharded module computes and reduces gradients."""
+    formats: tuple[Any, ...] = ()
+    if isinstance(module, FullyShardedDataParallel):
+        if (handle := module._handle) is not None:
+            formats = handle._fwd_bwd_param_dtype, handle._reduce_dtype
+    elif isinstance(cast(object, module), FSDPModule):
+        policy = cast(FSDPModule, module)._get_fsdp_state()._mp_policy
+        formats = policy.param_dtype, policy.reduce_dtype
+    return {str(name).removeprefix("torch.") for name in formats}
+
+
+class Clips:
+    """The limit of a script that clips the whole gradient once a step, to one norm in all steps.
+
+    Other scripts have no `limit`: they clip parts by limits of their own, micro-batches, or to a
+    norm that follows the gradients.
+    """
+
+    def __init__(self) -> None:
+        self.limit: float | None = None
+        self._calls: list[tuple[frozenset[int], float | None]] = []
+        self._is_steady = True
+
+    def note(
+        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float
+    ) -> None:
+        """Note that the gradients of `parameters` are clipped."""
+        clipped = [parameters] if isinstance(parameters, Tensor) else parameters
+        limit = float(max_norm)
+        is_plain = float(norm_type) == 2 and 0 < limit < math.inf and limit == float(f"{limit:.2g}")
+        self._calls.append((frozenset(map(id, clipped)), limit if is_plain else None))
+
+    def forget(self) -> None:
+        """Forget the calls of a step that is skipped."""
+        self._calls.clear()
+
+    def end_step(self, stepped: Collection[Tensor]) -> None:
+        """Note that a step was made, of the parameters `stepped` with their gradients."""
+        calls, self._calls = self._calls, []
+        clipped, limit = calls[0] if len(calls) == 1 else (frozenset[int](), None)
+        graded = {id(parameter) for parameter in stepped if parameter.grad is not None}
+        is_first = self.limit is None
+        self._is_steady &= limit is not None and (is_first or limit == self.limit)
+        self._is_steady &= graded <= clipped
+        self.limit = limit if self._is_steady else None
+
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -89,19 +308,18 @@ class StepInWork:
         """
         if not self._subject.values:
             return
-        held = self._subject.gradients()
+        gradients_now = self._subject.gradients()
         stayed = {n for n, at_first in self._at_first_pass.items() if self._is_last(n, at_first)}
         edited = self.edited_weights(gradients.keys() & stayed)
         for name, weights in edited.items():
             if name in self._uphill or not self._is_uphill(name, weights, gradients[name]):
                 continue
             self._uphill[name] = weights.digest
-            gradient = held[name]
-            if gradient is not None and dtensors.local(gradient).any():
+            gradient = gradients_now[name]
+            if gradient is not None and tensors.local(gradient).any():
                 self._mixed.add(name)
 
     def _is_last(self, name: str, digest: str) -> bool:
-        """Return whether a tensor's digest is that of the weights that were recorded last."""
         return name in self._weights and self._weights[name].digest == digest
 
     def _is_uphill(self, name: str, weights: trace.TensorRecord, gradient: Tensor) -> bool:
@@ -131,7 +349,6 @@ class StepInWork:
         return not self._stepped_names().isdisjoint(names)
 
     def _stepped_names(self) -> set[str]:
-        """Return the parameters whose optimizers had stepped when the latest pass began."""
         return {
             name
             for index in self._stepped_before & self.stepped
@@ -140,7 +357,7 @@ class StepInWork:
 
     def apply(self, optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
         """Note the gradients that `optimizer` is about to apply to the parameters `names`."""
-        held = self._subject.gradients()
+        gradients_now = self._subject.gradients()
         gradients = _unscaled(self._subject.applied_gradients(), optimizer)
         known: trace.Tensors = {}
         due = [*names]
@@ -153,8 +370,8 @@ class StepInWork:
             self._gradient |= known
         elif not self.stepped:
             self._applied_norm = tensors.norm(gradients.values())
-        applied = {name: held[name] for name in due}
-        known = {n: record for n, record in known.items() if gradients[n] is held[n]}
+        applied = {name: gradients_now[name] for name in due}
+        known = {n: record for n, record in known.items() if gradients[n] is gradients_now[n]}
         self.sources.apply(self.number, applied, known)
         self._due = due
 
@@ -205,15 +422,19 @@ class StepInWork:
         if not self._weights:
             return {}
         parameters = self._subject.parameters
-        held = {n: parameters[n] for n in names if n in parameters}
+        weights = {n: parameters[n] for n in names if n in parameters}
         # Of large models only what has changed is sketched, which takes longer than a digest.
-        now = self._subject.record(held) if self._subject.values else self._subject.digests(held)
+        now = (
+            self._subject.record(weights)
+            if self._subject.values
+            else self._subject.digests(weights)
+        )
         edited = {
             name
             for name, record in now.items()
             if name in self._weights and self._weights[name].digest != record.digest
         }
-        wanted = held if edited and self._subject.pieces else {n: held[n] for n in edited}
+        wanted = weights if edited and self._subject.pieces else {n: weights[n] for n in edited}
         return dict(self._subject.record(wanted)) if wanted else {}
 
 
@@ -331,7 +552,6 @@ class InnerSteps:
 
 
 def _watches(hook: Callable[..., Any]) -> bool:
-    """Return whether a hook is that of a `Watch`."""
     return getattr(hook, "watches", False) is True
 
 
@@ -347,7 +567,6 @@ def has_overflowed(optimizer: torch.optim.Optimizer) -> bool:
 def _unscaled(
     gradients: dict[str, Tensor | None], optimizer: torch.optim.Optimizer
 ) -> dict[str, Tensor | None]:
-    """Return `gradients` as the optimizer applies them: divided by the loss scale if one is set."""
     scale = getattr(optimizer, "grad_scale", None)
     if scale is None:
         return gradients

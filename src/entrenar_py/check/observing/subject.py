@@ -3,20 +3,119 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from entrenar_py.check.observing import dtensors, flat_parameters, tensors, zero_partitions
-from entrenar_py.check.observing.buffers import Buffers
-from entrenar_py.check.observing.flat_parts import Part
-from entrenar_py.check.observing.sketch_records import Sketches
+from entrenar_py.check.observing import flat_parameters, surroundings, tensors
+from entrenar_py.check.observing.flat_parameters import Part
+from entrenar_py.check.observing.sketches import Sketches
 from entrenar_py.check.rank_files.layout import Layout, Piece, plain
 from entrenar_py.shared import trace
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+class Buffers:
+    """The buffers of a model that are recorded.
+
+    A buffer that a forward pass changes (BatchNorm's running statistics) rightly differs between
+    ranks: it is local, and no rank's copy of it is compared with another's, unless it is
+    `synchronised`. Changes are found by comparing values, since writes through `.data` don't change
+    a tensor's version. Buffers are looked up by name each time, as a script may replace them. If a
+    script calls only parts of the model, it is unknown which are local.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._before: dict[str, Tensor] = {}
+        self._called = False
+        self._local: set[str] = set()
+        # Given the names of all buffers, returns those that the script declares synchronised.
+        self.synchronised: Callable[[Iterable[str]], Collection[str]] = lambda _: ()
+
+    def before_forward(self) -> None:
+        """Copy the buffers that a forward pass may change."""
+        self._before = {
+            name: tensors.local(buffer).clone()
+            for name, buffer in self._all().items()
+            if name not in self._local
+        }
+
+    def after_forward(self) -> list[str] | None:
+        """Return the names of buffers that this pass was the first to change.
+
+        After any pass but the first, None is returned in place of an empty list.
+        """
+        first, buffers = not self._called, self._all()
+        synced = _synchronised(self._model).union(self.synchronised(buffers))
+        changed = [
+            name
+            for name, buffer in buffers.items()
+            if name not in self._local | synced and not _same(self._before.get(name), buffer)
+        ]
+        self._local.update(changed)
+        self._called = True
+        return changed if changed or first else None
+
+    def held(self) -> dict[str, Tensor]:
+        """Return by name all buffers but the local ones that are never saved, such as caches."""
+        unsaved = self._local & _unsaved(self._model)
+        return {name: buffer for name, buffer in self._all().items() if name not in unsaved}
+
+    def names(self) -> list[str]:
+        """Return the names of all buffers that can be recorded."""
+        return [*self._all()]
+
+    def _all(self) -> dict[str, Tensor]:
+        """Return by name the dense buffers that are neither lazy nor quantised."""
+        return {
+            tensors.plain_name(name): buffer
+            for name, buffer in self._model.named_buffers()
+            if type(buffer) in (Tensor, DTensor)
+            and buffer.dtype in (*_FLOATS, *_WHOLE)
+            and buffer.layout is torch.strided
+            and not buffer.is_meta
+        }
+
+
+def _unsaved(model: nn.Module) -> set[str]:
+    return {
+        tensors.plain_name(f"{path}.{name}" if path else name)
+        for path, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+
+
+def _same(before: Tensor | None, buffer: Tensor) -> bool:
+    """Return whether a buffer has the values that it had before, where NaN equals NaN."""
+    now = tensors.local(buffer)
+    if before is None or (before.dtype, before.device, before.shape) != (
+        *(now.dtype, now.device, now.shape),
+    ):
+        return False
+    both_nan = before.isnan() & now.isnan()
+    return bool(((before == now) | both_nan).all())
+
+
+def _synchronised(model: nn.Module) -> set[str]:
+    """Return the names of buffers that a forward pass changes on all ranks alike.
+
+    These are the buffers of each SyncBatchNorm with a process group of all ranks.
+    """
+    names = set()
+    for path, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            group = module.process_group
+            if group is None or dist.get_world_size(group) == dist.get_world_size():
+                names |= {tensors.plain_name(name) for name, _ in module.named_buffers(path)}
+    return names
 
 
 class Subject:
@@ -26,7 +125,7 @@ class Subject:
       them while the model is trained; `look_up` finds the new ones.
     - `buffers`: those of the model, and which of them depend on this rank's samples.
     - `layout`: how the ranks are arranged, None if unknown.
-    - `pieces`: by name, the place of each recorded tensor of which this rank holds a part.
+    - `pieces`: by name, the place of each recorded tensor that this rank holds a part of.
     - `values`: whether tensors are recorded with their values, or else as sketches.
     """
 
@@ -48,8 +147,8 @@ class Subject:
         self._told: dict[str, Any] = {}
         self._sketches = Sketches()
         # DeepSpeed's optimizer that has an observed one step partitions, None if there is none.
-        self.zero = zero_partitions.optimizer_of(self.model)
-        dtensors.reshard(self.model)
+        self.zero = flat_parameters.zero_optimizer(self.model)
+        tensors.reshard(self.model)
         self.look_up()
 
     def look_up(self) -> bool:
@@ -57,14 +156,14 @@ class Subject:
 
         While whole parameters temporarily replace sharded ones, the known pieces are kept.
         """
-        parts = flat_parameters.of(self.model)
-        current: dict[str, Tensor] = dict(flat_parameters.beside(self.model))
+        parts = flat_parameters.parts_of(self.model)
+        current: dict[str, Tensor] = dict(flat_parameters.not_flat(self.model))
         current |= {name: part.owner for name, part in parts.items()}
         trained = {name: p for name, p in current.items() if p.requires_grad}
         if self.parameters and not self._are_others(current, trained):
             return False
         self.parameters = current
-        self.is_fully_sharded = dtensors.is_fully_sharded(self.model)
+        self.is_fully_sharded = flat_parameters.is_fully_sharded(self.model)
         self.trained = trained
         self._copies = tensors.stepped_copies(trained, self._groups())
         self._parts = parts
@@ -76,7 +175,7 @@ class Subject:
         self.shapes = {name: tuple(p.shape) for name, p in current.items()}
         self.shapes |= {name: part.shape for name, part in parts.items()}
         self.values = sum(map(math.prod, self.shapes.values())) <= tensors.VALUES_MAX
-        placed = {name: dtensors.piece_of(p) for name, p in current.items()}
+        placed = {name: tensors.piece_of(p) for name, p in current.items()}
         placed |= {name: part.piece for name, part in parts.items()}
         self.pieces = {name: piece for name, piece in placed.items() if piece is not None}
         return True
@@ -142,10 +241,10 @@ class Subject:
         A tensor is left out if it is the term of a sum that was not reduced, or if this rank holds
         another piece of it than `pieces` says. Of one that it holds whole, that piece is recorded.
         """
-        held = self._held(named)
+        own_parts = self._held(named)
         if self.values:
-            return {name: tensors.record(tensor, values=True) for name, tensor in held.items()}
-        return self._sketches.records(held, self.pieces, exact=exact)
+            return {name: tensors.record(tensor, values=True) for name, tensor in own_parts.items()}
+        return self._sketches.records(own_parts, self.pieces, exact=exact)
 
     def digest(self, name: str, gradient: Tensor) -> str:
         """Return the digest that the record of a gradient has; "" if it can't be recorded."""
@@ -154,19 +253,19 @@ class Subject:
 
     def _held(self, named: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
         """Return this rank's part of each tensor that can be recorded."""
-        held = {}
+        own_parts = {}
         for name, tensor in named.items():
-            if tensor is None or dtensors.is_partial(tensor):
+            if tensor is None or tensors.is_partial(tensor):
                 continue
             if (part := self._parts.get(name.partition("/")[0])) is not None:
-                held[name] = dtensors.in_numbers(_own(part, tensor).detach())
+                own_parts[name] = tensors.in_numbers(_own(part, tensor).detach())
                 continue
-            own, expected = dtensors.piece_of(tensor), self.pieces.get(name)
+            own, expected = tensors.piece_of(tensor), self.pieces.get(name)
             if own == expected:
-                held[name] = dtensors.local(tensor)
+                own_parts[name] = tensors.local(tensor)
             elif own is None and expected is not None and tuple(tensor.shape) == expected.whole:
-                held[name] = dtensors.local(tensor)[expected.place].contiguous()
-        return held
+                own_parts[name] = tensors.local(tensor)[expected.place].contiguous()
+        return own_parts
 
     def optimizer_state(self) -> trace.Tensors:
         """Return records of the optimizers' state, by `parameter/key`."""
@@ -198,7 +297,7 @@ class Subject:
         return records
 
     def record_placed(self, named: Mapping[str, Tensor]) -> trace.Tensors:
-        """Return records of tensors beside the model, and note the pieces that this rank holds."""
+        """Return records of tensors next to the model, and note the pieces that this rank holds."""
         self._place(named)
         return self.record(named)
 
@@ -214,7 +313,7 @@ class Subject:
             if tensor is None:
                 piece = None
             elif part is None:
-                piece = dtensors.piece_of(tensor)
+                piece = tensors.piece_of(tensor)
             else:
                 piece = part.piece if part.fits(tensor) else None
             if piece is not None:
@@ -230,7 +329,7 @@ class Subject:
     def own_weights(self) -> dict[str, Tensor]:
         """Return this rank's part of each parameter, without a copy."""
         return {
-            name: self._parts[name].weights() if name in self._parts else dtensors.local(p)
+            name: self._parts[name].weights() if name in self._parts else tensors.local(p)
             for name, p in self.parameters.items()
         }
 
@@ -245,7 +344,7 @@ class Subject:
         DeepSpeed's optimizer, which shows none before the last pass of a step, clears none.
         """
         return self.zero is not None or any(
-            gradient is not None and dtensors.local(gradient).any()
+            gradient is not None and tensors.local(gradient).any()
             for gradient in self.gradients().values()
         )
 
@@ -268,7 +367,7 @@ class Subject:
 
     def in_step_of(self, optimizer: torch.optim.Optimizer) -> list[str]:
         """Return the names of the parameters in the partitions that `optimizer` steps now."""
-        current = {p for group in optimizer.param_groups for p in group["params"]}
+        current = tensors.stepped_by(optimizer)
         return [name for name, p in self.trained.items() if p in current]
 
     @property
@@ -288,7 +387,7 @@ class Subject:
         return {parameter for opt in self.optimizers for parameter in self._tensors_of(opt)}
 
     def first_held(self) -> str:
-        """Return the name of the first trained parameter of which this rank has a non-empty piece.
+        """Return the name of the first trained parameter that this rank has a non-empty piece of.
 
         If there is none, return the name of the first trained parameter.
         """
@@ -312,7 +411,7 @@ class Subject:
         return first, {name: rate for name, rate in rates.items() if rate != first}
 
     def rules(self, step: int, constants: Sequence[Mapping[str, Any]]) -> list[trace.Ruled]:
-        """Return the rules by which optimizers step, whose groups have these `constants`."""
+        """Return the rules by which optimizers step; their groups have these `constants`."""
         kinds = [tensors.rule(opt) for opt in self.optimizers for _ in opt.param_groups]
         return [
             trace.Ruled(
@@ -350,12 +449,12 @@ class Subject:
 
     def _groups_of(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         is_inside = self.steps_partitions(optimizer)
-        return zero_partitions.groups(self.zero) if is_inside else optimizer.param_groups
+        return flat_parameters.zero_groups(self.zero) if is_inside else optimizer.param_groups
 
     def _tensors_of(self, optimizer: torch.optim.Optimizer) -> set[Tensor]:
         if self.steps_partitions(optimizer):
-            return {*zero_partitions.partitions(self.zero)}
-        return {p for group in optimizer.param_groups for p in group["params"]}
+            return {*flat_parameters.zero_partitions(self.zero)}
+        return tensors.stepped_by(optimizer)
 
     def _layout(self) -> Layout | None:
         """Return the layout that was declared, else the one that the parameters' meshes show."""
@@ -363,14 +462,13 @@ class Subject:
         if declared is not None and declared.axes:
             return declared
         shown = flat_parameters.layout_of(self.model, self.world_size)
-        shown = shown or dtensors.read_off(self.model, self.world_size)
+        shown = shown or surroundings.read_off(self.model, self.world_size)
         if declared is None:
             return shown
         return replace(declared, axes=(shown or plain(self.world_size)).axes)
 
 
 def _own(part: Part, tensor: Tensor) -> Tensor:
-    """Return this rank's elements of a parameter, or of what belongs to it."""
     if tensor is part.owner:
         return part.weights()
     return part.of(tensor) if part.fits(tensor) else tensor

@@ -1,24 +1,30 @@
-"""Look up what a script has made alongside the optimizer: modules, meshes, schedules.
+"""Look up what a script has made alongside the optimizer: modules, meshes, schedules, its rank.
 
-They are looked up once, among all objects that the garbage collector knows. Torch has no hook that
-tells of them when they are made, and to patch their constructors would miss copies.
+Objects are looked up once, among all that the garbage collector knows. Torch has no hook that tells
+of them when they are made, and to patch their constructors would miss copies.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
-from collections.abc import Collection, Iterable, Sequence
+import math
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
-from entrenar_py.check.observing import dtensors, tensors, zero_partitions
-from entrenar_py.check.rank_files import layout
+from entrenar_py.check.observing import flat_parameters, tensors
+from entrenar_py.check.rank_files import layout, rank_file
+from entrenar_py.check.rank_files.layout import Layout
+from entrenar_py.shared.errors import UsageError
 
 _Object = TypeVar("_Object")
 
@@ -38,11 +44,11 @@ def model_of(
     If no module has any of them the optimizers hold copies, and `instead`, which the script calls,
     is the model that is never stepped.
     """
-    parameters = {p for opt in optimizers for group in opt.param_groups for p in group["params"]}
+    parameters = set[Tensor]().union(*map(tensors.stepped_by, optimizers))
     own = [] if called is None else [tensors.unwrapped(called)]
     for module in own:
-        dtensors.reshard(module)
-    lacking = parameters.difference(*map(zero_partitions.parameters_of, own))
+        tensors.reshard(module)
+    lacking = parameters.difference(*map(flat_parameters.parameters_and_partitions, own))
     if lacking:
         others = _outermost(lacking)
         own += others if len(optimizers) < 2 else _called_alone(others, lacking)
@@ -109,22 +115,6 @@ def _outermost(parameters: set[Any]) -> list[nn.Module]:
     return chosen
 
 
-def mesh(world_size: int) -> DeviceMesh | None:
-    """Return the script's mesh if it arranges all ranks along axes that `observe` knows.
-
-    Of meshes that differ by axes with a single rank it is the one with all axes of the data.
-    """
-    meshes: dict[Any, DeviceMesh] = {}
-    for found in _alive(DeviceMesh):
-        names, sizes = found.mesh_dim_names, tuple(found.mesh.shape)
-        in_order = found.mesh.flatten().tolist() == list(range(world_size))
-        if in_order and names and layout.knows(names):
-            shown = tuple(axis for axis in zip(names, sizes, strict=True) if axis[1] > 1)
-            if shown not in meshes or (found.ndim > meshes[shown].ndim and layout.are_data(names)):
-                meshes[shown] = found
-    return next(iter(meshes.values())) if len(meshes) == 1 else None
-
-
 def are_replicas(model: nn.Module) -> bool:
     """Return whether torch's own wrapper keeps a copy of `model`, or of a part of it, on each rank.
 
@@ -166,12 +156,121 @@ def schedule_of(optimizers: Iterable[torch.optim.Optimizer]) -> LRScheduler | No
 
 
 def _parts_of(schedule: LRScheduler) -> list[LRScheduler]:
-    """Return the schedules that a schedule has as attributes, or in lists of its own."""
     held = vars(schedule).values()
     each = [part for value in held for part in (value if isinstance(value, list) else [value])]
     return [part for part in each if isinstance(part, LRScheduler)]
 
 
 def _alive(kind: type[_Object]) -> list[_Object]:
-    """Return all objects of a class, without looking at other objects' attributes."""
     return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
+
+
+# --- how the ranks are arranged -------------------------------------------------------------------
+
+
+def mesh(world_size: int) -> DeviceMesh | None:
+    """Return the script's mesh if it arranges all ranks along axes that `observe` knows.
+
+    Of meshes that differ by axes with a single rank it is the one with all axes of the data.
+    """
+    meshes: dict[Any, DeviceMesh] = {}
+    for device_mesh in _alive(DeviceMesh):
+        names, sizes = device_mesh.mesh_dim_names, tuple(device_mesh.mesh.shape)
+        in_order = device_mesh.mesh.flatten().tolist() == list(range(world_size))
+        if in_order and names and layout.knows(names):
+            shown = tuple(axis for axis in zip(names, sizes, strict=True) if axis[1] > 1)
+            if shown not in meshes or (
+                device_mesh.ndim > meshes[shown].ndim and layout.are_data(names)
+            ):
+                meshes[shown] = device_mesh
+    return next(iter(meshes.values())) if len(meshes) == 1 else None
+
+
+def declared(axes: Any, tied: Iterable[Iterable[str]], world_size: int) -> Layout | None:
+    """Return the layout that a script declares; None if it declares nothing.
+
+    It has no axes if the script declares only `tied`. Raises UsageError for an invalid layout.
+    """
+    ties = layout.require_ties(tied)
+    if axes is None:
+        return Layout(axes={}, tied=ties) if ties else None
+    if isinstance(axes, DeviceMesh):
+        axes = _mesh_axes(axes, "layout")
+    if not isinstance(axes, Mapping):
+        raise UsageError(
+            f"layout={axes!r}: use a mapping from axes to sizes, or a DeviceMesh with names of its "
+            'dimensions: layout={"dp": 2, "tp": 2}'
+        )
+    return Layout(axes=layout.require(axes, world_size, "layout"), tied=ties)
+
+
+def read_off(model: nn.Module, world_size: int) -> Layout | None:
+    """Return the layout that the meshes of the model's parameters show; None without meshes.
+
+    A mesh of one axis with a name of the script's, or none, shows nothing if all ranks keep whole
+    copies: they may share samples, or not. Nor does a mesh of this rank alone. Raises UsageError if
+    the meshes don't show how all ranks are arranged.
+    """
+    placed = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    meshes = {parameter.device_mesh: name for name, parameter in placed.items()}
+    cut = {p.device_mesh for p in placed.values() if not all(map(_is_copy, p.placements))}
+    shown, sharded = None, flat_parameters.is_fully_sharded(model)
+    for mesh, name in meshes.items():
+        root = mesh._get_root_mesh()
+        # One that a script unflattens has a name that tells nothing, such as "world".
+        whole = root if layout.knows(root.mesh_dim_names) else mesh
+        if whole.size() == 1 < world_size:
+            continue
+        where = f"the mesh of parameter {name}"
+        is_known = layout.knows(whole.mesh_dim_names)
+        if not is_known and whole.ndim == 1 and whole.size() == world_size:
+            if not sharded and mesh not in cut:
+                continue
+            axes = {"fsdp" if sharded else "tp": world_size}
+        elif not is_known and whole.ndim == 2 and sharded and _is_copy(placed[name].placements[0]):
+            axes = dict(zip(("dp_replicate", "dp_shard"), whole.shape, strict=True))
+        else:
+            axes = _mesh_axes(whole, where)
+        in_order = whole.mesh.flatten().tolist() == list(range(world_size))
+        if math.prod(axes.values()) != world_size or not in_order or shown not in (None, axes):
+            raise UsageError(
+                f"{where} does not show how all {world_size} ranks are arranged: {tensors.DECLARE}"
+            )
+        shown = axes
+    return None if shown is None else Layout(axes=layout.require(shown, world_size, where))
+
+
+def _is_copy(placement: object) -> bool:
+    return isinstance(placement, Replicate)
+
+
+def _mesh_axes(mesh: DeviceMesh, where: str) -> dict[str, int]:
+    if mesh.mesh_dim_names is None:
+        raise UsageError(f"{where}: its dimensions have no names: {tensors.DECLARE}")
+    return dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+
+
+# --- the place of this process --------------------------------------------------------------------
+
+
+def place() -> tuple[int, int]:
+    """Return rank and world size: as the launcher set them, or those of the process group.
+
+    Ranks that a script spawns itself (`torch.multiprocessing.spawn`) may have no environment.
+    """
+    is_told = not {"RANK", "ENTRENAR_RANK"}.isdisjoint(os.environ)
+    if not is_told and dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return rank_file.environment_rank()
+
+
+def keep_groups() -> None:
+    """Keep the process groups that exist until the process has ended.
+
+    A group that the script lets go of waits for its thread. That thread may be about to let go of a
+    tensor of the last collective, and waits for the lock of Python's, which the script's thread
+    has: neither ends (gloo, torch 2.11 and 2.13). So the groups are never taken down.
+    """
+    if dist.is_available() and dist.is_initialized():
+        for group in dist.distributed_c10d._world.pg_map:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

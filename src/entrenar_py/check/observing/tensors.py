@@ -1,4 +1,8 @@
-"""torch tensors as a trace keeps them, and the facts of a model and its optimizers."""
+"""torch tensors as a trace keeps them, and the facts of a model and its optimizers.
+
+Of a DTensor it is this rank's part. No collective is called: ranks may have diverged, which is what
+the checks are to find out.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,90 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 
-from entrenar_py.check.observing import call_sites, dtensors
+from entrenar_py.check.observing import call_sites
+from entrenar_py.check.rank_files.layout import Piece
 from entrenar_py.check.watch import digest
 from entrenar_py.shared import trace
 from entrenar_py.shared.trace.traits import CONSTANTS
+
+DECLARE = 'declare the axes and their sizes, row-major: observe(..., layout={"dp": 2, "tp": 2})'
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of `tensor`, without a copy, as real numbers.
+
+    A sparse tensor is copied into a dense one.
+    """
+    if not isinstance(tensor, DTensor):
+        return in_numbers(tensor.detach())
+    with torch.no_grad():
+        return in_numbers(tensor.to_local())
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """Return a copy of `tensor` with memory of its own, placed alike.
+
+    `DTensor.clone` reduces a term of a sum, which is a collective.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor.clone()
+    with torch.no_grad():
+        return DTensor.from_local(
+            tensor.to_local().clone(),
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+
+
+def in_numbers(tensor: Tensor) -> Tensor:
+    """Return a tensor without gradient as a dense one; complex numbers as pairs of real ones."""
+    if tensor.layout in (torch.sparse_coo, torch.sparse_csr):
+        tensor = tensor.to_dense()
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def is_partial(tensor: Tensor) -> bool:
+    """Return whether `tensor` is a term of a sum that has not been reduced yet."""
+    return isinstance(tensor, DTensor) and any(
+        isinstance(placement, Partial) for placement in tensor.placements
+    )
+
+
+def piece_of(tensor: Tensor) -> Piece | None:
+    """Return the part of `tensor` that this rank holds; None where it holds all of it."""
+    if not isinstance(tensor, DTensor):
+        return None
+    mesh, whole = tensor.device_mesh, tuple(tensor.shape)
+    shape, offset = compute_local_shape_and_global_offset(whole, mesh, tensor.placements)
+    sharing = [
+        slice(None) if not isinstance(placement, Replicate) else slice(at, at + 1)
+        for placement, at in zip(tensor.placements, mesh.get_coordinate() or (), strict=True)
+    ]
+    ranks = tuple(mesh.mesh[tuple(sharing)].flatten().tolist())
+    if len(ranks) < 2:
+        return None
+    offset = tuple(min(at, size) for at, size in zip(offset, whole, strict=True))  # an empty piece
+    return Piece(offset=offset, shape=tuple(shape), whole=whole, ranks=ranks)
+
+
+def reshard(model: nn.Module) -> None:
+    """Put back the pieces of parameters that `fully_shard` holds whole, as after an evaluation.
+
+    The next pass makes the parameters whole again.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
 
 # The names of modules inside of wrappers: of torch.compile, checkpoint_wrapper, and FSDP.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -37,7 +118,7 @@ def record(tensor: Tensor, *, values: bool) -> trace.TensorRecord:
 
     bfloat16, which numpy doesn't have, is kept as float32, which holds it exactly.
     """
-    plain = dtensors.in_numbers(tensor.detach()).contiguous()
+    plain = in_numbers(tensor.detach()).contiguous()
     if plain.dtype is torch.bfloat16:
         plain = plain.float()
     return trace.record_tensor(plain.cpu().reshape(-1).numpy(), values=values)
@@ -135,20 +216,20 @@ def stepped_copies(
 
 def is_finite(tensors: Iterable[Tensor | None]) -> bool:
     """Return whether this rank's parts of `tensors` have no NaN and no infinity."""
-    held = [dtensors.local(tensor) for tensor in tensors if tensor is not None]
+    own_parts = [local(tensor) for tensor in tensors if tensor is not None]
     by_kind: dict[Any, list[Tensor]] = {}
-    for tensor in held:
+    for tensor in own_parts:
         if tensor.is_cuda and tensor.numel() and tensor.is_floating_point():
             by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     # One kernel for many tensors, and one answer to wait for.
     largest = [torch.stack(torch._foreach_norm(many, math.inf)) for many in by_kind.values()]
-    rest = (tensor for tensor in held if not (tensor.is_cuda and tensor.is_floating_point()))
+    rest = (tensor for tensor in own_parts if not (tensor.is_cuda and tensor.is_floating_point()))
     return all(map(digest.is_finite, (*largest, *rest)))
 
 
 def norm(tensors: Iterable[Tensor | None]) -> float:
     """Return the L2 norm of this rank's parts of `tensors`, added in float64; 0 for none."""
-    held = [dtensors.local(tensor).double() for tensor in tensors if tensor is not None]
+    held = [local(tensor).double() for tensor in tensors if tensor is not None]
     squares = [float(tensor.square().sum()) for tensor in held]
     return math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
 
@@ -184,13 +265,11 @@ def _plain(value: Any) -> Any:
 
 
 def _is_alone(module: torch.nn.Module) -> bool:
-    """Return whether a module normalises over the samples of its own rank alone."""
     is_batch_norm = isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
     return is_batch_norm and not isinstance(module, torch.nn.SyncBatchNorm)
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> str:
-    """Return the optimizer's class name, after the name of its module if that isn't torch's."""
     kind = type(optimizer)
     own = getattr(torch.optim, kind.__name__, None) is not kind
     return f"{kind.__module__}.{kind.__name__}" if own else kind.__name__
@@ -240,7 +319,6 @@ def facts(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -
 
 
 def _dropout(module: torch.nn.Module) -> float:
-    """Return the probability by which a layer drops what it is given, or has inside of it."""
     if isinstance(module, _DropoutNd):
         return module.p
     return float(module.dropout) if isinstance(module, _WITH_DROPOUT) else 0.0

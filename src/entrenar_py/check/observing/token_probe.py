@@ -3,12 +3,19 @@
 All ranks make the same number of passes, as a pass may communicate. A token is replaced by another
 one of the micro-batch, in turn, so that the model meets none that it may not meet. Outputs are the
 scores that the model returns, or else the last tensor with a row of numbers for each token.
+
+Such a pass leaves no trace of it in the script (`undisturbed`). Kept are the states of all
+generators, buffers, and the attributes of modules: counters, caches, and losses that a forward pass
+leaves behind for the script.
 """
 
 from __future__ import annotations
 
+import sys
+import warnings
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,8 +25,109 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from entrenar_py.check.observing.token_rows import Arguments, Rows
+from entrenar_py.check.observing.generators import Generators
+from entrenar_py.check.observing.tokens import Arguments, Rows
 from entrenar_py.shared import trace
+
+_CONTAINERS = (dict, OrderedDict, list, set, deque)
+_OWN = "entrenar_py"
+
+
+@contextmanager
+def undisturbed(model: nn.Module, generators: Generators) -> Iterator[Callable[[], None]]:
+    """Give a function that sets the generators back, and leave all as it was at the end.
+
+    Modules that the script compiles run as they are written.
+    """
+    states, modules, held = generators.kept(), [*map(_Module, model.modules())], _tensors(model)
+    copies = [(tensor, tensor.detach().clone()) for tensor in held]
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with _eager():
+                yield lambda: generators.restore(states)
+    finally:
+        generators.restore(states)
+        for module in modules:
+            module.restore()
+        with torch.no_grad():
+            for tensor, before in copies:
+                if not torch.equal(tensor, before):
+                    tensor.copy_(before)
+
+
+def _eager() -> AbstractContextManager[Any]:
+    """Return a context in which compiled modules run as they are written.
+
+    Nothing is compiled before dynamo is imported, which takes seconds.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+def own_hook(model: nn.Module) -> str:
+    """Return the name of a module in `model` with a hook of the script's own, "" if there is none.
+
+    Such a hook may count passes, or keep what it sees. Hooks of `model` itself are not called by
+    its `forward`.
+    """
+    for name, module in model.named_modules():
+        if module is model:
+            continue
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            if not _is_of_library(hook):
+                return str(name)
+    return ""
+
+
+def _is_of_library(hook: Any) -> bool:
+    hook = getattr(hook, "func", hook)
+    module = str(getattr(hook, "__module__", None) or type(hook).__module__)
+    top = module.partition(".")[0]
+    file = str(getattr(sys.modules.get(module), "__file__", None) or "")
+    return top == _OWN or "site-packages" in file or "dist-packages" in file
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    attributes = (value for module in model.modules() for value in vars(module).values())
+    found = [*model.buffers(), *(one for one in attributes if type(one) is Tensor)]
+    kept = {id(tensor): tensor for tensor in found}
+    return [one for one in kept.values() if not (one.is_meta or one.is_inference())]
+
+
+class _Module:
+    """The attributes of a module, and the contents of its containers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._attributes = vars(module)
+        self._before = dict(self._attributes)
+        self._contents = [
+            (value, value.copy()) for value in self._before.values() if type(value) in _CONTAINERS
+        ]
+
+    def restore(self) -> None:
+        """Set the attributes back, each container in place."""
+        if not _are_same(self._attributes, self._before):
+            self._attributes.clear()
+            self._attributes.update(self._before)
+        for container, before in self._contents:
+            if not _are_same(container, before):
+                container.clear()
+                (container.extend if hasattr(container, "extend") else container.update)(before)
+
+
+def _are_same(now: Any, before: Any) -> bool:
+    if isinstance(now, set):
+        return bool(now == before)
+    parts = [
+        [*one.items()] if isinstance(one, dict) else [*enumerate(one)] for one in (now, before)
+    ]
+    if len(parts[0]) != len(parts[1]):
+        return False
+    return all(a[0] == b[0] and a[1] is b[1] for a, b in zip(*parts, strict=True))
+
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _TF32 = 2.0**-10
@@ -62,7 +170,6 @@ class _Calls(TorchFunctionMode):
 
 
 def _is_of(output: Tensor, ids: Tensor) -> bool:
-    """Return whether an output has a row of numbers for each token."""
     is_shaped = output.dim() == ids.dim() + 1 and output.shape[:-1] == ids.shape
     return output.dtype in _FLOATS and is_shaped and output.shape[-1] > 1
 
@@ -71,7 +178,7 @@ def _is_of(output: Tensor, ids: Tensor) -> bool:
 class Probe:
     """Passes `arguments` through `model`; `start` sets the generators back before each pass.
 
-    `autocast` is the context of the script's own pass, whose format is `autocast_dtype`. Where
+    `autocast` is the context of the script's own pass, in the format `autocast_dtype`. Where
     several `ranks` train, those of `parity` 0 and 1 keep their tokens in turn. Tokens in `special`
     are never replaced.
     """
@@ -137,13 +244,13 @@ class Probe:
 
         In one process the pass is merely repeated.
         """
-        found = 0.0
+        noise = 0.0
         for parity in range(min(2, self.ranks)):
             keeps = self.ranks == 1 or parity == self.parity
             after = self._pass(ids if keeps else _next(ids, self.special), place)
             if keeps and before.scores is not None and after.scores is not None:
-                found = _most(_change(before.scores, after.scores))
-        return found
+                noise = _most(_change(before.scores, after.scores))
+        return noise
 
     def _of_other_rows(self, ids: Tensor, place: int, dimension: int, before: _Output) -> float:
         """Return how much outputs of the last row change if all other rows' tokens are replaced.
@@ -172,10 +279,10 @@ class Probe:
         calls = _Calls(own)
         leaves = [one for one in tree_leaves(self._run(calls, place, ids)) if _is_number(one)]
         scores = [leaf for leaf in leaves if _is_of(leaf, own)]
-        found = max(scores, key=lambda one: one.shape[-1], default=calls.last)
+        last = max(scores, key=lambda one: one.shape[-1], default=calls.last)
         losses = [float(leaf) for leaf in leaves if leaf.dim() == 0]
         return _Output(
-            scores=None if found is None else found.detach().reshape(*ids.shape, -1),
+            scores=None if last is None else last.detach().reshape(*ids.shape, -1),
             loss=next(iter(losses), None),
         )
 
@@ -253,7 +360,6 @@ def _most(change: Tensor) -> float:
 
 
 def _stays(change: Tensor, stays: Tensor, dimension: int) -> dict[str, Any]:
-    """Return the largest change where outputs must stay, and its place."""
     kept = torch.where(stays, change, torch.zeros_like(change))
     place = divmod(int(kept.argmax()), kept.shape[1])
     return {"still": float(kept.max()), "row": place[1 - dimension], "position": place[dimension]}

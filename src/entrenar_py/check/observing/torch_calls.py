@@ -1,8 +1,10 @@
 """The functions of torch that are replaced while a script is observed, each with its reason.
 
 A row is for what torch has no hook for. A replacement calls the original with what it was given,
-and returns what that returns; only a listener looks at it. With a line they are replaced when the
-first script's line is reached, and without one (`auto/patches.py`) when torch is imported.
+and returns what that returns; only a listener looks at it. With a line the rows of LINE_TABLE are
+replaced when the first script's line is reached. Without one all of TABLE are, as their modules are
+imported, and `auto/follower.py` listens. `tests/check/observing/auto/test_patches.py` tries each
+row against the installed torch.
 """
 
 from __future__ import annotations
@@ -12,14 +14,23 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, Protocol
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
-from entrenar_py.check.observing import checkpoints
-from entrenar_py.check.observing.loss_terms import Begun, Losses
+from entrenar_py.check.observing import checkpoints, mirrored_batches
+from entrenar_py.check.observing.iterations import LoaderHooks
+from entrenar_py.check.observing.loss_terms import Losses
 from entrenar_py.shared import hook_calls
+
+if TYPE_CHECKING:
+    from entrenar_py.check.observing.auto.follower import Follower
+    from entrenar_py.check.observing.micro_batches import MicroBatches
 
 Function = Callable[..., Any]
 
@@ -81,22 +92,12 @@ def apply(patches: Iterable[Patch], listener: Any) -> None:
 # --- a script with a line ---------------------------------------------------------------------
 
 
-class Passes(Protocol):
-    """A listener to the losses of a script's backward passes."""
-
-    def backward_begins(self, begun: Begun) -> None:
-        """Note what `backward` is called on."""
-
-    def backward_ended(self) -> None:
-        """Note that the backward pass is over."""
-
-
 class Ear:
     """Listens for one observer from `listen` on until `stop`."""
 
     def __init__(
         self,
-        passes: Passes,
+        passes: MicroBatches,
         *,
         skipped: Callable[[], object],
         saved: Callable[[], None],
@@ -154,7 +155,7 @@ EARS = _Ears()
 
 def heard() -> tuple[Patch, ...]:
     """Return the rows of TABLE that are still to be replaced for lines' observers; none again."""
-    rows = () if EARS.was_applied else TABLE
+    rows = () if EARS.was_applied else LINE_TABLE
     EARS.was_applied = True
     return rows
 
@@ -248,7 +249,7 @@ def _clipped_in_pieces(original: Function, listener: Listener) -> Function:
 
 
 _SCALER = "torch.amp.grad_scaler"
-TABLE = (
+LINE_TABLE = (
     Patch(
         module="torch.autograd",
         name="backward",
@@ -332,3 +333,106 @@ def _uncompiled(original: Function, wrapped: Function) -> Function:
     for function in (either, wrapped):
         hook_calls.leave(function.__code__, with_calls=False)
     return either
+
+
+# --- a script without a line ----------------------------------------------------------------------
+
+
+def _built(original: Function, follower: Follower) -> Function:
+    @wraps(original)
+    def init(self: Any, *given: Any, **named: Any) -> None:
+        original(self, *given, **named)
+        follower.built(self)
+
+    return init
+
+
+def _loading(original: Function, _: object) -> Function:
+    @wraps(original)
+    def init(self: Any, *given: Any, **named: Any) -> None:
+        mirrored_batches.begin_if_planned()
+        original(self, *given, **named)
+
+    return init
+
+
+def _compiled(original: Function, follower: Follower) -> Function:
+    @wraps(original)
+    def call(self: Any, *given: Any, **named: Any) -> Any:
+        follower.forward(self, given)
+        looks = follower.look_at_calls(False)
+        try:
+            return original(self, *given, **named)
+        finally:
+            follower.look_at_calls(looks)
+
+    return call
+
+
+TABLE = (
+    Patch(
+        module="torch.optim.optimizer",
+        owner="Optimizer",
+        name="__init__",
+        reason="the hooks of a step come too late: the first backward pass is over by then",
+        wrap=_built,
+    ),
+    *LINE_TABLE,
+    Patch(
+        module="torch.utils.data.dataloader",
+        owner="DataLoader",
+        name="__init__",
+        reason="a script may ask a loader for its length, and plan epochs by it, before a pass",
+        wrap=_loading,
+    ),
+    Patch(
+        module="torch._dynamo.eval_frame",
+        owner="OptimizedModule",
+        name="__call__",
+        reason="it warns of hooks of all modules, and compiles these with the modules inside",
+        wrap=_compiled,
+    ),
+)
+
+
+def install_for_line(awaited: dict[str, Callable[[], None]]) -> None:
+    """Set the patches that a line's observer hears, before the script imports their functions."""
+    _await(heard(), EARS, awaited)
+    _await((patch for patch in TABLE if patch.wrap is _loading), None, awaited)
+
+
+def install(follower: Follower, awaited: dict[str, Callable[[], None]]) -> None:
+    """Set torch's global hooks, those of loaders, and the patches of TABLE.
+
+    A module that isn't imported yet is patched when it is: `awaited` takes functions to call then.
+    """
+    hook_calls.leave_steps()
+    register_optimizer_step_pre_hook(follower.before_step)
+    register_optimizer_step_post_hook(follower.step_ended)
+    if follower.settings.every is not None:
+        return  # the watch needs no more than a step
+    follower.look_at_calls(True)
+    LoaderHooks(follower.iterated)
+    _await(TABLE, follower, awaited)
+
+
+def _await(table: Iterable[Patch], listener: Any, awaited: dict[str, Callable[[], None]]) -> None:
+    """Replace the functions of `table`, each once its module is imported."""
+    by_module: dict[str, list[Patch]] = {}
+    for patch in table:
+        by_module.setdefault(patch.module, []).append(patch)
+    for module, patches in by_module.items():
+        replace = partial(apply, patches, listener)
+        if module in sys.modules:
+            replace()
+        else:
+            awaited[module] = _both(awaited.get(module), replace)
+
+
+def _both(first: Callable[[], None] | None, second: Callable[[], None]) -> Callable[[], None]:
+    def call() -> None:
+        if first is not None:
+            first()
+        second()
+
+    return call

@@ -1,8 +1,7 @@
 """What a command's words, and the text of its script, show without running anything.
 
 The launchers that start a command's workers are known by name: torchrun, accelerate, mpirun, srun
-and others. Options of a script that a library adds, or whose names are built at run time, are not
-found.
+and others. Options of a script that a library adds, or with names built at run time, are not found.
 """
 
 from __future__ import annotations

@@ -18,9 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from entrenar_py.check.cli import command_line
-from entrenar_py.check.contract import Invariant, rules, validation
-from entrenar_py.check.contract.rules import DEFAULTS, FIXED
-from entrenar_py.check.contract.validation import LEVELS, Suppression
+from entrenar_py.check.contract import Invariant
 from entrenar_py.check.project import toml_file
 from entrenar_py.check.reports.report import Excluded, NotApplying
 from entrenar_py.shared.config.problems import Position, Problems
@@ -40,8 +38,6 @@ HOLDS: Mapping[str, str] = {
     "command": "text, or list of words",
     "exclusions": "list of tables, see below",
     "date": "date, without quotes",
-    "levels": "table of levels by rule",
-    "suppressions": "list of tables, see below",
     "knobs": "table of tables of text",
     "acceptances": "table of reasons by clause",
 }
@@ -114,18 +110,12 @@ KEYS: Mapping[str, Key] = {
     "accept": Key(
         "acceptances",
         "none",
-        "clauses whose falsification is known and accepted, and why: they are tried and reported, "
-        "and don't change the exit code",
+        "clauses with a falsification that is known and accepted, and why: they are tried and "
+        "reported, and don't change the exit code",
     ),
     "allow-inconclusive": Key("flag", "`false`", "exit 0 instead of 4 where nothing broke"),
     "strict": Key("flag", "`false`", "the contract's warnings are errors"),
-    "rule": Key(
-        "levels",
-        "each rule's own",
-        "the level that `--validate` gives the findings of each [rule](contract-rules.md): `off`, "
-        "`info`, `warning`, `error`; `--rule` takes precedence",
-    ),
-    "suppress": Key("suppressions", "none", "findings of `--validate` to suppress, and why"),
+    "suppress": Key("texts", "none", "[rules](contract-rules.md) that don't count in `--validate`"),
     "json": Key("path", "not written", f"the report as JSON{_PER_CONTRACT}"),
     "junit": Key("path", "not written", "the report as JUnit XML; `{contract}` as in `json`"),
     "sarif": Key("path", "not written", "the report as SARIF; `{contract}` as in `json`"),
@@ -153,16 +143,6 @@ EXCLUSION: Mapping[str, Key] = {
         '`"not-applicable"`: the clause says nothing of this trainer, ever; it has no end date',
     ),
 }
-# The keys of an entry of `suppress`.
-SUPPRESSION: Mapping[str, Key] = {
-    "rule": Key("text", "required", "the id of the rule"),
-    "file": Key("text", "all", "the contract: its name, the end of its path, or a pattern"),
-    "item": Key(
-        "text", "all", "the dotted path of what is suppressed, with all below it, or a pattern"
-    ),
-    "reason": Key("text", "required", "why; every report repeats it"),
-    "until": Key("date", "required", "the last day; from the next on the findings count again"),
-}
 KINDS = ("excluded", "not-applicable")
 
 
@@ -185,7 +165,7 @@ class Exclusion:
 
 @dataclass(frozen=True, kw_only=True)
 class Acceptance:
-    """A clause whose falsification the configuration accepts, with the reason and the place."""
+    """A clause that may be falsified, with the reason and the place in the configuration."""
 
     clause: str
     reason: str
@@ -213,10 +193,10 @@ class Table:
         self.problems.error(self.at(*path), message)
 
     def require_known(
-        self, given: Collection[str], known: Collection[str], *path: str | int, of: str = ""
+        self, keys: Collection[str], known: Collection[str], *path: str | int, of: str = ""
     ) -> None:
-        """Note a problem for each key in `given`, of the table at `path`, that isn't `known`."""
-        for key in given:
+        """Note a problem for each key in `keys`, of the table at `path`, that isn't `known`."""
+        for key in keys:
             if key not in known:
                 hint = self.problems.hint(key.replace("_", "-"), known)
                 self.error(f"unknown key {key!r}{of}{hint}", *path, key)
@@ -264,37 +244,6 @@ def read_knobs(table: Table, key: str, value: Any) -> dict[str, dict[str, str]]:
                 message = f"{key}.{knob}.{name} = {shown(text)}: give text or a number"
                 table.error(message, key, knob, name)
     return texts
-
-
-def rule_levels(table: Table, key: str, value: Any) -> dict[str, str]:
-    """Return the level of each rule by the rule's id."""
-    if not isinstance(value, dict):
-        form = f'{key}.SCHEMA-009 = "off"'
-        table.error(f"{key} = {shown(value)}: give a table of levels by rule, such as {form}", key)
-        return {}
-    level_by_rule = {}
-    for rule, level in value.items():
-        try:
-            if not isinstance(level, str):
-                raise UsageError(f"level {level!r}: give one of {', '.join(LEVELS)}")
-            rules.resolve(DEFAULTS, {rule: level}, fixed=FIXED)
-            level_by_rule[rule] = level
-        except UsageError as error:
-            table.error(f"{key}: {error}", key, rule)
-    return level_by_rule
-
-
-def suppressed(table: Table, key: str, value: Any) -> tuple[Suppression, ...]:
-    """Return the suppressions of a list of tables."""
-    parsed = []
-    for number, entry in enumerate(_tables(table, key, value, 'rule = "ID"')):
-        try:
-            if entry is not None:
-                at = table.at(key, number)
-                parsed.append(validation.read(entry, source="a suppression", at=at))
-        except UsageError as error:
-            table.error(f"{key}: {error}", key, number)
-    return tuple(parsed)
 
 
 def read_exclusions(table: Table, key: str, value: Any) -> tuple[Exclusion, ...]:
@@ -376,8 +325,6 @@ _PARTS: Mapping[str, Callable[[Table, str, Any], Any]] = {
     "knobs": read_knobs,
     "exclusions": read_exclusions,
     "acceptances": read_acceptances,
-    "levels": rule_levels,
-    "suppressions": suppressed,
 }
 _PLACE = re.compile(r" \(at line (\d+), column (\d+)\)$")
 
@@ -398,8 +345,6 @@ class Project:
     knobs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     exclusions: tuple[Exclusion, ...] = ()
     acceptances: tuple[Acceptance, ...] = ()
-    levels: Mapping[str, str] = field(default_factory=dict)
-    suppressions: tuple[Suppression, ...] = ()
 
 
 def load(path: Path) -> Project:
@@ -475,7 +420,7 @@ def _require_together(table: Table, keys: Collection[str], *, commanded: bool) -
         form = KEYS[name].form if name in KEYS else "command"
         if form == "knobs" and "command" not in keys:
             table.error(f"{name} has an effect only with command; leave it out", name)
-        if form in _PARTS:
+        if form in _PARTS or name == "suppress":
             continue
         if commanded and _dest(name) not in command_line.MODES["command"]:
             table.error(f"{name} has no effect with command; leave one of them out", name)
@@ -512,19 +457,19 @@ def _value(
         return None
 
 
-def _has_nul(given: Any) -> bool:
-    if isinstance(given, dict):
-        return any(map(_has_nul, (*given, *given.values())))
-    if isinstance(given, list):
-        return any(map(_has_nul, given))
-    return isinstance(given, str) and "\0" in given
+def _has_nul(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_nul, (*value, *value.values())))
+    if isinstance(value, list):
+        return any(map(_has_nul, value))
+    return isinstance(value, str) and "\0" in value
 
 
-def _words(given: Any, form: str) -> list[str] | None:
-    """Return `given` as words for an option of this form; None if it has another type."""
+def _words(value: Any, form: str) -> list[str] | None:
+    """Return `value` as words for an option of this form; None if it has another type."""
     if form == "flag":
-        return [] if isinstance(given, bool) else None
-    members = given if form in ("texts", "counts", "paths") and isinstance(given, list) else [given]
+        return [] if isinstance(value, bool) else None
+    members = value if form in ("texts", "counts", "paths") and isinstance(value, list) else [value]
     types = {"count": (int,), "counts": (int,), "seconds": (int, float)}.get(form, (str,))
     if not members or not all(type(member) in types and member != "" for member in members):
         return None
@@ -562,16 +507,16 @@ def apply(
     exclusions: Sequence[Exclusion],
     acceptances: Sequence[Acceptance] = (),
     *,
-    asked: Collection[str] = (),
+    named: Collection[str] = (),
     today: datetime.date | None = None,
 ) -> Standing:
     """Apply `exclusions` and `acceptances` to the clauses that were selected.
 
-    Clauses whose ids were given on the command line (`asked`) are tried all the same. `today` is
+    Clauses that the command line `named` are tried all the same. `today` is
     this machine's date by default.
     """
     day = today or datetime.date.today()
-    by_clause = {one.clause: one for one in exclusions}
+    by_clause = {exclusion.clause: exclusion for exclusion in exclusions}
     left: list[Invariant] = []
     excluded: list[Excluded] = []
     not_applying: list[NotApplying] = []
@@ -580,7 +525,7 @@ def apply(
         entry = by_clause.get(clause.id) or by_clause.get(clause.item)
         if entry is None:
             left.append(clause)
-        elif {clause.id, clause.item} & set(asked):
+        elif {clause.id, clause.item} & set(named):
             left.append(clause)
             notes[clause.id] = f"tried as --only asks, though {entry.place} excludes it"
         elif entry.is_void(day):
@@ -603,10 +548,10 @@ def apply(
         not_applying=tuple(not_applying),
         notes=notes,
         accepted={
-            clause.id: f"{one.reason} ({one.place})"
-            for one in acceptances
+            clause.id: f"{acceptance.reason} ({acceptance.place})"
+            for acceptance in acceptances
             for clause in left
-            if one.clause in (clause.id, clause.item)
+            if acceptance.clause in (clause.id, clause.item)
         },
     )
 

@@ -131,7 +131,10 @@ def _guess_options(draft: Guess, script: Script, name: str) -> None:
 
 def _put_placeholders(draft: Guess, script: Script, name: str) -> None:
     """Put in each placeholder as the value of an option that fits by name, if it is clear which."""
-    known = (*script.options, *(one for one in _given(draft.command) if one not in script.options))
+    known = (
+        *script.options,
+        *(option for option in _given(draft.command) if option not in script.options),
+    )
     places = _PLACES
     if not any(_plain(option) in _PLACES["steps"] for option in known):
         places = {**_PLACES, "epochs": _EPOCHS}
@@ -139,8 +142,8 @@ def _put_placeholders(draft: Guess, script: Script, name: str) -> None:
         slot = "{" + placeholder + "}"
         if any(slot in word for word in draft.command):
             continue
-        options = [one for one in known if _plain(one) in names]
-        if any(_plain(one) in _WEAK and _has(draft.command, one) for one in options):
+        options = [option for option in known if _plain(option) in names]
+        if any(_plain(option) in _WEAK and _has(draft.command, option) for option in options):
             draft.look.append(f"is {options[0]} the folder for checkpoints? then give it {slot}")
             continue
         before = commands.replace(draft.command, options, slot)
@@ -157,12 +160,12 @@ def _tell_of_steps_and_folders(draft: Guess, script: Script, name: str) -> None:
     """Report if no option was found for the number of steps, or for the folder to save to."""
     if not any("{steps}" in word for word in draft.command):
         epochs = [one for one in script.options if _plain(one) in _EPOCHS]
-        told = f"; {epochs[0]} counts epochs: give it a small number" if epochs else ""
+        remark = f"; {epochs[0]} counts epochs: give it a small number" if epochs else ""
         if any("{epochs}" in word for word in draft.command):
-            told = ", of so many epochs; a run can be stopped only between epochs"
+            remark = ", of so many epochs; a run can be stopped only between epochs"
         draft.look.append(
             f"no option of {name} was found for the number of steps: each run makes as many as "
-            f"the script does{told}"
+            f"the script does{remark}"
         )
     if script.saves and not any("{workdir}" in word for word in draft.command):
         draft.look.append(
@@ -190,7 +193,7 @@ def _tell_of_knobs(draft: Guess, script: Script) -> None:
 
 
 def _given(command: Sequence[str]) -> list[str]:
-    """Return the options after the script, some of which it may read without argparse."""
+    """Return the options after the script; it may read some without argparse."""
     words = command[commands.script(command, Path())[0] + 1 :]
     return list(dict.fromkeys(word.partition("=")[0] for word in words if word[:2] == "--"))
 
@@ -215,11 +218,11 @@ def run(arguments: Sequence[str]) -> int:
     """Write the configuration of the current folder and return 0; raises UsageError if it can't."""
     cli = _parser()
     own, command = split(arguments, cli)
-    given = cli.parse_args(own)
+    options = cli.parse_args(own)
     folder = Path.cwd()
     path, before = _file(folder)
     guess = guess_command(command, folder) if command else None
-    chosen = tuple(given.contract or shipped.FOR_SCRIPTS)
+    chosen = tuple(options.contract or shipped.FOR_SCRIPTS)
     for contract in chosen:
         shipped.contract_path(contract)
     lines = _lines(guess, chosen)

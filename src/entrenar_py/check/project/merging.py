@@ -56,11 +56,11 @@ def _take_command(typed: argparse.Namespace) -> str:
     )
 
 
-def located(error: UsageError, given: argparse.Namespace) -> EntrenarError:
+def located(error: UsageError, options: argparse.Namespace) -> EntrenarError:
     """Return `error` with its place in the configuration, if the wrong value is from there."""
-    if error.field.replace("_", "-") not in given.used:
+    if error.field.replace("_", "-") not in options.used:
         return error
-    return ContractError([f"{given.project.places[error.field]}: error: {error}"])
+    return ContractError([f"{options.project.places[error.field]}: error: {error}"])
 
 
 def _path(typed: argparse.Namespace) -> Path | None:
@@ -94,8 +94,6 @@ def _lay_below(typed: argparse.Namespace) -> None:
     parts = {
         "exclude": project.exclusions if mode not in ("validate", "replay") else (),
         "accept": project.acceptances if mode not in ("validate", "list", "suggest") else (),
-        "rule": project.levels if mode == "validate" else (),
-        "suppress": project.suppressions if mode == "validate" else (),
     }
     used += [name for name, part in parts.items() if part]
     typed.used = tuple(name.replace("_", "-") for name in used)
@@ -108,4 +106,4 @@ def _has_effect(name: str, mode: str | None) -> bool:
         return False
     if name == "github" and not os.environ.get(SUMMARY):
         return False
-    return name in command_line.MODES[mode] if mode else name not in command_line.COMMANDED
+    return name in command_line.MODES[mode] if mode else name not in command_line.ALONE

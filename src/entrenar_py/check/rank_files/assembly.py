@@ -1,7 +1,8 @@
 """Put the files of a run's ranks together: the events of one run, as a trace has them.
 
 `ordered` makes events comparable between ranks, and `numbered` adds facts that a rank alone doesn't
-know.
+know. Before that, `load` recognises the step from which a restarted rank goes on (`recognised`),
+and drops the ids of samples that don't mean the same on all ranks (`agreed`).
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from entrenar_py.check.rank_files import rank_trace, resumed_lives, sample_ids, whole_events
-from entrenar_py.check.rank_files.rank_file import SUFFIX
-from entrenar_py.check.rank_files.rank_trace import RankTrace
+from entrenar_py.check.rank_files import rank_file, whole_model
+from entrenar_py.check.rank_files.rank_file import SUFFIX, RankTrace
 from entrenar_py.shared.errors import TraceError
 from entrenar_py.shared.trace import (
     Declared,
@@ -31,6 +31,7 @@ from entrenar_py.shared.trace import (
     Shard,
     Start,
     Synchronised,
+    Tensors,
     Update,
 )
 
@@ -59,10 +60,10 @@ def load(folder: Path) -> tuple[list[RankTrace], list[str]]:
     ranks, problems = [], []
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         try:
-            ranks.append(rank_trace.load(path))
+            ranks.append(rank_file.load(path))
         except TraceError as error:
             problems.append(str(error))
-    ranks = sample_ids.agreed(resumed_lives.recognised(ranks))
+    ranks = agreed(recognised(ranks))
     return ranks, problems + list(_observed_again(ranks))
 
 
@@ -103,7 +104,7 @@ def ordered(ranks: Sequence[RankTrace]) -> list[Event]:
         event
         for life in lives
         for event in sorted(
-            whole_events.of_life([rank for rank in comparable if rank.life == life]), key=place
+            whole_model.of_life([rank for rank in comparable if rank.life == life]), key=place
         )
     ]
 
@@ -175,7 +176,7 @@ def places(ranks: Sequence[RankTrace]) -> dict[int, int]:
 
     Ranks that draw the same samples have the same index.
     """
-    layout = whole_events.layout_of(ranks)
+    layout = whole_model.layout_of(ranks)
     known = {rank.rank for rank in ranks}
     if layout is None:
         return {rank: rank for rank in known}
@@ -188,22 +189,22 @@ def numbered(
     accumulation: int,
     places: Mapping[int, int],
     *,
-    told: Set[int] = frozenset(),
+    reporting: Set[int] = frozenset(),
     steps_per_epoch: int | None = None,
 ) -> list[Event]:
     """Return `events` with facts that a rank alone doesn't know.
 
     Shards get numbers that are unique among all ranks, from the `places` of the ranks that draw
     them. Updates get the weight of all shards of their step. A rank that is started again counts
-    epochs from 0, unless it is one of the ranks that are `told` them: with `steps_per_epoch`, its
-    shards get the epochs of the whole run.
+    epochs from 0, unless it is one of those `reporting` them: with `steps_per_epoch`, its shards
+    get the epochs of the whole run.
     """
     weights: dict[int, float] = defaultdict(float)
     epochs_before: dict[int, int] = {}  # rank -> epochs before its life
     renumbered: list[Event] = []
     for event in events:
         if isinstance(event, Start):
-            if steps_per_epoch is not None and event.rank not in told:
+            if steps_per_epoch is not None and event.rank not in reporting:
                 epochs_before[event.rank] = event.step // steps_per_epoch
             for step in [step for step in weights if step >= event.step]:
                 del weights[step]  # this rank resumes here, and these steps are made again
@@ -294,3 +295,140 @@ class LastLives:
         """
         steps = {self.num_steps.get(rank, 0) for rank in range(world_size)}
         return bool(self.closed) and len(steps) == 1
+
+
+# --- lives that resume without saying at which step -----------------------------------------------
+
+
+def recognised(ranks: Sequence[RankTrace]) -> list[RankTrace]:
+    """Return `ranks`, with the steps of those that go on from a checkpoint and said no step.
+
+    A later life of a rank that begins at step 0 with the weights which the rank had after step k,
+    and not after any other, begins at step k + 1. So does one that has some of these weights, and
+    for the others those of the beginning or of other tensors: what went wrong is for the checks to
+    tell. If it never had them, they may be those of rank 0, which people save for all. The ranks of
+    that life that show a step must show the same, and the others make that step with them: what
+    they lost is for the checks to tell. Nothing is changed if no rank shows a step: then the script
+    began anew. Nor if the process is that of an earlier life: it called `observe` twice.
+    """
+    memories: dict[int, _Memory] = defaultdict(_Memory)
+    known: dict[tuple[int, int], RankTrace] = {}
+    for life in sorted({rank.life for rank in ranks}):
+        lives = [rank for rank in ranks if rank.life == life]
+        ahead = _step_before(lives, memories)
+        for rank in lives:
+            moved = rank if not ahead else _moved(rank, ahead)
+            memories[rank.rank].add(moved)
+            known[rank.rank, rank.life] = moved
+    return [known[rank.rank, rank.life] for rank in ranks]
+
+
+def _step_before(lives: Sequence[RankTrace], memories: Mapping[int, _Memory]) -> int:
+    """Return the step that one life of all ranks goes on with; 0 if it can't be told."""
+    shown: set[int] = set()
+    for life in lives:
+        steps = memories[life.rank].steps_before(life)
+        if steps is not None and not steps and life.rank:
+            steps = memories[0].steps_before(life)
+        if steps is None or len(steps) > 1:
+            return 0
+        shown.update(steps)
+    return shown.pop() if len(shown) == 1 else 0
+
+
+class _Memory:
+    """The weights that a rank had in its lives so far: the initial ones, and those after steps.
+
+    Those that train count: an average within the model moves after a step was recorded.
+    """
+
+    def __init__(self) -> None:
+        self._trained: tuple[str, ...] = ()
+        self._first: tuple[str, ...] | None = None
+        self._steps: dict[tuple[str, ...], set[int]] = defaultdict(set)
+        self._weights: dict[int, Mapping[str, str]] = {}  # by step, the digests of tensors
+        self._first_weights: Mapping[str, str] = {}
+        self._processes: set[int] = set()
+
+    def steps_before(self, rank: RankTrace) -> Set[int] | None:
+        """Return the steps that a life may go on with; None if it says so itself."""
+        start = next((event for event in rank.events if isinstance(event, Start)), None)
+        if start is None or start.step or not start.weights:
+            return None
+        if rank.header.get("pid") in self._processes:
+            return None
+        weights = self._fingerprint(start.weights)
+        if weights == self._first:
+            return set()
+        made = self._steps.get(weights) or self._in_part(self._digests(start.weights))
+        return {step + 1 for step in made}
+
+    def _in_part(self, weights: Mapping[str, str]) -> Set[int]:
+        """Return the step that left `weights` in part; none if the rest is unexplained.
+
+        A tensor that no other step has left so tells the step. The others may be as they were at
+        first, or be what another tensor was.
+        """
+        steps = set()
+        for step, after in self._weights.items():
+            others = [self._first_weights, *(w for at, w in self._weights.items() if at != step)]
+            tells = any(
+                after.get(name) == digest and all(one.get(name) != digest for one in others)
+                for name, digest in weights.items()
+            )
+            known = {*after.values()}
+            if tells and all(
+                digest in known or digest == self._first_weights.get(name)
+                for name, digest in weights.items()
+            ):
+                steps.add(step)
+        return steps
+
+    def add(self, rank: RankTrace) -> None:
+        if "pid" in rank.header:
+            self._processes.add(int(rank.header["pid"]))
+        for event in rank.events:
+            if isinstance(event, Start) and self._first is None:
+                self._trained = event.trainable
+                self._first = self._fingerprint(event.weights)
+                self._first_weights = self._digests(event.weights)
+            elif isinstance(event, Update | Synchronised):
+                self._steps[self._fingerprint(event.weights)].add(event.step)
+                self._weights[event.step] = self._digests(event.weights)
+
+    def _fingerprint(self, tensors: Tensors) -> tuple[str, ...]:
+        return tuple(f"{name} {digest}" for name, digest in sorted(self._digests(tensors).items()))
+
+    def _digests(self, tensors: Tensors) -> Mapping[str, str]:
+        names = [name for name in self._trained if name in tensors] or tensors
+        return {name: tensors[name].digest for name in names}
+
+
+def _moved(rank: RankTrace, ahead: int) -> RankTrace:
+    return replace(rank, events=tuple(_later(event, ahead) for event in rank.events))
+
+
+def _later(event: Event, ahead: int) -> Event:
+    step = getattr(event, "step", None)
+    if step is None:
+        return event
+    if isinstance(event, Start):
+        return replace(event, step=step + ahead, resumed=True)
+    return replace(event, step=step + ahead)  # type: ignore[call-arg]  # every kind with a step
+
+
+# --- ids of samples -------------------------------------------------------------------------------
+
+
+def agreed(ranks: Sequence[RankTrace]) -> list[RankTrace]:
+    """Return `ranks`, without ids if two ranks, or two steps of one, named samples differently."""
+    kinds = {str(rank.header["samples"]) for rank in ranks if "samples" in rank.header}
+    if len(kinds) < 2 and "unknown" not in kinds:
+        return list(ranks)
+    return [replace(rank, events=tuple(map(_nameless, rank.events))) for rank in ranks]
+
+
+def _nameless(event: Event) -> Event:
+    if not isinstance(event, Shard) or not event.ids:
+        return event
+    return replace(event, ids=(), unknown="ranks or steps name samples in different ways")

@@ -134,8 +134,8 @@ def require(axes: Mapping[Any, Any], world_size: int, where: str) -> dict[str, i
     if num_ranks != world_size:
         product = " x ".join(f"{axis}={size}" for axis, size in sizes.items()) or "no axis"
         raise UsageError(
-            f"{where}: {product} is {num_ranks} ranks, world_size={world_size}: use sizes whose "
-            "product is the world size"
+            f"{where}: {product} is {num_ranks} ranks, world_size={world_size}: use sizes with "
+            "the world size as their product"
         )
     return sizes
 

@@ -61,14 +61,14 @@ def of(starts: Mapping[int, Start], whole: Start) -> dict[int, dict[str, Placed]
         name: Whole(name, record, record.values(), _shape(whole, name))
         for name, record in whole.weights.items()
     }
-    found = {rank: _of_rank(start, wholes) for rank, start in sorted(starts.items())}
+    by_rank = {rank: _of_rank(start, wholes) for rank, start in sorted(starts.items())}
     for name, shape in whole.shapes.items():
-        if all(name not in places for places in found.values()) and _are_copies(
+        if all(name not in places for places in by_rank.values()) and _are_copies(
             name, shape, starts.values()
         ):
-            for places in found.values():
+            for places in by_rank.values():
                 places[name] = Placed(name)
-    return found
+    return by_rank
 
 
 def _shape(start: Start, name: str) -> Shape:
@@ -79,14 +79,13 @@ def _shape(start: Start, name: str) -> Shape:
 
 
 def _are_copies(name: str, shape: Shape, starts: Collection[Start]) -> bool:
-    """Return whether all ranks hold a tensor of this name and shape, with the same values."""
     held = [start for start in starts if start.shapes.get(name) == shape]
     return len(held) == len(starts) and len({start.weights[name].digest for start in held}) == 1
 
 
 def _of_rank(start: Start, wholes: Mapping[str, Whole]) -> dict[str, Placed]:
     """Return where a rank's tensors lie: those with values of their own first, then the others."""
-    found: dict[str, Placed] = {}
+    places: dict[str, Placed] = {}
     alike = {}
     for name, record in start.weights.items():
         values = record.values()
@@ -99,12 +98,12 @@ def _of_rank(start: Start, wholes: Mapping[str, Whole]) -> dict[str, Placed]:
         else:
             place = _by_values(name, record, values, shape, wholes)
         if place is not None:
-            found[name] = place
-    modules = _modules(found)
+            places[name] = place
+    modules = _modules(places)
     for name, (record, shape) in alike.items():
-        if (place := _by_neighbours(name, record, shape, wholes, found, modules)) is not None:
-            found[name] = place
-    return found
+        if (place := _by_neighbours(name, record, shape, wholes, places, modules)) is not None:
+            places[name] = place
+    return places
 
 
 def of_buffers(start: Start, places: Mapping[str, Placed]) -> dict[str, str]:
@@ -210,7 +209,6 @@ def _positions(piece: Values, whole: Values) -> Indices | None:
 
 
 def _modules(found: Mapping[str, Placed]) -> dict[str, str]:
-    """Return by a module's name on the rank its name in the whole model."""
     named: dict[str, str] = {}
     for name, place in found.items():
         own, other = (one.rpartition(".") for one in (name, place.name))
@@ -224,7 +222,7 @@ def _by_neighbours(
     record: TensorRecord,
     shape: Shape,
     wholes: Mapping[str, Whole],
-    found: Mapping[str, Placed],
+    places: Mapping[str, Placed],
     modules: Mapping[str, str],
 ) -> Placed | None:
     """Return where a tensor of equal elements lies, as others of its module, or of the rank, say.
@@ -241,7 +239,7 @@ def _by_neighbours(
         return None
     if shape == whole.shape:
         return Placed(whole.name)
-    beside = (place for other, place in found.items() if other.rpartition(".")[0] == module)
+    beside = (place for other, place in places.items() if other.rpartition(".")[0] == module)
     for place in beside:
         rows, cut = place.rows, wholes[place.name].shape
         if rows is None or len(shape) != 1 or len(rows) != shape[0]:

@@ -18,9 +18,7 @@ from entrenar_py.shared.page import arguments
 from entrenar_py.shared.untrusted import escaping
 from entrenar_py.shared.verdict import Verdict
 
-# Variables that a runner sets: the file for the step summary, and the folder of the checkout.
-SUMMARY = "GITHUB_STEP_SUMMARY"
-CHECKOUT = "GITHUB_WORKSPACE"
+SUMMARY = "GITHUB_STEP_SUMMARY"  # a variable of runners: the file for the step summary
 
 _COMMANDS = {"error": "error", "warning": "warning", "note": "notice"}
 _MARKS = {

@@ -11,13 +11,15 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from entrenar_py.check.contract import SEVERITIES, Contract, Invariant, Position, gates
 from entrenar_py.check.contract.gates import Demands
-from entrenar_py.check.reports.curves import Curve
 from entrenar_py.shared.verdict import MEANING, Finding, Verdict, worst
 from entrenar_py.shared.wording import counted
+
+if TYPE_CHECKING:
+    from entrenar_py.check.reports.html import Curve
 
 EXIT_HELD = 0
 EXIT_FALSIFIED = 1
@@ -323,10 +325,10 @@ class Report:
         if self.gate_broken:
             return False
         lacking = self.gate_not_run or self.gate_unresolved or not self._demanded
-        return None if self.interrupted or lacking or self._broken_beside else True
+        return None if self.interrupted or lacking or self._broken_otherwise else True
 
     @property
-    def _broken_beside(self) -> tuple[str, ...]:
+    def _broken_otherwise(self) -> tuple[str, ...]:
         """The ids of falsified clauses that the gate does not demand, and nobody accepts."""
         return tuple(
             entry.invariant.id
@@ -348,11 +350,11 @@ class Report:
             return ", ".join(f"{', '.join(ids)} {verdict}" for verdict, ids in verdicts.items())
         excluded = {exclusion.invariant.id: " (excluded)" for exclusion in self.excluded}
         left = ", ".join(f"{clause}{excluded.get(clause, '')}" for clause in self.gate_not_run)
-        undecided, beside = map(", ".join, (self.gate_unresolved, self._broken_beside))
+        undecided, others = map(", ".join, (self.gate_unresolved, self._broken_otherwise))
         parts = (
             left and f"not checked in this run: {left}",
             undecided and f"no clause decides: {undecided}",
-            beside and f"{beside} falsified, which it does not demand",
+            others and f"{others} falsified, which it does not demand",
         )
         other = "interrupted" if self.interrupted else "it demands no clause"
         return "; ".join(filter(None, parts)) or other

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.rank_files.shown_scenario import SYSTEM
+from entrenar_py.check.rank_files.observed_run import SYSTEM
 from entrenar_py.check.reports import evidence
 from entrenar_py.check.reports.report import EXIT_FALSIFIED, EXIT_HELD, Ending, Entry, Report, rank
 from entrenar_py.shared.untrusted import escaping
@@ -309,10 +309,10 @@ def _gap(console: Console, style: Style) -> None:
         _line(console, "")
 
 
-def _print_alike(console: Console, why: str, entries: list[Entry]) -> None:
+def _print_alike(console: Console, reason: str, entries: list[Entry]) -> None:
     """Print one paragraph for clauses that share a reason, such as having no check."""
     word, style = _WORDS[Verdict.INCONCLUSIVE]
-    _line(console, f"{len(entries)} clauses {word}: {why}", style=style)
+    _line(console, f"{len(entries)} clauses {word}: {reason}", style=style)
     _labelled(console, "clauses", ", ".join(entry.invariant.id for entry in entries))
 
 
@@ -410,7 +410,7 @@ def _environment(report: Report) -> str:
 
 
 def _seen(reports: Sequence[Report]) -> str:
-    """Return in what the comparisons were made; "" for a command, whose runs were listed."""
+    """Return in what the comparisons were made; "" for a command: its runs were listed."""
     stored = [report.num_traces for report in reports if report.num_traces is not None]
     if stored:
         return f" in {counted(max(stored), 'stored trace')}"

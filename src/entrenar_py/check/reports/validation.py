@@ -1,5 +1,5 @@
 """The findings of validation in all formats: text lines, JSON (schema
-`entrenar-check-validation/1`), SARIF 2.1.0, and annotations and a summary for GitHub's runners.
+`entrenar-check-validation/2`), SARIF 2.1.0, and annotations and a summary for GitHub's runners.
 """
 
 from __future__ import annotations
@@ -9,20 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import entrenar_py
+from entrenar_py.check.contract.rules import RULES, Level, Rule
 from entrenar_py.check.contract.validation import (
-    RULES,
     Judged,
-    Level,
-    Rule,
     RuleFinding,
     Validation,
     count,
+    level_of,
 )
 from entrenar_py.check.reports import evidence, github, json_format, sarif
 from entrenar_py.shared.untrusted import escaping
 from entrenar_py.shared.wording import counted
 
-SCHEMA = "entrenar-check-validation/1"
+SCHEMA = "entrenar-check-validation/2"
 EXIT_VALID, EXIT_INVALID = 0, 2
 # Level of a rule -> level in SARIF and in annotations.
 LEVELS = {Level.ERROR: "error", Level.WARNING: "warning", Level.INFO: "note"}
@@ -34,18 +33,18 @@ def exit_code(validation: Validation) -> int:
 
 
 def lines(validation: Validation) -> Iterator[str]:
-    """Yield `file:line:column: level: RULE: message` for each finding; suppressed ones say why."""
+    """Yield `file:line:column: level: RULE: message` for each finding."""
     for finding in validation.findings:
-        place = finding.item if finding.at is None else str(finding.at)
-        by = finding.suppressed
-        word = str(finding.level) if by is None else "suppressed"
-        why = "" if by is None else f" (until {by.until}: {by.reason})"
-        message = evidence.one_line(f"{finding.rule.id}: {finding.message}{why}")
-        yield f"{escaping.line(place)}: {word}: {message}"
+        message = evidence.one_line(f"{finding.rule.id}: {finding.message}")
+        yield f"{escaping.line(str(finding.at))}: {_word(finding)}: {message}"
+
+
+def _word(finding: RuleFinding) -> str:
+    return "suppressed" if finding.suppressed else str(finding.level)
 
 
 def verdicts(validation: Validation) -> Iterator[str]:
-    """Yield `FILE: valid, 6 invariants, 0 warnings` per contract, then `suppressions: 2 stale`."""
+    """Yield `FILE: valid, 6 invariants, 0 warnings` per contract."""
     for judged in validation.contracts:
         errors = count(judged.findings, Level.ERROR)
         word = "not valid" if errors else "valid"
@@ -55,12 +54,9 @@ def verdicts(validation: Validation) -> Iterator[str]:
         facts.append(counted(count(judged.findings, Level.WARNING), "warning"))
         infos = count(judged.findings, Level.INFO)
         facts += [counted(infos, "note")] if infos else []
-        aside = sum(not finding.counts for finding in judged.findings)
+        aside = sum(finding.suppressed for finding in judged.findings)
         facts += [f"{aside} suppressed"] if aside else []
         yield escaping.line(f"{judged.path.name}: {word}, {', '.join(facts)}")
-    if validation.stale:
-        errors = count(validation.stale, Level.ERROR)
-        yield f"suppressions: {len(validation.stale)} stale" + (", not valid" if errors else "")
 
 
 def dump(validation: Validation, *, command: str) -> dict[str, Any]:
@@ -71,18 +67,17 @@ def dump(validation: Validation, *, command: str) -> dict[str, Any]:
         "valid": validation.is_valid,
         "exit_code": exit_code(validation),
         "contracts": [_contract(judged) for judged in validation.contracts],
-        "stale_suppressions": [_finding(finding) for finding in validation.stale],
         "command": command,
     }
     return {name: json_format.plain(value) for name, value in record.items()}
 
 
-def annotate(found: Validation, *, root: Path) -> Iterator[str]:
+def annotate(result: Validation, *, root: Path) -> Iterator[str]:
     """Yield an annotation for each finding that counts, worst first.
 
     A runner shows ten of each level. A place outside of the checkout `root` is left out.
     """
-    counted_findings = [finding for finding in found.findings if finding.counts]
+    counted_findings = [finding for finding in result.findings if not finding.suppressed]
     for finding in sorted(counted_findings, key=lambda finding: list(LEVELS).index(finding.level)):
         yield github.command(
             LEVELS[finding.level],
@@ -93,65 +88,60 @@ def annotate(found: Validation, *, root: Path) -> Iterator[str]:
         )
 
 
-def summary(found: Validation) -> str:
+def summary(result: Validation) -> str:
     """Return the summary in Markdown: a verdict for each contract, a row for each finding."""
     lines = []
-    for line in verdicts(found):
+    for line in verdicts(result):
         lines += [f"### {github.markdown(line)}", ""]
-    if found.findings:
+    if result.findings:
         lines += ["| level | rule | place | finding |", "|---|---|---|---|"]
-        lines += map(_row, found.findings)
+        lines += map(_row, result.findings)
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
 def _row(finding: RuleFinding) -> str:
-    by = finding.suppressed
-    level = str(finding.level) if by is None else f"suppressed until {by.until}: {by.reason}"
-    place = finding.item if finding.at is None else str(finding.at)
-    cells = (level, finding.rule.id, place, finding.message)
+    cells = (_word(finding), finding.rule.id, str(finding.at), finding.message)
     return f"| {' | '.join(map(github.markdown, cells))} |"
 
 
 def _contract(judged: Judged) -> dict[str, Any]:
-    counts = {str(level): count(judged.findings, level) for level in Level if level != "off"}
+    counts = {str(level): count(judged.findings, level) for level in Level}
     loaded = judged.contract
     return {
         "path": judged.path,
         "digest": None if loaded is None else loaded.digest,
         "judged_as": judged.kind or None,
         "valid": not counts["error"],
-        "counts": counts | {"suppressed": sum(not finding.counts for finding in judged.findings)},
+        "counts": counts | {"suppressed": sum(finding.suppressed for finding in judged.findings)},
         "findings": [_finding(finding) for finding in judged.findings],
     }
 
 
 def _finding(finding: RuleFinding) -> dict[str, Any]:
-    at, by = finding.at, finding.suppressed
     return {
         "rule": finding.rule.id,
         "level": str(finding.level),
-        "file": None if at is None else at.file,
-        "line": None if at is None else at.line,
-        "column": None if at is None else at.column,
+        "file": finding.at.file,
+        "line": finding.at.line,
+        "column": finding.at.column,
         "item": finding.item,
         "message": finding.message,
         "remedy": finding.rule.remedy,
-        "suppressed": None if by is None else {"reason": by.reason, "until": by.until},
+        "suppressed": finding.suppressed,
     }
 
 
 FINGERPRINT = "entrenarCheckRule/v1"
-_LEVELS = {**LEVELS, Level.OFF: "none"}
 _INDEX = {rule.id: number for number, rule in enumerate(RULES)}
 
 
-def dump_sarif(found: Validation, *, root: Path, command: str) -> dict[str, Any]:
+def dump_sarif(result: Validation, *, root: Path, command: str) -> dict[str, Any]:
     """Return the SARIF log. Paths below the folder `root` are written relative to it."""
-    contracts = [{"path": known.path, "judgedAs": known.kind or None} for known in found.contracts]
+    contracts = [{"path": known.path, "judgedAs": known.kind or None} for known in result.contracts]
     return sarif.log(
         rules=[_sarif_rule(rule) for rule in RULES],
-        invocation=_sarif_invocation(found, command),
-        results=[_sarif_result(finding, root) for finding in found.findings],
+        invocation=_sarif_invocation(result, command),
+        results=[_sarif_result(finding, root) for finding in result.findings],
         properties={"contracts": contracts},
         root=root,
         about="contracts",
@@ -166,51 +156,44 @@ def _sarif_rule(rule: Rule) -> dict[str, Any]:
         "fullDescription": {"text": f"{rule.id} demands: {demands}."},
         "help": {"text": rule.remedy},
         "helpUri": rule.published,
-        "defaultConfiguration": {"level": _LEVELS[rule.level]},
+        "defaultConfiguration": {"level": LEVELS[rule.level]},
     }
     return {name: part for name, part in descriptor.items() if part}
 
 
-def _sarif_invocation(found: Validation, command: str) -> dict[str, Any]:
+def _sarif_invocation(result: Validation, command: str) -> dict[str, Any]:
     invocation: dict[str, Any] = {
         "executionSuccessful": True,
-        "exitCode": exit_code(found),
+        "exitCode": exit_code(result),
         "commandLine": escaping.exact(command),
     }
-    changed = [rule for rule in RULES if found.levels[rule.id] is not rule.level]
-    if changed:
-        invocation["ruleConfigurationOverrides"] = [_override(rule, found) for rule in changed]
+    raised = [rule for rule in RULES if level_of(rule, strict=result.strict) is not rule.level]
+    if raised:
+        invocation["ruleConfigurationOverrides"] = [
+            {
+                "descriptor": {"id": rule.id, "index": _INDEX[rule.id]},
+                "configuration": {"level": LEVELS[Level.ERROR]},
+            }
+            for rule in raised
+        ]
     return invocation
 
 
-def _override(rule: Rule, found: Validation) -> dict[str, Any]:
-    level = found.levels[rule.id]
-    off = level is Level.OFF
-    return {
-        "descriptor": {"id": rule.id, "index": _INDEX[rule.id]},
-        "configuration": {"enabled": False} if off else {"level": _LEVELS[level]},
-    }
-
-
 def _sarif_result(finding: RuleFinding, root: Path) -> dict[str, Any]:
-    at, by = finding.at, finding.suppressed
-    file = Path(at.file).name if at else ""
-    mark = sarif.fingerprint(file, finding.rule.id, finding.item or finding.message)
+    mark = sarif.fingerprint(
+        Path(finding.at.file).name, finding.rule.id, finding.item or finding.message
+    )
+    place: dict[str, Any] = {"physicalLocation": sarif.location(finding.at, root)}
+    if finding.item:
+        place["logicalLocations"] = [{"fullyQualifiedName": evidence.one_line(finding.item)}]
     result: dict[str, Any] = {
         "ruleId": finding.rule.id,
         "ruleIndex": _INDEX[finding.rule.id],
-        "level": _LEVELS[finding.level],
+        "level": LEVELS[finding.level],
         "message": {"text": evidence.one_line(finding.message)},
         "partialFingerprints": {FINGERPRINT: mark},
+        "locations": [place],
     }
-    if at is not None:
-        result["locations"] = [{"physicalLocation": sarif.location(at, root)}]
-        if finding.item:
-            logical = {"fullyQualifiedName": evidence.one_line(finding.item)}
-            result["locations"][0]["logicalLocations"] = [logical]
-    if by is not None:
-        reason = evidence.one_line(f"{by.reason} (until {by.until})")
-        result["suppressions"] = [
-            {"kind": "external", "status": "accepted", "justification": reason}
-        ]
+    if finding.suppressed:  # readers show it as closed
+        result["suppressions"] = [{"kind": "external", "status": "accepted"}]
     return result

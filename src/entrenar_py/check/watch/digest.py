@@ -2,16 +2,27 @@
 
 Chunks are hashed by XXH3-128, then the list of their digests in the same way, until one is left. So
 a GPU can hash all chunks at once, and a stock library can compute every intermediate result again.
+
+On the CPU `root` does that. On a GPU a `DigestTable` has the chunks of many tensors: it is built
+once, and run at every watched step. There is one launch of `kernels.hash_chunks` for each level.
+The first level reads the tensors, the others read the lists of digests, which are small. Nothing
+here waits for the device.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from xxhash import xxh3_128_digest
+
+from entrenar_py.shared.errors import BackendUnavailable
 
 CHUNK_BYTES = 8192  # small enough that a few hundred megabytes keep every core of a GPU busy
 DIGEST_BYTES = 16
@@ -87,3 +98,228 @@ def all_words(roots: Iterable[bytes]) -> Tensor:
     if not joined:
         return torch.empty((0, 2), dtype=torch.int64)
     return torch.frombuffer(joined, dtype=torch.int64).view(-1, 2)
+
+
+ROW_WORDS = 4  # of a tensor: low half, high half, 1 if NaN or Inf is in it, a mark of the watch
+_WORD = 8
+_DIGEST_WORDS = DIGEST_BYTES // _WORD
+_HEADER_WORDS = HEADER_BYTES // _WORD
+_CHUNK_WORDS = CHUNK_BYTES // _WORD
+_ALIGNMENT = 16  # bytes that a thread loads at once
+
+# XXH3's default secret (192 bytes), from its specification.
+_SECRET = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
+    "b8084674f743248ee03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
+    "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb"
+    "170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+)
+# The value that each of the 8 lanes starts with.
+_START = (
+    *(0xC2B2AE3D, 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9),
+    *(0x85EBCA77C2B2AE63, 0x85EBCA77, 0x27D4EB2F165667C5, 0x9E3779B1),
+)
+# dtype -> (exponent bits of an element, the lowest of them, bits of an element). NaN and Inf have
+# an exponent of all ones: adding the lowest bit to it carries into the bit above, the sign's.
+_FORMATS = {
+    torch.float64: (0x7FF0000000000000, 0x0010000000000000, 64),
+    torch.float32: (0x7F800000, 0x00800000, 32),
+    torch.bfloat16: (0x7F80, 0x0080, 16),
+    torch.float16: (0x7C00, 0x0400, 16),
+    torch.complex128: (0x7FF0000000000000, 0x0010000000000000, 64),
+    torch.complex64: (0x7F800000, 0x00800000, 32),
+}
+
+
+def secrets() -> NDArray[np.int64]:
+    """Return the constants of XXH3 that the kernel reads, int64 [56].
+
+    The secret's 24 words; its 8 words from byte 121, for the last stripe; 8 from byte 11 and 8 from
+    byte 117, for the merges into the low and the high half; and the start values of the 8 lanes.
+    """
+    parts = [_SECRET[at : at + 64] for at in (121, 11, 117)]
+    words = np.frombuffer(_SECRET + b"".join(parts), dtype="<u8")
+    return np.concatenate([words, np.array(_START, dtype="<u8")]).astype("<u8").view(np.int64)
+
+
+class DigestTable:
+    """Computes the digests of `tensors`, all on one device, while `places(tensors)` is the same.
+
+    `rows` is int64 [tensors, ROW_WORDS] on the device: the digest's low and high half; 1 if an
+    element is NaN or Inf (in floating-point formats of 16 bits and more); and a word that is 0.
+
+    Raises BackendUnavailable if Triton is not installed.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        tensors = [tensor.detach() for tensor in tensors]
+        self._kernel = kernels().hash_chunks
+        self._device = tensors[0].device
+        sources = self._stage(tensors)
+        lists = _Lists(tensors)
+        self._arena = torch.zeros(lists.num_words, dtype=torch.int64, device=self._device)
+        self.rows = self._arena[: ROW_WORDS * len(tensors)].view(-1, ROW_WORDS)
+        lists.write_headers(self._arena, tensors)
+        levels = lists.levels(sources, self._arena.data_ptr())
+        self._levels = [self._level(chunks) for chunks in levels if chunks]
+        kinds = np.array([_kind(tensor.dtype) for tensor in tensors] + [(0, 0, 0)], dtype=np.uint64)
+        self._kinds = torch.from_numpy(kinds.view(np.int64)).to(self._device)
+        self._secret = torch.from_numpy(secrets()).to(self._device)
+
+    def run(self, *, per_program: int = 32, **options: int) -> Tensor:
+        """Fill `rows`, on the current stream, and return them.
+
+        `per_program` is how many chunks a program of the kernel hashes, and `options` are Triton's
+        own. Both are for benchmarks that look for faster values.
+        """
+        if self._copies:
+            torch._foreach_copy_(self._stages, self._copies)
+        self.rows.zero_()
+        on_gpu = self._device.type == "cuda"
+        with torch.cuda.device(self._device) if on_gpu else nullcontext():
+            for level in self._levels:
+                num_chunks = len(level[0])
+                self._kernel[(-(-num_chunks // per_program),)](
+                    *level,
+                    self._kinds,
+                    self._secret,
+                    self._arena,
+                    num_chunks,
+                    per_program=per_program,
+                    **{"num_warps": max(1, per_program // 8), **options},
+                )
+        return self.rows
+
+    def _stage(self, tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+        """Return for each tensor the address at which the kernel reads it, and its number of words.
+
+        A tensor is read from a copy if its elements lie out of order, or if it begins or ends in
+        the middle of 16 bytes. Every run makes these copies anew.
+        """
+        staged = [tensor for tensor in tensors if not _is_readable(tensor)]
+        sizes = [_up(tensor.nbytes) for tensor in staged]
+        self._room = torch.zeros(sum(sizes), dtype=torch.uint8, device=self._device)
+        offsets = np.cumsum([0, *sizes])
+        self._copies = staged
+        self._stages = [
+            self._room[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for tensor, offset in zip(staged, offsets.tolist(), strict=False)
+        ]
+        copies = {id(tensor): stage for tensor, stage in zip(staged, self._stages, strict=True)}
+        return [
+            (copies.get(id(tensor), tensor).data_ptr(), _up(tensor.nbytes) // _WORD)
+            for tensor in tensors
+        ]
+
+    def _level(self, chunks: list[NDArray[np.int64]]) -> tuple[Tensor, ...]:
+        """Return the chunks of one launch on the device, as `hash_chunks` takes them.
+
+        These are the address, int64 [chunks], and three int32 [chunks]: the number of words, the
+        index of the tensor that gets a chunk's flags, and the arena's word for the chunk's digest.
+        """
+        address, *rest = np.concatenate(chunks, axis=1)
+        small = torch.from_numpy(np.stack(rest).astype(np.int32)).to(self._device)
+        return torch.from_numpy(address.copy()).to(self._device), *small
+
+
+class _Lists:
+    """The places of all lists of digests in the arena, a tensor of words that begins with the rows.
+
+    Each is aligned to 16 bytes. A tensor's first list begins with its header. The digest of its
+    last list is stored in its row. The arena has `num_words` words.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.num_words = ROW_WORDS * len(tensors)
+        self._of: list[list[tuple[int, int]]] = []  # (offset, words) of each list of a tensor
+        for tensor in tensors:
+            num_digests = -(-tensor.nbytes // CHUNK_BYTES)
+            words = _HEADER_WORDS + _DIGEST_WORDS * num_digests
+            lists = [(self._take(words), words)]
+            while words > _CHUNK_WORDS:
+                words = _DIGEST_WORDS * -(-words // _CHUNK_WORDS)
+                lists.append((self._take(words), words))
+            self._of.append(lists)
+
+    def _take(self, words: int) -> int:
+        self.num_words += words
+        return self.num_words - words
+
+    def write_headers(self, arena: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Write the header of each tensor to its place in `arena`."""
+        heads = np.frombuffer(b"".join(map(header, tensors)), dtype=np.int64)
+        starts = np.array([lists[0][0] for lists in self._of])
+        where = (starts[:, None] + np.arange(_HEADER_WORDS)).reshape(-1)
+        arena[torch.from_numpy(where).to(arena.device)] = torch.from_numpy(heads.copy()).to(
+            arena.device
+        )
+
+    def levels(
+        self, sources: Sequence[tuple[int, int]], arena: int
+    ) -> list[list[NDArray[np.int64]]]:
+        """Return for each launch the chunks of each tensor that takes part, int64 [4, chunks].
+
+        The four are address, number of words, index of the tensor that gets the flags (none for
+        lists), and slot of the digest. `sources` are (address, words) pairs, `arena` is an address.
+        """
+        depth = 1 + max(map(len, self._of))
+        levels: list[list[NDArray[np.int64]]] = [[] for _ in range(depth)]
+        for index, ((address, num_words), lists) in enumerate(zip(sources, self._of, strict=True)):
+            slots = [offset for offset, _ in lists] + [ROW_WORDS * index]
+            slots[0] += _HEADER_WORDS
+            if num_words:
+                levels[0].append(_chunks(address, num_words, index, slots[0]))
+            for level, (offset, words) in enumerate(lists, start=1):
+                none = len(sources)
+                levels[level].append(_chunks(arena + _WORD * offset, words, none, slots[level]))
+        return levels
+
+
+def _chunks(address: int, num_words: int, tensor: int, slot: int) -> NDArray[np.int64]:
+    index = np.arange(-(-num_words // _CHUNK_WORDS), dtype=np.int64)
+    words = np.minimum(_CHUNK_WORDS, num_words - _CHUNK_WORDS * index)
+    return np.stack(
+        [
+            address + CHUNK_BYTES * index,
+            words,
+            np.full_like(index, tensor),
+            slot + _DIGEST_WORDS * index,
+        ]
+    )
+
+
+def places(tensors: Sequence[Tensor]) -> list[tuple[int, torch.Size, torch.dtype]]:
+    """Return all that must stay the same for a table of `tensors` to remain valid."""
+    return [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors]
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    aligned = tensor.data_ptr() % _ALIGNMENT == 0 and tensor.nbytes % _ALIGNMENT == 0
+    return aligned and tensor.is_contiguous()
+
+
+def _up(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _kind(dtype: torch.dtype) -> tuple[int, int, int]:
+    """Return masks of a word of `dtype`: exponent bits, the lowest of each exponent, sign bits.
+
+    All are 0 for a dtype without NaN and Inf that are recognised.
+    """
+    if dtype not in _FORMATS:
+        return (0, 0, 0)
+    exponent, carry, bits = _FORMATS[dtype]
+    ones = sum(1 << at for at in range(0, 64, bits))
+    return exponent * ones, carry * ones, (1 << (bits - 1)) * ones
+
+
+def kernels() -> Any:
+    """Return the module of the kernels. Raises BackendUnavailable if Triton is not installed."""
+    try:
+        from entrenar_py.check.watch import kernels
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"the watch of tensors on a GPU needs Triton ({error}); pip install triton"
+        ) from error
+    return kernels

@@ -1,25 +1,79 @@
 """Judge a watched step by the rows of all ranks: numbers in, findings out, on the host alone.
 
-Every rank has all rows, and so comes to the same findings.
+Every rank has all rows, and so comes to the same findings. A contract selects the clauses. Nothing
+here needs torch: `entrenar watch` reads the contract before it becomes the command.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from entrenar_py.check.watch.clauses import FINITENESS, IDENTITY, LIVENESS
-from entrenar_py.check.watch.exchange import Rows
-from entrenar_py.check.watch.ownership import Piece, holders
-from entrenar_py.shared.errors import WatchFinding
+from entrenar_py.check import contract
+from entrenar_py.check.contract import TOLERANCE_KINDS, CheckTerms, Invariant, Vocabulary
+from entrenar_py.shared import shipped
+from entrenar_py.shared.errors import UsageError, WatchFinding
 from entrenar_py.shared.wording import named
+
+IDENTITY, FINITENESS, LIVENESS = "replica_identity", "finiteness", "liveness"
+# Check -> the clause that it decides without a contract.
+ALL = {IDENTITY: "F-DP-001", FINITENESS: "F-DP-003", LIVENESS: "F-TI-004"}
+
+
+class _Open(Vocabulary):
+    """A vocabulary that accepts any check, so that clauses the watch can't check are no errors."""
+
+    def check_of(self, clause: Invariant) -> CheckTerms:
+        """Return the check that `clause` names, else the one that ALL has for the clause's id."""
+        named = clause.check or next((name for name, id_ in ALL.items() if id_ == clause.id), "")
+        return CheckTerms(
+            name=named, id=clause.id, tolerance_kinds=TOLERANCE_KINDS, takes_tolerance=True
+        )
+
+
+def select_clauses(named: str | Path | None) -> Mapping[str, str]:
+    """Return check -> id of the first clause in the contract `named` that the check decides.
+
+    `named` is a file or a shipped contract; None stands for ALL. Raises UsageError if the contract
+    has no clause that can be watched, and ContractError if the file is no contract.
+    """
+    if named is None:
+        return ALL
+    vocabulary = _Open(checks=(), mutants=lambda: None)
+    path = shipped.contract_path(str(named))
+    loaded = contract.load(path, vocabulary=vocabulary)
+    ids = {vocabulary.check_of(clause).name: clause.id for clause in reversed(loaded.invariants)}
+    selected = {check: ids[check] for check in ALL if check in ids}
+    if not selected:
+        raise UsageError(
+            f"contract={str(named)!r}: it has no clause that can be watched; give a contract with "
+            f"the check {', '.join(ALL)}"
+        )
+    return selected
+
+
+Rows = NDArray[np.int64]  # [ranks, rows, words]
 
 # Formats in which NaN and Inf are recognised on every device.
 _SEEN = {"float64", "float32", "bfloat16", "float16", "complex128", "complex64"}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor or a shard that a rank holds; ranks with equal pieces must hold equal values.
+
+    `shard` has (dimension, coordinate) for each mesh dimension that doesn't replicate the tensor.
+    """
+
+    name: str
+    shard: tuple[tuple[int, int], ...]
+    shape: tuple[int, ...]
+    dtype: str
 
 
 @dataclass(frozen=True)
@@ -74,7 +128,7 @@ class Judge:
         return findings
 
     def idle(self, rank: int) -> list[int]:
-        """Return the rows of `rank` whose tensors did not move between the last two looks."""
+        """Return the rows of `rank` for tensors that did not move between the last two looks."""
         if LIVENESS not in self._clauses:
             return []
         return [int(row) for row in np.flatnonzero(self._idle[rank])]
@@ -192,6 +246,15 @@ class Judge:
     def _name(self, place: tuple[int, int]) -> str:
         rank, row = place
         return self._ranks[rank][row].name
+
+
+def holders(ranks: Sequence[Sequence[Piece]]) -> list[list[tuple[int, int]]]:
+    """Return, for each piece that several ranks hold, the (rank, row) of its holders in order."""
+    by_piece: defaultdict[Piece, list[tuple[int, int]]] = defaultdict(list)
+    for rank, pieces in enumerate(ranks):
+        for row, piece in enumerate(pieces):
+            by_piece[piece].append((rank, row))
+    return [held for held in by_piece.values() if len(held) > 1]
 
 
 def _places(places: Iterable[tuple[int, int]]) -> NDArray[np.int64]:

@@ -1,7 +1,9 @@
 """The watch of a training in production: weights are the same everywhere, finite, and moving.
 
 After every k-th step of the optimizer, each rank sends the digests of its tensors to all ranks, and
-`judge` compares them. On a GPU no step waits: digests are judged in the next watched step.
+`judge` compares them. On a GPU no step waits: rows go on a stream of their own, the host fetches
+them in the next watched step, and judges them then. If the CPU sends them (Gloo), the host waits
+and fetches them at once.
 """
 
 from __future__ import annotations
@@ -11,17 +13,158 @@ import logging
 from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Replicate
 
-from entrenar_py.check.watch import clauses, digest, exchange
-from entrenar_py.check.watch.digest_table import ROW_WORDS, DigestTable, places
-from entrenar_py.check.watch.exchange import Exchange
-from entrenar_py.check.watch.judge import Judge, Watched
-from entrenar_py.check.watch.ownership import Parameters, local
+from entrenar_py.check.watch import digest
+from entrenar_py.check.watch.digest import ROW_WORDS, DigestTable, places
+from entrenar_py.check.watch.judge import Judge, Piece, Rows, Watched, select_clauses
 from entrenar_py.shared import hook_calls
 from entrenar_py.shared.errors import UsageError, WatchFinding
+
+
+class Parameters:
+    """The parameters of a module, with their `names`, found by their places in the module tree.
+
+    A script may put others there. Raises UsageError for a FullyShardedDataParallel.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        for name, module in model.named_modules():
+            if isinstance(module, FullyShardedDataParallel):
+                raise UsageError(
+                    f"module {name or 'model'} is a FullyShardedDataParallel: its flat parameters "
+                    "have no names, and can't be watched; shard it with fully_shard"
+                )
+        self._slots: list[tuple[dict[str, torch.nn.Parameter | None], str]] = []
+        self.names: list[str] = []
+        owners = dict(model.named_modules())
+        for name, _ in model.named_parameters():  # one that is tied stands here once
+            owner, _, key = name.rpartition(".")
+            self._slots.append((owners[owner]._parameters, key))
+            self.names.append(name)
+
+    def now(self) -> list[torch.nn.Parameter]:
+        """Return the parameters in those places now; raises UsageError if one was removed."""
+        current = [slot[key] for slot, key in self._slots]
+        for name, parameter in zip(self.names, current, strict=True):
+            if parameter is None:
+                raise UsageError(f"parameter {name} was removed: observe() the model that trains")
+        return [parameter for parameter in current if parameter is not None]
+
+    def pieces(self) -> list[Piece]:
+        """Return this rank's piece of each parameter."""
+        return [_piece(name, p) for name, p in zip(self.names, self.now(), strict=True)]
+
+
+def local(parameter: Tensor) -> Tensor:
+    """Return this process's part of `parameter`.
+
+    `to_local` does the same, but takes longer and is recorded by autograd.
+    """
+    held = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    assert isinstance(held, Tensor)
+    return held
+
+
+def _piece(name: str, parameter: Tensor) -> Piece:
+    shard: tuple[tuple[int, int], ...] = ()
+    if isinstance(parameter, DTensor):
+        place = parameter.device_mesh.get_coordinate() or ()
+        shard = tuple(
+            (axis, at)
+            for axis, (at, kind) in enumerate(zip(place, parameter.placements, strict=False))
+            if not isinstance(kind, Replicate)
+        )
+    held = local(parameter)
+    return Piece(name, shard, tuple(held.shape), str(held.dtype).removeprefix("torch."))
+
+
+def is_shared() -> bool:
+    """Return whether there are other ranks to compare with."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def tell(own: Any) -> list[Any]:
+    """Return every rank's object `own`, by rank; a collective of all ranks."""
+    if not is_shared():
+        return [own]
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, own)
+    return by_rank
+
+
+class Exchange:
+    """The exchange of up to `num_rows` rows of each rank, in the process group of all ranks.
+
+    `waits` tells whether `send` returns before rows have arrived, so that `receive` waits for them.
+    """
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self._num_rows = num_rows
+        self._world = dist.get_world_size() if is_shared() else 1
+        self._device = _transport(device) if is_shared() else device
+        self._own: Tensor | None = None
+        if device.type == "cuda" and self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.waits = device.type == "cuda" and self._device.type == "cuda"
+
+    def send(self, rows: Tensor) -> None:
+        """Start to send `rows`, int64 [rows, words], which must not change before `receive`."""
+        if self._own is None:
+            shape = (self._num_rows, rows.shape[1])
+            self._own = torch.zeros(shape, dtype=torch.int64, device=self._device)
+            self._all = self._own.new_zeros((self._world, *shape))
+            self._here = torch.empty(self._all.shape, dtype=torch.int64, pin_memory=self.waits)
+        if not self.waits:
+            self._pass(rows)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            self._pass(rows)
+            self._arrived.record(self._stream)
+
+    def _pass(self, rows: Tensor) -> None:
+        assert self._own is not None
+        self._own[: len(rows)].copy_(rows)
+        if self._world > 1:
+            dist.all_gather(list(self._all), self._own)
+        else:
+            self._all[0].copy_(self._own)
+        self._here.copy_(self._all, non_blocking=self.waits)
+
+    def has_arrived(self) -> bool:
+        """Return whether `receive` would return at once."""
+        return not self.waits or bool(self._arrived.query())  # type: ignore[no-untyped-call]
+
+    def receive(self) -> Rows:
+        """Return the rows that every rank sent last, int64 [ranks, rows, words].
+
+        The host waits for them if they haven't arrived.
+        """
+        if self.waits:
+            self._arrived.synchronize()
+        return self._here.numpy().copy()
+
+
+def _transport(device: torch.device) -> torch.device:
+    """Return the device from which the process group sends rows that are on `device`.
+
+    That is `device` under NCCL, else the CPU if the group has a CPU backend, else the current GPU.
+    """
+    backends = dict(entry.split(":") for entry in dist.get_backend_config().split(","))
+    if device.type == "cuda" and backends.get("cuda") == "nccl":
+        return device
+    if "cpu" in backends:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
 
 _LOG = logging.getLogger("entrenar_py")
 _LIVE = 3  # the word of a row that says that the tensor should have moved
@@ -46,13 +189,15 @@ class Watch:
     ) -> None:
         self._optimizer = optimizer
         self._every, self._patience, self._step = every, patience, step
-        self._clauses = clauses.select(contract)
+        self._clauses = select_clauses(contract)
         self._tell = _stop if on_finding is None else on_finding
         self._parameters = Parameters(model)
         if not self._parameters.names:
             raise UsageError("the model has no parameters to watch; leave every= out")
         self._judge: Judge | None = None
-        self._pending: int | None = None  # the step whose rows were sent and not yet looked at
+        self._pending: int | None = (
+            None  # the step of the rows that were sent and not yet looked at
+        )
         self._table: DigestTable | None = None
         self._places: object = None
         self._asked: tuple[int, ...] | None = None
@@ -120,7 +265,7 @@ class Watch:
         """
         self._pieces = self._parameters.pieces()
         own = (self._pieces, self._every, self._step, self._patience, dict(self._clauses))
-        by_rank = exchange.tell(own)
+        by_rank = tell(own)
         for rank, other in enumerate(by_rank):
             if other[1:] != own[1:]:
                 raise UsageError(
@@ -137,14 +282,14 @@ class Watch:
                 if watched.note:
                     _LOG.warning("watch: %s (%s): %s", watched.clause, watched.check, watched.note)
 
-    def _rows(self, held: Sequence[Tensor]) -> Tensor:
+    def _rows(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return digest and flags of each tensor, int64 [tensors, ROW_WORDS]."""
         if self._table is not None:
             return self._table.run()
-        roots = [digest.root(digest.header(tensor), digest.memory(tensor)) for tensor in held]
-        rows = torch.zeros((len(held), ROW_WORDS), dtype=torch.int64)
+        roots = [digest.root(digest.header(tensor), digest.memory(tensor)) for tensor in tensors]
+        rows = torch.zeros((len(tensors), ROW_WORDS), dtype=torch.int64)
         rows[:, :2] = digest.all_words(roots)
-        rows[:, 2] = torch.tensor([not digest.is_finite(tensor) for tensor in held])
+        rows[:, 2] = torch.tensor([not digest.is_finite(tensor) for tensor in tensors])
         return rows
 
     def _mark(self, rows: Tensor, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -155,7 +300,9 @@ class Watch:
             return
         groups = self._optimizer.param_groups
         rates = {p: group.get("lr") for group in groups for p in group["params"]}
-        asked: dict[object, dict[int, Tensor]] = {}  # row -> gradient, of each device and dtype
+        gradients_of: dict[
+            object, dict[int, Tensor]
+        ] = {}  # row -> gradient, of each device and dtype
         for row in idle:
             parameter = parameters[row]
             if not parameter.requires_grad or parameter.grad is None:
@@ -167,24 +314,24 @@ class Watch:
             # read, as the host would have to wait for it.
             rate = rates.get(parameter)
             if not isinstance(rate, int | float) or rate > 0:
-                asked.setdefault((gradient.device, gradient.dtype), {})[row] = gradient
-        if asked:
+                gradients_of.setdefault((gradient.device, gradient.dtype), {})[row] = gradient
+        if gradients_of:
             # One launch a dtype, not a tensor: hundreds may be idle.
             norms = [
                 torch._foreach_norm([*gradients.values()], float("inf"))
-                for gradients in asked.values()
+                for gradients in gradients_of.values()
             ]
             largest = torch.cat([torch.stack(norm).float().to(rows.device) for norm in norms])
             live = ((largest > 0) & largest.isfinite()).to(rows)
-            places = self._places_of(tuple(chain.from_iterable(asked.values())), rows.device)
+            places = self._places_of(tuple(chain.from_iterable(gradients_of.values())), rows.device)
             rows[:, _LIVE].index_put_((places,), live)
 
-    def _places_of(self, asked: tuple[int, ...], device: torch.device) -> Tensor:
-        """Return the row numbers `asked` as a tensor on `device`, copied without waiting if new."""
-        if asked != self._asked:
-            rows = torch.tensor(asked)
+    def _places_of(self, wanted: tuple[int, ...], device: torch.device) -> Tensor:
+        """Return row numbers as a tensor on `device`, copied without waiting if new."""
+        if wanted != self._asked:
+            rows = torch.tensor(wanted)
             rows = rows.pin_memory() if device.type == "cuda" else rows
-            self._asked, self._index = asked, rows.to(device, non_blocking=True)
+            self._asked, self._index = wanted, rows.to(device, non_blocking=True)
         return self._index
 
     def _leave(self) -> None:

@@ -6,6 +6,7 @@ its target, and no tag builds an object. This module knows nothing of contracts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,107 @@ from typing import Any
 import yaml
 
 from entrenar_py.shared.config.problems import Position, Problems
-from entrenar_py.shared.config.scalars import TAG, resolve, tag_message
-from entrenar_py.shared.config.tree import ListNode, MapNode, Node, ScalarNode
-from entrenar_py.shared.untrusted import files
+from entrenar_py.shared.untrusted import escaping, files
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A value and its place. `size` counts this node and all below it, with aliases expanded."""
+
+    at: Position
+    size: int = 1
+    height: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalarNode(Node):
+    """A scalar: `text` as written; `value` is None, bool, int, float or str (YAML 1.1)."""
+
+    text: str
+    value: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListNode(Node):
+    """A sequence."""
+
+    items: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MapNode(Node):
+    """A mapping. Keys are texts as written (`yes` stays "yes"); `keys` holds their places."""
+
+    fields: dict[str, Node]
+    keys: dict[str, Position]
+
+
+def plain(node: Node) -> Any:
+    """Return the data under `node` as dicts, lists and scalars."""
+    if isinstance(node, MapNode):
+        return {key: plain(child) for key, child in node.fields.items()}
+    if isinstance(node, ListNode):
+        return [plain(item) for item in node.items]
+    assert isinstance(node, ScalarNode)
+    return node.value
+
+
+TAG = "tag:yaml.org,2002:"
+# YAML 1.1 reads 1:1:1 in base 60, at a cost quadratic in the length. Longer text is no number.
+NUMBER_CHARS_MAX = 100
+
+_RESOLVER: Any = yaml.resolver.Resolver()
+_CONSTRUCTOR: Any = yaml.constructor.SafeConstructor()
+_BUILDERS: dict[str, Callable[[yaml.ScalarNode], Any]] = {
+    f"{TAG}int": _CONSTRUCTOR.construct_yaml_int,
+    f"{TAG}float": _CONSTRUCTOR.construct_yaml_float,
+    f"{TAG}bool": _CONSTRUCTOR.construct_yaml_bool,
+    f"{TAG}null": lambda node: None,
+    f"{TAG}str": lambda node: node.value,
+    "!": lambda node: node.value,
+}
+
+
+def resolve(event: Any, at: Position, problems: Problems) -> ScalarNode:
+    """Return the scalar of a `yaml.ScalarEvent`. Record an error if its tag doesn't fit.
+
+    Only int, float, bool and null are converted. Dates, other kinds and errors stay text.
+    """
+    text: str = event.value
+    tag = event.tag or _implicit_tag(event)
+    value: Any = text
+    if tag not in _BUILDERS:
+        problems.error(at, tag_message(tag))
+    else:
+        try:
+            value = _build(tag, text)
+        except (ValueError, KeyError, IndexError):  # what SafeConstructor raises on such text
+            kind = tag.removeprefix(TAG)
+            given = escaping.shortened(text, chars_max=80)
+            problems.error(at, f"{given!r} is no {kind}; quote it to make it text")
+    return ScalarNode(at=at, text=text, value=value)
+
+
+def tag_message(tag: str) -> str:
+    """Return the error message for a tag that is not allowed."""
+    return (
+        f"tag {tag!r}: no tag builds an object here; allowed are !!str !!int !!float !!bool !!null"
+    )
+
+
+def _implicit_tag(event: Any) -> str:
+    if event.implicit[0] and len(event.value) <= NUMBER_CHARS_MAX:
+        tag: str = _RESOLVER.resolve(yaml.ScalarNode, event.value, (True, False))
+        if tag in _BUILDERS:
+            return tag
+    return f"{TAG}str"
+
+
+def _build(tag: str, text: str) -> Any:
+    if tag != f"{TAG}str" and len(text) > NUMBER_CHARS_MAX:
+        raise ValueError
+    return _BUILDERS[tag](yaml.ScalarNode(tag, text))
+
 
 BYTES_MAX = 1 << 20
 NODES_MAX = 50_000
@@ -89,11 +188,10 @@ def _document(data: bytes, file: str, problems: Problems) -> Node | None:
 
 
 def _refuse(root: Node, form: str, problems: Problems) -> None:
-    """Report a document of another form."""
-    found = {MapNode: "a mapping", ListNode: "a list"}.get(type(root), "a single value")
+    kind = {MapNode: "a mapping", ListNode: "a list"}.get(type(root), "a single value")
     if isinstance(root, ScalarNode) and root.value is None:
-        found = "nothing: the file is empty"
-    problems.error(root.at, f"{form}; found {found}")
+        kind = "nothing: the file is empty"
+    problems.error(root.at, f"{form}; found {kind}")
 
 
 def _decode(data: bytes, file: str, problems: Problems) -> str | None:

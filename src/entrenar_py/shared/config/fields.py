@@ -1,6 +1,9 @@
-"""Reads one mapping of a contract field by field. A wrong shape is a problem, never a crash.
+"""Reads one mapping of a file field by field. A wrong shape is a problem, never a crash.
 
-Each reader returns a usable value even after an error, so that one load finds all problems.
+Contracts, the coordinator's configurations, lists of workers and files of earlier frameworks are
+read with it. Each method returns a usable value even after an error, so that one load finds all
+problems. `error` and `warn` put the mapping's name before a message; `refuse` is for messages that
+name the key and its value themselves.
 """
 
 from __future__ import annotations
@@ -8,13 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, TypeVar
 
+from entrenar_py.shared.config.composer import ListNode, MapNode, Node, ScalarNode, plain
 from entrenar_py.shared.config.problems import Position, Problems
-from entrenar_py.shared.config.tree import ListNode, MapNode, Node, ScalarNode, plain
+from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.untrusted import escaping
 
 T = TypeVar("T")
+WHOLE_MAX = 2**63 - 1
 _FLAGS = {"true": True, "yes": True, "false": False, "no": False}
 
 
@@ -29,6 +35,10 @@ class Record:
     def error(self, key: str, message: str, *, rule: str = "") -> None:
         """Record an error at the value of `key`, or at the mapping if it has no such key."""
         self.problems.error(self.place(key), f"{self.what}: {message}", rule=rule)
+
+    def refuse(self, key: str, message: str) -> None:
+        """Record an error that names the key itself, at its value."""
+        self.problems.error(self.place(key), message)
 
     def warn(self, key: str, message: str, *, rule: str = "") -> None:
         """Record a warning at the value of `key`, or at the mapping if it has no such key."""
@@ -155,6 +165,62 @@ class Record:
         if number is None:
             self.error(key, f"{key} is a finite number >= 0, never a formula{_given(node)}")
         return number
+
+    def whole(self, key: str, default: int, *, least: int = 1, most: int = WHOLE_MAX) -> int | None:
+        """Return the whole number at `key`, or `default` if it is missing.
+
+        Record an error and return None if either is outside of `least` to `most`.
+        """
+        node = self.present(key)
+        value = default if node is None else plain(node)
+        if type(value) is int and least <= value <= most:
+            return value
+        allowed = f">= {least}" if most == WHOLE_MAX else f"from {least} to {most}"
+        self.refuse(key, f"{key}={value!r}: use a whole number {allowed}")
+        return None
+
+    def path(self, key: str, folder: Path) -> Path | None:
+        """Return the path at `key`, which starts from `folder`; None if it is missing."""
+        text = self.text(key)
+        if "\0" in text:
+            self.refuse(key, f"{key}={text!r}: a path can't contain a NUL; remove it")
+            return None
+        return folder / text if text else None
+
+    def block(self, key: str, known: Collection[str]) -> Record | None:
+        """Return the mapping at `key`, which has `known` keys; None if it is missing."""
+        node = self.present(key)
+        if node is None:
+            return None
+        if not isinstance(node, MapNode):
+            self.refuse(key, f"{key} is a mapping of {', '.join(known)}")
+            return None
+        record = Record(node, what=key, known=tuple(known), problems=self.problems)
+        record.warn_unread()
+        return record
+
+    def attempt(self, key: str, read: Callable[[], T]) -> T | None:
+        """Return what `read` returns, or None after recording its UsageError at `key`."""
+        try:
+            return read()
+        except UsageError as error:
+            self.refuse(key, str(error))
+            return None
+
+    def numbers(self, key: str, kind: Callable[..., T], known: Collection[str]) -> T:
+        """Return `kind` with the numbers of the mapping at `key`, which has `known` keys.
+
+        A UsageError of `kind` is recorded at the key that its `field` names.
+        """
+        record = self.block(key, known)
+        if record is None:
+            return kind()
+        values = {name: record.number(name) for name in known}
+        try:
+            return kind(**{name: value for name, value in values.items() if value is not None})
+        except UsageError as error:
+            record.refuse(error.field, str(error))
+            return kind()
 
     def data(self, key: str) -> dict[str, Any]:
         """Return the mapping at `key` as plain data; {key: value} for any other, {} for none."""

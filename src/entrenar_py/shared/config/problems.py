@@ -81,21 +81,21 @@ class Problems:
         _, keys = self._unread.setdefault(kind, (at, Counter()))
         keys[key] += 1
 
-    def is_near(self, given: str, known: Collection[str]) -> bool:
-        """Return whether the unknown name `given` looks like a misspelling of a `known` one."""
+    def is_near(self, name: str, known: Collection[str]) -> bool:
+        """Return whether the unknown `name` looks like a misspelling of a `known` one."""
         if len(known) > self._comparisons_left:
             return False
         self._comparisons_left -= len(known)
-        return len(given) <= SLIP_CHARS_MAX and bool(get_close_matches(given, known, 1, SLIP))
+        return len(name) <= SLIP_CHARS_MAX and bool(get_close_matches(name, known, 1, SLIP))
 
-    def hint(self, given: str, known: Collection[str], *, otherwise: str | None = None) -> str:
+    def hint(self, name: str, known: Collection[str], *, otherwise: str | None = None) -> str:
         """Return the end of a message on an unknown name: `; did you mean 'x'?`, or `otherwise`.
 
         Without `otherwise`, it lists the known names the first time in a file, and is "" after
         that.
         """
         names = tuple(known)
-        near = self._near(given, names)
+        near = self._near(name, names)
         if near or otherwise is not None:
             return f"; {near or otherwise}"
         if names in self._listed:
@@ -131,8 +131,8 @@ class Problems:
             notes.append(Problem(at, "note", f"{kind}: not read, but kept as data: {named}"))
         return notes
 
-    def _near(self, given: str, names: tuple[str, ...]) -> str:
+    def _near(self, name: str, names: tuple[str, ...]) -> str:
         if len(names) > self._comparisons_left:
             return ""
         self._comparisons_left -= len(names)
-        return did_you_mean(given, names, otherwise="")
+        return did_you_mean(name, names, otherwise="")

@@ -20,18 +20,18 @@ from entrenar_py.shared.untrusted import escaping
 
 def words(text: str) -> tuple[str, ...]:
     """Return the words of a comma-separated list, at least one."""
-    found = tuple(word.strip() for word in text.split(",") if word.strip())
-    if not found:
+    parts = tuple(word.strip() for word in text.split(",") if word.strip())
+    if not parts:
         raise argparse.ArgumentTypeError(f"{text!r}: use one or more words, with commas between")
-    return found
+    return parts
 
 
 def severities(text: str) -> tuple[str, ...]:
     """Return the severities of a comma-separated list."""
-    found = words(text)
-    if not set(found) <= {"P0", "P1", "P2"}:
+    parts = words(text)
+    if not set(parts) <= {"P0", "P1", "P2"}:
         raise argparse.ArgumentTypeError(f"{text!r}: use P0, P1 or P2, with commas between")
-    return found
+    return parts
 
 
 def natural(text: str, *, least: int = 0) -> int:

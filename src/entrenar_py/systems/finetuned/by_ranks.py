@@ -33,7 +33,7 @@ from entrenar_py.systems.finetuned.textbook import Textbook
 from entrenar_py.train.coordinator.recorder import Recorder
 from entrenar_py.train.wire_io.processes import Crew, Hand, Job
 
-MODULE = "entrenar_py.train.finetune.rank_command"  # what torchrun runs; a name, as users give it
+MODULE = "entrenar_py.train.finetune.cli"  # what torchrun runs; a name, as users give it
 PATIENCE_S = 120.0
 _PRELOADED = (
     "peft",
@@ -106,7 +106,7 @@ def _configuration(scenario: Scenario, made: Made, asked: Asked) -> dict[str, An
 
 def _read(made: Made, asked: Asked) -> Iterator[trace.Event]:
     """Yield what stock libraries read, with values, and its logits beside the textbook's."""
-    model = outputs.stock(made, made.settings.output)
+    model = outputs.stock_model(made, made.settings.output)
     tensors = {
         name: tensor.detach().numpy()
         for name, tensor in model.named_parameters()

@@ -22,16 +22,15 @@ from entrenar_py.systems.finetuned.textbook import Textbook
 from entrenar_py.systems.star.scenario_run import ScenarioRun
 from entrenar_py.systems.star.simulated import SimulatedTransport
 from entrenar_py.train.arithmetic import sharding
-from entrenar_py.train.model import prepared as preparing
-from entrenar_py.train.model.prepared import Prepared
+from entrenar_py.train.model import preparation
+from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.model.settings import LAYER_PIPELINE, StagePlan
-from entrenar_py.train.stages import coordinated, stage_loading
 from entrenar_py.train.stages import cut as cutting
+from entrenar_py.train.stages import stage_model
 from entrenar_py.train.stages.cut import Cut
-from entrenar_py.train.stages.member import StageMember
-from entrenar_py.train.stages.server import PipelineServer
-from entrenar_py.train.stages.stage_hands import StageHands
-from entrenar_py.train.stages.stage_workload import hidden_bytes_max, width_of
+from entrenar_py.train.stages.member import StageHands, StageMember
+from entrenar_py.train.stages.server import PipelineServer, workload_of
+from entrenar_py.train.stages.stage_model import hidden_bytes_max, width_of
 from entrenar_py.train.wire.pipeline_peers import PipelineWorker
 from entrenar_py.train.wire.terms import Run
 
@@ -48,7 +47,7 @@ def run(scenario: Scenario) -> Trace:
         raise UsageError(f"options facts={min(unknown)!r} with stages: allowed is {_FACTS[0]}")
     with small.quiet(), tempfile.TemporaryDirectory() as folder:
         made = small.make(Path(folder), scenario, asked)
-        prepared = preparing.prepare(
+        prepared = preparation.prepare(
             replace(made.settings, strategy=LAYER_PIPELINE), Path(folder, "cache")
         )
         training = _Training(scenario, prepared, asked)
@@ -76,7 +75,7 @@ class _Training(ScenarioRun):
     transport: SimulatedTransport
 
     def __init__(self, scenario: Scenario, prepared: Prepared, asked: Asked) -> None:
-        workload = coordinated.workload(prepared)
+        workload = workload_of(prepared)
         self._prepared, self._module = prepared, workload.module
         self._cuts = [self._cut(part) for part in _parts(scenario, asked)]
         options = {**scenario.options, workers.OPTION: workers.SERVER}
@@ -109,7 +108,7 @@ class _Training(ScenarioRun):
         )
 
     def _member(self, cut: Cut, stage: int) -> StageMember:
-        workload = stage_loading.load(self._prepared, cut, stage)
+        workload = stage_model.load_stage(self._prepared, cut, stage)
         own = cut.stages[stage]
         when = f"in {wording.spanned('block', own)}"
         self.frozen.append(frozen.of_module(workload.module, when))

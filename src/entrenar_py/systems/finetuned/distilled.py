@@ -31,15 +31,12 @@ from entrenar_py.systems.finetuned.textbook import Textbook
 from entrenar_py.systems.star.scenario_run import ScenarioRun
 from entrenar_py.systems.star.simulated import SimulatedTransport
 from entrenar_py.train.distill import manifest, shards, student
-from entrenar_py.train.distill.claims import Claims
-from entrenar_py.train.distill.manifest import Entry
-from entrenar_py.train.distill.producing import Progress, Stage
-from entrenar_py.train.distill.schema import Facts
+from entrenar_py.train.distill.manifest import Claims, Entry, Facts
+from entrenar_py.train.distill.production import Progress, Stage
 from entrenar_py.train.distill.shards import File, Rows, ShardWriter
 from entrenar_py.train.distill.student import Student
-from entrenar_py.train.model import model_class
-from entrenar_py.train.model import prepared as preparing
-from entrenar_py.train.model.prepared import Prepared
+from entrenar_py.train.model import model_folder, preparation
+from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.model.settings import Distillation
 
 SAMPLES = 5  # of a shard
@@ -62,7 +59,7 @@ def run(scenario: Scenario) -> Trace:
     with small.quiet(), tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         made = _made(folder, scenario, asked, own)
-        prepared = preparing.prepare(made.settings, folder / "cache")
+        prepared = preparation.prepare(made.settings, folder / "cache")
         events: list[trace.Event] = [*_stages(prepared, folder)]
         workload = student.workload(prepared, WatchedStudent)
         assert isinstance(workload, WatchedStudent), "it was asked for"
@@ -88,7 +85,7 @@ def _made(folder: Path, scenario: Scenario, asked: Asked, own: Mapping[str, Any]
     small.teacher(folder / "teacher", made, asked, scenario)
     top_k = own.get("top_k", 8)
     if top_k == ALL:
-        top_k = student.vocabulary_of(model_class.configuration(made.settings))
+        top_k = student.vocabulary_of(model_folder.configuration(made.settings))
     section = Distillation(
         logits=folder / "shards",
         teacher=folder / "teacher",

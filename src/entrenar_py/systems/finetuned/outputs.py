@@ -18,8 +18,8 @@ from entrenar_py.systems.finetuned.small import LABELS, Made
 from entrenar_py.systems.finetuned.textbook import Textbook
 from entrenar_py.systems.finetuned.weights import weights_of
 from entrenar_py.train.arithmetic.tensors import Array
-from entrenar_py.train.model import model, saving
-from entrenar_py.train.model.prepared import Prepared
+from entrenar_py.train.model import model, stock
+from entrenar_py.train.model.preparation import Prepared
 
 _NUM_ROWS = 3  # whose logits are compared
 
@@ -29,8 +29,8 @@ def written(
 ) -> trace.ReadBack:
     """Write `final` to the output folder, and return it as a stock library reads it."""
     folder = made.settings.output
-    saving.save(module, final, prepared.tokenizer, folder)
-    read = dict(stock(made, folder).named_parameters())
+    stock.save(module, final, prepared.tokenizer, folder)
+    read = dict(stock_model(made, folder).named_parameters())
     records = {
         name: trace.record_tensor(np.ascontiguousarray(read[name].detach().numpy()))
         for name in final
@@ -40,7 +40,7 @@ def written(
     return trace.ReadBack(by=by, tensors=records)
 
 
-def stock(made: Made, folder: Path) -> Any:
+def stock_model(made: Made, folder: Path) -> Any:
     """Return the model in `folder`, or the checkpoint with the adapters there, by stock libraries.
 
     In float32 and evaluation mode. Weights in NF4 are the numbers that they stand for.
@@ -73,7 +73,7 @@ def merged(
     settings, folder = made.settings, made.settings.output.parent / "merged"
     load = model.decoded if settings.method == "qlora" else model.trained
     adapted = load(settings, settings.output, prepared.pad_token)
-    saving.merge(adapted, prepared.tokenizer, folder)
+    stock.merge(adapted, prepared.tokenizer, folder)
     yield from adapters("merged", made, asked, final, weights_of(folder))
     shapes = {name: array.shape for name, array in final.items()}
     textbook = Textbook(made, asked, shapes)
@@ -83,7 +83,7 @@ def merged(
     for name, place in (("adapter model", settings.output), ("merged model", folder)):
         with torch.no_grad():
             given = {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
-            logits = stock(made, place)(**given).logits
+            logits = stock_model(made, place)(**given).logits
         yield from textbook.logits(name, logits, tensors, ids)
 
 

@@ -13,8 +13,8 @@ from entrenar_py.shared import trace
 from entrenar_py.systems.finetuned import small
 from entrenar_py.systems.finetuned.small import Made
 from entrenar_py.train.arithmetic.tensors import Array, DropFunction, Tensors
-from entrenar_py.train.model import packing
-from entrenar_py.train.model.prepared import Prepared
+from entrenar_py.train.model import objectives
+from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.model.samples import Samples
 from entrenar_py.train.model.workload import Finetuning
 
@@ -62,7 +62,7 @@ class Watched(Finetuning):
             places = enumerate(zip(ids, first, strict=True))
             return [_Part(sample, row, slice(None), begin) for row, (sample, begin) in places]
         found, lengths = list[_Part](), [self._samples.length(i) for i in ids]
-        for row, members in enumerate(packing.rows_of(lengths, self.packed_tokens)):
+        for row, members in enumerate(objectives.rows_of(lengths, self.packed_tokens)):
             begin = 0
             for member in members:
                 end = begin + lengths[member]

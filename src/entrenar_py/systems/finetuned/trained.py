@@ -17,8 +17,8 @@ from entrenar_py.systems.finetuned.small import Made
 from entrenar_py.systems.finetuned.textbook import Textbook
 from entrenar_py.systems.star.scenario_run import ScenarioRun
 from entrenar_py.systems.star.simulated import SimulatedTransport
-from entrenar_py.train.model import prepared as preparing
-from entrenar_py.train.model.prepared import Prepared
+from entrenar_py.train.model import preparation
+from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.wire.terms import Run
 
 
@@ -30,7 +30,7 @@ def run(scenario: Scenario) -> Trace:
     asked = Asked.of(scenario)
     with small.quiet(), tempfile.TemporaryDirectory() as folder:
         made = small.make(Path(folder), scenario, asked)
-        prepared = preparing.prepare(made.settings, Path(folder, "cache"))
+        prepared = preparation.prepare(made.settings, Path(folder, "cache"))
         workload = prepared.workload(Watched)
         assert isinstance(workload, Watched), "it was asked for"
         training = _Training(scenario, workload, made)

@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from entrenar_py.check.observing import token_losses
+from entrenar_py.check.observing import tokens
 from entrenar_py.check.observing.generators import Generators
 from entrenar_py.check.observing.language import Looking
 from entrenar_py.check.observing.random_numbers import RandomNumbers
@@ -245,7 +245,7 @@ def evaluate(model: Decoder, looking: Sequence[_Rank], given: Batch) -> None:
 def loss_of(model: Decoder, one: _Rank, given: Batch) -> Tensor:
     """Return the loss of rows that are not trained on."""
     one.looking.aside(model)
-    leave = token_losses.listen(one.looking.scored)
+    leave = tokens.listen(one.looking.scored)
     loss = F.cross_entropy(model(*given).flatten(0, 1), targets_of(given).flatten())
     leave()
     return loss
@@ -269,7 +269,7 @@ def _step(
         one.place = step, number
         one.random.mark(None)
         one.looking.forward(model, (given, {}), number)
-        leave = token_losses.listen(one.looking.scored)
+        leave = tokens.listen(one.looking.scored)
         wanted = targets[rank, number].flatten()
         summed = F.cross_entropy(model(*given).flatten(0, 1), wanted, reduction="sum")
         leave()

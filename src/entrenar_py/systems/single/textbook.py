@@ -22,7 +22,7 @@ from entrenar_py.systems.single import textbook_faults, textbook_replica
 from entrenar_py.systems.single.textbook_replica import Replica, Setup
 from entrenar_py.train.arithmetic import engine, sharding
 from entrenar_py.train.coordinator import models
-from entrenar_py.train.coordinator.devices import Devices
+from entrenar_py.train.coordinator.models import Devices
 from entrenar_py.train.coordinator.recorder import Recorder
 
 

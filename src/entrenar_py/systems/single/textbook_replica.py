@@ -16,7 +16,7 @@ from entrenar_py.shared.scenario import Scenario
 from entrenar_py.train.arithmetic import checkpoint, sharding
 from entrenar_py.train.arithmetic import optimizer as rules
 from entrenar_py.train.arithmetic.tensors import Workload
-from entrenar_py.train.coordinator.devices import Devices
+from entrenar_py.train.coordinator.models import Devices
 from entrenar_py.train.coordinator.recorder import Recorder
 
 

@@ -20,7 +20,7 @@ from entrenar_py.shared.systems import AUTO
 from entrenar_py.systems.star import strangers
 from entrenar_py.train.arithmetic.tensors import Workload
 from entrenar_py.train.arithmetic.workload import GivenVectors
-from entrenar_py.train.coordinator import reduction_measures, topology
+from entrenar_py.train.coordinator import recorder, topology
 from entrenar_py.train.coordinator.member import Member
 from entrenar_py.train.coordinator.server import Server
 from entrenar_py.train.wire.attendance import CONVICTIONS_MAX
@@ -133,7 +133,7 @@ class ScenarioRun:
     def measure(self, rank: int | None, end: CoordinatorEnd | WorkerEnd) -> None:
         """Record the traffic of `rank` (None: of the coordinator), if the workload measures it."""
         if isinstance(self.server.workload, GivenVectors):
-            for event in reduction_measures.traffic(end, rank):
+            for event in recorder.traffic(end, rank):
                 self.server.recorder.emit(event)
 
     def taken_up(self, step: int) -> Run:

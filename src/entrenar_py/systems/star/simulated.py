@@ -11,8 +11,8 @@ from entrenar_py.shared import trace
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
+from entrenar_py.systems.star.lies import Liar
 from entrenar_py.systems.star.scenario_run import ScenarioRun
-from entrenar_py.train.coordinator.lies import Liar
 from entrenar_py.train.wire.effects import Finish
 from entrenar_py.train.wire.terms import Run, Timing
 from entrenar_py.train.wire_io.injections import Guest

@@ -22,9 +22,9 @@ import torch
 from entrenar_py.shared import mutants, trace
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
+from entrenar_py.systems.star.lies import Liar
 from entrenar_py.train.arithmetic.workload import GivenVectors
-from entrenar_py.train.coordinator import reduction_measures, topology
-from entrenar_py.train.coordinator.lies import Liar
+from entrenar_py.train.coordinator import recorder, topology
 from entrenar_py.train.coordinator.member import Member
 from entrenar_py.train.wire.effects import Finish
 from entrenar_py.train.wire.messages import Message
@@ -60,7 +60,7 @@ async def _stay(desk: Job, job: Mapping[str, Any]) -> tuple[Finish, bytes]:
         patience_s = Timing(**job["timing"]).gather_s
         finish = await client.run(job["host"], job["port"], patience_s=patience_s)
         known = job["scenario"]["workload"] == GivenVectors.name
-        events = reduction_measures.traffic(client.end, job["rank"]) if known else ()
+        events = recorder.traffic(client.end, job["rank"]) if known else ()
         return finish, trace.dump_events(events)
     finally:
         asyncio.get_running_loop().remove_reader(desk.fileno())

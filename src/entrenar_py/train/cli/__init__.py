@@ -1,13 +1,23 @@
-"""The command `entrenar`: each of its commands, by the module that runs it."""
+"""The command `entrenar`: a table of commands, what may be typed after each, and what runs it.
+
+This module imports nothing heavy, so that `--help` is instant.
+"""
 
 from __future__ import annotations
 
 import argparse
+import functools
+import re
 import sys
+import textwrap
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
 
-from entrenar_py.shared import process
+import entrenar_py
+from entrenar_py.shared import process, scenario
 from entrenar_py.shared.errors import (
     CheckpointError,
     ContractError,
@@ -15,9 +25,528 @@ from entrenar_py.shared.errors import (
     RowsError,
     UsageError,
 )
+from entrenar_py.shared.page import arguments
 from entrenar_py.shared.untrusted import printing
-from entrenar_py.train.cli import distill_options, options, pipeline_options
-from entrenar_py.train.service import exit_codes, signals
+from entrenar_py.train.finetune import NEW_TOKENS
+from entrenar_py.train.service import address, exit_codes, metrics, signals
+
+PROG = "entrenar"
+AUTO = "auto"
+WATCH = "watch"
+EVERY = 10
+PATIENCE_S = 300.0
+OWN_WIRE, WIRE_2 = WIRES = ("own", "v2")
+BANDWIDTH = "10Gbit"
+DIAGRAMS = ("mermaid", "dot", "svg")
+ORDERS = ("given", "best")
+DOCTOR = "doctor"  # in place of a file of workers
+_TASK = "text"
+_PART = re.compile(r"([1-9][0-9]{0,5})/([1-9][0-9]{0,5})")
+_HELP_COLUMNS = 98
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises UsageError instead of printing the usage and exiting."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see {self.prog} --help")
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+def _address(text: str) -> address.Address:
+    try:
+        return address.parse(text, port_min=1)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _backend(text: str) -> str:
+    if text != AUTO:
+        try:
+            scenario.backend_kind(text)
+        except UsageError as error:
+            raise argparse.ArgumentTypeError(f"{error}, {AUTO}") from error
+    return text
+
+
+def _backends(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    for name in names:
+        try:
+            scenario.backend_kind(name)
+        except UsageError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+    return names
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= address.PORT_MAX):
+        raise argparse.ArgumentTypeError(f"{text!r}: use a port, 1 to {address.PORT_MAX}")
+    return int(text)
+
+
+def _part(text: str) -> tuple[int, int]:
+    """Return K and N of the text `K/N`."""
+    match = _PART.fullmatch(text)
+    if match is None or int(match[1]) > int(match[2]):
+        raise argparse.ArgumentTypeError(f"{text!r}: use K/N with K from 1 to N, such as 2/3")
+    return int(match[1]), int(match[2])
+
+
+_positive = functools.partial(arguments.natural, least=1)
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+# Name as typed, or of a positional argument -> the arguments of argparse's `add_argument`.
+Arguments = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command, what it does, and what may be typed after it: arguments, or one of `actions`."""
+
+    name: str
+    what: str
+    arguments: Arguments = field(default_factory=dict)
+    actions: tuple[Command, ...] = ()
+
+
+def _value(metavar: str, what: str, **more: Any) -> Mapping[str, Any]:
+    return {"metavar": metavar, "help": what, **more}
+
+
+_path = functools.partial(_value, type=Path)
+
+
+def _flag(what: str) -> Mapping[str, Any]:
+    return {"action": "store_true", "help": what}
+
+
+_RESUME = _flag("go on from the checkpoint, or from the start if there is none yet")
+_JSON = _path("FILE", "also write it as JSON")
+_TRAINING: Arguments = {
+    "config": _path("CONFIG.yaml", "what to train, and on what; `init` prints one with all keys"),
+    "--resume": _RESUME,
+    "--backend": _value(
+        "LIST",
+        "what the workers compute on, in turns, e.g. cpu,wgpu or cuda:0,cuda:1; one worker "
+        "each at least (default cpu)",
+        dest="backends",
+        type=_backends,
+        default=("cpu",),
+    ),
+    **metrics.OPTIONS,
+}
+_TRAINED: Arguments = {
+    "output": _path("OUT", "the run's output folder"),
+    "--trust-remote-code": _flag("run Python that comes with the checkpoint, as the run did"),
+}
+_STUDENT = _path("CONFIG.yaml", "as `finetune` takes it, with `distill`")
+
+COORDINATOR = Command(
+    name="coordinator",
+    what="serve a run to all workers that know its secret",
+    arguments={
+        "config": _path("CONFIG.yaml", "what to train, and how"),
+        "--resume": _RESUME,
+        **metrics.OPTIONS,
+        "--wire": {
+            "choices": WIRES,
+            "default": OWN_WIRE,
+            "help": "what workers speak: this package's own protocol, or the original system's "
+            "second layout (v2), without a secret, with the weights at the workers (default "
+            "own)",
+        },
+        "--insecure": _flag(
+            "with --wire v2: let any process take part that can connect from other machines"
+        ),
+    },
+)
+WORKER = Command(
+    name="worker",
+    what="compute for a coordinator, which says what to train",
+    arguments={
+        "--coordinator": _value(
+            "HOST:PORT",
+            "where the coordinator listens; an IPv6 host in brackets",
+            required=True,
+            type=_address,
+        ),
+        "--secret-file": _path("FILE", "the run's shared secret", required=True),
+        "--tls-ca": _path("FILE", "connect over TLS, and trust the authorities in this file (PEM)"),
+        "--tls-cert": _path("FILE", "the certificate to show the coordinator"),
+        "--tls-key": _path("FILE", "the key of --tls-cert"),
+        "--backend": _value(
+            "NAME",
+            "what to compute on: cpu, cuda, wgpu (cuda:1, wgpu:1: the second device), or "
+            "auto, the first of cuda, wgpu, cpu that works (default cpu)",
+            type=_backend,
+            default="cpu",
+        ),
+        "--model": _path(
+            "FOLDER",
+            "this machine's copy of the checkpoint that is fine-tuned; its files must have the "
+            "hashes of the coordinator's (default: they are fetched and kept)",
+        ),
+        "--logits": _path(
+            "FOLDER",
+            "this machine's copy of the shards that a student learns from, which may still come",
+        ),
+        "--trust-remote-code": _flag(
+            "run Python that comes with the checkpoint, if the coordinator's configuration says "
+            "so, too"
+        ),
+        "--rank": _value(
+            "N", "the rank to request (default: the lowest free one)", type=arguments.natural
+        ),
+        "--id": _value(
+            "NAME",
+            "in a layer pipeline, the name by which the configuration gives this worker a stage",
+        ),
+        "--listen-port": _value(
+            "N",
+            "in a mesh or a layer pipeline, the port where other workers connect (default: "
+            "any free one)",
+            type=_port,
+        ),
+        "--patience-s": _value(
+            "S",
+            f"seconds to keep trying to join the run (default {PATIENCE_S:g})",
+            type=arguments.seconds,
+            default=PATIENCE_S,
+        ),
+    },
+)
+LEDGER = Command(
+    name="ledger",
+    what="inspect the trace of a run",
+    actions=(
+        Command(
+            name="verify",
+            what="check that no line of a ledger was changed, lost or moved",
+            arguments={
+                "path": _path("PATH", "the file"),
+                "--replay": _flag(
+                    "also train again, in this process, and compare the weights after every step"
+                ),
+            },
+        ),
+    ),
+)
+WATCHING = Command(
+    name=WATCH,
+    what="watch the training of a script that doesn't call observe(every=)",
+    arguments={
+        "--every": _value(
+            "N",
+            f"optimizer steps between two looks (default {EVERY})",
+            type=_positive,
+            default=EVERY,
+        ),
+        "--contract": _value(
+            "FILE", "a contract, or the name of a shipped one: only its clauses are watched"
+        ),
+    },
+)
+VISIT = Command(
+    name="doctor",
+    what="say what this machine has, and which checks it can exercise",
+    arguments={
+        "--clauses": _flag("list every clause, with what it lacks"),
+        "--json": _path("FILE", "also write it as JSON, clauses included"),
+        "--no-color": _flag("no colours"),
+    },
+)
+FINETUNE = (
+    Command(
+        name="finetune",
+        what="train a checkpoint on this machine's processes",
+        arguments=_TRAINING,
+    ),
+    Command(
+        name="plan",
+        what="say what a run of `finetune` needs, and which strategy fits",
+        arguments={
+            "config": _path("CONFIG.yaml", "as `finetune` takes it"),
+            "--device": _value(
+                "D",
+                "plan for this device in place of this machine's, as "
+                "name:memory[:bandwidth], e.g. rtx4090:24GB or '2 x h100:80GB:25GB/s'; give it "
+                "once for each kind",
+                dest="devices",
+                action="append",
+                default=[],
+            ),
+            "--bandwidth": _value(
+                "B",
+                "of links for which no device states one, e.g. 1Gbit or 25GB/s (default "
+                f"{BANDWIDTH})",
+                default=BANDWIDTH,
+            ),
+            "--json": _JSON,
+        },
+    ),
+    Command(
+        name="infer",
+        what="answer a prompt with what `finetune` has trained",
+        arguments={
+            **_TRAINED,
+            "--prompt": _value("TEXT", "the text to answer", required=True),
+            "--new-tokens": _value(
+                "N", f"tokens of an answer at most (default {NEW_TOKENS})", type=_positive
+            ),
+        },
+    ),
+    Command(
+        name="merge",
+        what="write a model with the adapters added to its weights",
+        arguments={**_TRAINED, "merged": _path("MERGED", "a new folder")},
+    ),
+    Command(
+        name="eval",
+        what="score what `finetune` has trained on rows",
+        arguments={
+            **_TRAINED,
+            "--data": _path("FILE", "rows: .jsonl, .json or .parquet", required=True),
+        },
+    ),
+)
+PIPELINE = Command(
+    name="pipeline",
+    what="plan or convert the stages of a layer pipeline",
+    actions=(
+        Command(
+            name="plan",
+            what="show the stages of a configuration, or cut the model as is fastest",
+            arguments={
+                "config": _path("CONFIG.yaml", "as `coordinator` takes it"),
+                "--workers": _value(
+                    "FILE",
+                    "a list of {worker, memory, backend, flops or seconds_per_block, "
+                    f"bandwidth}}; or {DOCTOR}: this machine's devices, measured (default: "
+                    "`devices` of the configuration)",
+                ),
+                "--order": {
+                    "choices": ORDERS,
+                    "default": ORDERS[0],
+                    "help": "let workers have stages in the order in which they are given, or in "
+                    "the fastest one, of six workers at most (default given)",
+                },
+                "--bandwidth": _value(
+                    "B",
+                    "of the coordinator's link, and of workers without their own, e.g. "
+                    f"1Gbit (default {BANDWIDTH})",
+                    default=BANDWIDTH,
+                ),
+                "--diagram": {
+                    "choices": DIAGRAMS,
+                    "help": "print machines and links instead, drawn in this form",
+                },
+                "--json": _JSON,
+            },
+        ),
+        Command(
+            name="import",
+            what="print a configuration made from an earlier framework's hetero_config.json",
+            arguments={
+                "old": _path("OLD.json", "the hetero_config.json"),
+                "--model": _path("FOLDER", "folder with the checkpoint; its blocks are counted"),
+                "--data": _path(
+                    "FILE", "rows to train on (default train.jsonl)", default=Path("train.jsonl")
+                ),
+                "--output": _path(
+                    "FOLDER", "folder for what is trained (default out)", default=Path("out")
+                ),
+                "--secret-file": _path(
+                    "FILE", "the run's shared secret (default secret)", default=Path("secret")
+                ),
+                "--task": {
+                    "choices": ("instruct", "text"),
+                    "default": _TASK,
+                    "help": f"what is learned (default {_TASK})",
+                },
+            },
+        ),
+    ),
+)
+DISTILL = Command(
+    name="distill",
+    what="learn from a teacher: its logits once, in shards, then a student",
+    actions=(
+        Command(
+            name="logits",
+            what="run the teacher over all rows, and keep its most likely tokens",
+            arguments={
+                "config": _STUDENT,
+                "--backend": _value(
+                    "NAME",
+                    "what the teacher computes on: cpu or cuda (cuda:1: the second device; "
+                    "default cpu)",
+                    type=_backend,
+                    default="cpu",
+                ),
+                "--part": _value(
+                    "K/N",
+                    "make each N-th shard from the K-th on, for machines that share no "
+                    "folder; those that do share one share the work without it",
+                    type=_part,
+                ),
+            },
+        ),
+        Command(
+            name="train",
+            what="train the student on this machine, while shards may still come",
+            arguments={
+                **_TRAINING,
+                "--follow": {
+                    "action": argparse.BooleanOptionalAction,
+                    "help": "wait for shards that are missing, or end with an error at the first "
+                    "one (default: as distill.wait_s says)",
+                },
+            },
+        ),
+        Command(
+            name="text",
+            what="let the teacher answer prompts, for a student with another tokenizer",
+            arguments={
+                "config": _STUDENT,
+                "--endpoint": _value(
+                    "URL",
+                    "base URL of an OpenAI-compatible server that answers, such as "
+                    "http://host:8000/v1 (default: distill.text.endpoint, or without one "
+                    "distill.teacher is run here)",
+                ),
+                "--backend": _value(
+                    "NAME",
+                    "what the teacher computes on where there is no endpoint: cpu or cuda "
+                    "(cuda:1: the second device; default cpu)",
+                    type=_backend,
+                ),
+            },
+        ),
+        Command(
+            name="status",
+            what="say which shards are there, missing or damaged",
+            arguments={"folder": _path("DIR", "the folder of the shards"), "--json": _JSON},
+        ),
+    ),
+)
+COMMANDS = (COORDINATOR, WORKER, LEDGER, WATCHING, VISIT, *FINETUNE, PIPELINE, DISTILL)
+
+
+# --- the parser -----------------------------------------------------------------------------------
+
+# Arguments of all parsers.
+_FORM: Mapping[str, Any] = {
+    "formatter_class": functools.partial(
+        argparse.RawDescriptionHelpFormatter, max_help_position=26
+    ),
+    "allow_abbrev": False,
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line, with every command and option."""
+    what = "Trains and fine-tunes on one machine or several, with workers that come and go."
+    cli = _Parser(prog=PROG, description=what, epilog=_epilog(), **_FORM)
+    cli.add_argument("--version", action="version", version=f"%(prog)s {entrenar_py.__version__}")
+    _add(cli, COMMANDS, title="commands", dest="command")
+    watch = next(command for command in _parsers(cli) if command.prog == f"{PROG} {WATCH}")
+    watch.usage = "%(prog)s [--every N] [--contract FILE] -- COMMAND ..."
+    watch.epilog = (
+        "The exit code is the command's own. A finding is raised out of optimizer.step() on every\n"
+        "rank, so the training ends as it does after any other error."
+    )
+    return cli
+
+
+def _add(
+    above: argparse.ArgumentParser, commands: Sequence[Command], *, title: str, dest: str
+) -> None:
+    group = above.add_subparsers(title=title, dest=dest, metavar=dest.upper(), required=True)
+    for command in commands:
+        sentence = f"{command.what[0].upper()}{command.what[1:]}."
+        own = group.add_parser(command.name, help=command.what, description=sentence, **_FORM)
+        own.epilog = _epilog(own.prog.removeprefix(f"{PROG} "))
+        for name, settings in command.arguments.items():
+            own.add_argument(name, **settings)
+        if command.actions:
+            _add(own, command.actions, title="actions", dest="action")
+
+
+def _parsers(cli: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """Yield the parsers of commands."""
+    for action in cli._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            yield from action.choices.values()
+
+
+def _epilog(command: str = "") -> str:
+    lines = ["exit codes:"]
+    for code, meaning in exit_codes.of_command(command).items():
+        lines += textwrap.wrap(
+            meaning, _HELP_COLUMNS, initial_indent=f"  {code}  ", subsequent_indent=" " * 5
+        )
+    return "\n".join(lines)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the options, `command` among them; UsageError if they are invalid."""
+    program: Sequence[str] = ()
+    if list(arguments[:1]) == [WATCH]:
+        arguments, program = _split(arguments)
+    parsed = parser().parse_args(arguments)
+    parsed.program = list(program)
+    if parsed.command == "worker" and parsed.tls_ca is None and (parsed.tls_cert or parsed.tls_key):
+        raise UsageError(
+            "--tls-cert and --tls-key need --tls-ca, the authority that the coordinator's "
+            "certificate is checked against; give all three"
+        )
+    if parsed.command == "coordinator":
+        _require_of_wire(parsed)
+    return parsed
+
+
+def _require_of_wire(parsed: argparse.Namespace) -> None:
+    """Raise UsageError for an option of `coordinator` that the chosen wire would ignore."""
+    if parsed.wire == WIRE_2 and parsed.resume:
+        raise UsageError(
+            f"--resume with --wire {WIRE_2}: the workers hold the weights, and the coordinator "
+            "writes no checkpoint to go on from; leave --resume out"
+        )
+    if parsed.wire == WIRE_2 and parsed.tensorboard is not None:
+        raise UsageError(
+            f"--tensorboard with --wire {WIRE_2}: its coordinator writes `metrics` alone; leave "
+            "--tensorboard out"
+        )
+    if parsed.wire == WIRE_2 and parsed.halt_on_spike:
+        raise UsageError(
+            f"--halt-on-spike with --wire {WIRE_2}: its workers have no message that halts them; "
+            "leave --halt-on-spike out"
+        )
+    if parsed.wire != WIRE_2 and parsed.insecure:
+        raise UsageError(
+            f"--insecure: it is for --wire {WIRE_2} alone; workers of this package prove a secret"
+        )
+
+
+def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the arguments of `watch` before `--` and the command after it."""
+    words = list(arguments)
+    if {"-h", "--help"}.intersection(words[: words.index("--") if "--" in words else None]):
+        return words, ()
+    if "--" not in words or words[-1] == "--":
+        raise UsageError(
+            f"no command after --; write the command that trains: {PROG} {WATCH} -- torchrun ..."
+        )
+    place = words.index("--")
+    return words[:place], words[place + 1 :]
+
+
+# --- the doors ------------------------------------------------------------------------------------
 
 Others = Mapping[str, Callable[[argparse.Namespace], int]]
 
@@ -31,7 +560,7 @@ def main(argv: Sequence[str] | None, others: Others) -> int:
         process.begin()
     signals.interrupt()
     try:
-        code = _run(options.parse(sys.argv[1:] if argv is None else argv), others)
+        code = _run(parse(sys.argv[1:] if argv is None else argv), others)
         return exit_codes.FAILED if printing.lost() and code == exit_codes.DONE else code
     except SystemExit as left:  # --help, --version
         if printing.lost():
@@ -59,7 +588,7 @@ def _failed(error: Exception) -> int:
             printing.warn_lines(str(error))
             return exit_codes.INVALID
         case RowsError():
-            printing.warn_lines(f"{options.PROG}: {error}")
+            printing.warn_lines(f"{PROG}: {error}")
             return exit_codes.INVALID
         case UsageError() | CheckpointError():
             _say(error)
@@ -68,50 +597,44 @@ def _failed(error: Exception) -> int:
             _say(error)
             return exit_codes.FAILED
     printing.warn_lines("".join(traceback.format_exception(error)).rstrip())
-    _say(f"this is a bug in {options.PROG}: report it, with the lines above")
+    _say(f"this is a bug in {PROG}: report it, with the lines above")
     return exit_codes.FAILED
 
 
-def _run(given: argparse.Namespace, others: Others) -> int:
+def _run(parsed: argparse.Namespace, others: Others) -> int:
     """Run the chosen command. Heavy modules are imported only here, so that `--help` is fast."""
-    if given.command in others:
-        return others[given.command](given)
-    if given.command == "coordinator" and given.wire == options.WIRE_2:
+    if parsed.command in others:
+        return others[parsed.command](parsed)
+    if parsed.command == "coordinator" and parsed.wire == WIRE_2:
         from entrenar_py.train.service import averaging
 
-        return averaging.run(given.config, insecure=given.insecure)
-    if given.command == "coordinator":
+        return averaging.run(parsed.config, insecure=parsed.insecure)
+    if parsed.command == "coordinator":
         from entrenar_py.train.finetune import serving
         from entrenar_py.train.service import coordinator
 
-        serve = serving.run if serving.is_finetuning(given.config) else coordinator.run
+        serve = serving.run if serving.is_finetuning(parsed.config) else coordinator.run
         return serve(
-            given.config,
-            resume=given.resume,
-            halt_on_spike=given.halt_on_spike,
-            tensorboard=given.tensorboard,
+            parsed.config,
+            resume=parsed.resume,
+            halt_on_spike=parsed.halt_on_spike,
+            tensorboard=parsed.tensorboard,
         )
-    if given.command == "worker":
+    if parsed.command == "worker":
         from entrenar_py.train.finetune import joining
         from entrenar_py.train.service import worker
 
-        return worker.run(given, joining.obtain)
-    if given.command in ("finetune", "plan", "infer", "merge", "eval"):
+        return worker.run(parsed, joining.obtain)
+    if parsed.command != "ledger":
         from entrenar_py.train.finetune import cli
 
-        return cli.run(given)
-    if given.command == pipeline_options.NAME:
-        from entrenar_py.train.finetune import cli
+        return {"pipeline": cli.pipeline, "distill": cli.distill}.get(parsed.command, cli.run)(
+            parsed
+        )
+    from entrenar_py.train.service import ledger_account
 
-        return cli.pipeline(given)
-    if given.command == distill_options.NAME:
-        from entrenar_py.train.finetune import cli
-
-        return cli.distill(given)
-    from entrenar_py.train.service import ledger_verification
-
-    return ledger_verification.verify(given.path, replay=given.replay)
+    return ledger_account.verify(parsed.path, replay=parsed.replay)
 
 
 def _say(message: object) -> None:
-    printing.warn(f"{options.PROG}: {message}")
+    printing.warn(f"{PROG}: {message}")

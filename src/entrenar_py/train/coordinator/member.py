@@ -13,9 +13,9 @@ from entrenar_py.shared.scenario import Scenario
 from entrenar_py.train.arithmetic import blocks, engine, reduction, sharding, state
 from entrenar_py.train.arithmetic.tensors import Workload
 from entrenar_py.train.arithmetic.workload import GivenVectors
-from entrenar_py.train.coordinator import models, reduction_measures, topology
-from entrenar_py.train.coordinator.exchanges import Held, RingExchange, TreeExchange
+from entrenar_py.train.coordinator import models, recorder, topology
 from entrenar_py.train.coordinator.replicas import Replicas, Worker
+from entrenar_py.train.coordinator.topology import Held, RingExchange, TreeExchange
 from entrenar_py.train.wire.frames import Buffer, new_room
 from entrenar_py.train.wire.messages import (
     Applied,
@@ -32,7 +32,7 @@ from entrenar_py.train.wire.messages import (
 
 
 class Member(Replicas):
-    """One worker of a run whose other workers live elsewhere; `load` sets its `rank`."""
+    """One worker of a run. Its other workers live elsewhere; `load` sets its `rank`."""
 
     def __init__(
         self,
@@ -202,9 +202,7 @@ class Member(Replicas):
             self.recorder.emit(self.make(worker, step, average))
             if isinstance(self.workload, GivenVectors):
                 ids, mean = self.batch(), self.held.vector
-                self.recorder.emit(
-                    reduction_measures.reduced(step, self.rank, mean, self.workload, ids)
-                )
+                self.recorder.emit(recorder.reduced(step, self.rank, mean, self.workload, ids))
         self.nodes.clear()
         self.held.there.clear()
         self.advance(sum(map(len, self._shards)))
@@ -247,7 +245,6 @@ class Member(Replicas):
         return trace.dump_events(self.recorder.drain()) if message.carries == "events" else b""
 
     def _cut(self) -> None:
-        """Cut the next batch into its logical shards."""
         self._shards = sharding.cut(self.batch(), self.scenario.num_shards)
 
     def _problem(self, halt: trace.Halt, leaf: reduction.Node) -> NonFinite:

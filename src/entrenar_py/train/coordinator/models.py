@@ -1,14 +1,20 @@
-"""The workload that a scenario names, and the tensor elements that its faults change."""
+"""The workload and the backends that a scenario names, and the elements that its faults change."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from math import prod
 
+from entrenar_py import compute as backends
+from entrenar_py.compute import Backend, chain
+from entrenar_py.shared import trace
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.systems import AUTO
 from entrenar_py.train.arithmetic import workload
 from entrenar_py.train.arithmetic.tensors import Workload
+from entrenar_py.train.coordinator.recorder import Recorder
 
 
 def model_of(scenario: Scenario) -> Workload:
@@ -23,7 +29,7 @@ def model_of(scenario: Scenario) -> Workload:
 
 
 def place_of(fault: Fault, model: Workload) -> tuple[str, int]:
-    """Return the trainable tensor whose gradient `fault` changes, and the element's flat index.
+    """Return the trainable tensor, and the flat index of the element, that `fault` changes.
 
     By default each is the first one. Raises UsageError for a tensor that is not trained, and for
     an element past the end of the tensor.
@@ -38,3 +44,36 @@ def place_of(fault: Fault, model: Workload) -> tuple[str, int]:
             f"elements; use 0 to {sizes[tensor] - 1}"
         )
     return tensor, element
+
+
+class Devices:
+    """The backends of the workers in this process, each opened once, at its first use.
+
+    `auto` walks the fallback chain once and records each try as an Attempt event. The backend that
+    works serves all `auto` workers to the end of the run. Other names have no fallback.
+    """
+
+    def __init__(self, scenario: Scenario, recorder: Recorder) -> None:
+        self._scenario = scenario
+        self._recorder = recorder
+        self._opened: dict[str, Backend] = {}
+
+    def of(self, rank: int) -> Backend:
+        """Return the backend of worker `rank`; raise BackendUnavailable if it can't be opened."""
+        name = self._scenario.backend_of(rank)
+        if name not in self._opened:
+            self._opened[name] = self._open(name)
+        return self._opened[name]
+
+    @property
+    def alike(self) -> bool:
+        """True if all workers compute on one backend; two backends may round differently."""
+        return len({backend.name for backend in self._opened.values()}) == 1
+
+    def _open(self, name: str) -> Backend:
+        if name == AUTO:
+            return chain.auto(on_attempt=self._record)
+        return backends.open_backend(name)
+
+    def _record(self, attempt: chain.Attempt) -> None:
+        self._recorder.emit(trace.Attempt(**asdict(attempt)))

@@ -1,16 +1,37 @@
-"""Collects the events of one run and turns arrays into tensor records."""
+"""Records the events of one run: its tensors, what workers sent, and how exact a reduction was.
+
+A tensor is recorded by a digest, or by its values if the scenario wants them. Digests of large
+tensors are computed in some threads, each tensor in one, so that they do not depend on the number
+of threads. Events of workers are untrusted: each message may carry some kinds of them alone, of the
+worker's own rank and of the message's step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from entrenar_py.shared import patience, process, trace
+from entrenar_py.shared.errors import ProtocolError, TraceError
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.train.arithmetic import reduction
+from entrenar_py.train.arithmetic import reduction, sharding
+from entrenar_py.train.arithmetic.tensors import Array
+from entrenar_py.train.arithmetic.workload import GivenVectors
+from entrenar_py.train.wire.frames import Buffer
+from entrenar_py.train.wire.messages import (
+    Applied,
+    Computed,
+    Loaded,
+    Message,
+    NonFinite,
+    Summed,
+)
+from entrenar_py.train.wire_io.endpoints import CoordinatorEnd, Meter, WorkerEnd
+from entrenar_py.train.wire_io.peer_ends import MeshEnd
 
 _ALONE = 2**22  # bytes up to which one thread is as fast
 _THREADS_MAX = 4
@@ -67,3 +88,100 @@ class Recorder:
             promises=tuple(promises),
             events=tuple(self._events),
         )
+
+
+# The kinds of events that each message may carry.
+_RECORDS: dict[type[Message], tuple[type[trace.Event], ...]] = {
+    Loaded: (trace.Attempt, trace.Start),
+    Computed: (trace.Shard, trace.Injected),
+    Summed: (trace.Shard, trace.Injected),
+    NonFinite: (trace.Shard, trace.Injected),
+    Applied: (trace.Update, trace.Reduced),
+}
+
+
+def events_in(rank: int, message: Message, payload: Buffer) -> list[trace.Event]:
+    """Return the events in `payload`; raise ProtocolError for an unexpected rank, step or kind."""
+    try:
+        events = trace.load_events(bytes(payload))
+    except TraceError as error:
+        raise ProtocolError(f"{type(message).__name__}: {error}") from error
+    step = getattr(message, "step", None)
+    for event in events:
+        if not isinstance(event, _RECORDS[type(message)]):
+            raise ProtocolError(f"{type(message).__name__} with an event {event.kind}")
+        if isinstance(event, trace.Attempt):
+            continue  # an Attempt has neither rank nor step
+        place = (getattr(event, "rank", None), getattr(event, "step", None))
+        if place != (rank, step):
+            raise ProtocolError(
+                f"{type(message).__name__} of rank {rank} in step {step} has an event of another"
+            )
+    return events
+
+
+def update_in(events: Iterable[trace.Event]) -> trace.Update | None:
+    """Return the first Update in `events` with a finite loss, or None if there is none."""
+    updates = (one for one in events if isinstance(one, trace.Update))
+    return next((u for u in updates if u.loss is not None and math.isfinite(u.loss)), None)
+
+
+PIECE = 2**20  # elements that are recomputed at a time
+UNIT_ROUNDOFF = 2.0**-24
+
+
+def reduced(
+    step: int, rank: int, mean: Array, model: GivenVectors, ids: sharding.Ids
+) -> trace.Reduced:
+    """Return how far the `mean` on `rank` is from the mean of samples `ids` in float64.
+
+    `error` is the largest absolute difference. `roundings` is the largest difference relative to
+    the mean of the terms' absolute values, in units of 2^-24, and `element` the index where it is.
+    See docs/numerics.md.
+    """
+    vectors = [model.pieces(sample) for sample in ids]
+    weight = float(model.weight(ids))
+    worst, place, error = -1.0, 0, 0.0
+    for start in range(0, mean.size, PIECE):
+        part = mean[start : start + PIECE].astype(np.float64)
+        exact, size = np.zeros(part.size), np.zeros(part.size)  # float64
+        for vector in vectors:
+            term = vector(part.size)
+            exact += term
+            size += np.abs(term)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            gap = np.abs(part * weight - exact)
+            off = np.where(gap == 0, 0.0, gap / (size * UNIT_ROUNDOFF))
+        off[np.isnan(off)] = np.inf  # the mean is NaN
+        error = max(error, float(np.nan_to_num(gap, nan=np.inf).max()) / weight)
+        if off.max() > worst:
+            worst, place = float(off.max()), start + int(off.argmax())
+    return trace.Reduced(
+        step=step,
+        rank=rank,
+        num_elements=mean.size,
+        roundings=worst,
+        element=place,
+        error=error,
+    )
+
+
+def traffic(end: CoordinatorEnd | WorkerEnd, rank: int | None) -> Iterator[trace.Traffic]:
+    """Yield the traffic of `rank` (None: of the coordinator), by direction and message."""
+    yield from _rows(end.meter, rank, "coordinator" if rank is not None else "worker")
+    if isinstance(end, MeshEnd):
+        yield from _rows(end.links_meter, rank, "worker")
+
+
+def _rows(meter: Meter, rank: int | None, peer: str) -> Iterator[trace.Traffic]:
+    for direction, counts in (("sent", meter.sent), ("got", meter.got)):
+        for message, count in counts.items():
+            yield trace.Traffic(
+                rank=rank,
+                peer=peer,
+                direction=direction,
+                message=message,
+                messages=count.messages,
+                payload_bytes=count.payload_bytes,
+                bytes=count.bytes,
+            )

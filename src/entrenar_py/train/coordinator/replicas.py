@@ -2,6 +2,12 @@
 
 Every system that trains by logical shards and the tree uses this module. Communication between
 workers is left to the system.
+
+A shard's gradient is a sum over its samples, at an exact power-of-two scale, and is recorded before
+anything else can change it. Clipping and the optimizer see the average over the batch. It is
+computed once and given to each worker, so that replicas can't drift apart by rounding. Data order,
+dropout and initial weights are drawn from the seed and the place of the draw (epoch, step, shard),
+never from a generator that goes on: a worker that takes over a shard draws what the lost one drew.
 """
 
 from __future__ import annotations
@@ -31,7 +37,7 @@ from entrenar_py.train.arithmetic import (
 from entrenar_py.train.arithmetic.state import Buffer
 from entrenar_py.train.arithmetic.tensors import Array, Workload
 from entrenar_py.train.coordinator import models
-from entrenar_py.train.coordinator.devices import Devices
+from entrenar_py.train.coordinator.models import Devices
 from entrenar_py.train.coordinator.recorder import Recorder
 from entrenar_py.train.wire.messages import Partial, TreeNode
 from entrenar_py.train.wire.terms import Terms
@@ -310,7 +316,6 @@ class Replicas:
             )
 
     def _order(self) -> sharding.Ids:
-        """Return the order of the samples in the current epoch."""
         epoch = self.position.epoch
         if self._visit is None or self._visit[0] != epoch:
             rng = self.scenario.rng("order", epoch)

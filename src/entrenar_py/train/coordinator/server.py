@@ -1,4 +1,20 @@
-"""The work of a coordinator: it adds and averages, and keeps the state and the record."""
+"""The work of a coordinator: it adds and averages, and keeps the state and the record.
+
+The protocol's machine (`train/wire/coordinator.py`) decides, and its end carries out each decision
+by a call here. A step is `gather`; then `require`, `keep` and `deliver` for each delivery; then
+`complete` and `reduce` for each block, in any thread; and at last `apply_average`. If the server
+makes the steps, `prepare` comes before that.
+
+A payload is taken over with its memory, since a copy of every gradient would double the memory of a
+large model: `room` gives it a place, and sums free the nodes that they have added.
+
+`replica` is the state before the next step. The step of a large model is made aside, while workers
+compute their next shards. So whatever reads `replica` waits for it first. A step of the server's is
+prepared on a second replica: if all workers are lost before it is applied, it did not happen.
+
+What a worker has recorded counts with its delivery. Of a delivery that is never complete only the
+injected faults are recorded.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +34,7 @@ from entrenar_py.shared.errors import ProtocolError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.train.arithmetic import blocks, checkpoint, reduction, sharding, state
 from entrenar_py.train.arithmetic.tensors import Workload
-from entrenar_py.train.coordinator import audited, replicas, topology, worker_records
+from entrenar_py.train.coordinator import audits, recorder, replicas, topology
 from entrenar_py.train.coordinator.replicas import Replicas
 from entrenar_py.train.wire.effects import Conclude, Joined, Left, Stop
 from entrenar_py.train.wire.frames import Buffer, new_room
@@ -88,7 +104,7 @@ class Server(Replicas):
             self.layout.num_elements, topology.num_blocks(scenario, self.layout.num_elements)
         )
         self._sums = blocks.Sums(scenario.num_shards)
-        self._copies = audited.Copies()
+        self._copies = audits.Copies()
         self._checked: tuple[Message, list[trace.Event]] | None = None  # what `require` read last
         self._events: dict[int, list[trace.Event]] = {}  # rank -> those of an unfinished delivery
         # The vector sent to workers: the average as far as it is reduced, later the new weights.
@@ -125,7 +141,7 @@ class Server(Replicas):
             num_blocks=self.blocks.count,
             first_step=first,
             resumed=first > 0,
-            audited=partial(audited.shards, self.scenario),
+            audited=partial(audits.shards, self.scenario),
             server_updates=self._updates,
         )
 
@@ -162,10 +178,10 @@ class Server(Replicas):
                 raise ProtocolError(f"State of {len(payload)} bytes: expected {self._state_bytes}")
             self.require_progress(payload)
         if message.carries == "events":
-            events = worker_records.read(rank, message, payload)
+            events = recorder.events_in(rank, message, payload)
             self._checked = message, events
             makes_step = isinstance(message, Applied) and self._topology is not topology.STAR
-            if makes_step and worker_records.update_in(events) is None:
+            if makes_step and recorder.update_in(events) is None:
                 raise ProtocolError("Applied without the loss of its step")
 
     def keep(self, rank: int, message: Message, payload: Buffer) -> None:
@@ -198,7 +214,7 @@ class Server(Replicas):
         """Return the events in `payload`; reuse them if `require` has just read this message."""
         if self._checked is not None and self._checked[0] is message:
             return self._checked[1]
-        return worker_records.read(rank, message, payload)
+        return recorder.events_in(rank, message, payload)
 
     def end_copy(self, rank: int, shard: int) -> None:
         """Note that `rank` has delivered its copy of `shard` completely."""
@@ -210,7 +226,7 @@ class Server(Replicas):
         It returns the ranks of the copies, and for each copy the index of the first equal copy.
         """
         whole = self._copies.of(shard)
-        return lambda: ([one.rank for one in whole], audited.alike(whole))
+        return lambda: ([one.rank for one in whole], audits.alike(whole))
 
     def conclude(self, effect: Conclude) -> None:
         """Use the copy that counts, and record the audit."""
@@ -233,7 +249,7 @@ class Server(Replicas):
         """Forget the unfinished delivery of a worker that left, and record that it left."""
         self.present.discard(effect.rank)
         self._sums.forget(effect.rank)
-        self._record(audited.injected(self._events.pop(effect.rank, [])))
+        self._record(audits.injected(self._events.pop(effect.rank, [])))
         self._record(self._copies.forget(effect.rank))
         self.recorder.emit(
             trace.Membership(
@@ -383,7 +399,6 @@ class Server(Replicas):
         )
 
     def _locate(self, block: int, place: int) -> tuple[str, int]:
-        """Return the tensor and the element in it at index `place` of `block`."""
         return self.layout.locate(self.blocks.part(block).start + place)
 
     def _record(self, events: Iterable[trace.Event]) -> None:

@@ -18,19 +18,20 @@ from blake3 import blake3
 from entrenar_py.shared.errors import SystemFailure, UsageError
 from entrenar_py.train.distill import endpoint, prompts
 from entrenar_py.train.distill.endpoint import Endpoint
-from entrenar_py.train.distill.generation import Generation
-from entrenar_py.train.distill.journal import Journal, journal_of
 from entrenar_py.train.distill.prompts import (
     REFUSED,
     TRUNCATED,
     WHOLE,
     Answer,
     Failed,
+    Journal,
     Prompt,
     Prompts,
     Result,
+    journal_of,
 )
-from entrenar_py.train.model import prepared, rows
+from entrenar_py.train.distill.teacher import Generation
+from entrenar_py.train.model import preparation, rows
 from entrenar_py.train.model.settings import Completions, Distillation, Settings
 
 _VERSION = 1  # of what an answer depends on
@@ -122,16 +123,16 @@ class Asking:
         )
 
     def _digest(self) -> str:
-        """Return 32 hex digits over what an answer depends on, beside its prompt and its length."""
+        """Return 32 hex digits over what an answer depends on but its prompt and length."""
         text, settings = self.text, self._settings
-        told = [
+        facts = [
             _VERSION,
             self.source.identity,
             settings.task,
             text.temperature,
             settings.seed if text.temperature else None,
         ]
-        return blake3(prompts.dump(told).encode()).hexdigest(16)
+        return blake3(prompts.dump(facts).encode()).hexdigest(16)
 
     def run(self, listen: Callable[[Progress], None], stopping: threading.Event) -> Progress:
         """Ask every prompt that has no answer, until `stopping` is set.
@@ -145,14 +146,14 @@ class Asking:
         progress = Progress(len(distinct), len(distinct) - len(due))
         progress.outcomes.update(one.outcome for one in known if one is not None)
         listen(progress)
-        with closing(self.source.answers(due, stopping)) as found:
-            for prompt, result in found:
-                told = self._checked(prompt, result)
-                if isinstance(told, Answer):
-                    self.journal.add(prompt, told)
-                    progress.outcomes[told.outcome] += 1
+        with closing(self.source.answers(due, stopping)) as pairs:
+            for prompt, result in pairs:
+                outcome = self._checked(prompt, result)
+                if isinstance(outcome, Answer):
+                    self.journal.add(prompt, outcome)
+                    progress.outcomes[outcome.outcome] += 1
                 else:
-                    progress.failed.append((prompt, told))
+                    progress.failed.append((prompt, outcome))
                 listen(progress)
         return progress
 
@@ -178,7 +179,7 @@ class Asking:
         num_synthetic, share = len(lines), self.text.synthetic_share
         wanted = round(num_synthetic * (1 - share) / share)
         others = [line for line in self._originals if line not in lines]
-        draw = prepared.seeds(self._settings.seed).rng("distill.text")
+        draw = preparation.seeds(self._settings.seed).rng("distill.text")
         chosen = sorted(draw.permutation(len(others))[:wanted].tolist())
         if num_synthetic:
             _write(self.text.rows, [*lines, *(others[index] for index in chosen)])
@@ -251,21 +252,21 @@ def _require_output(settings: Settings, text: Completions) -> None:
             )
     if text.rows.exists() and not journal_of(text.rows).exists():
         raise UsageError(
-            f"distill.text.rows={text.rows}: it is there, and has no journal beside it "
+            f"distill.text.rows={text.rows}: it exists, and has no journal next to it "
             f"({journal_of(text.rows).name}), so this command did not write it; give another name, "
             "or remove it"
         )
 
 
-def _fits(file: Path, given: Path) -> bool:
-    """Return whether `given`, a path or a pattern, names `file` now or once it is there."""
+def _fits(file: Path, pattern: Path) -> bool:
+    """Return whether `pattern`, a path or a pattern, names `file` now or once it is there."""
     own = Path(os.path.realpath(file))
-    if file.exists() and any(sign in given.name for sign in "*?["):
-        return own in {Path(os.path.realpath(one)) for one in rows.files(given)}
-    if own == Path(os.path.realpath(given)):
+    if file.exists() and any(sign in pattern.name for sign in "*?["):
+        return own in {Path(os.path.realpath(path)) for path in rows.files(pattern)}
+    if own == Path(os.path.realpath(pattern)):
         return True
     places = (own, Path(os.path.abspath(file)))  # noqa: PTH100  (links stay as they are)
-    return any(one.match(os.path.abspath(given)) for one in places)  # noqa: PTH100
+    return any(place.match(os.path.abspath(pattern)) for place in places)  # noqa: PTH100
 
 
 def _write(path: Path, lines: Sequence[str]) -> None:

@@ -1,42 +1,144 @@
-"""Asks an OpenAI-compatible server, several prompts at a time, again where that may help."""
+"""Asks an OpenAI-compatible server, several prompts at a time, again where that may help.
+
+All requests run as tasks of one loop of events, which turns only while an answer is waited for. So
+whatever a request waits for (a name, a connection, the next byte) ends when it is cancelled or its
+time is over, and no thread is left behind.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import email.utils
-import http.client
 import json
 import math
 import os
-import socket
+import reprlib
 import ssl
 import threading
-import time
-from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import entrenar_py
+from entrenar_py.shared import shipped
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.shared.untrusted import json_text
+from entrenar_py.shared.untrusted import escaping, json_text
 from entrenar_py.shared.wording import counted
-from entrenar_py.train.distill import replies
-from entrenar_py.train.distill.prompts import Answer, Failed, Prompt, Result
-from entrenar_py.train.distill.replies import BadReplyError
+from entrenar_py.train.distill.prompts import (
+    REFUSED,
+    TRUNCATED,
+    WHOLE,
+    Answer,
+    Failed,
+    Prompt,
+    Result,
+)
+from entrenar_py.train.model.conversations import Conversation, Message
 from entrenar_py.train.model.settings import Completions
 
+if TYPE_CHECKING:
+    import httpx2
+
+_SENT = ("role", "content", "name", "tool_calls", "tool_call_id")  # others are not OpenAI's
+_SHOWN_CHARS = 200
+VALUES_MAX = 2**16  # of a reply: an answer has a few, calls of functions some hundred
+# How answers end, by OpenAI and by servers that say it in their own words.
+_WHOLE = ("stop", "tool_calls", "function_call", "eos", "eos_token", "end_turn", "stop_sequence")
+_TRUNCATED = ("length", "max_tokens", "model_length")
+
+
+class BadReplyError(ValueError):
+    """A reply that holds no answer, and why."""
+
+
+def request_of(prompt: Prompt) -> tuple[str, dict[str, Any]]:
+    """Return the path below the base URL, and the part of the body that is the prompt."""
+    if not isinstance(prompt.asked, Conversation):
+        return "completions", {"prompt": prompt.asked}
+    body: dict[str, Any] = {"messages": [_message(one) for one in prompt.asked.messages]}
+    if prompt.asked.tools:
+        body["tools"] = list(prompt.asked.tools)
+    return "chat/completions", body
+
+
+def _message(message: Message) -> Message:
+    sent = {key: message[key] for key in _SENT if key in message}
+    if "tool_calls" in sent:
+        sent["tool_calls"] = [_call_of(*one) for one in enumerate(sent["tool_calls"])]
+    return sent
+
+
+def _call_of(number: int, call: Message) -> Message:
+    function = call["function"]
+    arguments = json.dumps(function["arguments"], default=str)
+    return {"id": f"call_{number}", **call, "function": {**function, "arguments": arguments}}
+
+
+def answer_of(body: bytes) -> Answer:
+    """Return the answer in a reply's body. Raises BadReplyError."""
+    record = _record(body)
+    choices = record.get("choices")
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    if not isinstance(choice, Mapping):
+        raise BadReplyError(f"a reply without choices ({problem_of(body)})")
+    message = choice.get("message")
+    said: Mapping[str, Any] = message if isinstance(message, Mapping) else choice
+    content = said.get("content") if said is message else said.get("text")
+    calls = said.get("tool_calls") or []
+    if not isinstance(content, str | None) or not isinstance(calls, list):
+        raise BadReplyError(f"a reply with an answer that is no text ({problem_of(body)})")
+    content, reason = content or "", choice.get("finish_reason")
+    try:
+        json.dumps([content, calls], ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise BadReplyError("an answer with half of a character") from error
+    ended = reason.lower() if isinstance(reason, str) else None
+    if ended in _TRUNCATED:
+        return Answer(TRUNCATED, content)
+    if said.get("refusal") or ended == "content_filter":
+        return Answer(REFUSED, content)
+    if ended not in _WHOLE:
+        told = "does not say how it ended" if reason is None else f"ended by {reason!r}"
+        raise BadReplyError(f"an answer that {escaping.shortened(told)} (finish_reason)")
+    if not (content.strip() or calls):
+        return Answer(REFUSED, content)
+    return Answer(WHOLE, content, calls)
+
+
+def _record(body: bytes) -> Mapping[str, Any]:
+    try:
+        record = json_text.load(body, values_max=VALUES_MAX)
+    except ValueError as error:
+        raise BadReplyError(f"a reply that is not whole JSON ({error})") from error
+    if not isinstance(record, Mapping):
+        raise BadReplyError(f"a reply that is no object of JSON ({problem_of(body)})")
+    return record
+
+
+def problem_of(body: bytes) -> str:
+    """Return what a body says of an error, in a few words."""
+    try:
+        record = json_text.load(body, values_max=VALUES_MAX)
+    except ValueError:
+        record = body.decode(errors="replace")
+    if isinstance(record, Mapping):
+        error = record.get("error", record.get("message", record.get("detail", record)))
+        record = error.get("message", error) if isinstance(error, Mapping) else error
+    text = record if isinstance(record, str) else reprlib.repr(record)
+    return escaping.line(escaping.shortened(text, chars_max=_SHOWN_CHARS)) or "nothing"
+
+
 REPLY_BYTES_MAX = 2**24
-# What a reply has beside its answer, and what JSON makes of a token (128 characters, 6 bytes each).
+# What a reply has but its answer, and what JSON makes of a token (128 characters, 6 bytes each).
 _AROUND_BYTES, _TOKEN_BYTES = 2**20, 2**10
 CONNECT_S = 30.0
 FIRST_WAIT_S = 1.0  # before a request is tried again; then twice as long each time
 WAIT_S_MAX = 600.0
 HOPELESS = 16  # prompts in a row that the server failed; the others are not asked then
-_TICK_S = 0.2
-_READ_BYTES = 2**16  # at a time
+_TICK_S = 0.2  # until signals are looked at
 _AGAIN = (408, 409, 425, 429)  # statuses below 500 that another try may change
 _REFUSALS = {
     401: "name the environment variable with the right key in distill.text.key_variable",
@@ -47,12 +149,10 @@ _REFUSALS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """Where requests go: a base URL whose parts are known to be usable."""
+    """Where requests go: a base URL that is known to be usable."""
 
     url: str
     host: str
-    port: int | None
-    path: str
     is_secure: bool
 
     @property
@@ -82,10 +182,9 @@ def address(url: str) -> Address:
     path = parts.path.rstrip("/")
     if parts.query or parts.fragment or path.endswith("/completions"):
         raise UsageError(f"endpoint={url!r}: it is more than a base URL; {advice}")
-    is_secure = parts.scheme == "https"
     shown = f"[{host}]" if ":" in host else host
-    told = f"{parts.scheme}://{shown}{'' if port is None else f':{port}'}{path}"
-    return Address(url=told, host=host, port=port, path=path, is_secure=is_secure)
+    whole = f"{parts.scheme}://{shown}{'' if port is None else f':{port}'}{path}"
+    return Address(url=whole, host=host, is_secure=parts.scheme == "https")
 
 
 def key(variable: str | None) -> str | None:
@@ -95,18 +194,18 @@ def key(variable: str | None) -> str | None:
     """
     if variable is None:
         return None
-    found = os.environ.get(variable, "").strip()
-    if not found:
+    value = os.environ.get(variable, "").strip()
+    if not value:
         raise UsageError(
             f"distill.text.key_variable={variable}: the environment has no such variable, or an "
             f"empty one; set it to the endpoint's key (export {variable}=...)"
         )
-    if not found.isascii() or not found.isprintable() or " " in found:
+    if not value.isascii() or not value.isprintable() or " " in value:
         raise UsageError(
             f"distill.text.key_variable={variable}: its value has characters that no key has, such "
             "as spaces or line ends; set it to the key alone"
         )
-    return found
+    return value
 
 
 class _TroubleError(Exception):
@@ -127,41 +226,11 @@ class _Unserved(Failed):
     """A prompt that the server failed, so that it may fail all others, too."""
 
 
-@dataclass
-class _Asking:
-    """The requests of one call: whether they are given up, and the open connections."""
-
-    ended: threading.Event = field(default_factory=threading.Event)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    deadlines: dict[http.client.HTTPConnection, float] = field(default_factory=dict)
-
-    @contextmanager
-    def open(self, connection: http.client.HTTPConnection, seconds: float) -> Iterator[None]:
-        """List a connection in the body, as one that has to be done within `seconds`."""
-        with self.lock:
-            self.deadlines[connection] = time.monotonic() + seconds
-        try:
-            yield
-        finally:
-            with self.lock:
-                del self.deadlines[connection]
-            connection.close()
-
-    def give_up(self, *, all_of_them: bool) -> None:
-        """End the connections that are overdue, or all, whatever their threads wait for."""
-        with self.lock:
-            for connection, deadline in self.deadlines.items():
-                sock: Any = connection.sock
-                if sock is not None and (all_of_them or time.monotonic() > deadline):
-                    with suppress(OSError):  # ended already
-                        socket.socket.shutdown(sock, socket.SHUT_RDWR)
-
-
 class Endpoint:
     """A server and how it is asked. It has the key, which nothing prints."""
 
     def __init__(self, section: Completions, place: Address, *, seed: int) -> None:
-        """Raises UsageError if the model's name or the key is missing."""
+        """Raises UsageError if the model's name or the key is missing, or the library."""
         if section.served_model is None:
             raise UsageError(
                 "distill.text.served_model is missing: the name that the endpoint "
@@ -170,7 +239,7 @@ class Endpoint:
         self._section, self._place, self._seed = section, place, seed
         self._model, self._key = section.served_model, key(section.key_variable)
         self._bytes_max = min(REPLY_BYTES_MAX, _AROUND_BYTES + _TOKEN_BYTES * section.new_tokens)
-        self._tls = ssl.create_default_context() if place.is_secure else None
+        self._http = _library()
 
     @property
     def shows_key(self) -> bool:
@@ -195,58 +264,65 @@ class Endpoint:
         Once `stopping` is set, or the caller leaves, what is asked is given up. Raises UsageError
         for a reply that any prompt would have.
         """
-        asking, left, in_a_row = _Asking(), iter(prompts), 0
-        flying = dict[Future[Result | None], Prompt]()
-        pool = ThreadPoolExecutor(self._section.concurrent, thread_name_prefix="endpoint")
+        left, in_a_row = iter(prompts), 0
+        flying = dict[asyncio.Task[Result], Prompt]()
+        loop, client = asyncio.new_event_loop(), self._client()
         try:
             while not stopping.is_set():
                 room = self._section.concurrent - len(flying)
                 for prompt in islice(left, room if in_a_row < HOPELESS else 0):
-                    flying[pool.submit(self._answer, prompt, asking)] = prompt
+                    flying[loop.create_task(self._answer(prompt, client))] = prompt
                 if not flying:
                     break
-                done, _ = wait(flying, timeout=_TICK_S, return_when=FIRST_COMPLETED)
-                asking.give_up(all_of_them=False)
+                waiting = asyncio.wait(flying, timeout=_TICK_S, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = loop.run_until_complete(waiting)
                 # An error ends all this: the answers that came with it first.
-                for future in sorted(done, key=lambda one: one.exception() is not None):
-                    prompt, result = flying.pop(future), future.result()
-                    assert result is not None, "only what is given up has none"
+                for task in sorted(done, key=lambda task: task.exception() is not None):
+                    prompt, result = flying.pop(task), task.result()
                     in_a_row = in_a_row + 1 if isinstance(result, _Unserved) else 0
-                    yield prompt, result
-            asking.ended.set()
-            for future, prompt in flying.items():  # came in this moment
-                result = future.result() if future.done() and not future.exception() else None
-                if result is not None:
                     yield prompt, result
             for prompt in () if stopping.is_set() else left:
                 yield prompt, Failed(f"not asked, since {HOPELESS} prompts in a row had failed")
         finally:
-            asking.ended.set()
-            while wait(flying, timeout=0).not_done:
-                asking.give_up(all_of_them=True)
-                wait(flying, timeout=_TICK_S)
-            pool.shutdown()
+            loop.run_until_complete(_end(client, flying))
+            loop.close()
 
-    def _answer(self, prompt: Prompt, asking: _Asking) -> Result | None:
-        """Return the answer to a prompt, or why there is none; None if it was given up."""
+    def _client(self) -> httpx2.AsyncClient:
+        headers = {
+            "Content-Type": "application/json",
+            "Accept": "application/json",
+            "Accept-Encoding": "identity",  # the bytes of a reply are counted as they come
+            "User-Agent": f"entrenar-py/{entrenar_py.__version__}",
+            "Connection": "close",
+        }
+        if self._key is not None:
+            headers["Authorization"] = f"Bearer {self._key}"
+        client: httpx2.AsyncClient = self._http.AsyncClient(
+            headers=headers,
+            timeout=self._http.Timeout(None, connect=CONNECT_S),
+            limits=self._http.Limits(),  # `answers` says how many there are
+            verify=ssl.create_default_context() if self._place.is_secure else True,
+            trust_env=False,  # a proxy of the environment would see the key
+        )
+        return client
+
+    async def _answer(self, prompt: Prompt, client: httpx2.AsyncClient) -> Result:
+        """Return the answer to a prompt, or why there is none."""
         tries, next_s = self._section.retries + 1, FIRST_WAIT_S
         for number in range(1, tries + 1):
             try:
-                return self._ask(prompt, asking)
+                return await self._ask(prompt, client)
             except _TroubleError as trouble:
-                if asking.ended.is_set():
-                    return None
                 if number == tries or not trouble.again:
                     kind = _Unserved if trouble.is_servers else Failed
                     return kind(f"{trouble} ({counted(number, 'time')} asked)")
                 due_s = next_s if trouble.after_s is None else max(next_s, trouble.after_s)
-                if asking.ended.wait(min(due_s, WAIT_S_MAX)):
-                    return None
+                await asyncio.sleep(min(due_s, WAIT_S_MAX))
                 next_s *= 2
         raise AssertionError("the last try returns")
 
-    def _ask(self, prompt: Prompt, asking: _Asking) -> Answer:
-        path, body = replies.request(prompt)
+    async def _ask(self, prompt: Prompt, client: httpx2.AsyncClient) -> Answer:
+        path, body = request_of(prompt)
         section = self._section
         body |= {
             "model": self._model,
@@ -255,101 +331,106 @@ class Endpoint:
         }
         if section.temperature:
             body["seed"] = seed_of(prompt, self._seed) % 2**31
-        status, after_s, reply = self._exchange(f"{self._place.path}/{path}", body, asking)
-        told = f"the endpoint answers {status} ({replies.problem(reply)})"
+        status, after_s, reply = await self._exchange(path, body, client)
+        said = f"the endpoint answers {status} ({problem_of(reply)})"
         if status in _REFUSALS or 300 <= status < 400:
             advice = _REFUSALS.get(status, "give the URL that it points to")
-            raise UsageError(f"endpoint={self._place.url}: {told}; {advice}")
+            raise UsageError(f"endpoint={self._place.url}: {said}; {advice}")
         if status in _AGAIN or status >= 500:
-            raise _TroubleError(told, again=True, after_s=after_s)
-        if status != http.client.OK:
-            raise _TroubleError(told, again=False, is_servers=False)
+            raise _TroubleError(said, again=True, after_s=after_s)
+        if status != 200:
+            raise _TroubleError(said, again=False, is_servers=False)
         try:
-            return replies.answer(reply)
+            return answer_of(reply)
         except BadReplyError as problem:
             raise _TroubleError(f"the endpoint sends {problem}", again=True) from problem
 
-    def _exchange(
-        self, path: str, body: dict[str, Any], asking: _Asking
+    async def _exchange(
+        self, path: str, body: dict[str, Any], client: httpx2.AsyncClient
     ) -> tuple[int, float | None, bytes]:
         """Return the status of a reply, when to come again, and its body."""
-        headers = {
-            "Content-Type": "application/json",
-            "Accept": "application/json",
-            "User-Agent": f"entrenar-py/{entrenar_py.__version__}",
-            "Connection": "close",
-        }
-        if self._key is not None:
-            headers["Authorization"] = f"Bearer {self._key}"
-        limit_s, began_s = self._section.timeout_s, time.monotonic()
-        connection = self._connection(min(CONNECT_S, limit_s))
+        content = json.dumps(body, default=str).encode()
+        request = client.build_request("POST", f"{self._place.url}/{path}", content=content)
         try:
-            with asking.open(connection, limit_s):
-                connection.connect()
-                connection.sock.settimeout(limit_s)
-                if asking.ended.is_set():
-                    raise _TroubleError("given up", again=False)
-                sent = json.dumps(body, default=str).encode()
-                connection.request("POST", path, sent, headers)
-                reply = connection.getresponse()
-                found = _body(reply, self._bytes_max)
-        except ssl.SSLCertVerificationError as error:
-            raise UsageError(
-                f"endpoint={self._place.url}: its certificate is not trusted "
-                f"({error.verify_message}); use the name that it is for, or let the system trust "
-                "its issuer (SSL_CERT_FILE)"
-            ) from error
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            if time.monotonic() - began_s >= limit_s:
-                told = f"no whole answer within {limit_s:g} s (distill.text.timeout_s)"
-            else:
-                why = self._hidden(str(error) or type(error).__name__)
-                told = f"no connection, or one that broke ({why})"
-            raise _TroubleError(told, again=True) from error
-        if time.monotonic() - began_s >= limit_s:
-            told = f"no whole answer within {limit_s:g} s (distill.text.timeout_s)"
-            raise _TroubleError(told, again=True)
-        if len(found) > self._bytes_max:
-            told = (
+            async with asyncio.timeout(self._section.timeout_s):
+                reply = await client.send(request, stream=True)
+                try:
+                    data = await _body(reply, self._bytes_max)
+                finally:
+                    await reply.aclose()
+        except TimeoutError as error:
+            limit = f"{self._section.timeout_s:g} s (distill.text.timeout_s)"
+            raise _TroubleError(f"no whole answer within {limit}", again=True) from error
+        except (self._http.HTTPError, OSError) as error:
+            raise self._broken(error) from error
+        if len(data) > self._bytes_max:
+            raise _TroubleError(
                 f"the endpoint sends more than {self._bytes_max} bytes, the most that are read for "
-                f"{self._section.new_tokens} tokens (distill.text.new_tokens)"
+                f"{self._section.new_tokens} tokens (distill.text.new_tokens)",
+                again=False,
             )
-            raise _TroubleError(told, again=False)
         if self._key is not None:  # some send it back
-            found = _without(self._key, found)
-        after_s = _seconds(reply.getheader("Retry-After"), reply.getheader("Date"))
-        return reply.status, after_s, found
+            data = _without(self._key, data)
+        after_s = _seconds(reply.headers.get("Retry-After"), reply.headers.get("Date"))
+        return reply.status_code, after_s, data
 
-    def _connection(self, connect_s: float) -> http.client.HTTPConnection:
-        place = self._place
-        if self._tls is None:
-            return http.client.HTTPConnection(place.host, place.port, timeout=connect_s)
-        return http.client.HTTPSConnection(
-            place.host, place.port, timeout=connect_s, context=self._tls
-        )
+    def _broken(self, error: BaseException) -> Exception:
+        """Return what a connection that failed means: for this prompt, or for all of them."""
+        first = _first_cause(error)
+        if isinstance(first, ssl.SSLCertVerificationError):
+            return UsageError(
+                f"endpoint={self._place.url}: its certificate is not trusted "
+                f"({first.verify_message}); use the name that it is for, or let the system trust "
+                "its issuer (SSL_CERT_FILE)"
+            )
+        reason = str(first) or type(first).__name__
+        if self._key is not None:  # some servers send it back
+            reason = reason.replace(self._key, "***")
+        return _TroubleError(f"no connection, or one that broke ({reason})", again=True)
 
-    def _hidden(self, text: str) -> str:
-        """Return a server's text without the key, which some send back."""
-        return text if self._key is None else text.replace(self._key, "***")
+
+def _library() -> Any:
+    try:
+        import httpx2
+    except ImportError as error:
+        raise UsageError(
+            f"distill.text.endpoint needs {error.name}; {shipped.extra_advice('finetune')}"
+        ) from error
+    return httpx2
 
 
-def _body(reply: http.client.HTTPResponse, bytes_max: int) -> bytes:
-    """Return a reply's body, or a byte more than is allowed.
+async def _end(client: httpx2.AsyncClient, tasks: Iterable[asyncio.Task[Result]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await client.aclose()
 
-    Raises HTTPException for one that breaks off, and ValueError for sizes that are no numbers.
-    """
-    found = bytearray()
-    while len(found) <= bytes_max and (part := reply.read1(_READ_BYTES)):
-        found += part
-    if reply.length and len(found) <= bytes_max:
-        raise http.client.IncompleteRead(bytes(found), reply.length)
-    return bytes(found[: bytes_max + 1])
+
+async def _body(reply: httpx2.Response, bytes_max: int) -> bytes:
+    """Return a reply's body, or a byte more than is allowed."""
+    body = bytearray()
+    async for part in reply.aiter_raw():
+        body += part
+        if len(body) > bytes_max:
+            break
+    return bytes(body[: bytes_max + 1])
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """Return the error at the beginning of a chain: the library's own say little."""
+    while True:
+        if isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        elif isinstance(cause := error.__cause__ or error.__context__, Exception):
+            error = cause
+        else:  # also a cancellation, by which a time-out ends what it waited for
+            return error
 
 
 def _without(key: str, body: bytes) -> bytes:
     """Return a body in which stars stand for the key, however JSON has written it."""
     with suppress(ValueError):  # else it is hidden where it stands as it is
-        body = json.dumps(json_text.load(body, values_max=replies.VALUES_MAX)).encode()
+        body = json.dumps(json_text.load(body, values_max=VALUES_MAX)).encode()
     for form in {key, json.dumps(key)[1:-1]}:
         body = body.replace(form.encode(), b"***")
     return body
@@ -360,19 +441,19 @@ def seed_of(prompt: Prompt, seed: int) -> int:
     return (int(prompt.digest, 16) ^ seed) % 2**63
 
 
-def _seconds(given: str | None, now: str | None) -> float | None:
-    """Return what a Retry-After says: seconds, or a date; None for nothing of both.
+def _seconds(due: str | None, now: str | None) -> float | None:
+    """Return what a Retry-After says: seconds, or a date; None for neither.
 
     A date is compared with `now`, the answer's own date, since clocks differ, and jump.
     """
-    if given is None:
+    if due is None:
         return None
     try:
-        found = float(given)
+        seconds = float(due)
     except ValueError:
         try:
-            due, sent = (email.utils.parsedate_to_datetime(one or "") for one in (given, now))
-            found = (due - sent).total_seconds()
+            then, sent = (email.utils.parsedate_to_datetime(date or "") for date in (due, now))
+            seconds = (then - sent).total_seconds()
         except (TypeError, ValueError, OverflowError):  # one may be without a time zone
             return None
-    return max(0.0, found) if math.isfinite(found) else None
+    return max(0.0, seconds) if math.isfinite(seconds) else None

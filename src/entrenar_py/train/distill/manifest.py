@@ -1,22 +1,293 @@
-"""The list of a folder's shards: JSON lines in a BLAKE3 chain, as in a ledger.
+"""What a folder of shards has: its facts, the list of its whole shards, and claims on others.
 
-The first line has the facts of the folder, each other one a shard that is whole. A shard that was
-made again has a line more, which counts how often it had been made. A writer that has only some of
-the shards (`--part 2/3`) has a list of its own, so that folders can be put together by copying.
+The list is JSON lines in a BLAKE3 chain, as in a ledger. The first line has the facts, each other
+one a shard that is whole. A shard that was made again has a line more, which counts how often it
+had been made. A writer that has only some of the shards (`--part 2/3`) has a list of its own, so
+that folders can be put together by copying.
+
+A row of a shard is one position of one sample: the token there, and those before it, are what the
+teacher saw, and `target`, the token after it, is what it predicts. Log-probabilities are natural,
+at temperature 1. `rest` is the log of the mass that the other tokens have together, -inf if there
+are none.
+
+A claim is a byte of one lock file, a byte for each shard. The kernel gives a lock up when its
+process ends, however it ends, so no claim outlives its owner, and none needs a heartbeat. On NFS
+the server keeps the locks, for all machines that mount the folder.
 """
 
 from __future__ import annotations
 
-import os
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
 
+from blake3 import blake3
+
+from entrenar_py.shared import shipped
 from entrenar_py.shared.errors import UsageError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+import errno
+import fcntl
+import os
+import struct
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from entrenar_py.shared.errors import SystemFailure
 from entrenar_py.shared.trace import ledger
 from entrenar_py.shared.untrusted import files, json_text
-from entrenar_py.train.distill.claims import Claims
-from entrenar_py.train.distill.schema import Facts, file_name
+
+VERSION = 2
+STORED = ("float16", "float32")
+METADATA_KEY = b"entrenar-distill"  # of a file's metadata
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """The facts that all shards of a folder have in common.
+
+    The digests are 32 hex digits each. `rows` are the rows of each shard, and `samples` its
+    samples; the order in which shards have them follows from `seed`. `temperature` is always 1:
+    that of the loss is chosen later.
+    """
+
+    teacher: str
+    tokenizer: str
+    data: str
+    vocabulary: int
+    top_k: int
+    stored: str
+    precision: str
+    seed: int
+    batch_tokens: int
+    samples: tuple[int, ...]
+    rows: tuple[int, ...]
+    temperature: float = 1.0
+    version: int = VERSION
+
+    @property
+    def num_shards(self) -> int:
+        """The number of shards when all are there."""
+        return len(self.rows)
+
+    @property
+    def digest(self) -> str:
+        """32 hex digits over all of it."""
+        return blake3(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest(16)
+
+    @property
+    def has_rest(self) -> bool:
+        """False if a row has every token of the vocabulary."""
+        return self.top_k < self.vocabulary
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a mapping that JSON can hold."""
+        return asdict(self) | {"samples": list(self.samples), "rows": list(self.rows)}
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Facts:
+        """Return the facts that `to_dict` made `record` of.
+
+        Raises UsageError for any other record, such as one of another version.
+        """
+        version = record.get("version")
+        if version != VERSION:
+            raise UsageError(f"version={version!r}: this is version {VERSION}; make them again")
+        known = {field.name: field.type for field in fields(cls)}
+        if record.keys() != known.keys():
+            odd = sorted(record.keys() ^ known.keys())
+            raise UsageError(f"{odd[0]}: it is missing, or of no use here; make them again")
+        kinds = {"int": int, "str": str, "float": float, "tuple[int, ...]": list}
+        for name, kind in known.items():
+            value = record[name]
+            is_right = type(value) is kinds[str(kind)]
+            if is_right and isinstance(value, list):
+                is_right = all(type(one) is int and one >= 0 for one in value)
+            if not is_right:
+                raise UsageError(f"{name}={value!r}: it is no {kind}; make them again")
+        lists = {name: tuple(record[name]) for name in ("samples", "rows")}
+        facts = cls(**{**record, **lists})
+        if len(facts.samples) != len(facts.rows) or not facts.rows:
+            raise UsageError("samples and rows don't fit each other; make them again")
+        if not 1 <= facts.top_k <= facts.vocabulary:
+            raise UsageError(f"top_k={facts.top_k} of {facts.vocabulary} tokens; make them again")
+        if facts.stored not in STORED or facts.temperature != 1:
+            stored = f"stored={facts.stored!r}, temperature={facts.temperature:g}"
+            raise UsageError(f"{stored}: unknown here; make them again")
+        return facts
+
+
+def vocabulary_digest(tokenizer: Any) -> str:
+    """Return 32 hex digits over the text of each token.
+
+    Rows are tokenised once, by the student's tokenizer. So a teacher has to take the same numbers
+    for the same texts, and may have another chat template.
+    """
+    told = sorted(tokenizer.get_vocab().items())
+    return blake3(json.dumps(told).encode()).hexdigest(16)
+
+
+def num_tokens(tokenizer: Any) -> int:
+    """Return one more than the largest number of a token; there may be gaps between them."""
+    return 1 + max(map(int, tokenizer.get_vocab().values()))
+
+
+def file_name(number: int, num_shards: int) -> str:
+    """Return the name of the shard `number`, counted from 0."""
+    return f"shard-{number:05d}-of-{num_shards:05d}.parquet"
+
+
+def columns(facts: Facts, number: int) -> pa.Schema:
+    """Return the Parquet schema of the shard `number`, with the facts in its metadata."""
+    pa = arrow()
+    value = {"float16": pa.float16(), "float32": pa.float32()}[facts.stored]
+    listed = {**facts.to_dict(), "shard": number}
+    del listed["samples"], listed["rows"]  # a file need not list those of all others
+    return pa.schema(
+        [
+            pa.field("sample", pa.int32(), nullable=False),
+            pa.field("position", pa.int32(), nullable=False),
+            pa.field("target", pa.int32(), nullable=False),
+            pa.field("tokens", fixed(pa.int32(), facts.top_k), nullable=False),
+            pa.field("log_probabilities", fixed(value, facts.top_k), nullable=False),
+            pa.field("rest", pa.float32(), nullable=False),
+        ],
+        metadata={
+            METADATA_KEY: json.dumps({**listed, "facts": facts.digest}, sort_keys=True).encode()
+        },
+    )
+
+
+def fixed(kind: Any, size: int) -> Any:
+    """Return the type of lists of `size` values of `kind`."""
+    pa = arrow()
+    return pa.list_(pa.field("element", kind, nullable=False), size)
+
+
+def arrow() -> Any:
+    """Return pyarrow, which takes a quarter of a second to import. Raises UsageError without it."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UsageError(
+            f"entrenar distill needs pyarrow; {shipped.extra_advice('finetune')}"
+        ) from error
+    return pyarrow
+
+
+CLAIMS_FILE = "claims.lock"
+_FORM = "hhqqi0q"  # struct flock of Linux: type, whence, start, length, process
+APPENDING_S = 60.0  # a line takes milliseconds, and a stopped process keeps the lock for ever
+CLAIM_LOOK_EVERY_S = 0.02
+_APPENDING = 2**40  # the byte that stands for the list; shards have those from 0 on
+
+
+class Claims:
+    """The claims of this process in `folder`. Only one object a process and folder may exist.
+
+    A process that closes any handle of a file gives up all its locks on that file, so the handle
+    stays open.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises OSError if the lock file can't be opened."""
+        self._file = files.open_to_write(folder / CLAIMS_FILE, flags=os.O_NOFOLLOW)
+        self._folder = folder
+
+    def take(self, shard: int) -> bool:
+        """Claim a shard; return False if another process has it.
+
+        Raises UsageError on a file system without locks.
+        """
+        try:
+            self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB, shard)
+        except (BlockingIOError, PermissionError):  # the standard allows either
+            return False
+        return True
+
+    def give_up(self, shard: int) -> None:
+        """Give a claim up."""
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, shard)
+
+    @contextmanager
+    def appending(self) -> Iterator[None]:
+        """Keep other writers from the folder's lists in the body.
+
+        Raises as `take` does, and SystemFailure if another process keeps this one out for long.
+        """
+        until_s = time.monotonic() + APPENDING_S
+        while not self.take(_APPENDING):
+            if time.monotonic() >= until_s:
+                owner = _owner(self._file, _APPENDING)
+                holder = "another process" if owner is None else f"process {owner}"
+                raise SystemFailure(
+                    f"distill.logits={self._folder}: {holder} has kept its lists locked for "
+                    f"{APPENDING_S:g} s (is it stopped?); end it, or let it go on"
+                )
+            time.sleep(CLAIM_LOOK_EVERY_S)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _APPENDING)
+
+    def _lock(self, how: int, byte: int) -> None:
+        try:
+            fcntl.lockf(self._file, how, 1, byte)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL):
+                raise
+            raise UsageError(
+                f"distill.logits={self._folder}: its file system gives no locks "
+                f"({error.strerror}), so two processes might make one shard twice; use a folder "
+                "on another one"
+            ) from error
+
+    def close(self) -> None:
+        """Give all claims up."""
+        os.close(self._file)
+
+
+def being_made(folder: Path, num_shards: int) -> dict[int, int]:
+    """Return the shards that other processes make just now, with the process id of each.
+
+    The id of a process on another machine says nothing. Only Linux is asked: elsewhere there are
+    none.
+    """
+    try:
+        file = os.open(folder / CLAIMS_FILE, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:  # nobody has made any here
+        return {}
+    owners: dict[int, int] = {}
+    try:
+        for shard in range(num_shards):
+            if (owner := _owner(file, shard)) is not None:
+                owners[shard] = owner
+    except OSError:  # no locks there
+        return owners
+    finally:
+        os.close(file)
+    return owners
+
+
+def _owner(file: int, byte: int) -> int | None:
+    """Return the process that has the lock on `byte`; None if none has, or the system is not Linux.
+
+    Raises OSError on a file system without locks.
+    """
+    if sys.platform != "linux":
+        return None
+    asked = struct.pack(_FORM, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+    kind, _, _, _, owner = struct.unpack(_FORM, fcntl.fcntl(file, fcntl.F_GETLK, asked))
+    return None if kind == fcntl.F_UNLCK else int(owner)
+
 
 PATTERN = "manifest*.jsonl"
 _HEAD, _SHARD = "head", "shard"
@@ -73,7 +344,7 @@ class Lists:
         A last line that is not whole yet is left out. Raises UsageError for a list that was edited
         or damaged, and for lists of different facts.
         """
-        found: Listed | None = None
+        listed: Listed | None = None
         try:
             paths = sorted(self._folder.glob(PATTERN))
         except OSError as error:
@@ -82,26 +353,25 @@ class Lists:
                 f"distill.logits={self._folder}: {told}; give another folder"
             ) from error
         for path in paths:
-            one = self._known.setdefault(path, _List(path))
-            one.update()
-            if one.facts is None:
+            own = self._known.setdefault(path, _List(path))
+            own.update()
+            if own.facts is None:
                 continue
-            if found is None:
-                found = Listed(one.facts, dict(one.shards))
-            elif found.facts != one.facts:
+            if listed is None:
+                listed = Listed(own.facts, dict(own.shards))
+            elif listed.facts != own.facts:
                 raise UsageError(
                     f"{path}: it is of other shards than the other lists in its folder "
-                    f"({_difference(one.facts, found.facts)}); give each its own folder"
+                    f"({_difference(own.facts, listed.facts)}); give each its own folder"
                 )
             else:
-                for shard, entry in one.shards.items():
-                    if entry.remade >= found.shards.get(shard, entry).remade:
-                        found.shards[shard] = entry
-        return found
+                for shard, entry in own.shards.items():
+                    if entry.remade >= listed.shards.get(shard, entry).remade:
+                        listed.shards[shard] = entry
+        return listed
 
 
 def _difference(one: Facts, other: Facts) -> str:
-    """Return the names and values that differ, but for lists, whose names are enough."""
     pairs = {name: (value, other.to_dict()[name]) for name, value in one.to_dict().items()}
     return ", ".join(
         name if isinstance(here, list) else f"{name} {here} and {there}"
@@ -211,7 +481,7 @@ class Writer:
             self._update()
 
     def add(self, entry: Entry) -> Entry:
-        """Add a shard, whose file is in its place; return what the list has of it.
+        """Add a shard that has its file in place; return what the list has of it.
 
         Raises OSError if it can't be written.
         """
@@ -224,7 +494,6 @@ class Writer:
         return entry
 
     def _update(self) -> None:
-        """Read what others have added, and begin a list that is not there, or no more."""
         self._list.update()
         if self._list.facts is None:
             self._append({"what": _HEAD, **self._facts.to_dict()})
@@ -235,7 +504,7 @@ class Writer:
         text, _ = ledger.dump_line(self._list.chain, record)
         file = files.open_to_write(self._path)
         try:
-            os.ftruncate(file, self._list.end)  # a part of a line, whose writer was killed
+            os.ftruncate(file, self._list.end)  # a part of a line: its writer was killed
             line, at = text.encode() + b"\n", self._list.end
             while line:  # a disk that is nearly full takes a part of it
                 written = os.pwrite(file, line, at)

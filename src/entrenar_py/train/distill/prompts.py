@@ -1,8 +1,14 @@
-"""The prompts that a teacher is to answer, and the rows that its answers become."""
+"""The prompts that a teacher is to answer, the rows that its answers become, and their journal.
+
+The journal is JSON lines next to the rows. A line is appended when an answer comes, so a process
+that is killed loses no answer that it has got.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,10 +17,9 @@ from typing import Any
 
 from blake3 import blake3
 
-from entrenar_py.shared.errors import RowsError, UsageError
-from entrenar_py.shared.untrusted import escaping
-from entrenar_py.shared.wording import counted
-from entrenar_py.train.model import conversations, encoding, rows, samples
+from entrenar_py.shared.errors import SystemFailure, UsageError
+from entrenar_py.shared.untrusted import escaping, files, json_text
+from entrenar_py.train.model import conversations, rows, samples
 from entrenar_py.train.model.conversations import BadConversationError, Conversation
 from entrenar_py.train.model.rows import BadRow, Row
 from entrenar_py.train.model.settings import Data, Settings
@@ -78,27 +83,19 @@ def read(settings: Settings, path: Path) -> Prompts:
     Raises RowsError for rows that can't be used, unless `data.on_error` is `skip`, and UsageError
     if no row can be used.
     """
-    found, skipped, num_rows = dict[str, Prompt](), list[BadRow](), 0
+    distinct, skipped, num_rows = dict[str, Prompt](), list[BadRow](), 0
     for row in rows.read(path):
         prompt = row if isinstance(row, BadRow) else _prompt(row, settings)
         if isinstance(prompt, BadRow):
             skipped.append(prompt)
         else:
             num_rows += 1
-            found.setdefault(prompt.digest, prompt)
-    require(settings.data, f"distill.text.prompts={path}", skipped, num_rows)
-    if not found:
+            distinct.setdefault(prompt.digest, prompt)
+    samples.require_usable(settings.data, f"distill.text.prompts={path}", skipped, num_rows)
+    if not distinct:
         told = f"the first is {skipped[0]}" if skipped else "give one that has rows"
         raise UsageError(f"distill.text.prompts={path}: has no row that can be used; {told}")
-    return Prompts(list(found.values()), num_rows - len(found), skipped)
-
-
-def require(data: Data, where: str, skipped: Sequence[BadRow], num_good: int) -> None:
-    """Raise RowsError if there are rows that can't be used, unless they are to be skipped."""
-    if skipped and data.on_error == "stop":
-        told = f"{len(skipped)} of {counted(len(skipped) + num_good, 'row')} can't be used"
-        lines = [f"{where}: {told}; mend them, or set data.on_error: skip"]
-        raise RowsError("\n".join([*lines, *samples.listed(skipped)]))
+    return Prompts(list(distinct.values()), num_rows - len(distinct), skipped)
 
 
 def _prompt(row: Row, settings: Settings) -> Prompt | BadRow:
@@ -108,7 +105,7 @@ def _prompt(row: Row, settings: Settings) -> Prompt | BadRow:
         return prompt
     asked = prompt.asked
     texts = asked if isinstance(asked, str) else [asked.messages, asked.tools]
-    problem = encoding.too_long(texts, settings.data.max_tokens)
+    problem = samples.too_long(texts, settings.data.max_tokens)
     return BadRow(row.place, problem) if problem else prompt
 
 
@@ -121,7 +118,7 @@ def _of_row(row: Row, settings: Settings) -> Prompt | BadRow:
             return BadRow(row.place, escaping.shortened(escaping.exact(problem)))
     text = row.fields.get(name)
     if not isinstance(text, str) or not text.strip():
-        told = (
+        lack = (
             f"{name}={text!r}: use a text that is not empty"
             if name in row.fields
             else (
@@ -129,22 +126,24 @@ def _of_row(row: Row, settings: Settings) -> Prompt | BadRow:
                 "names another"
             )
         )
-        return BadRow(row.place, escaping.shortened(escaping.exact(told)))
+        return BadRow(row.place, escaping.shortened(escaping.exact(lack)))
     return Prompt(row.place, text)
 
 
 def row_of(prompt: Prompt, answer: Answer, data: Data) -> dict[str, Any]:
     """Return the row that `entrenar finetune` learns a whole answer from."""
-    asked = prompt.asked
-    if isinstance(asked, str):
-        return {data.text_field: asked + answer.content}
+    question = prompt.asked
+    if isinstance(question, str):
+        return {data.text_field: question + answer.content}
     turn: dict[str, Any] = {"role": "assistant", "content": answer.content}
     if answer.calls:
         turn["tool_calls"] = list(answer.calls)
     # Earlier answers were not this teacher's, and are not learned.
-    before = [{**one, "weight": 0} if one["role"] == "assistant" else one for one in asked.messages]
+    before = [
+        {**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in question.messages
+    ]
     row: dict[str, Any] = {data.messages_field: [*before, turn]}
-    return row if asked.tools is None else {**row, "tools": list(asked.tools)}
+    return row if question.tools is None else {**row, "tools": list(question.tools)}
 
 
 def is_learnable(prompt: Prompt, answer: Answer, data: Data) -> bool:
@@ -172,4 +171,158 @@ def originals(settings: Settings) -> Iterator[Mapping[str, Any]]:
         else:
             num_rows += 1
             yield row.fields
-    require(settings.data, f"data.train={settings.data.train}", skipped, num_rows)
+    samples.require_usable(settings.data, f"data.train={settings.data.train}", skipped, num_rows)
+
+
+JOURNAL_END = ".journal"  # of its name, after that of the rows
+
+
+class Journal:
+    """The answers in the journal of the rows at `rows`, which this process alone may append to.
+
+    A `day` that templates are told is written with each answer.
+    `others` counts the lines of other settings, `damaged` those that are none. The prompts of both
+    count as not asked.
+    """
+
+    def __init__(
+        self, rows: Path, settings: str, new_tokens: int, *, day: str | None = None
+    ) -> None:
+        """Open it, or begin it, for answers of at most `new_tokens` tokens.
+
+        `settings` is the digest of all else that an answer depends on. Raises UsageError if it
+        can't be written, or if another process has it open.
+        """
+        self.path, self._settings = journal_of(rows), settings
+        self._new_tokens, self._day = new_tokens, day
+        self.others = self.damaged = 0
+        self._answers = dict[str, Answer]()
+        try:
+            rows.parent.mkdir(parents=True, exist_ok=True)
+            if rows.is_dir():
+                raise IsADirectoryError(0, "is a folder")
+            self._file = files.open_to_write(self.path, flags=os.O_APPEND)
+        except OSError as error:
+            raise UsageError(
+                f"distill.text.rows={rows}: can't be written ({error.strerror or error}); give a "
+                "file in a folder that you may write to"
+            ) from error
+        try:
+            self._lock()
+            self._read()
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UsageError(
+                f"{self.path}: another process is writing answers to it; wait for its end, or give "
+                "distill.text.rows another name"
+            ) from error
+        except OSError as error:
+            raise UsageError(
+                f"{self.path}: its file system gives no locks ({error.strerror}); give "
+                "distill.text.rows a place on another one"
+            ) from error
+
+    def _read(self) -> None:
+        """Read all whole lines, and cut off a part of one: its writer was killed."""
+        end = 0
+        try:
+            with files.open_file(self.path) as file:
+                for line in files.lines(file):
+                    if not line.endswith(b"\n"):
+                        break
+                    end += len(line)
+                    self._add(line)
+            os.ftruncate(self._file, end)
+        except OSError as error:
+            raise UsageError(
+                f"{self.path}: can't be read ({error.strerror or error}); give access to it, or "
+                "give distill.text.rows another name"
+            ) from error
+
+    def _add(self, line: bytes) -> None:
+        try:
+            record = json_text.load(line)
+        except ValueError:
+            record = None
+        match record:
+            case {
+                "settings": str(settings),
+                "new_tokens": int(most),
+                "prompt": str(prompt),
+                "outcome": str(outcome),
+                "content": str(content),
+                "calls": list(calls),
+            } if outcome in OUTCOMES:
+                if settings != self._settings:
+                    self.others += 1
+                elif self._holds(outcome, most):
+                    self._answers.setdefault(prompt, Answer(outcome, content, calls))
+            case _:
+                self.damaged += 1
+
+    def _holds(self, outcome: str, most: int) -> bool:
+        """Return whether an outcome with at most `most` tokens is that of this limit, too.
+
+        A whole answer stays the same with a higher limit, and a truncated one with a lower one.
+        """
+        return most >= self._new_tokens if outcome == TRUNCATED else most <= self._new_tokens
+
+    def answer(self, prompt: Prompt) -> Answer | None:
+        """Return the answer to `prompt`, if there is one."""
+        return self._answers.get(prompt.digest)
+
+    def add(self, prompt: Prompt, answer: Answer) -> None:
+        """Keep an answer. Raises SystemFailure if it can't be written."""
+        record: Mapping[str, Any] = {
+            "settings": self._settings,
+            "new_tokens": self._new_tokens,
+            "prompt": prompt.digest,
+            "outcome": answer.outcome,
+            "content": answer.content,
+            "calls": list(answer.calls),
+            **({} if self._day is None else {"day": self._day}),
+        }
+        left = memoryview(f"{dump(record)}\n".encode())
+        try:
+            while left:
+                left = left[os.write(self._file, left) :]
+        except OSError as error:
+            raise SystemFailure(
+                f"{self.path}: can't be written ({error.strerror or error}); make room, and start "
+                "it again: it asks what has no answer yet"
+            ) from error
+        self._answers[prompt.digest] = answer
+
+    def close(self) -> None:
+        """Let the disk have it, and others open it. Raises SystemFailure if the disk can't."""
+        try:
+            os.fsync(self._file)
+        except OSError as error:
+            raise SystemFailure(
+                f"{self.path}: can't be written ({error.strerror or error}); make room, and start "
+                "it again: it asks what has no answer yet"
+            ) from error
+        finally:
+            os.close(self._file)
+
+
+def journal_of(rows: Path) -> Path:
+    """Return the path of the journal of the rows at `rows`."""
+    return rows.with_name(f"{rows.name}{JOURNAL_END}")
+
+
+def day_of(journal: Path) -> str | None:
+    """Return the day that the first answer in a journal was given with, if it says one."""
+    try:
+        with files.open_file(journal) as file:
+            record = json_text.load(next(iter(files.lines(file)), b""))
+    except (OSError, ValueError):
+        return None  # whoever opens it to write tells what is wrong with it
+    day = record.get("day") if isinstance(record, dict) else None
+    return day if isinstance(day, str) else None

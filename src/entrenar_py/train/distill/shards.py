@@ -1,4 +1,9 @@
-"""Shards as Parquet files: which samples each one has, how it is written, and how it is checked."""
+"""Shards as Parquet files: how they are written, checked, read by a student, and looked at.
+
+A student needs the rows of its samples in an order that no shard has, often while shards still
+come. So `TeacherRows` opens a file when its first row is needed, waits for one that isn't listed
+yet, and keeps some decoded row groups, the last ones used.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,10 @@ import bisect
 import contextlib
 import os
 import secrets
-from collections.abc import Sequence
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +23,11 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from entrenar_py.shared.errors import UsageError
-from entrenar_py.shared.untrusted import files, json_text
-from entrenar_py.train.distill import schema
-from entrenar_py.train.distill.manifest import Entry, path_of
-from entrenar_py.train.distill.schema import Facts
+from entrenar_py.shared import wording
+from entrenar_py.shared.errors import SystemFailure, UsageError
+from entrenar_py.shared.untrusted import files, json_text, printing
+from entrenar_py.train.distill import manifest
+from entrenar_py.train.distill.manifest import Entry, Facts, Listed, Lists, path_of
 from entrenar_py.train.model.samples import Samples
 
 GROUP_BYTES = 2**20  # of a row group's rows, at least, but for the last one of a file
@@ -116,14 +124,14 @@ class Places:
 
 def groups(facts: Facts, starts: NDArray[np.int64]) -> list[slice]:
     """Return the rows of each row group: whole samples, GROUP_BYTES or more together."""
-    found, begin = list[slice](), 0
+    slices, begin = list[slice](), 0
     least = max(1, GROUP_BYTES // row_bytes(facts))
     for end in map(int, starts[1:]):
         if end - begin >= least or end == int(starts[-1]):
             if end > begin:
-                found.append(slice(begin, end))
+                slices.append(slice(begin, end))
             begin = end
-    return found
+    return slices
 
 
 def row_bytes(facts: Facts) -> int:
@@ -140,10 +148,10 @@ class ShardWriter:
     def __init__(self, folder: Path, facts: Facts, shard: int, starts: NDArray[np.int64]) -> None:
         self._facts, self._shard, self._path = facts, shard, path_of(folder, facts, shard)
         self._own = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}")
-        self._form = schema.columns(facts, shard)
+        self._form = manifest.columns(facts, shard)
         self._due = groups(facts, starts)
         self._held, self._num_rows = list[Rows](), 0
-        self._writer = schema.arrow().parquet.ParquetWriter(
+        self._writer = manifest.arrow().parquet.ParquetWriter(
             self._own,
             self._form,
             compression=COMPRESSION,
@@ -154,15 +162,15 @@ class ShardWriter:
     def add(self, rows: Rows) -> None:
         """Write the next rows, as soon as a group is whole."""
         self._held.append(rows)
-        pa, self._num_rows = schema.arrow(), self._num_rows + len(rows)
+        pa, self._num_rows = manifest.arrow(), self._num_rows + len(rows)
         while self._due and self._due[0].stop <= self._num_rows:
             part = self._due.pop(0)
-            held, size = joined(self._held), part.stop - part.start
+            rows, size = joined(self._held), part.stop - part.start
             table = pa.Table.from_arrays(
-                _arrays(self._form, held.part(slice(size))), schema=self._form
+                _arrays(self._form, rows.part(slice(size))), schema=self._form
             )
             self._writer.write_table(table, row_group_size=size)
-            self._held = [held.part(slice(size, None))]
+            self._held = [rows.part(slice(size, None))]
 
     def finish(self) -> Entry:
         """Put the file in its place, and return its line of the list."""
@@ -187,13 +195,13 @@ class ShardWriter:
 
 
 def remove_unfinished(folder: Path, facts: Facts, shard: int) -> None:
-    """Remove what killed processes left of a shard; only who has claimed it may."""
+    """Remove what killed processes left of a shard; only the process that claimed it may."""
     for path in folder.glob(f".{path_of(folder, facts, shard).name}.*"):
         path.unlink(missing_ok=True)
 
 
 def _arrays(form: Any, rows: Rows) -> list[Any]:
-    pa = schema.arrow()
+    pa = manifest.arrow()
 
     def lists(name: str) -> Any:
         kind = form.field(name).type
@@ -243,32 +251,32 @@ class File:
         """Raises UsageError for a file that is no such shard."""
         self.path = path_of(folder, facts, shard)
         self._groups, self._facts = groups(facts, starts), facts
-        pa = schema.arrow()
+        pa = manifest.arrow()
         try:
             self._file = pa.parquet.ParquetFile(self.path, memory_map=False)
         except (OSError, pa.ArrowException) as error:
             told = " ".join(str(error).split())
             raise UsageError(f"{self.path}: it is no Parquet file ({told}); {_AGAIN}") from error
-        self._require(schema.columns(facts, shard))
+        self._require(manifest.columns(facts, shard))
 
     def _require(self, form: Any) -> None:
         """Raise UsageError unless the file has the columns and the metadata of its place."""
-        found = self._file.schema_arrow
+        schema = self._file.schema_arrow
         for field in form:
-            if field.name not in found.names:
+            if field.name not in schema.names:
                 raise UsageError(f"{self.path}: column {field.name} is missing; {_AGAIN}")
-            if not found.field(field.name).type.equals(field.type):
+            if not schema.field(field.name).type.equals(field.type):
                 raise UsageError(
-                    f"{self.path}: column {field.name} has type {found.field(field.name).type}, "
+                    f"{self.path}: column {field.name} has type {schema.field(field.name).type}, "
                     f"and not {field.type}; {_AGAIN}"
                 )
-        told, wanted = _told(found.metadata), _told(form.metadata)
+        metadata, wanted = _told(schema.metadata), _told(form.metadata)
         # The digest over all facts comes last: it says only that something differs.
         for name, value in sorted(wanted.items(), key=lambda item: item[0] == "facts"):
-            if told.get(name) != value:
+            if metadata.get(name) != value:
                 raise UsageError(
                     f"{self.path}: it is another folder's or another run's: {name} is "
-                    f"{told.get(name)!r}, and {value!r} in the folder's list; {_AGAIN}"
+                    f"{metadata.get(name)!r}, and {value!r} in the folder's list; {_AGAIN}"
                 )
         here = [self._file.metadata.row_group(n).num_rows for n in range(self._file.num_row_groups)]
         due = [part.stop - part.start for part in self._groups]
@@ -288,7 +296,7 @@ class File:
 
     def read(self, group: int) -> Rows:
         """Return the rows of a group. Raises UsageError for one that can't be decoded."""
-        pa = schema.arrow()
+        pa = manifest.arrow()
         try:
             table = self._file.read_row_group(group, columns=list(_COLUMNS), use_threads=False)
             rows = rows_of(table, self._facts.top_k)
@@ -301,7 +309,7 @@ class File:
         return rows
 
     def _require_distributions(self, rows: Rows, first: int) -> None:
-        """Raise UsageError for a row that no softmax has, the first of which is row `first`."""
+        """Raise UsageError for a row that no softmax has; row `first` comes first."""
         found = not_distributions(rows)
         if found is not None:
             index, problem = found
@@ -339,7 +347,6 @@ EXPLAINED = 3 * 2.0**-8
 
 
 def _stored_error(rows: Rows) -> float:
-    """Return the relative error of a log-probability in the format that a shard has."""
     return float(np.finfo(rows.log_probabilities.dtype).eps) / 2
 
 
@@ -365,7 +372,284 @@ def rows_of(table: Any, top_k: int) -> Rows:
 
 def _told(metadata: Any) -> dict[str, Any]:
     try:
-        found = json_text.load((metadata or {})[schema.KEY])
+        record = json_text.load((metadata or {})[manifest.METADATA_KEY])
     except (KeyError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return record if isinstance(record, dict) else {}
+
+
+ARRIVAL_LOOK_EVERY_S = 0.5
+TELL_AFTER_S = 10.0
+HELD_BYTES = 2**28  # of decoded row groups
+OPEN_MAX = 256  # files
+
+Say = Callable[[str], None]
+
+
+def facts_of(
+    folder: Path, *, patience_s: float, ended: threading.Event, say: Say = printing.say
+) -> Facts:
+    """Return the facts of the shards in `folder`; waits until a first list is there.
+
+    Raises UsageError if none is after `patience_s` seconds, or for one that can't be read, and
+    SystemFailure once `ended` is set.
+    """
+    begin, is_told = time.monotonic(), False
+    lists = Lists(folder)
+    while (listed := lists.read()) is None:
+        waited = time.monotonic() - begin
+        if waited >= patience_s:
+            raise UsageError(
+                f"distill.logits={folder}: there are no shards ({manifest.PATTERN} is missing); "
+                "make them by `entrenar distill logits`, or give the folder that they come to"
+            )
+        if not is_told:
+            say(f"waits for the first list of shards in {folder}")
+            is_told = True
+        _wait_on(ended, folder, min(ARRIVAL_LOOK_EVERY_S, patience_s - waited))
+    return listed.facts
+
+
+def _wait_on(ended: threading.Event, folder: Path, seconds: float) -> None:
+    if ended.wait(seconds):
+        raise SystemFailure(f"distill.logits={folder}: the wait for a shard was ended")
+
+
+class TeacherRows:
+    """The teacher's rows of any samples. Not for several threads at a time."""
+
+    def __init__(
+        self,
+        folder: Path,
+        facts: Facts,
+        places: Places,
+        *,
+        num_tokens: int,
+        patience_s: float,
+        ended: threading.Event,
+        say: Say = printing.say,
+    ) -> None:
+        """A shard that is missing, or not whole, is waited for, `patience_s` seconds at most.
+
+        All tokens are below `num_tokens`. Once `ended` is set, nothing is waited for.
+        """
+        self.facts = facts
+        self._folder, self._places = folder, places
+        self._num_tokens, self._patience_s, self._say = num_tokens, patience_s, say
+        self._ended = ended
+        self._lists, self._listed = Lists(folder), Listed(facts, {})
+        self._files: OrderedDict[int, File] = OrderedDict()
+        # Shards with compared digests, and their files' states then: a run with a new order
+        # in each epoch opens a file again and again.
+        self._seen: dict[int, tuple[Entry, tuple[int, ...] | None]] = {}
+        self._held: OrderedDict[tuple[int, int], Rows] = OrderedDict()  # by shard and group
+        self._held_bytes = 0
+
+    def rows(self, samples: Sequence[int]) -> Rows:
+        """Return the rows of `samples`, one sample after another.
+
+        Raises SystemFailure for a shard that doesn't come in time, and for rows of other
+        samples.
+        """
+        return joined([self._rows(int(sample)) for sample in samples])
+
+    def interrupt(self) -> None:
+        """End a wait in another thread, which raises SystemFailure."""
+        self._ended.set()
+
+    def require(self, samples: Sequence[int]) -> None:
+        """Wait until the shards of all `samples` are there. Raises SystemFailure as `rows` does."""
+        for shard in sorted({self._places.shard_of(int(one)) for one in samples}):
+            self._file(shard)
+
+    def _rows(self, sample: int) -> Rows:
+        shard = self._places.shard_of(sample)
+        starts = self._places.starts(shard)
+        index = self._places.index_in(shard, sample)
+        begin, end = int(starts[index]), int(starts[index + 1])
+        file = self._file(shard)
+        group = file.group_of(begin)
+        first = file.first_of(group)
+        rows = self._group(file, shard, group).part(slice(begin - first, end - first))
+        positions, targets = self._places.positions(sample), self._places.targets(sample)
+        if not (rows.sample == sample).all() or not np.array_equal(rows.position, positions):
+            raise SystemFailure(
+                f"{file.path}: rows {begin} to {end - 1} are not those of sample {sample} at "
+                f"positions {_shown(positions)}: they are of {_shown(np.unique(rows.sample))} at "
+                f"{_shown(rows.position)}; make the shard again by `entrenar distill logits`"
+            )
+        if not np.array_equal(rows.target, targets):
+            raise SystemFailure(
+                f"{file.path}: rows {begin} to {end - 1} predict {_shown(rows.target)}, and "
+                f"sample {sample} has {_shown(targets)} there; make the shard again by `entrenar "
+                "distill logits`"
+            )
+        if rows.tokens.min() < 0 or rows.tokens.max() >= self._num_tokens:
+            wrong = rows.tokens[(rows.tokens < 0) | (rows.tokens >= self._num_tokens)]
+            raise SystemFailure(
+                f"{file.path}: sample {sample} has token {wrong[0]}, and teacher and student have "
+                f"{self._num_tokens}; make the shard again by `entrenar distill logits`"
+            )
+        return rows
+
+    def _group(self, file: File, shard: int, group: int) -> Rows:
+        key = shard, group
+        if key not in self._held:
+            try:
+                rows = file.read(group)
+            except UsageError as error:
+                raise SystemFailure(str(error)) from error
+            self._held[key] = rows
+            self._held_bytes += rows.num_bytes
+            while self._held_bytes > HELD_BYTES and len(self._held) > 1:
+                _, old = self._held.popitem(last=False)
+                self._held_bytes -= old.num_bytes
+        self._held.move_to_end(key)
+        return self._held[key]
+
+    def _file(self, shard: int) -> File:
+        if shard not in self._files:
+            self._wait(shard)
+            try:
+                file = File(self._folder, self.facts, shard, self._places.starts(shard))
+            except UsageError as error:
+                raise SystemFailure(str(error)) from error
+            self._files[shard] = file
+            while len(self._files) > OPEN_MAX:
+                self._files.popitem(last=False)
+        self._files.move_to_end(shard)
+        return self._files[shard]
+
+    def _wait(self, shard: int) -> None:
+        """Wait until the shard is listed, and its file has the listed bytes."""
+        begin, last = time.monotonic(), ""
+        while problem := self._lacks(shard):
+            waited = time.monotonic() - begin
+            if waited >= self._patience_s:
+                raise SystemFailure(
+                    f"distill.logits={self._folder}: {problem} (waited {waited:.0f} s); make it by "
+                    "`entrenar distill logits`, or copy it, and resume"
+                )
+            if problem != last and waited >= min(TELL_AFTER_S, self._patience_s / 2):
+                self._say(f"waits for shard {shard}: {problem}")
+                last = problem
+            _wait_on(
+                self._ended, self._folder, min(ARRIVAL_LOOK_EVERY_S, self._patience_s - waited)
+            )
+
+    def _lacks(self, shard: int) -> str:
+        """Return what a shard lacks to be read; "" if nothing."""
+        if shard not in self._listed.shards:
+            try:
+                listed = self._lists.read()
+            except UsageError as error:
+                raise SystemFailure(str(error)) from error
+            if listed is not None and listed.facts != self.facts:
+                raise SystemFailure(
+                    f"distill.logits={self._folder}: it has other shards now than when the run "
+                    "began; give the run its own folder"
+                )
+            self._listed = listed or self._listed
+        entry = self._listed.shards.get(shard)
+        if entry is None:
+            return f"shard {shard} of {self.facts.num_shards} is not there"
+        state = _state(manifest.path_of(self._folder, self.facts, shard))
+        if state is not None and self._seen.get(shard) == (entry, state):
+            return ""
+        lack = problem(self._folder, self.facts, entry)
+        if lack:  # it may be listed anew when it has been made again
+            self._listed = Listed(self.facts, {})
+        else:
+            self._seen[shard] = entry, state
+        return lack
+
+
+def _state(path: Path) -> tuple[int, ...] | None:
+    try:
+        state = path.stat()
+    except OSError:
+        return None
+    return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
+
+
+def _shown(numbers: np.ndarray) -> str:
+    told = ", ".join(map(str, numbers[:4].tolist()))
+    return f"{told}, ..." if len(numbers) > 4 else told
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """The shards of a folder by number; `damaged` says what is wrong, `making` which process."""
+
+    facts: Facts
+    rows: int
+    num_bytes: int
+    missing: tuple[int, ...]
+    damaged: dict[int, str]
+    making: dict[int, int]
+
+    @property
+    def is_whole(self) -> bool:
+        """True if every shard is there, and undamaged."""
+        return not self.missing and not self.damaged
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines for a person."""
+        facts = self.facts
+        yield f"teacher {facts.teacher}, tokenizer {facts.tokenizer}, rows {facts.data}"
+        yield (
+            f"{facts.top_k} of {facts.vocabulary} tokens at each position, log-probabilities in "
+            f"{facts.stored}, weights in {facts.precision}"
+        )
+        there = facts.num_shards - len(self.missing) - len(self.damaged)
+        yield (
+            f"{there} of {facts.num_shards} shards, {self.rows:,} of {sum(facts.rows):,} rows, "
+            f"{self.num_bytes:,} bytes"
+        )
+        if self.making:
+            yield f"being made: {wording.named('shard', self.making)}"
+        if self.missing:
+            yield f"missing: {wording.named('shard', self.missing)}"
+        for shard, why in self.damaged.items():
+            yield f"damaged: shard {shard}: {why}"
+        yield "all rows are there" if self.is_whole else "go on with `entrenar distill logits`"
+
+    def record(self) -> dict[str, Any]:
+        """Return it as JSON can hold it."""
+        return {
+            "facts": self.facts.to_dict(),
+            "rows": self.rows,
+            "bytes": self.num_bytes,
+            "missing": list(self.missing),
+            "damaged": {str(shard): why for shard, why in self.damaged.items()},
+            "making": {str(shard): process for shard, process in self.making.items()},
+            "is_whole": self.is_whole,
+        }
+
+
+def status(folder: Path) -> Status:
+    """Return what is in `folder`; reads every shard. Raises UsageError if it has no list."""
+    listed = manifest.read(folder)
+    if listed is None:
+        raise UsageError(
+            f"{folder}: there are no shards ({manifest.PATTERN} is missing); give the folder that "
+            "`entrenar distill logits` writes"
+        )
+    facts = listed.facts
+    absent = {n for n in listed.shards if not manifest.path_of(folder, facts, n).exists()}
+    damaged = {
+        shard: why
+        for shard, entry in sorted(listed.shards.items())
+        if shard not in absent and (why := problem(folder, facts, entry))
+    }
+    there = listed.shards.keys() - damaged.keys() - absent
+    making = manifest.being_made(folder, facts.num_shards)
+    whole = [listed.shards[shard] for shard in there]
+    return Status(
+        facts=facts,
+        rows=sum(entry.rows for entry in whole),
+        num_bytes=sum(entry.bytes for entry in whole),
+        missing=tuple(sorted({*listed.missing, *absent})),
+        damaged=damaged,
+        making={shard: process for shard, process in making.items() if shard not in there},
+    )

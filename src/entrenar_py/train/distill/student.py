@@ -1,32 +1,211 @@
-"""A student: a fine-tuning whose loss learns from a teacher's rows, too."""
+"""The student that learns from a teacher's shards, and its loss, without ever holding all logits.
+
+    alpha T^2 KL(teacher_T || student_T) + (1 - alpha) cross entropy        (Hinton et al., 2015)
+
+summed over positions. The teacher's distribution has its k most likely tokens and, as one more
+class, the mass of all other tokens. The student's is put into the same classes, and both are then
+raised to 1 / T and normalised. With all tokens kept there is no such class, and this is the
+divergence of softmax(z / T). All of it is in float32, from log-softmax.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from blake3 import blake3
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.arithmetic import sharding
 from entrenar_py.train.arithmetic.tensors import Batch
-from entrenar_py.train.distill import loss as losses
-from entrenar_py.train.distill import reading, schema
-from entrenar_py.train.distill.loss import Mix, Taught
-from entrenar_py.train.distill.reading import TeacherRows
-from entrenar_py.train.distill.schema import Facts
-from entrenar_py.train.distill.shards import Places
-from entrenar_py.train.model import model_class, packing
-from entrenar_py.train.model import prepared as preparing
+from entrenar_py.train.distill import manifest, shards
+from entrenar_py.train.distill.manifest import Facts
+from entrenar_py.train.distill.shards import Places, TeacherRows
+from entrenar_py.train.model import model_folder, objectives, precision, preparation
 from entrenar_py.train.model.objectives import IGNORED, NextTokens, Objective
-from entrenar_py.train.model.prepared import Prepared
+from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.model.samples import Samples
 from entrenar_py.train.model.settings import Distillation
 from entrenar_py.train.model.workload import Finetuning
+
+
+@dataclass(frozen=True)
+class Mix:
+    """How both parts of the loss are weighed: `alpha` in [0, 1], and the temperature T > 0.
+
+    `has_rest` is false where the teacher's rows have every token of the vocabulary.
+    """
+
+    alpha: float
+    temperature: float
+    has_rest: bool
+
+
+class Taught(NamedTuple):
+    """The lesson of m positions: `targets` int64 [m], negative where nothing is to be learned.
+
+    Of the teacher there are `tokens` int64 [m, k], `log_probabilities` [m, k], and `rest`, the log
+    of the mass of all other tokens, [m].
+    """
+
+    targets: Tensor
+    tokens: Tensor
+    log_probabilities: Tensor
+    rest: Tensor
+
+
+def divergence(teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
+    """Return T^2 KL(teacher_T || student_T) of each row, float32 [m].
+
+    Both are log-probabilities [m, classes] at temperature 1. A class of the teacher without mass,
+    -inf, counts nothing.
+    """
+    wanted = (teacher / temperature).log_softmax(-1)
+    own = (student / temperature).log_softmax(-1)
+    shares = wanted.exp()
+    # 0 * (-inf - x) is no number, and a class without mass has none of the divergence.
+    terms = torch.where(shares > 0, shares * (wanted - own), 0.0)
+    return temperature**2 * terms.sum(-1)
+
+
+def of_teacher(taught: Taught, mix: Mix) -> Tensor:
+    """Return the teacher's log-probabilities by class, float32 [m, k] or [m, k + 1]."""
+    kept = taught.log_probabilities.float()
+    return torch.cat([kept, taught.rest.float()[:, None]], -1) if mix.has_rest else kept
+
+
+def of_logits(logits: Tensor, taught: Taught, mix: Mix) -> Tensor:
+    """Return the summed loss of `logits` [m, vocabulary], 0-d float32."""
+    logs = logits.float().log_softmax(-1)
+    is_there = taught.targets >= 0
+    student = logs.gather(1, taught.tokens)
+    if mix.has_rest:
+        others = logs.scatter(1, taught.tokens, -torch.inf).logsumexp(-1, keepdim=True)
+        student = torch.cat([student, others], -1)
+    apart = divergence(of_teacher(taught, mix), student, mix.temperature)
+    entropy = -logs.gather(1, taught.targets.clamp(min=0)[:, None])[:, 0]
+    mixed = mix.alpha * apart + (1 - mix.alpha) * entropy
+    return torch.where(is_there, mixed, 0.0).sum()
+
+
+def of_hidden(hidden: Tensor, weight: Tensor, taught: Taught, mix: Mix) -> Tensor:
+    """Return `of_logits` of `hidden @ weight.T`, some hundred positions at a time.
+
+    `hidden` is [m, d], and `weight` [vocabulary, d]. The products have the format of
+    torch.autocast, where that is on.
+    """
+    dtype = precision.current(hidden.device)
+    if dtype != torch.float32:
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    with precision.as_given(hidden.device):
+        given = hidden, weight, taught.targets, taught.tokens, of_teacher(taught, mix), mix
+        result: Tensor = _Distilled.apply(*given)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Distilled(torch.autograd.Function):
+    """See `of_hidden`. The gradients are computed in the forward pass, at scale 1.
+
+    With u the student's log-probabilities by class, s = softmax(u / T) and q the teacher's, the
+    divergence's derivative by u is T (s - q), which sums to 0. So that by a logit of a kept token
+    is T (s - q) of its class, and by any other one T (s - q) of the rest, times its share there.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        tokens: Tensor,
+        teacher: Tensor,
+        mix: Mix,
+    ) -> Tensor:
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        loss = torch.zeros((), device=hidden.device)
+        of_hidden = torch.empty_like(hidden) if wants_hidden else None
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        rows = max(1, objectives.LOGITS_MAX // len(weight))
+        for start in range(0, len(hidden), rows):
+            part = slice(start, start + rows)
+            logits = (hidden[part] @ weight.t()).float()
+            summed, gradient = _loss_and_gradient(
+                logits, targets[part], tokens[part], teacher[part], mix
+            )
+            loss += summed
+            gradient = gradient.to(hidden.dtype)
+            if of_hidden is not None:
+                torch.mm(gradient, weight, out=of_hidden[part])
+            if of_weight is not None:
+                of_weight += gradient.t() @ hidden[part]
+        ctx.save_for_backward(of_hidden, None if of_weight is None else of_weight.to(weight.dtype))
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        found = (None if one is None else one * scale.to(one.dtype) for one in ctx.saved_tensors)
+        return (*found, None, None, None, None)
+
+
+def _loss_and_gradient(
+    logits: Tensor, targets: Tensor, tokens: Tensor, teacher: Tensor, mix: Mix
+) -> tuple[Tensor, Tensor]:
+    """Return the summed loss of some positions, and its gradient [m, vocabulary].
+
+    `logits` is float32, and its memory is used for the gradient. Passes over the vocabulary are
+    what takes time: there are six of them.
+    """
+    alpha, temperature = mix.alpha, mix.temperature
+    is_there = targets >= 0
+    wanted = targets.clamp(min=0)[:, None]
+    kept, target = logits.gather(1, tokens), logits.gather(1, wanted)
+    whole, student = kept.logsumexp(-1, keepdim=True), kept
+    if mix.has_rest:
+        _put(logits, tokens, torch.full_like(kept, -torch.inf))
+        top = logits.amax(-1, keepdim=True)
+        # Less their own maximum, since next to a token that is sure all others may vanish.
+        logits -= top
+        mass = logits.exp_().sum(-1, keepdim=True)
+        rest = mass.log() + top
+        whole = torch.logaddexp(whole, rest)
+        student = torch.cat([kept, rest], -1)
+    student = student - whole
+    entropy = (whole - target)[:, 0]
+    own = (student / temperature).log_softmax(-1)
+    shares = (teacher / temperature).log_softmax(-1).exp()
+    loss = alpha * divergence(teacher, student, temperature) + (1 - alpha) * entropy
+    counts = is_there[:, None].to(logits.dtype)
+    # Of each class: the part of the divergence, and that of cross entropy but for the target's -1.
+    parts = alpha * temperature * (own.exp() - shares) + (1 - alpha) * student.exp()
+    parts *= counts
+    if mix.has_rest:
+        logits *= parts[:, -1:] / mass
+    _put(logits, tokens, parts[:, : tokens.shape[1]])
+    _put(logits, wanted, logits.gather(1, wanted) - (1 - alpha) * counts)
+    return torch.where(is_there, loss, 0.0).sum(), logits
+
+
+def _put(into: Tensor, columns: Tensor, values: Tensor) -> None:
+    """Write `values` [m, k] into the `columns`, int64 [m, k], of each row; they are distinct.
+
+    So any kernel gives the same bits. Those for columns that are not would wait for a GPU.
+    """
+    is_on = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    # Not `torch.use_deterministic_algorithms`: it has compiled blocks of a model compiled again.
+    torch._C._set_deterministic_algorithms(False)
+    try:
+        into.scatter_(1, columns, values)
+    finally:
+        torch._C._set_deterministic_algorithms(is_on, warn_only=only_warns)
+
 
 _UNPACKED = 6  # tensors of a batch; packed rows have their positions, too
 
@@ -46,7 +225,7 @@ class Student(Finetuning):
         """Take the arguments of `Finetuning`, the teacher's rows and how they count."""
         self.teacher, self.mix = teacher, mix
         super().__init__(module, train, **options)
-        # A worker whose shards are others has other data.
+        # A worker with other shards has other data.
         self.data_digest = blake3(f"{train.digest} {teacher.facts.digest}".encode()).hexdigest(16)
 
     def new_objective(self, class_weights: Sequence[float]) -> Objective:
@@ -81,7 +260,7 @@ class Student(Finetuning):
         order = list(range(len(ids)))
         if self.packed_tokens is not None:
             lengths = [self._samples.length(i) for i in ids]
-            order = [n for row in packing.rows_of(lengths, self.packed_tokens) for n in row]
+            order = [n for row in objectives.rows_of(lengths, self.packed_tokens) for n in row]
         rows = self.teacher.rows([ids[number] for number in order])
         num_targets = int((targets != IGNORED).sum())
         assert len(rows) == num_targets, "the teacher has a row for each target"
@@ -100,7 +279,6 @@ class Student(Finetuning):
 
 
 def _filled(values: Any, room: int) -> Any:
-    """Return `values` and `room` rows of zeros."""
     return np.concatenate([values, np.zeros((room, *values.shape[1:]), values.dtype)])
 
 
@@ -130,9 +308,9 @@ class StudentObjective(NextTokens):
         head = self.fused_head(tokens)
         if head is None:
             logits = self.logits_of(tokens, packed).index_select(0, places)
-            return losses.of_logits(logits, taught, self._mix)
+            return of_logits(logits, taught, self._mix)
         hidden = self.hidden_of(tokens, places, packed, head)
-        return losses.of_hidden(hidden, head.weight, taught, self._mix)
+        return of_hidden(hidden, head.weight, taught, self._mix)
 
 
 def facts_of(prepared: Prepared, ended: threading.Event | None = None) -> Facts:
@@ -142,7 +320,7 @@ def facts_of(prepared: Prepared, ended: threading.Event | None = None) -> Facts:
     SystemFailure if `ended` is set while there is none.
     """
     section, ended = of(prepared), ended or threading.Event()
-    facts = reading.facts_of(section.shards, patience_s=section.wait_s, ended=ended)
+    facts = shards.facts_of(section.shards, patience_s=section.wait_s, ended=ended)
     require_fitting(prepared, section, facts)
     return facts
 
@@ -159,7 +337,7 @@ def of(prepared: Prepared) -> Distillation:
 
 def require_fitting(prepared: Prepared, section: Distillation, facts: Facts) -> None:
     """Raise UsageError unless the shards are of the run's tokenizer, rows and settings."""
-    own = schema.vocabulary_digest(prepared.tokenizer)
+    own = manifest.vocabulary_digest(prepared.tokenizer)
     where = f"distill.logits={section.shards}"
     if facts.tokenizer != own:
         raise UsageError(
@@ -174,14 +352,14 @@ def require_fitting(prepared: Prepared, section: Distillation, facts: Facts) -> 
             "them again in another folder"
         )
     for name in ("top_k", "stored", "precision", "shard_samples"):
-        made = max(facts.samples) if name == "shard_samples" else getattr(facts, name)
-        asked = getattr(section, name)
+        stored = max(facts.samples) if name == "shard_samples" else getattr(facts, name)
+        wanted = getattr(section, name)
         if name == "shard_samples":
-            asked = min(asked, len(prepared.train))
-        if made != asked:
+            wanted = min(wanted, len(prepared.train))
+        if stored != wanted:
             raise UsageError(
-                f"{where}: its shards were made with {name}={made}, and distill.{name} is {asked}; "
-                "use the same, or make them again in another folder"
+                f"{where}: its shards were made with {name}={stored}, and distill.{name} is "
+                f"{wanted}; use the same, or make them again in another folder"
             )
 
 
@@ -190,7 +368,7 @@ def places(train: Samples, seed: int, num_each: int) -> Places:
 
     Their order is that in which a run with `seed` first visits them.
     """
-    order = sharding.order(len(train), preparing.seeds(seed).rng("order", 0))
+    order = sharding.order(len(train), preparation.seeds(seed).rng("order", 0))
     return Places(train, order, num_each)
 
 
@@ -207,7 +385,7 @@ def workload(
     ended = ended or threading.Event()
     facts = facts_of(prepared, ended)
     # Heads of one family may be filled up to other sizes, with tokens that no tokenizer has.
-    vocabulary = vocabulary_of(model_class.configuration(prepared.settings))
+    vocabulary = vocabulary_of(model_folder.configuration(prepared.settings))
     if vocabulary != facts.vocabulary and not facts.has_rest:
         raise UsageError(
             f"distill.logits={section.shards}: its rows have all of the teacher's "
@@ -215,17 +393,17 @@ def workload(
             f"({prepared.settings.model}); make them with a smaller top_k"
         )
     # A teacher keeps tokens that the tokenizer has, unless more are asked for than there are.
-    known = schema.num_tokens(prepared.tokenizer)
+    known = manifest.num_tokens(prepared.tokenizer)
     if vocabulary < min(known, facts.vocabulary):
         raise UsageError(
             f"model={prepared.settings.model}: it has {vocabulary} logits, and its tokenizer "
-            f"{known} tokens, of which the teacher's rows have any; use a student with a logit for "
-            "each"
+            f"{known} tokens, and the teacher's rows have any of them; use a student with a "
+            "logit for each"
         )
     if vocabulary < facts.vocabulary and facts.top_k > known:
         raise UsageError(
             f"distill.logits={section.shards}: its rows have {facts.top_k} of the teacher's "
-            f"{facts.vocabulary} logits, of which the student has {vocabulary} and the tokenizer "
+            f"{facts.vocabulary} logits; the student has {vocabulary} of them, and the tokenizer "
             f"{known}; make them with top_k={known} or less"
         )
     rows = TeacherRows(

@@ -1,8 +1,9 @@
-"""A teacher: a checkpoint that is run forward, and its most likely tokens at each position."""
+"""A teacher: a checkpoint that is run forward. Its likeliest tokens, and its answers to prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -10,16 +11,38 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from blake3 import blake3
 from torch import Tensor, nn
 
 from entrenar_py import compute as backends
 from entrenar_py.shared import scenario, shipped
 from entrenar_py.shared.errors import SystemFailure, UsageError
 from entrenar_py.shared.untrusted import printing
+from entrenar_py.train.distill.prompts import (
+    REFUSED,
+    TRUNCATED,
+    WHOLE,
+    Answer,
+    Failed,
+    Prompt,
+    Result,
+    day_of,
+    journal_of,
+)
 from entrenar_py.train.distill.shards import Places, Rows, joined
-from entrenar_py.train.model import blocks, fused_loss, model
+from entrenar_py.train.model import (
+    blocks,
+    model,
+    model_folder,
+    objectives,
+    preparation,
+    rendering,
+    samples,
+)
+from entrenar_py.train.model.chat_template import ChatEncoder
+from entrenar_py.train.model.conversations import BadConversationError
 from entrenar_py.train.model.samples import Samples
-from entrenar_py.train.model.settings import Distillation, Lora, Settings
+from entrenar_py.train.model.settings import Completions, Distillation, Lora, Settings
 
 LENGTHS = 8  # rows are filled up to a multiple of this
 _BLOCK = 128  # columns
@@ -62,26 +85,26 @@ class Teacher:
         self._known = known if top_k <= known < self.vocabulary else self.vocabulary
         self.device = device
         self.module = module.to(device)
-        self._head = fused_loss.head_of(module)
+        self._head = objectives.head_of(module)
 
     @torch.inference_mode()
     def kept(self, tokens: Tensor, places: Tensor) -> Kept:
         """Return what is kept at `places`, int64 [m], of `tokens`, int64 [n, t], flattened."""
         replaced = (
-            nullcontext() if self._head is None else fused_loss.replaced_by_identity(self._head)
+            nullcontext() if self._head is None else objectives.replaced_by_identity(self._head)
         )
         with replaced:
-            found = self.module(input_ids=self._here(tokens), use_cache=False).logits
-        outputs = found.flatten(0, 1).index_select(0, self._here(places))
-        held = _LOGITS_MAX if self.device.type == "cuda" else fused_loss.LOGITS_MAX
+            output = self.module(input_ids=self._here(tokens), use_cache=False).logits
+        outputs = output.flatten(0, 1).index_select(0, self._here(places))
+        held = _LOGITS_MAX if self.device.type == "cuda" else objectives.LOGITS_MAX
         rows = max(1, held // self.vocabulary)
         parts = [self._kept(part) for part in outputs.split(rows)]
-        tokens = torch.cat([one.tokens for one in parts])
-        logs = torch.cat([one.log_probabilities for one in parts])
-        rest = torch.cat([one.rest for one in parts])
+        tokens = torch.cat([part.tokens for part in parts])
+        logs = torch.cat([part.log_probabilities for part in parts])
+        rest = torch.cat([part.rest for part in parts])
         if self.device.type == "cpu":
             return Kept(tokens, logs, rest)
-        copies = [_to_host(one) for one in (tokens, logs, rest)]
+        copies = [_to_host(part) for part in (tokens, logs, rest)]
         copied: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record(torch.cuda.current_stream(self.device))
         return Kept(copies[0], copies[1], copies[2], copied)
@@ -98,7 +121,6 @@ class Teacher:
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    """Return a copy on the host, which is there when the GPU's present work is done."""
     host = torch.empty_like(tensor, device="cpu", pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
 
@@ -130,19 +152,19 @@ def largest(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """
     number = logits.shape[1] // _BLOCK
     if number <= 2 * top_k:
-        found = logits.topk(top_k, dim=-1, sorted=True)
-        return found.values, found.indices
+        top = logits.topk(top_k, dim=-1, sorted=True)
+        return top.values, top.indices
     size = number * _BLOCK
     blocks = logits[:, :size].view(len(logits), number, _BLOCK)
     chosen = blocks.amax(-1).topk(top_k, dim=-1, sorted=False).indices
     values = blocks.gather(1, chosen[:, :, None].expand(-1, -1, _BLOCK)).flatten(1)
     if size < logits.shape[1]:
         values = torch.cat([values, logits[:, size:]], 1)
-    found = values.topk(top_k, dim=-1, sorted=True)
-    block = (found.indices // _BLOCK).clamp(max=top_k - 1)
-    columns = chosen.gather(1, block) * _BLOCK + found.indices % _BLOCK
-    past = found.indices - top_k * _BLOCK  # among the columns that fill no block
-    return found.values, torch.where(past >= 0, size + past, columns)
+    top = values.topk(top_k, dim=-1, sorted=True)
+    block = (top.indices // _BLOCK).clamp(max=top_k - 1)
+    columns = chosen.gather(1, block) * _BLOCK + top.indices % _BLOCK
+    past = top.indices - top_k * _BLOCK  # among the columns that fill no block
+    return top.values, torch.where(past >= 0, size + past, columns)
 
 
 def _log_sum(logits: Tensor) -> Tensor:
@@ -262,10 +284,10 @@ def _require_running(module: nn.Module) -> None:
         with torch.inference_mode():
             module.eval()(input_ids=torch.tensor([[1, 2, 3, 4]]), use_cache=False)
     except RuntimeError as error:
-        told = str(error).partition("\n")[0]
+        message = str(error).partition("\n")[0]
         raise UsageError(
             f"distill.precision=int8: {type(module).__name__} doesn't run with its linear layers "
-            f"in int8 ({told}); use precision: bfloat16"
+            f"in int8 ({message}); use precision: bfloat16"
         ) from error
 
 
@@ -275,12 +297,12 @@ def batches(samples: Samples, ids: Sequence[int], batch_tokens: int) -> Iterator
     They follow from a shard's samples alone, so it has the same bits whoever makes it.
     """
     batch = list[int]()
-    for one in sorted(ids, key=lambda i: (-samples.length(i), i)):
-        longest = _filled(samples.length(batch[0] if batch else one))
+    for sample in sorted(ids, key=lambda i: (-samples.length(i), i)):
+        longest = _filled(samples.length(batch[0] if batch else sample))
         if batch and longest * (len(batch) + 1) > batch_tokens:
             yield batch
             batch = []
-        batch.append(one)
+        batch.append(sample)
     if batch:
         yield batch
 
@@ -299,17 +321,17 @@ class Batch:
         self.ids = ids
         length = min(_filled(max(map(samples.length, ids))), longest)
         tokens = np.full((len(ids), length), pad_token, np.int64)
-        positions = [places.positions(one) for one in ids]
-        for row, one in enumerate(ids):
-            held = samples.tokens[samples.part(one)]
-            tokens[row, : len(held)] = held
+        positions = [places.positions(sample) for sample in ids]
+        for row, sample in enumerate(ids):
+            own_tokens = samples.tokens[samples.part(sample)]
+            tokens[row, : len(own_tokens)] = own_tokens
         self.tokens = torch.from_numpy(tokens)
         self.places = torch.from_numpy(
             np.concatenate([row * length + own for row, own in enumerate(positions)])
         )
         self.sample = np.repeat(np.array(ids, np.int32), [len(own) for own in positions])
         self.position = np.concatenate(positions).astype(np.int32)
-        self.target = np.concatenate([places.targets(one) for one in ids])
+        self.target = np.concatenate([places.targets(sample) for sample in ids])
         self.num_tokens = sum(map(samples.length, ids))
 
     def rows(self, kept: Kept) -> Rows:
@@ -334,3 +356,165 @@ def in_order(parts: Sequence[Rows], ids: Sequence[int]) -> Rows:
     rank = np.empty(max(ids) + 1, np.int64)
     rank[list(ids)] = np.arange(len(ids))
     return rows.taken(np.argsort(rank[rows.sample], kind="stable"))
+
+
+class Generation:
+    """The checkpoint `distill.teacher` on one device. Reads its weights when the first is asked."""
+
+    def __init__(
+        self, settings: Settings, section: Distillation, text: Completions, name: str
+    ) -> None:
+        """`name` is the backend. Raises UsageError for a teacher that can't answer."""
+        self._settings, self._section, self._text = settings, section, text
+        self._own = settings_of(settings, section)
+        self._device = device_of(name)
+        model_folder.require_checkpoint(self._own.model)
+        self._tokenizer = model.tokenizer(self._own)
+        if settings.task == "instruct" and not getattr(self._tokenizer, "chat_template", None):
+            raise UsageError(
+                f"distill.teacher={self._own.model}: its tokenizer has no chat template, which "
+                "task: instruct needs; use the checkpoint of a chat model, or task: text"
+            )
+        # What is resumed goes on with the day on which it began.
+        begun = day_of(journal_of(text.rows))
+        dated = preparation.dated(settings, self._tokenizer, begun)
+        self.day = dated.data.date if rendering.has_clock(self._tokenizer) else None
+        self._chats = ChatEncoder(self._tokenizer, self.day)
+        self._module: Any = None
+
+    @property
+    def identity(self) -> list[str]:
+        """The source of the answers: digests and format; reads all of the checkpoint."""
+        ends = self._own.model / "generation_config.json"
+        return [
+            model_folder.digest(self._own.model),
+            samples.tokenizer_digest(self._tokenizer),
+            self._section.precision,
+            blake3(ends.read_bytes() if ends.is_file() else b"").hexdigest(16),
+            *([self.day] if self.day is not None else []),
+        ]
+
+    def answers(
+        self, prompts: Sequence[Prompt], stopping: threading.Event
+    ) -> Generator[tuple[Prompt, Result], None, None]:
+        """Yield each prompt with its answer, or why it has none.
+
+        Once `stopping` is set, the answer in work is given up. Raises UsageError if the checkpoint
+        can't be loaded.
+        """
+        for prompt in prompts:
+            try:
+                result = self._answer(prompt, self._tokens(prompt), stopping)
+            except BadConversationError as problem:
+                result = Failed(str(problem))
+            if result is None:
+                return
+            yield prompt, result
+
+    def _tokens(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt.asked, str):
+            return samples.tokens_of(self._tokenizer, prompt.asked)
+        return self._chats.prompt(prompt.asked)
+
+    def _answer(
+        self, prompt: Prompt, tokens: list[int], stopping: threading.Event
+    ) -> Result | None:
+        """Return the answer to a prompt of `tokens`; None if `stopping` was set before its end."""
+        if stopping.is_set():
+            return None
+        module = self._loaded()
+        if not tokens:
+            return Failed("has no token")
+        model_folder.require_tokens(module, tokens, folder=self._own.model)
+        limit, most = model_folder.longest(module), self._text.new_tokens
+        if limit is not None and len(tokens) >= limit:
+            return Failed(f"has {len(tokens)} tokens; the teacher takes {limit} with its answer")
+        if limit is not None:
+            most = min(most, limit - len(tokens))
+        answer = self._generated(prompt, tokens, most, stopping)
+        if stopping.is_set():
+            return None
+        if answer[-1] not in self._ends():
+            return Answer(TRUNCATED, self._decoded(prompt, tokens, answer))
+        content = self._decoded(prompt, tokens, answer[:-1])
+        return Answer(WHOLE if content.strip() else REFUSED, content)
+
+    @torch.inference_mode()
+    def _generated(
+        self, prompt: Prompt, tokens: list[int], most: int, stopping: threading.Event
+    ) -> list[int]:
+        """Return the new tokens, at most `most`. Sampling follows from the seed and the prompt."""
+        prompt_tokens = torch.tensor([tokens], device=self._device)
+        is_cuda = self._device.type == "cuda"
+        temperature = self._text.temperature
+        how: dict[str, Any] = {"do_sample": False}
+        if temperature:
+            how = {"do_sample": True, "temperature": temperature, "top_p": 1.0, "top_k": 0}
+        with torch.random.fork_rng(devices=[self._device] if is_cuda else []):
+            torch.manual_seed(self._seed(prompt))
+            output = self._module.generate(
+                input_ids=prompt_tokens,
+                attention_mask=torch.ones_like(prompt_tokens),
+                max_new_tokens=most,
+                pad_token_id=model.padding(self._tokenizer),
+                eos_token_id=sorted(self._ends()),
+                stopping_criteria=_criteria(stopping),
+                logits_processor=[_require_finite],
+                **how,
+            )
+        return cast("list[int]", output[0, len(tokens) :].tolist())
+
+    def _seed(self, prompt: Prompt) -> int:
+        told = f"{self._settings.seed} {prompt.digest}".encode()
+        return int.from_bytes(blake3(told).digest(8)) >> 1
+
+    def _ends(self) -> set[int]:
+        named = getattr(self._module.generation_config, "eos_token_id", None)
+        several = named if isinstance(named, list) else [named]
+        return {int(one) for one in (*several, self._tokenizer.eos_token_id) if one is not None}
+
+    def _decoded(self, prompt: Prompt, tokens: list[int], new: list[int]) -> str:
+        decode = self._tokenizer.decode
+        answer = str(decode(new, skip_special_tokens=True))
+        if not isinstance(prompt.asked, str):
+            return answer
+        # Some tokenizers leave out a space where a text begins.
+        whole = str(decode([*tokens, *new], skip_special_tokens=True))
+        before = str(decode(tokens, skip_special_tokens=True))
+        return whole.removeprefix(before) if whole.startswith(before) else answer
+
+    def _loaded(self) -> Any:
+        if self._module is None:
+            module = checkpoint(self._settings, self._section, self._device)
+            self._module = module.to(self._device)
+            self._module.generation_config = _plain(self._module.generation_config)
+        return self._module
+
+
+def _require_finite(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    if scores.isnan().any() or (scores == torch.inf).any():
+        raise SystemFailure(
+            "the teacher's logits are not finite; check the checkpoint, or try distill.precision: "
+            "float32"
+        )
+    return scores
+
+
+def _plain(config: Any) -> Any:
+    """Return a way of generating with the ends of `config` alone.
+
+    A checkpoint's penalties, beams and the like are not followed: the settings have the
+    temperature, and nothing else is asked for.
+    """
+    from transformers import GenerationConfig
+
+    return GenerationConfig(eos_token_id=getattr(config, "eos_token_id", None))
+
+
+def _criteria(stopping: threading.Event) -> Any:
+    from transformers import StoppingCriteriaList
+
+    def is_over(tokens: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.full((len(tokens),), stopping.is_set(), device=tokens.device)
+
+    return StoppingCriteriaList([is_over])

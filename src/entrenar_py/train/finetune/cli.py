@@ -1,119 +1,192 @@
-"""The commands `finetune`, `plan`, `infer`, `merge` and `eval` of `entrenar`."""
+"""The commands of `entrenar` that fine-tune, and the command line of a rank of torchrun.
+
+Nothing here imports torch at its beginning: a slip in a configuration is told in a moment, and
+what a command needs is imported by that command.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from entrenar_py.shared.errors import (
+    CheckpointError,
+    ContractError,
+    EntrenarError,
+    RowsError,
+    UsageError,
+)
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.finetune import settings_file, staffing
-from entrenar_py.train.service import exit_codes
+from entrenar_py.train.service import exit_codes, metrics
 
 _LOADING = "loads torch and transformers, which takes some seconds"
 
 
-def run(given: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Run one of them; return the exit code. Raises UsageError and ContractError."""
-    if given.command == "finetune":
-        if given.config == Path("init"):
-            from entrenar_py.train.finetune import settings_text
-
-            printing.say_lines(settings_text.template().rstrip())
+    if arguments.command == "finetune":
+        if arguments.config == Path("init"):
+            printing.say_lines(settings_file.template().rstrip())
             return exit_codes.DONE
-        settings_file.load(given.config)  # a slip is told before torch is loaded
+        settings_file.load(arguments.config)  # a slip is told before torch is loaded
         _tell_loading()
-        staffing.load_ahead(given.backends)
+        staffing.load_ahead(arguments.backends)
         from entrenar_py.train.finetune import local
 
         return local.train(
-            given.config,
-            resume=given.resume,
-            names=given.backends,
-            halt_on_spike=given.halt_on_spike,
-            tensorboard=given.tensorboard,
+            arguments.config,
+            resume=arguments.resume,
+            names=arguments.backends,
+            halt_on_spike=arguments.halt_on_spike,
+            tensorboard=arguments.tensorboard,
         )
-    if given.command == "plan":
-        settings_file.load(given.config)
+    if arguments.command == "plan":
+        settings_file.load(arguments.config)
     _tell_loading()
-    if given.command == "plan":
-        return _plan(given)
-    from entrenar_py.train.finetune import outputs, rows_read
+    if arguments.command == "plan":
+        return _plan(arguments)
+    from entrenar_py.train.finetune import foresight, outputs
 
-    output = outputs.load(given.output, trusts=given.trust_remote_code)
-    if given.command == "infer":
-        for line in outputs.answer(output, given.prompt, new_tokens=given.new_tokens):
+    output = outputs.load(arguments.output, trusts=arguments.trust_remote_code)
+    if arguments.command == "infer":
+        for line in outputs.answer(output, arguments.prompt, new_tokens=arguments.new_tokens):
             printing.say_lines(line)
-    elif given.command == "eval":
-        for line in outputs.evaluate(output, given.data).lines():
+    elif arguments.command == "eval":
+        for line in outputs.evaluate(output, arguments.data).lines():
             printing.say(line)
     else:
-        outputs.merge(output, given.merged)
+        outputs.merge(output, arguments.merged)
         narrow = {"qlora": "NF4"}.get(output.settings.method, output.settings.precision)
         if narrow != "float32":
             printing.say(
                 f"{narrow} weights became float32, of the same values: the model is larger"
             )
-        printing.say(f"written to {given.merged}")
-    rows_read.say_warnings()
+        printing.say(f"written to {arguments.merged}")
+    foresight.say_warnings()
     return exit_codes.DONE
 
 
-def pipeline(given: argparse.Namespace) -> int:
+def pipeline(arguments: argparse.Namespace) -> int:
     """Run an action of `entrenar pipeline`; return the exit code. Raises as `run` does."""
-    if given.action == "plan":
-        settings_file.load(given.config)
+    if arguments.action == "plan":
+        settings_file.load(arguments.config)
     _tell_loading()
     from entrenar_py.train.finetune import pipeline_commands
 
-    actions = {"plan": pipeline_commands.plan, "init": pipeline_commands.init}
-    return actions.get(given.action, pipeline_commands.convert)(given)
+    is_plan = arguments.action == "plan"
+    return (pipeline_commands.plan if is_plan else pipeline_commands.convert)(arguments)
 
 
-def distill(given: argparse.Namespace) -> int:
+def distill(arguments: argparse.Namespace) -> int:
     """Run an action of `entrenar distill`; return the exit code. Raises as `run` does."""
-    if given.action != "status":
-        settings_file.load(given.config)
+    if arguments.action != "status":
+        settings_file.load(arguments.config)
     _tell_loading()
-    if given.action == "train":
-        staffing.load_ahead(given.backends)
-    from entrenar_py.train.finetune import distill_commands, distill_text
+    if arguments.action == "train":
+        staffing.load_ahead(arguments.backends)
+    from entrenar_py.train.finetune import distill_commands
 
     actions = {
         "logits": distill_commands.logits,
         "train": distill_commands.train,
-        "text": distill_text.run,
+        "text": distill_commands.text,
         "status": distill_commands.look,
     }
-    return actions[given.action](given)
+    return actions[arguments.action](arguments)
 
 
 def _tell_loading() -> None:
-    """Tell a person at a terminal why nothing comes yet."""
     if sys.stderr.isatty():
         printing.warn(_LOADING)
 
 
-def _plan(given: argparse.Namespace) -> int:
+def _plan(arguments: argparse.Namespace) -> int:
     """Print a plan; the configuration is invalid for devices on which nothing fits."""
-    from entrenar_py.train.finetune import foresight, remarks, stage_problems
+    from entrenar_py.train.finetune import foresight
     from entrenar_py.train.model.hyper_parameters import Facts
-    from entrenar_py.train.plan import command
+    from entrenar_py.train.plan import text
     from entrenar_py.train.plan.shape import Shape
 
-    settings = settings_file.load(given.config)
-    stage_problems.require_other(settings, given.config, "entrenar plan")
+    settings = settings_file.load(arguments.config)
+    settings_file.require_other(settings, arguments.config, "entrenar plan")
     rows, longest = foresight.rows_and_longest(settings)
-    devices = command.of_run(settings, given.devices)
-    if not given.devices and not settings.devices:
+    devices = text.of_run(settings, arguments.devices)
+    if not arguments.devices and not settings.devices:
         settings = foresight.planned(settings, devices, longest=longest)
     number = Shape(settings).num_parameters
-    remarks.show(given.config, Facts(settings=settings, num_parameters=number, rows=rows))
-    fits = command.show(
+    facts = Facts(settings=settings, num_parameters=number, rows=rows)
+    foresight.show_remarks(arguments.config, facts)
+    fits = text.show(
         settings,
         longest=longest,
         devices=devices,
-        bandwidth=given.bandwidth,
-        json=given.json,
+        bandwidth=arguments.bandwidth,
+        json=arguments.json,
     )
     return exit_codes.DONE if fits else exit_codes.INVALID
+
+
+PROG = "entrenar_py.finetune"
+
+
+def rank(argv: Sequence[str], environment: Mapping[str, str], init_method: str = "env://") -> int:
+    """Train as the rank that `environment` names; return the exit code.
+
+    Rank 0 prints. What goes wrong before ranks have joined is told by the first rank of each host.
+    """
+    arguments = _parser().parse_args(argv)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP warns of what is meant so
+    is_first = environment.get("RANK", "0") == "0"
+    try:
+        from entrenar_py.train.finetune.strategies import launch  # brings torch
+
+        here = launch.world(environment)
+    except EntrenarError as error:  # of one host alone: the others wait for it
+        if environment.get("LOCAL_RANK", "0") == "0":
+            _tell(error)
+        return _code(error)
+    try:
+        with launch.joined(here, init_method):
+            return launch.train(
+                arguments.config,
+                here,
+                resume=arguments.resume,
+                halt_on_spike=arguments.halt_on_spike,
+                tensorboard=arguments.tensorboard,
+            )
+    except EntrenarError as error:
+        if is_first:
+            _tell(error)
+        return _code(error)
+
+
+def _code(error: EntrenarError) -> int:
+    is_invalid = isinstance(error, ContractError | UsageError | CheckpointError)
+    return exit_codes.INVALID if is_invalid else exit_codes.FAILED
+
+
+def _tell(error: EntrenarError) -> None:
+    if isinstance(error, ContractError):  # its lines start with file:line:column
+        printing.warn_lines(str(error))
+    elif isinstance(error, RowsError):
+        printing.warn_lines(f"entrenar: {error}")
+    else:
+        printing.warn(f"entrenar: {error}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"torchrun ... -m {PROG}",
+        description="Fine-tune by ranks that torchrun starts; the configuration has a strategy.",
+    )
+    parser.add_argument("config", type=Path, metavar="RUN.yaml", help="the configuration")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the checkpoint in the output folder"
+    )
+    for name, option in metrics.OPTIONS.items():
+        parser.add_argument(name, **option)
+    return parser

@@ -1,75 +1,141 @@
-"""The commands `entrenar distill logits`, `train` and `status`."""
+"""The commands `entrenar distill logits`, `train`, `text` and `status`."""
 
 from __future__ import annotations
 
 import argparse
+import secrets
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.shared.page import arguments
-from entrenar_py.shared.untrusted import printing
-from entrenar_py.train.distill import producing, status
-from entrenar_py.train.distill.producing import Progress, Stage
-from entrenar_py.train.finetune import distill_page, local, rows_read, settings_file
-from entrenar_py.train.model import prepared as preparing
+from entrenar_py.shared.page import html_page
+from entrenar_py.shared.page.html_page import Line, chart
+from entrenar_py.shared.untrusted import escaping, printing
+from entrenar_py.shared.wording import counted
+from entrenar_py.train.distill import answers, shards
+from entrenar_py.train.distill.answers import Asking, Written
+from entrenar_py.train.distill.endpoint import Endpoint
+from entrenar_py.train.distill.production import Progress, Stage
+from entrenar_py.train.finetune import foresight, local, settings_file
+from entrenar_py.train.model import preparation, samples
 from entrenar_py.train.model.settings import Distillation, Settings
 from entrenar_py.train.service import exit_codes, signals
-from entrenar_py.train.service.figures import duration
+from entrenar_py.train.service.progress import duration
+
+PAGE_FILE = "report.html"
+
+
+def write_page(section: Distillation, progress: Progress) -> Path:
+    """Write the page, and return its path; warn if it can't be written: the shards are there.
+
+    Processes that share the folder write the same file: it is that of the last one.
+    """
+    path = section.shards / PAGE_FILE
+    own = path.with_name(f".{PAGE_FILE}.{secrets.token_hex(8)}")
+    try:
+        own.write_text("\n".join(_page_lines(section, progress)) + "\n", encoding="utf-8")
+        own.replace(path)
+    except OSError as error:
+        own.unlink(missing_ok=True)
+        printing.warn(f"entrenar: {path}: can't be written ({error.strerror or error})")
+    return path
+
+
+def _page_lines(section: Distillation, progress: Progress) -> Iterator[str]:
+    name = f"logits of {section.teacher.name if section.teacher else 'the teacher'}"
+    status, badge = progress.state, "held" if progress.state == "completed" else "inconclusive"
+    yield from html_page.begin(f"{name}: {status}")
+    mark = f'<span class="verdict {badge}">{status}</span>'
+    yield f"<header><h1>{escaping.html(name)} {mark}</h1><dl>"
+    for key, value in _page_facts(section, progress):
+        yield f"<dt>{escaping.html(key)}</dt><dd>{escaping.html(value)}</dd>"
+    yield "</dl></header>"
+    made = enumerate(progress.made, start=1)
+    paces = tuple((number, one.tokens / one.seconds) for number, one in made)
+    if len(paces) > 1:
+        line = Line(label="this process", points=paces, colour=0)
+        yield '<section><h2>Pace</h2><div class="charts">'
+        yield chart("Tokens a second, by shards made here", "tokens/s", [line])
+        yield "</div></section>"
+    yield html_page.END
+
+
+def _page_facts(section: Distillation, progress: Progress) -> Iterator[tuple[str, str]]:
+    facts = progress.facts
+    yield "shards", f"{progress.shards_done:,} of {facts.num_shards:,} in {section.shards}"
+    behind = facts.num_shards - progress.shards_done
+    yield "behind", f"{behind:,} shards, {progress.rows_left:,} rows of this process's part"
+    yield "rows", f"{progress.rows_done:,} of {sum(facts.rows):,}"
+    if progress.made:
+        yield "pace", f"{progress.tokens_per_s:,.0f} tokens/s of this process"
+    if progress.made and progress.left_s:
+        yield "left", f"{duration(progress.left_s)} at this pace"
+    yield "kept", f"{facts.top_k} of {facts.vocabulary} tokens, {facts.stored}"
+    yield "teacher", f"{section.teacher} ({facts.teacher}), weights in {facts.precision}"
+    yield "tokenizer", facts.tokenizer
+    yield "rows' digest", facts.data
+
 
 TELL_EVERY_S = 10.0
+P = TypeVar("P")  # how far a stage is
 
 
-def logits(given: argparse.Namespace) -> int:
-    """Run the teacher; return the exit code. Raises as `producing.Stage` does."""
-    settings, section = settings_of(given.config)
-    prepared = preparing.prepare(settings, needs_weights=False)
-    rows_read.say(prepared)
-    stage = Stage(prepared, given.backend, given.part)
+def logits(arguments: argparse.Namespace) -> int:
+    """Run the teacher; return the exit code. Raises as `production.Stage` does."""
+    settings, section = settings_of(arguments.config)
+    prepared = preparation.prepare(settings, needs_weights=False)
+    foresight.say_rows(prepared)
+    stage = Stage(prepared, arguments.backend, arguments.part)
     facts = stage.facts
     printing.say(
         f"{sum(facts.rows)} rows of {facts.top_k} tokens in {facts.num_shards} shards, in "
         f"{section.shards}"
     )
-    show = _Shown(section)
+    show = _Shown(_line_of_shards, partial(write_page, section))
     with stopped_by_signals("stops when the batch in work is done") as stopping:
         is_done = stage.run(show, stopping)
     show.last()
     if show.progress is not None:
-        printing.say(f"drawn in {distill_page.write(section, show.progress)}")
+        printing.say(f"drawn in {write_page(section, show.progress)}")
     if not is_done:
         printing.say("stopped; start it again to go on with the first missing shard")
         return exit_codes.STOPPED
-    whose = "all shards are" if given.part is None else f"part {_of(given.part)} is"
-    printing.say(f"{whose} there")
+    subject = (
+        "all shards are"
+        if arguments.part is None
+        else f"part {'/'.join(map(str, arguments.part))} is"
+    )
+    printing.say(f"{subject} there")
     return exit_codes.DONE
 
 
-def train(given: argparse.Namespace) -> int:
+def train(arguments: argparse.Namespace) -> int:
     """Train the student on this machine; return the exit code. Raises as `local.train` does."""
-    settings_of(given.config)
+    settings_of(arguments.config)
     return local.train(
-        given.config,
-        resume=given.resume,
-        names=given.backends,
-        halt_on_spike=given.halt_on_spike,
-        tensorboard=given.tensorboard,
-        follow=given.follow,
+        arguments.config,
+        resume=arguments.resume,
+        names=arguments.backends,
+        halt_on_spike=arguments.halt_on_spike,
+        tensorboard=arguments.tensorboard,
+        follow=arguments.follow,
     )
 
 
-def look(given: argparse.Namespace) -> int:
+def look(arguments: argparse.Namespace) -> int:
     """Say what is in a folder of shards; 1 if something is missing or damaged."""
-    found = status.look(given.folder)
-    for line in found.lines():
+    status = shards.status(arguments.folder)
+    for line in status.lines():
         printing.say(line)
-    if given.json is not None:
-        arguments.write_file(found.record(), given.json)
-    return exit_codes.DONE if found.is_whole else exit_codes.WRONG
+    if arguments.json is not None:
+        arguments.write_file(status.record(), arguments.json)
+    return exit_codes.DONE if status.is_whole else exit_codes.WRONG
 
 
 def settings_of(path: Path) -> tuple[Settings, Distillation]:
@@ -81,10 +147,6 @@ def settings_of(path: Path) -> tuple[Settings, Distillation]:
             "shards (logits)"
         )
     return settings, settings.distill
-
-
-def _of(part: producing.Part) -> str:
-    return f"{part[0]}/{part[1]}"
 
 
 @contextmanager
@@ -115,33 +177,139 @@ def stopped_by_signals(told: str) -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-class _Shown:
-    """Prints how far the stage is, now and then."""
+class _Shown(Generic[P]):
+    """Prints how far a stage is, now and then, and never the same line twice."""
 
-    def __init__(self, section: Distillation) -> None:
-        self.progress: Progress | None = None
-        self._section, self._next_s = section, 0.0
+    def __init__(
+        self, line: Callable[[P], str], draw: Callable[[P], object] = lambda _: None
+    ) -> None:
+        """`draw` is called whenever it is time for a `line`."""
+        self.progress: P | None = None
+        self._line, self._draw = line, draw
+        self._next_s, self._said = 0.0, ""
 
-    def __call__(self, progress: Progress) -> None:
-        """Print a line, and draw the page, if it is time."""
+    def __call__(self, progress: P) -> None:
         self.progress = progress
         if time.monotonic() >= self._next_s:
             self._next_s = time.monotonic() + TELL_EVERY_S
             self.last()
-            distill_page.write(self._section, progress)
+            self._draw(progress)
 
     def last(self) -> None:
-        """Print a line."""
-        one = self.progress
-        if one is None:
-            return
-        facts = one.facts
-        parts = [
-            f"{one.shards_done} of {facts.num_shards} shards",
-            f"{one.rows_done:,} of {sum(facts.rows):,} rows",
+        line = "" if self.progress is None else self._line(self.progress)
+        if line != self._said:
+            self._said = line
+            printing.say(line)
+
+
+def _line_of_shards(progress: Progress) -> str:
+    facts = progress.facts
+    parts = [
+        f"{progress.shards_done} of {facts.num_shards} shards",
+        f"{progress.rows_done:,} of {sum(facts.rows):,} rows",
+    ]
+    if progress.made:
+        parts.append(f"{progress.tokens_per_s:,.0f} tokens/s here")
+    if progress.made and progress.left_s:
+        parts.append(f"{duration(progress.left_s)} left at this pace")
+    return ", ".join(parts)
+
+
+def _line_of_answers(progress: answers.Progress) -> str:
+    parts = [f"{progress.done:,} of {counted(progress.total, 'prompt')} answered"]
+    if progress.failed:
+        parts.append(f"{len(progress.failed):,} failed")
+    if progress.done > progress.before:
+        parts.append(f"{progress.per_s:.2g} a second")
+    if progress.done > progress.before and progress.left_s:
+        parts.append(f"{duration(progress.left_s)} left at this pace")
+    return ", ".join(parts)
+
+
+_FAILURES_SHOWN = 20  # prompts that failed
+
+
+def text(arguments: argparse.Namespace) -> int:
+    """Ask the teacher; return the exit code. Raises as `Asking` does."""
+    settings, section = settings_of(arguments.config)
+    asking = Asking(settings, section, url=arguments.endpoint, backend=arguments.backend)
+    with closing(asking.journal):
+        _say_what_is_there(asking)
+        show = _Shown(_line_of_answers)
+        notice = "stops: what is asked now is given up"
+        with stopped_by_signals(notice) as stopping:
+            progress = asking.run(show, stopping)
+        show.last()
+        left = progress.total - progress.done - len(progress.failed)
+        if left and stopping.is_set():
+            printing.say(
+                f"stopped; start it again to ask the {counted(left, 'prompt')} without an answer"
+            )
+            return exit_codes.STOPPED
+        return _say_end(asking, progress, asking.write())
+
+
+def _say_what_is_there(asking: Asking) -> None:
+    prompts, text, journal = asking.prompts, asking.text, asking.journal
+    repeated = f" ({prompts.repeated:,} more ask the same)" if prompts.repeated else ""
+    printing.say(f"{counted(len(prompts.distinct), 'prompt')} in {text.prompts}{repeated}")
+    if prompts.skipped:
+        printing.say(f"skipped: {counted(len(prompts.skipped), 'row')} (data.on_error: skip)")
+        printing.say_lines("\n".join(samples.listed(prompts.skipped)))
+    if journal.others:
+        printing.say(
+            f"{journal.path} has {counted(journal.others, 'answer')} of other settings, which are "
+            "left there and not used"
+        )
+    if journal.damaged:
+        printing.say(
+            f"{journal.path} has {counted(journal.damaged, 'damaged line')}; their prompts are "
+            "asked again"
+        )
+    if text.synthetic_share == 1:
+        printing.warn(
+            "distill.text.synthetic_share=1: all rows come from the teacher; a model that learns "
+            "from synthetic rows alone can lose what is rare in real ones; use a smaller share"
+        )
+    if isinstance(asking.source, Endpoint) and asking.source.shows_key:
+        printing.warn(
+            "the endpoint is another machine's, and its URL is http://: the key is sent so that "
+            "anyone between can read it; use https://"
+        )
+
+
+def _say_end(asking: Asking, progress: answers.Progress, written: Written) -> int:
+    """Say what became of all prompts; 1 if any failed, or if there is no row."""
+    text = asking.text
+    _, truncated, refused = answers.counts(progress)
+    if written.synthetic:
+        total = written.synthetic + written.original
+        printing.say(
+            f"written to {text.rows}: {counted(total, 'row')}, {written.synthetic:,} synthetic, "
+            f"{written.original:,} original"
+        )
+    if written.lacking:
+        printing.say(
+            f"data.train has {written.lacking:,} rows too few for distill.text.synthetic_share="
+            f"{text.synthetic_share:g}: more of what is written is synthetic"
+        )
+    printing.say(
+        f"not written: {truncated:,} truncated, {refused:,} refused or empty, "
+        f"{counted(written.duplicates, 'duplicate')}, {len(progress.failed):,} failed"
+    )
+    if truncated:
+        printing.say(
+            f"truncated answers have more than distill.text.new_tokens={text.new_tokens}, or than "
+            "the teacher takes with the prompt; with a larger number these alone are asked again"
+        )
+    if progress.failed:
+        shown = [
+            f"{prompt.place}: {one.reason}" for prompt, one in progress.failed[:_FAILURES_SHOWN]
         ]
-        if one.made:
-            parts.append(f"{one.tokens_per_s:,.0f} tokens/s here")
-        if one.made and one.left_s:
-            parts.append(f"{duration(one.left_s)} left at this pace")
-        printing.say(", ".join(parts))
+        more = len(progress.failed) - _FAILURES_SHOWN
+        for line in [*shown, *([f"and {more:,} more"] if more > 0 else [])]:
+            printing.say(line, indent=2)
+        printing.say("start it again to ask those that failed")
+    if not written.synthetic:
+        printing.warn(f"no answer can be learned, so {text.rows} is not written")
+    return exit_codes.WRONG if progress.failed or not written.synthetic else exit_codes.DONE

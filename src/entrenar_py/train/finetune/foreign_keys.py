@@ -33,7 +33,6 @@ class Row:
 
 
 def _same(*names: str, ours: str = "", note: str = "") -> Row:
-    """Return the row of names that all tools have."""
     return Row(axolotl=names, trl=names, llama_factory=names, ours=ours, note=note)
 
 
@@ -201,14 +200,14 @@ def tell(record: Record, own: Callable[[], Mapping[str, Collection[str]]]) -> li
 
     `own` returns the names of our keys, by section; "" is the configuration itself.
     """
-    told = []
+    keys = []
     for key in record.node.fields:
         found = "" if key in record.known else advice(key) or _elsewhere(key, own())
         if found:
             message = f"{record.what}: key {key!r} is not read; {found}"
             record.problems.error(record.node.keys[key], message)
-            told.append(key)
-    return told
+            keys.append(key)
+    return keys
 
 
 def advice(key: str) -> str:

@@ -1,4 +1,4 @@
-"""Looks at a run before it begins: unusual hyper-parameters, and memory that does not suffice."""
+"""What is said of a run before it begins: its rows, rules that it breaks, memory that it lacks."""
 
 from __future__ import annotations
 
@@ -6,16 +6,99 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from entrenar_py.shared.config.problems import Problems
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.shared.untrusted import printing
-from entrenar_py.train.finetune import remarks, staffing
-from entrenar_py.train.model import fitting, hyper_parameters
+from entrenar_py.shared.untrusted import escaping, printing
+from entrenar_py.shared.wording import counted
+from entrenar_py.train.distill.student import Student
+from entrenar_py.train.finetune import settings_file, staffing
+from entrenar_py.train.model import hyper_parameters, model_folder, preparation, samples
 from entrenar_py.train.model.hyper_parameters import Facts, Rows
-from entrenar_py.train.model.prepared import Prepared
+from entrenar_py.train.model.preparation import Prepared
+from entrenar_py.train.model.rows import BadRow
 from entrenar_py.train.model.settings import Settings
-from entrenar_py.train.plan import plan, room
+from entrenar_py.train.plan import plan
 from entrenar_py.train.plan.devices import Device
 from entrenar_py.train.plan.shape import Shape
+
+SKIPPED = "skipped.txt"  # in the output folder
+
+
+def say_rows(prepared: Prepared) -> None:
+    """Print the numbers of samples, and the first rows that were skipped."""
+    for what, found in (("train", prepared.train), ("validation", prepared.validation)):
+        if found is not None:
+            printing.say(f"{what}: {counted(len(found), 'sample')}")
+    say_skipped(_skipped(prepared))
+
+
+def say_teacher(workload: object) -> None:
+    """Print from which teacher's shards the run learns, if it learns from any.
+
+    The checkpoint that the configuration names need not be here, so nothing is compared with it.
+    """
+    if isinstance(workload, Student):
+        facts = workload.teacher.facts
+        printing.say(
+            f"teacher: {facts.teacher}, {facts.top_k} of {facts.vocabulary} tokens, in "
+            f"{counted(facts.num_shards, 'shard')}"
+        )
+
+
+def say_warnings() -> None:
+    """Print what transformers warned of so far, and what of a checkpoint is not used."""
+    for text in model_folder.notes():
+        printing.warn(f"entrenar: warning: {text}")
+
+
+def say_skipped(skipped: Sequence[BadRow]) -> None:
+    """Print how many rows were skipped, and the first of them with the reason."""
+    if skipped:
+        printing.say(f"skipped: {counted(len(skipped), 'row')} (data.on_error: skip)")
+        printing.say_lines("\n".join(samples.listed(skipped)))
+
+
+def keep_skipped(prepared: Prepared) -> None:
+    """List all skipped rows in a file of the output folder; remove that of an earlier run.
+
+    Raises UsageError if it can't be written.
+    """
+    path, skipped = prepared.settings.output / SKIPPED, _skipped(prepared)
+    try:
+        if skipped:
+            lines = [escaping.exact(one) for one in skipped]
+            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        problem = f"can't be written ({error.strerror or error}); make room or give access"
+        raise UsageError(f"output {path}: {problem}") from error
+
+
+def _skipped(prepared: Prepared) -> list[BadRow]:
+    """Return the rows that were skipped, each once: parts of a file have those of all of it."""
+    validation = prepared.validation
+    both = (*prepared.train.skipped, *(() if validation is None else validation.skipped))
+    return list(dict.fromkeys(both))
+
+
+def show_remarks(path: Path, facts: Facts) -> None:
+    """Print a warning for each rule that the configuration at `path` breaks.
+
+    Raises ContractError for values that can't train anything.
+    """
+    problems = Problems()
+    root = settings_file.read(path, problems)
+    if root is None:
+        problems.settle(strict=True)
+        return
+    for remark in hyper_parameters.remarks(facts):
+        at = settings_file.innermost(root, remark.key.split(".")).at
+        report = problems.error if remark.level == "error" else problems.warn
+        report(at, f"{remark.message} [{remark.rule}]", rule=remark.rule)
+    for problem in problems.settle(strict=False):
+        printing.warn(problem.line)
+
 
 _BANDWIDTH = 1e9  # any: only memory is looked at
 
@@ -23,11 +106,11 @@ _BANDWIDTH = 1e9  # any: only memory is looked at
 def look(path: Path, prepared: Prepared, names: Sequence[str]) -> None:
     """Print what is unusual in the configuration at `path`; refuse a run that does not fit.
 
-    Workers compute on the backends `names`, in turns. A model whose memory can't be foreseen is
+    Workers compute on the backends `names`, in turns. A model that needs unforeseeable memory is
     said to be so, and runs. Raises ContractError for values that can't train anything, and
     UsageError for a device with too little memory.
     """
-    devices, places = room.of_backends(names, prepared.settings.devices), list(dict.fromkeys(names))
+    devices, places = plan.of_backends(names, prepared.settings.devices), list(dict.fromkeys(names))
     _look(path, prepared, devices, "star", turns=[places.index(name) for name in names])
 
 
@@ -51,11 +134,11 @@ def planned(settings: Settings, devices: Sequence[Device], *, longest: int | Non
 
 
 def _fitting(settings: Settings, most: int, *, longest: int | None) -> int:
-    devices = room.of_backends(("cpu",), settings.devices)
+    devices = plan.of_backends(("cpu",), settings.devices)
     run = plan.of(settings, devices, longest=longest, bandwidth=_BANDWIDTH)
     for number in range(most, 1, -1):
         try:
-            room.require(replace(run, settings=replace(settings, workers=number)))
+            plan.require_memory(replace(run, settings=replace(settings, workers=number)))
         except UsageError:
             continue
         return number
@@ -84,7 +167,7 @@ def look_as_ranks(
             for rank, num_bytes in enumerate(free)
         ]
     else:
-        devices = num_hosts * room.of_backends(names, settings.devices)
+        devices = num_hosts * plan.of_backends(names, settings.devices)
     _look(path, replace(prepared, settings=settings), devices, settings.strategy)
 
 
@@ -95,7 +178,7 @@ def remark(path: Path, prepared: Prepared, shape: Shape | None = None) -> None:
     """
     settings, rows = prepared.settings, hyper_parameters.rows_of(prepared)
     number = (shape or Shape(settings)).num_parameters
-    remarks.show(path, Facts(settings=settings, num_parameters=number, rows=rows))
+    show_remarks(path, Facts(settings=settings, num_parameters=number, rows=rows))
 
 
 def _look(
@@ -116,9 +199,9 @@ def _look(
     try:
         plan.rehearse(run, strategy)
     except UsageError as error:
-        printing.warn(f"{room.RULE} is not looked at: {error}")
+        printing.warn(f"{plan.RULE} is not looked at: {error}")
         return
-    room.require(run, strategy)
+    plan.require_memory(run, strategy)
 
 
 def rows_and_longest(settings: Settings) -> tuple[Rows | None, int | None]:
@@ -126,11 +209,9 @@ def rows_and_longest(settings: Settings) -> tuple[Rows | None, int | None]:
 
     Needs no weights. Raises UsageError for a model that is not there.
     """
-    from entrenar_py.train.model import prepared as preparing
-
-    fitting.require_config(settings.model)
+    model_folder.require_config(settings.model)
     try:
-        prepared = preparing.prepare(settings, needs_weights=False)
+        prepared = preparation.prepare(settings, needs_weights=False)
     except UsageError as error:
         first = str(error).splitlines()[0]
         printing.warn(f"rows are not looked at, and taken for data.max_tokens long: {first}")

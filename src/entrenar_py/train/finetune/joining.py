@@ -1,6 +1,9 @@
 """What a worker does between the coordinator's offer and joining: it gets settings, rows and model.
 
 Code of a checkpoint is fetched and run only if this worker's own command line allows it.
+
+In a layer pipeline a worker first learns the stages, then loads the stage that it gets. Of the
+checkpoint's weights it fetches only the files with blocks of that stage.
 """
 
 from __future__ import annotations
@@ -10,26 +13,266 @@ import asyncio
 import hashlib
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from entrenar_py.shared.errors import SystemFailure, UsageError
+from entrenar_py.shared import wording
+from entrenar_py.shared.errors import ContractError, SystemFailure, UsageError
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.untrusted import files as own_files
+from entrenar_py.train.arithmetic.blocks import Layout
 from entrenar_py.train.distill import student
-from entrenar_py.train.finetune import package, received_run, stage_joining
-from entrenar_py.train.finetune.package import Contents, File
-from entrenar_py.train.finetune.received_files import ReceivedFiles
-from entrenar_py.train.model import fitting
-from entrenar_py.train.model import prepared as preparing
+from entrenar_py.train.finetune import package, settings_file
+from entrenar_py.train.finetune.package import WEIGHTS, Contents, File, ReceivedFiles
+from entrenar_py.train.model import blocks, model, model_folder, preparation, samples
+from entrenar_py.train.model.preparation import Prepared
+from entrenar_py.train.model.samples import Samples
 from entrenar_py.train.model.settings import LAYER_PIPELINE, Settings
 from entrenar_py.train.model.workload import Finetuning
-from entrenar_py.train.service.worker import Joining
-from entrenar_py.train.wire.effects import Finish
+from entrenar_py.train.service import worker
+from entrenar_py.train.service.worker import Joining, Stay
+from entrenar_py.train.stages import cut, stage_model
+from entrenar_py.train.stages import cut as cutting
+from entrenar_py.train.stages.cut import Cut
+from entrenar_py.train.stages.member import StageHands, StageMember
+from entrenar_py.train.stages.stage_model import hidden_bytes_max, width_of
+from entrenar_py.train.wire.effects import Effect, Finish, Send
 from entrenar_py.train.wire.frames import Buffer
-from entrenar_py.train.wire.terms import PIECE_BYTES, Part
+from entrenar_py.train.wire.messages import Loaded
+from entrenar_py.train.wire.pipeline_peers import PipelineWorker
+from entrenar_py.train.wire.terms import PIECE_BYTES, Part, Terms, Timing
 from entrenar_py.train.wire_io import queries
-from entrenar_py.train.wire_io.queries import Source
+from entrenar_py.train.wire_io.queries import Source, Told
+from entrenar_py.train.wire_io.tcp import PipelineClient
+
+SETTINGS = "the settings"  # in messages
+_ADVICE = "use one release on both ends"
+
+
+def settings_of(listed: Contents) -> Settings:
+    """Return the settings of a run; its model is a name. Raises SystemFailure for unknown ones."""
+    try:
+        return settings_file.of_text(settings_file.to_text(listed.settings), SETTINGS)
+    except ContractError as error:
+        raise SystemFailure(
+            f"the coordinator's settings can't be read: {_ADVICE}\n{error}"
+        ) from error
+
+
+def rows_of(listed: Contents, files: ReceivedFiles, settings: Settings) -> Samples:
+    """Return the run's samples, which are among `files`.
+
+    Raises SystemFailure for samples that are not what a coordinator of this release writes.
+    """
+    train = samples.read_kept(files.path(listed.samples))
+    if train is None or not _fits(train, listed, settings):
+        raise SystemFailure(f"the coordinator's rows can't be read: {_ADVICE}")
+    return train
+
+
+def prepared_of(listed: Contents, train: Samples, settings: Settings) -> Prepared:
+    """Return the run with its samples and the tokenizer of its checkpoint."""
+    return Prepared(
+        settings=settings,
+        tokenizer=model.tokenizer(settings),
+        train=train,
+        validation=None,
+        class_weights=tuple(listed.class_weights),
+    )
+
+
+def require_same(folder: Path, files: Sequence[File]) -> None:
+    """Raise UsageError unless `folder` has all `files` of the run's checkpoint, unchanged."""
+    for file in files:
+        path = folder / file.name
+        try:
+            with own_files.open_file(path) as content:
+                digest = hashlib.file_digest(content, "sha256").hexdigest()
+        except OSError as error:
+            raise UsageError(
+                f"--model {folder}: {file.name} can't be read ({error.strerror or error}), and the "
+                "run's checkpoint has it; leave --model out to fetch it"
+            ) from error
+        if digest != file.digest:
+            raise UsageError(
+                f"--model {folder}: another model than the run's: {file.name} has SHA-256 {digest},"
+                f" the run's {file.digest}; give the run's checkpoint, or leave --model out to "
+                "fetch it"
+            )
+
+
+def link(
+    wanted: Iterable[File], files: ReceivedFiles, folder: Path, own: Path | None = None
+) -> None:
+    """Put links to the `wanted` files into `folder`, under the names that these have.
+
+    They are among the received `files`, or in the folder `own` if that is given.
+    """
+    for file in wanted:
+        place = files.path(file) if own is None else own / file.name
+        (folder / file.name).symlink_to(place.absolute())
+
+
+def _fits(found: Samples, listed: Contents, settings: Settings) -> bool:
+    num_labels = len(settings.classes.labels) if settings.task == "classify" else 0
+    return found.is_consistent and len(listed.class_weights) == num_labels
+
+
+INDEX_BYTES_MAX = 2**26  # a weight's name and its file's take some 150
+
+
+async def obtain_stage(
+    listed: Contents, files: ReceivedFiles, source: Source, arguments: argparse.Namespace
+) -> StageJoining | Finish:
+    """Return what joins the run; a Finish if its files can't be had.
+
+    Raises UsageError for an `--id` that the plan does not have, and a model of another content.
+    """
+    small = [file for file in listed.model if not file.name.endswith(WEIGHTS)]
+    if arguments.model is not None:
+        await asyncio.to_thread(require_same, arguments.model, small)
+    wanted = [*(() if arguments.model else small), listed.samples]
+    finish = await files.get(wanted, partial(queries.fetch, source))
+    if finish is not None:
+        return finish
+    return await asyncio.to_thread(StageJoining.of, listed, files, source, arguments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageJoining:
+    """Joins one run.
+
+    `stack` is the name of the list of the model's blocks, and `width` the size of its hidden
+    states.
+    """
+
+    listed: Contents
+    files: ReceivedFiles
+    source: Source
+    own: Path | None  # this machine's copy of the checkpoint
+    prepared: Prepared
+    cut: Cut
+    stack: str
+    width: int
+    manifest: str
+    rank: int | None
+
+    @classmethod
+    def of(
+        cls, listed: Contents, files: ReceivedFiles, source: Source, arguments: argparse.Namespace
+    ) -> StageJoining:
+        """Return what joins the run that `listed` describes, by the model's configuration."""
+        settings = settings_of(listed)
+        with tempfile.TemporaryDirectory(prefix="entrenar-") as name:
+            folder = Path(name)
+            small = [file for file in listed.model if not file.name.endswith(WEIGHTS)]
+            link(small, files, folder, arguments.model)
+            settings = replace(settings, model=folder)
+            train = rows_of(listed, files, settings)
+            prepared = prepared_of(listed, train, settings)
+            module = model.shape(settings)
+        cut = cutting.of(settings, module)
+        specs = [spec for own in cut.specs for spec in own]
+        rank = arguments.rank if arguments.id is None else cut.rank_of(arguments.id)
+        return cls(
+            listed=listed,
+            files=files,
+            source=source,
+            own=arguments.model,
+            prepared=prepared,
+            cut=cut,
+            stack=blocks.place_of(module)[0].rpartition(".")[2],
+            width=width_of(module),
+            manifest=Layout(tuple(specs)).digest,
+            rank=rank,
+        )
+
+    def client(self, described: Told, stay: Stay) -> PipelineClient:
+        """Return the client for the run that the coordinator described."""
+        scenario = worker.scenario_of(described)
+        terms = self.cut.terms(
+            Terms(run=scenario.digest, manifest=self.manifest, data=self.prepared.train.digest)
+        )
+        hands = StageHands(
+            self.cut,
+            partial(self._member, scenario, terms, stay),
+            hidden_bytes=hidden_bytes_max(self.width, self.prepared.train, scenario),
+        )
+        machine = PipelineWorker(
+            terms,
+            places=self.cut.places,
+            secret=stay.secret,
+            backend=stay.backend.name,
+            rank=self.rank,
+            timing=Timing(heartbeat_s=described.heartbeat_s, dead_after_s=described.dead_after_s),
+        )
+        return PipelineClient(
+            machine,
+            hands,
+            alone=stay.alone,
+            notify=partial(_loaded, machine, stay),
+            door_context=stay.door_context(),
+            listen_port=stay.given.listen_port or 0,
+        )
+
+    def _member(self, scenario: Scenario, terms: Terms, stay: Stay, stage: int) -> StageMember:
+        """Load `stage`, in a thread; its files are fetched if they are not here."""
+        own = self.cut.stages[stage]
+        stay.tell(f"loads stage {stage}: {wording.spanned('block', own)}")
+        with tempfile.TemporaryDirectory(prefix="entrenar-") as name:
+            folder = self._checkpoint(own, Path(name))
+            prepared = replace(
+                self.prepared, settings=replace(self.prepared.settings, model=folder)
+            )
+            workload = stage_model.load_stage(prepared, self.cut, stage)
+        return StageMember(
+            scenario,
+            stay.backend,
+            workload,
+            terms=terms,
+            every=self.cut.blocks,
+            stage=stage,
+            attempts=stay.attempts,
+        )
+
+    def _checkpoint(self, own: range, folder: Path) -> Path:
+        """Put links to the files that a stage needs into `folder`, and return it."""
+        weights = {file.name for file in self.listed.model if file.name.endswith(WEIGHTS)}
+        index = next((one for one in self.listed.model if one.name == cut.INDEX), None)
+        narrowed: str | None = None
+        if index is not None:
+            place = self.files.path(index) if self.own is None else self.own / index.name
+            content = cut.read_index(own_files.read(place, bytes_max=INDEX_BYTES_MAX))
+            weights &= cut.files_of_stage(content, self.stack, own)
+            narrowed = cut.narrowed(content, weights)
+        wanted = [
+            file
+            for file in self.listed.model
+            if file.name in weights or not file.name.endswith(WEIGHTS)
+        ]
+        of_weights = [file for file in wanted if file.name in weights]
+        if self.own is None:
+            self._fetch(of_weights)
+        else:
+            require_same(self.own, of_weights)
+        linked = [file for file in wanted if file is not index]
+        link(linked, self.files, folder, self.own)
+        if narrowed is not None:
+            (folder / cut.INDEX).write_text(narrowed, "utf-8")
+        return folder
+
+    def _fetch(self, wanted: Sequence[File]) -> None:
+        finish = asyncio.run(self.files.get(wanted, partial(queries.fetch, self.source)))
+        if finish is not None:
+            raise SystemFailure(f"the stage's files can't be fetched: {finish.reason}")
+
+
+def _loaded(machine: PipelineWorker, stay: Stay, effect: Effect) -> None:
+    if isinstance(effect, Send) and isinstance(effect.message, Loaded) and machine.rank is not None:
+        stay.tell_rank(machine.rank, effect.message.step)
+
 
 MODEL = "model"
 
@@ -37,7 +280,7 @@ Say = Callable[[str], None]
 
 
 async def obtain(
-    source: Source, given: argparse.Namespace, say: Say
+    source: Source, arguments: argparse.Namespace, say: Say
 ) -> Finetuning | Joining | Finish:
     """Return the workload of the run at `source`, or why it can't be had.
 
@@ -49,17 +292,17 @@ async def obtain(
     listed = await _list(source)
     if isinstance(listed, Finish):
         return listed
-    _require_trust(listed, is_trusting=given.trust_remote_code)
+    _require_trust(listed, is_trusting=arguments.trust_remote_code)
     if listed.settings.get("strategy") == LAYER_PIPELINE:
-        return await stage_joining.obtain(listed, _received(say, source), source, given)
+        return await obtain_stage(listed, _received(say, source), source, arguments)
     wanted: Sequence[File] = listed.files()
-    if given.model is not None:
-        received_run.require_same(given.model, listed.model)
+    if arguments.model is not None:
+        require_same(arguments.model, listed.model)
         wanted = [listed.samples]
     files = _received(say, source)
-    if given.id is not None:
+    if arguments.id is not None:
         raise UsageError(
-            "--id: the run is no layer pipeline, whose stages have names; leave it out"
+            "--id: the run is no layer pipeline, where stages have names; leave it out"
         )
     finish = await files.get(wanted, partial(queries.fetch, source))
     if finish is not None:
@@ -68,7 +311,7 @@ async def obtain(
         say(f"fetched {files.num_fetched} bytes, all verified")
     ended = threading.Event()
     with tempfile.TemporaryDirectory(prefix="entrenar-") as name:
-        own = given.model, given.logits
+        own = arguments.model, arguments.logits
         making = asyncio.to_thread(_workload, listed, files, Path(name), *own, ended=ended)
         try:
             return await making
@@ -78,7 +321,7 @@ async def obtain(
 
 
 def _received(say: Say, source: Source) -> ReceivedFiles:
-    return ReceivedFiles(preparing.cache() / "files", say, patience_s=source.patience_s)
+    return ReceivedFiles(preparation.cache() / "files", say, patience_s=source.patience_s)
 
 
 async def _list(source: Source) -> Contents | Finish:
@@ -104,7 +347,8 @@ def _require_trust(listed: Contents, *, is_trusting: bool) -> None:
     if listed.settings.get("trust_remote_code", False) and not is_trusting:
         raise UsageError(
             "the run's checkpoint comes with Python code (trust_remote_code), which this worker "
-            "would fetch and run; give --trust-remote-code if you trust who started the run"
+            "would fetch and run; give --trust-remote-code if you trust "
+            "the person that started the run"
         )
 
 
@@ -121,11 +365,11 @@ def _workload(
     `own` is this machine's copy of the checkpoint, and `logits` that of a teacher's shards, which
     are waited for until `ended` is set.
     """
-    settings = _with_shards(received_run.settings_of(listed), logits)
+    settings = _with_shards(settings_of(listed), logits)
     settings = replace(settings, model=_checkpoint(listed, files, folder) if own is None else own)
-    train = received_run.rows(listed, files, settings)
-    fitting.require_checkpoint(settings.model)
-    return student.workload(received_run.prepared(listed, train, settings), ended=ended)
+    train = rows_of(listed, files, settings)
+    model_folder.require_checkpoint(settings.model)
+    return student.workload(prepared_of(listed, train, settings), ended=ended)
 
 
 def _with_shards(settings: Settings, logits: Path | None) -> Settings:
@@ -146,8 +390,7 @@ def _with_shards(settings: Settings, logits: Path | None) -> Settings:
 
 
 def _checkpoint(listed: Contents, files: ReceivedFiles, folder: Path) -> Path:
-    """Make a folder with links to the checkpoint's files, under the names that these have."""
-    made = folder / MODEL
-    made.mkdir()
-    received_run.link(listed.model, files, made)
-    return made
+    linked = folder / MODEL
+    linked.mkdir()
+    link(listed.model, files, linked)
+    return linked

@@ -1,42 +1,111 @@
-"""`entrenar finetune`: coordinator and workers on this machine, a process each."""
+"""`entrenar finetune`: coordinator and workers on this machine, a process each.
+
+A worker joins by TCP, as another machine's does, and gets the settings over a pipe: one way to
+train, on one machine or on several. It has one thread (`staffing`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import secrets
 import signal
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from entrenar_py import compute as backends
+from entrenar_py.compute import Backend
+from entrenar_py.shared import trace
 from entrenar_py.shared.errors import SystemFailure, UsageError
+from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.untrusted import printing
+from entrenar_py.train.coordinator import topology
+from entrenar_py.train.coordinator.member import Member
 from entrenar_py.train.distill import student
-from entrenar_py.train.finetune import (
-    export,
-    foresight,
-    rows_read,
-    settings_file,
-    staffing,
-    stage_problems,
-    worker_process,
-)
-from entrenar_py.train.finetune import task as tasks
-from entrenar_py.train.model import prepared as preparing
-from entrenar_py.train.model.prepared import Prepared
+from entrenar_py.train.finetune import foresight, outputs, settings_file, staffing, task
+from entrenar_py.train.model import preparation
+from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.model.settings import Distillation, Settings
-from entrenar_py.train.service import coordinator, exit_codes, memory_peak
+from entrenar_py.train.service import coordinator, exit_codes, measures
 from entrenar_py.train.service.address import Address
 from entrenar_py.train.service.config import Checkpoint, Config
-from entrenar_py.train.service.memory_peak import Memory
+from entrenar_py.train.service.measures import Memory
+from entrenar_py.train.wire.effects import Effect, Finish, Load
 from entrenar_py.train.wire.terms import Timing
-from entrenar_py.train.wire_io.processes import Crew, Hand
+from entrenar_py.train.wire_io.processes import Crew, Hand, Job
+from entrenar_py.train.wire_io.tcp import WorkerClient
+
+REPORT_EVERY_S = 2.0
+
+
+def work(pipe: Connection) -> None:
+    """Do the one job that comes over `pipe`."""
+    torch.set_num_threads(1)  # how a sum is split over threads is part of its order
+    desk = Job(pipe)
+    job = desk.next()
+    if job is not None:
+        try:
+            finish = asyncio.run(_stay(desk, json.loads(job)))
+        except SystemFailure as error:  # a teacher's shard does not come, which no restart mends
+            finish = Finish("failed", str(error))
+        desk.answer(json.dumps({"status": finish.status, "reason": finish.reason}).encode())
+
+
+async def _stay(desk: Job, job: Mapping[str, Any]) -> Finish:
+    loop = asyncio.get_running_loop()
+    loop.add_reader(desk.fileno(), _abandoned)
+    scenario = Scenario.from_dict(job["scenario"])
+    workload = student.workload(
+        preparation.prepare(settings_file.of_text(job["settings"], "the settings"))
+    )
+    backend = backends.open_backend(job["backend"])
+    member = Member(scenario, lambda rank: backend, workload)
+    machine = topology.of(scenario).worker(
+        member.terms,
+        secret=bytes.fromhex(job["secret"]),
+        backend=backend.name,
+        rank=job["rank"],
+        timing=Timing(),
+    )
+    client = WorkerClient(machine, member, notify=partial(_let_in, member, backend))
+    reports = asyncio.create_task(_report_memory(desk))
+    finish = await client.run(job["host"], job["port"], patience_s=Timing().gather_s)
+    reports.cancel()
+    loop.remove_reader(desk.fileno())
+    return finish
+
+
+async def _report_memory(desk: Job) -> None:
+    while True:
+        desk.note(json.dumps(measures.memory_peak()).encode())
+        await asyncio.sleep(REPORT_EVERY_S)
+
+
+def _let_in(member: Member, backend: Backend, effect: Effect) -> None:
+    """Record what this worker computes on when it is admitted."""
+    if isinstance(effect, Load):
+        member.recorder.emit(
+            trace.Attempt(
+                backend=backend.name,
+                served=True,
+                device=backend.device,
+                software=backend.software,
+            )
+        )
+
+
+def _abandoned() -> None:
+    os._exit(1)
+
 
 LOOPBACK = Address("127.0.0.1", 0)
 SECRET_BYTES = 32
@@ -63,14 +132,14 @@ def train(
     for a device that is missing or does not start.
     """
     settings = _following(settings_file.load(path), follow)
-    stage_problems.require_other(settings, path, "entrenar finetune")
+    settings_file.require_other(settings, path, "entrenar finetune")
     if settings.strategy is not None:
         raise UsageError(
             f"{path}: strategy={settings.strategy} is for ranks of torchrun: start torchrun "
             f"--nproc_per_node=N -m entrenar_py.finetune {path}, or leave strategy out"
         )
-    export.require_own(settings)
-    coordinator.require_intended(settings.output / tasks.CHECKPOINT, resume=resume)
+    outputs.require_own(settings)
+    coordinator.require_intended(settings.output / task.CHECKPOINT, resume=resume)
     if (
         max(settings.num_workers, len(names)) > settings.training.num_shards
     ):  # else the file's reader has refused it
@@ -80,29 +149,27 @@ def train(
             f"{len(names)}, or fewer backends"
         )
     devices = _opened(names)
-    prepared = preparing.prepare(settings)
+    prepared = preparation.prepare(settings)
     settings = prepared.settings
-    rows_read.say(prepared)
+    foresight.say_rows(prepared)
     num_workers, limit = _staff(prepared, names, resume=resume)
     settings = replace(settings, workers=num_workers)
     prepared = replace(prepared, settings=settings)
     foresight.look(path, prepared, names)
     workload = student.workload(prepared)
-    rows_read.say_teacher(workload)
-    rows_read.say_warnings()
-    output = export.make_folder(prepared)
+    foresight.say_teacher(workload)
+    foresight.say_warnings()
+    output = outputs.make_folder(prepared)
     config = Config(
-        scenario=preparing.scenario(settings, workload),
+        scenario=preparation.scenario(settings, workload),
         listen=LOOPBACK,
         secret=secrets.token_bytes(SECRET_BYTES),
         context=None,
         wait_for=num_workers,
         timing=Timing(),
-        checkpoint=Checkpoint(
-            path=output / tasks.CHECKPOINT, every_steps=settings.checkpoint_every
-        ),
-        metrics=output / tasks.METRICS,
-        ledger=output / tasks.LEDGER,
+        checkpoint=Checkpoint(path=output / task.CHECKPOINT, every_steps=settings.checkpoint_every),
+        metrics=output / task.METRICS,
+        ledger=output / task.LEDGER,
     )
     for rank in range(num_workers):
         name = names[rank % len(names)]
@@ -112,18 +179,19 @@ def train(
         printing.say(staffing.remark(num_workers, num_shards=num_shards, limit=limit))
     with (
         closing(_Workers(settings, config, names)) as workers,
-        tasks.opened(
+        task.opened(
             prepared,
             workload,
             scenario=config.scenario,
-            device=_device(names),
+            # What validation rows are scored on: a GPU of torch if a worker has one.
+            device=torch.device(next((name for name in names if name.startswith("cuda")), "cpu")),
             listening=workers.start,
             memory=workers.memory,
             halt_on_spike=halt_on_spike,
             tensorboard=tensorboard,
-        ) as task,
+        ) as finetuning,
     ):
-        code = coordinator.serve(config, task, resume=resume)
+        code = coordinator.serve(config, finetuning, resume=resume)
         # Nobody stopped it: what the workers lacked has to be mended before it goes on.
         is_given_up = code == exit_codes.STOPPED and workers.are_gone
         return exit_codes.WRONG if is_given_up else code
@@ -136,22 +204,16 @@ def _staff(prepared: Prepared, names: Sequence[str], *, resume: bool) -> tuple[i
     if settings.workers is not None or tuple(names) != ("cpu",):
         chosen = max(settings.num_workers, len(names))
         return chosen, f"workers: {most} would use more of them, with the same bits"
-    if resume and (begun := staffing.begun_with(settings.output / tasks.LEDGER)):
+    if resume and (begun := staffing.begun_with(settings.output / task.LEDGER)):
         return begun, "the run began with so many workers"
     return foresight.workers_that_fit(prepared, most), "this machine has no memory for more workers"
 
 
 def _following(settings: Settings, follow: bool | None) -> Settings:
-    """Return the settings, with what the command line says of shards that are missing."""
     if settings.distill is None or follow is None or follow is (settings.distill.wait_s > 0):
         return settings
     wait_s = Distillation.wait_s if follow else 0.0
     return replace(settings, distill=replace(settings.distill, wait_s=wait_s))
-
-
-def _device(names: Sequence[str]) -> torch.device:
-    """Return what validation rows are scored on: a GPU of torch if a worker has one, or the CPU."""
-    return torch.device(next((name for name in names if name.startswith("cuda")), "cpu"))
 
 
 def _opened(names: Sequence[str]) -> dict[str, str]:
@@ -167,7 +229,7 @@ class _Workers:
         # Not the file's name: the file may be another one when a worker is started again.
         self._settings = settings_file.to_text(settings_file.to_record(settings))
         preload = staffing.preloaded(names)
-        self._crew = Crew(worker_process.main, preload=preload, one_job=True)
+        self._crew = Crew(work, preload=preload, one_job=True)
         self._give_up: Callable[[str], None] = lambda _: None
         self._hands: dict[int, Hand] = {}
         self._deaths = Counter[int]()
@@ -176,21 +238,15 @@ class _Workers:
         self.are_gone = False
 
     def start(self, address: Address, give_up: Callable[[str], None]) -> None:
-        """Start all workers of the coordinator at `address`, and look after them.
-
-        Once all stay away, `give_up` is called with the reason.
-        """
         self._address, self._give_up = address, give_up
         for rank in range(self._config.scenario.world_size):
             self._begin(rank)
         asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)
 
     def memory(self) -> Memory:
-        """Return the peak of this process and its workers, as these have told it."""
-        return memory_peak.total([memory_peak.here(), *self._peaks.values()])
+        return measures.total([measures.memory_peak(), *self._peaks.values()])
 
     def close(self) -> None:
-        """End all workers."""
         self._crew.dismiss()
 
     def _begin(self, rank: int) -> None:
@@ -217,12 +273,11 @@ class _Workers:
         except SystemFailure as error:  # the next look finds it dead again
             printing.say(f"worker {rank}: {error}")
 
-    def _stay_away(self, rank: int, why: str) -> None:
-        """Tell that a worker is not started again; end the run if it was the last."""
-        printing.say(f"{why} and stays away")
+    def _stay_away(self, rank: int, reason: str) -> None:
+        printing.say(f"{reason} and stays away")
         if all(self._deaths[other] == DEATHS_MAX for other in self._hands):
             self.are_gone = True
-            self._give_up(f"no worker is left: {why}")
+            self._give_up(f"no worker is left: {reason}")
 
     def _look(self) -> None:
         """Hear the workers' notes, and start those again that died.
@@ -244,6 +299,5 @@ class _Workers:
 
 
 def _failure(hand: Hand) -> str:
-    """Return why the worker's part in the run failed; "" if it didn't, or has not ended."""
     ended = {} if hand.answer is None else json.loads(hand.answer)
     return str(ended["reason"]) if ended.get("status") == "failed" else ""

@@ -1,33 +1,218 @@
-"""Uses what a run has written: answers prompts, scores rows, merges adapters into their model."""
+"""The output folder: written so that a part is never taken for the whole, and used afterwards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import errno
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from blake3 import blake3
 from torch import nn
 
-from entrenar_py.shared.errors import UsageError
-from entrenar_py.shared.untrusted import printing
-from entrenar_py.train.finetune import NEW_TOKENS, export, folder, rows_read
+from entrenar_py.shared.errors import SystemFailure, UsageError
+from entrenar_py.shared.untrusted import escaping, files, printing
+from entrenar_py.train.arithmetic.tensors import Array
+from entrenar_py.train.finetune import NEW_TOKENS, foresight, package, settings_file
 from entrenar_py.train.model import (
-    encoding,
     evaluation,
-    fitting,
     model,
+    model_folder,
     precision,
-    prepared,
+    preparation,
     samples,
-    saving,
     stock,
 )
 from entrenar_py.train.model.chat_template import ChatEncoder
 from entrenar_py.train.model.conversations import BadConversationError, Conversation
 from entrenar_py.train.model.evaluation import Scores
+from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.model.settings import Settings
+from entrenar_py.train.model.workload import Tuned
+
+PARTIAL = "export.partial"  # in the folder: files that are being written
+_FULL = os.strerror(errno.ENOSPC)  # also in the errors of safetensors, which have no number
+_REPLACED_WEIGHTS = (".safetensors", ".safetensors.index.json")
+
+
+@contextmanager
+def replacing(folder: Path, *, marks: Sequence[str], advice: str) -> Iterator[Path]:
+    """Yield a new folder for files. At the end they are synced, and moved into `folder`.
+
+    Without the files named in `marks` nobody takes `folder` for a model: old ones go before
+    anything is moved, new ones come last, in their order. Weights of an earlier model go, too.
+    Raises SystemFailure, with `advice`, if a file can't be written, and `folder` is as it was; or
+    if one can't be moved, and `folder` is no model then. An interrupt leaves nothing behind.
+    """
+    partial = folder / PARTIAL
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        names = sorted(path.name for path in partial.iterdir())
+        mode = partial.stat().st_mode & 0o666  # as the user's umask has it; safetensors' is 0600
+        for path in partial.rglob("*"):
+            if path.is_file():
+                path.chmod(mode)
+            _sync(path)
+        _move(partial, folder, [name for name in names if name not in marks], marks)
+    except (
+        Exception
+    ) as error:  # tokenizers and safetensors raise kinds of their own for a full disk
+        told = escaping.shortened(_problem(error, partial))
+        raise SystemFailure(f"output {folder}: can't be written ({told}); {advice}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _problem(error: Exception, partial: Path) -> str:
+    told = " ".join(str(error).split())
+    if _FULL not in told:
+        return told
+    written = [path for path in partial.rglob("*") if path.is_file()]
+    last = max(written, key=lambda path: path.stat().st_mtime_ns, default=partial)
+    return f"{last.name}: {files.problem(OSError(errno.ENOSPC, _FULL), partial)}"
+
+
+def _move(partial: Path, folder: Path, names: Sequence[str], marks: Sequence[str]) -> None:
+    for path in folder.iterdir():
+        is_stale = path.name.endswith(_REPLACED_WEIGHTS) and path.name not in names
+        if path.name in marks or is_stale:
+            path.unlink()
+    _sync(folder)
+    for name in (*names, *(mark for mark in marks if (partial / mark).exists())):
+        if (folder / name).is_dir():  # such as a tokenizer's additional chat templates
+            shutil.rmtree(folder / name)
+        (partial / name).replace(folder / name)
+        _sync(folder)
+    partial.rmdir()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+SETTINGS = "run.json"  # in the output folder: the settings, for later commands
+DIGESTS = "digests"  # in it, next to the settings: of what the run's model and tokenizer were
+MARKS = ("config.json", "adapter_config.json")  # without them nobody loads the weights
+_OWN = (SETTINGS, "state.checkpoint", "ledger.jsonl", "metrics.jsonl")  # of a run
+_OTHERS = (*MARKS, "tokenizer.json")
+_WEIGHTS = (".safetensors", ".bin")
+_TEMPLATES = "additional_chat_templates"
+_ADVICE = "make room or give access, and export it with --resume"
+
+
+@dataclass(frozen=True)
+class Digests:
+    """Digests, by content, of what a run was made of: 32 hex digits each."""
+
+    model: str
+    tokenizer: str
+
+
+def write(
+    prepared: Prepared, workload: Tuned, tensors: Mapping[str, Array], *, model_digest: str
+) -> Path:
+    """Write adapters (or the whole model) and tokenizer to the output folder, and return it.
+
+    Adapters are a PEFT folder: adapter_config.json and adapter_model.safetensors. The checkpoint
+    had `model_digest` when it was loaded. Raises SystemFailure if it can't be written; an earlier
+    output is then whole. Raises it, too, if stock libraries don't read what was trained; the files
+    are then kept.
+    """
+    record = settings_file.to_record(prepared.settings)
+    output = prepared.settings.output
+    with replacing(output, marks=(*MARKS, SETTINGS), advice=_ADVICE) as partial:
+        stock.save(workload.module, tensors, prepared.tokenizer, partial)
+        record[DIGESTS] = asdict(Digests(model_digest, tokenizer_digest(partial)))
+        text = settings_file.to_text(record)
+        (partial / SETTINGS).write_text(text + "\n", encoding="utf-8")
+    settings, pad_token = prepared.settings, prepared.pad_token
+    stock.require_agreement(settings, workload.module, tensors, pad_token=pad_token, folder=output)
+    foresight.say_warnings()
+    return output
+
+
+def read_settings(output: Path) -> tuple[Settings, Digests | None]:
+    """Return what `write` noted of a run, None for digests of a release that had none.
+
+    Raises UsageError or ContractError for anything that it did not write.
+    """
+    path = output / SETTINGS
+    record = dict(model_folder.record(path, str(output)))
+    noted = record.pop(DIGESTS, None)
+    settings = settings_file.of_text(settings_file.to_text(record), str(path))
+    if noted is None:
+        return settings, None
+    names = sorted(field.name for field in fields(Digests))
+    is_whole = isinstance(noted, dict) and sorted(noted) == names
+    if not is_whole or not all(isinstance(one, str) for one in noted.values()):
+        raise UsageError(
+            f"{path}: {DIGESTS}={escaping.shortened(repr(noted))}: use {', '.join(names)}, a text "
+            "each, as the run wrote them"
+        )
+    return settings, Digests(**noted)
+
+
+def tokenizer_digest(folder: Path) -> str:
+    """Return 32 hex digits over all files in `folder` that decide what its tokenizer does.
+
+    These are its words, its special tokens and its chat templates. Files, and not what a library
+    makes of them: a later release may show that differently.
+    """
+    hasher = blake3()
+    places = [folder / name for name in package.TOKENIZER]
+    places += (folder / _TEMPLATES).rglob("*")
+    for path in sorted(place for place in places if place.is_file()):
+        content = blake3(path.read_bytes()).digest()
+        hasher.update(str(path.relative_to(folder)).encode() + b"\0" + content)
+    return hasher.hexdigest(16)
+
+
+def require_own(settings: Settings) -> None:
+    """Raise UsageError if the output folder has files of others, which an export would replace.
+
+    These are the checkpoint that is trained, and any other one that no run has written.
+    """
+    output = settings.output
+    problem = f"output={output}: it has a checkpoint that no run has written"
+    if output.resolve() == settings.model.resolve():
+        problem = f"output={output}: it is the model's folder, and its files would be replaced"
+    elif any((output / name).exists() for name in _OWN) or not any(
+        path.name in _OTHERS or path.suffix in _WEIGHTS for path in _listed(output)
+    ):
+        return
+    raise UsageError(f"{problem}; give another folder")
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:  # none yet, or told when it is made
+        return []
+
+
+def make_folder(prepared: Prepared) -> Path:
+    """Make the output folder, with a list of the rows that were skipped, and return it.
+
+    Raises UsageError if that can't be done.
+    """
+    output = prepared.settings.output
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"output={output}: can't be made ({error.strerror})") from error
+    foresight.keep_skipped(prepared)
+    return output
 
 
 @dataclass(frozen=True)
@@ -45,12 +230,10 @@ def load(path: Path, *, trusts: bool) -> Output:
 
     Python of the checkpoint runs if the user `trusts` it, whatever the folder says.
     """
-    record = path / export.SETTINGS
+    record = path / SETTINGS
     if not record.is_file():
-        raise UsageError(
-            f"{path}: no {export.SETTINGS} there; give the output folder of a complete run"
-        )
-    settings, digests = export.read(path)
+        raise UsageError(f"{path}: no {SETTINGS} there; give the output folder of a complete run")
+    settings, digests = read_settings(path)
     if settings.trust_remote_code and not trusts:
         raise UsageError(
             f"{path}: its run had Python code of the checkpoint {settings.model} run "
@@ -60,25 +243,25 @@ def load(path: Path, *, trusts: bool) -> Output:
     _require_same(path, settings, digests)
     tokenizer = model.tokenizer(settings, path)
     module = model.trained(settings, path, model.padding(tokenizer))
-    rows_read.say_warnings()
+    foresight.say_warnings()
     return Output(path, settings, tokenizer, module)
 
 
-def _require_same(path: Path, settings: Settings, digests: export.Digests | None) -> None:
+def _require_same(path: Path, settings: Settings, digests: Digests | None) -> None:
     """Raise UsageError for another model below the adapters, or tokenizer, than the run had."""
     if digests is None:
         printing.warn(
-            f"entrenar: warning: {path / export.SETTINGS}: an older release wrote no digests of "
+            f"entrenar: warning: {path / SETTINGS}: an older release wrote no digests of "
             "model and tokenizer, so nobody checks that they are the run's"
         )
         return
-    if settings.adapts and (digest := fitting.digest(settings.model)) != digests.model:
+    if settings.adapts and (digest := model_folder.digest(settings.model)) != digests.model:
         raise UsageError(
             f"{path}: its adapters were trained on another model than {settings.model}, which has "
             f"the digest {digest}; the run's had {digests.model}. Put that checkpoint there, or "
-            f"name its folder in {export.SETTINGS} (model)"
+            f"name its folder in {SETTINGS} (model)"
         )
-    if (digest := export.tokenizer_digest(path)) != digests.tokenizer:
+    if (digest := tokenizer_digest(path)) != digests.tokenizer:
         raise UsageError(
             f"{path}: its tokenizer is not the run's: its files have the digest {digest}, the "
             f"run's had {digests.tokenizer}. Put back the files that the run wrote, or export it "
@@ -105,28 +288,28 @@ def answer(output: Output, prompt: str, *, new_tokens: int | None) -> Iterator[s
         )
     new_tokens = new_tokens or NEW_TOKENS
     if settings.task == "instruct":
-        asked = _asked(tokenizer, prompt, settings.data.date)
+        question = _asked(tokenizer, prompt, settings.data.date)
     else:
-        asked = encoding.tokens_of(tokenizer, prompt)
+        question = samples.tokens_of(tokenizer, prompt)
     module = cast("Any", output.module)
-    _require_room(output, asked, new_tokens)
-    tokens = torch.tensor([asked])
-    given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    _require_room(output, question, new_tokens)
+    tokens = torch.tensor([question])
+    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     products = precision.of_products(settings)
     with torch.no_grad(), precision.applied(products, module.device):
         if settings.task == "classify":
-            shares = module(**given).logits[0].softmax(-1).tolist()
+            shares = module(**batch).logits[0].softmax(-1).tolist()
             labelled = zip(settings.classes.labels, shares, strict=True)
             for label, share in sorted(labelled, key=lambda pair: -pair[1]):
                 yield f"{label} {share:.4f}"
             return
-        made = module.generate(
-            **given,
+        generated = module.generate(
+            **batch,
             max_new_tokens=new_tokens,
             do_sample=False,
             pad_token_id=model.padding(tokenizer),
         )
-    yield tokenizer.decode(made[0, len(asked) :], skip_special_tokens=True)
+    yield tokenizer.decode(generated[0, len(question) :], skip_special_tokens=True)
 
 
 def _asked(tokenizer: Any, prompt: str, day: str | None) -> list[int]:
@@ -142,8 +325,8 @@ def _asked(tokenizer: Any, prompt: str, day: str | None) -> list[int]:
 
 def _require_room(output: Output, tokens: Sequence[int], new_tokens: int) -> None:
     """Raise UsageError unless the model has embeddings and positions for prompt and answer."""
-    fitting.require_tokens(output.module, tokens, folder=output.settings.model)
-    limit = fitting.longest(output.module)
+    model_folder.require_tokens(output.module, tokens, folder=output.settings.model)
+    limit = model_folder.longest(output.module)
     due = len(tokens) + (new_tokens if output.settings.task != "classify" else 0)
     if limit is not None and due > limit:
         answer = "" if due == len(tokens) else f" and --new-tokens {new_tokens}"
@@ -159,9 +342,9 @@ def evaluate(output: Output, path: Path) -> Scores:
     Prints which rows were skipped, if the run's settings say so.
     """
     settings, tokenizer = output.settings, output.tokenizer
-    rows = samples.load(settings, path, tokenizer, cache=prepared.cache())
-    rows_read.say_skipped(rows.skipped)
-    fitting.require_samples(settings, output.module, [rows], model.padding(tokenizer))
+    rows = samples.load(settings, path, tokenizer, cache=preparation.cache())
+    foresight.say_skipped(rows.skipped)
+    model_folder.require_samples(settings, output.module, [rows], model.padding(tokenizer))
     return evaluation.scores(
         output.module, rows, settings=settings, pad_token=model.padding(tokenizer)
     )
@@ -183,6 +366,6 @@ def merge(output: Output, merged: Path) -> None:
     if output.settings.method == "qlora":
         module = model.decoded(output.settings, output.folder, pad_token)
     advice = "make room or give access, and merge again"
-    with folder.replacing(merged, marks=export.MARKS, advice=advice) as partial:
-        merged_module = saving.merge(module.float(), output.tokenizer, partial)
+    with replacing(merged, marks=MARKS, advice=advice) as partial:
+        merged_module = stock.merge(module.float(), output.tokenizer, partial)
     stock.require_merged(output.settings, merged_module, pad_token=pad_token, folder=merged)

@@ -1,24 +1,170 @@
 """A run as one self-contained HTML page: curves, scores, settings, versions, the ledger's digest.
 
 No scripts and no requests. What comes from files, such as the names of classes, is escaped.
+
+Curves are read back from the metrics: all of a run, however often it was resumed. Long runs are
+thinned out while they are read, so that memory does not grow with the steps.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeGuard
 
 from entrenar_py.shared import process
+from entrenar_py.shared.errors import ProtocolError
 from entrenar_py.shared.page import html_page
 from entrenar_py.shared.page.html_page import Line, Points, chart
 from entrenar_py.shared.trace.writer import Mark
-from entrenar_py.shared.untrusted import escaping
-from entrenar_py.train.finetune import timeline
-from entrenar_py.train.finetune.history import History
+from entrenar_py.shared.untrusted import escaping, files, json_text
 from entrenar_py.train.model.settings import Settings
+from entrenar_py.train.wire import pipeline
+from entrenar_py.train.wire.pipeline import Timed
+
+_WIDTH, _ROW, _LEFT, _BOTTOM = 900, 26, 80, 30
+PASSES_MAX = 2_000  # drawn in one picture
+
+
+def passes_of(record: Mapping[str, Any]) -> dict[int, list[Timed]]:
+    """Return each rank's passes in a line of the metrics; none if they are not of that form."""
+    passes = dict[int, list[Timed]]()
+    given = record.get("passes_us")
+    for rank, times in given.items() if isinstance(given, dict) else ():
+        if not rank.isdecimal() or not isinstance(times, list):
+            return {}
+        if not all(type(one) is int for one in times):
+            return {}
+        try:
+            passes[int(rank)] = pipeline.decode(times)
+        except ProtocolError:
+            return {}
+    return passes
+
+
+def draw_passes(passes: Mapping[int, Sequence[Timed]], num_shards: int) -> Iterator[str]:
+    """Yield the picture of `passes`, by rank, with what stages of equal speed would wait."""
+    every = [timed for of_rank in passes.values() for timed in of_rank]
+    idle = pipeline.idle_share(passes)
+    if idle is None or len(every) > PASSES_MAX:
+        return
+    start, end = min(timed.began for timed in every), max(timed.ended for timed in every)
+    height = _ROW * len(passes) + _BOTTOM
+    yield '<section><h2>Passes of the last step</h2><div class="wide">'
+    yield f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="passes of each rank">'
+    for row, (rank, of_rank) in enumerate(sorted(passes.items())):
+        top = _ROW * row
+        yield f'<text x="0" y="{top + 17}">rank {rank}</text>'
+        yield from (_pass_box(timed, start, end, top) for timed in of_rank)
+    span_ms = (end - start) / 1e3
+    yield f'<text x="{_LEFT}" y="{height - 8}">0</text>'
+    yield f'<text x="{_WIDTH}" y="{height - 8}" text-anchor="end">{span_ms:.1f} ms</text>'
+    yield "</svg></div>"
+    expected = (len(passes) - 1) / (num_shards + len(passes) - 1)
+    text = (
+        f"Dark: forward passes; in the last stage the backward pass, too. Light: backward passes. "
+        f"{idle:.1%} of the time stages waited; equal stages that wait for nothing else do so for "
+        f"(P - 1) / (S + P - 1) = {expected:.1%}, of P = {len(passes)} stages and S = {num_shards} "
+        "shards."
+    )
+    yield f"<p>{escaping.html(text)}</p></section>"
+
+
+def _pass_box(timed: Timed, start: int, end: int, top: int) -> str:
+    scale = (_WIDTH - _LEFT) / (end - start)
+    left = _LEFT + scale * (timed.began - start)
+    width = max(1.0, scale * (timed.ended - timed.began))
+    opacity = 0.9 if timed.is_forward else 0.4
+    kind = "forward" if timed.is_forward else "backward"
+    took_ms = (timed.ended - timed.began) / 1e3
+    return (
+        f'<rect x="{left:.1f}" y="{top + 3}" width="{width:.1f}" height="{_ROW - 6}" '
+        f'fill="currentColor" fill-opacity="{opacity}">'
+        f"<title>shard {timed.shard}, {kind}: {took_ms:.1f} ms</title></rect>"
+    )
+
+
+POINTS_MAX = 400  # of a curve of steps
+NOTES_MAX = 100
+BEGINNINGS = ("listening", "began")  # a coordinator's run, and one of torchrun's ranks
+ALERTS = ("spike", "halted", "left", "not_saved", "not_scored", "gap", "unchecked")
+
+
+@dataclass
+class History:
+    """What a run told, by the number of steps made.
+
+    `losses` are means and `norms` the largest of stretches of equal length. `alerts` are the words
+    of the last NOTES_MAX notes that are no routine; `num_alerts` counts all of them by name.
+    `evaluations` are records of `run_events.Scored`, by step. `passes` are those of each rank of a
+    layer pipeline in the last step.
+    """
+
+    num_steps: int
+    losses: dict[int, float] = field(default_factory=dict)
+    norms: dict[int, float] = field(default_factory=dict)
+    evaluations: dict[int, dict[str, Any]] = field(default_factory=dict)
+    alerts: list[str] = field(default_factory=list)
+    num_alerts: Counter[str] = field(default_factory=Counter)
+    passes: dict[int, list[Timed]] = field(default_factory=dict)
+    _sums: dict[int, tuple[float, int]] = field(default_factory=lambda: defaultdict(lambda: (0, 0)))
+
+    def take(self, record: dict[str, Any]) -> None:
+        """Take a line of the metrics; one that is not of the form of `run_events` is left out."""
+        what, step = record.get("what"), record.get("step")
+        if type(step) is not int:
+            return
+        if what == "step":
+            self._take_step(step + 1, record)
+        elif what == "evaluation" and _is_finite(record.get("loss")):
+            self.evaluations[step] = record
+        elif what in ALERTS and isinstance(record.get("text"), str):
+            self.num_alerts[what] += 1
+            self.alerts = [*self.alerts, record["text"]][-NOTES_MAX:]
+
+    def _take_step(self, made: int, record: dict[str, Any]) -> None:
+        length = -(-self.num_steps // POINTS_MAX) or 1
+        place = min(-(-made // length) * length, self.num_steps)  # the end of the step's stretch
+        self.passes = passes_of(record)
+        loss, norm = record.get("loss"), record.get("grad_norm")
+        if _is_finite(loss):
+            total, count = self._sums[place]
+            self._sums[place] = total + loss, count + 1
+            self.losses[place] = (total + loss) / (count + 1)
+        if _is_finite(norm):
+            self.norms[place] = max(norm, self.norms.get(place, 0.0))
+
+
+def read_history(path: Path, *, num_steps: int) -> History:
+    """Return the history in the metrics at `path`, from the last time that the run began anew.
+
+    Raises OSError if the file can't be read. Lines that were cut off are left out.
+    """
+    history = History(num_steps)
+    with files.open_file(path) as file:
+        for line in files.lines(file):
+            try:
+                record = json_text.load(line)
+            except ValueError:
+                continue
+            if not isinstance(record, dict):
+                continue
+            if record.get("what") in BEGINNINGS and record.get("step") == 0:
+                history = History(num_steps)
+            history.take(record)
+    return history
+
+
+def _is_finite(value: object) -> TypeGuard[float]:
+    try:
+        return isinstance(value, int | float) and math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False
+
 
 FILE = "report.html"  # in the output folder
 CLASSES_MAX = 40  # in the tables
@@ -63,7 +209,7 @@ def _document(settings: Settings, outcome: Outcome, history: History) -> Iterato
     if history.evaluations:
         last = max(history.evaluations)
         yield from _scores(last, history.evaluations[last])
-    yield from timeline.draw(history.passes, settings.training.num_shards)
+    yield from draw_passes(history.passes, settings.training.num_shards)
     yield from _alerts(history)
     yield "<section><h2>Settings</h2>"
     yield from _facts(_flat(asdict(settings)))
@@ -93,10 +239,10 @@ def _curves(history: History) -> Iterator[str]:
     )
     validated = Line(
         label="validation",
-        points=_points({made: one["loss"] for made, one in scored.items()}),
+        points=_points({step: score["loss"] for step, score in scored.items()}),
         colour=1,
     )
-    norms = {made: norm for made, norm in history.norms.items() if norm > 0}
+    norms = {step: norm for step, norm in history.norms.items() if norm > 0}
     norm = Line(label="largest of each stretch, not clipped", points=_points(norms), colour=0)
     yield '<section><h2>Curves</h2><div class="charts">'
     yield from _chart("Loss", "loss", [trained, validated])
@@ -140,10 +286,10 @@ def _scores(made: int, scores: Mapping[str, Any]) -> Iterator[str]:
     classes = scores["classes"][:CLASSES_MAX]
     if classes:
         columns = ("class", "recall", "precision", "F1")
-        rows = [[one["label"], *(_share(one[key]) for key in _KEYS)] for one in classes]
+        rows = [[row["label"], *(_share(row[key]) for key in _KEYS)] for row in classes]
         yield from _table(columns, rows)
         yield "<h3>Confusion: rows of a class (down), and what they were taken for (across)</h3>"
-        labels = [one["label"] for one in classes]
+        labels = [row["label"] for row in classes]
         counts = [row[:CLASSES_MAX] for row in scores["confusion"][:CLASSES_MAX]]
         yield from _table(
             ("", *labels),
@@ -196,7 +342,6 @@ def _facts(rows: Iterator[tuple[str, str]] | Sequence[tuple[str, str]]) -> Itera
 
 
 def _flat(section: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the name and value of each setting, one in a section as `section.name`."""
     for name, value in section.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{before}{name}.")

@@ -1,35 +1,22 @@
-"""`entrenar pipeline`: plans stages, asks for a configuration, or converts one of old."""
+"""`entrenar pipeline`: plans stages, or converts a configuration of old."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from pathlib import Path
 
 from entrenar_py.shared.config.problems import Problems
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.page import arguments
 from entrenar_py.shared.untrusted import printing
-from entrenar_py.train.finetune import foresight, settings_file, stage_problems
-from entrenar_py.train.model import model_class
+from entrenar_py.train.finetune import foresight, settings_file
+from entrenar_py.train.model import model_folder
 from entrenar_py.train.model.settings import LAYER_PIPELINE, Data, Settings
-from entrenar_py.train.plan import devices
+from entrenar_py.train.plan import devices, old_configuration, stage_plan, stage_text, stage_workers
 from entrenar_py.train.plan import plan as planning
-from entrenar_py.train.plan.stages import (
-    asked,
-    diagram,
-    imported,
-    measured,
-    old_configuration,
-    plan_text,
-    planned,
-    stage_workers,
-)
-from entrenar_py.train.plan.stages.planned import StagesPlan
-from entrenar_py.train.plan.stages.questions import Questions
-from entrenar_py.train.plan.stages.stage_costs import StageCosts
-from entrenar_py.train.plan.stages.stage_workers import StageWorker
+from entrenar_py.train.plan.stage_costs import StageCosts
+from entrenar_py.train.plan.stage_plan import StagesPlan
+from entrenar_py.train.plan.stage_workers import StageWorker
 from entrenar_py.train.service import exit_codes
 
 _DOCTOR = "doctor"
@@ -47,20 +34,20 @@ def plan(given: argparse.Namespace) -> int:
     workers = _workers(given, costs)
     try:
         found = _plan(given, costs, workers)
-        planned.require_fits(found)
+        stage_plan.require_fits(found)
     except UsageError as error:
         _at_its_line(given.config, error)
         raise
     if given.diagram is not None:
-        printing.say_lines(diagram.draw(found, given.diagram))
+        printing.say_lines(stage_text.draw(found, given.diagram))
     else:
         length_from = "data.max_tokens" if longest is None else "the longest row"
-        printing.say_lines("\n".join(plan_text.lines(found, length_from=length_from)))
+        printing.say_lines("\n".join(stage_text.lines(found, length_from=length_from)))
         _tell_order(given, costs, workers, found)
         if not costs.run.settings.stages:
-            printing.say_lines("\n".join(["", *plan_text.section(found.plan())]))
+            printing.say_lines("\n".join(["", *stage_text.section(found.plan())]))
     if given.json is not None:
-        arguments.write_file(plan_text.to_record(found), given.json)
+        arguments.write_file(stage_text.to_record(found), given.json)
     return exit_codes.DONE
 
 
@@ -78,7 +65,7 @@ def _costs(given: argparse.Namespace) -> tuple[StageCosts, int | None]:
         settings,
         devices.described(settings.devices),
         longest=longest,
-        bandwidth=devices.bandwidth(given.bandwidth),
+        bandwidth=devices.bandwidth_of(given.bandwidth),
     )
     return StageCosts(run), longest
 
@@ -87,7 +74,7 @@ def _workers(given: argparse.Namespace, costs: StageCosts) -> list[StageWorker]:
     """Return the workers to plan for; an empty list if only stages are known."""
     settings = costs.run.settings
     if given.workers == _DOCTOR:
-        return measured.workers(costs.run, printing.warn)
+        return stage_workers.measured(costs.run, printing.warn)
     if given.workers is not None:
         return stage_workers.load(Path(given.workers))
     if costs.run.devices:
@@ -97,17 +84,18 @@ def _workers(given: argparse.Namespace, costs: StageCosts) -> list[StageWorker]:
 
 def _plan(given: argparse.Namespace, costs: StageCosts, workers: list[StageWorker]) -> StagesPlan:
     if costs.run.settings.stages:
-        return planned.of_settings(costs, workers)
+        return stage_plan.of_settings(costs, workers)
     if given.order == "best":
-        found = planned.faster_order(costs, workers)
+        found = stage_plan.faster_order(costs, workers)
         if found is not None:
             return found
-        if len(workers) > planned.ORDERS_OF_MAX:
+        if len(workers) > stage_plan.ORDERS_OF_MAX:
             raise UsageError(
                 f"--order best with {len(workers)} workers: all orders of "
-                f"{planned.ORDERS_OF_MAX} are tried, not of more; give them in the order they have"
+                f"{stage_plan.ORDERS_OF_MAX} are tried, not of more; give them in the order they "
+                "have"
             )
-    return planned.propose(costs, workers)
+    return stage_plan.propose(costs, workers)
 
 
 def _tell_order(
@@ -116,7 +104,7 @@ def _tell_order(
     """Tell if another order of the workers is faster."""
     if costs.run.settings.stages or given.order == "best":
         return
-    other = planned.faster_order(costs, workers)
+    other = stage_plan.faster_order(costs, workers)
     if other is not None and other.slowest < _WORTH * found.slowest:
         names = ", ".join(stage.workers[0].name or "any" for stage in other.stages)
         share = 100 * (1 - other.slowest / found.slowest)
@@ -130,7 +118,8 @@ def _at_its_line(path: Path, error: UsageError) -> None:
     problems = Problems()
     root = settings_file.read(path, problems)
     if error.field and root is not None:
-        problems.error(stage_problems.place(root, error.field), str(error))
+        at = settings_file.innermost(root, error.field.split(".")).at
+        problems.error(at, str(error))
         problems.settle(strict=True)
 
 
@@ -147,9 +136,9 @@ def convert(given: argparse.Namespace) -> int:
         run = Settings(
             model=given.model, task=given.task, output=given.output, data=Data(train=given.data)
         )
-        num_blocks = int(model_class.configuration(run).get_text_config().num_hidden_layers)
+        num_blocks = int(model_folder.configuration(run).get_text_config().num_hidden_layers)
     old = old_configuration.load(given.old, num_blocks)
-    made = imported.lines(
+    made = old_configuration.lines(
         old,
         source=given.old,
         model=given.model or Path("path/to/checkpoint"),
@@ -159,36 +148,4 @@ def convert(given: argparse.Namespace) -> int:
         secret=given.secret_file,
     )
     printing.say_lines("\n".join(made))
-    return exit_codes.DONE
-
-
-def init(given: argparse.Namespace) -> int:
-    """Ask for all that a run needs, and write its configuration; return the exit code.
-
-    Raises UsageError, before anything is written, for a file that is there, and if the input ends.
-    """
-    path: Path = given.file
-    if not path.parent.is_dir():
-        raise UsageError(f"{path}: the folder {path.parent} does not exist; create it first")
-    if os.path.lexists(path):
-        raise UsageError(f"{path}: it is there already, and is not overwritten; give another name")
-    answers = asked.ask(Questions(sys.stdin), path.parent)
-    stages, problem = asked.stages(answers, path.parent)
-    text = "\n".join(asked.lines(answers, stages)) + "\n"
-    settings_file.of_text(text, str(path))
-    assert answers.settings.coordinator is not None, "it was asked for"
-    secret = path.parent / answers.settings.coordinator.secret_file
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-        if answers.makes_secret:
-            asked.write_secret(secret)
-    except OSError as error:
-        raise UsageError(
-            f"{error.filename or path}: can't be written ({error.strerror})"
-        ) from error
-    if problem:
-        printing.warn(f"the stages have equally many blocks, which may not fit: {problem}")
-    printing.say(f"wrote {path}{f' and {secret}' if answers.makes_secret else ''}")
-    printing.say(f"next: entrenar pipeline plan {path}, then entrenar coordinator {path}")
     return exit_codes.DONE

@@ -2,40 +2,139 @@
 
 Such a file has a `model`; one for a model of the trainer's own has a `workload`. A file with both
 is refused, by line.
+
+The files that workers need are hashed when a run begins, and read piece by piece when a worker asks
+for one. A file that was changed since then is refused, not sent.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import ssl
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import nn
 
 from entrenar_py.shared.config import composer
+from entrenar_py.shared.config.composer import MapNode
 from entrenar_py.shared.config.problems import Problems
-from entrenar_py.shared.config.tree import MapNode
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.shared.untrusted import printing
+from entrenar_py.shared.untrusted import files, printing
 from entrenar_py.train.distill import student
-from entrenar_py.train.finetune import export, foresight, rows_read, settings_file, stage_problems
-from entrenar_py.train.finetune import task as tasks
-from entrenar_py.train.finetune.offered_files import OfferedFiles
-from entrenar_py.train.model import prepared as preparing
-from entrenar_py.train.model.prepared import Prepared
+from entrenar_py.train.finetune import foresight, outputs, package, settings_file, task
+from entrenar_py.train.finetune.package import Contents, File
+from entrenar_py.train.model import model_folder, preparation, samples
+from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.model.settings import LAYER_PIPELINE, Serving, Settings
-from entrenar_py.train.service import address, config, config_keys, coordinator
+from entrenar_py.train.service import address, config, coordinator
 from entrenar_py.train.service.config import Checkpoint, Config
-from entrenar_py.train.stages import coordinated, cut, staged_run
+from entrenar_py.train.stages import cut, server
 from entrenar_py.train.stages.cut import Cut
 from entrenar_py.train.stages.server import PipelineServer
+from entrenar_py.train.wire.messages import Piece
 from entrenar_py.train.wire.pipeline_peers import PipelineCoordinator
-from entrenar_py.train.wire.terms import Timing
+from entrenar_py.train.wire.terms import PIECE_BYTES, Package, Timing
 from entrenar_py.train.wire_io import tls
+
+_Stamp: TypeAlias = tuple[int, int, int]  # inode, bytes, nanoseconds of the last change
+
+
+class OfferedFiles:
+    """The package of one run. `package` is what the protocol must know of it."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        """Hash all files. Raises UsageError if one can't be read."""
+        settings = prepared.settings
+        self._places: dict[str, tuple[Path, _Stamp]] = {}  # digest -> file, as it was hashed
+        model = [self._hashed(settings.model / name) for name in checkpoint_files(settings)]
+        kept = samples.keep_chosen(prepared.train, preparation.cache())
+        contents = Contents(
+            settings=shared_settings(settings),
+            class_weights=prepared.class_weights,
+            samples=self._hashed(kept),
+            model=model,
+        )
+        self._list = package.dump(contents)
+        self._digest = hashlib.sha256(self._list).hexdigest()
+        self.num_bytes = sum(file.num_bytes for file in contents.files())
+        sizes = {file.digest: file.num_bytes for file in contents.files()}
+        self.package = Package(self._digest, {**sizes, self._digest: len(self._list)})
+
+    def read(self, piece: Piece) -> bytes | str:
+        """Return the bytes of `piece`, in any thread, or why they can't be read."""
+        if piece.file == self._digest:
+            return self._list
+        path, stamp = self._places[piece.file]
+        try:
+            with files.open_file(path) as file:
+                if _stamp(file.fileno()) != stamp:
+                    return f"{path.name} was changed since the run began; start the run again"
+                return os.pread(file.fileno(), PIECE_BYTES, piece.offset)
+        except OSError as error:
+            return f"{path.name} can't be read by the coordinator ({error.strerror or error})"
+
+    def _hashed(self, path: Path) -> File:
+        try:
+            with files.open_file(path) as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+                stamp = _stamp(file.fileno())
+        except OSError as error:
+            raise UsageError(
+                f"{path}: can't be read ({error.strerror or error}); workers need it"
+            ) from error
+        self._places[digest] = path, stamp
+        return File(path.name, stamp[1], digest)
+
+
+def _stamp(handle: int) -> _Stamp:
+    status = os.fstat(handle)
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def checkpoint_files(settings: Settings) -> list[str]:
+    """Return the names of the checkpoint's files that a worker needs, in order.
+
+    Of several sets of weights in the folder only the one that is loaded counts.
+    """
+    folder = settings.model
+    names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    names = [
+        name
+        for name in names
+        if package.may_be_named(name, with_code=settings.trust_remote_code)
+        and (folder / name).stat().st_size
+    ]
+    loaded = model_folder.weight_files(folder)
+    left_out = {name for name in names if name.endswith(package.WEIGHTS)}.difference(loaded)
+    if model_folder.WHOLE in loaded:
+        left_out.add(model_folder.INDEX)
+    return [name for name in names if name not in left_out]
+
+
+def shared_settings(settings: Settings) -> dict[str, object]:
+    """Return the settings that a worker needs, as a record. It names no path of this machine.
+
+    What is for the coordinator alone has its default: a worker has no rows to evaluate on.
+    """
+    plain = replace(
+        settings, coordinator=None, workers=Settings.workers, evaluate_every=Settings.evaluate_every
+    )
+    record = settings_file.to_record(plain)
+    return {**record, "model": "model", "output": "output", "data": _data(record["data"])}
+
+
+def _data(record: dict[str, object]) -> dict[str, object]:
+    left_out = ("validation", "validation_share", "on_error")
+    return {key: value for key, value in record.items() if key not in left_out} | {
+        "train": "rows.jsonl"
+    }
+
 
 SECTION = "coordinator"
 OF_THE_TRAINER = "workload"  # the key of a run of one of its own models
@@ -76,7 +175,7 @@ def is_finetuning(path: Path) -> bool:
 def _misplaced(root: MapNode) -> Iterator[str]:
     known = [field.name for field in settings_file.fields_of(Settings)]
     for key in root.fields:
-        if key in config_keys.SERVICE and key not in known and OF_THE_TRAINER not in root.fields:
+        if key in config.SERVICE and key not in known and OF_THE_TRAINER not in root.fields:
             yield key
 
 
@@ -88,27 +187,27 @@ def run(path: Path, *, resume: bool, halt_on_spike: bool, tensorboard: Path | No
     the last checkpoint or the output can't be written.
     """
     settings, service = _Reader(path).both()
-    export.require_own(settings)
-    coordinator.require_intended(settings.output / tasks.CHECKPOINT, resume=resume)
-    prepared = preparing.prepare(settings)
+    outputs.require_own(settings)
+    coordinator.require_intended(settings.output / task.CHECKPOINT, resume=resume)
+    prepared = preparation.prepare(settings)
     settings = prepared.settings
-    rows_read.say(prepared)
+    foresight.say_rows(prepared)
     foresight.remark(path, prepared)  # but not at memory: what workers have is not known here
     is_pipeline = settings.strategy == LAYER_PIPELINE
-    workload = coordinated.workload(prepared) if is_pipeline else student.workload(prepared)
-    rows_read.say_teacher(workload)
-    rows_read.say_warnings()
+    workload = server.workload_of(prepared) if is_pipeline else student.workload(prepared)
+    foresight.say_teacher(workload)
+    foresight.say_warnings()
     stages = cut_of(path, settings, workload.module) if is_pipeline else None
-    planned = prepared if stages is None else _planned(prepared, stages)
-    offered = OfferedFiles(planned)
+    planned = settings if stages is None else replace(settings, stages=stages.plan())
+    offered = OfferedFiles(replace(prepared, settings=planned))  # workers read the stages there
     printing.say(f"workers get {len(offered.package.sizes)} files, {offered.num_bytes} bytes")
-    output = export.make_folder(prepared)
-    scenario = preparing.scenario(settings, workload)
+    output = outputs.make_folder(prepared)
+    scenario = preparation.scenario(settings, workload)
     if share := service.section.audit_share:
         scenario = scenario.with_(options={**scenario.options, "audit_share": share})
     if stages is not None:
-        scenario = staged_run.scenario(scenario)
-        for line in staged_run.lines(stages):
+        scenario = server.scenario_of_stages(scenario)
+        for line in stages.lines():
             printing.say(line)
     served = Config(
         scenario=scenario,
@@ -117,21 +216,19 @@ def run(path: Path, *, resume: bool, halt_on_spike: bool, tensorboard: Path | No
         context=service.context,
         wait_for=service.section.wait_for,
         timing=service.timing,
-        checkpoint=Checkpoint(
-            path=output / tasks.CHECKPOINT, every_steps=settings.checkpoint_every
-        ),
-        metrics=output / tasks.METRICS,
-        ledger=output / tasks.LEDGER,
+        checkpoint=Checkpoint(path=output / task.CHECKPOINT, every_steps=settings.checkpoint_every),
+        metrics=output / task.METRICS,
+        ledger=output / task.LEDGER,
     )
-    with tasks.opened(
+    with task.opened(
         prepared,
         workload,
         scenario=scenario,
         device=torch.device("cpu"),
         halt_on_spike=halt_on_spike,
         tensorboard=tensorboard,
-    ) as task:
-        offering = replace(task, package=offered.package, piece=offered.read)
+    ) as finetuning:
+        offering = replace(finetuning, package=offered.package, piece=offered.read)
         if stages is not None:
             make_server = partial(PipelineServer, cut=stages)
             offering = replace(offering, make_server=make_server, machine=PipelineCoordinator)
@@ -150,14 +247,11 @@ def cut_of(path: Path, settings: Settings, module: nn.Module) -> Cut:
         root = settings_file.read(path, problems)
         if root is None:
             raise
-        problems.error(stage_problems.place(root, error.field or "strategy"), str(error))
+        problems.error(
+            settings_file.innermost(root, (error.field or "strategy").split(".")).at, str(error)
+        )
         problems.settle(strict=True)
         raise
-
-
-def _planned(prepared: Prepared, stages: Cut) -> Prepared:
-    """Return the run with its stages in its settings, which workers read."""
-    return replace(prepared, settings=replace(prepared.settings, stages=stages.plan()))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,10 @@
 """Reads a configuration: every key is known, in its place and within its limits.
 
 All problems are told at once, each as `file:line:column: error: ...`.
+
+Keys, types and limits are those of the records in `train.model.settings`, and so are the commented
+configuration and the JSON schema that are written here. `_Conflicts` and `of_pipeline` have the
+rules on several keys: they look at the record, and report at a place in the tree.
 """
 
 from __future__ import annotations
@@ -10,16 +14,143 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from operator import attrgetter
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, cast, get_args, get_origin, get_type_hints
 
+from entrenar_py.shared import wording
 from entrenar_py.shared.config import composer
+from entrenar_py.shared.config.composer import ListNode, MapNode, Node, ScalarNode, plain
 from entrenar_py.shared.config.fields import Record
-from entrenar_py.shared.config.problems import Problems
-from entrenar_py.shared.config.tree import ListNode, MapNode, Node, ScalarNode, plain
-from entrenar_py.train.finetune import foreign_keys, stage_problems
-from entrenar_py.train.model.settings import BY_SHARDS, LAYER_PIPELINE, WHOLE_LAYERS, Key, Settings
+from entrenar_py.shared.config.problems import Position, Problems
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.train.finetune import foreign_keys
+from entrenar_py.train.model.settings import (
+    BY_SHARDS,
+    LAYER_PIPELINE,
+    WHOLE_LAYERS,
+    Key,
+    Settings,
+    StagePlan,
+)
+
+_PLACES: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("data", "packing"), "data.packing"),
+    (("data", "validation"), "rows to evaluate on"),
+    (("data", "validation_share"), "rows to evaluate on"),
+    (("trust_remote_code",), "trust_remote_code"),
+)
+
+
+def of_pipeline(settings: Settings, root: MapNode) -> Iterator[tuple[Position, str]]:
+    """Yield each problem of a layer pipeline with its place; `root` is the configuration."""
+    for keys, what in _PLACES:
+        if attrgetter(".".join(keys))(settings):
+            at = innermost(root, keys).at
+            yield at, f"strategy: {LAYER_PIPELINE} does not read {what}; leave it out"
+    if "compile" in root.fields:
+        yield (
+            root.fields["compile"].at,
+            f"strategy: {LAYER_PIPELINE} does not read compile: a stage runs its blocks as they "
+            "are; leave it out",
+        )
+    wait = ("coordinator", "wait_for")
+    if (node := innermost(root, wait)) is not innermost(root, wait[:1]):
+        yield (
+            node.at,
+            f"strategy: {LAYER_PIPELINE} does not read wait_for: a step needs all stages; leave it "
+            "out",
+        )
+    if settings.stages and "workers" in root.fields:
+        yield (
+            root.fields["workers"].at,
+            f"workers={settings.workers} with stages: each stage names its own; leave it out",
+        )
+    yield from _of_workers(settings, root)
+    yield from _of_layers(settings, root)
+
+
+def _of_workers(settings: Settings, root: MapNode) -> Iterator[tuple[Position, str]]:
+    """Yield workers that are named twice, and stages with more workers than shards."""
+    num_shards = settings.training.num_shards
+    stage_of = dict[str, int]()
+    for index, (stage, item) in enumerate(_both(settings, root)):
+        at = innermost(item, ("worker",)).at
+        for name in stage.worker:
+            first = stage_of.setdefault(name, index)
+            if first != index or stage.worker.count(name) > 1:
+                where = "it is there twice" if first == index else f"stages[{first}] has it, too"
+                yield at, f"stages[{index}] worker={name}: {where}; a worker has one stage"
+        if len(stage.worker) > num_shards:
+            yield (
+                at,
+                f"stages[{index}] has {len(stage.worker)} workers, and "
+                f"training.num_shards={num_shards}: one would have no shard; use num_shards >= "
+                f"{len(stage.worker)}, or fewer workers",
+            )
+
+
+def _of_layers(settings: Settings, root: MapNode) -> Iterator[tuple[Position, str]]:
+    """Yield stages without blocks, gaps, overlaps, and stages that are out of order."""
+    both = list(_both(settings, root))
+    layers = [stage.layers for stage, _ in both]
+    if _is_whole(sorted(layers)) and not _is_whole(layers):
+        index = next(i for i, own in enumerate(sorted(layers)) if own != layers[i])
+        own = sorted(layers)[index]
+        yield (
+            innermost(both[index][1], ("layers",)).at,
+            f"stages[{index}] layers={[*layers[index]]}: stages stand in the order of their "
+            f"blocks; put the one with layers: {[*own]} here",
+        )
+        return
+    end = 0
+    for index, ((start, stop), (_, item)) in enumerate(zip(layers, both, strict=True)):
+        if problem := _of_place(start, stop, end, index):
+            at = innermost(item, ("layers",)).at
+            yield at, f"stages[{index}] layers={[start, stop]}: {problem}"
+        end = max(end, stop)
+
+
+def _of_place(start: int, stop: int, end: int, index: int) -> str:
+    """Return what is wrong with a stage, before which there are `end` blocks; "" if nothing is."""
+    if start < 0:
+        return "blocks are counted from 0"
+    if start >= stop:
+        return "it has no block; use [first, last + 1]"
+    if start > end:
+        return f"no stage has {wording.spanned('block', range(end, start))}; let it begin at {end}"
+    if start < end:
+        shared = range(start, min(stop, end))
+        verb = "is" if len(shared) == 1 else "are"
+        which = f"{wording.spanned('block', shared)} {verb} in stages[{index - 1}]"
+        return f"{which} or before, too; let it begin at {end}"
+    return ""
+
+
+def _is_whole(layers: list[tuple[int, int]]) -> bool:
+    starts = [0, *(stop for _, stop in layers)]
+    return all(start == end < stop for (start, stop), end in zip(layers, starts, strict=False))
+
+
+def _both(settings: Settings, root: MapNode) -> Iterator[tuple[StagePlan, Node]]:
+    node = root.fields.get("stages")
+    items = node.items if isinstance(node, ListNode) else ()
+    return zip(settings.stages, items, strict=False)
+
+
+def require_other(settings: Settings, path: Path, command: str) -> None:
+    """Raise UsageError if the configuration at `path` is of a layer pipeline.
+
+    `command` is what can't run it.
+    """
+    if settings.strategy == LAYER_PIPELINE:
+        raise UsageError(
+            f"{path}: {command} does not run strategy: {LAYER_PIPELINE}; `entrenar pipeline plan "
+            f"{path}` shows its stages, `entrenar coordinator {path}` trains, with an `entrenar "
+            "worker --id NAME` for each stage"
+        )
+
 
 _UNREAD: Any = object()  # the value of a key that has a problem
 _FORM = "a configuration is a mapping (model, task, output, data, ...)"
@@ -87,7 +218,7 @@ def read(path: Path, problems: Problems) -> MapNode | None:
 
 
 def of_text(text: str, name: str) -> Settings:
-    """Return the settings of which `to_text` made `text`.
+    """Return the settings that `to_text` made `text` of.
 
     Raises ContractError with all problems of another text, which it calls `name`.
     """
@@ -108,12 +239,14 @@ def _settings(root: MapNode | None, folder: Path, problems: Problems) -> Setting
     return settings
 
 
-def innermost(root: MapNode, keys: Iterable[str]) -> Node:
-    """Return the value of the last of nested `keys` that is given."""
-    node: Node = root
+def innermost(root: Node, keys: Iterable[str]) -> Node:
+    """Return the value of the last of nested `keys` that is given, such as stages, 1, layers."""
+    node = root
     for key in keys:
         if isinstance(node, MapNode) and key in node.fields:
             node = node.fields[key]
+        elif isinstance(node, ListNode) and key.isdigit() and int(key) < len(node.items):
+            node = node.items[int(key)]
     return node
 
 
@@ -169,11 +302,11 @@ class _Reader:
         if field.is_section and isinstance(node, MapNode):
             return self.section(field.kind, node, field.name)
         if (member := field.member) is not None and _are_sections(node):
-            found = tuple(
+            values = tuple(
                 self.section(member, cast("MapNode", item), f"{field.name}[{index}]")
                 for index, item in enumerate(cast("ListNode", node).items)
             )
-            return _UNREAD if _UNREAD in found else found
+            return _UNREAD if _UNREAD in values else values
         is_nested = field.is_section or field.member is not None
         value = _UNREAD if is_nested else _converted(node, field.kind, self._folder)
         if value is _UNREAD:
@@ -188,7 +321,6 @@ class _Reader:
 
 
 def _own_keys() -> Mapping[str, list[str]]:
-    """Return the names of the keys of each section; "" is the configuration itself."""
     kinds = {field.name: field.kind for field in fields_of(Settings) if field.is_section}
     return {
         name: [f.name for f in fields_of(kind)] for name, kind in {"": Settings, **kinds}.items()
@@ -341,7 +473,7 @@ class _Conflicts:
         if strategy is None:
             return
         if strategy == LAYER_PIPELINE:
-            for at, message in stage_problems.of_pipeline(self._settings, self._root):
+            for at, message in of_pipeline(self._settings, self._root):
                 self._problems.error(at, message)
             return
         if "workers" in self._root.fields:
@@ -394,5 +526,95 @@ class _Conflicts:
         return node.fields if isinstance(node, MapNode) else {}
 
     def _error(self, message: str, *keys: str) -> None:
-        """Report a problem at the value of the innermost of `keys` that is given."""
         self._problems.error(innermost(self._root, keys).at, message)
+
+
+_HEAD = "# Every key of `entrenar finetune`. Relative paths start from this file's folder."
+_EXAMPLES = {
+    "model": "path/to/checkpoint",
+    "task": "instruct",
+    "output": "out",
+    "train": "train.jsonl",
+    "prompts": "prompts.jsonl",
+    "rows": "answers.jsonl",
+    "secret_file": "secret",
+    "cert": "coordinator.pem",
+    "key": "coordinator.key",
+}
+_JSON: Mapping[Any, Mapping[str, Any]] = {
+    int: {"type": "integer"},
+    float: {"type": "number"},
+    bool: {"type": "boolean"},
+    str: {"type": "string"},
+    Path: {"type": "string"},
+    tuple[str, ...]: {"type": "array", "items": {"type": "string"}},
+    tuple[int, int]: {
+        "type": "array",
+        "items": {"type": "integer"},
+        "minItems": 2,
+        "maxItems": 2,
+    },
+}
+
+
+def template() -> str:
+    """Return a configuration with required keys at examples, all others as comments at defaults."""
+    return "\n".join([_HEAD, *_lines(Settings, is_hidden=False)]) + "\n"
+
+
+def _lines(section: type[Any], *, is_hidden: bool) -> Iterator[str]:
+    """Yield the lines of a section; with `is_hidden` all are comments once `# ` is put before."""
+    for field in fields_of(section):
+        choices = f": {', '.join(field.key.choices)}" if field.key.choices else ""
+        yield f"# {field.key.meaning}{choices}"
+        mark = "" if field.is_required or is_hidden else "# "
+        if field.is_section:
+            yield f"{mark}{field.name}:"
+            inner = _lines(field.kind, is_hidden=not field.is_required)
+            yield from (f"{mark}  {line}" for line in inner)
+        else:
+            value = _EXAMPLES[field.name] if field.is_required else _yaml(field.default)
+            yield f"{mark}{field.name}: {value}"
+            if field.member is not None:
+                keys = ", ".join(
+                    f"{one.name} ({one.key.meaning})" for one in fields_of(field.member)
+                )
+                yield f"# each of them has {keys}"
+
+
+def _yaml(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(value)}]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
+
+
+def schema(section: type[Any] = Settings) -> dict[str, Any]:
+    """Return the JSON schema of a configuration, or of one of its sections."""
+    fields = list(fields_of(section))
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {field.name: _schema_of(field) for field in fields},
+        "required": [field.name for field in fields if field.is_required],
+    }
+
+
+def _schema_of(field: Field) -> dict[str, Any]:
+    if field.member is not None:
+        form: dict[str, Any] = {"type": "array", "items": schema(field.member)}
+    else:
+        form = schema(field.kind) if field.is_section else dict(_JSON[field.kind])
+    if field.is_optional:
+        form["type"] = [form["type"], "null"]
+    choices = [*field.key.choices, *([None] if field.is_optional else [])]
+    bounds = {
+        "description": field.key.meaning,
+        "enum": choices if field.key.choices else None,
+        "minimum": field.key.least,
+        "maximum": field.key.most,
+        "exclusiveMinimum": field.key.above,
+        "exclusiveMaximum": field.key.below,
+    }
+    return form | {name: bound for name, bound in bounds.items() if bound is not None}

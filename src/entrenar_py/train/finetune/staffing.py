@@ -19,7 +19,7 @@ from entrenar_py.shared.wording import counted
 from entrenar_py.train.wire_io import processes
 
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds, and of how many
-_WORKER = "entrenar_py.train.finetune.worker_process"
+_WORKER = "entrenar_py.train.finetune.local"
 # These look for CUDA devices when they are imported, and no fork of a process that did can use one.
 _OF_THE_CPU = ("transformers", "peft")
 
@@ -55,7 +55,7 @@ def busy(num_cores: int, num_shards: int) -> int:
 
 
 def begun_with(path: Path) -> int | None:
-    """Return the number of workers of the run whose ledger is at `path`; None without a whole one.
+    """Return the number of workers of the run with its ledger at `path`; None without a whole one.
 
     A run that goes on has as many, though this machine may have other cores by now.
     """

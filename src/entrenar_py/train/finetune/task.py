@@ -1,29 +1,186 @@
-"""A fine-tuning as the coordinator serves it: evaluated on the way, exported at the end."""
+"""A fine-tuning as the coordinator serves it: evaluated on the way, exported at the end.
+
+Validation rows are scored in a thread of the coordinator, and no worker waits for it. What it needs
+of a step is copied, and its results are told with a later step, or at the end.
+"""
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
+from entrenar_py.shared.errors import SystemFailure
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.shared.untrusted import printing
+from entrenar_py.shared.untrusted import escaping, printing
 from entrenar_py.train.arithmetic.tensors import Array
-from entrenar_py.train.finetune import export, history, page
-from entrenar_py.train.finetune.evaluator import Evaluator
+from entrenar_py.train.finetune import outputs, page
 from entrenar_py.train.finetune.page import Outcome
-from entrenar_py.train.model import prepared as preparing
-from entrenar_py.train.model.prepared import Prepared
+from entrenar_py.train.model import evaluation, preparation
+from entrenar_py.train.model.evaluation import Scores
+from entrenar_py.train.model.preparation import Prepared
+from entrenar_py.train.model.samples import Samples
 from entrenar_py.train.model.workload import Tuned
-from entrenar_py.train.service import coordinator, memory_peak
+from entrenar_py.train.service import coordinator, measures
 from entrenar_py.train.service.coordinator import Ended, Listening, Task
-from entrenar_py.train.service.memory_peak import Memory
-from entrenar_py.train.service.run_events import Listener
+from entrenar_py.train.service.measures import Memory
+from entrenar_py.train.service.run_events import ClassScored, Listener, Noted, Scored
 
-CHECKPOINT, LEDGER, METRICS = "state.checkpoint", preparing.LEDGER, "metrics.jsonl"  # in the output
+# Copies that may wait to be scored. Adapters fit in many times; one copy may always wait.
+WAITING_BYTES = 2**30
+# What torch raises for too little memory, on the CPU too, and for a device that fails.
+_FAILED = (RuntimeError, MemoryError)
+
+
+class Evaluator:
+    """Scores a run's model every `evaluate_every` steps, and at its end.
+
+    It puts the trained tensors into the workload's module, which nothing else may use before
+    `settle` or `close` has returned. Without validation rows it does nothing.
+    """
+
+    def __init__(
+        self, prepared: Prepared, workload: Tuned, *, device: torch.device, num_steps: int
+    ) -> None:
+        """Evaluate on `device`; the run has `num_steps`."""
+        self._prepared, self._module, self._device = prepared, workload.module, device
+        self._num_steps = num_steps
+        self._every = prepared.settings.evaluate_every
+        self._thread = ThreadPoolExecutor(1, "evaluation")
+        self._waiting: deque[tuple[int, int, Future[Scores]]] = deque()  # made, bytes, scores
+        self._is_stopped = False
+
+    def stepped(
+        self, step: int, present: Callable[[], Mapping[str, Array]], tell: Listener
+    ) -> None:
+        """Tell `tell` what is scored, and score the `present` tensors, if it is due.
+
+        They are those after `step` steps, and are copied. If it is due, they are left out, and
+        said to be, only if copies of more than WAITING_BYTES wait already.
+        """
+        self._tell(tell, wait=False)
+        rows = self._prepared.validation
+        if rows is None or step % self._every or step == self._num_steps:
+            return
+        tensors = present()
+        size = sum(array.nbytes for array in tensors.values())
+        if self._waiting and size + sum(held for _, held, _ in self._waiting) > WAITING_BYTES:
+            text = f"validation after step {step} is left out: the one before is not done"
+            tell(Noted(what="not_scored", step=step, text=f"{text}; raise evaluate_every"))
+            return
+        copies = {name: array.copy() for name, array in tensors.items()}
+        self._waiting.append((step, size, self._thread.submit(self._scores, rows, copies)))
+
+    def settle(self, tell: Listener) -> None:
+        """Wait until everything is scored, and tell `tell` of it: the module is free then."""
+        self._tell(tell, wait=True)
+
+    def finish(self, step: int, tensors: Mapping[str, Array], tell: Listener) -> Scores | None:
+        """Score and tell the result of the run; return None if there are no validation rows.
+
+        What a device has too little memory for is scored on the CPU. What can't be scored there is
+        left out, and said to be: the run itself is over.
+        """
+        rows = self._prepared.validation
+        if rows is None:
+            return None
+        try:
+            scores = self._scores_somewhere(rows, tensors)
+        except _FAILED as error:
+            tell(_left_out(step, error))
+            return None
+        tell(event(scores, step))
+        return scores
+
+    def close(self) -> None:
+        """Give up what is not scored."""
+        self._is_stopped = True
+        self._thread.shutdown(cancel_futures=True)
+        self._waiting.clear()
+
+    def _tell(self, tell: Listener, *, wait: bool) -> None:
+        while self._waiting and (wait or self._waiting[0][2].done()):
+            step, _, future = self._waiting.popleft()
+            try:
+                scores = future.result()
+            except _FAILED as error:
+                tell(_left_out(step, error))
+            else:
+                tell(event(scores, step))
+
+    def _scores(self, rows: Samples, tensors: Mapping[str, Array]) -> Scores:
+        return evaluation.scores(
+            self._put(tensors),
+            rows,
+            settings=self._prepared.settings,
+            pad_token=self._prepared.pad_token,
+            go_on=self._require_running,
+        )
+
+    def _scores_somewhere(self, rows: Samples, tensors: Mapping[str, Array]) -> Scores:
+        try:
+            return self._scores(rows, tensors)
+        except torch.OutOfMemoryError:  # of a GPU
+            self._device = torch.device("cpu")
+        return self._scores(rows, tensors)
+
+    def _put(self, tensors: Mapping[str, Array]) -> nn.Module:
+        module = self._module.to(self._device)
+        parameters = dict(module.named_parameters())
+        with torch.no_grad():
+            for name, array in tensors.items():
+                parameters[name].copy_(torch.from_numpy(array))
+        return module
+
+    def _require_running(self) -> None:
+        if self._is_stopped:
+            raise SystemFailure("the evaluation was given up")
+
+
+def _left_out(step: int, error: Exception) -> Noted:
+    reason = escaping.shortened(" ".join(str(error).split()))
+    text = f"validation after step {step} is left out: it failed ({reason})"
+    return Noted(what="not_scored", step=step, text=text)
+
+
+def event(scores: Scores, step: int) -> Scored:
+    """Return `scores` after `step` steps as the run's listeners get them."""
+    classes = tuple(
+        ClassScored(
+            label=label,
+            recall=_known(scores.recall(number)),
+            precision=_known(scores.precision(number)),
+            f1=_known(scores.f1(number)),
+        )
+        for number, label in enumerate(scores.labels)
+    )
+    return Scored(
+        step=step,
+        loss=scores.loss,
+        weight=scores.weight,
+        perplexity=None if classes else _known(scores.perplexity),
+        accuracy=scores.accuracy if classes else None,
+        classes=classes,
+        confusion=tuple(map(tuple, scores.confusion.tolist())),
+    )
+
+
+def _known(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+CHECKPOINT, LEDGER, METRICS = (
+    "state.checkpoint",
+    preparation.LEDGER,
+    "metrics.jsonl",
+)  # in the output
 GRACE_S = 10.0  # for a step that may wait for a teacher's shard, which may take hours
 
 
@@ -35,7 +192,7 @@ def opened(
     scenario: Scenario,
     device: torch.device,
     listening: Listening = coordinator.ignore,
-    memory: Callable[[], Memory] = memory_peak.here,
+    memory: Callable[[], Memory] = measures.memory_peak,
     halt_on_spike: bool = False,
     tensorboard: Path | None = None,
 ) -> Iterator[Task]:
@@ -66,15 +223,13 @@ def _export(
     tensors: Mapping[str, Array],
     tell: Listener,
 ) -> None:
-    """Write what was trained, and read it back by stock libraries."""
     evaluator.settle(tell)
-    digest = preparing.model_digest(scenario)
-    output = export.write(prepared, workload, tensors, model_digest=digest)
+    digest = preparation.model_digest(scenario)
+    output = outputs.write(prepared, workload, tensors, model_digest=digest)
     printing.say(f"written to {output}")
 
 
 def _end(prepared: Prepared, evaluator: Evaluator, scenario: Scenario, ended: Ended) -> None:
-    """Tell how a run that is complete does on the validation rows, and draw it."""
     if ended.finish.status == "completed":
         scores = evaluator.finish(ended.made, ended.tensors, ended.tell)
         for line in () if scores is None else scores.lines():
@@ -97,7 +252,7 @@ def draw(prepared: Prepared, num_steps: int, ended: Ended) -> None:
     )
     path = output / page.FILE
     try:
-        told = history.read(output / METRICS, num_steps=num_steps)
+        told = page.read_history(output / METRICS, num_steps=num_steps)
         path.write_text(page.render(prepared.settings, outcome, told), encoding="utf-8")
     except OSError as error:
         printing.warn(f"entrenar: {path}: can't be written ({error.strerror or error})")

@@ -1,10 +1,17 @@
-"""The decoder blocks of a model of transformers: the layers that are alike, one after another."""
+"""The decoder blocks of a model of transformers, and how ranks can share them.
+
+Blocks are the layers that are alike, one after another. How they are shared follows from the plan
+in the model's own configuration, which names layers that are cut by columns (their outputs) or by
+rows (their inputs). Models on torch's meta device have one, too.
+"""
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from entrenar_py.shared.errors import UsageError
 
@@ -28,3 +35,93 @@ def place_of(module: nn.Module) -> tuple[str, nn.ModuleList]:
         f"model: {type(module).__name__} has no list of {number} blocks, which this needs; use "
         "strategy: ddp and recompute: none"
     )
+
+
+COLUMNS, ROWS = "colwise", "rowwise"
+_WHOLE = "replicated_with_grad_allreduce"  # a layer between two that are cut, such as a head's norm
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The layers of `decoder` to cut, by name: COLUMNS or ROWS. `problem` says why it can't be."""
+
+    decoder: nn.Module
+    styles: dict[str, str]
+    problem: str = ""
+
+    @property
+    def regions(self) -> list[str]:
+        """The modules within which ranks have different things, by name: attentions and MLPs."""
+        return list(dict.fromkeys(name.rpartition(".")[0] for name in self.styles))
+
+
+def plan_of(module: nn.Module) -> Plan:
+    """Return how `module` can be cut."""
+    decoder = decoder_of(module)
+    named = type(decoder).__name__
+    rules = getattr(cast("Any", decoder).config, "base_model_tp_plan", None)
+    if not rules:
+        return Plan(decoder, {}, f"{named} has no plan for cutting its layers (base_model_tp_plan)")
+    styles = dict[str, str]()
+    for name, layer in decoder.named_modules():
+        for pattern, style in rules.items():
+            if style == _WHOLE or not _matches(pattern, name):
+                continue
+            kind = type(base_of(layer))
+            if issubclass(kind, nn.Embedding):
+                continue  # some releases add tied tables; ours stay whole, on all ranks
+            if style not in (COLUMNS, ROWS) or kind is not nn.Linear:
+                problem = f"{named} would have {name} cut by {style}, a {kind.__name__}"
+                return Plan(decoder, {}, problem)
+            styles[name] = style
+    return Plan(decoder, styles)
+
+
+def problem_of_sharing(module: nn.Module, size: int) -> str:
+    """Return why `size` ranks can't share the layers of `module`, "" if they can."""
+    plan = plan_of(module)
+    return plan.problem or _uneven(plan, size) or _drawing(module)
+
+
+def decoder_of(module: nn.Module) -> nn.Module:
+    """Return the model below peft's wrapper and below the head."""
+    base = cast("Any", module)
+    base = base.get_base_model() if hasattr(base, "peft_config") else base
+    found: nn.Module = base.base_model
+    return found
+
+
+def base_of(layer: nn.Module) -> nn.Module:
+    """Return the layer below peft's adapter, or the layer itself."""
+    return cast("nn.Module", getattr(layer, "base_layer", layer))
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name) is not None
+
+
+def _uneven(plan: Plan, size: int) -> str:
+    """Return which heads or layers `size` ranks can't share evenly."""
+    config = cast("Any", plan.decoder).config
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        if (number := getattr(config, key, None) or 0) % size:
+            return f"{key}={number} is no multiple of {size} ranks"
+    for name, style in plan.styles.items():
+        weight = cast("Tensor", base_of(plan.decoder.get_submodule(name)).weight)
+        number = weight.shape[0 if style == COLUMNS else 1]
+        if number % size:
+            side = "outputs" if style == COLUMNS else "inputs"
+            return f"{name} has {number} {side}, no multiple of {size} ranks"
+    return ""
+
+
+def _drawing(module: nn.Module) -> str:
+    """Return what the model drops itself, which ranks would draw differently.
+
+    What peft's adapters drop is drawn for the whole layer.
+    """
+    for key, value in cast("Any", module).config.to_dict().items():
+        is_dropout = "drop" in key and not key.startswith("classifier")
+        if is_dropout and isinstance(value, float) and value > 0:
+            return f"{key}={value} in config.json is what ranks can't draw alike"
+    return ""

@@ -12,21 +12,257 @@ from before it is learned, and one that reaches beyond its end is not.
 from __future__ import annotations
 
 import copy
+import html
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+from entrenar_py.shared.untrusted import json_text
 from entrenar_py.shared.wording import counted
 from entrenar_py.train.model.conversations import BadConversationError, Conversation, Message
 from entrenar_py.train.model.rendering import (
     THOUGHTS,
     ChatTemplate,
     EndlessTemplateError,
+    Range,
     TemplateRefusalError,
+    TokenRanges,
 )
-from entrenar_py.train.model.row_parts import Parts
-from entrenar_py.train.model.token_ranges import Range, TokenRanges
+
+# Before and after a part, each with the part's number. No text has these: they are no characters.
+_OPEN, _CLOSE, _END = "\ufdd2", "\ufdd3", "\ufdd4"
+_TAG = re.compile(f"[{_OPEN}{_CLOSE}]([0-9]+){_END}")
+_THINK = re.compile(r"(</?think>)")
+_WITHOUT_CALLS = "use the checkpoint of a model that calls functions"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """A text in a conversation, or a number or truth value that follows such a text.
+
+    `message` is its index, None for a tool. A template may leave out an optional part, and of one
+    that is `shortened` all up to a closing mark: earlier thoughts are left out by design.
+    """
+
+    message: int | None
+    name: str
+    value: str
+    is_optional: bool = False
+    is_shortened: bool = False
+    advice: str = "take it out of the row, or use another template"
+    literals: tuple[object, ...] = ()  # what follows it
+
+
+class Parts:
+    """The parts of one conversation, in the text that a chat template makes of it.
+
+    Templates leave out what they don't know, without a word: thoughts, calls, whole turns. So each
+    part is put between two tags, the conversation is written once more, and the tags are looked
+    for. That a part's words stand somewhere in the text would prove little: an answer "4" stands in
+    many texts. Where the text without the tags is another text (a template that looks at how a
+    content begins, say), the tags prove nothing. Then each part must at least stand in the text.
+
+    `places` are those of the messages' parts, each with the index of its message, as far as they
+    are known. Without any, none is.
+    """
+
+    def __init__(self, template: ChatTemplate, conversation: Conversation, written: str) -> None:
+        """`written` is the text. Raises BadConversationError if it lacks a part."""
+        self._messages = conversation.messages
+        self._written = written
+        self._parts = list[_Part]()
+        messages = [self._message(index) for index in range(len(self._messages))]
+        tools = None if conversation.tools is None else list(map(self._tool, conversation.tools))
+        try:
+            ranges = self._found(template.text(messages, tools))
+        except BadConversationError:
+            ranges = None
+        self.places = list[tuple[int, Range]]()
+        if ranges is None:
+            self._require_words()
+        else:
+            self._require(ranges)
+
+    # --- the conversation with tags ---------------------------------------------------------------
+
+    def _tagged(self, part: _Part) -> str:
+        """Return a part's value between tags, which have no white space on their inner side."""
+        core = part.value.strip()
+        if not core:
+            return part.value
+        begin, number = part.value.index(core), len(self._parts)
+        self._parts.append(part)
+        end = begin + len(core)
+        opened, closed = f"{_OPEN}{number}{_END}", f"{_CLOSE}{number}{_END}"
+        return f"{part.value[:begin]}{opened}{core}{closed}{part.value[end:]}"
+
+    def _message(self, index: int) -> Message:
+        message = dict(self._messages[index])
+        is_earlier = message["role"] == "assistant" and index < len(self._messages) - 1
+        if message["content"] is not None:
+            *thoughts, rest = _THINK.split(message["content"])
+            pieces = [
+                piece
+                if _THINK.fullmatch(piece)
+                else self._tagged(
+                    _Part(message=index, name="a thought", value=piece, is_optional=is_earlier)
+                )
+                for piece in thoughts
+            ]
+            content = _Part(message=index, name="content", value=rest, is_shortened=is_earlier)
+            message["content"] = "".join([*pieces, self._tagged(content)])
+        tagged = dict[str, str]()  # one thought may have several names
+        for name in THOUGHTS:
+            thought = message.get(name)
+            if isinstance(thought, str):
+                if thought not in tagged:
+                    part = _Part(message=index, name=name, value=thought, is_optional=is_earlier)
+                    tagged[thought] = self._tagged(part)
+                message[name] = tagged[thought]
+        if "tool_calls" in message:
+            message["tool_calls"] = [self._call(index, call) for call in message["tool_calls"]]
+        return message
+
+    def _call(self, index: int, call: Message) -> Message:
+        function = call["function"]
+        name, arguments = function["name"], function["arguments"]
+        part = _Part(message=index, name=f"the call of {name}", value=name, advice=_WITHOUT_CALLS)
+        name = self._tagged(part)
+        if isinstance(arguments, str):
+            tagged: Any = _within_json(arguments, partial(self._argument, index))
+        else:
+            tagged = self._argument(index, arguments)
+        return {**call, "function": {**function, "name": name, "arguments": tagged}}
+
+    def _argument(self, index: int, value: Any, name: str = "") -> Any:
+        """Return an argument, or all of them, with tags around each key and each text in it."""
+        if isinstance(value, str):
+            told = f"the argument {name}={value!r}"
+            part = _Part(message=index, name=told, value=value, advice=_WITHOUT_CALLS)
+            return self._tagged(part)
+        if isinstance(value, list):
+            return [self._argument(index, inner, name) for inner in value]
+        if not isinstance(value, Mapping):
+            return value
+        tagged = dict[str, Any]()
+        for key, inner in value.items():
+            values = inner if isinstance(inner, list) else [inner]
+            part = _Part(
+                message=index,
+                name=f"the argument {key}",
+                value=key,
+                is_optional=inner is None,
+                advice=_WITHOUT_CALLS,
+                literals=tuple(one for one in values if isinstance(one, int | float)),
+            )
+            tagged[self._tagged(part)] = self._argument(index, inner, key)
+        return tagged
+
+    def _tool(self, tool: Mapping[str, Any]) -> Mapping[str, Any]:
+        function = tool["function"]
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str):
+            return tool
+        advice = f"take tools out of the row, or {_WITHOUT_CALLS}"
+        tagged = self._tagged(_Part(message=None, name=f"{name!r}", value=name, advice=advice))
+        return {**tool, "function": {**function, "name": tagged}}
+
+    # --- what the template made of it -------------------------------------------------------------
+
+    def _found(self, tagged: str) -> dict[int, list[Range]] | None:
+        """Return where the parts are in the text, by their numbers.
+
+        A range with only its end known begins at -1. None if the text is another one when
+        the tags are taken out.
+        """
+        ranges, opened = dict[int, list[Range]](), dict[int, int]()
+        length, last = 0, 0
+        for tag in _TAG.finditer(tagged):
+            length, last = length + tag.start() - last, tag.end()
+            number = int(tag[1])
+            if tag[0][0] == _OPEN:
+                opened[number] = length
+            else:
+                ranges.setdefault(number, []).append((opened.pop(number, -1), length))
+        return ranges if _TAG.sub("", tagged) == self._written else None
+
+    def _require(self, ranges: Mapping[int, list[Range]]) -> None:
+        """Note the places of the parts that were found; refuse a row with one that was not."""
+        for number, part in enumerate(self._parts):
+            places = list(self._whole(part, ranges.get(number, ())))
+            if part.message is not None:
+                self.places += [(part.message, place) for place in places]
+            if not (places or part.is_optional):
+                raise self._left_out(part)
+            if places and not _has_all(self._written[places[-1][1] :], part.literals):
+                raise self._left_out(part)
+
+    def _whole(self, part: _Part, places: Sequence[Range]) -> Iterator[Range]:
+        core = part.value.strip()
+        for begin, end in places:
+            if begin >= 0 and _is_same(core, self._written[begin:end]):
+                yield begin, end
+            elif part.is_shortened and self._written[:end].endswith(_rest(core) or "\0"):
+                yield end - len(_rest(core)), end
+
+    def _require_words(self) -> None:
+        """Refuse a row with a part that is nowhere in the text."""
+        text = _bare(self._written)
+        for part in self._parts:
+            core = part.value.strip()
+            words = map(_bare, _spellings(_rest(core) if part.is_shortened else core))
+            has_words = part.is_optional or any(word in text for word in words)
+            if not has_words or not _has_all(text, part.literals):
+                raise self._left_out(part)
+
+    def _left_out(self, part: _Part) -> BadConversationError:
+        if part.message is None:
+            name = f"the tool {part.name}"
+        else:
+            role = self._messages[part.message]["role"]
+            name = f"a part of message {part.message + 1} ({role}), {part.name}"
+        return BadConversationError(f"the chat template leaves out {name}; {part.advice}")
+
+
+def _within_json(text: str, change: Callable[[Any], Any]) -> str:
+    """Return a text of JSON, as some templates need arguments, with `change` applied to its value.
+
+    Another text is changed as it is.
+    """
+    try:
+        value = json_text.load(text)
+    except ValueError:
+        return str(change(text))
+    return json.dumps(change(value), ensure_ascii=False)
+
+
+def _rest(content: str) -> str:
+    return re.split(r"[>\]]", content)[-1].strip()
+
+
+def _has_all(text: str, literals: Sequence[object]) -> bool:
+    return all(str(one) in text or json.dumps(one) in text for one in literals)
+
+
+def _spellings(text: str) -> Iterator[str]:
+    yield text
+    yield json.dumps(text)[1:-1]
+    yield json.dumps(text, ensure_ascii=False)[1:-1]
+    yield repr(text)[1:-1]
+    yield html.escape(text)
+
+
+def _is_same(text: str, written: str) -> bool:
+    """Return whether `written` is `text`, but for white space, cases, and how it is escaped."""
+    return text == written or _bare(written) in map(_bare, _spellings(text))
+
+
+def _bare(text: str) -> str:
+    return "".join(text.split()).casefold()
+
 
 # Two texts in place of a turn. Neither begins or ends like the other, so what the conversation has
 # in common with both lies around the turn.
@@ -79,15 +315,15 @@ class ChatEncoder:
         else:
             learned = [self._part(conversation, text, index) for index in conversation.learned]
             _require_own(conversation, learned, places)
-        found = self._ranges.targets(text, learned)
-        if found is None:
+        targets = self._ranges.targets(text, learned)
+        if targets is None:
             raise BadConversationError(
                 "this tokenizer does not say where its tokens are, and they are others where the "
                 "text ends with a turn; use a checkpoint with a tokenizer.json"
             )
-        if not any(found[1]):
+        if not any(targets[1]):
             raise BadConversationError("the chat template leaves out all that the assistant says")
-        return found
+        return targets
 
     def _part(self, conversation: Conversation, text: str, index: int) -> Range:
         """Return where the turn of message `index` begins and ends in the whole `text`."""
@@ -119,7 +355,6 @@ class ChatEncoder:
     def _template_text(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False
     ) -> str | None:
-        """Return messages as `ChatTemplate.text` does; None if the template refuses them."""
         try:
             return self._template.text(messages, tools, prompt=prompt)
         except EndlessTemplateError:
@@ -160,7 +395,6 @@ class ChatEncoder:
         return min(begins, default=place)
 
     def _leading_special(self, text: str) -> int:
-        """Return the length of the special token that `text` begins with, 0 without one."""
         return max((len(name) for name in self._special if text.startswith(name)), default=0)
 
     def _around(self, conversation: Conversation, index: int, text: str) -> tuple[int, int]:
@@ -254,7 +488,6 @@ def _without_thoughts(message: Message) -> Message:
 
 
 def _with_texts(messages: Sequence[Message]) -> list[Message]:
-    """Return messages whose calls have their arguments as JSON, as some templates need them."""
     changed = copy.deepcopy(list(messages))
     for call in (call for message in changed for call in message.get("tool_calls", ())):
         arguments = call["function"]["arguments"]
@@ -263,6 +496,5 @@ def _with_texts(messages: Sequence[Message]) -> list[Message]:
 
 
 def _shared(one: str, other: str) -> int:
-    """Return the number of characters at which both texts begin alike."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -45,7 +45,7 @@ _WEIGHTS = (
     *("loss", "loss_scale", "loss_mask"),
 )
 _MASKS = ("masked",)  # 1 or true is not learned
-_DETAILS = ("train_detail", "training_detail")  # axolotl's, of which characters are learned
+_DETAILS = ("train_detail", "training_detail")  # axolotl's: the characters that are learned
 _FUNCTION_DEPTH = json_text.DEPTH_MAX // 2  # of arguments and tools: rows have them in messages
 _FORMS = (
     f"{USUAL}, {_SHAREGPT}, instruction and output, instruction and response, prompt and "
@@ -63,7 +63,7 @@ class BadConversationError(ValueError):
 class Conversation:
     """Messages as chat templates take them, and the functions that may be called.
 
-    `learned` has the indices of the assistant's messages whose tokens are to be predicted.
+    `learned` has the indices of the assistant's messages with tokens to be predicted.
     """
 
     messages: Sequence[Message]
@@ -72,18 +72,18 @@ class Conversation:
 
 
 def read(fields: Mapping[str, Any], field: str) -> Conversation:
-    """Return the conversation of a row, whose messages are in `field`.
+    """Return the conversation of a row that has messages in `field`.
 
     Rows without it may have one of the other forms, if it is the usual one. Raises
     BadConversationError.
     """
     _require_good(fields, field)
-    name, given = _given(fields, field)
-    if not isinstance(given, list) or not given:
+    name, messages = _given(fields, field)
+    if not isinstance(messages, list) or not messages:
         raise BadConversationError(
-            f"{name} is no list of messages ({given!r}); use [{{role, content}}, ...]"
+            f"{name} is no list of messages ({messages!r}); use [{{role, content}}, ...]"
         )
-    pairs = [_message(name, number, one) for number, one in enumerate(given, 1)]
+    pairs = [_message(name, number, one) for number, one in enumerate(messages, 1)]
     messages = [message for message, _ in pairs]
     turns = [index for index, one in enumerate(messages) if one["role"] == "assistant"]
     learned = [index for index in turns if pairs[index][1]]
@@ -107,12 +107,12 @@ def prompt(fields: Mapping[str, Any], field: str) -> Conversation:
     Nothing of it is learned. A row may lack the answer. Raises BadConversationError as `read` does.
     """
     _require_good(fields, field)
-    name, given = _given(_answered(fields, field), field)
-    if not isinstance(given, list) or not given:
+    name, values = _given(_answered(fields, field), field)
+    if not isinstance(values, list) or not values:
         raise BadConversationError(
-            f"{name} is no list of messages ({given!r}); use [{{role, content}}, ...]"
+            f"{name} is no list of messages ({values!r}); use [{{role, content}}, ...]"
         )
-    messages = [_message(name, number, one)[0] for number, one in enumerate(given, 1)]
+    messages = [_message(name, number, one)[0] for number, one in enumerate(values, 1)]
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages or messages[-1]["role"] == "system":
@@ -128,10 +128,10 @@ def _answered(fields: Mapping[str, Any], field: str) -> Mapping[str, Any]:
     has = [name for name, value in fields.items() if value is not None]
     if field != USUAL or field in has or _SHAREGPT in has:
         return fields
-    asked = [(prompt, answer) for prompt, answer in _PAIRS if prompt in has]
-    if not asked or any(answer in has for _, answer in asked):
+    pairs = [(prompt, answer) for prompt, answer in _PAIRS if prompt in has]
+    if not pairs or any(answer in has for _, answer in pairs):
         return fields
-    prompt, answer = asked[0]
+    prompt, answer = pairs[0]
     return {**fields, answer: [] if isinstance(fields[prompt], list) else ""}
 
 
@@ -171,11 +171,11 @@ def _of_pair(fields: Mapping[str, Any], prompt: str, answer: str) -> Iterator[Ma
             yield {"weight": 0, **message} if isinstance(message, Mapping) else message
         yield from fields[answer]
         return
-    asked = [name for name in (prompt, *_MORE) if fields.get(name) is not None]
-    for name in (*asked, answer):
+    names = [name for name in (prompt, *_MORE) if fields.get(name) is not None]
+    for name in (*names, answer):
         if not isinstance(fields[name], str):
             raise BadConversationError(f"{name}={fields[name]!r}: use a text")
-    parts = [fields[name] for name in asked if fields[name]]
+    parts = [fields[name] for name in names if fields[name]]
     history = fields.get("history") or []
     for pair in history if isinstance(history, list) else [history]:
         if not isinstance(pair, list) or len(pair) != len(("user", "assistant")):
@@ -186,13 +186,13 @@ def _of_pair(fields: Mapping[str, Any], prompt: str, answer: str) -> Iterator[Ma
     yield {"role": "assistant", "content": fields[answer]}
 
 
-def _message(name: str, number: int, given: Any) -> tuple[Message, bool]:
+def _message(name: str, number: int, entry: Any) -> tuple[Message, bool]:
     """Return a message as templates take it, and whether it is learned."""
     place = f"{name}: message {number}"
-    if not isinstance(given, Mapping):
+    if not isinstance(entry, Mapping):
         raise BadConversationError(f"{place} is no object; use {{role, content}}")
     # Parquet gives every message all keys.
-    message = {key: value for key, value in given.items() if value is not None}
+    message = {key: value for key, value in entry.items() if value is not None}
     if not message.get("tool_calls", True):  # many write an empty list, which templates refuse
         del message["tool_calls"]
     said = message.pop("role", None) or message.pop("from", None)
@@ -234,7 +234,6 @@ def _is_learned(place: str, message: Message) -> bool:
 
 
 def _require_no_marks(place: str, fields: Mapping[str, Any]) -> None:
-    """Refuse a message, or a part of it, that says in an unknown way what is learned."""
     for key, value in fields.items():
         if isinstance(value, bool) or (key in _DETAILS and value):
             raise BadConversationError(
@@ -251,27 +250,26 @@ def _content(place: str, content: object, *, calls: bool) -> Message:
         return {"content": content}
     if not isinstance(content, list):
         raise BadConversationError(f"{place} has no text as its content ({content!r})")
-    texts, found = list[str](), dict[str, Any]()
+    texts, extras = list[str](), dict[str, Any]()
     for part in content:
         if isinstance(part, Mapping):
             _require_whole(place, part)
         kind = part.get("type", "text") if isinstance(part, Mapping) else None
         text = next((part[key] for key in ("text", "value") if part.get(key)), "") if kind else part
         if kind == "reasoning":
-            found["reasoning_content"] = text
+            extras["reasoning_content"] = text
         elif kind == "tool_call":
-            found.setdefault("tool_calls", []).append(_parsed(place, text))
+            extras.setdefault("tool_calls", []).append(_parsed(place, text))
         elif kind in ("text", None) and isinstance(text, str):
             texts.append(text)
         else:
             raise BadConversationError(
                 f"{place} has a part of type {kind!r}; only text is learned, leave such rows out"
             )
-    return {"content": "".join(texts), **found}
+    return {"content": "".join(texts), **extras}
 
 
 def _require_whole(place: str, part: Mapping[str, Any]) -> None:
-    """Refuse a part of a content that says whether it is learned: a turn is, or is not."""
     if marks := [key for key in (*_WEIGHTS, *_MASKS) if part.get(key) is not None]:
         raise BadConversationError(
             f"{place} has a part with {marks[0]}={part[marks[0]]!r}, and a turn is learned as a "
@@ -281,7 +279,6 @@ def _require_whole(place: str, part: Mapping[str, Any]) -> None:
 
 
 def _parsed(place: str, text: object) -> Any:
-    """Return the object that `text` holds as JSON."""
     try:
         return _of_text(text) if isinstance(text, str) else text
     except ValueError as error:
@@ -289,7 +286,6 @@ def _parsed(place: str, text: object) -> Any:
 
 
 def _of_text(text: str) -> Any:
-    """Return what a text in a row holds, as the row itself was read. Raises ValueError."""
     value = json_text.load(text, names_once=True)
     json_text.require_texts(value)
     return value
@@ -310,14 +306,13 @@ def _call(place: str, call: Any) -> Message:
     try:
         json_text.require_flat(arguments, _FUNCTION_DEPTH)
     except ValueError as error:
-        raise BadConversationError(f"{place} has a call whose arguments are {error}") from error
+        raise BadConversationError(f"{place} has a call with arguments that are {error}") from error
     about = {} if function is call else dict(call)
     named = {"name": function["name"], "arguments": arguments}
     return {"type": "function", **about, "function": {**function, **named}}
 
 
 def _system(fields: Mapping[str, Any]) -> list[Message]:
-    """Return what a row has as `system` or `system_prompt`, as a message, if it has one."""
     name = "system" if fields.get("system") else "system_prompt"
     said = fields.get(name)
     if said is not None and not isinstance(said, str):
@@ -327,17 +322,17 @@ def _system(fields: Mapping[str, Any]) -> list[Message]:
 
 def _tools(fields: Mapping[str, Any]) -> Sequence[Any] | None:
     """Return the functions that a row lets the assistant call, as templates take them."""
-    given = fields.get("tools") or fields.get("functions")  # the latter is OpenAI's earlier field
+    tools = fields.get("tools") or fields.get("functions")  # the latter is OpenAI's earlier field
     try:
-        if isinstance(given, str):
-            given = _of_text(given) if given.strip() else None
-        json_text.require_flat(given, _FUNCTION_DEPTH)
+        if isinstance(tools, str):
+            tools = _of_text(tools) if tools.strip() else None
+        json_text.require_flat(tools, _FUNCTION_DEPTH)
     except ValueError as error:
         raise BadConversationError(f"tools are not JSON ({error})") from error
-    if not given:
+    if not tools:
         return None
-    if not isinstance(given, list) or not all(isinstance(tool, Mapping) for tool in given):
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise BadConversationError("tools are no list of objects")
     return [
-        tool if "function" in tool else {"type": "function", "function": tool} for tool in given
+        tool if "function" in tool else {"type": "function", "function": tool} for tool in tools
     ]

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from entrenar_py.train.model import precision
-from entrenar_py.train.model.modes import in_evaluation
 from entrenar_py.train.model.objectives import IGNORED
+from entrenar_py.train.model.precision import in_evaluation
 from entrenar_py.train.model.samples import Samples
 from entrenar_py.train.model.settings import Settings
 from entrenar_py.train.model.workload import Rows
@@ -85,7 +85,7 @@ def _told(share: float) -> str:
 
 
 class Examination:
-    """Samples to score a model on, in batches whose logits fit into memory.
+    """Samples to score a model on, in batches with logits that fit into memory.
 
     Totals are float64 [2 + classes^2]: the summed loss, its weight, and the confusion. Those of
     several batches are added. All classes have the same weight.
@@ -93,7 +93,7 @@ class Examination:
 
     def __init__(
         self,
-        found: Samples,
+        samples: Samples,
         module: nn.Module,
         *,
         settings: Settings,
@@ -101,10 +101,10 @@ class Examination:
         multiple: int = 1,
     ) -> None:
         """Rows are filled up to a multiple of `multiple` tokens."""
-        self._found, self._labels = found, settings.classes.labels
-        self._rows = Rows(found, pad_token)
+        self._found, self._labels = samples, settings.classes.labels
+        self._rows = Rows(samples, pad_token)
         self._rows.multiple = multiple
-        self._num_rows = _BATCH if self._labels else _num_rows(module, found)
+        self._num_rows = _BATCH if self._labels else _num_rows(module, samples)
         self.totals_size = 2 + len(self._labels) ** 2
 
     def __len__(self) -> int:
@@ -140,16 +140,16 @@ class Examination:
         return Scores(float(totals[0]) / max(weight, 1), weight, self._labels, confusion)
 
 
-def _num_rows(module: nn.Module, found: Samples) -> int:
-    """Return the number of rows whose logits, one for each token of the vocabulary, may be held."""
+def _num_rows(module: nn.Module, samples: Samples) -> int:
+    """Return how many rows may have logits in memory, one for each token of the vocabulary."""
     vocabulary: int = cast("Any", module).config.get_text_config().vocab_size
-    longest = int(np.diff(found.starts).max(initial=1))
+    longest = int(np.diff(samples.starts).max(initial=1))
     return max(1, min(_BATCH, _LOGITS_MAX // (longest * vocabulary)))
 
 
 def scores(
     module: nn.Module,
-    found: Samples,
+    samples: Samples,
     *,
     settings: Settings,
     pad_token: int,
@@ -160,7 +160,7 @@ def scores(
     Products have the format of the run that `settings` describe. `go_on` is called before each
     batch; what it raises ends the evaluation.
     """
-    examination = Examination(found, module, settings=settings, pad_token=pad_token)
+    examination = Examination(samples, module, settings=settings, pad_token=pad_token)
     device = next(module.parameters()).device
     totals = np.zeros(examination.totals_size)
     with in_evaluation(module), precision.applied(precision.of_products(settings), device):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -16,8 +16,8 @@ import numpy as np
 
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.wording import counted
-from entrenar_py.train.model import encoding, trust
-from entrenar_py.train.model.prepared import Prepared
+from entrenar_py.train.model import model_folder, samples
+from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.model.settings import Settings
 
 # The rate of QLoRA's models up to 13 billion parameters is 2e-4, that of larger ones 1e-4.
@@ -41,14 +41,17 @@ _SEEN_MAX = 40
 Level = Literal["warning", "error"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Remark:
-    """A rule that is broken, at the key that breaks it. An error can't be trained at all."""
+    """A rule that is broken, at the key that breaks it. An error can't be trained at all.
 
-    rule: str
-    keys: tuple[str, ...]
+    Rules leave `rule` out: their table has their names.
+    """
+
+    key: str
     message: str
     level: Level = "warning"
+    rule: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,16 +88,16 @@ class Facts:
 
 def rows_of(prepared: Prepared) -> Rows:
     """Return what rules look at in rows that were read."""
-    samples, counts = prepared.train, prepared.class_counts
-    too_long = [length for bad in samples.skipped if (length := encoding.length_of(bad))]
-    lengths = np.diff(samples.starts).tolist()[: sum(counts) or None]  # copies come last
+    train, counts = prepared.train, prepared.class_counts
+    too_long = [length for bad in train.skipped if (length := samples.length_of(bad))]
+    lengths = np.diff(train.starts).tolist()[: sum(counts) or None]  # copies come last
     if prepared.validation is not None and prepared.settings.data.validation is None:
         lengths += np.diff(prepared.validation.starts).tolist()  # of the same rows, as skipped ones
     return Rows(
         lengths=(*lengths, *too_long),
         num_skipped=len(too_long),
         class_counts=counts,
-        num_samples=len(samples),
+        num_samples=len(train),
         unlearned_ends=_unlearned_ends(prepared),
     )
 
@@ -111,9 +114,8 @@ def _unlearned_ends(prepared: Prepared) -> tuple[str, ...] | None:
 
 
 def _generation_ends(folder: Path) -> list[int]:
-    """Return the end tokens of a checkpoint's generation_config.json, if it names any."""
     try:
-        named = trust.record(folder / "generation_config.json", str(folder))["eos_token_id"]
+        named = model_folder.record(folder / "generation_config.json", str(folder))["eos_token_id"]
     except (UsageError, LookupError):
         return []  # generation reads it again, and tells
     return [one for one in (named if isinstance(named, list) else [named]) if type(one) is int]
@@ -121,45 +123,46 @@ def _generation_ends(folder: Path) -> list[int]:
 
 def remarks(facts: Facts) -> list[Remark]:
     """Return what all rules have to say, in the order of the rules."""
-    return [one for rule in RULES.values() for one in rule(facts)]
+    return [replace(found, rule=name) for name, rule in RULES.items() for found in rule(facts)]
 
 
 def _rate(facts: Facts) -> Iterator[Remark]:
     """C-HP-001: the rate, by the size of the model."""
-    rate, rule = facts.settings.training.learning_rate, "C-HP-001"
-    keys = ("training", "learning_rate")
+    rate = facts.settings.training.learning_rate
     if facts.num_parameters is None:
         return
     number = facts.num_parameters
     share = 1.0 if facts.settings.adapts else _FULL
     most = share * next(rate for size, rate in _RATES if number < size)
     kind = "adapters" if facts.settings.adapts else "all weights"
-    told = f"learning_rate={rate:g} for {kind} of a model of {_amount(number)} parameters"
+    subject = f"learning_rate={rate:g} for {kind} of a model of {_amount(number)} parameters"
     if rate > most:
-        yield Remark(rule=rule, keys=keys, message=f"{told}: it may diverge; use {most:g} or less")
+        yield Remark(
+            "training.learning_rate",
+            f"{subject}: it may diverge; use {most:g} or less",
+        )
     elif rate < share * _RATE_MIN:
         least = share * _RATE_MIN
         yield Remark(
-            rule=rule, keys=keys, message=f"{told}: it hardly learns; use {least:g} or more"
+            "training.learning_rate",
+            f"{subject}: it hardly learns; use {least:g} or more",
         )
 
 
 def _batch(facts: Facts) -> Iterator[Remark]:
     """C-HP-002: the effective batch, which is of all workers together."""
-    size, rule, keys = facts.settings.training.batch_size, "C-HP-002", ("training", "batch_size")
+    size = facts.settings.training.batch_size
     if facts.settings.adapts and size > _BATCH_MAX:
         yield Remark(
-            rule=rule,
-            keys=keys,
-            message=f"batch_size={size}: adapters lose more than full fine-tuning in large "
+            "training.batch_size",
+            f"batch_size={size}: adapters lose more than full fine-tuning in large "
             f"batches; use {_BATCH_MAX} rows or fewer",
         )
     steps = facts.num_steps
     if steps is not None and steps < _STEPS_MIN and facts.rows is not None:
         yield Remark(
-            rule=rule,
-            keys=keys,
-            message=f"batch_size={size}: {counted(facts.rows.num_samples, 'row')} in "
+            "training.batch_size",
+            f"batch_size={size}: {counted(facts.rows.num_samples, 'row')} in "
             f"{counted(facts.settings.training.epochs, 'epoch')} make {counted(steps, 'step')}; "
             "use fewer rows a step, or more epochs",
         )
@@ -172,9 +175,8 @@ def _alpha(facts: Facts) -> Iterator[Remark]:
     least, most = _ALPHA_SHARES
     if facts.settings.adapts and not least <= share <= most:
         yield Remark(
-            rule="C-HP-003",
-            keys=("lora", "alpha"),
-            message=f"alpha={lora.alpha:g} with rank={lora.rank}: an adapter's output is "
+            "lora.alpha",
+            f"alpha={lora.alpha:g} with rank={lora.rank}: an adapter's output is "
             f"multiplied by {share:.3g}; use alpha: {2 * lora.rank} (twice the rank), or "
             f"{least * lora.rank:g} to {most * lora.rank:g}",
         )
@@ -188,79 +190,72 @@ def _length(facts: Facts) -> Iterator[Remark]:
     usual = math.ceil(np.quantile(rows.lengths, _LONGEST, method="higher") / _ROUNDED) * _ROUNDED
     share = rows.num_skipped / len(rows.lengths)
     longest = max((one for one in rows.lengths if one <= most), default=0)
-    told = f"the 99th percentile of the rows' lengths is {usual} tokens (a multiple of {_ROUNDED})"
-    rule, keys = "C-HP-004", ("data", "max_tokens")
+    usually = (
+        f"the 99th percentile of the rows' lengths is {usual} tokens (a multiple of {_ROUNDED})"
+    )
     if share > _SKIPPED_MAX:
         yield Remark(
-            rule=rule,
-            keys=keys,
-            message=f"max_tokens={most} leaves out {share:.1%} of the rows: {told}; use {usual}",
+            "data.max_tokens",
+            f"max_tokens={most} leaves out {share:.1%} of the rows: {usually}; use {usual}",
         )
     elif longest > _SLACK * usual:
         yield Remark(
-            rule=rule,
-            keys=keys,
-            message=f"max_tokens={most} takes a row of {longest} tokens, for which memory must "
-            f"suffice: {told}; use {usual} with on_error: skip",
+            "data.max_tokens",
+            f"max_tokens={most} takes a row of {longest} tokens, for which memory must "
+            f"suffice: {usually}; use {usual} with on_error: skip",
         )
 
 
 def _warmup(facts: Facts) -> Iterator[Remark]:
     """C-HP-005: some warm-up where all weights are trained, and never a large part of the run."""
-    share, rule = facts.settings.training.warmup_share, "C-HP-005"
-    keys = ("training", "warmup_share")
+    share = facts.settings.training.warmup_share
     if share > _WARMUP_MAX:
         yield Remark(
-            rule=rule,
-            keys=keys,
-            message=f"warmup_share={share:g}: the rate rises for {share:.0%} of the steps; use "
+            "training.warmup_share",
+            f"warmup_share={share:g}: the rate rises for {share:.0%} of the steps; use "
             f"0.03 to {_WARMUP_MAX:g}",
         )
     elif not share and not facts.settings.adapts:
         yield Remark(
-            rule=rule,
-            keys=keys,
-            message="warmup_share=0 with all weights trained: AdamW's first steps go by moments "
+            "training.warmup_share",
+            "warmup_share=0 with all weights trained: AdamW's first steps go by moments "
             "of few gradients; use 0.03 to 0.1",
         )
 
 
 def _clip(facts: Facts) -> Iterator[Remark]:
     """C-HP-006: the gradient's norm is clipped, and not in every step."""
-    clip, rule, keys = facts.settings.training.clip_norm, "C-HP-006", ("training", "clip_norm")
+    clip = facts.settings.training.clip_norm
     least, most = _CLIPS
     if clip is None:
         yield Remark(
-            rule=rule,
-            keys=keys,
-            message="clip_norm=null: one bad batch can undo what was learned; use 0.3 to 1",
+            "training.clip_norm",
+            "clip_norm=null: one bad batch can undo what was learned; use 0.3 to 1",
         )
     elif not least <= clip <= most:
         what = "clips no step but a broken one" if clip > most else "clips nearly every step"
         yield Remark(
-            rule=rule, keys=keys, message=f"clip_norm={clip:g} {what}; use {least:g} to {most:g}"
+            "training.clip_norm",
+            f"clip_norm={clip:g} {what}; use {least:g} to {most:g}",
         )
 
 
 def _decay(facts: Facts) -> Iterator[Remark]:
     """C-HP-007: weight decay is small, and never turns a weight's sign."""
-    training, rule, keys = facts.settings.training, "C-HP-007", ("training", "weight_decay")
+    training = facts.settings.training
     decay = training.weight_decay
     most = _DECAY_MAX["adapters" if facts.settings.adapts else "full"]
     if decay * training.learning_rate >= 1:
         yield Remark(
-            rule=rule,
-            keys=keys,
-            level="error",
-            message=f"weight_decay={decay:g} with learning_rate={training.learning_rate:g}: a step "
+            "training.weight_decay",
+            f"weight_decay={decay:g} with learning_rate={training.learning_rate:g}: a step "
             f"would take away all of every weight; use {most:g} or less",
+            level="error",
         )
     elif decay > most:
         yield Remark(
-            rule=rule,
-            keys=keys,
-            message=f"weight_decay={decay:g} pulls what was learned back to nothing; use {most:g} "
-            "or less",
+            "training.weight_decay",
+            f"weight_decay={decay:g} pulls what was learned back to nothing; use {most:g} or less",
         )
 
 
@@ -269,12 +264,11 @@ def _imbalance(facts: Facts) -> Iterator[Remark]:
     rows, settings = facts.rows, facts.settings
     if rows is None or not rows.class_counts:
         return
-    counts, labels, rule = rows.class_counts, settings.classes.labels, "C-HP-008"
+    counts, labels = rows.class_counts, settings.classes.labels
     if not all(counts):
         yield Remark(
-            rule=rule,
-            keys=("classes", "labels"),
-            message=f"labels has {labels[counts.index(0)]!r}, of which there is no row to train "
+            "classes.labels",
+            f"labels has {labels[counts.index(0)]!r}, and there is no row of it to train "
             "on: no row will be taken for it; leave it out, or add rows",
         )
         return
@@ -284,17 +278,15 @@ def _imbalance(facts: Facts) -> Iterator[Remark]:
     seen = settings.training.epochs * copies
     if settings.classes.weights == "none" and not settings.classes.oversample and share < _RARE:
         yield Remark(
-            rule=rule,
-            keys=("classes", "weights"),
-            message=f"weights=none: {share:.1%} of the rows are {name!r}, and a model that never "
+            "classes.weights",
+            f"weights=none: {share:.1%} of the rows are {name!r}, and a model that never "
             f"says so is right in {1 - share:.1%}; use sqrt_inverse, or oversample: true",
         )
     if share < _RARE and seen > _SEEN_MAX:
         fewer = max(1, int(_SEEN_MAX / copies))
         yield Remark(
-            rule=rule,
-            keys=("training", "epochs"),
-            message=f"epochs={settings.training.epochs}: each of {counts[rarest]} rows of {name!r} "
+            "training.epochs",
+            f"epochs={settings.training.epochs}: each of {counts[rarest]} rows of {name!r} "
             f"is seen {seen:.0f} times, and learned by heart; use epochs: {fewer}"
             + (", or weights in place of oversample" if copies > _SEEN_MAX else ""),
         )
@@ -305,11 +297,10 @@ def _ending(facts: Facts) -> Iterator[Remark]:
     if facts.rows is None or facts.rows.unlearned_ends is None:
         return
     ends = " or ".join(facts.rows.unlearned_ends)
-    told = f"no row teaches to end an answer by {ends}" if ends else "no token ends an answer"
+    lack = f"no row teaches to end an answer by {ends}" if ends else "no token ends an answer"
     yield Remark(
-        rule="C-HP-009",
-        keys=("task",),
-        message=f"{told}, so the model may never stop; use a chat template that ends the "
+        "task",
+        f"{lack}, so the model may never stop; use a chat template that ends the "
         "assistant's turns by the tokenizer's eos_token, or by one of generation_config.json",
     )
 

@@ -2,6 +2,11 @@
 
 Only safetensors are read, never pickles. Python code of the checkpoint runs only if the settings
 say so.
+
+Weights that a checkpoint lacks, a classifier's head and adapters, are drawn from the run's seed
+after all others were read: a library draws them in an order of its own, and earlier for some kinds
+of models. Every process that loads the same settings then has the same bits, and no weights need to
+be sent. `part` and `without_weights` load what a stage and its coordinator have, and draw the same.
 """
 
 from __future__ import annotations
@@ -17,19 +22,8 @@ import torch
 from torch import nn
 
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.train.model import (
-    adapters,
-    blocks,
-    fitting,
-    model_class,
-    packing,
-    precision,
-    quantised,
-    recompute,
-    stock,
-    trust,
-)
-from entrenar_py.train.model.modes import in_evaluation
+from entrenar_py.train.model import blocks, masks, model_folder, objectives, precision, stock
+from entrenar_py.train.model.precision import in_evaluation
 from entrenar_py.train.model.settings import Settings
 
 _MARKERS = ("▁",)  # of a word's beginning, which tokenizers without files have
@@ -42,27 +36,27 @@ def tokenizer(settings: Settings, folder: Path | None = None) -> Any:
 
     Raises UsageError if it can't be read.
     """
-    transformers, folder = model_class.library(), folder or settings.model
+    transformers, folder = model_folder.library(), folder or settings.model
     if not folder.is_dir():
         raise UsageError(f"{folder}: there is no such folder; give one with a checkpoint")
-    trust.require_tokenizer(folder)
-    with model_class.reading(folder, "tokenizer"):
-        found = transformers.AutoTokenizer.from_pretrained(
+    model_folder.require_tokenizer(folder)
+    with model_folder.reading(folder, "tokenizer"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
             folder,
             local_files_only=True,
             trust_remote_code=settings.trust_remote_code,
         )
-    if found.pad_token_id is None and found.eos_token_id is None:
+    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
         raise UsageError(
             f"{folder}: its tokenizer has neither a padding nor an end token; give "
             "it one of them (tokenizer_config.json)"
         )
-    if not set(found.get_vocab()) - {*found.all_special_tokens, *_MARKERS}:
+    if not set(tokenizer.get_vocab()) - {*tokenizer.all_special_tokens, *_MARKERS}:
         raise UsageError(
             f"{folder}: its tokenizer has no words, since no file with them is there (such as "
             "tokenizer.json); copy the whole checkpoint"
         )
-    return found
+    return tokenizer
 
 
 def padding(found: Any) -> int:
@@ -83,18 +77,18 @@ def load(settings: Settings, pad_token: int) -> nn.Module:
         _draw(settings.seed, module, new)
         stock.require_padding(settings, module, pad_token)
         stock.set_padding(module, pad_token)
-        adapters.freeze_beside(module)
+        stock.freeze_beside(module)
         if settings.adapts:
-            module = adapters.adapted(settings, module, new)
+            module = stock.adapted(settings, module, new)
     precision.prepare(module, settings)
     if settings.task != "classify":
         _require_causal(settings, module)
     if settings.data.packing:
         products = precision.of_products(settings)
         with precision.applied(products, next(module.parameters()).device):
-            packing.require_apart(module, products, settings.model)
+            objectives.require_apart(module, products, settings.model)
     if settings.recompute == "blocks":
-        recompute.install(module)
+        masks.recompute(module)
     return module.train()
 
 
@@ -119,22 +113,22 @@ def part(
 ) -> nn.Module:
     """Return what `shorten` leaves of the model, with its adapters, as `load` does the whole.
 
-    Nothing else is read of the checkpoint's weights. Only parameters whose name `trains` has are
+    Nothing else is read of the checkpoint's weights. Only parameters with a name in `trains` are
     trained, and their values are not those that a run begins with.
     """
     module, new = _base(settings, shorten, unties=unties)
     stock.set_padding(module, pad_token)
-    adapters.freeze_beside(module)
+    stock.freeze_beside(module)
     if settings.adapts:
-        targets = tuple(one for one in settings.lora.targets if adapters.has_target(module, one))
+        targets = tuple(one for one in settings.lora.targets if stock.has_target(module, one))
         if targets:
             lora = replace(settings.lora, targets=targets)
-            module = adapters.adapted(replace(settings, lora=lora), module, new)
+            module = stock.adapted(replace(settings, lora=lora), module, new)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name in trains)
     precision.prepare(module, settings)
     if settings.recompute == "blocks":
-        recompute.install(module)
+        masks.recompute(module)
     return module.train()
 
 
@@ -171,8 +165,8 @@ def without_weights(settings: Settings, pad_token: int) -> nn.Module:
                     zero = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
                     setattr(above, name, nn.Parameter(zero, requires_grad=tensor.requires_grad))
         stock.set_padding(module, pad_token)
-        adapters.freeze_beside(module)
-        module = adapters.adapted(settings, module, new)
+        stock.freeze_beside(module)
+        module = stock.adapted(settings, module, new)
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -182,8 +176,8 @@ def without_weights(settings: Settings, pad_token: int) -> nn.Module:
 def _draw(seed: int, module: nn.Module, new: Sequence[str]) -> None:
     """Draw the parts `new` from `seed`; what is drawn next follows from it, too.
 
-    Some models (Qwen3.5) draw numbers for blocks whose weights are then read. A coordinator without
-    these blocks, which has to draw the same adapters, doesn't.
+    Some models (Qwen3.5) draw numbers for blocks with weights that are read afterwards. A
+    coordinator without these blocks, which has to draw the same adapters, doesn't.
     """
     torch.manual_seed(seed)
     model = cast("Any", module)
@@ -199,7 +193,7 @@ def _draw(seed: int, module: nn.Module, new: Sequence[str]) -> None:
 def _require_causal(settings: Settings, module: nn.Module) -> None:
     """Raise UsageError if the model predicts a token from itself or later ones.
 
-    An encoder whose head is that of a language model does: its loss would soon be 0. Rounding may
+    An encoder with the head of a language model does: its loss would soon be 0. Rounding may
     differ, where a later token changes how rows are grouped (experts).
     """
     tokens = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]])
@@ -208,12 +202,12 @@ def _require_causal(settings: Settings, module: nn.Module) -> None:
     require_blind(settings, logits)
 
 
-def require_blind(settings: Settings, found: torch.Tensor) -> None:
+def require_blind(settings: Settings, hidden: torch.Tensor) -> None:
     """Raise UsageError if two rows of outputs differ before the last of four tokens.
 
-    `found` is [2, 4, d], of rows that have only their last token, or what is known of it, unlike.
+    `hidden` is [2, 4, d], of rows that have only their last token, or what is known of it, unlike.
     """
-    one, other = found[:, :3].float()
+    one, other = hidden[:, :3].float()
     if (one - other).norm() > _ROUNDED * one.norm():
         raise UsageError(
             f"model={settings.model}: it sees the tokens that it is to predict, as encoders do; "
@@ -232,7 +226,7 @@ def trained(settings: Settings, folder: Path, pad_token: int) -> nn.Module:
 def decoded(settings: Settings, folder: Path, pad_token: int) -> nn.Module:
     """Return the model of `trained` with the numbers that NF4 stands for as float32 weights."""
     module, _ = _base(replace(settings, method="lora"))
-    quantised.decode(_base(settings)[0], module)
+    precision.decode(_base(settings)[0], module)
     return _with_adapters(settings, folder, module, pad_token).eval()
 
 
@@ -241,8 +235,8 @@ def _with_adapters(settings: Settings, folder: Path, module: Any, pad_token: int
     if settings.adapts:
         import peft
 
-        trust.require_adapters(folder)
-        with model_class.reading(folder, "adapters"), adapters.quiet():
+        model_folder.require_adapters(folder)
+        with model_folder.reading(folder, "adapters"), stock.quiet():
             module = peft.PeftModel.from_pretrained(module, str(folder))
     return cast("nn.Module", module)
 
@@ -263,8 +257,8 @@ def random(settings: Settings, *, num_blocks: int) -> nn.Module:
 
 
 def _of_config(settings: Settings, place: torch.device, num_blocks: int | None = None) -> nn.Module:
-    kind, options = model_class.of(settings)
-    config = model_class.configuration(settings)
+    kind, options = model_folder.class_of(settings)
+    config = model_folder.configuration(settings)
     text = config.get_text_config()
     if num_blocks is not None:
         text.num_hidden_layers = num_blocks
@@ -272,24 +266,23 @@ def _of_config(settings: Settings, place: torch.device, num_blocks: int | None =
             text.layer_types = text.layer_types[:num_blocks]
     for name, value in options.items():
         setattr(config, name, value)
-    with place, model_class.reading(settings.model, "model"):
+    with place, model_folder.reading(settings.model, "model"):
         module: nn.Module = kind.from_config(
             config,
             dtype=precision.of_checkpoint(settings),
             trust_remote_code=settings.trust_remote_code,
         )
-    adapters.freeze_beside(module)
+    stock.freeze_beside(module)
     if settings.adapts:
         with place:
-            module = adapters.adapted(settings, module, ())
+            module = stock.adapted(settings, module, ())
     precision.prepare(module, settings)
     return module.train()
 
 
 def _names(settings: Settings, config: Any) -> set[str]:
-    """Return the names of all weights of the whole model with `config`."""
-    kind, _ = model_class.of(settings)
-    with torch.device("meta"), model_class.reading(settings.model, "model"):
+    kind, _ = model_folder.class_of(settings)
+    with torch.device("meta"), model_folder.reading(settings.model, "model"):
         whole = kind.from_config(config, trust_remote_code=settings.trust_remote_code)
     return set(whole.state_dict())
 
@@ -302,18 +295,18 @@ def _base(
     `shorten` removes parts of the model before any weights are read; those are not loaded. With
     `unties` one of them may be a table that is also the head, or the head.
     """
-    fitting.require_numbers(settings.model)
-    kind, options = model_class.of(settings)
-    config = model_class.configuration(settings)
+    model_folder.require_numbers(settings.model)
+    kind, options = model_folder.class_of(settings)
+    config = model_folder.configuration(settings)
     if shorten is not None:
-        kind = model_class.shortened(kind, config, shorten, unties=unties)
+        kind = model_folder.shortened_class(kind, config, shorten, unties=unties)
     quantising: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if settings.method == "qlora":
-        quantising = quantised.InThreads()  # type: ignore[no-untyped-call]
-        with model_class.reading(settings.model, "model"), torch.device("meta"):
+        quantising = precision.InThreads()  # type: ignore[no-untyped-call]
+        with model_folder.reading(settings.model, "model"), torch.device("meta"):
             empty = kind.from_config(config, trust_remote_code=settings.trust_remote_code)
-        options |= quantised.loading(empty, precision.of_products(settings))
-    with model_class.reading(settings.model, "model"), quantising:
+        options |= precision.quantised_loading(empty, precision.of_products(settings))
+    with model_folder.reading(settings.model, "model"), quantising:
         module, loading = kind.from_pretrained(
             settings.model,
             dtype=precision.of_checkpoint(settings),
@@ -324,23 +317,23 @@ def _base(
             ignore_mismatched_sizes=True,  # told below, with the weight's name
             **options,
         )
-    fitting.require_shapes(settings.model, loading["mismatched_keys"])
+    model_folder.require_shapes(settings.model, loading["mismatched_keys"])
     unexpected = set(loading["unexpected_keys"])
     if shorten is None:
-        fitting.require_tied(settings.model, module)
+        model_folder.require_tied(settings.model, module)
     elif unexpected:  # what was removed is no surplus
         unexpected -= _names(settings, config)
-    for part in fitting.require_known(settings, module, unexpected):
-        model_class.note(
+    for part in model_folder.require_known(settings, module, unexpected):
+        model_folder.note(
             f"model={settings.model}: its files have {part}, which task: {settings.task} has no "
             "use for; it is left out"
         )
-    new = fitting.require_weights(settings.model, module, loading["missing_keys"])
+    new = model_folder.require_weights(settings.model, module, loading["missing_keys"])
     if new and settings.task != "classify":
         raise UsageError(
             f"model={settings.model}: its files lack {', '.join(new)}, which predicts the next "
-            f"token; use {model_class.advice(settings.task, config)}"
+            f"token; use {model_folder.task_advice(settings.task, config)}"
         )
     if settings.method == "qlora":
-        quantised.settle(module)
+        precision.settle_quantised(module)
     return module, new

@@ -1,18 +1,249 @@
-"""The losses of a model, as modules: of a classifier, and of a causal language model."""
+"""The losses of a model, as modules: of a classifier, and of a causal language model.
+
+Logits are the largest tensors of a training step: 128,000 of them a token. `cross_entropy` fuses
+the head's product with the loss, some hundred positions at a time, and computes the gradient in the
+forward pass, so all logits are never held. A captured graph has plain operations instead.
+
+Packing puts several samples in one row of tokens, in their order, by lengths alone. So a shard has
+the same rows wherever it is computed. Positions begin anew with each sample: transformers makes
+masks by them, and `require_apart` proves that a model follows them.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
+from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.arithmetic.tensors import Batch
-from entrenar_py.train.model import fused_loss, packing
+from entrenar_py.train.model import precision
+from entrenar_py.train.model.precision import in_evaluation
+
+LOGITS_MAX = 2**26  # made at a time: 256 MiB in float32
+_PROBED_TOKENS = (1, 2, 3, 4)  # tokens that every vocabulary has
+
+
+def head_of(module: nn.Module) -> nn.Linear | None:
+    """Return the layer that makes the logits of `module`, or None if more than it makes them.
+
+    Logits that are capped or scaled afterwards are not its outputs, and an adapter on it is more
+    than a product. Runs the model on four tokens.
+    """
+    head = cast("Any", module).get_output_embeddings()
+    if not _is_plain(head):
+        return None
+    place = head.weight.device
+    tokens = torch.tensor([_PROBED_TOKENS], device=place)
+    with in_evaluation(module):
+        logits = module(input_ids=tokens, use_cache=False).logits
+        with replaced_by_identity(head):
+            hidden = module(input_ids=tokens, use_cache=False).logits
+        is_last = (
+            hidden.shape[-1] == head.in_features
+            and hidden.dtype == head.weight.dtype  # some convert what they give the head
+            and torch.equal(head(hidden), logits)
+        )
+    return cast("nn.Linear", head) if is_last else None
+
+
+def _is_plain(layer: Any) -> bool:
+    return type(layer) is nn.Linear and layer.bias is None
+
+
+@contextlib.contextmanager
+def replaced_by_identity(head: nn.Linear) -> Iterator[None]:
+    """Let `head` return its input: the model then returns the last hidden state as its logits."""
+    head.forward = _identity  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del head.forward
+
+
+def _identity(hidden: Tensor) -> Tensor:
+    return hidden
+
+
+def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Return the summed cross entropy of `hidden @ weight.T`, 0-d float32.
+
+    `hidden` is [m, d], `weight` [vocabulary, d], and `targets` int64 [m], negative where there is
+    none. The products have the format of torch.autocast, where that is on.
+    """
+    dtype = precision.current(hidden.device)
+    if dtype != torch.float32:
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    with precision.as_given(hidden.device):
+        result: Tensor = _CrossEntropy.apply(hidden, weight, targets)  # type: ignore[no-untyped-call]
+    return result
+
+
+def select(hidden: Tensor, places: Tensor) -> Tensor:
+    """Return the rows of `hidden`, [n, d], at `places`, int64 [m], which ascend: [m, d].
+
+    The first of equal places has the gradient of their row. No pass waits for a device. The
+    deterministic derivative of `Tensor.index_select` would, since it reads the places on the host.
+    """
+    result: Tensor = _Select.apply(hidden, places)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Select(torch.autograd.Function):
+    """See `select`."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.num_rows = len(hidden)
+        return hidden.index_select(0, places)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        [places] = ctx.saved_tensors
+        rows = torch.arange(ctx.num_rows, device=places.device)
+        found = torch.searchsorted(places, rows).clamp_(max=len(places) - 1)
+        is_there = places.index_select(0, found) == rows
+        return gradient.index_select(0, found) * is_there[:, None], None
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """See `cross_entropy`. The gradients are computed in the forward pass, at scale 1."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        wants_hidden, wants_weight, _ = ctx.needs_input_grad
+        loss = torch.zeros((), device=hidden.device)
+        of_hidden = torch.empty_like(hidden) if wants_hidden else None
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        tokens = torch.arange(len(weight), device=targets.device)
+        rows = max(1, LOGITS_MAX // len(weight))
+        for start in range(0, len(hidden), rows):
+            part = slice(start, start + rows)
+            logits = hidden[part] @ weight.t()
+            shares = logits.log_softmax(-1, dtype=torch.float32)
+            wanted, counts = targets[part, None], targets[part, None] >= 0
+            loss -= (shares.gather(1, wanted.clamp(min=0)) * counts).sum()
+            # Not by scatter: a kernel of it that is deterministic reads the targets on the host.
+            gradient = shares.exp_().sub_((tokens == wanted).view(torch.uint8)).to(hidden.dtype)
+            if of_hidden is not None:
+                torch.mm(gradient, weight, out=of_hidden[part])
+                of_hidden[part] *= counts
+            if of_weight is not None:
+                of_weight += gradient.t() @ (hidden[part] * counts)
+        ctx.save_for_backward(of_hidden, None if of_weight is None else of_weight.to(weight.dtype))
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        of_hidden, of_weight = (
+            None if one is None else one * scale.to(one.dtype) for one in ctx.saved_tensors
+        )
+        return of_hidden, of_weight, None
+
+
+_SAMPLES = ((1, 2, 3, 4, 5), (6, 7, 8))  # of every vocabulary
+_OTHER = (8, 3, 1, 7, 2)  # in place of the first one
+_SEEN = 1e-4  # largest share of logits that rounding changes
+_ROUNDED = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of other kernels, for other masks
+
+
+def rows_of(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Return the samples of each row, as indices into `lengths`: first fit, in their order.
+
+    A row has at most `capacity` tokens, or one sample that is longer.
+    """
+    rows, room = list[list[int]](), list[int]()
+    for index, length in enumerate(lengths):
+        row = next((row for row, left in enumerate(room) if length <= left), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(capacity)
+        rows[row].append(index)
+        room[row] -= length
+    return rows
+
+
+@contextlib.contextmanager
+def one_sample_a_row() -> Iterator[None]:
+    """Let transformers take each row for one sample, which needs no mask, without looking.
+
+    It would read positions on the host in every forward pass. While operations are recorded, when
+    it can't read anything, it would make a mask, with which attention has other kernels. A release
+    that looks by other functions does look.
+    """
+    from transformers import masking_utils
+
+    looked = {name: getattr(masking_utils, name) for name in _LOOKS if hasattr(masking_utils, name)}
+    for name in looked:
+        setattr(masking_utils, name, _LOOKS[name])
+    try:
+        yield
+    finally:
+        for name, function in looked.items():
+            setattr(masking_utils, name, function)
+
+
+def _nowhere(*_: Tensor) -> None:
+    """Return where packed samples end: there are none."""
+
+
+def _never(*_: Tensor | None) -> bool:
+    """Return False: operations of a traced graph must not depend on a mask's values."""
+    return False
+
+
+_LOOKS = {"find_packed_sequence_indices": _nowhere, "is_tracing": _never}
+
+
+def require_apart(module: nn.Module, products: torch.dtype, name: object) -> None:
+    """Raise UsageError if samples of a row see each other, or compute something else than alone.
+
+    Runs the model on a few tokens. `products` is the format of its products.
+    """
+    place = next(module.parameters()).device
+    first, second = _SAMPLES
+    with in_evaluation(module):
+        packed = _packed_logits(module, [first, second], place)
+        other = _packed_logits(module, [_OTHER, second], place)
+        alone = torch.cat([_packed_logits(module, [sample], place) for sample in _SAMPLES])
+    cut = len(first)
+    seen = _distance(packed[cut:], other[cut:])
+    if not seen <= _SEEN:
+        raise UsageError(
+            f"data.packing with model={name}: {type(module).__name__} lets the rows of a sequence "
+            f"see each other (logits differ by {seen:.2g} of their norm); leave packing out"
+        )
+    changed = _distance(alone, packed)
+    if not changed <= _ROUNDED[products]:
+        raise UsageError(
+            f"data.packing with model={name}: {type(module).__name__} computes something else for "
+            f"packed rows (logits differ by {changed:.2g} of their norm); leave packing out"
+        )
+
+
+def _packed_logits(
+    module: nn.Module, samples: Sequence[Sequence[int]], place: torch.device
+) -> Tensor:
+    tokens = torch.tensor([[token for sample in samples for token in sample]], device=place)
+    positions = torch.cat([torch.arange(len(sample), device=place) for sample in samples])
+    model = cast("Any", module)
+    found: Tensor = model(input_ids=tokens, position_ids=positions[None], use_cache=False).logits
+    return found[0].float()
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    return float((one - other).norm() / one.norm())
+
 
 IGNORED = -100  # the target that cross entropy leaves out
 PLACES = 64  # places with a target are filled up to a multiple of this: few shapes are compiled
@@ -83,7 +314,7 @@ class NextTokens(Objective):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        self._head = [fused_loss.head_of(module)]  # in a list: its weights are the module's
+        self._head = [head_of(module)]  # in a list: its weights are the module's
 
     @property
     def head(self) -> nn.Linear | None:
@@ -123,10 +354,10 @@ class NextTokens(Objective):
         self, tokens: Tensor, places: Tensor, positions: Tensor | None, head: nn.Linear
     ) -> Tensor:
         """Return what `head` takes at `places`: [m, d]. Packed rows have `positions`, [n, t]."""
-        rows = packing.one_sample_a_row() if positions is None else nullcontext()
-        with rows, fused_loss.replaced_by_identity(head):
+        rows = one_sample_a_row() if positions is None else nullcontext()
+        with rows, replaced_by_identity(head):
             hidden = self.logits_of(tokens, positions)
-        return fused_loss.select(hidden, places)
+        return select(hidden, places)
 
 
 class TokenObjective(NextTokens):
@@ -144,4 +375,4 @@ class TokenObjective(NextTokens):
             logits = self.logits_of(tokens, positions).index_select(0, places).float()
             return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
         hidden = self.hidden_of(tokens, places, positions, head)
-        return fused_loss.cross_entropy(hidden, head.weight, targets)
+        return cross_entropy(hidden, head.weight, targets)

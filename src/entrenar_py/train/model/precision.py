@@ -1,15 +1,30 @@
-"""The formats of a run: frozen weights and products have one, what is trained is float32."""
+"""The formats of a run: frozen weights and products have one, what is trained is float32.
+
+Frozen weights may be in NF4 with double quantisation, by `bitsandbytes` while a checkpoint is
+loaded. Only linear layers within blocks are quantised, never a head or an embedding. Rows must be
+whole blocks of BLOCK weights: bitsandbytes 0.50 decodes others wrongly on CPUs with AVX-512.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from entrenar_py.compute import nf4
+from entrenar_py.compute.nf4 import BLOCK
+from entrenar_py.shared import shipped
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.train.arithmetic import reduction
 from entrenar_py.train.model.settings import Settings
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -72,3 +87,163 @@ def _noted(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         _of_meta.reset(token)
+
+
+@contextmanager
+def in_evaluation(module: nn.Module) -> Iterator[None]:
+    """Put `module` into evaluation mode, without gradients, and back at the end."""
+    was_training = module.training
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        module.train(was_training)
+
+
+_PIECE = 2**20  # weights of a layer that a thread quantises at a time, in whole blocks
+TABLES = ("nf4_scales", "nf4_second")  # a layer's buffers, next to the codes in its weight
+# Importing bitsandbytes, as peft does, warns that there are faster kernels to download.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+
+class InThreads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A context in which the weights of one tensor are quantised in several threads.
+
+    Blocks are quantised one by one, so their bits are the same. In one thread, a model with 4e9
+    weights takes two minutes. Scales are quantised as ever: their mean is a sum.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not torch.ops.bitsandbytes.quantize_4bit.default:
+            return func(*args, **(kwargs or {}))
+        weights, *form = args
+        pieces = weights.reshape(-1).split(_PIECE)
+        results: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def quantise(numbers: Sequence[int]) -> None:
+            for number in numbers:
+                results[number] = func(pieces[number], *form, **(kwargs or {}))
+
+        reduction.share_out(range(len(pieces)), quantise)
+        codes, scales = zip(*(results[number] for number in range(len(pieces))), strict=True)
+        return torch.cat(codes), torch.cat(scales)
+
+
+def quantised_loading(empty: nn.Module, products: torch.dtype) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` that quantise a model, which looks like `empty`.
+
+    Their products are computed in the format `products`. Weights are quantised on the CPU, so that
+    they have the same bits for every backend. Raises UsageError without `bitsandbytes`, and for a
+    model without linear layers within blocks.
+    """
+    _require()
+    import transformers
+
+    linear, chosen = _linear(empty), packed(empty)
+    if not chosen:
+        raise UsageError(
+            f"method: qlora: the model has no linear layer within a stack of blocks with rows of a "
+            f"multiple of {BLOCK} weights, so nothing would be quantised; use method: lora"
+        )
+    config = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=products,
+        # Regular expressions, from the start of a name on.
+        llm_int8_skip_modules=[f"{re.escape(name)}$" for name in sorted(linear.keys() - chosen)],
+    )
+    return {"quantization_config": config, "device_map": {"": "cpu"}}
+
+
+def packed(empty: nn.Module) -> set[str]:
+    """Return the names of the layers that are quantised in a model that is as `empty`."""
+    blocks = set(_within_blocks(empty))
+    return {name for name, row in _linear(empty).items() if name in blocks and row % BLOCK == 0}
+
+
+def _linear(empty: nn.Module) -> dict[str, int]:
+    return {name: _row(layer) for name, layer in empty.named_modules() if _row(layer)}
+
+
+def settle_quantised(module: nn.Module) -> None:
+    """Let quantised layers compute in evaluation as they do in training, and in a captured graph.
+
+    On CPUs with AVX512-BF16, bitsandbytes would pack the weights anew when a model is evaluated,
+    and from then on compute in bfloat16 without gradients. In a graph, a layer's product is that of
+    `backends.nf4` with the tensors `weight` and TABLES.
+    """
+    for _, layer in quantised_layers(module):
+        layer.support_avx512bf16_for_cpu = False
+        state = layer.weight.quant_state
+        second = [state.state2.code, state.offset.reshape(1), state.state2.absmax]
+        layer.register_buffer(TABLES[0], state.absmax, persistent=False)
+        layer.register_buffer(TABLES[1], torch.cat(second), persistent=False)
+        layer.__class__ = _settled_kind()
+
+
+@cache
+def _settled_kind() -> Any:
+    """Return the class of settled layers: one for all, so that blocks compile to one program."""
+    import bitsandbytes
+
+    class Settled(bitsandbytes.nn.Linear4bit):  # type: ignore[misc]
+        def forward(self, x: Tensor) -> Tensor:
+            if type(x) is not Tensor:  # a tensor of a graph's capture
+                stored = (self.weight, self.nf4_scales, self.nf4_second)
+                return nf4.linear(x, self.bias, stored, self.out_features)
+            result: Tensor = super().forward(x)
+            return result
+
+    return Settled
+
+
+def quantised_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the names and the quantised layers of a model."""
+    import bitsandbytes
+
+    for name, layer in module.named_modules():
+        if isinstance(layer, bitsandbytes.nn.Linear4bit):
+            yield name, layer
+
+
+def decoded(layer: Any) -> torch.Tensor:
+    """Return the weight of a quantised layer as numbers, [outputs, inputs]."""
+    from bitsandbytes import functional
+
+    weight: torch.Tensor = functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    return weight
+
+
+def decode(module: nn.Module, plain: nn.Module) -> None:
+    """Set the weights of `plain`, the model before it was quantised, to those of `module`."""
+    for name, layer in quantised_layers(module):
+        other = plain.get_submodule(name)
+        assert isinstance(other.weight, torch.Tensor)
+        weight = decoded(layer)
+        with torch.no_grad():
+            other.weight.copy_(weight if isinstance(other, nn.Linear) else weight.T)  # Conv1D
+
+
+def _require() -> None:
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError as error:
+        raise UsageError(
+            f"method: qlora needs {error.name}; {shipped.extra_advice('finetune')}"
+        ) from error
+
+
+def _row(layer: Any) -> int:
+    if type(layer) is nn.Linear:
+        return layer.in_features
+    return int(layer.weight.shape[0]) if type(layer).__name__ == "Conv1D" else 0  # GPT-2's
+
+
+def _within_blocks(module: nn.Module) -> Iterator[str]:
+    for name, part in module.named_modules():
+        if isinstance(part, nn.ModuleList):
+            yield from (f"{name}.{inner}" for inner, _ in part.named_modules())

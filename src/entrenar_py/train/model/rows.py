@@ -67,25 +67,25 @@ def files(path: Path) -> list[Path]:
     Raises UsageError if there are none, or for one that holds no rows.
     """
     try:
-        found = _files(path)
+        paths = _files(path)
     except OSError as error:
         raise _unreadable(path, error) from error
-    for file in found:
+    for file in paths:
         if not _kind(file):
-            raise UsageError(f"data {file}: use a file whose name ends with {_KINDS}")
-    return found
+            raise UsageError(f"data {file}: use a file with a name that ends with {_KINDS}")
+    return paths
 
 
 def _files(path: Path) -> list[Path]:
-    found = [path]
+    paths = [path]
     if not path.exists() and any(sign in str(path) for sign in _PATTERN):
         folder = next((one for one in path.parents if one.is_dir()), Path())
-        found = sorted(folder.glob(str(path.relative_to(folder))))
-        if not found:
+        paths = sorted(folder.glob(str(path.relative_to(folder))))
+        if not paths:
             raise UsageError(f"data {path}: no file fits the pattern; give another one")
     if path.is_dir():
         raise UsageError(f"data {path}: is a folder; name its files, such as {path / '*.jsonl'}")
-    return found
+    return paths
 
 
 def _unreadable(path: Path, error: Exception) -> UsageError:
@@ -110,7 +110,6 @@ def read(path: Path) -> Iterator[Row | BadRow]:
 
 
 def _kind(path: Path) -> str:
-    """Return the end of the file's name that says how to read it; "" for a file of no rows."""
     name = path.name.lower()
     ends = (*_LINES, *_LISTS)
     if name.endswith(_PACKED) and name.removesuffix(_PACKED).endswith(ends):
@@ -212,7 +211,9 @@ def _row(path: Path, number: int, line: bytes) -> Row | BadRow:
 
 
 def _checked(path: Path, number: int, read: Callable[[], object]) -> Row | BadRow:
-    """Return the row whose fields `read` returns; it raises ValueError for what can't be read.
+    """Return the row with the fields that `read` returns.
+
+    `read` raises ValueError for what can't be read.
 
     The guard of all readers: what passes is flat enough to be copied, and has texts of Unicode.
     """
@@ -272,7 +273,6 @@ def _of_parquet(path: Path) -> Iterator[Row | BadRow]:
 
 
 def _names(path: Path, names: list[str]) -> list[str]:
-    """Return the names of a file's columns. Raises UsageError if two are the same."""
     name, times = Counter(names).most_common(1)[0] if names else ("", 1)
     if times > 1:
         raise UsageError(f"data {path}: {times} columns are called {name!r}; rename all but one")
@@ -280,14 +280,12 @@ def _names(path: Path, names: list[str]) -> list[str]:
 
 
 def _batch_rows(metadata: Any) -> int:
-    """Return how many rows to decode at a time, by the bytes that the file says they have."""
     groups = [metadata.row_group(n) for n in range(metadata.num_row_groups)]
     most = max((one.total_byte_size // max(one.num_rows, 1) for one in groups), default=0)
     return max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(most, 1)))
 
 
 def _values(column: Any) -> list[Any]:
-    """Return the values of a column; of some times, or of text that is not UTF-8, what is wrong."""
     try:
         return cast("list[Any]", column.to_pylist())
     except _CONVERSIONS:
@@ -317,7 +315,6 @@ def _of_values(fields: dict[str, Any], *, is_large: bool) -> dict[str, Any]:
 
 
 def _given(value: Any) -> Any:
-    """Return a value without the fields that objects in it lack, which Arrow fills with null."""
     if isinstance(value, dict):
         return {name: _given(one) for name, one in value.items() if one is not None}
     if isinstance(value, list):

@@ -1,11 +1,21 @@
-"""The samples of a run: tokenised once, kept in a file that is named by what it was made from."""
+"""The samples of a run: tokenised once, kept in a file that is named by what it was made from.
+
+A row becomes tokens, and for each token whether it is to be predicted: in `text` every token but
+the first, in `instruct` those of the assistant's turns alone. In `classify` the class of the whole
+text is predicted. A row that can't be used is a `BadRow` with its place, never an exception: all
+of them are told at once, or left out (data.on_error).
+
+The name has a digest of the file, the tokenizer and all settings that matter, so nobody has to
+remember to throw a cache away. Samples are flat arrays, not lists of lists: a million rows take
+what their tokens take, and other processes and machines read them as they are.
+"""
 
 from __future__ import annotations
 
 import json
 import secrets
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib import metadata
@@ -17,11 +27,194 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from entrenar_py.shared.errors import CheckpointError, RowsError, UsageError
+from entrenar_py.shared.untrusted import escaping, json_text
+from entrenar_py.shared.wording import counted
 from entrenar_py.train.arithmetic import checkpoint
-from entrenar_py.train.model import rows
-from entrenar_py.train.model.encoding import Encoder, Sample
-from entrenar_py.train.model.rows import BadRow
-from entrenar_py.train.model.settings import Settings
+from entrenar_py.train.model import conversations, rows
+from entrenar_py.train.model.chat_template import ChatEncoder
+from entrenar_py.train.model.conversations import BadConversationError
+from entrenar_py.train.model.rendering import EndlessTemplateError
+from entrenar_py.train.model.rows import BadRow, Row
+from entrenar_py.train.model.settings import Data, Settings
+
+# A text with more characters a token than this has too many tokens, and is not tokenised to learn
+# how many: that takes 400 bytes of memory for each of its own. No language comes near it. Short
+# texts are left to the tokenizer, whatever they are made of.
+CHARS_PER_TOKEN_MAX = 64
+SHORT_CHARS = 2**16
+NO_LABEL = -1
+_ENDLESS_MAX = 10  # rows with a template that does not end; each takes a second or more
+_LONG = "has "  # how the problem of a row begins that has too many tokens
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A row's tokens. `is_target` holds for each whether it is predicted from those before it.
+
+    `label` is the number of its class, NO_LABEL if there are no classes.
+    """
+
+    tokens: Sequence[int]
+    is_target: Sequence[bool]
+    label: int = NO_LABEL
+
+
+def length_of(bad: BadRow) -> int | None:
+    """Return the number of tokens of a row that is too long; None for another problem."""
+    number = bad.problem.removeprefix(_LONG).partition(" tokens; ")[0]
+    return int(number) if bad.problem.startswith(_LONG) and number.isdigit() else None
+
+
+def too_long(value: Any, max_tokens: int) -> str:
+    """Return why the texts in `value` must have more than `max_tokens` tokens; "" if they need not.
+
+    `value` is a text, or lists and mappings of texts that are not nested deeply.
+    """
+    num_chars = json_text.num_chars(value)
+    if num_chars <= max(SHORT_CHARS, CHARS_PER_TOKEN_MAX * max_tokens):
+        return ""
+    return (
+        f"has {num_chars} characters, too many for data.max_tokens={max_tokens} "
+        f"({CHARS_PER_TOKEN_MAX} a token)"
+    )
+
+
+def tokens_of(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a text, with those that the tokenizer adds.
+
+    A text that was rendered from a chat begins with the first token (BOS) already, and gets no
+    other one.
+    """
+    tokens = list(tokenizer(text)["input_ids"])
+    first = tokenizer.bos_token_id
+    is_twice = first is not None and tokens[:2] == [first, first]
+    return tokens[1:] if is_twice and text.startswith(tokenizer.bos_token) else tokens
+
+
+class _BadValueError(ValueError):
+    """A row's value that can't be used, and what to use."""
+
+
+class Encoder:
+    """Encodes rows by a run's settings and the tokenizer of its checkpoint."""
+
+    def __init__(self, settings: Settings, tokenizer: Any) -> None:
+        """Raises UsageError if the tokenizer has no chat template, which `instruct` needs."""
+        self._settings, self._tokenizer = settings, tokenizer
+        self._encode: Callable[[Mapping[str, Any]], Sample] = {
+            "classify": self._classified,
+            "instruct": self._instructed,
+            "text": self._plain,
+        }[settings.task]
+        if settings.task == "instruct" and not getattr(tokenizer, "chat_template", None):
+            raise UsageError(
+                f"model={settings.model}: its tokenizer has no chat template, which task: instruct "
+                "needs; use the checkpoint of a chat model, or task: text"
+            )
+        self._num_endless = 0
+
+    @cached_property
+    def _chats(self) -> ChatEncoder:
+        """Made for the first chat: it may copy the tokenizer, which no other task needs."""
+        return ChatEncoder(self._tokenizer, self._settings.data.date)
+
+    def encode(self, row: Row) -> Sample | BadRow:
+        """Return the sample of a row, or why it can't be used.
+
+        Raises UsageError when the chat template has taken too many steps for too many rows.
+        """
+        try:
+            sample = self._encode(row.fields)
+        except EndlessTemplateError as problem:
+            self._num_endless += 1
+            if self._num_endless == _ENDLESS_MAX:
+                raise UsageError(
+                    f"model={self._settings.model}: {problem}; so for {_ENDLESS_MAX} rows, the "
+                    f"last at {row.place}"
+                ) from problem
+            return BadRow(row.place, str(problem))
+        except RecursionError:
+            return BadRow(row.place, "is nested too deeply")
+        except (_BadValueError, BadConversationError) as problem:
+            return BadRow(row.place, escaping.shortened(escaping.exact(problem)))
+        most = self._settings.data.max_tokens
+        if len(sample.tokens) > most:
+            return BadRow(
+                row.place, f"{_LONG}{len(sample.tokens)} tokens; data.max_tokens allows {most}"
+            )
+        return sample
+
+    def _plain(self, fields: Mapping[str, Any]) -> Sample:
+        tokens = self._tokens(self._text(fields))
+        end = self._tokenizer.eos_token_id
+        if end is not None and tokens[-1] != end:
+            tokens = [*tokens, end]
+        if len(tokens) < 2:
+            raise _BadValueError("has one token, and nothing to predict")
+        return Sample(tokens, [False, *[True] * (len(tokens) - 1)])
+
+    def _classified(self, fields: Mapping[str, Any]) -> Sample:
+        name, labels = self._settings.data.label_field, self._settings.classes.labels
+        tokens = self._tokens(self._text(fields))
+        label = _name_of(self._field(fields, name))
+        if label not in labels:
+            told = f"classes.labels has {', '.join(labels)}{_hint(label, len(labels))}"
+            raise _BadValueError(f"{name}={fields[name]!r}: {told}")
+        return Sample(tokens, [False] * len(tokens), labels.index(label))
+
+    def _instructed(self, fields: Mapping[str, Any]) -> Sample:
+        conversation = conversations.read(fields, self._settings.data.messages_field)
+        self._require_short([conversation.messages, conversation.tools])
+        tokens, is_target = self._chats.encode(conversation)
+        is_target = [False, *is_target[1:]]  # nothing stands before the first to predict it from
+        if not any(is_target):
+            raise _BadValueError("has one token, and nothing to predict")
+        return Sample(tokens, is_target)
+
+    def _text(self, fields: Mapping[str, Any]) -> str:
+        name = self._settings.data.text_field
+        text = self._field(fields, name)
+        if not isinstance(text, str) or not text.strip():
+            raise _BadValueError(f"{name}={text!r}: use a text that is not empty")
+        return text
+
+    def _field(self, fields: Mapping[str, Any], name: str) -> Any:
+        if name not in fields:
+            raise _BadValueError(
+                f"has no field {name!r}; it has {', '.join(fields) or 'none'}; data.text_field and "
+                "data.label_field name others"
+            )
+        return fields[name]
+
+    def _require_short(self, value: Any) -> None:
+        if problem := too_long(value, self._settings.data.max_tokens):
+            raise _BadValueError(problem)
+
+    def _tokens(self, text: str) -> list[int]:
+        self._require_short(text)
+        tokens = tokens_of(self._tokenizer, text)
+        if not tokens:
+            raise _BadValueError("has no token")
+        return tokens
+
+
+def _name_of(label: object) -> str:
+    """Return a label as configurations write it: 1 for 1.0, which a column with gaps has."""
+    if isinstance(label, bool):
+        return str(label).lower()
+    if isinstance(label, float) and label.is_integer():
+        return str(int(label))
+    return str(label) if isinstance(label, str | int | float) else ""
+
+
+def _hint(label: str, num_labels: int) -> str:
+    if label in ("false", "true"):
+        return "; a truth value is a name, not a place: say labels: [false, true]"
+    places = [str(place) for place in range(num_labels)]
+    if label in places:
+        return f"; a number is a name, not a place: say labels: [{', '.join(places)}]"
+    return ""
+
 
 VERSION = 5  # of the file, and of what is learned of a row; another one is made anew
 _SHOWN = 20  # bad rows in a message
@@ -100,27 +293,28 @@ def load(settings: Settings, path: Path, tokenizer: Any, *, cache: Path) -> Samp
     rows that can't be used.
     """
     kept = cache / f"{_key(settings, path, tokenizer)}.samples"
-    found = read_kept(kept)
-    if found is None:
-        found = _encoded(settings, path, Encoder(settings, tokenizer))
-        _keep(kept, found)
-    if found.skipped and settings.data.on_error == "stop":
-        raise RowsError(_told(path, found))
-    if not len(found):
-        told = f"the first is {found.skipped[0]}" if found.skipped else "give one that has rows"
-        raise UsageError(f"data {path}: has no row that can be used; {told}")
-    return found
+    samples = read_kept(kept)
+    if samples is None:
+        samples = _encoded(settings, path, Encoder(settings, tokenizer))
+        _keep(kept, samples)
+    require_usable(settings.data, f"data {path}", samples.skipped, len(samples))
+    if not len(samples):
+        example = (
+            f"the first is {samples.skipped[0]}" if samples.skipped else "give one that has rows"
+        )
+        raise UsageError(f"data {path}: has no row that can be used; {example}")
+    return samples
 
 
-def keep_chosen(found: Samples, folder: Path) -> Path:
+def keep_chosen(samples: Samples, folder: Path) -> Path:
     """Keep samples in a file of `folder` that `read_kept` reads, and return it.
 
     The file is named by their digest, and does not say which rows were skipped. Raises UsageError
     if it can't be written.
     """
-    path = folder / f"{found.digest}.samples"
+    path = folder / f"{samples.digest}.samples"
     if read_kept(path) is None:
-        _keep(path, replace(found, skipped=()))
+        _keep(path, replace(samples, skipped=()))
     return path
 
 
@@ -130,19 +324,19 @@ def listed(skipped: Sequence[BadRow]) -> list[str]:
     return [f"  {one}" for one in skipped[:_SHOWN]] + ([f"  and {more} more"] if more > 0 else [])
 
 
-def _told(path: Path, found: Samples) -> str:
-    lines = [
-        f"data {path}: {len(found.skipped)} of {len(found.skipped) + len(found)} rows can't be "
-        "used; mend them, or set data.on_error: skip",
-        *listed(found.skipped),
-    ]
-    return "\n".join(lines)
+def require_usable(data: Data, where: str, skipped: Sequence[BadRow], num_good: int) -> None:
+    """Raise RowsError if there are rows that can't be used, unless they are to be skipped."""
+    if skipped and data.on_error == "stop":
+        total = counted(len(skipped) + num_good, "row")
+        problem = f"{where}: {len(skipped)} of {total} can't be used"
+        lines = [f"{problem}; mend them, or set data.on_error: skip", *listed(skipped)]
+        raise RowsError("\n".join(lines))
 
 
 def _key(settings: Settings, path: Path, tokenizer: Any) -> str:
     """Return a name that is another one if file, tokenizer or a setting that counts is another."""
     data = settings.data
-    told = {
+    facts = {
         "version": VERSION,
         "files": [[str(file), _file_digest(file)] for file in rows.files(path)],
         "tokenizer": tokenizer_digest(tokenizer),
@@ -153,7 +347,7 @@ def _key(settings: Settings, path: Path, tokenizer: Any) -> str:
         "date": data.date,
         "labels": list(settings.classes.labels),
     }
-    return blake3(json.dumps(told).encode()).hexdigest(16)
+    return blake3(json.dumps(facts).encode()).hexdigest(16)
 
 
 def _file_digest(path: Path) -> str:
@@ -192,14 +386,14 @@ def read_kept(path: Path) -> Samples | None:
         return None
 
 
-def _keep(path: Path, found: Samples) -> None:
-    arrays = {name: getattr(found, name) for name in ("tokens", "starts", "labels")}
-    arrays["is_target"] = found.is_target.astype(np.uint8)
+def _keep(path: Path, samples: Samples) -> None:
+    arrays = {name: getattr(samples, name) for name in ("tokens", "starts", "labels")}
+    arrays["is_target"] = samples.is_target.astype(np.uint8)
     # A name of its own: another process, or another host, may make the same samples meanwhile.
     own = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        checkpoint.save(own, arrays, {"skipped": [asdict(one) for one in found.skipped]})
+        checkpoint.save(own, arrays, {"skipped": [asdict(one) for one in samples.skipped]})
         own.replace(path)
     except OSError as error:
         raise UsageError(
@@ -209,50 +403,46 @@ def _keep(path: Path, found: Samples) -> None:
 
 
 def _encoded(settings: Settings, path: Path, encoder: Encoder) -> Samples:
-    made, skipped = list[Sample](), list[BadRow]()
-    for one in _samples(path, encoder):
-        if isinstance(one, BadRow):
-            skipped.append(one)
+    encoded, skipped = list[Sample](), list[BadRow]()
+    for row in rows.read(path):
+        sample = row if isinstance(row, BadRow) else encoder.encode(row)
+        if isinstance(sample, BadRow):
+            skipped.append(sample)
         else:
-            made.append(one)
-    lengths = [len(one.tokens) for one in made]
+            encoded.append(sample)
+    lengths = [len(sample.tokens) for sample in encoded]
     return Samples(
-        tokens=np.array([token for one in made for token in one.tokens], np.int32),
-        is_target=np.array([flag for one in made for flag in one.is_target], np.bool_),
+        tokens=np.array([token for sample in encoded for token in sample.tokens], np.int32),
+        is_target=np.array([flag for sample in encoded for flag in sample.is_target], np.bool_),
         starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        labels=np.array([one.label for one in made], np.int32),
+        labels=np.array([sample.label for sample in encoded], np.int32),
         skipped=tuple(skipped),
     )
-
-
-def _samples(path: Path, encoder: Encoder) -> Iterator[Sample | BadRow]:
-    for row in rows.read(path):
-        yield row if isinstance(row, BadRow) else encoder.encode(row)
 
 
 # --- what a run makes of them ---------------------------------------------------------------------
 
 
-def split(found: Samples, share: float, rng: np.random.Generator) -> tuple[Samples, Samples]:
+def split(samples: Samples, share: float, rng: np.random.Generator) -> tuple[Samples, Samples]:
     """Return samples to train on, and `share` of all, drawn by `rng`, to evaluate on."""
-    num_kept = round(share * len(found))
-    kept = np.sort(rng.permutation(len(found))[:num_kept])
-    rest = np.setdiff1d(np.arange(len(found)), kept)
-    return found.chosen(rest.tolist()), found.chosen(kept.tolist())
+    num_kept = round(share * len(samples))
+    kept = np.sort(rng.permutation(len(samples))[:num_kept])
+    rest = np.setdiff1d(np.arange(len(samples)), kept)
+    return samples.chosen(rest.tolist()), samples.chosen(kept.tolist())
 
 
-def oversampled(found: Samples) -> Samples:
+def oversampled(samples: Samples) -> Samples:
     """Return the samples, then copies of those of rarer classes until all classes are as frequent.
 
     Each copy is a sample of its own.
     """
-    counts = Counter(found.labels.tolist())
+    counts = Counter(samples.labels.tolist())
     most = max(counts.values())
     copies = list[int]()
     for label, count in sorted(counts.items()):
-        (own,) = np.nonzero(found.labels == label)
+        (own,) = np.nonzero(samples.labels == label)
         copies += np.resize(own, most - count).tolist()
-    return found.chosen([*range(len(found)), *copies])
+    return samples.chosen([*range(len(samples)), *copies])
 
 
 def class_counts(found: Samples, labels: Sequence[str]) -> tuple[int, ...]:
@@ -260,27 +450,27 @@ def class_counts(found: Samples, labels: Sequence[str]) -> tuple[int, ...]:
     return tuple(np.bincount(found.labels, minlength=len(labels)).tolist())
 
 
-def require_rows(counts: Sequence[int], labels: Sequence[str], asked: str, other: str) -> None:
-    """Raise UsageError if a class has no sample, which a setting needs that was `asked` for.
+def require_rows(counts: Sequence[int], labels: Sequence[str], setting: str, other: str) -> None:
+    """Raise UsageError if a class has no sample, which `setting` needs.
 
     `other` says what to do where the class is to stay.
     """
     if not all(counts):
         raise UsageError(
-            f"{asked}: class {labels[int(np.argmin(counts))]!r} has no row to train on; leave it "
+            f"{setting}: class {labels[int(np.argmin(counts))]!r} has no row to train on; leave it "
             f"out of classes.labels, or {other}"
         )
 
 
-def class_weights(found: Samples, kind: str, labels: Sequence[str]) -> tuple[float, ...]:
-    """Return each class's weight in the loss, whose mean over the samples is 1.
+def class_weights(samples: Samples, kind: str, labels: Sequence[str]) -> tuple[float, ...]:
+    """Return each class's weight in the loss; their mean over the samples is 1.
 
     Raises UsageError if a class has no sample, unless all weights are 1.
     """
     if kind == "none":
         return (1.0,) * len(labels)
-    counts = np.bincount(found.labels, minlength=len(labels))
+    counts = np.bincount(samples.labels, minlength=len(labels))
     require_rows(counts.tolist(), labels, f"classes.weights={kind}", "use none")
-    raw = (len(found) / counts) ** (1.0 if kind == "inverse" else 0.5)
-    mean = float((raw * counts).sum() / len(found))
+    raw = (len(samples) / counts) ** (1.0 if kind == "inverse" else 0.5)
+    mean = float((raw * counts).sum() / len(samples))
     return tuple(float(weight / mean) for weight in raw)

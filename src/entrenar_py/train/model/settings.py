@@ -1,7 +1,12 @@
 """The settings of a run of `entrenar finetune`, one frozen record a section of its configuration.
 
 Each field is annotated with its meaning and its limits. `settings_file` reads a file by them, and
-writes the commented configuration and the JSON schema of the docs from them.
+writes the commented configuration and the JSON schema of the docs from them. So a key is said once:
+a table of keys next to the records would be a second truth.
+
+Limits are those of one value. What several values exclude together is in `settings_file`, where the
+lines of a file are known, and what depends on a model or on rows is required where these are read.
+A record is plain data, and imports neither torch nor transformers: a slip is told in a moment.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ STRATEGIES = (
     "sequence_parallel",
     "pipeline_parallel",
 )
-LAYER_PIPELINE = "layer_pipeline"  # whose stages are workers of `entrenar coordinator`
+LAYER_PIPELINE = "layer_pipeline"  # its stages are workers of `entrenar coordinator`
 BY_SHARDS = ("ddp", "ddp_canonical", "fsdp")  # in which a rank computes some shards, alone
 WHOLE_LAYERS = ("ddp", "ddp_canonical", "pipeline_parallel")  # strategies that cut no layer
 KINDS = ("cpu", "cuda", "wgpu")  # of backends
@@ -196,7 +201,7 @@ class Distillation:
         Key("share of the teacher's part of the loss; the rest is cross entropy", least=0, most=1),
     ] = 0.5
     temperature: Annotated[
-        float, Key("T of both distributions, whose divergence counts T * T", above=0, most=10**4)
+        float, Key("T of both distributions; their divergence counts T * T", above=0, most=10**4)
     ] = 2.0
     text: Annotated[
         Completions | None, Key("for `entrenar distill text`, which alone reads it")
@@ -219,7 +224,7 @@ class Tls:
 
     cert: Annotated[Path, Key("the coordinator's certificate; workers check its name")]
     key: Annotated[Path, Key("its private key, without a passphrase")]
-    ca: Annotated[Path | None, Key("who signed the certificates that workers must show")] = None
+    ca: Annotated[Path | None, Key("the signer of the certificates that workers must show")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,7 +292,7 @@ class Settings:
     method: Annotated[
         str,
         Key(
-            "adapters, adapters of a model whose frozen weights are in NF4, or all weights",
+            "adapters, adapters of a model with frozen weights in NF4, or all weights",
             choices=METHODS,
         ),
     ] = "lora"

@@ -1,4 +1,4 @@
-"""Reads an exported folder back by stock peft and transformers: the same logits, or an error.
+"""What stock peft and transformers make of a model: adapters put in, folders written and read back.
 
 A run's model is held in memory with settings of its own, such as the token that fills up rows. A
 folder says less. So it is read again by the libraries alone, with their own classes and the files
@@ -8,7 +8,10 @@ shared, not read again: a large model is held once. They are the checkpoint's, w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -17,10 +20,142 @@ import torch
 from torch import Tensor, nn
 
 from entrenar_py.shared.errors import SystemFailure, UsageError
+from entrenar_py.shared.untrusted import escaping
 from entrenar_py.train.arithmetic.tensors import Array
-from entrenar_py.train.model import adapters, model_class, precision, quantised
-from entrenar_py.train.model.modes import in_evaluation
+from entrenar_py.train.model import model_folder, precision
+from entrenar_py.train.model.precision import in_evaluation
 from entrenar_py.train.model.settings import LAYER_PIPELINE, Settings
+
+HEADS = ("classifier", "score")  # peft adds these to what is trained whole
+_LAYERS_SHOWN = 12  # layers in a message
+_TOLD_CHARS = 300
+
+
+def adapted(settings: Settings, module: Any, new: Sequence[str]) -> nn.Module:
+    """Return `module` with adapters. Its `new` parts are trained whole, and saved with them."""
+    import peft
+
+    lora, aside = settings.lora, _within(model_folder.beside_text(module))
+    _require_targets(lora.targets, module, new, aside)
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=cast("Any", lora.alpha),  # divided by the rank, and need not be whole
+        lora_dropout=lora.dropout,
+        target_modules=list(lora.targets),
+        exclude_modules=aside,
+        modules_to_save=[name for name in new if name not in HEADS],
+        task_type="SEQ_CLS" if settings.task == "classify" else "CAUSAL_LM",
+    )
+    try:
+        with quiet():
+            adapted: nn.Module = peft.get_peft_model(module, config)
+    except (TypeError, ValueError) as error:
+        told = escaping.shortened(" ".join(str(error).split()), chars_max=_TOLD_CHARS)
+        raise UsageError(
+            f"lora.targets={', '.join(lora.targets)}: peft can't adapt all of them ({told}); leave "
+            "that layer out"
+        ) from error
+    return adapted
+
+
+def _require_targets(
+    targets: Sequence[str], module: nn.Module, new: Sequence[str], aside: str | None
+) -> None:
+    """Raise UsageError unless each target is a layer of the checkpoint, not only one in `aside`."""
+    outside = re.compile(aside or "")
+    named = [name for name, layer in module.named_modules() if _is_matrix(layer)]
+    named = [name for name in named if not outside.fullmatch(name)]
+    for target in targets:
+        if target in new:
+            raise UsageError(
+                f"lora.targets={target!r}: the checkpoint lacks that layer, so all of it is "
+                "trained; leave it out of the targets"
+            )
+        if not any(name == target or name.endswith(f".{target}") for name in named):
+            ends = list(dict.fromkeys(name.rpartition(".")[2] for name in named))
+            raise UsageError(
+                f"lora.targets={target!r}: the model has no layer of that name with a matrix of "
+                f"weights; it has {', '.join(ends[:_LAYERS_SHOWN])}"
+            )
+
+
+def _within(parts: Sequence[str]) -> str | None:
+    return rf"({'|'.join(map(re.escape, parts))})\..*" if parts else None
+
+
+def freeze_beside(module: nn.Module) -> None:
+    """Freeze what no text passes through: it would have no gradient."""
+    for name in model_folder.beside_text(module):
+        module.get_submodule(name).requires_grad_(False)
+
+
+def _is_matrix(layer: nn.Module) -> bool:
+    """Return whether a layer is a product with a matrix: nn.Linear, or GPT-2's Conv1D."""
+    weight = getattr(layer, "weight", None)
+    is_matrix = isinstance(weight, torch.Tensor) and weight.dim() == 2
+    return is_matrix and not isinstance(layer, nn.Embedding)
+
+
+def has_target(module: nn.Module, target: str) -> bool:
+    """Return whether an adapter can stand on a layer with a name that ends in `target`."""
+    return any(
+        (name == target or name.endswith(f".{target}")) and _is_matrix(layer)
+        for name, layer in module.named_modules()
+    )
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Leave out peft's warnings of what a later transformers will lack, and of what it mends."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")
+        yield
+
+
+def save(module: nn.Module, tensors: Mapping[str, Array], tokenizer: Any, folder: Path) -> None:
+    """Set the parameters `tensors` of `module`; write adapters, or the whole model, and tokenizer.
+
+    Adapters are a PEFT folder: adapter_config.json and adapter_model.safetensors.
+    """
+    parameters = dict(module.named_parameters())
+    with torch.no_grad():
+        for name, array in tensors.items():
+            parameters[name].copy_(torch.from_numpy(array))
+    saved = cast("Any", module)  # of peft or transformers
+    for config in getattr(saved, "peft_config", {}).values():
+        config.target_modules = sorted(config.target_modules)  # a set has no order
+        config.base_model_name_or_path = str(Path(config.base_model_name_or_path).absolute())
+    # peft would write the frozen weights under an adapter on a head or a table, too. A coordinator
+    # of stages doesn't have them.
+    options = {"save_embedding_layers": False} if hasattr(saved, "peft_config") else {}
+    saved.save_pretrained(folder, **options)
+    (folder / "README.md").unlink(missing_ok=True)  # peft's form for a model card, not filled in
+    tokenizer.save_pretrained(folder)
+
+
+def merge(module: nn.Module, tokenizer: Any, folder: Path) -> nn.Module:
+    """Add the adapters of `module` to their layers' weights; write that model and the tokenizer.
+
+    Returns that model.
+
+    `module` is changed. A head with adapters no longer shares its weights with the embeddings.
+    """
+    _untie(cast("Any", module).get_base_model())
+    merged = cast("Any", module).merge_and_unload()
+    merged.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return cast("nn.Module", merged)
+
+
+def _untie(model: Any) -> None:
+    """Give a head with adapters weights of its own: they are not added to the embeddings."""
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    if hasattr(head, "base_layer") and head.base_layer.weight is table.weight:
+        head.base_layer.weight = nn.Parameter(table.weight.detach().clone(), requires_grad=False)
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False
+
 
 _LENGTHS = (7, 4)
 # Of the logits' norm, in float32: both models do the same operations on the same weights, but
@@ -110,10 +245,10 @@ def _adapted(settings: Settings, module: Any, folder: Path) -> nn.Module:
     """
     import peft
 
-    kind, options = model_class.of(settings)
+    kind, options = model_folder.class_of(settings)
     trusts = settings.trust_remote_code
-    with model_class.reading(folder, "adapters"), adapters.quiet():
-        config = model_class.library().AutoConfig.from_pretrained(
+    with model_folder.reading(folder, "adapters"), quiet():
+        config = model_folder.library().AutoConfig.from_pretrained(
             settings.model, local_files_only=True, trust_remote_code=trusts, **options
         )
         with torch.device("meta"):
@@ -125,8 +260,8 @@ def _adapted(settings: Settings, module: Any, folder: Path) -> nn.Module:
 
 def _whole(settings: Settings, folder: Path) -> nn.Module:
     """Return the model in `folder` by stock transformers; its files are mapped, not copied."""
-    kind, _ = model_class.of(settings)
-    with model_class.reading(folder, "model"):
+    kind, _ = model_folder.class_of(settings)
+    with model_folder.reading(folder, "model"):
         return cast(
             "nn.Module",
             kind.from_pretrained(
@@ -145,7 +280,7 @@ def _share(settings: Settings, own: nn.Module, below: nn.Module) -> None:
     held |= dict(own.named_buffers(remove_duplicate=False))
     plain = {_plain(name): tensor for name, tensor in held.items()}
     if settings.method == "qlora":
-        for name, layer in list(quantised.layers(own)):
+        for name, layer in list(precision.quantised_layers(own)):
             below.set_submodule(_plain(name), layer)
         cast("Any", below).is_loaded_in_4bit = True
     for prefix, part in below.named_modules():
@@ -156,7 +291,6 @@ def _share(settings: Settings, own: nn.Module, below: nn.Module) -> None:
 
 
 def _plain(name: str) -> str:
-    """Return the name that a tensor or layer has without peft; of adapters, one that none has."""
     return ".".join(
         part for part in name.split(".") if part not in ("base_layer", "original_module")
     )
@@ -186,12 +320,12 @@ def _require_same(
         tokens, mask = _rows(module, pad_token)
         ours = _logits(module, tokens, mask, products)
         try:
-            found = _logits(theirs, tokens, mask, products)
+            logits = _logits(theirs, tokens, mask, products)
         except (RuntimeError, ValueError) as error:
             problem = f"it can't compute two rows of unlike lengths ({error})"
         else:
-            if not _is_close(ours, found, products):
-                apart = (ours - found).abs().max()
+            if not _is_close(ours, logits, products):
+                apart = (ours - logits).abs().max()
                 problem = f"its logits of two rows of unlike lengths are up to {apart:.3g} apart"
     if problem:
         raise SystemFailure(
@@ -214,7 +348,6 @@ def _rows(module: nn.Module, pad_token: int) -> tuple[Tensor, Tensor]:
 
 
 def _logits(module: nn.Module, tokens: Tensor, mask: Tensor, products: torch.dtype) -> Tensor:
-    """Return the logits of all that is not filled up, as float32."""
     device = next(module.parameters()).device
     with in_evaluation(module), precision.applied(products, device):
         named = {"input_ids": tokens.to(device), "attention_mask": mask.to(device)}
@@ -223,7 +356,6 @@ def _logits(module: nn.Module, tokens: Tensor, mask: Tensor, products: torch.dty
 
 
 def _is_close(ours: Tensor, theirs: Tensor, products: torch.dtype) -> bool:
-    """Return whether logits differ by rounding at most; what is not a number is in both places."""
     if ours.shape != theirs.shape or not torch.equal(ours.isfinite(), theirs.isfinite()):
         return False
     ours, theirs = (torch.nan_to_num(one, 0, 0, 0).double() for one in (ours, theirs))

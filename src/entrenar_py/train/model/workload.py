@@ -1,4 +1,13 @@
-"""A model of transformers and its samples, as the workload of the reference trainer."""
+"""A model of transformers and its samples, as the workload of the reference trainer.
+
+A loss is the *sum* over a batch's targets, and a batch's weight their number (or the classes'
+weights): shards are added along a tree and divided once, so a mean over a shard would be wrong.
+Everything that a batch looks like follows from its samples' ids alone: the length of its rows, how
+samples are packed, the number of places. So a shard has the same bits on any worker.
+
+The trainer passes the trainable tensors in with each call (torch.func.functional_call), and keeps
+them itself. Frozen weights are the module's own: they are moved to a device once.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +15,7 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
@@ -25,7 +34,7 @@ from entrenar_py.train.arithmetic.tensors import (
     TensorSpec,
     Workload,
 )
-from entrenar_py.train.model import captured, compiled, packing, precision, quantised
+from entrenar_py.train.model import objectives, precision
 from entrenar_py.train.model.masks import Masks
 from entrenar_py.train.model.objectives import (
     IGNORED,
@@ -35,6 +44,49 @@ from entrenar_py.train.model.objectives import (
     TokenObjective,
 )
 from entrenar_py.train.model.samples import Samples
+
+
+def is_captured(batch: Batch) -> bool:
+    """Return whether a graph is being captured: its tensors have a class of their own."""
+    return type(batch[0]) is not Tensor
+
+
+def named(tensors: Tensors, batch: Batch) -> dict[str, Tensor]:
+    """Return tensors by their names in an objective; in float32 while a graph is captured."""
+    if not is_captured(batch):
+        return {f"module.{name}": tensor for name, tensor in tensors.items()}
+    return {f"module.{name}": _decoded(tensor) for name, tensor in tensors.items()}
+
+
+def _decoded(tensor: Tensor) -> Tensor:
+    is_short = tensor.is_floating_point() and tensor.dtype != torch.float32
+    return tensor.float() if is_short else tensor
+
+
+_KINDS_MAX = 64  # kernels of one block, for shapes and masks that are computed in their own way
+
+
+def compile_blocks(module: nn.Module) -> None:
+    """Let torch compile each block of `module` when it is first called, once for all lengths.
+
+    Blocks are the members of a list of layers that isn't within another one. Kernels are chosen by
+    rules, never by timing, so that every process has the same.
+    """
+    from torch._inductor import config
+    from torch.fx.experimental import _config as shapes
+
+    cast("Any", config).deterministic = True
+    # Else a length that happens to be the hidden size, too, would be taken for a constant.
+    cast("Any", shapes).use_duck_shape = False
+    dynamo = cast("Any", torch._dynamo.config)
+    dynamo.recompile_limit = max(dynamo.recompile_limit, _KINDS_MAX)
+    stacks = [name for name, part in module.named_modules() if isinstance(part, nn.ModuleList)]
+    for name in stacks:
+        if any(name.startswith(f"{other}.") for other in stacks):
+            continue
+        for block in cast("nn.ModuleList", module.get_submodule(name)):
+            block.compile(dynamic=True)
+
 
 LENGTHS = 8  # rows are filled up to a multiple of this
 
@@ -60,7 +112,7 @@ class Rows:
         lengths = [samples.length(i) for i in ids]
         rows = [[number] for number in range(len(ids))]
         if self._capacity is not None:
-            rows = packing.rows_of(lengths, self._capacity)
+            rows = objectives.rows_of(lengths, self._capacity)
         longest = max(sum(lengths[number] for number in row) for row in rows)
         # Not beyond the longest sample of all: a model may have no position for what fills up.
         most = max(self._capacity or 0, self._longest)
@@ -72,10 +124,12 @@ class Rows:
             start = 0
             for number in numbers:
                 part, stop = samples.part(ids[number]), start + lengths[number]
-                held = samples.tokens[part]
-                tokens[row, start:stop] = held
-                mask[row, start:stop] = 1 if self._capacity is None else np.arange(len(held))
-                targets[row, start:stop] = np.where(samples.is_target[part], held, IGNORED)
+                tokens_of_row = samples.tokens[part]
+                tokens[row, start:stop] = tokens_of_row
+                mask[row, start:stop] = (
+                    1 if self._capacity is None else np.arange(len(tokens_of_row))
+                )
+                targets[row, start:stop] = np.where(samples.is_target[part], tokens_of_row, IGNORED)
                 start = stop
             if self._capacity is not None:  # what fills up is a sample of its own
                 mask[row, start:] = np.arange(shape[1] - start)
@@ -89,7 +143,7 @@ class Tuned(Workload):
     """
 
     name = "finetune"
-    draws = True  # which layers of a model drop something is not to be known from outside
+    draws = True  # which layers of a model drop something can't be known from outside
 
     def __init__(
         self,
@@ -102,7 +156,7 @@ class Tuned(Workload):
     ) -> None:
         """With `class_weights` the classes are learned, without them the next tokens.
 
-        With `packed_tokens`, samples are packed into rows of so many tokens (`packing`).
+        With `packed_tokens`, samples are packed into rows of so many tokens.
         """
         self.module = module
         self.specs = tuple(
@@ -272,7 +326,7 @@ class Finetuning(Tuned):
         """
         frozen = [pair for pair in self.module.named_parameters() if not pair[1].requires_grad]
         buffers = self.module.named_buffers()
-        tables = [pair for pair in buffers if pair[0].endswith(quantised.TABLES)]
+        tables = [pair for pair in buffers if pair[0].endswith(precision.TABLES)]
         # Codes have a class of their own, which no graph can hold.
         return {name: held.detach().as_subclass(Tensor) for name, held in (*frozen, *tables)}
 
@@ -288,7 +342,7 @@ class Finetuning(Tuned):
         return self._loss(tensors, batch)
 
     def _loss(self, tensors: Tensors, batch: Batch) -> Tensor:
-        objective = partial(functional_call, self.objective, captured.named(tensors, batch))
+        objective = partial(functional_call, self.objective, named(tensors, batch))
         return self.loss(objective, batch, self._device)
 
     def seed(self, drop: DropFunction) -> None:
@@ -322,15 +376,14 @@ class Finetuning(Tuned):
 
     def formats_of(self, batch: Batch, device: torch.device) -> AbstractContextManager[Any]:
         """Return `formats`, or one without any while a graph is captured of a step on `batch`."""
-        return nullcontext() if captured.is_captured(batch) else self.formats(device)
+        return nullcontext() if is_captured(batch) else self.formats(device)
 
     def _move(self, device: torch.device, tensors: Tensors) -> None:
-        """Move frozen weights to `device`, and let the model compile there if that was asked."""
         self.objective.to(device)
         self._device = device
         self._is_compiled = self._compiles and device.type == "cuda" and not self.drops
         if self._is_compiled:
-            compiled.compile_blocks(self.module)
+            compile_blocks(self.module)
 
     def _show(self, kind: tuple[bool, ...], tensors: Tensors) -> None:
         """Let the model compile for batches of `kind`, on an example.
@@ -344,5 +397,4 @@ class Finetuning(Tuned):
 
 
 def _head(module: Any) -> Any:
-    """Return the layer that makes a language model's logits, or None."""
     return module.get_output_embeddings()

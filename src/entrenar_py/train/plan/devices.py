@@ -1,4 +1,8 @@
-"""The devices of a run: this machine's, or described by hand as `name:memory[:bandwidth]`."""
+"""The devices of a run, this machine's or described by hand; and sizes and times in words.
+
+A device is described as `name:memory[:bandwidth]`. Sizes and times are written as `23.6 MB` and
+`0.19 s`.
+"""
 
 from __future__ import annotations
 
@@ -42,18 +46,18 @@ def described(texts: Sequence[str]) -> list[Device]:
     """
     devices = list[Device]()
     for text in texts:
-        found = _DEVICE.fullmatch(text.strip())
-        if found is None:
+        match = _DEVICE.fullmatch(text.strip())
+        if match is None:
             raise UsageError(f"device {text!r}: use {FORM}")
-        name, count = found["name"].strip(), int(found["count"] or 1)
+        name, count = match["name"].strip(), int(match["count"] or 1)
         if not 1 <= count <= _COUNT_MAX:
             raise UsageError(f"device {text!r}: use 1 to {_COUNT_MAX} of them")
-        rate = found["rate"]
+        rate = match["rate"]
         device = Device(
             name=name,
             kind=_kind(name),
-            memory=size(found["memory"]),
-            bandwidth=None if rate is None else bandwidth(rate),
+            memory=bytes_of(match["memory"]),
+            bandwidth=None if rate is None else bandwidth_of(rate),
         )
         devices += [device] * count
     return devices
@@ -64,11 +68,11 @@ def found() -> list[Device]:
     from entrenar_py.compute import machine
 
     devices = []
-    for one in machine.found():
-        if one.serves and not one.software:
-            kind = scenario.backend_kind(one.name)
-            name = f"{one.name} ({one.device})"
-            memory = one.facts.get("free bytes")
+    for device in machine.found():
+        if device.serves and not device.software:
+            kind = scenario.backend_kind(device.name)
+            name = f"{device.name} ({device.device})"
+            memory = device.facts.get("free bytes")
             devices.append(Device(name=name, kind=kind, memory=memory))
     return devices
 
@@ -83,27 +87,55 @@ def of_backend(name: str) -> Device:
     return Device(name=name, kind=scenario.backend_kind(name), memory=machine.free_bytes(name))
 
 
-def size(text: str) -> int:
+def bytes_of(text: str) -> int:
     """Return the bytes of `24GB` (10^9) or `24GiB` (2^30)."""
-    found = _SIZE.fullmatch(text.strip())
-    if found is None:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
         raise UsageError(f"memory {text!r}: use a number with its unit, such as 24GB or 24GiB")
-    unit = found[2].removesuffix("B")
-    number = float(found[1]) * (_BINARY | _FACTORS)[unit]
+    unit = match[2].removesuffix("B")
+    number = float(match[1]) * (_BINARY | _FACTORS)[unit]
     if not 1 <= number <= _MEMORY_MAX:
         raise UsageError(f"memory {text!r}: use 1B to {_MEMORY_MAX}B")
     return int(number)
 
 
-def bandwidth(text: str) -> float:
+def bandwidth_of(text: str) -> float:
     """Return the bytes a second of `10Gbit` or `25GB/s`."""
-    found = _RATE.fullmatch(text.strip())
-    if found is None or not float(found[1]):
+    match = _RATE.fullmatch(text.strip())
+    if match is None or not float(match[1]):
         raise UsageError(
             f"bandwidth {text!r}: use a number with its unit, such as 10Gbit, 1Gbit/s or 25GB/s"
         )
-    return float(found[1]) * _FACTORS[found[2]] / (8 if found[3] == "bit" else 1)
+    return float(match[1]) * _FACTORS[match[2]] / (8 if match[3] == "bit" else 1)
 
 
 def _kind(name: str) -> str:
     return next((kind for kind in ("cpu", "wgpu") if name.lower().startswith(kind)), "cuda")
+
+
+_UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
+
+
+def size(num_bytes: float) -> str:
+    """Return bytes with three digits, in powers of 1000."""
+    for factor, unit in _UNITS:
+        if num_bytes >= factor:
+            return f"{_digits(num_bytes / factor)} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def short(num_bytes: float) -> str:
+    """Return bytes as `23.6M`, for a narrow column."""
+    return size(num_bytes).replace(" ", "").removesuffix("B") or "0"
+
+
+def seconds(number: float) -> str:
+    """Return a time with two digits or more."""
+    if number >= 1:
+        return f"{_digits(number)} s"
+    return f"{_digits(number * 1e3)} ms"
+
+
+def _digits(number: float) -> str:
+    places = 2 if number < 10 else 1 if number < 100 else 0
+    return f"{number:.{places}f}"

@@ -1,19 +1,28 @@
-"""The plan of a run: every strategy on the devices there are, and the one to take."""
+"""The plan of a run: every strategy on the devices there are, the one to take, and what would fit.
+
+A plan is made from shapes alone: no weight is read. Alike GPUs take the strategy that is fastest on
+the wire, all others the reference trainer, with the same bits on any devices. A run that no device
+can hold is refused before it begins, with the changes that would make it fit. Those are tried first
+that change the least of what is learned.
+
+Source: distributed-training-v1, F-HET-002: each worker fits the device that it is given.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from entrenar_py.shared import scenario, wording
+from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.model import precision
 from entrenar_py.train.model.settings import BY_SHARDS, WHOLE_LAYERS, Settings
-from entrenar_py.train.plan import memory, traffic
-from entrenar_py.train.plan.devices import Device
-from entrenar_py.train.plan.memory import Load, Memory
+from entrenar_py.train.plan import costs, devices
+from entrenar_py.train.plan.costs import NOTHING, Batch, Load, Memory, Traffic
+from entrenar_py.train.plan.devices import Device, seconds, size
 from entrenar_py.train.plan.shape import FLOAT_BYTES, Shape
-from entrenar_py.train.plan.traffic import NOTHING, Batch, Traffic
 
 SCHEMA = "entrenar-plan/1"
 BY_PROTOCOL = ("star", "mesh")  # of this package's coordinator; others are torchrun's
@@ -151,7 +160,7 @@ def rehearse(run: Run, strategy: str) -> None:
 
 def options(run: Run) -> list[Option]:
     """Return every strategy on the run's devices."""
-    return [option(run, strategy) for strategy in memory.STRATEGIES]
+    return [option(run, strategy) for strategy in costs.STRATEGIES]
 
 
 def option(run: Run, strategy: str) -> Option:
@@ -160,7 +169,7 @@ def option(run: Run, strategy: str) -> Option:
     if problem:
         return Option(strategy=strategy, problem=problem)
     training = run.settings.training
-    moved = traffic.of(
+    moved = costs.traffic_of(
         strategy,
         run.shape,
         Batch(
@@ -195,8 +204,8 @@ def _worker(run: Run, strategy: str, rank: int) -> Worker:
     )
     return Worker(
         device=device,
-        memory=memory.of(strategy, run.shape, load),
-        recomputed=memory.of(strategy, run.shape, replace(load, recompute=True)),
+        memory=costs.memory_of(strategy, run.shape, load),
+        recomputed=costs.memory_of(strategy, run.shape, replace(load, recompute=True)),
         sharing=sum(run.place(other) == number for other in range(run.num_workers)),
     )
 
@@ -232,7 +241,9 @@ def memory_or_infinite(device: Device) -> float:
     return math.inf if device.memory is None else device.memory
 
 
-def to_record(run: Run, found: Sequence[Option], chosen: Option | None, why: str) -> dict[str, Any]:
+def to_record(
+    run: Run, tried: Sequence[Option], chosen: Option | None, reason: str
+) -> dict[str, Any]:
     """Return a plan as JSON can hold it. Sizes are in bytes."""
     counts = run.shape.counts()
     return {
@@ -248,9 +259,9 @@ def to_record(run: Run, found: Sequence[Option], chosen: Option | None, why: str
         "workers": run.num_workers,
         "bandwidth_bytes_per_s": run.link,
         "recompute": run.recompute,
-        "options": [_option_record(one) for one in found],
+        "options": [_option_record(one) for one in tried],
         "strategy": None if chosen is None else chosen.strategy,
-        "why": why,
+        "why": reason,
     }
 
 
@@ -276,3 +287,218 @@ def _option_record(option: Option) -> dict[str, Any]:
             for one in option.workers
         ],
     }
+
+
+_SHORTEST = 64  # tokens: shorter rows are not advised
+
+
+def choose(run: Run, tried: Sequence[Option]) -> Option | None:
+    """Return the strategy to take, None if none fits.
+
+    Alike GPUs take what torch's collectives offer; of several that fit, the one that is fastest on
+    the wire. All others take the reference trainer: its bits do not depend on the devices.
+    """
+    fitting = [option for option in _advised(tried) if option.fits(recompute=run.recompute)]
+    by_protocol = [option for option in fitting if option.strategy in BY_PROTOCOL]
+    others = [option for option in fitting if option.strategy not in BY_PROTOCOL]
+    are_gpus = all(option.kind == "cuda" for option in run.devices)
+    pool = others if are_gpus and others else by_protocol or others
+    return min(pool, key=lambda option: option.seconds, default=None)
+
+
+def _advised(found: Sequence[Option]) -> list[Option]:
+    return [one for one in found if one.strategy not in COMPARED]
+
+
+def reason(run: Run, tried: Sequence[Option], chosen: Option | None) -> str:
+    """Return two sentences: why this strategy, and why not another."""
+    tried = _advised(tried)
+    if chosen is None:
+        return _none_fits(run, tried)
+    return f"{_reason(run, chosen)} {_others(run, tried, chosen)}"
+
+
+def _reason(run: Run, chosen: Option) -> str:
+    worker = max(chosen.workers, key=lambda one: one.sharing * one.memory.needed)
+    needed = (worker.recomputed if run.recompute else worker.memory).needed * worker.sharing
+    limit = worker.device.memory
+    room = f"{size(limit)} of {worker.device.name}" if limit else f"{worker.device.name}"
+    workers = f"{worker.sharing} workers need" if worker.sharing > 1 else "a worker needs"
+    if run.num_workers == 1:
+        return f"One worker shares nothing: it needs {size(needed)} of the {room}."
+    return (
+        f"With {chosen.strategy} {workers} {size(needed)} of the {room}, and a step moves "
+        f"{size(chosen.traffic.sent)} from a worker, {seconds(chosen.seconds)} on the wire."
+    )
+
+
+def _others(run: Run, tried: Sequence[Option], chosen: Option) -> str:
+    full = [
+        option
+        for option in tried
+        if not option.problem and not option.fits(recompute=run.recompute)
+    ]
+    if full:
+        least = min(full, key=lambda option: option.peak(recompute=run.recompute))
+        names = wording.listed([option.strategy for option in full], most=len(full))
+        return (
+            f"There is no room for {names}: the least of them peaks at "
+            f"{size(least.peak(recompute=run.recompute))}."
+        )
+    able = [option for option in tried if not option.problem]
+    faster = [option.strategy for option in able if option.seconds < chosen.seconds]
+    if faster and chosen.strategy in BY_PROTOCOL:
+        are = "is" if len(faster) == 1 else "are"
+        return (
+            f"{wording.listed(faster, most=len(faster))} {are} faster on the wire; weights of "
+            f"{chosen.strategy} have the same bits however many workers take part."
+        )
+    return "Every strategy that can run here fits."
+
+
+def _none_fits(run: Run, tried: Sequence[Option]) -> str:
+    able = [option for option in tried if not option.problem]
+    if not able:
+        return "No strategy can run here: " + "; ".join(
+            f"{option.strategy}: {option.problem}" for option in tried
+        )
+    least = min(able, key=lambda option: option.peak(recompute=run.recompute))
+    worst = max(
+        (option for option in least.workers if not option.fits(recompute=run.recompute)),
+        key=lambda option: (
+            option.sharing * option.memory.needed - memory_or_infinite(option.device)
+        ),
+    )
+    needed = worst.sharing * (worst.recomputed if run.recompute else worst.memory).needed
+    what = remedies(run, least.strategy)
+    changes = "; ".join(what) if what else "nothing that the configuration can change"
+    return (
+        f"Nothing fits: {least.strategy}, which needs least, takes {size(needed)} on "
+        f"{worst.device.name}, which has {size(worst.device.memory or 0)}. What would fit: "
+        f"{changes}."
+    )
+
+
+def remedies(run: Run, strategy: str) -> list[str]:
+    """Return changes of the configuration with which `strategy` fits, each with what it needs."""
+    texts = list[str]()
+    for text, changed in _changes(run):
+        if any(text.startswith(one.rpartition(" (")[0]) for one in texts):
+            continue  # less than this is enough
+        tried = option(changed, strategy)
+        if tried.fits(recompute=changed.recompute):
+            texts.append(f"{text} ({size(tried.peak(recompute=changed.recompute))})")
+    return texts
+
+
+def _changes(run: Run) -> Iterator[tuple[str, Run]]:
+    """Yield what could be changed, one thing at a time; then these together, one after another.
+
+    Those come first that change the least of what is learned.
+    """
+    texts, together = list[str](), run
+    for text, change in _steps(run):
+        yield text, change(run)
+        texts.append(text)
+        together = change(together)
+        if len(texts) > 1:
+            yield " and ".join(texts), together
+
+
+def _steps(run: Run) -> Iterator[tuple[str, Callable[[Run], Run]]]:
+    settings = run.settings
+    if not run.recompute:
+        yield "recompute: blocks", lambda one: _with(one, recompute="blocks")
+    if run.rows > 1:
+        most = settings.training.batch_size
+        finest = replace(settings.training, num_shards=most)
+        yield f"training.num_shards: {most}", lambda one: _with(one, training=finest)
+    if settings.num_workers > len(run.devices):
+        fewer = len(run.devices)
+        yield f"workers: {fewer}", lambda one: _with(one, workers=fewer)
+    if run.length > _SHORTEST:
+        half = max(_SHORTEST, run.length // 2)
+        data = replace(settings.data, max_tokens=half)
+        yield (
+            f"data.max_tokens: {half}",
+            lambda one: replace(_with(one, data=data), longest=half),
+        )
+    if settings.precision == "float32":
+        yield "precision: bfloat16", lambda one: _with(one, precision="bfloat16")
+    if settings.method == "full":
+        yield "method: lora", lambda one: _with(one, method="lora")
+    if settings.method == "lora":
+        yield "method: qlora", lambda one: _with(one, method="qlora")
+
+
+def _with(run: Run, **changes: object) -> Run:
+    settings = replace(run.settings, **changes)  # type: ignore[arg-type]
+    other = {"method", "precision"} & changes.keys()
+    shape = Shape(settings) if other else run.shape
+    return replace(run, settings=settings, shape=shape)
+
+
+RULE = "F-HET-002"
+
+
+def require_memory(run: Run, strategy: str = "star") -> None:
+    """Raise UsageError if a device has too little memory for the workers that it is given.
+
+    A star's coordinator, which holds the model as well, shares the CPU's memory.
+    """
+    if not any(one.memory is not None for one in run.devices):
+        return
+    chosen, has_coordinator = option(run, strategy), strategy == "star"
+    for worker in () if chosen.problem else chosen.workers:
+        extra = _coordinator(run.shape) if has_coordinator and worker.device.kind == "cpu" else 0
+        limit, parts = worker.device.memory, (worker.memory, worker.recomputed)
+        needed = worker.sharing * parts[run.recompute].needed + extra
+        if limit is None or needed <= limit:
+            continue
+        workers = "a worker needs" if worker.sharing == 1 else f"{worker.sharing} workers need"
+        more = f", and the coordinator {size(extra)}" if extra else ""
+        raise UsageError(
+            f"{RULE}: {workers} {size(needed - extra)} of {worker.device.name}{more}, which has "
+            f"{size(limit)}; {_advice(run, strategy, has_coordinator=has_coordinator)}; "
+            "`entrenar plan` shows all of it"
+        )
+
+
+def _advice(run: Run, strategy: str, *, has_coordinator: bool) -> str:
+    room = [_less(one, run.shape) if has_coordinator else one for one in run.devices]
+    fitting = remedies(replace(run, devices=tuple(room)), strategy)
+    if not fitting:
+        return "nothing that the configuration can change would fit"
+    return f"what would fit, with a worker's peak: {', or '.join(fitting)}"
+
+
+def of_backends(names: Sequence[str], described: Sequence[str]) -> list[Device]:
+    """Return the devices that backends of these names open, each once.
+
+    If the configuration describes devices, the next one of a backend's kind is taken. Raises
+    UsageError if there is none.
+    """
+    if not described:
+        return [devices.of_backend(name) for name in dict.fromkeys(names)]
+    left, taken = devices.described(described), list[Device]()
+    for name in dict.fromkeys(names):
+        kind = scenario.backend_kind(name)
+        alike = [one for one in left if one.kind == kind]
+        if not alike:
+            raise UsageError(
+                f"devices: none is described for backend {name}; describe one of kind {kind}, or "
+                "leave devices out"
+            )
+        taken.append(alike[0])
+        left.remove(alike[0])
+    return taken
+
+
+def _less(device: Device, shape: Shape) -> Device:
+    if device.memory is None or device.kind != "cpu":
+        return device
+    return replace(device, memory=max(device.memory - _coordinator(shape), 0))
+
+
+def _coordinator(shape: Shape) -> int:
+    return costs.coordinator_bytes(shape.counts())

@@ -1,10 +1,16 @@
-"""The model of a run without its weights: what it counts, and how a micro-batch is rehearsed."""
+"""The model of a run without its weights: what it counts, and what a micro-batch of it takes.
+
+A micro-batch is rehearsed on torch's meta device: the trainer's own code, on tensors without data.
+Every storage that an operation makes is counted until it is freed, so activations and peak are
+those of this model, batch and length, whatever its architecture.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
@@ -13,22 +19,255 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor, nn
+from torch.autograd import graph
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from entrenar_py.compute import draws, nf4
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.train.model import layer_plan, model, precision, quantised
-from entrenar_py.train.model import recompute as recomputing
+from entrenar_py.train.model import blocks, masks, model, precision
 from entrenar_py.train.model.samples import Samples
 from entrenar_py.train.model.settings import Settings
 from entrenar_py.train.model.workload import Finetuning
-from entrenar_py.train.plan import rehearsal
-from entrenar_py.train.plan.rehearsal import META, Rehearsal
+
+_FUSED = ("cpu", "cuda")  # kinds of devices with kernels that hold no scores of all pairs
+META = torch.device("meta")
+# What autocast computes in the narrow format, and what in float32; meta tensors have no autocast.
+_NARROW = frozenset(
+    [
+        "linear",
+        "matmul",
+        "mm",
+        "bmm",
+        "addmm",
+        "addbmm",
+        "baddbmm",
+        "__matmul__",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "scaled_dot_product_attention",
+    ]
+)
+_WIDE = frozenset(
+    [
+        "softmax",
+        "log_softmax",
+        "layer_norm",
+        "cross_entropy",
+        "nll_loss",
+        "pow",
+        "__pow__",
+        "rsqrt",
+        "exp",
+        "logsumexp",
+        "sum",
+        "prod",
+        "cumsum",
+        "norm",
+        "softplus",
+        "group_norm",
+    ]
+)
+# Operations that make a temporary tensor of their input's size, unseen from outside.
+_HIDDEN = frozenset({torch.ops.aten.logsumexp})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """Bytes that a micro-batch takes beyond what was there before it.
+
+    `kept` is held for the backward pass once the loss is known. `peak` is the most at any time,
+    gradients included.
+    """
+
+    kept: int
+    peak: int
+
+
+def rehearse(
+    loss: Callable[[], Tensor],
+    leaves: Sequence[Tensor],
+    *,
+    module: nn.Module,
+    kind: str,
+    products: torch.dtype,
+) -> Rehearsal:
+    """Return what computing `loss` and its gradients of `leaves` takes.
+
+    All tensors are on the meta device. `kind` is that of the device: cpu, cuda or wgpu. `products`
+    is the format of products, also where blocks are computed again.
+    """
+    storages = _Storages()
+    for tensor in (*module.parameters(), *module.buffers(), *leaves):
+        storages.add(tensor)
+    before = storages.peak = storages.now
+    with answered(kind), precision.applied(products, META), storages:
+        value = loss()
+        kept = storages.now - before
+        gradients = _gradients(value, leaves)
+        del value, gradients
+    return Rehearsal(kept=kept, peak=storages.peak - before)
+
+
+@contextlib.contextmanager
+def answered(kind: str) -> Iterator[None]:
+    """Let code compute with tensors of the meta device, as it would on a device of a `kind`."""
+    with META, _Answers(kind):
+        yield
+
+
+def _gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return what torch.autograd.grad does, with all modes on, also where blocks are recomputed.
+
+    The public function turns modes of functions off before it begins.
+    """
+    gradients: Sequence[Tensor] = graph._engine_run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, tuple(leaves), allow_unreachable=True
+    )
+    return gradients
+
+
+class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of all storages that operations make, until they are freed."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.add(leaf)
+        if function.overloadpacket in _HIDDEN:
+            inside = args[0].numel() * args[0].element_size()
+            self.peak = max(self.peak, self.now + inside)
+        return result
+
+    def add(self, tensor: Tensor) -> None:
+        """Count a tensor's storage, unless it is counted."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._sizes:
+            return
+        self._sizes[key] = storage.nbytes()
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._drop, key)
+
+    def _drop(self, key: int) -> None:
+        self.now -= self._sizes.pop(key, 0)
+
+
+class _Answers(TorchFunctionMode):
+    """Answers what only values can, so that the larger case is rehearsed.
+
+    Rows are filled up: not all elements of a mask [n, t] are set. No row has several texts, which
+    transformers asks of a tensor [n]. Formats are those that autocast gives.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self._kind = kind
+        self._products = WeakTensorKeyDictionary()  # outputs of linear layers
+        self._holds = WeakTensorKeyDictionary()  # conditions that hold
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+        if function is torch.equal and args[0].is_meta:
+            return self._equal(*args)
+        if function is Tensor.__bool__ and args[0].is_meta:
+            return args[0] in self._holds
+        if name in _ANSWERS and isinstance(args[0], Tensor) and args[0].is_meta:
+            return _ANSWERS[name](*args, **kwargs)
+        products = precision.current(META)
+        if products != torch.float32:
+            dtype = products if name in _NARROW else torch.float32
+            if name in _NARROW or name in _WIDE:
+                args, kwargs = tree_map(lambda leaf: _cast(leaf, dtype), (args, kwargs))
+        if name == "scaled_dot_product_attention" and self._kind in _FUSED:
+            return _attention(self._kind, *args, **kwargs)
+        result = function(*args, **kwargs)
+        if name == "linear":
+            self._products[result] = True
+        if name == "all" and args[0].dim() == 1:
+            self._holds[result] = True
+        return result
+
+    def _equal(self, output: Tensor, logits: Tensor) -> bool:
+        """Return whether both are outputs of a linear layer, and of one shape.
+
+        So a head's output is taken for the logits, unless these were scaled or capped afterwards.
+        """
+        return (
+            output.shape == logits.shape and output in self._products and logits in self._products
+        )
+
+
+def _nonzero(given: Tensor) -> Tensor:
+    return torch.empty(given.numel(), given.dim(), dtype=torch.long, device=META)
+
+
+def _grouped(rows: Tensor, weights: Tensor, **_: Any) -> Tensor:
+    """Stand for the product of rows [m, k] with their experts' matrices [e, k, n]: [m, n]."""
+    return rows @ weights[0]
+
+
+_ANSWERS: dict[str, Callable[..., Any]] = {
+    "__contains__": lambda *_: False,
+    "nonzero": _nonzero,
+    "grouped_mm": _grouped,
+    "_grouped_mm": _grouped,
+}
+
+
+def _cast(leaf: Any, dtype: torch.dtype) -> Any:
+    is_number = isinstance(leaf, Tensor) and leaf.is_floating_point()
+    return leaf.to(dtype) if is_number else leaf
+
+
+def _attention(
+    kind: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Take the kernel that keeps queries, keys, values, output and each row's log-sum-exp.
+
+    CPUs have none for dropout, and CUDA has none in float32 for heads that share keys.
+    """
+    has_kernel = query.dim() == value.dim() == 4 and query.shape[-1] == value.shape[-1]
+    lacks = dropout_p if kind == "cpu" else enable_gqa and query.dtype == torch.float32
+    if not has_kernel or lacks:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    attended, _ = kernel(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)
+    return cast("Tensor", attended)
+
 
 FLOAT_BYTES = 4
 # What a model of others raises on tensors without values; RuntimeError is torch's own.
 _UNFORESEEN = (RuntimeError, NotImplementedError, ValueError, TypeError, LookupError)
 _SCALES = 256  # of NF4, that share a scale
-_NF4 = "_is_planned_in_nf4"  # the mark of a layer whose weights are kept so
+_NF4 = "_is_planned_in_nf4"  # the mark of a layer with weights that are kept so
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +322,7 @@ class Shape:
         """The whole model with its adapters."""
         whole = model.shape(self.settings)
         if self.settings.method == "qlora":
-            for name in quantised.packed(whole):
+            for name in precision.packed(whole):
                 setattr(whole.get_submodule(name), _NF4, "lora_" not in name)
         return whole
 
@@ -109,17 +348,17 @@ class Shape:
 
     def block_counts(self) -> list[Counts]:
         """Return the numbers of each block."""
-        found = []
+        counts = []
         for block in self.blocks:
             trained = sum(p.numel() for p in block.parameters() if p.requires_grad)
             size = self._bytes(block)
             frozen = size - FLOAT_BYTES * trained
-            found.append(
+            counts.append(
                 Counts(
                     frozen_bytes=frozen, trained=trained, largest_block_bytes=size, outside_bytes=0
                 )
             )
-        return found
+        return counts
 
     def counts(self, cut: Cut = WHOLE) -> Counts:
         """Return the numbers of a part of the model."""
@@ -143,26 +382,27 @@ class Shape:
         """
         model = cast("Any", part)
         ends = (model.get_input_embeddings(), model.get_output_embeddings())
-        known = {one for end in ends if end is not None for one in end.parameters()}
+        known = {parameter for end in ends if end is not None for parameter in end.parameters()}
         is_here, module = cut.has_table, part
         for name in self._path:
             for other, child in module.named_children():
                 if other == name:
                     is_here = cut.has_head
                 elif not is_here:
-                    yield from (one for one in child.parameters() if one not in known)
+                    yield from (
+                        parameter for parameter in child.parameters() if parameter not in known
+                    )
             is_here, module = cut.has_table, module.get_submodule(name)
 
     @cached_property
     def _path(self) -> list[str]:
-        """The names on the way to the model's blocks."""
         stack = _stack(self.whole)
         names = (name for name, module in self.whole.named_modules() if module is stack)
         return next(names, "").split(".")
 
     def cuts_into(self, size: int) -> str:
         """Return why the model's layers can't be shared by `size` ranks, "" if they can."""
-        return layer_plan.problem(self.whole, size)
+        return blocks.problem_of_sharing(self.whole, size)
 
     def rehearsed(
         self, *, rows: int, length: int, kind: str, recompute: bool, cut: Cut = WHOLE
@@ -178,22 +418,22 @@ class Shape:
         self, rows: int, length: int, kind: str, part: nn.Module, has_head: bool
     ) -> Rehearsal:
         samples = _samples(rows, length)
-        for one in (self.whole, part):
-            cast("Any", one).config.pad_token_id = 0
-        tensors = {name: one for name, one in part.named_parameters() if one.requires_grad}
+        for tensor in (self.whole, part):
+            cast("Any", tensor).config.pad_token_id = 0
+        tensors = {name: tensor for name, tensor in part.named_parameters() if tensor.requires_grad}
         try:
             work = self._work(part, kind)
-            batch = [one.to(META) for one in work.with_samples(samples).batch(range(rows))]
+            batch = [tensor.to(META) for tensor in work.with_samples(samples).batch(range(rows))]
             drop = draws.Keyed(torch.zeros(2, dtype=torch.int32, device=META))
 
             def loss() -> Tensor:
                 return work.loss_of(tensors, batch, linear=F.linear, drop=drop)
 
             def hidden() -> Tensor:
-                found = layer_plan.decoder_of(part)(input_ids=batch[0], use_cache=False)
+                found = blocks.decoder_of(part)(input_ids=batch[0], use_cache=False)
                 return cast("Tensor", found.last_hidden_state)
 
-            step = rehearsal.rehearse(
+            step = rehearse(
                 loss if has_head else hidden,
                 [*tensors.values()],
                 module=part,
@@ -201,10 +441,10 @@ class Shape:
                 products=precision.of_products(self.settings),
             )
         except _UNFORESEEN as error:
-            told = " ".join(str(error).split())
+            problem = " ".join(str(error).split())
             raise UsageError(
                 f"model={self.settings.model}: its memory can't be foreseen without weights "
-                f"({type(error).__name__}: {told})"
+                f"({type(error).__name__}: {problem})"
             ) from error
         return replace(step, peak=step.peak + self._decoded_bytes(part))
 
@@ -212,7 +452,7 @@ class Shape:
         """Return a workload on `part`. Only the whole model is tried, which takes some passes."""
         if kind not in self._works:
             labels = self.settings.classes.labels if self.settings.task == "classify" else ()
-            with rehearsal.answered(kind):
+            with answered(kind):
                 self._works[kind] = Finetuning(
                     self.whole,
                     _samples(1, 1),
@@ -230,11 +470,11 @@ class Shape:
             self._parts[key] = _cut(self.whole, cut)
             if recompute:
                 with contextlib.suppress(UsageError):  # of a model without blocks
-                    recomputing.install(self._parts[key])
+                    masks.recompute(self._parts[key])
         return self._parts[key]
 
     def _bytes(self, module: nn.Module) -> int:
-        """Return the bytes of a module's weights, of which some may be in NF4."""
+        """Return the bytes of a module's weights; some may be in NF4."""
         whole = sum(one.numel() * one.element_size() for one in module.parameters())
         spared = sum(one.numel() * one.element_size() for one in self._packed(module))
         return whole - spared + sum(_nf4_bytes(one.numel()) for one in self._packed(module))
@@ -245,14 +485,12 @@ class Shape:
         return width * max((one.numel() for one in self._packed(part)), default=0)
 
     def _packed(self, module: nn.Module) -> Iterator[Tensor]:
-        """Yield the weights that are kept in NF4."""
         for layer in module.modules():
             if getattr(layer, _NF4, False):
                 yield cast("Tensor", layer.weight)
 
 
 def _samples(rows: int, length: int) -> Samples:
-    """Return rows of one length, in which every token is to be predicted."""
     return Samples(
         tokens=np.ones(rows * length, np.int32),
         is_target=np.ones(rows * length, np.bool_),
@@ -310,18 +548,17 @@ def _cut(whole: nn.Module, cut: Cut) -> nn.Module:
 
 
 def _cuttable(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Yield the layers that ranks share, and how they are cut."""
-    plan = layer_plan.plan_of(module)
+    plan = blocks.plan_of(module)
     for name, how in plan.styles.items():
         yield plan.decoder.get_submodule(name), how
 
 
 def _narrow(layer: nn.Module, how: str, size: int) -> None:
     """Cut a linear layer and its adapter: of the two factors one is cut, the other is whole."""
-    axis = 0 if how == layer_plan.COLUMNS else 1
+    axis = 0 if how == blocks.COLUMNS else 1
     for name, tensor in layer.named_parameters():
-        whole = "lora_A" if how == layer_plan.COLUMNS else "lora_B"
-        if whole in name or (tensor.dim() == 1 and how == layer_plan.ROWS):
+        whole = "lora_A" if how == blocks.COLUMNS else "lora_B"
+        if whole in name or (tensor.dim() == 1 and how == blocks.ROWS):
             continue
         parts = list(tensor.shape)
         parts[axis] = -(-parts[axis] // size)

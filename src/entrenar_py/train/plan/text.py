@@ -1,36 +1,45 @@
-"""A plan as text that fits a terminal of 100 columns."""
+"""`entrenar plan`: prints what a run needs and which strategy to take; writes it as JSON."""
 
 from __future__ import annotations
 
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.page import arguments
+from entrenar_py.shared.untrusted import printing
+from entrenar_py.train.model.settings import Settings
+from entrenar_py.train.plan import devices as device_texts
+from entrenar_py.train.plan import plan
+from entrenar_py.train.plan.devices import Device, seconds, short, size
 from entrenar_py.train.plan.plan import Option, Run, Worker
 from entrenar_py.train.plan.shape import FLOAT_BYTES
-from entrenar_py.train.plan.units import seconds, short, size
 
 COLUMNS = 98
 _GAP = "  "
 
 
 def lines(
-    run: Run, found: Sequence[Option], chosen: Option | None, why: str, *, length_from: str
+    run: Run, options: Sequence[Option], chosen: Option | None, reason: str, *, length_from: str
 ) -> Iterator[str]:
     """Yield the plan: the model, each worker's memory, each strategy's traffic, and the choice."""
-    yield from _head(run, length_from)
+    yield from step_lines(run, length_from, "micro-batches")
+    yield from _devices(run)
     yield ""
     yield "bytes of a worker, each part at its largest; +: with blocks computed again (recompute)"
-    yield from columns(_MEMORY, list(_memory_rows(found)))
+    yield from columns(_MEMORY, list(_memory_rows(options)))
     yield ""
     yield f"a step on the wire, at {size(run.link)}/s"
-    yield from columns(_WIRE, list(_wire_rows(run, found)))
+    yield from columns(_WIRE, list(_wire_rows(run, options)))
     yield ""
     yield f"use: {chosen.strategy if chosen else 'none'}"
-    yield from textwrap.wrap(why, COLUMNS, initial_indent="why: ", subsequent_indent="     ")
+    yield from textwrap.wrap(reason, COLUMNS, initial_indent="why: ", subsequent_indent="     ")
 
 
-def _head(run: Run, length_from: str) -> Iterator[str]:
+def step_lines(run: Run, length_from: str, parts: str) -> Iterator[str]:
+    """Yield the model, what is trained, and how a step is cut into `parts`."""
     counts, config = run.shape.counts(), run.shape.config
     number = run.shape.num_parameters
     gradient = size(FLOAT_BYTES * counts.trained)
@@ -38,9 +47,12 @@ def _head(run: Run, length_from: str) -> Iterator[str]:
     yield f"model    {config.model_type}: {number:,} parameters, {run.shape.num_blocks} blocks"
     yield f"trained  {counts.trained:,} by {run.settings.method}, {gradient} a gradient"
     yield (
-        f"step     {training.batch_size} rows in {training.num_shards} micro-batches of "
+        f"step     {training.batch_size} rows in {training.num_shards} {parts} of "
         f"{run.rows} x {run.length} tokens ({length_from})"
     )
+
+
+def _devices(run: Run) -> Iterator[str]:
     for device, count in Counter(run.devices).items():
         times = f"{count} x " if count > 1 else ""
         room = "reports no memory" if device.memory is None else size(device.memory)
@@ -69,17 +81,8 @@ def _memory_rows(found: Sequence[Option]) -> Iterator[tuple[str, ...]]:
 
 def _parts(worker: Worker) -> Iterator[str]:
     plain, again = worker.memory, worker.recomputed
-    for number in (
-        plain.weights,
-        plain.trained,
-        plain.gradients,
-        plain.optimizer,
-        plain.activations,
-        again.activations,
-        plain.peak,
-        again.peak,
-    ):
-        yield short(number)
+    yield from map(short, (plain.weights, plain.trained, plain.gradients, plain.optimizer))
+    yield from map(short, (plain.activations, again.activations, plain.peak, again.peak))
     for recompute in (False, True):
         yield {True: "yes", False: "no", None: "?"}[worker.fits(recompute=recompute)]
 
@@ -103,3 +106,51 @@ def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]
             continue
         cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
         yield _GAP.join([row[0].ljust(first), *cells])
+
+
+def show(
+    settings: Settings,
+    *,
+    longest: int | None,
+    devices: Sequence[Device],
+    bandwidth: str,
+    json: Path | None,
+) -> bool:
+    """Print the plan of a run; return whether some strategy fits.
+
+    `longest` is the number of tokens of the longest row, None if rows were not read. Raises
+    UsageError for a bandwidth of another form, or a file that can't be written.
+    """
+    if json is not None:
+        arguments.require_writable(json, "json")
+    run = plan.of(
+        settings,
+        devices,
+        longest=longest,
+        bandwidth=device_texts.bandwidth_of(bandwidth),
+    )
+    options = plan.options(run)
+    chosen = plan.choose(run, options)
+    reason = plan.reason(run, options, chosen)
+    length_from = "data.max_tokens" if longest is None else "the longest row"
+    printing.say_lines("\n".join(lines(run, options, chosen, reason, length_from=length_from)))
+    if json is not None:
+        arguments.write_file(plan.to_record(run, options, chosen, reason), json)
+    return chosen is not None
+
+
+def of_run(settings: Settings, described: Sequence[str] = ()) -> list[Device]:
+    """Return the devices to plan for: described ones, the configuration's, or this machine's.
+
+    Raises UsageError for a description of another form, and if no device works.
+    Of this machine's, GPUs of CUDA come before other adapters, and these before the CPU.
+    """
+    texts = described or settings.devices
+    if texts:
+        return device_texts.described(texts)
+    found = device_texts.found()
+    for kind in ("cuda", "wgpu", "cpu"):
+        alike = [one for one in found if one.kind == kind]
+        if alike:
+            return alike
+    raise UsageError("this machine has no device that works; describe one with --device")

@@ -1,6 +1,6 @@
 """The coordinator's configuration: a YAML file, in which every key is known and in its place.
 
-`config_keys` lists the keys. Some are a scenario's, the rest describe the service.
+Some keys are a scenario's, the rest describe the service. The docs show the tables of keys.
 """
 
 from __future__ import annotations
@@ -10,26 +10,78 @@ import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from entrenar_py.shared import systems, workers
 from entrenar_py.shared.config import composer
+from entrenar_py.shared.config.composer import MapNode, Node, plain
 from entrenar_py.shared.config.fields import Record
 from entrenar_py.shared.config.problems import Problems
-from entrenar_py.shared.config.tree import MapNode, Node, plain
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.scenario import DEFAULTS, OF_USERS, Scenario
 from entrenar_py.shared.untrusted import files
-from entrenar_py.train.coordinator import audited, topology
-from entrenar_py.train.service import address, config_keys
+from entrenar_py.train.coordinator import audits, topology
+from entrenar_py.train.service import address
 from entrenar_py.train.service.address import Address
 from entrenar_py.train.wire.terms import Timing
 from entrenar_py.train.wire_io import tls
 from entrenar_py.train.wire_io.tcp import SECRET_BYTES_MIN
 
-SECRET_BYTES_MAX = 2**16
+LISTEN = "127.0.0.1:7411"
+TOPOLOGIES = ("star", "mesh")
+SIZED = ("mlp", "vectors")  # workloads that `width` makes larger
 
-T = TypeVar("T")
+# Scenario fields that a service does not use. It injects nothing, has no planned stops, and runs on
+# the backends of its workers.
+_NOT_HERE = ("system", "backends", "faults", "stops", "repeat", "detail", "mutant", "options")
+TRAINING = tuple(name for name in Scenario.__dataclass_fields__ if name not in _NOT_HERE)
+REQUIRED = ("workload", "world_size", "seed")
+
+# Key -> (type, default, meaning). The docs show this table.
+SERVICE: Mapping[str, tuple[str, str, str]] = {
+    "topology": (
+        *("`star` or `mesh`", "`star`"),
+        "where gradients go: all to the coordinator, or from worker to worker",
+    ),
+    "listen": ("host:port", f"`{LISTEN}`", "where workers connect; port 0 is any free one"),
+    "secret_file": ("path", "required", "its bytes, less white space at both ends, are the secret"),
+    "tls": ("mapping", "nothing is encrypted", "connections over TLS 1.3, and no others"),
+    "wait_for": ("whole number >= 1", "`1`", "workers that must be there before the first step"),
+    "audit_share": (
+        *("number from 0 to 1", "`0`"),
+        "share of each step's shards that a second worker computes, too, at least one if not 0",
+    ),
+    "updates": (
+        *("`workers` or `server`", "`workers`"),
+        "what makes the steps: every worker, or the server, which then sends the new weights",
+    ),
+    "timing": ("mapping", "below", "how long either end waits"),
+    "checkpoint": ("mapping", "none is written", "the state, to go on from with `--resume`"),
+    "metrics": ("path", "none are written", "one JSON object a step"),
+    "ledger": ("path", "none is written", "the trace of the run, a chained line an event"),
+}
+CHECKPOINT: Mapping[str, tuple[str, str, str]] = {
+    "path": ("path", "required", "the file; it is replaced as a whole or not at all"),
+    "every_steps": ("whole number >= 1", "required", "steps from one save to the next"),
+}
+TLS: Mapping[str, tuple[str, str, str]] = {
+    "cert": ("path", "required", "the coordinator's certificate, PEM; workers check its name"),
+    "key": ("path", "required", "its private key, PEM, without a passphrase"),
+    "ca": (
+        "path",
+        "none is asked for",
+        "the authority that signs the certificates that workers must show",
+    ),
+}
+TIMING: Mapping[str, str] = {
+    "heartbeat_s": "time between two signs of life of either end",
+    "dead_after_s": "how long either end may be silent before it is given up",
+    "hello_s": "how long a new connection may take to prove the secret",
+    "gather_s": "how long the run waits for enough workers before it is given up",
+}
+
+
+SECRET_BYTES_MAX = 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +144,7 @@ class _Reader:
     """Reads one file key by key. Every problem goes to `problems`, with its place."""
 
     def __init__(self, root: MapNode, folder: Path, problems: Problems) -> None:
-        known = (*config_keys.TRAINING, *config_keys.SERVICE)
+        known = (*TRAINING, *SERVICE)
         self._root = Record(root, what="configuration", known=known, problems=problems)
         self._folder, self._problems = folder, problems
         self._root.warn_unread()
@@ -101,13 +153,15 @@ class _Reader:
         """Return the configuration, or None if a required part is missing or wrong."""
         scenario = self._scenario()
         shared = self._secret()
-        listen, context = self._listen(), self._context()
-        timing = self._timing()
+        text = self._root.text("listen") or LISTEN
+        listen = self._root.attempt("listen", lambda: address.parse(text, port_min=0))
+        context = self._context()
+        timing = self._root.numbers("timing", Timing, TIMING)
         checkpoint = self._checkpoint()
-        wait_for = self._whole(self._root, "wait_for", default=1)
-        metrics, ledger = self._path(self._root, "metrics"), self._path(self._root, "ledger")
+        wait_for = self._root.whole("wait_for", 1) or 1
+        metrics, ledger = (self._root.path(name, self._folder) for name in ("metrics", "ledger"))
         if scenario is not None and wait_for > scenario.world_size:
-            self._error(
+            self._root.refuse(
                 "wait_for",
                 f"wait_for={wait_for}: world_size is {scenario.world_size}; wait for no more",
             )
@@ -127,27 +181,29 @@ class _Reader:
 
     def _scenario(self) -> Scenario | None:
         nodes = self._root.node.fields
-        missing = [name for name in config_keys.REQUIRED if self._root.present(name) is None]
+        missing = [name for name in REQUIRED if self._root.present(name) is None]
         for name in missing:
             self._problems.error(self._root.node.at, f"{name} is missing; give it")
-        named = [name for name in config_keys.TRAINING if name in nodes and name not in missing]
+        named = [name for name in TRAINING if name in nodes and name not in missing]
         values = {name: _value(name, nodes[name]) for name in named}
         scenario = self._possible(values)
         if scenario is None:
             return None
-        scenario = self._with_option(scenario, "audit_share", audited.share_of)
+        scenario = self._with_option(scenario, "audit_share", audits.share_of)
         scenario = self._with_option(scenario, workers.OPTION, workers.by_server)
         workload = scenario.workload
         if workload in OF_USERS:
             other = (
                 "`entrenar finetune` trains it" if workload != "own" else "stored traces have it"
             )
-            self._error("workload", f"workload={workload!r}: only {other}; use another one")
+            self._root.refuse("workload", f"workload={workload!r}: only {other}; use another one")
             return None
-        if "width" in values and workload not in config_keys.SIZED:
-            sized = " or ".join(config_keys.SIZED)
-            width = f"width={scenario.width}"
-            self._error("width", f"{width}: {workload} has one size; leave it out, or use {sized}")
+        if "width" in values and workload not in SIZED:
+            sized = " or ".join(SIZED)
+            self._root.refuse(
+                "width",
+                f"width={scenario.width}: {workload} has one size; leave it out, or use {sized}",
+            )
         return None if missing else scenario
 
     def _possible(self, values: dict[str, Any]) -> Scenario | None:
@@ -159,18 +215,17 @@ class _Reader:
             try:
                 return Scenario.from_dict({**DEFAULTS, **values, "system": self._system()})
             except UsageError as error:
-                self._error(error.field, str(error))
-                if error.field in config_keys.REQUIRED or error.field not in values:
+                self._root.refuse(error.field, str(error))
+                if error.field in REQUIRED or error.field not in values:
                     return None
                 del values[error.field]
 
     def _system(self) -> str:
-        """Return the system of the configured topology."""
-        text = self._root.text("topology") or config_keys.TOPOLOGIES[0]
-        if text not in config_keys.TOPOLOGIES:
-            allowed = " or ".join(config_keys.TOPOLOGIES)
-            self._error("topology", f"topology={text!r}: use {allowed}")
-            text = config_keys.TOPOLOGIES[0]
+        text = self._root.text("topology") or TOPOLOGIES[0]
+        if text not in TOPOLOGIES:
+            allowed = " or ".join(TOPOLOGIES)
+            self._root.refuse("topology", f"topology={text!r}: use {allowed}")
+            text = TOPOLOGIES[0]
         return topology.BY_NAME[text].system
 
     def _with_option(
@@ -181,11 +236,11 @@ class _Reader:
         if node is None:
             return scenario
         changed = scenario.with_(options={**scenario.options, name: plain(node)})
-        value = self._read(name, lambda: read(changed))
+        value = self._root.attempt(name, lambda: read(changed))
         if value is not None and name in systems.SYSTEMS[scenario.system].options:
             return changed
         if value:
-            self._error(
+            self._root.refuse(
                 name,
                 f"{name}={plain(node)!r} with topology: mesh: no gradient passes the coordinator "
                 "there; leave it out, or use topology: star",
@@ -193,91 +248,36 @@ class _Reader:
         return scenario
 
     def _secret(self) -> bytes | None:
-        path = self._path(self._root, "secret_file")
+        path = self._root.path("secret_file", self._folder)
         if path is None:
-            self._error("secret_file", "secret_file is missing; give the file of the secret")
+            self._root.refuse("secret_file", "secret_file is missing; give the file of the secret")
             return None
-        return self._read("secret_file", lambda: secret(path))
-
-    def _listen(self) -> Address | None:
-        text = self._root.text("listen") or config_keys.LISTEN
-        return self._read("listen", lambda: address.parse(text, port_min=0))
+        return self._root.attempt("secret_file", lambda: secret(path))
 
     def _context(self) -> ssl.SSLContext | None:
-        record = self._block("tls", config_keys.TLS)
+        record = self._root.block("tls", TLS)
         if record is None:
             return None
-        cert, key, ca = (self._path(record, name) for name in config_keys.TLS)
+        cert, key, ca = (record.path(name, self._folder) for name in TLS)
         if cert is None or key is None:
-            self._error("tls", f"tls: {'key' if cert else 'cert'} is missing; give its file")
+            self._root.refuse("tls", f"tls: {'key' if cert else 'cert'} is missing; give its file")
             return None
-        return self._read("tls", lambda: tls.server_context(cert=cert, key=key, ca=ca))
-
-    def _timing(self) -> Timing:
-        record = self._block("timing", config_keys.TIMING)
-        if record is None:
-            return Timing()
-        given = {name: record.number(name) for name in config_keys.TIMING}
-        try:
-            return Timing(**{name: value for name, value in given.items() if value is not None})
-        except UsageError as error:
-            self._problems.error(record.place(error.field), str(error))
-            return Timing()
+        return self._root.attempt("tls", lambda: tls.server_context(cert=cert, key=key, ca=ca))
 
     def _checkpoint(self) -> Checkpoint | None:
-        record = self._block("checkpoint", config_keys.CHECKPOINT)
+        record = self._root.block("checkpoint", CHECKPOINT)
         if record is None:
             return None
-        path, every = self._path(record, "path"), self._whole(record, "every_steps", default=0)
-        for name, value in (("path", record.text("path")), ("every_steps", every)):
-            if not value:
-                self._problems.error(record.place(name), f"checkpoint: {name} is missing; give it")
-        if path is None or not every:
+        for name in CHECKPOINT:
+            if not record.text(name):
+                record.error(name, f"{name} is missing; give it")
+        path = record.path("path", self._folder)
+        every = record.whole("every_steps", 1)
+        if path is None or every is None:
             return None
         # A link is resolved, so that its target is written and locked. A rename would replace it.
         target = Path(os.path.realpath(path)) if path.is_symlink() else path
         return Checkpoint(path=target, every_steps=every)
-
-    def _block(self, name: str, known: Mapping[str, Any]) -> Record | None:
-        node = self._root.present(name)
-        if node is None:
-            return None
-        if not isinstance(node, MapNode):
-            self._error(name, f"{name} is a mapping of {', '.join(known)}")
-            return None
-        record = Record(node, what=name, known=tuple(known), problems=self._problems)
-        record.warn_unread()
-        return record
-
-    def _path(self, record: Record, name: str) -> Path | None:
-        text = record.text(name)
-        if "\0" in text:
-            self._problems.error(
-                record.place(name), f"{name}={text!r}: a path can't contain a NUL; remove it"
-            )
-            return None
-        return self._folder / text if text else None
-
-    def _whole(self, record: Record, name: str, *, default: int) -> int:
-        node = record.present(name)
-        if node is None:
-            return default
-        value = plain(node)
-        if type(value) is not int or value < 1:
-            self._problems.error(node.at, f"{name}={value!r}: use a whole number >= 1")
-            return 1
-        return value
-
-    def _read(self, name: str, read: Callable[[], T]) -> T | None:
-        """Return the result of `read`, or None after reporting its UsageError at the key `name`."""
-        try:
-            return read()
-        except UsageError as error:
-            self._error(name, str(error))
-            return None
-
-    def _error(self, name: str, message: str) -> None:
-        self._problems.error(self._root.place(name), message)
 
 
 def _value(name: str, node: Node) -> Any:

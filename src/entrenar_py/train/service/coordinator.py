@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -15,20 +14,16 @@ import torch
 
 from entrenar_py.shared import process, systems, trace
 from entrenar_py.shared.errors import SystemFailure, UsageError
-from entrenar_py.shared.page import console
 from entrenar_py.shared.trace import writer
 from entrenar_py.shared.trace.writer import Mark
-from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.arithmetic.tensors import Array, Workload
 from entrenar_py.train.coordinator import topology
 from entrenar_py.train.coordinator.server import Server
-from entrenar_py.train.service import config, exit_codes, file_locks, memory_peak, progress, signals
+from entrenar_py.train.service import config, exit_codes, file_locks, measures, progress, signals
 from entrenar_py.train.service.address import Address
 from entrenar_py.train.service.config import Config
-from entrenar_py.train.service.event_files import EventFiles
 from entrenar_py.train.service.host import Host, Stepped
-from entrenar_py.train.service.memory_peak import Memory
-from entrenar_py.train.service.metrics import Metrics
+from entrenar_py.train.service.measures import Memory
 from entrenar_py.train.service.run_events import Listener
 from entrenar_py.train.wire.coordinator import Coordinator
 from entrenar_py.train.wire.effects import Finish
@@ -90,7 +85,7 @@ class Task:
     `complete` is called with the last tensors, and a function that tells the listeners, before a
     run is said to be completed: what it raises ends one that is not. `ended` is called when the run
     is over, before the listeners are closed. `halt_on_spike` halts a
-    star's run before a step whose gradient is far larger than those before it. Event files go to
+    star's run before a step with a gradient far larger than those before it. Event files go to
     the folder `tensorboard`, if there is one. `package` has the files that workers may fetch, which
     `piece` reads. After a signal the step in work has `grace_s` seconds, as long as it takes by
     default. `make_server` makes what does the coordinator's arithmetic, and `machine` is its
@@ -99,7 +94,7 @@ class Task:
 
     workload: Workload | None = None
     listening: Listening = ignore
-    memory: Callable[[], Memory] = memory_peak.here
+    memory: Callable[[], Memory] = measures.memory_peak
     stepped: Stepped = lambda made, tensors, tell: None
     complete: Callable[[Mapping[str, Array], Listener], None] = lambda tensors, tell: None
     ended: Callable[[Ended], None] = lambda _: None
@@ -116,37 +111,17 @@ def serve(settings: Config, task: Task, *, resume: bool) -> int:
     """Serve a run to its end; return the exit code. Raises what `run` does."""
     torch.set_num_threads(1)  # how a sum is split over threads is part of its order
     with ExitStack() as stack:
-        _claim(settings, stack)
         path = None if settings.checkpoint is None else settings.checkpoint.path
+        paths = {"checkpoint": path, "ledger": settings.ledger, "metrics": settings.metrics}
+        file_locks.claim(paths, stack)
         require_intended(path, resume=resume)
-        shown = console.standard_output(color=True)
-        num_steps = settings.scenario.num_steps
-        listeners: list[Listener] = [
-            stack.enter_context(progress.opened(shown, num_steps=num_steps))
-        ]
-        if settings.metrics is not None:
-            metrics = Metrics(settings.metrics)
-            stack.callback(metrics.close)
-            listeners.append(metrics)
-        if task.tensorboard is not None:
-            listeners.append(stack.enter_context(closing(EventFiles(task.tensorboard))))
+        listeners = progress.listeners(
+            stack,
+            num_steps=settings.scenario.num_steps,
+            metrics=settings.metrics,
+            tensorboard=task.tensorboard,
+        )
         return _run(settings, task, listeners, resume=resume)
-
-
-def _claim(settings: Config, stack: ExitStack) -> None:
-    """Lock checkpoint and ledger until `stack` is closed; UsageError if a path can't be used."""
-    path = None if settings.checkpoint is None else settings.checkpoint.path
-    paths = {"checkpoint": path, "ledger": settings.ledger, "metrics": settings.metrics}
-    file_locks.require_distinct(paths)
-    for what in ("checkpoint", "ledger"):
-        if (locked := paths[what]) is not None:
-            stack.enter_context(file_locks.claimed(locked, what, warn=_warn))
-    if path is not None:
-        file_locks.require_writable(path)
-
-
-def _warn(text: str) -> None:
-    printing.warn(f"entrenar: {text}")
 
 
 def require_intended(path: Path | None, *, resume: bool) -> None:
@@ -155,7 +130,7 @@ def require_intended(path: Path | None, *, resume: bool) -> None:
         raise UsageError("--resume: the configuration has no checkpoint to go on from; give it one")
     if path is not None and path.exists() and not resume:
         raise UsageError(
-            f"checkpoint {path}: it is there already; go on with --resume, or give another path"
+            f"checkpoint {path}: it already exists; go on with --resume, or give another path"
         )
 
 
@@ -225,7 +200,7 @@ async def _serve(settings: Config, task: Task, host: Host, first: int, *, resume
         peer.rank: peer.backend for peer in peers.values() if peer.rank is not None
     }
     host.give_up = lambda reason: _end_soon(loop, server, reason)
-    signals.deliver(_Stopper(server, host, task.grace_s).stop)
+    signals.deliver(signals.Stopper(server, host.note, task.grace_s).stop)
     host.note("listening", f"listens at {Address(*at)}, from step {first} on")
     task.listening(Address(*at), partial(_end_soon, loop, server))
     finish = await server.finish()
@@ -272,28 +247,4 @@ def _open_ledger(settings: Config, host: Host, *, resume: bool) -> None:
 
 
 def _end_soon(loop: asyncio.AbstractEventLoop, server: CoordinatorServer, reason: str) -> None:
-    """Stop `server` in the loop's next turn, because `server` is in one of its callbacks."""
     loop.call_soon(partial(server.stop, reason, at_once=True))
-
-
-class _Stopper:
-    """Ends a run on signals. The first lets the current step finish; the second ends it at once.
-
-    So does the end of `grace_s` seconds, for a step that may wait for long.
-    """
-
-    def __init__(self, server: CoordinatorServer, host: Host, grace_s: float | None) -> None:
-        self._server, self._host, self._grace_s = server, host, grace_s
-        self._again = False
-
-    def stop(self, number: signal.Signals) -> None:
-        """Handle the signal `number`."""
-        grace = "" if self._grace_s is None else f", {self._grace_s:g} s at most"
-        when = "now" if self._again else f"after the step in work{grace}"
-        self._host.note("stopping", f"{number.name}: stops {when}")
-        reason = f"the coordinator was stopped by {number.name}"
-        self._server.stop(reason, at_once=self._again)
-        if self._grace_s is not None and not self._again:
-            end = partial(self._server.stop, reason, at_once=True)
-            asyncio.get_running_loop().call_later(self._grace_s, end)
-        self._again = True

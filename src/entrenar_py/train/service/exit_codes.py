@@ -57,7 +57,6 @@ _OWN: Mapping[str, Mapping[int, str]] = {
         WRONG: "shards are missing or damaged",
     },
     "pipeline plan": {DONE: "the plan is printed"},
-    "pipeline init": {DONE: "the configuration is written"},
     "pipeline import": {DONE: "the configuration is converted"},
 }
 

@@ -10,11 +10,11 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.shared.untrusted import files, json_text
+from entrenar_py.shared.untrusted import files, json_text, printing
 from entrenar_py.train.arithmetic import checkpoint
 
 SUFFIX = ".lock"
@@ -34,6 +34,24 @@ def require_distinct(paths: Mapping[str, Path | None]) -> None:
         other = known.setdefault(Path(os.path.realpath(path)), what)
         if other != what:
             raise UsageError(f"{what}={path}: the {other} is the same file; give each its own")
+
+
+def claim(paths: Mapping[str, Path | None], stack: ExitStack) -> None:
+    """Lock the checkpoint and the ledger among `paths` until `stack` is closed.
+
+    `paths` are keyed by their purpose. Raises UsageError if one can't be used.
+    """
+    require_distinct(paths)
+    for what in ("checkpoint", "ledger"):
+        path = paths.get(what)
+        if path is not None:
+            stack.enter_context(claimed(path, what, warn=_warn))
+    if (path := paths.get("checkpoint")) is not None:
+        require_writable(path)
+
+
+def _warn(text: str) -> None:
+    printing.warn(f"entrenar: {text}")
 
 
 @contextmanager
@@ -90,10 +108,10 @@ def _locked(lock: Path, path: Path, what: str, warn: Callable[[str], None]) -> i
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            who = holder(file)
+            process = holder(file)
             os.close(file)
             raise UsageError(
-                f"{what} {path}: {who} is writing it; stop that first, or give another path"
+                f"{what} {path}: {process} is writing it; stop that first, or give another path"
             ) from error
         except OSError as error:  # the file system has no locks
             warn(
@@ -110,7 +128,6 @@ def _locked(lock: Path, path: Path, what: str, warn: Callable[[str], None]) -> i
 
 
 def _is_at(file: int, lock: Path) -> bool:
-    """Return whether the open `file` is the one at the path `lock`."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(file), lock.stat())
     return False
@@ -125,7 +142,7 @@ def sign(file: int) -> None:
 
 
 def holder(file: int) -> str:
-    """Return who signed `file`. Its content is untrusted."""
+    """Return the process that signed `file`, in words. Its content is untrusted."""
     try:
         match json_text.load(os.pread(file, _HOLDER_BYTES_MAX, 0)):
             case {"pid": int(pid), "host": str(host), "since": str(since)} if (

@@ -1,6 +1,10 @@
 """The record of a run that may take weeks: its ledger, its checkpoints, its notes to listeners.
 
-Nothing that grows with the number of steps is kept in memory.
+Nothing that grows with the number of steps is kept in memory. The ledger is written before the
+checkpoint: a checkpoint that is newer than its ledger would leave a gap that nobody could explain,
+while a ledger that is newer only repeats some steps. A ledger that can't be written ends the run.
+A checkpoint that can't be written doesn't, since the one before it stays whole; the next save tries
+again.
 """
 
 from __future__ import annotations
@@ -15,15 +19,13 @@ from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace.writer import Mark, Standing, Writer
 from entrenar_py.shared.untrusted import files
 from entrenar_py.train.arithmetic.tensors import Array, Workload
-from entrenar_py.train.coordinator import topology, worker_records
+from entrenar_py.train.coordinator import recorder, topology
 from entrenar_py.train.coordinator.server import Server
-from entrenar_py.train.service import gradient_norms, ledger_continuity, memory_peak
-from entrenar_py.train.service.figures import digits
-from entrenar_py.train.service.gradient_norms import GradientNorms
+from entrenar_py.train.service import ledger_account, measures
 from entrenar_py.train.service.ledger_account import weights_digest
-from entrenar_py.train.service.memory_peak import Memory
+from entrenar_py.train.service.measures import GradientNorms, Memory, Stopwatch
+from entrenar_py.train.service.progress import digits
 from entrenar_py.train.service.run_events import Happening, Listener, Noted, StepMade
-from entrenar_py.train.service.stopwatch import Stopwatch
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire import pipeline
 from entrenar_py.train.wire.effects import Effect, Finish, Left
@@ -86,7 +88,7 @@ class Host:
         self.ledger_end: Mark | None = None
         self.traffic: Traffic = lambda: (0, 0)
         self.backends: Callable[[], Mapping[int, str]] = dict
-        self.memory: Callable[[], Memory] = memory_peak.here
+        self.memory: Callable[[], Memory] = measures.memory_peak
         self._in_star = topology.of(scenario) is topology.STAR  # else its workers hold the state
         self._ledger: Writer | None = None
         self._is_over = False  # the ledger says already that the run is completed
@@ -150,7 +152,7 @@ class Host:
         elif isinstance(message, State):
             self._held_step = message.step
         elif isinstance(message, Applied) and message.step > self._made_step:
-            update = worker_records.update_in(self.server.recorder.of(trace.Update))
+            update = recorder.update_in(self.server.recorder.of(trace.Update))
             assert update is not None, "a star's step was told before, a mesh's loss was required"
             assert update.loss is not None
             self._tell_made(message.step, update.loss, update.learning_rate, update.grad_norm)
@@ -187,8 +189,8 @@ class Host:
             return  # a checkpoint newer than the ledger would leave a gap in the ledger
         last = None if self._ledger is None else self._ledger.last
         notes = {
-            ledger_continuity.KEY: ledger_continuity.to_record(last),
-            gradient_norms.KEY: self._norms.to_record(),
+            ledger_account.LEDGER_KEY: ledger_account.mark_record(last),
+            measures.NORMS_KEY: self._norms.to_record(),
         }
         try:
             self.server.write_checkpoint(step, notes)
@@ -212,8 +214,8 @@ class Host:
         if path is None or not path.exists():
             return 0
         first = self.server.restore()
-        self.since = ledger_continuity.since(self.server.notes, path)
-        self._norms = gradient_norms.of_checkpoint(self.server.notes, path)
+        self.since = ledger_account.gap_since(self.server.notes, path)
+        self._norms = measures.of_checkpoint(self.server.notes, path)
         self._step = self._held_step = self._saved = first
         return first
 
@@ -227,9 +229,9 @@ class Host:
         if self.since is not None and standing.is_new:
             self.server.recorder.emit(self.since)
             self._write()
-            self.note("gap", f"the ledger is new: {ledger_continuity.say(self.since)}")
+            self.note("gap", f"the ledger is new: {ledger_account.gap_in_words(self.since)}")
         elif self.since is not None and self.since.digest is None:
-            self.note("unchecked", ledger_continuity.unchecked(self.since))
+            self.note("unchecked", ledger_account.unchecked(self.since))
         self._is_over = standing.end is not None and standing.end.status == "completed"
         if standing.end is None:
             for rank in standing.present:
@@ -274,17 +276,16 @@ class Host:
         self.tell(Noted(what=what, step=self._step, text=text))
 
     def _objection(self, norm: float) -> str | None:
-        """Return why training halts before a step whose gradient has this norm, or None."""
+        """Return why training halts before a step with this norm of its gradient, or None."""
         self._spike = self._norms.spike(self._step, norm)
-        return None if self._spike is None else gradient_norms.say_halted(self._spike)
+        return None if self._spike is None else measures.say_halted(self._spike)
 
     def _look_for_spike(self, step: int, norm: float) -> None:
-        """Record and tell that the gradient of a step that was made is far larger than before."""
         spike = self._norms.spike(step, norm)
         self._norms.add(norm)
         if spike is not None:
             self.server.recorder.emit(spike)
-            self.note("spike", gradient_norms.say_made(spike, self.scenario.clip_norm))
+            self.note("spike", measures.say_made(spike, self.scenario.clip_norm))
 
     def _tell_made(self, step: int, loss: float, rate: float, norm: float | None) -> None:
         """Notify the listeners that `step` is made, with its workers, times and traffic."""

@@ -1,19 +1,75 @@
-"""The summary of a whole ledger: its extent, the weights after each step, the devices."""
+"""The account of a whole ledger, and its verification.
+
+An account has the ledger's extent, the weights after each step, and the devices. A checkpoint has a
+link to the last ledger line before it, by which lost lines are noticed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from blake3 import blake3
 
 from entrenar_py.shared import trace
-from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.errors import CheckpointError, ForeignTrace, TraceError, UsageError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Tensors, ledger
-from entrenar_py.shared.untrusted import files
-from entrenar_py.train.service import ledger_continuity
+from entrenar_py.shared.trace.writer import Mark
+from entrenar_py.shared.untrusted import escaping, files, printing
+from entrenar_py.train.service import exit_codes
+
+LEDGER_KEY = "ledger"  # in the progress of a checkpoint; earlier releases did not write it
+
+_CHAIN = re.compile(r"[0-9a-f]{32}")
+_NONE_KEPT = "no ledger was kept when the checkpoint was written"
+_UNNAMED = "the checkpoint was written by an earlier build, which did not name the ledger's line"
+_NOT_THERE = "the ledger that the checkpoint names was not there"
+
+
+def mark_record(last: Mark | None) -> Mapping[str, Any] | None:
+    """Return what a checkpoint notes of the ledger's line `last`, as JSON can hold it."""
+    return None if last is None else {"line": last.line, "chain": last.chain}
+
+
+def gap_since(progress: Mapping[str, Any], path: Path) -> trace.Gap:
+    """Return the Gap event that begins a new ledger after a resume from the checkpoint at `path`.
+
+    `progress` is that checkpoint's metadata. Raises CheckpointError if its KEY entry is malformed.
+    """
+    step = int(progress["step"])
+    named = progress.get(LEDGER_KEY)
+    if named is None:
+        return trace.Gap(step=step, reason=_NONE_KEPT if LEDGER_KEY in progress else _UNNAMED)
+    match named:
+        case {"line": line, "chain": str(digest)} if _is_mark(line, digest):
+            return trace.Gap(step=step, lines=line, digest=digest, reason=_NOT_THERE)
+    raise CheckpointError(
+        f"checkpoint {path}: {LEDGER_KEY}={reprlib.repr(named)}: it does not name a line of a "
+        "ledger and its digest; use an earlier checkpoint"
+    )
+
+
+def _is_mark(line: object, digest: str) -> bool:
+    return type(line) is int and line > 0 and _CHAIN.fullmatch(digest) is not None
+
+
+def gap_in_words(gap: trace.Gap) -> str:
+    """Return in words which steps a ledger with this gap lacks."""
+    steps = f"steps 0 to {gap.step - 1} are not in it" if gap.step else "no step is missing"
+    if gap.digest is None:
+        return f"{steps}, {escaping.shortened(gap.reason)}"
+    digest = escaping.shortened(gap.digest)
+    return f"{steps}, but in a ledger of {gap.lines} lines, the last with digest {digest}"
+
+
+def unchecked(gap: trace.Gap) -> str:
+    """Return a note that only the number of steps links the ledger to the checkpoint."""
+    return f"it was not checked that the ledger belongs to the checkpoint: {gap.reason}"
 
 
 @dataclass
@@ -117,7 +173,7 @@ class Account:
             f"{self.num_lines} lines, none changed, moved or missing from the first (digest "
             f"{self.first}) to the last (digest {self.last})"
         )
-        yield from (f"begins anew: {ledger_continuity.say(gap)}" for gap in self.gaps)
+        yield from (f"begins anew: {gap_in_words(gap)}" for gap in self.gaps)
         begun = self.made[0][0] if self.made else 0
         if begun and not self.gaps:
             yield f"begins with step {begun}: {steps(0, begun - 1)} missing, and no gap explains it"
@@ -167,3 +223,30 @@ def weights_digest(weights: Tensors, buffers: Tensors) -> str:
 def steps(first: int, last: int) -> str:
     """Return "steps 3 to 5 are" if `first` is 3 and `last` is 5; "step 3 is" if both are 3."""
     return f"step {first} is" if first == last else f"steps {first} to {last} are"
+
+
+def verify(path: Path, *, replay: bool) -> int:
+    """Print whether the ledger at `path` is right, and return the exit code.
+
+    Raises UsageError for a file that can't be read, is no ledger, or can't be replayed.
+    """
+    try:
+        account = read(path)
+    except ForeignTrace:
+        raise
+    except TraceError as error:
+        printing.say(f"broken: {error}")
+        return exit_codes.WRONG
+    for sentence in account.sentences():
+        printing.say(f"{path}: {sentence}")
+    for missing in account.missing():
+        printing.say(f"incomplete: {steps(*missing)} missing, and no gap explains it")
+        return exit_codes.WRONG
+    if account.quarrel is not None:
+        printing.say(f"different: {account.quarrel}")
+        return exit_codes.WRONG
+    if not replay:
+        return exit_codes.DONE
+    from entrenar_py.train.service import retraining  # brings torch
+
+    return retraining.replay(account, path)

@@ -1,17 +1,33 @@
-"""The run's metrics: a file of JSON lines, one for each step and one for each note."""
+"""The run's figures in files: JSON lines, and event files, which TensorBoard draws."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
+from entrenar_py.shared import shipped
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.untrusted import escaping, printing
 from entrenar_py.train.service.run_events import Happening, Noted, Scored, StepAveraged, StepMade
 
+# The options by which a run follows its own figures: the same for all commands that train.
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "--halt-on-spike": {
+        "action": "store_true",
+        "help": "halt before a step if its gradient norm is over ten times the running median; "
+        "without it such a step is only reported, on the screen and in the ledger",
+    },
+    "--tensorboard": {
+        "metavar": "DIR",
+        "type": Path,
+        "help": "also write the figures of the run to a folder that TensorBoard draws",
+    },
+}
 _NAMES = {StepMade: "step", StepAveraged: "step", Scored: "evaluation"}
 
 _OF_PIPELINES = ("passes_us", "idle_share")  # keys that other runs' lines don't have
@@ -70,3 +86,90 @@ class Metrics:
         self._file = None
         if self._is_new and self._path.is_file() and not self._path.stat().st_size:
             self._path.unlink()
+
+
+FLUSH_EVERY_S = 10
+
+
+class EventFiles:
+    """A listener that writes to the folder at `path`, with the number of steps made as its axis.
+
+    A resumed run begins a file of its own, which hides later steps of the one before. If the folder
+    can't be written any more, one warning is printed and the run goes on.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises UsageError without the package, or if the folder can't be made."""
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise UsageError(
+                f"--tensorboard needs tensorboard ({error}); {shipped.extra_advice('tensorboard')}"
+            ) from error
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            problem = f"can't be made ({error.strerror}); give another folder"
+            raise UsageError(f"--tensorboard {path}: {problem}") from error
+        self._path, self._new_writer = path, SummaryWriter
+        self._writer: Any = None
+        self._is_broken = False
+
+    def __call__(self, happening: Happening) -> None:
+        """Write the figures of one event."""
+        if isinstance(happening, Noted) or self._is_broken:
+            return
+        num_steps = happening.step if isinstance(happening, Scored) else happening.step + 1
+        try:
+            if self._writer is None:
+                self._writer = self._new_writer(
+                    str(self._path), purge_step=num_steps, flush_secs=FLUSH_EVERY_S
+                )
+            for name, value in _figures(happening):
+                self._writer.add_scalar(name, value, num_steps)
+        except OSError as error:
+            self._give_up(error)
+
+    def close(self) -> None:
+        """Write what is not written yet."""
+        if self._writer is None or self._is_broken:
+            return
+        try:
+            self._writer.close()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self._is_broken = True
+        problem = f"can't be written any more ({error.strerror or error})"
+        printing.warn(f"entrenar: --tensorboard {self._path}: {problem}; the run goes on")
+
+
+def _figures(happening: StepMade | Scored) -> Iterator[tuple[str, float]]:
+    """Yield the name and value of each figure that is known."""
+    if isinstance(happening, Scored):
+        figures = {
+            "validation/loss": happening.loss,
+            "validation/perplexity": happening.perplexity,
+            "validation/accuracy": happening.accuracy,
+        }
+        for scores in happening.classes:
+            label = escaping.line(scores.label)
+            figures |= {
+                f"validation/recall/{label}": scores.recall,
+                f"validation/precision/{label}": scores.precision,
+                f"validation/f1/{label}": scores.f1,
+            }
+    else:
+        figures = {
+            "train/loss": happening.loss,
+            "train/learning_rate": happening.learning_rate,
+            "train/gradient_norm": happening.grad_norm,
+            "pace/steps_per_s": happening.steps_per_s,
+            "pace/tokens_per_s": happening.tokens_per_s,
+            "memory/host_bytes": happening.memory_bytes,
+            "memory/device_bytes": happening.device_bytes,
+        }
+        waits = happening.waits_ms.items()
+        figures |= {f"wait_ms/worker {rank}": waited for rank, waited in waits}
+    yield from ((name, value) for name, value in figures.items() if value is not None)

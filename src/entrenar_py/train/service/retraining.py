@@ -36,7 +36,7 @@ def replay(account: Account, path: Path) -> int:
     scenario = account.scenario
     if scenario.workload == FINETUNING:
         raise UsageError(
-            f"ledger {path}: of a fine-tuning, whose checkpoint and rows are not in it, so nothing "
+            f"ledger {path}: of a fine-tuning; its checkpoint and rows are not in it, so nothing "
             "can replay it; judge it with `entrenar-check --judge`"
         )
     if scenario.workload in OF_USERS or scenario.faults or scenario.mutant is not None:

@@ -1,4 +1,9 @@
-"""Events that a coordinator sends its listeners during a run."""
+"""Events that a coordinator sends its listeners during a run.
+
+The terminal, the metrics file and TensorBoard are listeners, and none knows of another. An event is
+a frozen record of what happened, never a reference to the run: a listener can keep it, and a slow
+one can't see a later state.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,7 @@ class StepMade:
 
     `step_ms` is the time since the step began, or began again. `exchange_ms` is the part from the
     last shard computed until all workers hold the average, `reduce_ms` the part in which the
-    coordinator adds and averages (None in a mesh, whose workers do that). `steps_per_s` is over the
+    coordinator adds and averages (None in a mesh: its workers do that). `steps_per_s` is over the
     last few steps, None after the first. `bytes_in` and `bytes_out` are the coordinator's traffic
     since the step before. `last` is None if fewer than two workers delivered. `waits_ms` says how
     long each rank waited for others to compute their shards. `grad_norm` is the L2 norm of the
@@ -56,7 +61,7 @@ class StepMade:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepAveraged(StepMade):
-    """A step whose coordinator only averages, over `num_samples` samples.
+    """A step of a coordinator that only averages, over `num_samples` samples.
 
     `correct` of `total` predictions were right (None if it is not told). `digests` has the BLAKE3
     digest of the average of each part of the gradient.

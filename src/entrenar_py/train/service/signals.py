@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.service import exit_codes
@@ -61,7 +61,7 @@ def deliver(stop: Callable[[signal.Signals], None]) -> None:
     loop = asyncio.get_running_loop()
     for number in taken():
         signal.signal(number, partial(_pass_on, loop, stop))
-    for number in _noted:  # whose interrupt got lost
+    for number in _noted:  # their interrupts got lost
         loop.call_soon(stop, number)
 
 
@@ -75,6 +75,41 @@ def taken() -> list[signal.Signals]:
     """Return the signals to handle: `nohup` has it that a hang-up is ignored."""
     is_kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [one for one in NUMBERS if one is not signal.SIGHUP or not is_kept]
+
+
+class Stoppable(Protocol):
+    """A server of a run, which can end it."""
+
+    def stop(self, reason: str, *, at_once: bool) -> None:
+        """End the run for `reason`, after the step in work or at once."""
+        ...
+
+
+class Stopper:
+    """Ends a run on signals. The first lets the current step finish; the second ends it at once.
+
+    So does the end of `grace_s` seconds, for a step that may wait for long. `note` tells of it.
+    """
+
+    def __init__(
+        self, server: Stoppable, note: Callable[[str, str], None], grace_s: float | None = None
+    ) -> None:
+        self._server, self._note, self._grace_s = server, note, grace_s
+        self._again = False
+
+    def stop(self, number: signal.Signals) -> None:
+        """Handle the signal `number`."""
+        grace = "" if self._grace_s is None else f", {self._grace_s:g} s at most"
+        when = "now" if self._again else f"after the step in work{grace}"
+        self._note("stopping", f"{number.name}: stops {when}")
+        reason = f"the coordinator was stopped by {number.name}"
+        self._server.stop(reason, at_once=self._again)
+        if self._grace_s is not None and not self._again:
+            import asyncio
+
+            end = partial(self._server.stop, reason, at_once=True)
+            asyncio.get_running_loop().call_later(self._grace_s, end)
+        self._again = True
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -23,7 +23,7 @@ from entrenar_py.shared.untrusted import json_text, printing
 from entrenar_py.train.arithmetic.tensors import Workload
 from entrenar_py.train.coordinator import topology
 from entrenar_py.train.coordinator.member import Member
-from entrenar_py.train.service import config, config_keys, exit_codes, signals
+from entrenar_py.train.service import config, exit_codes, signals
 from entrenar_py.train.wire.effects import Effect, Finish, Load
 from entrenar_py.train.wire.terms import Timing
 from entrenar_py.train.wire_io import queries, tls
@@ -46,19 +46,19 @@ Obtain = Callable[
 ]
 
 
-def run(given: argparse.Namespace, obtain: Obtain) -> int:
-    """Take part in the run of `given.coordinator`; return the exit code.
+def run(options: argparse.Namespace, obtain: Obtain) -> int:
+    """Take part in the run of `options.coordinator`; return the exit code.
 
-    `obtain` is called for a run whose model and data the coordinator has. Raises UsageError for a
-    secret or certificate that can't be read, BackendUnavailable for a missing device, and what
-    `obtain` does.
+    `obtain` is called if the coordinator has the model and the data. Raises UsageError for a secret
+    or certificate that can't be read, BackendUnavailable for a missing device, and what `obtain`
+    does.
     """
-    secret, context = config.secret(given.secret_file), None
-    if given.tls_ca is not None:
-        context = tls.client_context(ca=given.tls_ca, cert=given.tls_cert, key=given.tls_key)
+    secret, context = config.secret(options.secret_file), None
+    if options.tls_ca is not None:
+        context = tls.client_context(ca=options.tls_ca, cert=options.tls_cert, key=options.tls_key)
     torch.set_num_threads(1)  # how a sum is split over threads is part of its order
-    backend, attempts = opened(given.backend)
-    finish = asyncio.run(Stay(given, secret, context, backend, attempts, obtain).take_part())
+    backend, attempts = opened(options.backend)
+    finish = asyncio.run(Stay(options, secret, context, backend, attempts, obtain).take_part())
     _say(f"{finish.status}: {finish.reason}" if finish.reason else finish.status)
     return exit_codes.OF_FINISH[finish.status]
 
@@ -108,7 +108,7 @@ class Stay:
 
     async def _take_part(self) -> Finish:
         host, port = self.given.coordinator
-        told = await self._unless_stopped(
+        description = await self._unless_stopped(
             queries.ask(
                 host,
                 port,
@@ -119,11 +119,11 @@ class Stay:
                 alone=self.alone,
             )
         )
-        if isinstance(told, Finish):
-            return told
+        if isinstance(description, Finish):
+            return description
         workload: Workload | Joining | None = None
-        if told.package is not None:
-            source = self._source(told, told.package)
+        if description.package is not None:
+            source = self._source(description, description.package)
             got = await self._unless_stopped(self.obtain(source, self.given, _say))
             if isinstance(got, Finish):
                 return got
@@ -135,9 +135,9 @@ class Stay:
             )
         if workload is None or isinstance(workload, Workload):
             self._workload = workload
-            self._client = self.join(told, workload)
+            self._client = self.join(description, workload)
         else:
-            self._client = workload.client(told, self)
+            self._client = workload.client(description, self)
         try:
             return await self._client.run(
                 host, port, context=self.context, patience_s=self.given.patience_s
@@ -159,7 +159,7 @@ class Stay:
         result: T = self._asking.result()
         return result
 
-    def _source(self, told: Told, package: str) -> Source:
+    def _source(self, description: Told, package: str) -> Source:
         host, port = self.given.coordinator
         return Source(
             host=host,
@@ -167,19 +167,21 @@ class Stay:
             secret=self.secret,
             backend=self.backend.name,
             context=self.context,
-            timing=Timing(heartbeat_s=told.heartbeat_s, dead_after_s=told.dead_after_s),
+            timing=Timing(
+                heartbeat_s=description.heartbeat_s, dead_after_s=description.dead_after_s
+            ),
             package=package,
             patience_s=self.given.patience_s,
             alone=self.alone,
         )
 
-    def join(self, told: Told, workload: Workload | None = None) -> WorkerClient:
+    def join(self, description: Told, workload: Workload | None = None) -> WorkerClient:
         """Return the client for the run that the coordinator described.
 
         Without a `workload` it is built from the scenario.
         """
-        scenario = scenario_of(told)
-        if scenario.system not in {topology.BY_NAME[one].system for one in config_keys.TOPOLOGIES}:
+        scenario = scenario_of(description)
+        if scenario.system not in {topology.BY_NAME[one].system for one in config.TOPOLOGIES}:
             raise SystemFailure(
                 f"the coordinator's run is of system {scenario.system}, which is not known here: "
                 "use one release on both ends"
@@ -191,7 +193,9 @@ class Stay:
             secret=self.secret,
             backend=self.backend.name,
             rank=self.given.rank,
-            timing=Timing(heartbeat_s=told.heartbeat_s, dead_after_s=told.dead_after_s),
+            timing=Timing(
+                heartbeat_s=description.heartbeat_s, dead_after_s=description.dead_after_s
+            ),
         )
         notify = partial(self._let_in, member)
         if kind is topology.STAR:
@@ -212,18 +216,17 @@ class Stay:
 
         Raises UsageError if there is no certificate.
         """
-        given = self.given
-        if given.tls_ca is None:
+        options = self.given
+        if options.tls_ca is None:
             return None
-        if given.tls_cert is None or given.tls_key is None:
+        if options.tls_cert is None or options.tls_key is None:
             raise UsageError(
                 "in this run workers connect to each other: give --tls-cert and --tls-key, of a "
                 "certificate that names the address of this machine"
             )
-        return tls.server_context(cert=given.tls_cert, key=given.tls_key, ca=given.tls_ca)
+        return tls.server_context(cert=options.tls_cert, key=options.tls_key, ca=options.tls_ca)
 
     def _let_in(self, member: Member, effect: Effect) -> None:
-        """Record this worker's backend when it is admitted, and print its rank."""
         if isinstance(effect, Load):
             for attempt in self.attempts:
                 member.recorder.emit(attempt)
@@ -255,10 +258,10 @@ class Stay:
             signals.end_soon(number)  # a thread that loads a model would keep it for long
 
 
-def scenario_of(told: Told) -> Scenario:
+def scenario_of(description: Told) -> Scenario:
     """Return the scenario of a run; SystemFailure if it can't be read."""
     try:
-        return Scenario.from_dict(json_text.load(told.scenario))
+        return Scenario.from_dict(json_text.load(description.scenario))
     except (UsageError, ValueError) as error:
         raise SystemFailure(
             f"the coordinator's scenario can't be read ({error}): use one release on both ends"

@@ -1,9 +1,16 @@
-"""How a model is cut into stages: the blocks, tensors and places for workers of each."""
+"""How a model is cut into stages: the blocks, tensors, files and places for workers of each.
+
+A stage has consecutive blocks, and so a consecutive part of the flat vector of all that is trained:
+the coordinator adds and steps the vector of the whole model, and blocks of the wire never cross
+from one stage to the next. A model that names what it trains in another order is refused, and so is
+one that ties a trained table to its head, since two stages would then train one tensor.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -14,13 +21,84 @@ from torch import nn
 
 from entrenar_py.shared import wording
 from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.untrusted import json_text
 from entrenar_py.train.arithmetic import sharding
+from entrenar_py.train.arithmetic.blocks import Blocks, num_blocks
 from entrenar_py.train.arithmetic.tensors import TensorSpec
 from entrenar_py.train.model import blocks
 from entrenar_py.train.model.settings import Settings, StagePlan
-from entrenar_py.train.stages.stage_blocks import StageBlocks
 from entrenar_py.train.wire.pipeline import Places
 from entrenar_py.train.wire.terms import Run, Terms
+
+
+class StageBlocks:
+    """All blocks of a vector in which stage after stage has so many elements.
+
+    It has the interface of `Blocks`.
+    """
+
+    def __init__(self, num_elements: Sequence[int]) -> None:
+        self._stages = [Blocks(number, num_blocks(number, 1)) for number in num_elements]
+        self.of_stage: list[range] = []
+        self._starts: list[int] = []
+        self.count = start = 0
+        for number, part in zip(num_elements, self._stages, strict=True):
+            self.of_stage.append(range(self.count, self.count + part.count))
+            self._starts.append(start)
+            self.count += part.count
+            start += number
+
+    def part(self, block: int) -> slice:
+        """Return the slice of the vector that `block` covers."""
+        stage, own = self._place(block)
+        part = self._stages[stage].part(own)
+        return slice(part.start + self._starts[stage], part.stop + self._starts[stage])
+
+    def num_bytes(self, block: int) -> int:
+        """Return the length of `block` on the wire, in bytes."""
+        stage, own = self._place(block)
+        return self._stages[stage].num_bytes(own)
+
+    @property
+    def num_bytes_max(self) -> int:
+        """The length of the longest block on the wire, in bytes."""
+        return max(stage.num_bytes_max for stage in self._stages)
+
+    def order(self) -> range:
+        """Return the blocks in sending order: from the vector's end."""
+        return range(self.count - 1, -1, -1)
+
+    def stage_of(self, block: int) -> int:
+        """Return the stage that `block` belongs to."""
+        return self._place(block)[0]
+
+    def _place(self, block: int) -> tuple[int, int]:
+        for stage, own in enumerate(self.of_stage):
+            if block in own:
+                return stage, block - own.start
+        raise IndexError(f"block {block} of {self.count}")
+
+
+class OwnBlocks:
+    """The blocks of one stage, under their numbers among all; `part` is of the stage's vector."""
+
+    def __init__(self, every: StageBlocks, stage: int) -> None:
+        self._every, self._own = every, every.of_stage[stage]
+        self._start = every.part(self._own.start).start
+        self.count = self._own.stop
+
+    def part(self, block: int) -> slice:
+        """Return the slice of the stage's vector that `block` covers."""
+        part = self._every.part(block)
+        return slice(part.start - self._start, part.stop - self._start)
+
+    def num_bytes(self, block: int) -> int:
+        """Return the length of `block` on the wire, in bytes; 0 if it is another stage's."""
+        return self._every.num_bytes(block) if block in self._own else 0
+
+    def order(self) -> range:
+        """Return the blocks in sending order: from the vector's end."""
+        return self._own[::-1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +150,13 @@ class Cut:
                 f"--id {name}: no stage of the run has a worker of that name; {advice}"
             )
         return self.names.index(name)
+
+    def lines(self) -> Iterator[str]:
+        """Yield a line for each stage."""
+        for stage, (own, ranks) in enumerate(zip(self.stages, self.ranks, strict=True)):
+            names = [self.names[rank] or f"rank {rank}" for rank in ranks]
+            needed = f" on {self.backends[stage]}" if self.backends[stage] else ""
+            yield f"stage {stage}: {wording.spanned('block', own)}, {', '.join(names)}{needed}"
 
     def terms(self, plain: Terms) -> Terms:
         """Return the terms of a run with these stages; `plain` are those of its star."""
@@ -194,3 +279,40 @@ def equal(num_blocks: int, num_stages: int) -> tuple[StagePlan, ...]:
         )
     parts = sharding.cut(range(num_blocks), num_stages)
     return tuple(StagePlan(layers=(part[0], part[-1] + 1)) for part in parts)
+
+
+INDEX = "model.safetensors.index.json"
+
+
+def read_index(text: str | bytes) -> dict[str, Any]:
+    """Return the content of INDEX. Raises UsageError unless it names a file for each weight."""
+    try:
+        index = json_text.load(text)
+        weights = index["weight_map"].items()
+        is_known = all(isinstance(one, str) for pair in weights for one in pair)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        is_known = False
+    if not is_known:
+        raise UsageError(f"{INDEX} can't be read: it has no weight_map of names; copy it again")
+    found: dict[str, Any] = index
+    return found
+
+
+def files_of_stage(index: Mapping[str, Any], stack: str, own: range) -> set[str]:
+    """Return the names of the files that have weights of the blocks `own`, or of no block.
+
+    `index` is the content of INDEX, and `stack` the last part of the name of the list of blocks.
+    """
+    block = re.compile(rf"(?:^|\.){re.escape(stack)}\.(\d{{1,9}})\.")
+    needed = set[str]()
+    for name, file in index["weight_map"].items():
+        found = block.search(name)
+        if found is None or int(found[1]) in own:
+            needed.add(file)
+    return needed
+
+
+def narrowed(index: Mapping[str, Any], files: set[str]) -> str:
+    """Return the content of INDEX for a folder that has only `files` of the weights."""
+    weights = {name: file for name, file in index["weight_map"].items() if file in files}
+    return json.dumps({**index, "weight_map": weights})

@@ -1,4 +1,13 @@
-"""The work of one stage's worker: passes, the sum of its gradients, and new weights."""
+"""The work of one stage's worker: passes, the sum of its gradients, and new weights.
+
+A pass is bound to the round in which it was requested. A pass of a round that is void may still be
+running in a thread when the next round begins, so a round's tensors are kept in an object of its
+own: the old pass ends in the old one, and its outcome is dropped. The worker has no optimizer. The
+coordinator makes each step and sends the new weights of the stage.
+
+`StageHands` stands in until the coordinator has said which stage is this worker's. It loads that
+stage in the background, because a connection that is silent for too long is taken for dead.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +21,27 @@ import torch
 from torch import Tensor
 
 from entrenar_py.compute import Backend
-from entrenar_py.shared import trace
+from entrenar_py.shared import scenario, trace
 from entrenar_py.shared.errors import ProtocolError, UsageError
-from entrenar_py.shared.scenario import Scenario, backend_kind
-from entrenar_py.train.arithmetic import engine, reduction
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.train.arithmetic import engine, reduction, state
 from entrenar_py.train.arithmetic.tensors import Workload
-from entrenar_py.train.coordinator.exchanges import Held
 from entrenar_py.train.coordinator.member import Member
-from entrenar_py.train.stages.stage_blocks import OwnBlocks, StageBlocks
-from entrenar_py.train.stages.stage_step import Backward, Hidden, StageStep, TorchStage
-from entrenar_py.train.stages.stage_workload import Received, StageWorkload
-from entrenar_py.train.stages.wgpu_stage import WgpuStage
+from entrenar_py.train.coordinator.topology import Held
+from entrenar_py.train.stages.cut import Cut, OwnBlocks, StageBlocks
+from entrenar_py.train.stages.stage_model import Received, StageWorkload
+from entrenar_py.train.stages.stage_step import Backward, Hidden, StageStep, TorchStage, WgpuStage
 from entrenar_py.train.wire import effects as do
-from entrenar_py.train.wire.frames import Buffer
+from entrenar_py.train.wire.frames import Buffer, new_room
 from entrenar_py.train.wire.messages import (
     Activation,
     ActivationGradient,
+    Average,
     Message,
     NonFinite,
     Summed,
+    TreeNode,
+    Weights,
     Welcome,
 )
 from entrenar_py.train.wire.pipeline_peers import Passed
@@ -54,7 +65,7 @@ class StageBackend:
         Raises UsageError for a backend that no `StageStep` knows.
         """
         backend: Any = self._backend
-        match backend_kind(backend.name):
+        match scenario.backend_kind(backend.name):
             case "cpu":
                 return TorchStage(workload, tensors, place=torch.device("cpu"), scale=scale)
             case "cuda":
@@ -95,7 +106,7 @@ class _Round:
 
 
 class StageMember(Member):
-    """The worker of stage `stage`, whose trainable tensors are the workload's."""
+    """The worker of stage `stage`. Its trainable tensors are the workload's."""
 
     workload: StageWorkload
 
@@ -191,16 +202,16 @@ class StageMember(Member):
         """Note that the pass `asked` is of the present round, which may be over when it begins."""
         self._bound[asked] = self._round
 
-    def run(self, asked: do.Pass) -> Passed | NonFinite:
-        """Make the pass `asked`, in any thread."""
+    def run(self, request: do.Pass) -> Passed | NonFinite:
+        """Make the pass that `request` names, in any thread."""
         began_s = self._clock()
-        found = self._run(asked)
-        if isinstance(found, Passed):
-            found = replace(found, began_s=began_s, ended_s=self._clock())
-        return found
+        outcome = self._run(request)
+        if isinstance(outcome, Passed):
+            outcome = replace(outcome, began_s=began_s, ended_s=self._clock())
+        return outcome
 
-    def _run(self, asked: do.Pass) -> Passed | NonFinite:
-        current, shard = self._bound.pop(asked), asked.shard
+    def _run(self, request: do.Pass) -> Passed | NonFinite:
+        current, shard = self._bound.pop(request), request.shard
         if current is not self._round:
             return Passed()  # nobody waits for it, and its tensors are gone
         worker, ids = self.workers[self.rank], self._shards[shard]
@@ -208,28 +219,28 @@ class StageMember(Member):
         if not current.is_begun:
             current.is_begun = True
             step.begin()
-        found: Hidden | Backward
+        outcome: Hidden | Backward
         drawn: str | None = None
         if not ids:
-            found = self._nothing(asked.is_forward)
-        elif asked.is_forward:
-            rng = self.scenario.rng("dropout", asked.step, shard)
+            outcome = self._nothing(request.is_forward)
+        elif request.is_forward:
+            rng = self.scenario.rng("dropout", request.step, shard)
             drop = engine.Dropout(self.scenario.dropout, rng)
-            found = step.forward(shard, ids, self._received(current, shard), drop)
+            outcome = step.forward(shard, ids, self._received(current, shard), drop)
             drawn = drop.digest()
         else:
             gradient = _tensor(
                 current.gradients.pop(shard),
                 *(current.dtypes[shard], self.workload.hidden_shape(ids)),
             )
-            found = step.backward(shard, gradient)
-        if isinstance(found, Hidden):
-            current.dtypes[shard] = found.tensor.dtype
-            self._out[Activation, shard] = _payload(found.tensor)
-            return Passed(str(found.tensor.dtype).removeprefix("torch."), found.draws)
-        if found.hidden is not None:
-            self._out[ActivationGradient, shard] = _payload(found.hidden)
-        return self._add(current, asked, found, drawn)
+            outcome = step.backward(shard, gradient)
+        if isinstance(outcome, Hidden):
+            current.dtypes[shard] = outcome.tensor.dtype
+            self._out[Activation, shard] = _payload(outcome.tensor)
+            return Passed(str(outcome.tensor.dtype).removeprefix("torch."), outcome.draws)
+        if outcome.hidden is not None:
+            self._out[ActivationGradient, shard] = _payload(outcome.hidden)
+        return self._add(current, request, outcome, drawn)
 
     def _received(self, current: _Round, shard: int) -> Received | None:
         if self.workload.stage.is_first:
@@ -239,7 +250,6 @@ class StageMember(Member):
         return Received(_tensor(payload, _DTYPES[dtype], shape), draws)
 
     def _nothing(self, is_forward: bool) -> Hidden | Backward:
-        """Return the outcome of a pass of a shard without samples."""
         empty = torch.zeros(0)
         if is_forward and not self.workload.stage.is_last:
             return Hidden(empty, 0)
@@ -247,19 +257,19 @@ class StageMember(Member):
         return Backward(zeros, None if self.workload.stage.is_first else empty)
 
     def _add(
-        self, current: _Round, asked: do.Pass, found: Backward, drawn: str | None
+        self, current: _Round, request: do.Pass, outcome: Backward, drawn: str | None
     ) -> Passed | NonFinite:
         """Add a shard's gradient along the tree; `drawn` identifies its random numbers."""
-        worker, shard, ids = self.workers[self.rank], asked.shard, self._shards[asked.shard]
-        vector = engine.as_one(found.gradients)
+        worker, shard, ids = self.workers[self.rank], request.shard, self._shards[request.shard]
+        vector = engine.as_one(outcome.gradients)
         weight = float(self.workload.weight(ids)) if ids else 0.0
-        loss = self.inject(vector, found.loss, worker, asked.step, shard, len(ids))
+        loss = self.inject(vector, outcome.loss, worker, request.step, shard, len(ids))
         leaf = reduction.Node(0, shard, vector, loss, weight)
-        halt = self.guard(leaf, worker, asked.step, shard, ids)
+        halt = self.guard(leaf, worker, request.step, shard, ids)
         if self.workload.stage.is_last:  # the one that knows the loss
             current.events.append(
                 trace.Shard(
-                    step=asked.step,
+                    step=request.step,
                     epoch=self.position.epoch,
                     rank=worker.rank,
                     shard=shard,
@@ -272,12 +282,12 @@ class StageMember(Member):
             )
         if halt is not None:
             return self._problem(halt, leaf)
-        self._go_wrong(leaf, asked.step, len(ids))
+        self._go_wrong(leaf, request.step, len(ids))
         current.nodes = reduction.fold([*current.nodes, leaf], self.scenario.num_shards)
-        if not asked.is_last:
+        if not request.is_last:
             return Passed()
         self.nodes.update({(node.level, node.index): node for node in current.nodes})
-        return Passed(nodes=self.named(asked.step, current.nodes))
+        return Passed(nodes=self.named(request.step, current.nodes))
 
     def payload(self, message: Message) -> Buffer:
         """Return the payload of `message`."""
@@ -299,3 +309,118 @@ def _payload(tensor: Tensor) -> Buffer:
 
 def _tensor(payload: Buffer, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     return torch.frombuffer(payload, dtype=dtype).reshape(list(shape))
+
+
+_OPTIMIZER = "sgd"  # of workers: the coordinator makes their steps
+
+
+class StageHands:
+    """Loads the stage that the coordinator gives this worker, by `make`, and then works in it.
+
+    `hidden_bytes` is the most that hidden states of one shard have.
+    """
+
+    def __init__(self, cut: Cut, make: Callable[[int], StageMember], *, hidden_bytes: int) -> None:
+        self._cut, self._make, self._hidden_bytes = cut, make, hidden_bytes
+        self._members: dict[int, StageMember] = {}  # stage -> its work; at most one
+        self._taken: tuple[Welcome, Buffer] | None = None
+        self._is_loaded = False
+
+    @property
+    def member(self) -> StageMember:
+        """The work of the stage that is loaded."""
+        return next(iter(self._members.values()))
+
+    @property
+    def exchange(self) -> None:
+        """Gradients are added nowhere but at the coordinator."""
+        raise AssertionError("workers of a pipeline send each other no nodes")
+
+    def sizes(self) -> dict[type[Message], int]:
+        """Return the largest payload, in bytes, that a message of each kind may have."""
+        states = [state.num_bytes(specs, _OPTIMIZER) for specs in self._cut.specs]
+        return {
+            Welcome: max(states),
+            Weights: self._cut.blocks.num_bytes_max,
+            Activation: self._hidden_bytes,
+            ActivationGradient: self._hidden_bytes,
+        }
+
+    def room(self, message: Message, num_bytes: int) -> memoryview:
+        """Return memory for the payload of `message`."""
+        if self._is_loaded:
+            return self.member.room(message, num_bytes)
+        return new_room(message, num_bytes)
+
+    def require(self, message: Message, payload: Buffer) -> None:
+        """Raise ProtocolError unless `message` is possible here and its payload is complete."""
+        if isinstance(message, Welcome):
+            if message.rank >= self._cut.places.num_ranks:
+                raise ProtocolError(f"Welcome rank={message.rank}: there is no such place")
+            specs = self._cut.specs[self._cut.stage_of_rank(message.rank)]
+            due = state.num_bytes(specs, _OPTIMIZER)
+            if len(payload) != due or message.blocks != self._cut.blocks.count:
+                raise ProtocolError(
+                    f"Welcome with {len(payload)} bytes, blocks={message.blocks}: expected {due} "
+                    f"and {self._cut.blocks.count}"
+                )
+        elif self._is_loaded:
+            self.member.require(message, payload)
+        elif len(payload):
+            raise ProtocolError(f"{type(message).__name__} before the stage is loaded")
+
+    def take(self, welcome: Welcome, payload: Buffer) -> None:
+        """Keep a state until `load_taken`."""
+        self._taken, self._is_loaded = (welcome, payload), False
+
+    def load_taken(self) -> None:
+        """Load the stage, unless it is here already, and take over its state; in any thread.
+
+        The connection may end meanwhile, and another one bring the next state.
+        """
+        taken, self._taken = self._taken, None
+        if taken is None:
+            return  # an earlier call has loaded the state that this one was for
+        welcome, payload = taken
+        stage = self._cut.stage_of_rank(welcome.rank)
+        if stage not in self._members:
+            self._members.clear()
+            self._members[stage] = self._make(stage)
+        self.member.load(welcome, payload)
+        self._is_loaded = self._taken is None
+
+    def load(self, welcome: Welcome, payload: Buffer) -> None:
+        """Raise AssertionError: a stage is loaded by `take` and `load_taken`."""
+        raise AssertionError("a stage is loaded in the background")
+
+    def work(self, step: int, shards: tuple[int, ...]) -> list[TreeNode] | NonFinite:
+        """Raise AssertionError: a stage's work is passes."""
+        raise AssertionError(f"shards {shards} of step {step} pass through stages one by one")
+
+    def receive(self, message: Message, payload: Buffer) -> None:
+        """Keep a tensor from another stage."""
+        self.member.receive(message, payload)
+
+    def bind(self, asked: do.Pass) -> None:
+        """Note that the pass `asked` is of the present round."""
+        self.member.bind(asked)
+
+    def run(self, asked: do.Pass) -> Passed | NonFinite:
+        """Make the pass that `request` names, in any thread."""
+        return self.member.run(asked)
+
+    def regroup(self, number: int) -> None:
+        """Begin round `number`, or go on in it with the next step."""
+        self.member.regroup(number)
+
+    def hold(self, message: Average | Weights, payload: Buffer) -> None:
+        """Keep a block of new weights until its step is made."""
+        self.member.hold(message, payload)
+
+    def make_held(self, step: int) -> None:
+        """Make `step` with the new weights that arrived."""
+        self.member.make_held(step)
+
+    def payload(self, message: Message) -> Buffer:
+        """Return the payload of `message`."""
+        return self.member.payload(message) if self._is_loaded else b""

@@ -7,19 +7,67 @@ from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
+from torch import Tensor
 
 from entrenar_py.shared import trace, workers
 from entrenar_py.shared.errors import ProtocolError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.train.arithmetic import reduction, sharding, state
-from entrenar_py.train.arithmetic.tensors import Workload
-from entrenar_py.train.coordinator import audited, replicas
+from entrenar_py.train.arithmetic.tensors import (
+    Batch,
+    DropFunction,
+    LinearFunction,
+    Tensors,
+    Workload,
+)
+from entrenar_py.train.coordinator import audits, replicas
 from entrenar_py.train.coordinator.server import Server
+from entrenar_py.train.model import model, model_folder
+from entrenar_py.train.model.preparation import Prepared
+from entrenar_py.train.model.workload import Tuned
 from entrenar_py.train.stages.cut import Cut
 from entrenar_py.train.wire.effects import Stop
 from entrenar_py.train.wire.frames import Buffer
 from entrenar_py.train.wire.messages import Applied, Loaded, Message, TreeNode, Welcome
 from entrenar_py.train.wire.terms import Run, Terms
+
+
+def scenario_of_stages(plain: Scenario) -> Scenario:
+    """Return the scenario of the same training by stages, whatever their number."""
+    options = {**plain.options, workers.OPTION: workers.SERVER}
+    return plain.with_(world_size=1, options=options)
+
+
+class Coordinated(Tuned):
+    """The trainable tensors of a model. Its stages are elsewhere."""
+
+    def loss_of(
+        self, tensors: Tensors, batch: Batch, *, linear: LinearFunction, drop: DropFunction
+    ) -> Tensor:
+        """Raise AssertionError: there are no weights here."""
+        raise AssertionError("a coordinator of stages computes no loss")
+
+
+def workload_of(prepared: Prepared) -> Coordinated:
+    """Return the workload of a run, with the values that training begins with.
+
+    Adapters are drawn as in one process. With `method: full` all weights are read, since all are
+    trained. Raises UsageError for a checkpoint that can't be used.
+    """
+    settings = prepared.settings
+    if settings.adapts:
+        module = model.without_weights(settings, prepared.pad_token)
+    else:
+        module = model.load(settings, prepared.pad_token)
+    both = (prepared.train, prepared.validation)
+    model_folder.require_samples(settings, module, both, prepared.pad_token)
+    model_folder.require_own_loss(settings, module)
+    return Coordinated(
+        module,
+        prepared.train,
+        pad_token=prepared.pad_token,
+        class_weights=prepared.class_weights,
+    )
 
 
 class PipelineServer(Server):
@@ -64,7 +112,7 @@ class PipelineServer(Server):
     def gather(self, step: int) -> None:
         """See `Server`; of a round that is void, faults alone are recorded."""
         for recorded in (self._of_round, *self._events.values()):
-            self._record(audited.injected(recorded))
+            self._record(audits.injected(recorded))
         self._of_round.clear()
         super().gather(step)
         self._loss_known = False
@@ -78,7 +126,7 @@ class PipelineServer(Server):
         """See `Server`."""
         self._settle()
         for recorded in self._events.values():
-            self._record(audited.injected(recorded))
+            self._record(audits.injected(recorded))
         super().stop(effect)
 
     def _settle(self) -> None:
@@ -97,13 +145,13 @@ class PipelineServer(Server):
             self._require_weight(message)
         if isinstance(message, Loaded | Applied):
             found = self._events_in(rank, message, payload)
-            told = [one for one in found if isinstance(one, trace.Start | trace.Update)]
+            records = [one for one in found if isinstance(one, trace.Start | trace.Update)]
             kind = trace.Start if isinstance(message, Loaded) else trace.Update
-            if [type(one) for one in told] != [kind]:
+            if [type(one) for one in records] != [kind]:
                 raise ProtocolError(
                     f"{type(message).__name__} of rank {rank} without the weights that it holds"
                 )
-            self._require_own(told[0])
+            self._require_own(records[0])
 
     def _require_weight(self, node: TreeNode) -> None:
         """Raise ProtocolError unless a sum has the weight of the samples under it."""
@@ -129,14 +177,14 @@ class PipelineServer(Server):
         names = [spec.name for spec in self.cut.specs[self.cut.stage_of_rank(event.rank)]]
         if isinstance(event, trace.Start):
             arrays = self.replica.replica.arrays
-            held = self.recorder.tensors({name: arrays[name] for name in names})
+            own = self.recorder.tensors({name: arrays[name] for name in names})
         elif self._recorded[0] == event.step + 1:
-            held = self._recorded[1]
+            own = self._recorded[1]
         else:
             return  # no such step is prepared: the machine refuses the message
         for name in names:
             theirs = event.weights.get(name)
-            if theirs is None or theirs.digest != held[name].digest:
+            if theirs is None or theirs.digest != own[name].digest:
                 raise ProtocolError(
                     f"rank {event.rank} holds other weights than it was sent: {name}, step "
                     f"{event.step}"
@@ -145,18 +193,18 @@ class PipelineServer(Server):
     def _completed(self, event: trace.Event) -> trace.Event:
         """Put the weights that a worker recorded of its stage together with other stages' weights.
 
-        So each worker's weights are those of the whole model of which it has a part.
+        So each worker's weights are those of the whole model, not of its part.
         """
         event = super()._completed(event)
         if not isinstance(event, trace.Start | trace.Update):
             return event
-        held = self._held(event.step + isinstance(event, trace.Update))
+        weights = self._held(event.step + isinstance(event, trace.Update))
         if isinstance(event, trace.Update):
-            return replace(event, weights=held)
+            return replace(event, weights=weights)
         specs = self.workload.specs
         return replace(
             event,
-            weights=held,
+            weights=weights,
             trainable=tuple(spec.name for spec in specs),
             decayed=tuple(spec.name for spec in specs if spec.decayed),
         )

@@ -38,7 +38,7 @@ FLAGS = [
         "--replay",
         "--mutants",
     ),
-    *("--strict", "--rule", "--suppress", "--json", "--junit", "--sarif", "--html", "--github"),
+    *("--strict", "--suppress", "--json", "--junit", "--sarif", "--html", "--github"),
     *("--trace-dir", "--quiet", "-v", "--no-color"),
 ]
 

@@ -13,15 +13,16 @@ import yaml
 
 from entrenar_py.check import contract
 from entrenar_py.check.contract import validation
+from entrenar_py.check.contract.rules import RULES, UNREADABLE
 from entrenar_py.check.contract.validation import Validation
 from entrenar_py.check.reports import validation as report
-from entrenar_py.shared.errors import ContractError
+from entrenar_py.shared.errors import ContractError, UsageError
 from tests.check.contract.known import NOTHING
 from tests.check.contract.validation.mutated import mutated
 from tests.check.contract.validation.written import CLAUSES, KERNEL, validated, written
 
 DATA = Path(__file__).parents[1] / "data"
-SCHEMA = Path(__file__).parents[4] / "docs" / "validation-schema-v1.json"
+SCHEMA = Path(__file__).parents[4] / "docs" / "validation-schema-v2.json"
 TEXTS = (
     KERNEL,
     CLAUSES,
@@ -71,15 +72,52 @@ def _agreed(path: Path, seed: int) -> Validation:
     assert bool(problems) == (judged.contract is None), seed
     assert not (problems and found.is_valid), seed
     last = path.read_text(encoding="utf-8").count("\n") + 1
-    assert all(one.at is not None and 1 <= one.at.line <= last for one in judged.findings), seed
+    assert all(1 <= one.at.line <= last for one in judged.findings), seed
     assert all(map(str.isprintable, (*report.lines(found), *report.verdicts(found)))), seed
     return found
 
 
-def test_every_finding_can_be_put_aside_or_turned_off(tmp_path: Path) -> None:
-    """With every rule off, only unreadable parts of a broken contract are still reported."""
+def test_every_rule_but_one_can_be_suppressed(tmp_path: Path) -> None:
+    """With every rule suppressed, only unreadable parts of a broken contract still count."""
     data = mutated(yaml.safe_load(KERNEL), random.Random(3), num_changes=20)
     path = written(tmp_path, yaml.safe_dump(data))
-    off = {rule.id: "off" for rule in validation.RULES if not rule.fixed}
-    found = validated(path, validation.policy(rules=off))
-    assert {one.rule.id for one in found.findings} <= {"PV-VAL-001"}
+    names = [rule.id for rule in RULES if rule.id != UNREADABLE]
+    validation.require_suppressible(names)
+    found = validated(path, *names)
+    assert {one.rule.id for one in found.findings if not one.suppressed} <= {UNREADABLE}
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ("AUDIT-01", "--suppress AUDIT-01: no such rule: did you mean 'AUDIT-0"),
+        ("PV-VAL-001", "--suppress PV-VAL-001: can't be suppressed; correct what breaks it"),
+    ],
+)
+def test_what_can_not_be_suppressed(rule: str, message: str) -> None:
+    """An unknown rule is refused by name, and so is that on files that can't be read."""
+    with pytest.raises(UsageError) as refusal:
+        validation.require_suppressible(["SCHEMA-001", rule])
+    assert message in str(refusal.value)
+
+
+def test_the_verdict_is_of_what_is_left(tmp_path: Path) -> None:
+    """A contract is valid if all its errors are suppressed; under strict, warnings are errors."""
+    text = KERNEL.replace("[a paper]", "[]").replace(", if_fails: no division", "")
+    path = written(tmp_path, text)
+    assert not validated(path).is_valid
+    found = validated(path, "SCHEMA-001")
+    assert found.is_valid
+    assert [one.suppressed for one in found.findings if one.rule.id == "SCHEMA-001"] == [True]
+    assert not validated(path, "SCHEMA-001", strict=True).is_valid
+    assert validated(path, "SCHEMA-001", "SCHEMA-009", strict=True).is_valid
+
+
+def test_what_can_not_be_read_is_never_valid(tmp_path: Path) -> None:
+    """If the rule on an unreadable part is suppressed, the reader reports the error itself."""
+    path = written(tmp_path, KERNEL.replace("1 within eps", "''"))
+    for suppressed, rule in (((), "SCHEMA-008"), (("SCHEMA-008",), "PV-VAL-001")):
+        found = validated(path, *suppressed)
+        errors = [one for one in found.findings if one.level == "error" and not one.suppressed]
+        assert [one.rule.id for one in errors] == [rule]
+        assert not found.is_valid

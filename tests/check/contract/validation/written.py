@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
 from pathlib import Path
 
 from entrenar_py.check.contract import validation
-from entrenar_py.check.contract.validation import Judged, Policy, Validation
+from entrenar_py.check.contract.validation import Judged, Validation
 from tests.check.contract.known import NOTHING
-
-TODAY = datetime.date(2026, 11, 22)
 
 # A kernel's contract that keeps every rule.
 KERNEL = """\
@@ -52,13 +49,12 @@ def written(folder: Path, text: str, name: str = "c-v1.yaml") -> Path:
     return path
 
 
-def validated(path: Path, policy: Policy | None = None) -> Validation:
+def validated(path: Path, *suppressed: str, strict: bool = False) -> Validation:
     """Return the validation of one file, with a vocabulary without checks."""
-    wish = policy or validation.policy()
-    return validation.validate({path: ()}, wish, vocabulary=NOTHING, today=TODAY)
+    return validation.validate({path: ()}, vocabulary=NOTHING, suppressed=suppressed, strict=strict)
 
 
-def judged(path: Path, policy: Policy | None = None) -> Judged:
+def judged(path: Path) -> Judged:
     """Return the only contract of a validation."""
-    (one,) = validated(path, policy).contracts
-    return one
+    (contract,) = validated(path).contracts
+    return contract

@@ -12,8 +12,8 @@ from entrenar_py.check.observing import FOLDER
 from entrenar_py.check.observing.auto import Settings
 from entrenar_py.check.observing.auto.follower import Follower
 from entrenar_py.check.observing.auto.recorder import Recorder
-from entrenar_py.check.rank_files import auto_notes, rank_trace
-from entrenar_py.check.rank_files.rank_trace import RankTrace
+from entrenar_py.check.rank_files import notes, rank_file
+from entrenar_py.check.rank_files.rank_file import RankTrace
 from entrenar_py.shared.trace import Shard
 
 
@@ -22,10 +22,10 @@ def test_a_step_of_what_no_pass_knew_is_noted(
 ) -> None:
     """An optimizer that gets its tensors when it steps is named where nothing was recorded."""
     monkeypatch.setenv(FOLDER, str(tmp_path))
-    (tmp_path / auto_notes.ASKED).touch()
+    (tmp_path / notes.ASKED).touch()
     follower = Follower(Settings(steps=2))
     follower.before_step(torch.optim.Adagrad([torch.zeros(1)]), (None,), {})
-    assert "Adagrad stepped tensors that it got after the" in auto_notes.why_nothing(tmp_path)
+    assert "Adagrad stepped tensors that it got after the" in notes.why_nothing(tmp_path)
 
 
 def test_a_step_with_gradients_of_zero_begins_nothing(
@@ -85,7 +85,7 @@ def recorded(follower: Follower, folder: Path) -> RankTrace:
     assert recorder is not None
     recorder.close()
     (path,) = folder.glob("*.rank.jsonl")
-    return rank_trace.load(path)
+    return rank_file.load(path)
 
 
 def test_an_optimizer_of_copies_is_the_outer_one(

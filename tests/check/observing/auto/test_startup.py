@@ -11,7 +11,7 @@ import pytest
 
 from entrenar_py.check.observing import FOLDER
 from entrenar_py.check.observing.auto import SETTINGS, STARTUP, Settings
-from entrenar_py.check.rank_files import auto_notes
+from entrenar_py.check.rank_files import notes
 
 
 class Home:
@@ -21,7 +21,7 @@ class Home:
         self.path, self.folder = path / "own", path / "run"
         self.path.mkdir()
         self.folder.mkdir()
-        (self.folder / auto_notes.ASKED).touch()
+        (self.folder / notes.ASKED).touch()
 
     def has(self, name: str, text: str) -> None:
         """Put a module there."""
@@ -53,7 +53,7 @@ def test_a_script_without_torch_pays_nothing(home: Home) -> None:
     """Nothing of this package is imported, and the mark tells that the module was run."""
     heavy = "[name for name in sys.modules if name.startswith(('entrenar_py', 'json', 'pathlib'))]"
     assert home.run(f"import sys; print({heavy})") == "[]\n"
-    assert "no process stepped a torch optimizer" in auto_notes.why_nothing(home.folder)
+    assert "no process stepped a torch optimizer" in notes.why_nothing(home.folder)
 
 
 def test_the_users_own_is_run(home: Home) -> None:
@@ -76,7 +76,7 @@ def test_a_python_without_this_package(home: Home) -> None:
     home.has("torch/__init__.py", "kind = 'own'")
     home.has("entrenar_py/__init__.py", "raise ImportError('not here')")
     assert home.run("import torch; print(torch.kind, torch.__spec__.name)") == "own torch\n"
-    why = auto_notes.why_nothing(home.folder)
+    why = notes.why_nothing(home.folder)
     assert f"{sys.executable} (Python 3.{sys.version_info.minor}) can't import entrenar_py" in why
     assert "install entrenar-py there" in why
 
@@ -87,7 +87,7 @@ def test_a_torch_that_was_looked_for_before(home: Home) -> None:
     home.has("entrenar_py/__init__.py", "raise ImportError('not here')")
     look = "import importlib.util as u; u.find_spec('torch'); spec = u.find_spec('torch')"
     home.run(f"{look}; import torch; assert type(torch.__loader__) is type(spec.loader)")
-    assert "can't import entrenar_py" in auto_notes.why_nothing(home.folder)
+    assert "can't import entrenar_py" in notes.why_nothing(home.folder)
 
 
 def test_a_torch_whose_first_import_fails(home: Home) -> None:
@@ -95,7 +95,7 @@ def test_a_torch_whose_first_import_fails(home: Home) -> None:
     home.has("torch/__init__.py", "import sys; sys.argv.append(0); assert len(sys.argv) > 2")
     home.has("entrenar_py/__init__.py", "raise ImportError('not here')")
     home.run("try: import torch\nexcept AssertionError: import torch")
-    assert "can't import entrenar_py" in auto_notes.why_nothing(home.folder)
+    assert "can't import entrenar_py" in notes.why_nothing(home.folder)
 
 
 def test_a_torch_that_is_missing(home: Home) -> None:
@@ -114,12 +114,12 @@ def test_a_torch_that_is_missing(home: Home) -> None:
 def test_an_interpreter_that_ignores_the_path(home: Home) -> None:
     """With -E nothing is run at start, and the reason says so."""
     assert home.run("print(1)", "-E") == "1\n"
-    assert "ignores PYTHONPATH" in auto_notes.why_nothing(home.folder)
+    assert "ignores PYTHONPATH" in notes.why_nothing(home.folder)
 
 
 def test_names_are_the_same_in_both_places() -> None:
     """The start-up module can't import the names of files and variables, and repeats them."""
     text = (STARTUP / "sitecustomize.py").read_text()
-    for name in (FOLDER, SETTINGS, auto_notes.LOADED):
+    for name in (FOLDER, SETTINGS, notes.LOADED):
         assert f'"{name}"' in text
-    assert auto_notes.NOTES.replace("*", "%d") in text
+    assert notes.PROBLEMS.replace("*", "%d") in text

@@ -104,14 +104,14 @@ def main(pipe: Connection) -> NoReturn:
             os.dup2(output.fileno(), sys.stdout.fileno())
             os.dup2(output.fileno(), sys.stderr.fileno())
         os.environ.update(job["variables"])
-        from entrenar_py.train.finetune import rank_command as module
-        from entrenar_py.train.service import gradient_norms
+        from entrenar_py.train.finetune import cli
+        from entrenar_py.train.service import measures
 
         if job["dies_before"] is not None:
             _plant_death(job["dies_before"])
-        gradient_norms.FACTOR = job["spike_factor"] or gradient_norms.FACTOR
+        measures.FACTOR = job["spike_factor"] or measures.FACTOR
         rendezvous = f"file://{job['folder']}/rendezvous"
-        code = module.main(job["argv"], job["environment"], rendezvous)
+        code = cli.rank(job["argv"], job["environment"], rendezvous)
         sys.stdout.flush()
         sys.stderr.flush()
         desk.answer(str(code).encode())

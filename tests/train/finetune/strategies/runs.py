@@ -19,7 +19,7 @@ from entrenar_py.train.arithmetic import reduction, sharding
 from entrenar_py.train.arithmetic.tensors import Array
 from entrenar_py.train.coordinator.replicas import Replicas
 from entrenar_py.train.finetune import settings_file
-from entrenar_py.train.model import prepared as preparing
+from entrenar_py.train.model import preparation
 
 NUM_VALIDATED = 70  # three batches: one of two ranks has one more
 VALIDATION = "validation.jsonl"
@@ -107,9 +107,9 @@ class Case:
         Rows are filled up to a multiple of `fill_up` tokens.
         """
         settings = settings_file.load(self.write("alone", None))
-        workload = preparing.prepare(settings).workload()
+        workload = preparation.prepare(settings).workload()
         workload.fill_up(fill_up)
-        scenario = preparing.scenario(settings, workload)
+        scenario = preparation.scenario(settings, workload)
         trainer = Replicas(scenario, workload=workload)
         worker = trainer.workers[0] = trainer.new_worker(0, trainer.initial())
         for step in range(scenario.num_steps):

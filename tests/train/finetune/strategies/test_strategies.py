@@ -13,21 +13,98 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from entrenar_py import entrenar as cli
 from entrenar_py.shared import trace
+from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.trace import ledger
-from entrenar_py.train.finetune import export, settings_file
-from entrenar_py.train.finetune import rank_command as module
-from entrenar_py.train.finetune.strategies import table
-from entrenar_py.train.model import evaluation, model
-from entrenar_py.train.model import prepared as preparing
-from entrenar_py.train.model.prepared import Prepared
+from entrenar_py.train.finetune import cli as finetune_cli
+from entrenar_py.train.finetune import outputs, settings_file
+from entrenar_py.train.finetune.strategies import launch, strategy
+from entrenar_py.train.model import evaluation, model, precision, preparation
+from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.model.settings import STRATEGIES
+from entrenar_py.train.model.workload import Finetuning
 from entrenar_py.train.service import exit_codes
 from tests.train.finetune.strategies import ranks, runs
 from tests.train.finetune.strategies.runs import Case
 from tests.train.model import checkpoints
+
+# peft asks for what a later transformers will lack.
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def workload(
+    request: pytest.FixtureRequest, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Finetuning:
+    """The small Qwen3 with adapters, in one process."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
+    case = Case(
+        folder=tmp_path, model=small / "model", small=small, more={"precision": request.param}
+    )
+    return preparation.prepare(settings_file.load(case.write("out", None))).workload()
+
+
+def require_same(before: strategy.Reference, workload: Finetuning) -> None:
+    strategy.require_same_logits(
+        before, strategy.probe_logits(workload, CPU), "tensor_parallel", "Qwen3"
+    )
+
+
+def test_another_rounding_is_the_same_model(
+    workload: Finetuning, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights and products in float32, in place of bfloat16."""
+    before = strategy.reference_of(workload, CPU)
+    assert 0 < before.rounding < 0.05
+    workload.module.float()
+    monkeypatch.setattr(workload, "formats", lambda device: precision.as_given(device))
+    require_same(before, workload)
+
+
+@pytest.mark.parametrize("layer", ["o_proj", "down_proj", "q_proj", "v_proj"])
+def test_a_part_that_is_missing_is_told(workload: Finetuning, layer: str) -> None:
+    """Of each layer's weights, the half of another rank is 0, as if sums were never added."""
+    before = strategy.reference_of(workload, CPU)
+    for name, parameter in workload.module.named_parameters():
+        if f"{layer}.base_layer.weight" in name:
+            dim = 1 if layer in ("o_proj", "down_proj") else 0
+            parameter.data.chunk(2, dim)[1].zero_()
+    with pytest.raises(UsageError, match=r"strategy=tensor_parallel: Qwen3 computes something"):
+        require_same(before, workload)
+
+
+def test_adapters_are_part_of_it(workload: Finetuning) -> None:
+    """With B filled, an adapter that is applied twice is told, and B is empty afterwards."""
+    with strategy.filled(workload.module):
+        before = strategy.reference_of(workload, CPU)
+        for name, parameter in workload.module.named_parameters():
+            if "lora_A" in name:
+                parameter.data.mul_(2)
+        with pytest.raises(UsageError, match="computes something else"):
+            require_same(before, workload)
+    assert not any(p.any() for n, p in workload.module.named_parameters() if "lora_B" in n)
+
+
+def test_what_is_no_number_is_left_alone() -> None:
+    """A router of experts returns a tuple, with the experts that it chose."""
+
+    class Router(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            scores = super().forward(x)
+            return scores, scores.argmax(-1)
+
+    module, x = nn.Sequential(Router(3, 4)), torch.ones(2, 3)
+    exact, chosen = module(x)
+    with strategy._rounded(module, torch.Generator().manual_seed(0)):
+        other, same = module(x)
+    assert torch.equal(chosen, same)
+    assert 0 < float((exact - other).detach().abs().max()) < 1e-5
+    assert not module[0]._forward_hooks
+
 
 # peft asks for what a later transformers will lack.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -103,7 +180,7 @@ CASES = [
 ]
 # CI has no minutes for all pairs: it tries every strategy and every case, `-m by_hand` the rest.
 IN_CI = {
-    "qwen3-lora": table.STRATEGIES,
+    "qwen3-lora": launch.STRATEGIES,
     "qwen3-full": ("fsdp",),
     "llama-lora-packed": ("tensor_parallel", "pipeline_parallel"),
     "llama-full": (),
@@ -113,7 +190,7 @@ IN_CI = {
 
 def strategies(*in_ci: str) -> list[Any]:
     """Return all strategies as parameters; those that are not `in_ci` are tried by hand."""
-    return [pytest.param(one, marks=() if one in in_ci else BY_HAND) for one in table.STRATEGIES]
+    return [pytest.param(one, marks=() if one in in_ci else BY_HAND) for one in launch.STRATEGIES]
 
 
 BFLOAT16 = {"precision": "bfloat16"}
@@ -131,7 +208,7 @@ def test_products_in_bfloat16(case: Case, strategy: str) -> None:
 
 @pytest.mark.multi_gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize("strategy", table.STRATEGIES)
+@pytest.mark.parametrize("strategy", launch.STRATEGIES)
 @pytest.mark.parametrize("case", [{}, {"more": BFLOAT16}, {"method": "full"}], indirect=True)
 def test_two_gpus_train_as_one_process_does(case: Case, strategy: str) -> None:
     """What they write infers as what one process wrote."""
@@ -143,8 +220,8 @@ def test_two_gpus_train_as_one_process_does(case: Case, strategy: str) -> None:
     losses = [one.loss for one in steps]
     assert [one.loss for one in found] == pytest.approx(losses, rel=tolerance)
     assert runs.noted(case.folder / "out", "step")[-1]["backends"] == {"0": "cuda:0", "1": "cuda:1"}
-    prepared = preparing.prepare(settings_file.load(case.folder / "alone.yaml"))
-    alone = export.write(prepared, prepared.workload(), tensors, model_digest="0" * 32)
+    prepared = preparation.prepare(settings_file.load(case.folder / "alone.yaml"))
+    alone = outputs.write(prepared, prepared.workload(), tensors, model_digest="0" * 32)
     ours, theirs = runs.logits(case, case.folder / "out"), runs.logits(case, alone)
     # Without training, 72 % of these logits would be further away, 21 % in bfloat16.
     torch.testing.assert_close(ours, theirs, rtol=0.1, atol=0.05 if is_short else 5e-3)
@@ -191,7 +268,7 @@ def test_stages_keep_quantised_weights(case: Case) -> None:
             marks=() if strategy in IN_CI[str(case.id)] else BY_HAND,
         )
         for case in CASES
-        for strategy in table.STRATEGIES
+        for strategy in launch.STRATEGIES
         # Replicas hold whole models, so another architecture is nothing new to them.
         if str(case.id).startswith("qwen3") or strategy not in ("ddp", "ddp_canonical")
     ],
@@ -211,8 +288,8 @@ def test_two_ranks_train_as_one_process_does(
     assert [one.learning_rate for one in found] == [one.learning_rate for one in steps]
     assert (steps[-1].loss or 0.0) < (steps[0].loss or 0.0)
     settings = settings_file.load(case.folder / "alone.yaml")
-    prepared = preparing.prepare(settings)
-    alone = export.write(prepared, prepared.workload(), tensors, model_digest="0" * 32)
+    prepared = preparation.prepare(settings)
+    alone = outputs.write(prepared, prepared.workload(), tensors, model_digest="0" * 32)
     torch.testing.assert_close(
         runs.logits(case, output), runs.logits(case, alone), rtol=1e-3, atol=1e-3
     )
@@ -282,7 +359,7 @@ def test_a_run_that_died_goes_on_with_the_same_bits(
     if strategy == "ddp":
         codes, told = ranks.torchrun(broken, 2)
         assert codes == [exit_codes.INVALID] * 2
-        assert told.count("it is there already; go on with --resume") == 1
+        assert told.count("it exists already; go on with --resume") == 1
     codes, told = ranks.torchrun(broken, 2, "--resume")
     assert codes == [exit_codes.DONE] * 2, told
     assert "from step 2 on" in told
@@ -386,7 +463,7 @@ def test_a_strategy_is_not_for_the_command(case: Case, capsys: pytest.CaptureFix
 def test_the_module_is_not_for_a_lone_process(
     case: Case, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert module.main([str(case.write("out", "ddp"))], {}) == exit_codes.INVALID
+    assert finetune_cli.rank([str(case.write("out", "ddp"))], {}) == exit_codes.INVALID
     assert "is started by torchrun" in capsys.readouterr().err
 
 
@@ -395,7 +472,7 @@ def test_torchrun_starts_the_module(case: Case) -> None:
     config = case.write("out", "ddp_canonical")
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = subprocess.run(
-        [sys.executable, *command, "-m", module.PROG, str(config)],
+        [sys.executable, *command, "-m", finetune_cli.PROG, str(config)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
@@ -410,4 +487,4 @@ def test_torchrun_starts_the_module(case: Case) -> None:
 
 
 def test_the_table_has_every_strategy_of_a_configuration() -> None:
-    assert tuple(table.STRATEGIES) == STRATEGIES
+    assert tuple(launch.STRATEGIES) == STRATEGIES

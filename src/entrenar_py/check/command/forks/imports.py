@@ -96,7 +96,7 @@ def _own_files(
     """Return the files below `roots` that an import in `file` executes."""
     parts = module.split(".") if module else []
     bases = [file.parents[level - 1]] if level else roots
-    found = []
+    files = []
     for base in bases:
         here = []
         for end in range(1, len(parts) + 1):
@@ -104,8 +104,8 @@ def _own_files(
         if here or level:
             for name in names:
                 here += _at(base.joinpath(*parts, name))
-            found += here
-    return found
+            files += here
+    return files
 
 
 def _at(place: Path) -> list[Path]:
@@ -150,7 +150,7 @@ def _hashing(tree: ast.Module) -> Iterator[int]:
 
 
 def _without_order(tree: ast.Module) -> Iterator[ast.AST]:
-    """Yield the expressions of which no order is asked."""
+    """Yield the expressions that need no order."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare):
             yield from node.comparators
@@ -190,9 +190,9 @@ def _name(call: ast.Call) -> str:
 FIRST = (
     *("torch", "torch._dynamo.aot_compile", "torch.distributed.run", "torch.nn.parallel"),
     *("torch.utils.data", "numpy.random"),
-    *("entrenar_py.check.observing.observer", "entrenar_py.check.observing.loader_batches"),
+    *("entrenar_py.check.observing.observer", "entrenar_py.check.observing.seen_samples"),
     *("entrenar_py.check.observing.auto.beginning", "entrenar_py.check.observing.auto.recorder"),
-    *("entrenar_py.check.observing.auto.follower", "entrenar_py.check.observing.auto.patches"),
+    *("entrenar_py.check.observing.auto.follower", "entrenar_py.check.observing.torch_calls"),
 )
 # Variables that differ from rank to rank or from run to run.
 RANKS = (

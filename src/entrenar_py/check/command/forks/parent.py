@@ -186,13 +186,13 @@ class Command:
 
     def _answer(self, channel: socket.socket, message: dict[str, Any], files: list[int]) -> None:
         """Fork a rank, if a new interpreter would be no different."""
-        why = _why_no_fork(message["words"], message["environment"], self._imports)
+        reason = _why_no_fork(message["words"], message["environment"], self._imports)
         pid = 0
-        if not why:
+        if not reason:
             pid = fork(partial(self._be_rank, message, files))
             self._reports[pid] = files.pop()
         else:
-            tell(self._status, f"cold {why}\n", closes=False)
+            tell(self._status, f"cold {reason}\n", closes=False)
         for one in files:
             os.close(one)
         send(channel, {"pid": pid})

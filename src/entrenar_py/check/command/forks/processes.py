@@ -64,12 +64,12 @@ def set_standard_files(output: int, errors: int) -> None:
 
 def open_files() -> set[int]:
     """Return the descriptors of this process."""
-    found = set()
+    numbers = set()
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # that of the listing itself
             os.fstat(int(name))
-            found.add(int(name))
-    return found
+            numbers.add(int(name))
+    return numbers
 
 
 def woken_by_children() -> int:
@@ -137,7 +137,7 @@ def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
 
 
 def tell(file: int, line: str, *, closes: bool = True) -> None:
-    """Write a line to who may still read it."""
+    """Write a line, which may have no reader any more."""
     with suppress(OSError):
         os.write(file, line.encode())
     if closes:

@@ -23,7 +23,7 @@ class Settings:
 
     - `steps`: a process ends by itself after so many optimizer steps; None for no end.
     - `every`: the training is watched every so many steps, and not recorded; None for a record.
-    - `contract`: the contract whose clauses are watched; None for all clauses.
+    - `contract`: its clauses are watched; None for all clauses.
     - `seed`: of what the script doesn't seed itself; None to leave that as it is.
     - `follows`: the script is observed without a line; else what its line can't see is heard.
     """

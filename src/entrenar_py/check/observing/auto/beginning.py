@@ -1,16 +1,101 @@
-"""Start the observation of this process, once torch is imported."""
+"""Start the observation of this process, once torch is imported, and seed it.
+
+A script that nobody seeds begins with other weights in each run, and no two of its runs can be
+compared. So the generators of torch, numpy and Python are seeded before the script begins, as its
+own first line could do it, and so is whatever it asks for without a seed later (`torch.seed()`).
+Each rank has a seed of its own, since ranks that nobody seeds draw other numbers: a script that
+forgets to give all ranks the same weights is still seen. In a run with common random numbers all
+ranks have one. What a script seeds itself is not touched.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import random
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
+from functools import wraps
+from multiprocessing import process
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from entrenar_py.check.observing import FOLDER, auto
-from entrenar_py.check.observing.auto import seeding
-from entrenar_py.check.rank_files import auto_notes
+import numpy
+import torch
+
+from entrenar_py.check.observing import FAULTS, FOLDER, auto
+from entrenar_py.check.rank_files import notes
+from entrenar_py.shared.faults import CONTROLLED
+
+_TORCH_S: set[int] = set()  # the seeds that torch's generator was given here
+
+
+def seed_process(seed: int) -> None:
+    """Seed this process's generators, and what will be asked of them without a seed."""
+    fresh = _Seeds(f"{seed} {_own_place()}")
+    torch.seed = torch.random.seed = _seeding_torch(fresh)
+    torch.seed()
+    for module, names in ((numpy.random, ("seed", "default_rng")), (random, ("seed",))):
+        # A process without a rank may start the ranks, and draw a free port for them.
+        if module is random and not _is_rank():
+            continue
+        for name in names:
+            setattr(module, name, _with_seed(getattr(module, name), fresh))
+        module.seed()
+
+
+def is_unseeded() -> bool:
+    """Return whether the script has left torch's generator as it was seeded here."""
+    return torch.initial_seed() in _TORCH_S
+
+
+def _own_place() -> str:
+    """Return what tells this process from the other ranks; "" if all are to draw the same."""
+    planned = json.loads(os.environ.get(FAULTS, "[]"))
+    if any(fault["kind"] in CONTROLLED for fault in planned):
+        return ""
+    number = process.current_process().name.rpartition("-")[2]  # SpawnProcess-1 is rank 0
+    return os.environ.get("RANK") or str(int(number) - 1 if number.isdigit() else 0)
+
+
+def _is_rank() -> bool:
+    return "RANK" in os.environ or process.current_process().name != "MainProcess"
+
+
+class _Seeds:
+    """Numbers that follow from a `place`, one after the other."""
+
+    def __init__(self, place: str) -> None:
+        self._place, self._count = place, 0
+
+    def next(self) -> int:
+        """Return the next one."""
+        self._count += 1
+        return zlib.crc32(f"{self._place} {self._count}".encode())
+
+
+def _seeding_torch(fresh: _Seeds) -> Callable[[], int]:
+    @wraps(torch.random.seed)
+    def seed() -> int:
+        number = fresh.next()
+        _TORCH_S.add(number)
+        torch.manual_seed(number)
+        return number
+
+    return seed
+
+
+def _with_seed(original: Callable[..., Any], fresh: _Seeds) -> Callable[..., Any]:
+    @wraps(original)
+    def seeded(*given: Any, **named: Any) -> Any:
+        if named or any(one is not None for one in given):
+            return original(*given, **named)
+        return original(fresh.next())
+
+    if hasattr(original, "__self__"):  # by which the generator is found that it seeds
+        seeded.__self__ = original.__self__  # type: ignore[attr-defined]
+    return seeded
 
 
 class Waiting(Protocol):
@@ -23,14 +108,15 @@ def begin(waiting: Waiting) -> None:
     """Seed the process; set torch's global hooks, and the patches where it has none."""
     if folder := os.environ.get(FOLDER):
         with suppress(OSError):
-            (Path(folder) / auto_notes.LOADED).touch()
+            (Path(folder) / notes.LOADED).touch()
     settings = auto.Settings.of(os.environ)
     if settings.seed is not None:
-        seeding.begin(settings.seed)
-    from entrenar_py.check.observing.auto import follower, patches
+        seed_process(settings.seed)
+    from entrenar_py.check.observing import torch_calls
+    from entrenar_py.check.observing.auto import follower
 
     if not settings.follows:
-        patches.install_for_line(waiting.awaited)
+        torch_calls.install_for_line(waiting.awaited)
         return
     follower.CURRENT = follower.Follower(settings)
-    patches.install(follower.CURRENT, waiting.awaited)
+    torch_calls.install(follower.CURRENT, waiting.awaited)

@@ -1,14 +1,22 @@
-"""Find out what a script without a line trains, and drive an Observer or a Watch with it."""
+"""Find out what a script without a line trains, and drive an Observer or a Watch with it.
+
+Errors of the observation are kept out of the script, which never asked for it (`guarded`). After
+its last step the process is ended from within the script, on all ranks alike (`Ending`).
+"""
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import sys
+import threading
 import weakref
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -16,33 +24,110 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from entrenar_py.check.observing import BATCHES, FAULTS, FOLDER, call_sites
 from entrenar_py.check.observing.auto import Settings
-from entrenar_py.check.observing.auto.ending import Ending
-from entrenar_py.check.observing.auto.guard import guarded
 from entrenar_py.check.observing.loss_terms import Losses
-from entrenar_py.check.rank_files import auto_notes
+from entrenar_py.check.rank_files import notes
+from entrenar_py.shared import hook_calls
+from entrenar_py.shared.errors import EntrenarError
 from entrenar_py.shared.untrusted import printing
 
 if TYPE_CHECKING:
     from entrenar_py.check.observing import Observation
     from entrenar_py.check.observing.auto.recorder import Recorder
     from entrenar_py.check.observing.generators import States
-    from entrenar_py.check.observing.loader_batches import Batches
+    from entrenar_py.check.observing.iterations import LoaderListener
+    from entrenar_py.check.observing.seen_samples import Batches, Pass
+
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
+
+
+def guarded(
+    method: Callable[Concatenate[Any, _Given], _Result],
+) -> Callable[Concatenate[Any, _Given], _Result | None]:
+    """Return `method` for use as a hook: an error of ours ends the observation, not the script.
+
+    Its class has `is_off()`, and `give_up(why)` which switches all hooks off. It returns None where
+    they are off, or if it fails.
+    """
+
+    @hook_calls.ours
+    @wraps(method)
+    def run(self: Any, /, *given: _Given.args, **named: _Given.kwargs) -> _Result | None:
+        if hook_calls.is_traced() or self.is_off():
+            return None
+        try:
+            return method(self, *given, **named)
+        except EntrenarError as error:
+            self.give_up(str(error))
+        except Exception as error:  # noqa: BLE001  (the user's script has to run all the same)
+            self.give_up(
+                f"the observation failed ({type(error).__name__}: {error}): an error of "
+                "entrenar-py, please report it"
+            )
+        return None
+
+    return run
+
+
+TRIES = 3  # a script that catches SystemExit as often is ended without its consent
+PATIENCE_S = 10.0  # for the script's own `finally` and exit handlers; collectives may wait for ever
+
+
+class Ending:
+    """Ends this process once it `is_due`, with exit code 0.
+
+    `SystemExit` lets the script unwind: context managers close files and process groups, exit
+    handlers end a loader's workers. The process ends without them if they take too long.
+    """
+
+    def __init__(self) -> None:
+        self.is_due = False
+        self._tries = 0
+        self._pid = os.getpid()
+        # Early, so that it runs after the exit handlers of everything that was imported since. The
+        # interpreter itself isn't taken down: gloo's threads sometimes abort it then.
+        atexit.register(self.at_exit)
+
+    def leave(self) -> NoReturn:
+        """End the process; called where the script begins a step that shall not be made."""
+        self._tries += 1
+        if self._tries == 1:
+            watchdog = threading.Timer(PATIENCE_S, self._end)
+            watchdog.daemon = True
+            watchdog.start()
+        if self._tries > TRIES or threading.current_thread() is not threading.main_thread():
+            self._end()
+        raise SystemExit(0)
+
+    def at_exit(self) -> None:
+        """End at once if the script was made to leave."""
+        if self._tries and os.getpid() == self._pid:
+            self._end()
+
+    def _end(self) -> NoReturn:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(0)
+
 
 _LOG = logging.getLogger("entrenar_py")
 
 CURRENT: Follower | None = None  # of this process
 
 
+def _stepped_by(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def _inside(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that `optimizers` wrap, and step on behalf of the script."""
-    from entrenar_py.check.observing import tensors  # brings DTensor
+    from entrenar_py.check.observing import tensors
 
     return [inner for opt in optimizers for inner in tensors.inner_optimizers(opt)]
 
 
 def _gets_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a backward pass can give any of the optimizer's tensors a gradient."""
-    return any(p.requires_grad for group in optimizer.param_groups for p in group["params"])
+    return any(p.requires_grad for p in _stepped_by(optimizer))
 
 
 def _takes_turns(optimizer: torch.optim.Optimizer, others: Iterable[torch.optim.Optimizer]) -> bool:
@@ -50,11 +135,9 @@ def _takes_turns(optimizer: torch.optim.Optimizer, others: Iterable[torch.optim.
 
     Copies of what another one steps are no such model.
     """
-    own = [p for group in optimizer.param_groups for p in group["params"]]
+    own = _stepped_by(optimizer)
     return all(isinstance(p, nn.Parameter) for p in own) and not any(
-        _are_copies(own, [p for group in other.param_groups for p in group["params"]])
-        for other in others
-        if other is not optimizer
+        _are_copies(own, _stepped_by(other)) for other in others if other is not optimizer
     )
 
 
@@ -67,17 +150,16 @@ def _steps_a_copy(
     tensors, although they may require a gradient.
     """
     trained = {*called.parameters()}
-    own = [p for group in optimizer.param_groups for p in group["params"]]
+    own = _stepped_by(optimizer)
     if not trained.isdisjoint(own):
         return False
     return any(
         not trained.isdisjoint(peers) and _are_copies(own, peers)
-        for peers in ([p for g in other.param_groups for p in g["params"]] for other in others)
+        for peers in map(_stepped_by, others)
     )
 
 
 def _are_copies(own: list[Any], peers: list[Any]) -> bool:
-    """Return whether tensors have the numbers of others."""
     return (
         len(peers) == len(own)
         and all(a.device == b.device for a, b in zip(own, peers, strict=True))
@@ -102,14 +184,14 @@ class Follower:
         self._batches: Batches | None = None
         # The generators' states when a loader handed out a batch, before anything is observed.
         self._at_batch: States = {}
-        # A module that is called in training mode, and of which no optimizer holds anything; and
+        # A module that is called in training mode while no optimizer holds anything of it; and
         # what it was called with before the first backward pass.
         self._untrained: weakref.ref[nn.Module] | None = None
         self._untrained_inputs: list[Any] = []
         self._pid = os.getpid()
         self._gave_up = False
         self._depth = 0  # backward passes that have begun: one may run inside of another
-        self._stepping = 0  # optimizers whose steps have begun: one may step inside of another's
+        self._stepping = 0  # steps that have begun: an optimizer may step inside of another's step
         self._ending = Ending()
         # The modules that each optimizer steps, None if there are none.
         self._watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, nn.Module | None] = (
@@ -121,17 +203,17 @@ class Follower:
         """Return whether this process isn't followed."""
         return self._gave_up
 
-    def give_up(self, why: str) -> None:
+    def give_up(self, reason: str) -> None:
         """Stop following, and tell the harness why."""
         self._gave_up = True
         if self._recorder is not None:
-            self._recorder.fail(why)
+            self._recorder.fail(reason)
             return
         folder = os.environ.get(FOLDER)
         if folder:
-            auto_notes.write(Path(folder), why)
+            notes.write_problem(Path(folder), reason)
         else:
-            printing.warn(f"entrenar: this process is not watched: {why}")
+            printing.warn(f"entrenar: this process is not watched: {reason}")
 
     def wins(self, observation: Observation) -> None:
         """Note that the script calls `observe` itself: what was recorded here is dropped.
@@ -157,22 +239,22 @@ class Follower:
         """Return the optimizers that were built and are alive, without those inside of others.
 
         Of two with the same parameters the later one is meant: a script has built it again. But if
-        one is an attribute of the other, it is inside of that, whichever was built first. One whose
-        tensors no backward pass reaches (DiLoCo's outer optimizer) is left out, unless they are a
-        model that waits for its turn.
+        one is an attribute of the other, it is inside of that, whichever was built first. If no
+        backward pass reaches its tensors (DiLoCo's outer optimizer) it is left out, unless they are
+        a model that waits for its turn.
         """
         alive = [opt for ref in self._optimizers if (opt := ref()) is not None]
         inside = _inside(alive)
         alive = [opt for opt in alive if not any(opt is inner for inner in inside)]
         alive = [opt for opt in alive if _gets_gradients(opt) or _takes_turns(opt, alive)] or alive
-        held = [{p for g in opt.param_groups for p in g["params"]} for opt in alive]
+        by_optimizer = [{*_stepped_by(opt)} for opt in alive]
         return [
             opt
             for index, opt in enumerate(alive)
-            if held[index]
+            if by_optimizer[index]
             and not any(
-                held[index] < other or (held[index] == other and index < at)
-                for at, other in enumerate(held)
+                by_optimizer[index] < other or (by_optimizer[index] == other and index < at)
+                for at, other in enumerate(by_optimizer)
             )
         ]
 
@@ -190,16 +272,16 @@ class Follower:
 
         A module is not trained yet if no optimizer holds any of its parameters.
         """
-        from entrenar_py.check.observing import zero_partitions
+        from entrenar_py.check.observing import flat_parameters
 
         optimizers = self.optimizers()
         if called is not None:
             optimizers = [o for o in optimizers if not _steps_a_copy(o, called, optimizers)]
-            zero = getattr(zero_partitions.optimizer_of(called), "optimizer", None)
+            zero = getattr(flat_parameters.zero_optimizer(called), "optimizer", None)
             if zero is not None and not any(zero is opt for opt in optimizers):
                 optimizers.append(zero)  # between its steps it has no tensors
-        own = set() if called is None else zero_partitions.parameters_of(called)
-        parameters = {p for opt in optimizers for g in opt.param_groups for p in g["params"]}
+        own = set() if called is None else flat_parameters.parameters_and_partitions(called)
+        parameters = {p for opt in optimizers for p in _stepped_by(opt)}
         if called is not None and zero is None and parameters.isdisjoint(own):
             if self._untrained is None and any(p.requires_grad for p in called.parameters()):
                 self._untrained = weakref.ref(called)
@@ -270,7 +352,7 @@ class Follower:
     def batches(self) -> Batches:
         """The batches that the process's DataLoaders yield."""
         if self._batches is None:
-            from entrenar_py.check.observing.loader_batches import Batches
+            from entrenar_py.check.observing.seen_samples import Batches
 
             self._batches = Batches()
         return self._batches
@@ -320,11 +402,13 @@ class Follower:
             self._recorder.backward_ended()
 
     @guarded
-    def iterated(self, loader: Any, iterator: Any) -> None:
-        """Note that a pass over a DataLoader begins."""
+    def iterated(self, loader: Any) -> LoaderListener:
+        """Note that a pass over a DataLoader begins; return what hears it."""
+        from entrenar_py.check.observing.seen_samples import Pass
+
         call_sites.Samples.drawn()
         self._control()
-        self.batches.iterated(loader, iterator)
+        return _GuardedPass(self, Pass(self.batches, loader))
 
     def _control(self) -> None:
         """Draw common random numbers, or keep batches, from here on, if that is planned.
@@ -340,24 +424,12 @@ class Follower:
 
             common_numbers.begin_if_planned()
 
-    @guarded
-    def drew(self, iterator: Any, index: Any) -> None:
-        """Note what a DataLoader's sampler drew."""
-        self.batches.drew(iterator, index)
-
-    @guarded
-    def yielded(self, iterator: Any, batch: Any) -> None:
-        """Note a batch that a DataLoader yields."""
-        self.batches.yielded(iterator, batch)
+    def note_generators(self) -> None:
+        """Note the generators' states as a loader hands out a batch before any observation."""
         if self.observation is None and self._optimizers and torch.is_grad_enabled():
             from entrenar_py.check.observing import generators
 
             self._at_batch = generators.global_states()
-
-    @guarded
-    def exhausted(self, iterator: Any) -> None:
-        """Note that a pass over a DataLoader is over."""
-        self.batches.exhausted(iterator)
 
     @guarded
     def scaled(self, scale: float, losses: Any) -> None:
@@ -379,7 +451,7 @@ class Follower:
     def before_step(
         self, optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> Any:
-        """Look at an optimizer whose step begins, and see its closure run if it has one.
+        """Look at an optimizer as its step begins, and see its closure run if it has one.
 
         If the first training pass comes in this closure, an Observer's hooks are too late for it.
         """
@@ -423,15 +495,16 @@ class Follower:
             self._recorder.stranger_steps(optimizer)
 
     def _begin_late(self, optimizer: torch.optim.Optimizer) -> None:
-        """Begin to observe in a step whose gradients no backward pass has left, but the script.
+        """Begin to observe in a step with gradients that the script has set, and no backward pass.
 
-        One whose gradients are zeros trains nothing: torch.distributed.checkpoint makes optimizer
+        A step with gradients of zeros trains nothing: torch.distributed.checkpoint makes optimizer
         state in this way.
         """
-        from entrenar_py.check.observing import dtensors, surroundings
+        from entrenar_py.check.observing import surroundings, tensors
 
-        stepped = [p for group in optimizer.param_groups for p in group["params"]]
-        graded = [p for p in stepped if p.grad is not None and dtensors.local(p.grad).any()]
+        graded = [
+            p for p in _stepped_by(optimizer) if p.grad is not None and tensors.local(p.grad).any()
+        ]
         is_known = any(optimizer is own for own in self.optimizers())
         if self.observation is None and is_known and surroundings.have_modules(graded):
             self._begin(None)
@@ -440,7 +513,7 @@ class Follower:
         """Note a step without a record, in case that no other is ever recorded."""
         folder = os.environ.get(FOLDER)
         if self.observation is None and self.settings.every is None and folder:
-            auto_notes.write(
+            notes.write_problem(
                 Path(folder),
                 f"{type(optimizer).__name__} stepped tensors that it got after the forward and "
                 "backward passes: that is not observed",
@@ -467,10 +540,34 @@ class Follower:
         self.look_at_calls(True)
 
     def _leave_if_due(self) -> None:
-        """End the process before a step that was not asked for."""
         if not self._ending.is_due:
             return
         observer: Any = self.observation
         if observer.has_late_weights:
             observer.close()
         self._ending.leave()
+
+
+class _GuardedPass:
+    """One pass over a DataLoader: errors in hearing it end the observation, not the script."""
+
+    def __init__(self, follower: Follower, loader_pass: Pass) -> None:
+        self._follower, self._pass = follower, loader_pass
+        self.is_off, self.give_up = follower.is_off, follower.give_up
+
+    @guarded
+    def drawn(self, index: Any) -> None:
+        self._pass.drawn(index)
+
+    @guarded
+    def item(self, batch: Any) -> None:
+        self._pass.item(batch)
+        self._follower.note_generators()
+
+    @guarded
+    def failed(self) -> None:
+        self._pass.failed()
+
+    @guarded
+    def over(self) -> None:
+        self._pass.over()

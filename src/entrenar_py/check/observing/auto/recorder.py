@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from entrenar_py.check.observing import batches, surroundings
-from entrenar_py.check.observing.auto.guard import guarded
+from entrenar_py.check.observing import samples, surroundings, tensors
+from entrenar_py.check.observing.auto.follower import guarded
 from entrenar_py.check.observing.generators import States
-from entrenar_py.check.observing.loader_batches import Batches
 from entrenar_py.check.observing.loss_terms import Begun
 from entrenar_py.check.observing.observer import Observer
 from entrenar_py.check.observing.outer_synchronisation import OuterOptimizer
-from entrenar_py.check.observing.seen_samples import SeenSamples
+from entrenar_py.check.observing.seen_samples import Batches, SeenSamples
 from entrenar_py.shared.errors import UsageError
 
 
@@ -24,7 +23,7 @@ class Recorder(Observer):
     """Records one rank, with the arguments of `observe` that the script's objects show.
 
     Samples are found by what the model is given, and losses are what `backward` is called on.
-    `called` is the module whose forward pass is about to begin, None in a backward pass. What was
+    `called` is the module that is about to be called, None in a backward pass. What was
     drawn since the generators had the states `drawn_since` belongs to the first batch. `give_up` is
     told why, if something goes wrong later on. `stepped` is called after a step that no hook of
     torch's tells of. Raises UsageError where `observe` would.
@@ -64,10 +63,10 @@ class Recorder(Observer):
         """Return whether something has gone wrong."""
         return self._is_off
 
-    def give_up(self, why: str) -> None:
+    def give_up(self, reason: str) -> None:
         """End the observation, and tell the follower why."""
         self._is_off = True
-        self._tell_why(why)
+        self._tell_why(reason)
 
     _before_forward = guarded(Observer._before_forward)
     _after_forward = guarded(Observer._after_forward)
@@ -87,8 +86,8 @@ class Recorder(Observer):
         self._micro_batches.backward_begins(begun)
 
     def was_called(self, inputs: Any) -> None:
-        """Note a forward pass of before this record, of a model of which optimizers step copies."""
-        self._micro_batches.before_forward(inputs, batches.blocks_of(inputs))
+        """Note a pass before this record, of a model that optimizers step copies of."""
+        self._micro_batches.before_forward(inputs, samples.blocks_of(inputs))
         self._micro_batches.after_forward(inputs, is_training=True)
 
     def backward_ended(self) -> None:
@@ -127,7 +126,7 @@ class Recorder(Observer):
         step alone, and its rule is recorded. Raises UsageError if it steps parameters that are
         observed.
         """
-        stepped = {p for group in optimizer.param_groups for p in group["params"]}
+        stepped = tensors.stepped_by(optimizer)
         if not stepped.isdisjoint(self._subject.parameters.values()):
             raise UsageError(
                 f"in step {self.num_steps} another optimizer ({type(optimizer).__name__}) steps "
@@ -142,10 +141,10 @@ class Recorder(Observer):
         """Note that an optimizer has stepped; write what is known of the script, if that is new."""
         self._note_facts()
 
-    def fail(self, why: str) -> None:
+    def fail(self, problem: str) -> None:
         """End the record with a problem: what comes after it is unknown."""
         self._remove_hooks()
-        self._recording.close(why)
+        self._recording.close(problem)
 
     def withdraw(self) -> None:
         """Remove the record: the script observes itself."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,20 +16,69 @@ from entrenar_py.shared.errors import BackendUnavailable, UsageError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.distill import student
-from entrenar_py.train.finetune import export, foresight, rows_read, settings_file, stage_problems
-from entrenar_py.train.finetune import task as tasks
-from entrenar_py.train.finetune.strategies import table
-from entrenar_py.train.finetune.strategies.agreement import together
+from entrenar_py.train.finetune import foresight, outputs, settings_file, task
+from entrenar_py.train.finetune.strategies.data_parallel import Canonical, FullySharded, Replicated
+from entrenar_py.train.finetune.strategies.pipeline_parallel import PipelineParallel
 from entrenar_py.train.finetune.strategies.record import Record, State
-from entrenar_py.train.finetune.strategies.scoring import Scoring
-from entrenar_py.train.finetune.strategies.step import Shards
-from entrenar_py.train.finetune.strategies.training_loop import Ended, Loop
-from entrenar_py.train.model import prepared as preparing
-from entrenar_py.train.model.prepared import Prepared
-from entrenar_py.train.model.settings import Settings
+from entrenar_py.train.finetune.strategies.strategy import Shards, Strategy, together
+from entrenar_py.train.finetune.strategies.tensor_parallel import SequenceParallel, TensorParallel
+from entrenar_py.train.finetune.strategies.training_loop import Ended, Loop, Scoring
+from entrenar_py.train.model import blocks, preparation
+from entrenar_py.train.model.preparation import Prepared
+from entrenar_py.train.model.settings import BY_SHARDS, Settings
 from entrenar_py.train.model.workload import Finetuning
 from entrenar_py.train.service import coordinator, exit_codes
 from entrenar_py.train.wire.effects import Finish
+
+STRATEGIES: Mapping[str, Callable[[Shards], Strategy]] = {
+    "ddp": Replicated,
+    "ddp_canonical": Canonical,
+    "fsdp": FullySharded,
+    "tensor_parallel": TensorParallel,
+    "sequence_parallel": SequenceParallel,
+    "pipeline_parallel": PipelineParallel,
+}
+
+
+def require_possible(
+    strategy: str, workload: Finetuning, scenario: Scenario, world_size: int
+) -> None:
+    """Raise UsageError unless `world_size` ranks can train `workload` by `strategy`."""
+    if strategy in BY_SHARDS and world_size > scenario.num_shards:
+        raise UsageError(
+            f"strategy={strategy} with {world_size} ranks: training.num_shards="
+            f"{scenario.num_shards} leaves ranks without a shard; use num_shards >= {world_size}, "
+            "or fewer ranks"
+        )
+    if strategy == "ddp_canonical" and world_size & (world_size - 1):
+        raise UsageError(
+            f"strategy=ddp_canonical with {world_size} ranks: ranks share a tree evenly; start 1, "
+            "2, 4, 8 ... ranks"
+        )
+    if strategy == "fsdp":
+        blocks.of(workload.module)
+    if strategy in ("tensor_parallel", "sequence_parallel"):
+        problem = blocks.problem_of_sharing(workload.module, world_size)
+        if problem:
+            raise UsageError(
+                f"strategy={strategy} with {world_size} ranks: {problem}; use ddp, ddp_canonical, "
+                "fsdp or pipeline_parallel"
+            )
+    if strategy == "sequence_parallel":
+        blocks.of(workload.module)
+    if strategy == "pipeline_parallel":
+        num_blocks = len(blocks.of(workload.module))
+        if num_blocks < world_size:
+            raise UsageError(
+                f"strategy=pipeline_parallel with {world_size} ranks: the model has {num_blocks} "
+                f"blocks, and each rank needs one; use {num_blocks} ranks or fewer"
+            )
+        if scenario.num_shards < world_size:
+            raise UsageError(
+                f"strategy=pipeline_parallel with {world_size} ranks: training.num_shards="
+                f"{scenario.num_shards} leaves stages idle; use num_shards >= {world_size}"
+            )
+
 
 _EXAMPLE = "torchrun --nproc_per_node=2 -m entrenar_py.finetune run.yaml"
 _TIMEOUT = timedelta(minutes=30)  # of a collective: a rank may read a large model for long
@@ -130,8 +179,8 @@ def train(
 def _shards(settings: Settings, prepared: Prepared, here: World) -> Shards:
     workload = together(lambda: student.workload(prepared))
     if not here.rank:
-        rows_read.say_teacher(workload)
-        rows_read.say_warnings()
+        foresight.say_teacher(workload)
+        foresight.say_warnings()
     scenario = together(lambda: _scenario(settings, workload, here))
     return Shards(workload, scenario, here.device)
 
@@ -147,11 +196,11 @@ def _finish(prepared: Prepared, scenario: Scenario, record: Record, ended: Ended
         tell=record.tell,
     )
     if ended.status == "completed":
-        digest = preparing.model_digest(scenario)
+        digest = preparation.model_digest(scenario)
         workload = prepared.workload()
-        output = export.write(prepared, workload, ended.tensors, model_digest=digest)
+        output = outputs.write(prepared, workload, ended.tensors, model_digest=digest)
         printing.say(f"written to {output}")
-    tasks.draw(prepared, scenario.num_steps, whole)
+    task.draw(prepared, scenario.num_steps, whole)
 
 
 def _free_bytes(here: World) -> list[int]:
@@ -170,7 +219,7 @@ def _look(path: Path, prepared: Prepared, here: World, free: list[int]) -> None:
     """On rank 0, say what was read, and look at hyper-parameters and at all ranks' memory."""
     if here.rank:
         return
-    rows_read.say(prepared)
+    foresight.say_rows(prepared)
     is_gpu = here.device.type == "cuda"
     names = [f"cuda:{index}" for index in range(here.on_host)]
     foresight.look_as_ranks(
@@ -186,30 +235,30 @@ def _look(path: Path, prepared: Prepared, here: World, free: list[int]) -> None:
 def settings_of(path: Path) -> Settings:
     """Return the configuration of ranks. Raises UsageError if it has none of their strategies."""
     settings = settings_file.load(path)
-    stage_problems.require_other(settings, path, "torchrun")
+    settings_file.require_other(settings, path, "torchrun")
     if settings.strategy is None:
         raise UsageError(
             f"{path}: strategy is missing, which ranks of torchrun need; add one of "
-            f"{', '.join(table.STRATEGIES)}, or use entrenar finetune without torchrun"
+            f"{', '.join(STRATEGIES)}, or use entrenar finetune without torchrun"
         )
-    export.require_own(settings)
+    outputs.require_own(settings)
     return settings
 
 
 def _prepare(settings: Settings, here: World) -> Prepared:
     """Read the rows, first on one rank of each host: the others find them in the cache."""
-    days = [preparing.day_of(settings)]
+    days = [preparation.day_of(settings)]
     dist.broadcast_object_list(days)  # other hosts lack the ledger, and midnight may be between
-    prepare = partial(preparing.prepare, settings, day=days[0])
+    prepare = partial(preparation.prepare, settings, day=days[0])
     first = together(lambda: prepare() if here.local_rank == 0 else None)
     return together(lambda: first or prepare())
 
 
 def _scenario(settings: Settings, workload: Finetuning, here: World) -> Scenario:
-    found = preparing.scenario(settings, workload)
+    scenario = preparation.scenario(settings, workload)
     assert settings.strategy is not None, "it was required"
-    table.require_possible(settings.strategy, workload, found, here.size)
-    return found.with_(
+    require_possible(settings.strategy, workload, scenario, here.size)
+    return scenario.with_(
         system=settings.strategy,
         world_size=here.size,
         backends=("cuda" if here.device.type == "cuda" else "cpu",),
@@ -225,10 +274,13 @@ def _run(
     halts_on_spike: bool,
 ) -> Ended:
     def opened() -> State | None:
-        return None if record is None else _opened(record, prepared, resume=resume)
+        if record is None:
+            return None
+        outputs.make_folder(prepared)
+        return record.open(resume=resume)
 
     # First, so that a strategy that is refused leaves no ledger behind.
-    strategy = together(lambda: table.STRATEGIES[shards.scenario.system](shards))
+    strategy = together(lambda: STRATEGIES[shards.scenario.system](shards))
     state = together(opened)
     resumes = [state is not None]
     dist.broadcast_object_list(resumes, 0)
@@ -243,8 +295,3 @@ def _run(
         halts_on_spike=halts_on_spike,
     )
     return loop.run(state, resumes=resumes[0])
-
-
-def _opened(record: Record, prepared: Prepared, *, resume: bool) -> State | None:
-    export.make_folder(prepared)
-    return record.open(resume=resume)

@@ -2,6 +2,9 @@
 
 The schedule is torch's 1F1B, with the shards of a step as its micro-batches. All have the same
 shape: rows are filled up to the longest of the step, shards to the same number of rows.
+
+The model's own forward pass runs in each stage. It leaves out the blocks of other stages, takes the
+hidden states that came in at its first block, and ends after its last block.
 """
 
 from __future__ import annotations
@@ -16,14 +19,116 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.arithmetic import sharding
-from entrenar_py.train.finetune.strategies import probe
-from entrenar_py.train.finetune.strategies.agreement import together
-from entrenar_py.train.finetune.strategies.stages import Ends, Stage
-from entrenar_py.train.finetune.strategies.step import Shards, Step
-from entrenar_py.train.finetune.strategies.strategy import Arrays, Strategy, ValueOf, gradient_of
-from entrenar_py.train.model import blocks, fused_loss, layer_plan
-from entrenar_py.train.model.modes import in_evaluation
+from entrenar_py.train.finetune.strategies import strategy
+from entrenar_py.train.finetune.strategies.strategy import (
+    Arrays,
+    Shards,
+    Step,
+    Strategy,
+    ValueOf,
+    gradient_of,
+    together,
+)
+from entrenar_py.train.model import blocks, objectives
 from entrenar_py.train.model.objectives import IGNORED
+from entrenar_py.train.model.precision import in_evaluation
+from entrenar_py.train.stages.stage_model import Reached, Skipped, hidden_of
+
+
+class Ends:
+    """What a model has before and after its blocks, found out by running it on `tokens`.
+
+    `before` and `after` are sets of parameters. `dtypes` has the format of each block's output, and
+    `width` is the size of its last dim.
+    """
+
+    def __init__(self, module: nn.Module, blocks: nn.ModuleList, tokens: Tensor) -> None:
+        self.before, self.after = set[nn.Parameter](), set[nn.Parameter]()
+        self.dtypes: list[torch.dtype] = []
+        self.width = 0
+        self.returns_tuples = False  # True if blocks do
+        self._found = self.before
+        inside = {layer for block in blocks for layer in block.modules()}
+        hooks = [
+            layer.register_forward_pre_hook(self._note)
+            for layer in module.modules()
+            if layer not in inside and next(layer.parameters(recurse=False), None) is not None
+        ]
+        hooks += [block.register_forward_hook(self._passed) for block in blocks]
+        try:
+            module(input_ids=tokens, use_cache=False)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if len(self.dtypes) != len(blocks):
+            raise UsageError(
+                f"strategy=pipeline_parallel: {type(module).__name__} does not run its "
+                f"{len(blocks)} blocks once each; use ddp, ddp_canonical or fsdp"
+            )
+
+    def _note(self, layer: nn.Module, _: object) -> None:
+        self._found.update(layer.parameters(recurse=False))
+
+    def _passed(self, _: nn.Module, __: object, output: Any) -> None:
+        hidden = hidden_of(output)
+        self.returns_tuples = isinstance(output, tuple)
+        self.dtypes.append(hidden.dtype)
+        self.width = hidden.shape[-1]
+        self._found = self.after
+
+
+class Stage(nn.Module):
+    """The blocks `own` of a model; its forward pass without a head is `decoder`.
+
+    Called with tokens int64 [n, t] in the first stage, with hidden states [n, t, d] in others.
+    """
+
+    def __init__(
+        self, decoder: nn.Module, blocks: nn.ModuleList, own: range, *, returns_tuples: bool
+    ) -> None:
+        super().__init__()
+        self._decoder, self._is_first = decoder, own.start == 0
+        self._embedding_width = cast("Any", decoder).get_input_embeddings().weight.shape[1]
+        self._is_last = own.stop == len(blocks)
+        self._received: Tensor | None = None
+        for index, block in enumerate(blocks):
+            if index not in own:
+                blocks[index] = Skipped(block, returns_tuple=returns_tuples)
+        if not self._is_first:
+            blocks[own.start].register_forward_pre_hook(self._enter, with_kwargs=True)
+        if not self._is_last:
+            blocks[own.stop - 1].register_forward_hook(_leave)
+
+    def forward(self, x: Tensor, **named: Any) -> Tensor:
+        """Return hidden states [n, t, d]: after this stage's blocks, or the model's last ones.
+
+        `named` are a mask or positions, [n, t].
+        """
+        if self._is_first:
+            named["input_ids"] = x
+        else:  # what the model does before its blocks is without effect
+            self._received = x
+            named["inputs_embeds"] = x.new_zeros(*x.shape[:2], self._embedding_width)
+        try:
+            output = self._decoder(**named, use_cache=False)
+        except Reached as reached:
+            return reached.hidden
+        finally:
+            self._received = None
+        hidden: Tensor = output.last_hidden_state
+        return hidden
+
+    def _enter(
+        self, _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if inputs:
+            return (self._received, *inputs[1:]), named
+        return inputs, {**named, "hidden_states": self._received}
+
+
+def _leave(_: nn.Module, __: object, output: Any) -> None:
+    raise Reached(hidden_of(output))
+
 
 _Shape = tuple[int, int]  # rows of a shard, and tokens of a row
 
@@ -38,17 +143,17 @@ class PipelineParallel(Strategy):
         layers = blocks.of(module)
         cuts = [range(c[0], c[-1] + 1) for c in sharding.cut(range(len(layers)), self._size)]
         names = {parameter: name for name, parameter in module.named_parameters()}
-        tokens = probe.tokens()
-        with probe.filled(module):
+        tokens = strategy.probe_tokens()
+        with strategy.filled(module):
             place = next(module.parameters()).device
-            before = probe.reference(workload, place)
+            before = strategy.reference_of(workload, place)
             with in_evaluation(module), workload.formats(place):
                 ends = Ends(module, layers, tokens.to(place))
                 self._head = _Head(workload.objective, module)
             self._dtypes = [ends.dtypes[cut.stop - 1] for cut in cuts]
             self._width = ends.width
             stage = Stage(
-                *(layer_plan.decoder_of(module), layers, cuts[self._rank]),
+                *(blocks.decoder_of(module), layers, cuts[self._rank]),
                 returns_tuples=ends.returns_tuples,
             )
             self._keep(module, ends)
@@ -97,7 +202,7 @@ class PipelineParallel(Strategy):
         self._first_of = {name: ranks[0] for name, ranks in copied.items()}
         return {name: dist.new_group(ranks) for name, ranks in copied.items()}
 
-    def _require_same(self, before: probe.Reference, tokens: Tensor) -> None:
+    def _require_same(self, before: strategy.Reference, tokens: Tensor) -> None:
         """Raise UsageError on the last rank unless all stages together do what the model did."""
         workload = self._shards.workload
         with in_evaluation(workload.module), workload.formats(self.device):
@@ -107,7 +212,7 @@ class PipelineParallel(Strategy):
             after = self._head.logits(hidden)
         after = after[:, -1] if before.logits.dim() == 2 else after
         kind = type(workload.module).__name__
-        probe.require_same(before, after.float().cpu(), "pipeline_parallel", kind)
+        strategy.require_same_logits(before, after.float().cpu(), "pipeline_parallel", kind)
 
     def _passed(self, tokens: Tensor, **named: Tensor) -> Tensor | None:
         """Pass rows of tokens, int64 [n, t], through all stages, in evaluation mode.
@@ -150,12 +255,12 @@ class PipelineParallel(Strategy):
         schedule = self._scheduled(shape, len(step.shards))
         self._stage.begin(step)
         is_first, is_last = self._rank == 0, self._rank == self._size - 1
-        found: list[Tensor] = []
+        losses_here: list[Tensor] = []
         with self._shards.workload.formats(self.device):
             schedule.step(
                 *([tokens.to(self.device)] if is_first else []),
                 target=targets.to(self.device) if is_last else None,
-                losses=found if is_last else None,
+                losses=losses_here if is_last else None,
                 **named,
             )
         for parameter in self.trainable.values():
@@ -165,7 +270,7 @@ class PipelineParallel(Strategy):
                 dist.all_reduce(gradient_of(self.trainable[name]), group=group)
         losses = self._shards.zeros()
         if is_last:
-            losses += torch.stack([loss.detach() for loss in found]).to(losses)
+            losses += torch.stack([loss.detach() for loss in losses_here]).to(losses)
         return losses
 
     def _batch(self, step: Step) -> tuple[Tensor, dict[str, Tensor], Tensor]:
@@ -175,16 +280,16 @@ class PipelineParallel(Strategy):
         """
         workload = self._shards.workload
         parts = [workload.rows(part or step.shards[0][:1]) for part in step.shards]
-        shape = (max(len(one[0]) for one in parts), max(one[0].shape[1] for one in parts))
-        tokens = torch.cat([_filled(one[0], shape, workload.pad_token) for one in parts])
+        shape = (max(len(own[0]) for own in parts), max(own[0].shape[1] for own in parts))
+        tokens = torch.cat([_filled(own[0], shape, workload.pad_token) for own in parts])
         targets = torch.cat(
             [
-                _filled(one[2] if part else torch.full_like(one[2], IGNORED), shape, IGNORED)
-                for part, one in zip(step.shards, parts, strict=True)
+                _filled(own[2] if part else torch.full_like(own[2], IGNORED), shape, IGNORED)
+                for part, own in zip(step.shards, parts, strict=True)
             ]
         )
         if workload.is_packed:
-            positions = torch.cat([_continued(one[1], shape) for one in parts])
+            positions = torch.cat([_continued(own[1], shape) for own in parts])
             return tokens, {"position_ids": positions}, targets
         if not workload.has_classes:
             return tokens, {}, targets
@@ -194,7 +299,7 @@ class PipelineParallel(Strategy):
             start = shard * shape[0]
             classes[start : start + len(part)] = workload.classes(part)
         # A row that fills up sees its own tokens: a softmax over nothing would not be a number.
-        masks = torch.cat([_filled(one[1], shape, 0) for one in parts])
+        masks = torch.cat([_filled(own[1], shape, 0) for own in parts])
         masks[masks.sum(1) == 0] = 1
         return tokens, {"attention_mask": masks}, torch.stack([classes, ends], dim=1)
 
@@ -218,7 +323,6 @@ class PipelineParallel(Strategy):
         return cast("Schedule1F1B", self._schedule[1])
 
     def _hidden(self, shape: _Shape, rank: int) -> Tensor:
-        """Return an example, without memory, of the hidden states that `rank` makes."""
         dtype, of_meta = self._dtypes[rank], torch.device("meta")
         return torch.empty((*shape, self._width), dtype=dtype, device=of_meta, requires_grad=True)
 
@@ -245,13 +349,11 @@ class PipelineParallel(Strategy):
 
 
 def _ends(tokens: Tensor, pad_token: int) -> Tensor:
-    """Return the place of each row's last token, int64 [n], of tokens [n, t]."""
     places = torch.arange(tokens.shape[1], device=tokens.device)
     return (places * (tokens != pad_token)).argmax(-1)
 
 
 def _filled(rows: Tensor, shape: _Shape, value: int) -> Tensor:
-    """Return `rows`, int64 [n, t], filled up to `shape` with `value`."""
     return F.pad(rows, (0, shape[1] - rows.shape[1], 0, shape[0] - len(rows)), value=value)
 
 
@@ -273,11 +375,9 @@ class _Drawing(nn.Module):
         self._shard = 0
 
     def begin(self, step: Step) -> None:
-        """Begin `step`, whose shards will come in their order."""
         self._step, self._shard = step, 0
 
     def forward(self, x: Tensor, **named: Tensor) -> Tensor:
-        """Return the stage's hidden states for the next shard."""
         assert self._step is not None, "begin was called"
         self._shards.seed(self._step, self._shard, self._rank)
         self._shard += 1
@@ -295,7 +395,7 @@ class _Head:
         self._is_product = False
         if self._weights is None:
             self.layer = base.get_output_embeddings()
-            self._is_product = fused_loss.head_of(module) is not None
+            self._is_product = objectives.head_of(module) is not None
             return
         base = base.get_base_model() if hasattr(base, "peft_config") else base
         if not hasattr(base, "score"):
@@ -306,7 +406,6 @@ class _Head:
         self.layer = base.score
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits at each place."""
         found: Tensor = self.layer(hidden)
         return found
 
@@ -323,5 +422,5 @@ class _Head:
         places = (wanted != IGNORED).nonzero().flatten()
         hidden, wanted = hidden.flatten(0, 1).index_select(0, places), wanted[places]
         if self._is_product:
-            return fused_loss.cross_entropy(hidden, self.layer.weight, wanted)
+            return objectives.cross_entropy(hidden, self.layer.weight, wanted)
         return F.cross_entropy(self.layer(hidden).float(), wanted, reduction="sum")

@@ -24,17 +24,14 @@ from entrenar_py.shared.trace.writer import Mark, Standing
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.arithmetic import blocks, checkpoint, optimizer, sharding
 from entrenar_py.train.arithmetic.tensors import TensorSpec
-from entrenar_py.train.finetune.strategies.step import Step
-from entrenar_py.train.finetune.strategies.strategy import Arrays
+from entrenar_py.train.finetune.strategies.strategy import Arrays, Step
 from entrenar_py.train.finetune.task import CHECKPOINT, LEDGER, METRICS
 from entrenar_py.train.model.settings import BY_SHARDS
-from entrenar_py.train.service import file_locks, gradient_norms, ledger_continuity, progress
-from entrenar_py.train.service.event_files import EventFiles
+from entrenar_py.train.service import file_locks, ledger_account, measures, progress
 from entrenar_py.train.service.ledger_account import weights_digest
-from entrenar_py.train.service.memory_peak import Memory
-from entrenar_py.train.service.metrics import Metrics
+from entrenar_py.train.service.measures import Memory, Stopwatch
+from entrenar_py.train.service.metrics import EventFiles, Metrics
 from entrenar_py.train.service.run_events import Happening, Listener, Noted, Scored, StepMade
-from entrenar_py.train.service.stopwatch import Stopwatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +100,7 @@ class Record:
         path, state = self._folder / CHECKPOINT, None
         if path.exists() and not resume:
             raise UsageError(
-                f"checkpoint {path}: it is there already; go on with --resume, or give another "
-                "output"
+                f"checkpoint {path}: it exists already; go on with --resume, or give another output"
             )
         if path.exists():
             state = self._load(path)
@@ -140,14 +136,14 @@ class Record:
         limits = {"step": most, "epoch": most, "offset": self._scenario.num_samples}
         expected = self._expected()
         checkpoint.require_fitting(path, arrays, stored, expected=expected, limits=limits)
-        self._since = ledger_continuity.since(stored, path)
+        self._since = ledger_account.gap_since(stored, path)
         moments = checkpoint.group_of(arrays, "optimizer")
         return State(
             step=stored["step"],
             position=sharding.Position(stored["epoch"], stored["offset"]),
             tensors=checkpoint.group_of(arrays, "tensors"),
             moments={name: self._unflat(moments[name]) for name in ("exp_avg", "exp_avg_sq")},
-            norms=gradient_norms.of_checkpoint(stored, path).to_record(),
+            norms=measures.of_checkpoint(stored, path).to_record(),
         )
 
     def _expected(self) -> Arrays:
@@ -181,7 +177,6 @@ class Record:
 
     @property
     def _is_over(self) -> bool:
-        """The ledger ends with a run that was completed: no step is left to be made."""
         return self._standing.end is not None and self._standing.end.status == "completed"
 
     def _write_start(self, state: State) -> None:
@@ -200,11 +195,11 @@ class Record:
             )
         )
 
-    def made(self, step: Step, made: Made) -> None:
+    def made(self, step: Step, result: Made) -> None:
         """Record a step."""
         ranks = sharding.runs(range(len(step.shards)), range(self._scenario.world_size))
         rank_of = {shard: rank for rank, shards in ranks.items() for shard in shards}
-        loss = sum(made.losses) / step.weight
+        loss = sum(result.losses) / step.weight
         self._write(
             *(
                 trace.Shard(
@@ -213,8 +208,8 @@ class Record:
                     rank=rank_of[shard] if self._scenario.system in BY_SHARDS else 0,
                     shard=shard,
                     ids=tuple(ids),
-                    loss_sum=made.losses[shard],
-                    weight=made.weights[shard],
+                    loss_sum=result.losses[shard],
+                    weight=result.weights[shard],
                     finite=True,
                 )
                 for shard, ids in enumerate(step.shards)
@@ -224,18 +219,18 @@ class Record:
                 rank=0,
                 loss=loss,
                 weight=step.weight,
-                learning_rate=made.rate,
+                learning_rate=result.rate,
                 finite=True,
                 weights={},
-                grad_norm=made.norm,
-                applied_norm=made.applied_norm,
+                grad_norm=result.norm,
+                applied_norm=result.applied_norm,
             ),
         )
-        if made.spike is not None:
-            self._write(made.spike)
-            told = gradient_norms.say_made(made.spike, self._scenario.clip_norm)
-            self.note("spike", step.number, told)
-        times = self._watch.made(reduce_s=0.0, num_tokens=made.num_tokens)
+        if result.spike is not None:
+            self._write(result.spike)
+            spike = measures.say_made(result.spike, self._scenario.clip_norm)
+            self.note("spike", step.number, spike)
+        times = self._watch.made(reduce_s=0.0, num_tokens=result.num_tokens)
         self._watch.begin()
         self.tell(
             StepMade(
@@ -251,12 +246,12 @@ class Record:
                 bytes_out=None,
                 last=None,
                 waits_ms={},
-                learning_rate=made.rate,
-                grad_norm=made.norm,
+                learning_rate=result.rate,
+                grad_norm=result.norm,
                 tokens_per_s=times.tokens_per_s,
                 backends=self._backends,
-                memory_bytes=made.memory.host_bytes,
-                device_bytes=made.memory.device_bytes,
+                memory_bytes=result.memory.host_bytes,
+                device_bytes=result.memory.device_bytes,
             )
         )
 
@@ -276,8 +271,8 @@ class Record:
         arrays = checkpoint.as_arrays(tensors=state.tensors, optimizer=moments)
         scenario = self._scenario.to_dict()
         notes = {
-            ledger_continuity.KEY: ledger_continuity.to_record(self._ledger.last),
-            gradient_norms.KEY: list(state.norms),
+            ledger_account.LEDGER_KEY: ledger_account.mark_record(self._ledger.last),
+            measures.NORMS_KEY: list(state.norms),
         }
         try:
             checkpoint.save(path, arrays, {**state.progress, "scenario": scenario, **notes})
@@ -303,10 +298,10 @@ class Record:
         reason: str,
         *,
         tensors: Arrays,
-        why: Sequence[trace.Event],
+        events: Sequence[trace.Event],
     ) -> None:
-        """Record how the run ended, before step `step`; `why` are the events of a halt."""
-        self._write(*why)
+        """Record how the run ended, before step `step`; `events` are the events of a halt."""
+        self._write(*events)
         if not self._is_over:
             ended = "failed" if status == "stopped" else status
             self._write(trace.End(status=ended, reason=reason))

@@ -1,12 +1,17 @@
-"""What differs between strategies: how the ranks share a model, its gradient and its state.
+"""What all strategies share: shards and their losses, and how ranks hold a model and agree.
 
 A rank holds whole trainable tensors, or a piece of each as DTensors, or all pieces of some.
+Batches, shards and random numbers are the reference trainer's: they follow from the scenario alone.
+A model is tried on a few tokens before and after it is cut: the same logits must come out.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,8 +19,128 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map
 
-from entrenar_py.train.finetune.strategies.step import Step
+from entrenar_py.shared.errors import CheckpointError, ContractError, EntrenarError, UsageError
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.train.arithmetic import sharding
+from entrenar_py.train.arithmetic.engine import Dropout
+from entrenar_py.train.model.precision import in_evaluation
+from entrenar_py.train.model.workload import Finetuning
+
+Result = TypeVar("Result")
+_KINDS = (CheckpointError, UsageError)  # raised again as what they are; others as EntrenarError
+
+
+def together(action: Callable[[], Result]) -> Result:
+    """Return the result of `action` on this rank, once all ranks have theirs.
+
+    If one or more raise an error of this package, or an OSError, all raise that of the lowest rank.
+    A collective within `action` must come before anything that can fail on some ranks alone, or
+    after that was agreed on: a rank that has left waits for the others here.
+    """
+    problem: tuple[str, object] | None = None
+    try:
+        result = action()
+    except ContractError as error:
+        problem = ContractError.__name__, error.problems
+    except (EntrenarError, OSError) as error:
+        kinds = [kind.__name__ for kind in _KINDS if isinstance(error, kind)]
+        problem = (kinds or [EntrenarError.__name__])[0], str(error)
+    everyone: list[tuple[str, object] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, problem)
+    for rank, theirs in enumerate(everyone):
+        if theirs is not None:
+            raise _as_error(*theirs, rank)
+    return result
+
+
+def _as_error(kind: str, message: object, rank: int) -> EntrenarError:
+    if isinstance(message, list):
+        return ContractError(message)
+    text = str(message) if rank == 0 else f"rank {rank}: {message}"
+    kinds = {one.__name__: one for one in _KINDS}
+    return kinds.get(kind, EntrenarError)(text)
+
+
+Objective = Callable[..., Tensor]  # of what a batch has: the summed loss, 0-d
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Step `number`: the ids of each logical shard, some perhaps empty, and the `weight` of all."""
+
+    number: int
+    epoch: int
+    shards: tuple[sharding.Ids, ...]
+    weight: float
+
+    @property
+    def num_samples(self) -> int:
+        """The number of samples in all shards."""
+        return sum(map(len, self.shards))
+
+
+class Shards:
+    """Cuts a run's batches into logical shards, and computes losses of shards on `device`."""
+
+    def __init__(self, workload: Finetuning, scenario: Scenario, device: torch.device) -> None:
+        self.workload, self.scenario, self.device = workload, scenario, device
+        self._visit: tuple[int, sharding.Ids] | None = None
+
+    def step(self, number: int, position: sharding.Position) -> Step:
+        """Return the step at `position`."""
+        scenario = self.scenario
+        if self._visit is None or self._visit[0] != position.epoch:
+            rng = scenario.rng("order", position.epoch)
+            self._visit = position.epoch, sharding.order(scenario.num_samples, rng)
+        ids = sharding.batch(self._visit[1], position, scenario.batch_size)
+        self.workload.require(ids)  # all ranks wait here, and not in a collective
+        return Step(
+            number=number,
+            epoch=position.epoch,
+            shards=tuple(sharding.cut(ids, scenario.num_shards)),
+            weight=self.workload.weight(ids),
+        )
+
+    def share(self, rank: int, world_size: int) -> range:
+        """Return the consecutive shards of `rank`, of W ranks that each have S / W or one more."""
+        shards = sharding.cut(range(self.scenario.num_shards), world_size)[rank]
+        return range(shards[0], shards[-1] + 1)
+
+    def loss(self, objective: Objective, step: Step, shard: int) -> Tensor:
+        """Return the summed loss of `shard`, computed by `objective`.
+
+        A shard without samples has a loss of zero: of another sample, times zero.
+        """
+        ids = step.shards[shard]
+        self.seed(step, shard)
+        batch = self.workload.batch(ids or step.shards[0][:1])
+        loss = self.workload.loss(lambda given: objective(*given), batch, self.device)
+        return loss if ids else loss * 0
+
+    def seed(self, step: Step, shard: int, *place: int) -> None:
+        """Seed all that the model draws in `shard`, as the reference trainer does.
+
+        A `place` in the model, such as a stage, gets a stream of its own.
+        """
+        rng = self.scenario.rng("dropout", step.number, shard, *place)
+        self.workload.seed(Dropout(0.0, rng))
+
+    def zeros(self) -> Tensor:
+        """Return a loss of zero for each shard, float64 [num_shards], on the device."""
+        return torch.zeros(self.scenario.num_shards, dtype=torch.float64, device=self.device)
+
+    def padded(self, rank: int, world_size: int) -> Iterator[int | None]:
+        """Yield the shards of `rank`, then None as often as others have one more than this rank.
+
+        If the forward pass is a collective: all ranks call it equally often.
+        """
+        share = self.share(rank, world_size)
+        yield from share
+        longest = -(-self.scenario.num_shards // world_size)
+        yield from [None] * (longest - len(share))
+
 
 Arrays = dict[str, NDArray[np.float32]]
 ValueOf = Callable[[nn.Parameter], Tensor]  # a parameter itself, or its moment or gradient
@@ -36,7 +161,7 @@ class Strategy(ABC):
     def compute(self, step: Step) -> Tensor:
         """Leave the gradient of the step's loss, a sum divided by `step.weight`, in every `.grad`.
 
-        Returns float64 [num_shards]: the summed losses of the shards whose loss this rank has, and
+        Returns float64 [num_shards]: the summed losses of the shards with a loss on this rank, and
         zeros for all others. The sum over ranks is each shard's loss.
         """
 
@@ -61,7 +186,7 @@ class Strategy(ABC):
         return sums.sum()
 
     def first_bad(self) -> str | None:
-        """Return the name of a tensor whose gradient is not finite, the same on all ranks."""
+        """Return the name of a tensor with a gradient that is not finite, the same on all ranks."""
         own = [
             name
             for name, parameter in self.trainable.items()
@@ -103,7 +228,6 @@ class Strategy(ABC):
 
 
 def _as_held(whole: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Return this rank's piece of `whole` if `parameter` is in pieces, else `whole`."""
     if not isinstance(parameter, DTensor):
         return whole
     return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
@@ -129,3 +253,104 @@ def is_in_pieces(tensor: Tensor) -> bool:
 def trainable_of(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters of `module` that are trained, by name."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+_NUM_TOKENS = 4  # a rank, in each of two rows
+_VOCABULARY = 9  # tokens that every model has
+# Shares of the norm of all logits. Rounding is allowed what it makes of the model by itself, some
+# times over: partial sums of a cut product are rounded one by one, and a GPU has other kernels than
+# the CPU. Logits that have nothing in common differ by 1.4, so no model may round that much.
+_LEAST, _TIMES, _MOST = 1e-3, 4, 0.5
+_FILL = 0.01
+
+
+@contextmanager
+def filled(module: nn.Module) -> Iterator[None]:
+    """Fill trainable tensors of zeros while a model is tried: a new adapter's B hides its A."""
+    empty = [name for name, p in module.named_parameters() if p.requires_grad and not p.any()]
+    try:
+        _fill(module, empty, _FILL)
+        yield
+    finally:
+        _fill(module, empty, 0.0)
+
+
+def _fill(module: nn.Module, names: list[str], value: float) -> None:
+    """Fill by name: a model that is cut meanwhile has other parameters, and perhaps not all."""
+    parameters = dict(module.named_parameters())
+    for name in names:
+        if name in parameters:
+            local(parameters[name].detach()).fill_(value)
+
+
+def probe_tokens() -> Tensor:
+    """Return two rows of tokens, int64 [2, t], where t is a multiple of the number of ranks."""
+    return (1 + torch.arange(2 * _NUM_TOKENS * dist.get_world_size()) % _VOCABULARY).view(2, -1)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A whole model's answer to a few tokens, which it must still give once it is cut.
+
+    `logits` are float32, on the CPU. `rounding` is by how much they differ, as a share of their
+    norm, once the result of every product is off by as much as its format rounds.
+    """
+
+    logits: Tensor
+    rounding: float
+
+
+def reference_of(workload: Finetuning, device: torch.device) -> Reference:
+    """Return what the model of `workload`, whole and on `device`, makes of a few tokens."""
+    exact = probe_logits(workload, device)
+    draw = torch.Generator(device).manual_seed(0)
+    with _rounded(workload.module, draw):
+        other = probe_logits(workload, device)
+    return Reference(exact, _difference(exact, other))
+
+
+@contextmanager
+def _rounded(module: nn.Module, draw: torch.Generator) -> Iterator[None]:
+    def off(output: Any) -> Any:
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            return output  # such as the experts that a router chose
+        noise = torch.rand(output.shape, generator=draw, device=output.device) * 2 - 1
+        return output + (output * noise * torch.finfo(output.dtype).eps).to(output.dtype)
+
+    hooks = [
+        layer.register_forward_hook(lambda _, __, output: tree_map(off, output))
+        for layer in module.modules()
+        if any(tensor.dim() > 1 for tensor in layer.parameters(recurse=False))
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def probe_logits(workload: Finetuning, device: torch.device) -> Tensor:
+    """Return what a model makes of a few tokens, in evaluation mode: float32, on the CPU."""
+    module: Any = workload.module
+    with in_evaluation(module), workload.formats(device):
+        found: Tensor = module(input_ids=probe_tokens().to(device), use_cache=False).logits
+    return found.float().cpu()
+
+
+def require_same_logits(before: Reference, after: Tensor, strategy: str, kind: str) -> None:
+    """Raise UsageError unless the logits `after` a cut are those `before`, up to rounding.
+
+    `kind` is the model's class.
+    """
+    difference = _difference(before.logits, after)
+    allowed = min(max(_LEAST, _TIMES * before.rounding), _MOST)
+    if not difference <= allowed:
+        raise UsageError(
+            f"strategy={strategy}: {kind} computes something else once it is cut (logits differ by "
+            f"{difference:.2g} of their norm, and rounding makes at most {allowed:.2g}); use ddp, "
+            "ddp_canonical or fsdp"
+        )
+
+
+def _difference(before: Tensor, after: Tensor) -> float:
+    return float((before - after).norm() / before.norm())

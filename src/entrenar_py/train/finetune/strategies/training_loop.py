@@ -3,6 +3,10 @@
 The loss is a sum divided by the batch's whole weight, and the gradient is clipped by one norm over
 all ranks. A value that is not finite stops all ranks before the step is made. So does a spike, if
 that was asked for.
+
+Ranks must take every branch together: one that leaves alone lets all others wait in a collective.
+So what they branch on is summed or gathered first (losses, the norm, signals to stop), and is
+the same number on all of them. Rank 0 alone writes, by `_on_record`.
 """
 
 from __future__ import annotations
@@ -25,15 +29,67 @@ from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.arithmetic import optimizer, sharding
 from entrenar_py.train.arithmetic.optimizer import BETA1, BETA2, EPSILON
-from entrenar_py.train.finetune import evaluator
+from entrenar_py.train.finetune import task
 from entrenar_py.train.finetune.strategies.record import Made, Record, State
-from entrenar_py.train.finetune.strategies.scoring import Scoring
-from entrenar_py.train.finetune.strategies.step import Shards, Step
-from entrenar_py.train.finetune.strategies.strategy import Arrays, Strategy, gradient_of, local
-from entrenar_py.train.model.evaluation import Scores
-from entrenar_py.train.service import gradient_norms, memory_peak, signals
-from entrenar_py.train.service.gradient_norms import GradientNorms
-from entrenar_py.train.service.memory_peak import Memory
+from entrenar_py.train.finetune.strategies.strategy import (
+    Arrays,
+    Shards,
+    Step,
+    Strategy,
+    gradient_of,
+    local,
+)
+from entrenar_py.train.model.evaluation import Examination, Scores
+from entrenar_py.train.model.precision import in_evaluation
+from entrenar_py.train.model.preparation import Prepared
+from entrenar_py.train.service import measures, signals
+from entrenar_py.train.service.measures import GradientNorms, Memory
+
+
+class Scoring:
+    """Scores every `evaluate_every` steps, and at the end, if there are validation rows.
+
+    Training waits meanwhile, since no rank need have room for a second model.
+    """
+
+    def __init__(self, prepared: Prepared, strategy: Strategy, shards: Shards) -> None:
+        self._every = prepared.settings.evaluate_every
+        self._strategy, self._workload = strategy, shards.workload
+        self._examination: Examination | None = None
+        if prepared.validation is not None:
+            self._examination = Examination(
+                prepared.validation,
+                shards.workload.module,
+                settings=prepared.settings,
+                pad_token=prepared.pad_token,
+                multiple=shards.workload.row_multiple,
+            )
+
+    def is_due(self, made: int) -> bool:
+        """Return whether to score after `made` steps that are not the last."""
+        return self._examination is not None and made % self._every == 0
+
+    def scores(self) -> Scores | None:
+        """Return the scores, the same on all ranks; None without rows. All ranks must call it."""
+        if (examination := self._examination) is None:
+            return None
+        device, rank, size = self._strategy.device, dist.get_rank(), dist.get_world_size()
+        if not self._strategy.shares_rows:
+            rank, size = 0, 1
+        totals = torch.zeros(examination.totals_size, dtype=torch.float64)
+        with in_evaluation(self._workload.objective), self._workload.formats(device):
+            for begin in range(0, len(examination), size):
+                # A forward pass may be a collective: ranks without a batch repeat the first one.
+                is_real = begin + rank < len(examination)
+                batch = examination.batch(begin + rank if is_real else 0)
+                tokens, mask, targets = (one.to(device) for one in batch)
+                logits = self._strategy.logits(tokens, mask)
+                if is_real and logits is not None:
+                    totals += torch.from_numpy(examination.totals(logits, targets))
+        totals = totals.to(device)
+        dist.all_reduce(totals)
+        return examination.scores(totals.cpu().numpy())
+
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _LOOK_EVERY = 16  # steps from one look at this rank's memory to the next
@@ -58,7 +114,6 @@ class Halted(Exception):
 
 
 def _not_finite(what: str, step: Step, shard: int | None, tensor: str | None) -> Halted:
-    """Return how a loss or a gradient that is not finite ends the run."""
     where = "" if shard is None else f", shard {shard}"
     reason = f"non-finite {what} in step {step.number}{where}: training halted before any update"
     ids = () if shard is None else tuple(step.shards[shard])
@@ -103,13 +158,13 @@ class Loop:
         self._on_record(lambda record: record.begin(whole))
         self._saved = self._step if resumes else -1
         status, reason = "completed", ""
-        why: tuple[trace.Event, ...] = ()
+        events: tuple[trace.Event, ...] = ()
         num_steps = self._scenario.num_steps
         while self._step < num_steps:
             try:
                 is_stopped = self._train()
             except Halted as error:
-                status, reason, why = "halted", str(error), error.events
+                status, reason, events = "halted", str(error), error.events
                 break
             if is_stopped and self._step < num_steps:
                 status, reason = "stopped", "a rank was stopped by a signal"
@@ -123,7 +178,7 @@ class Loop:
         self._on_record(lambda record: record.note("memory", step, f"peak memory: {peaks}"))
         tensors = self._strategy.whole(lambda parameter: parameter)
         self._on_record(
-            lambda record: record.finish(step, status, reason, tensors=tensors, why=why)
+            lambda record: record.finish(step, status, reason, tensors=tensors, events=events)
         )
         scores = self._score() if status == "completed" else None
         for line in () if scores is None or self._record is None else scores.lines():
@@ -133,7 +188,7 @@ class Loop:
     def _score(self) -> Scores | None:
         scores, step = self._scoring.scores(), self._step
         if scores is not None:
-            self._on_record(lambda record: record.scored(evaluator.event(scores, step)))
+            self._on_record(lambda record: record.scored(task.event(scores, step)))
         return scores
 
     def _peaks(self) -> str:
@@ -141,7 +196,7 @@ class Loop:
         if self._strategy.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._strategy.device)
         else:
-            peak = memory_peak.here().host_bytes
+            peak = measures.memory_peak().host_bytes
         everyone = [0] * dist.get_world_size()
         dist.all_gather_object(everyone, peak)
         return ", ".join(
@@ -153,9 +208,9 @@ class Loop:
         step = self._shards.step(self._step, self._position)
         self._optimizer.zero_grad()
         if self._step % _LOOK_EVERY == 0:
-            self._memory = memory_peak.here()
-        host, held = self._memory
-        own = torch.tensor([self._stopping.is_told, host, held or 0], dtype=torch.float64)
+            self._memory = measures.memory_peak()
+        host, device = self._memory
+        own = torch.tensor([self._stopping.is_told, host, device or 0], dtype=torch.float64)
         told = torch.cat([self._strategy.compute(step), own.to(self._strategy.device)])
         dist.all_reduce(told)
         *losses, stops, host_bytes, device_bytes = told.tolist()
@@ -180,7 +235,7 @@ class Loop:
             applied_norm=applied,
             num_tokens=self._shards.workload.num_tokens([i for ids in step.shards for i in ids]),
             spike=spike,
-            memory=Memory(int(host_bytes), None if held is None else int(device_bytes)),
+            memory=Memory(int(host_bytes), None if device is None else int(device_bytes)),
         )
         self._on_record(lambda record: record.made(step, made))
         return bool(stops)
@@ -194,10 +249,9 @@ class Loop:
             raise _not_finite(f"gradient of {tensor}", step, None, tensor)
 
     def _spike(self, step: Step, norm: float) -> trace.Spike | None:
-        """Take the norm of a step; return the spike that it is, if it is one and doesn't halt."""
         spike = self._norms.spike(step.number, norm)
         if spike is not None and self._halts_on_spike:
-            reason = gradient_norms.say_halted(spike)
+            reason = measures.say_halted(spike)
             raise Halted(spike, trace.Halt(step=step.number, reason=reason), reason=reason)
         self._norms.add(norm)
         return spike
@@ -248,7 +302,6 @@ class Loop:
         )
 
     def _moment(self, kind: str, parameter: nn.Parameter) -> Tensor:
-        """Return a moment of `parameter`, zeros before its first step."""
         if parameter not in self._optimizer.state:
             return torch.zeros_like(parameter)
         moment: Tensor = self._optimizer.state[parameter][kind]
@@ -313,6 +366,5 @@ class _Stopping:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        """Note the signal; the same one again has its usual effect."""
         self.is_told = True
         signal.signal(number, signal.SIG_DFL)

@@ -53,7 +53,7 @@ class Waiting:
 
 
 def note(text):
-    """Leave `text` for the harness, if it is there; check/rank_files/auto_notes.py reads it."""
+    """Leave `text` for the harness, if it is there; check/rank_files/notes.py reads it."""
     folder = os.environ.get(FOLDER)
     if not folder:
         sys.stderr.write("entrenar: " + text + "\n")

@@ -1,0 +1,215 @@
+"""The work on a user's own trainer: its runs, and the findings of the checks on them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from entrenar_py.check.clauses.check import Check
+from entrenar_py.check.cli import early
+from entrenar_py.check.cli.reporting import Work
+from entrenar_py.check.command import folders, judging, launch, placeholders, run_plan, runs
+from entrenar_py.check.command.run_settings import RunSettings
+from entrenar_py.check.contract import Position
+from entrenar_py.check.evidence.needs import PROBED
+from entrenar_py.check.harness import judgement
+from entrenar_py.check.harness.judgement import Listener, Progress
+from entrenar_py.check.harness.plan import Task
+from entrenar_py.check.project import commands
+from entrenar_py.check.project.configuration import Standing
+from entrenar_py.check.rank_files import observed_run
+from entrenar_py.check.rank_files.arrangements import Arrangement
+from entrenar_py.check.reports.report import Entry
+from entrenar_py.shared.trace import Trace, Traits
+
+FINITENESS = "finiteness"  # the check of F-DP-003
+
+
+class Shared:
+    """The runs of a command that the contracts of one call share, and the folder of these runs.
+
+    Closing `stack` removes the folder if nobody needs it, and says where it is if somebody does.
+    """
+
+    def __init__(self) -> None:
+        self.made: dict[RunSettings, Trace] = {}
+        self.arrangements: dict[int, Arrangement] = {}
+        self.folders: list[Path] = []
+        self._temporary: folders.RunFolder | None = None
+        self.stack = ExitStack()
+
+    def folder(self, named: Path | None) -> folders.RunFolder:
+        """Return the folder `named` by the user, or the temporary one of all contracts."""
+        kept = folders.RunFolder(named) if named is not None else self._temporary
+        if kept is None:
+            kept = self._temporary = self.stack.enter_context(folders.temporary())
+        self.folders.append(kept.path)
+        return kept
+
+
+def work(shared: Shared, options: argparse.Namespace, standing: Standing) -> Work:
+    """Return the work on the command of `options`; its runs are taken from `shared`, or added.
+
+    Clauses that are decided by probes of the harness don't apply, and are left out. Those that the
+    configuration declares not to apply are judged by the runs that others need: a verdict on one
+    contradicts the declaration, and is reported. Raises UsageError if the command can't be run.
+    """
+    tasks = judging.tasks(standing.selected)
+    probed = {PROBED} if early.names_no_contract(options) else set()
+    usual = commands.usual_variables(options.command)
+    make_plan = partial(
+        run_plan.Plan,
+        command=options.command,
+        needs={
+            need
+            for task in tasks
+            if task.check is not None
+            for need in (*task.check.needs, *task.check.witnesses)
+        }
+        | probed,
+        world_sizes=options.world_size or run_plan.WORLD_SIZES,
+        seed=options.seed,
+        num_steps=options.steps,
+        num_epochs=options.epochs,
+        deadline_s=options.deadline,
+        auto=options.auto,
+        launch=partial(
+            launch.launch, cwd=options.command_folder, parents=options.parents, usual=usual
+        ),
+        source=_copied_folder(options),
+        spelled=options.knobs,
+        made=shared.made,
+        arrangements=shared.arrangements,
+    )
+    foreseen = [f"command: {change}" for change in options.command_changes]
+    plan = make_plan(folder=Path())
+    planned, more = plan.foreseen(_likely(options))
+    for size in {settings.world_size for settings in plan.plain().values()}:
+        words = placeholders.fill(options.command, {"world_size": str(size)}, {})
+        folder = options.command_folder
+        options.parents.prepare(words, {**usual, **os.environ, **plan.observing()}, folder)
+    foreseen += more
+    unnamed = _unnamed(options, tasks)
+    checks = [task.check for task in tasks if task.invariant.id not in unnamed]
+    if any(check is not None and check.name == FINITENESS for check in checks):
+        foreseen += _expected(options)
+    runs_by_file: dict[Path, runs.Run] = {}
+    declared = {task.invariant.id: task.reason for task in standing.not_applying}
+    left_out = judging.tasks([task.invariant for task in standing.not_applying])
+    doubts: dict[str, str] = {}
+
+    def entries(show: Progress, judged: Listener) -> Iterator[Entry]:
+        kept = shared.folder(options.trace_dir)
+        recorded: Iterable[tuple[Path, runs.Run]] = ()
+        if any(task.check is not None for task in tasks):  # else no run would be judged
+            recorded = runs.record(make_plan(folder=kept.path), partial(show, "runs", 0, 0))
+        known = judging.verdicts_as_known(tasks, recorded, runs_by_file, on_judged=judged)
+        yield from (_advised(kept.see(entry), unnamed) for entry in known)
+        yield from map(kept.see, judging.refuted(left_out, runs_by_file, declared))
+        doubts.update(judging.doubts(left_out, options.command, shared.folders))
+
+    def environment() -> Mapping[str, object]:
+        recorded = judgement.environment(run.trace for run in runs_by_file.values())
+        return {**recorded, "launched": options.parents.told()}
+
+    def places() -> Mapping[str, Position]:
+        return judgement.places(run.trace for run in runs_by_file.values()) or _beginning(options)
+
+    return Work(
+        entries=entries,
+        environment=environment,
+        places=places,
+        system=observed_run.SYSTEM,
+        seed=options.seed,
+        not_applying=judging.elsewhere(standing.selected),
+        runs=planned,
+        foreseen=tuple(foreseen),
+        doubts=doubts,
+        streams=True,
+    )
+
+
+def stored_work(
+    options: argparse.Namespace, standing: Standing, kept: Mapping[Path, runs.Run]
+) -> Work:
+    """Return the work on the runs that an earlier call with a command has `kept`."""
+    traces = [run.trace for run in kept.values()]
+    declared = {one.invariant.id: one.reason for one in standing.not_applying}
+    left_out = judging.tasks([one.invariant for one in standing.not_applying])
+
+    def entries(_: Progress, judged: Listener) -> Iterator[Entry]:
+        yield from judging.judge(judging.tasks(standing.selected), kept, on_judged=judged)
+        yield from judging.refuted(left_out, kept, declared)
+
+    return Work(
+        entries=entries,
+        environment=partial(judgement.environment, traces),
+        places=partial(judgement.places, traces),
+        system=observed_run.SYSTEM,
+        seed=options.seed,
+        num_traces=len(traces),
+        not_applying=judging.elsewhere(standing.selected),
+    )
+
+
+def _unnamed(options: argparse.Namespace, tasks: Iterable[Task]) -> dict[str, Check]:
+    """Return by id the checks of clauses that neither contract nor id named."""
+    if not early.names_no_contract(options):
+        return {}
+    return {
+        one.invariant.id: one.check
+        for one in tasks
+        if one.check is not None and one.invariant.id not in options.only
+    }
+
+
+def _advised(entry: Entry, unnamed: Mapping[str, Check]) -> Entry:
+    """Return `entry`, as advice if its clause was not named, and such a break is no more."""
+    broken, check = entry.finding.counterexample, unnamed.get(entry.invariant.id)
+    why = check.advice(broken) if broken is not None and check is not None else ""
+    return replace(entry, accepted=why, advice=True) if why else entry
+
+
+def _expected(options: argparse.Namespace) -> list[str]:
+    """Return in a line what is likely to be found, as far as the text of the script shows."""
+    path = _script(options)
+    told = commands.without_a_test_for_nan(path) if path is not None else ""
+    told, _, _ = told.partition(": ")  # the finding says what to add
+    return [f"expected: {told}"] if told else []
+
+
+def _likely(options: argparse.Namespace) -> Traits:
+    """Return the traits of the first run on which others depend, as far as the texts show them."""
+    path, command = _script(options), options.command
+    known = commands.read_script(path) if path is not None else None
+    starts_again = judging.restarts(command) or not commands.is_torchs(command)
+    return Traits(
+        saves="weights" if known and known.saves else "",
+        loads="" if known and known.loads else "nothing",
+        restarts="" if starts_again else "nothing",
+    )
+
+
+def _script(options: argparse.Namespace) -> Path | None:
+    """Return the script that the command runs; None if that can't be told."""
+    if commands.is_for_shell(options.command):
+        return None
+    return commands.script(options.command, options.command_folder or Path.cwd())[1]
+
+
+def _beginning(options: argparse.Namespace) -> dict[str, Position]:
+    """Return the script's first line, where a report points to if no other line is known."""
+    path = _script(options)
+    return {} if path is None else {"step": Position(str(path), 1, 1)}
+
+
+def _copied_folder(options: argparse.Namespace) -> Path | None:
+    """Return the folder that is copied for each run; None if runs are to share it."""
+    folder: Path = (options.command_folder or Path.cwd()).resolve()
+    shared = options.in_place or folders.runs_elsewhere(options.command)
+    return None if shared or folder == Path(folder.anchor) else folder

@@ -1,0 +1,238 @@
+"""Notes to the harness from the processes of a run: problems of `--auto`, and checkpoints.
+
+`check/observing/auto/startup/sitecustomize.py` writes problems, too, where this package is missing.
+
+Of checkpoints a process writes a file of its own, also one that a rank has started: a checkpoint
+may be written in the background. The first line says what the process looks for, each other one is
+of a file that can hold the weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from entrenar_py.shared.untrusted import files, json_text
+
+ASKED = "auto.asked"  # exists if the command was launched to be observed without a line
+LOADED = "auto.loaded"  # exists if any Python of the command ran the start-up module
+PROBLEMS = "auto-*.note.txt"
+_PROBLEMS_BYTES_MAX = 2**16
+
+
+def write_problem(folder: Path, text: str) -> None:
+    """Add a line for the harness to read; nothing is written if the folder is gone."""
+    with (
+        suppress(OSError),
+        (folder / PROBLEMS.replace("*", str(os.getpid()))).open("a", encoding="utf-8") as file,
+    ):
+        file.write(text.replace("\n", " ") + "\n")
+
+
+def why_nothing(folder: Path) -> str:
+    """Return why a run that was to be observed without a line left no record.
+
+    Returns "" for other runs.
+    """
+    if not (folder / ASKED).exists():
+        return ""
+    if lines := problems(folder):
+        return "; ".join(lines[:2])
+    if not (folder / LOADED).exists():
+        return (
+            "no Python of the command ran the start-up module of --auto: an interpreter ignores "
+            "PYTHONPATH (python -I, -E or -S), or something clears the environment; change that, "
+            "or add the line to the script"
+        )
+    return (
+        "no process stepped a torch optimizer on a model that it trained: --auto sees nothing of "
+        "trainers that use other libraries"
+    )
+
+
+def problems(folder: Path) -> list[str]:
+    """Return the lines that the processes have written, each once."""
+    lines: dict[str, None] = {}
+    for path in sorted(folder.glob(PROBLEMS)):
+        with suppress(OSError):
+            text = files.read(path, bytes_max=_PROBLEMS_BYTES_MAX).decode(errors="replace")
+            lines.update(dict.fromkeys(line for line in text.splitlines() if line))
+    return list(lines)
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+SAVES = "saves-*.jsonl"
+LEAST_SHARE = 8  # a file that holds weights has at least this part of their bytes: 1 of 8
+_BYTES_MAX = 2**20
+_FILES_MAX = 4000
+# Beginnings of files as torch, numpy, pickle and h5py write them.
+_BEGINNINGS = (b"PK\x03\x04", b"\x93NUMPY", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+_HDF = b"\x89HDF"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """What the processes of a run have saved, as far as they looked (`is_known`).
+
+    `after` are the numbers of steps that were made when weights had been saved, which may be those
+    of so many steps before (`behind`). `left` tells
+    whether a file was left that can hold them. `unreached` is the first line of the script that
+    would save something, and `library` that of the library that trains, each "" if there is none.
+    `loads` tells whether a line of the script may load it, `loads_late` that all such lines run
+    only once it has trained. `option` is its option that sounds like that, as `--resume PATH`.
+    `read_back` is the first line that has loaded a file with weights of a step, before it trained.
+    `read_only` is the line of a process that has done so and didn't train.
+    `restarts` tells whether the launcher may start workers again.
+    """
+
+    is_known: bool = False
+    after: tuple[int, ...] = ()
+    behind: int = 0
+    left: bool = False
+    unreached: str = ""
+    library: str = ""
+    loads: bool = True
+    loads_late: bool = False
+    option: str = ""
+    read_back: str = ""
+    read_only: str = ""
+    restarts: bool = True
+
+    def traits(self, *, is_cut: bool) -> dict[str, Any]:
+        """Return the fields of `Traits` that say so.
+
+        If the harness ended the run (`is_cut`), the library may have saved something later on.
+        """
+        if not self.is_known:
+            return {}
+        saves = bool(self.after or self.left)
+        return {
+            "saves": "weights" if saves else "nothing",
+            "saved_after": self.after,
+            "saved_behind": self.behind,
+            "unreached": "" if saves else self.unreached or (self.library if is_cut else ""),
+            "loads": ("late" if self.loads_late else "") if self.loads else "nothing",
+            "resume_option": self.option,
+            "read_back": self.read_back,
+            "restarts": "" if self.restarts else "nothing",
+        }
+
+
+def write_save(folder: Path, **said: Any) -> None:
+    """Add a line for the harness to read; nothing is written if the folder is gone."""
+    path = folder / SAVES.replace("*", str(os.getpid()))
+    with suppress(OSError), path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(said) + "\n")
+
+
+def saved(folder: Path) -> Saved:
+    """Return what the processes of the run in `folder` have noted, and what files they left."""
+    by_process = [[*_lines(path)] for path in sorted(folder.glob(SAVES))]
+    notes = [note for own in by_process for note in own]
+    begun = [note for note in notes if "weights" in note]
+    if not begun:
+        return Saved()
+    stepped = [note for note in notes if "loads_late" in note]
+    least = min(int(note["weights"]) for note in begun) // LEAST_SHARE
+    return Saved(
+        is_known=True,
+        after=tuple(sorted({int(note["after"]) for note in notes if "after" in note})),
+        behind=max((int(note.get("behind", 0)) for note in notes), default=0),
+        left=any(_may_hold(path, least) for path in _left(folder)),
+        unreached=_said("unreached", begun),
+        library=_said("library", begun),
+        loads=any(note.get("loads") for note in begun),
+        loads_late=bool(stepped) and all(note["loads_late"] for note in stepped),
+        option=_said("option", begun),
+        read_back=_read(by_process, trains=True),
+        read_only=_read(by_process, trains=False),
+        restarts=any(note.get("restarts") for note in begun),
+    )
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """Return what a script that is started again would be given: its newest checkpoint.
+
+    That is the file with the weights and more, or the only one; or the folder of several, to which
+    other ranks may have added their own. Return None if it isn't clear.
+    """
+    saves = [
+        (path.name, int(note["after"]), Path(str(note["path"])), bool(note.get("is_whole")))
+        for path in sorted(folder.glob(SAVES))
+        for note in _lines(path)
+        if "path" in note and Path(str(note["path"])).is_file()
+    ]
+    if not saves:
+        return None
+    after = max(saves, key=lambda save: save[2].stat().st_mtime_ns)[1]
+    by_process: dict[str, dict[Path, bool]] = {}
+    for process, when, file, is_whole in saves:
+        if when == after:
+            by_process.setdefault(process, {})[file] = is_whole
+    own = max(by_process.values(), key=len)
+    whole = [file for file, is_whole in own.items() if is_whole]
+    others = {file for files in by_process.values() for file in files} - own.keys()
+    if not others and (len(whole) == 1 or len(own) == 1):
+        return [*whole, *own][0]
+    folders = {file.parent for file in (*own, *others)}
+    return folders.pop() if len(own) > 1 and len(folders) == 1 else None
+
+
+def _read(by_process: list[list[dict[str, Any]]], *, trains: bool) -> str:
+    """Return the first line that loads weights of a step, in a process that `trains` later."""
+    saved = {note.get("file") for own in by_process for note in own if note.get("after")} - {None}
+    return next(
+        (
+            str(note["line"])
+            for own in by_process
+            if any("weights" in note for note in own) is trains
+            for note in own
+            if note.get("loaded") in saved
+        ),
+        "",
+    )
+
+
+def _said(what: str, notes: list[dict[str, Any]]) -> str:
+    return next((str(note[what]) for note in notes if note.get(what)), "")
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    with suppress(OSError):
+        for line in files.read(path, bytes_max=_BYTES_MAX).splitlines():
+            with suppress(ValueError):  # cut off when its process died
+                note = json_text.load(line)
+                if isinstance(note, dict):
+                    yield note
+
+
+def _left(folder: Path) -> Iterator[Path]:
+    """Yield the files that a run has made in its copy of the user's folder, or below {workdir}."""
+    seen = 0
+    for root in ("root", "work"):
+        for path, _, names in os.walk(folder / root):
+            for name in names:
+                seen += 1
+                if seen > _FILES_MAX:
+                    return
+                yield Path(path) / name
+
+
+def _may_hold(path: Path, least: int) -> bool:
+    """Return whether a file looks like one with tensors of at least so many bytes."""
+    try:
+        if path.is_symlink() or not path.is_file() or path.stat().st_size < least:
+            return False
+        with files.open_file(path) as file:
+            begins = file.read(10)
+    except OSError:
+        return False
+    is_safetensors = begins[8:] == b'{"' and begins[4:8] == b"\0\0\0\0"
+    return begins.startswith((*_BEGINNINGS, _HDF)) or is_safetensors

@@ -1,0 +1,211 @@
+"""A run of `entrenar finetune`: what its settings make of a checkpoint and of rows.
+
+A run goes through three records. `Settings` say what a user wants, `Prepared` has the rows as
+tokens and the tokenizer, and a workload (`workload.Finetuning`) has the model, too. `entrenar plan`
+and a teacher's shards need the second alone, and no weights: so the two are made apart.
+
+`scenario` says what a run is, in the words of the reference trainer. All that decides a bit of the
+result is in it, digests of checkpoint and rows included. So a run that is resumed with anything
+else is refused, and a ledger says what was trained.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, replace
+from datetime import date, datetime
+from pathlib import Path
+from typing import Any
+
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.untrusted import files, json_text
+from entrenar_py.train.model import model, model_folder, precision, rendering, samples
+from entrenar_py.train.model.samples import Samples
+from entrenar_py.train.model.settings import Settings
+from entrenar_py.train.model.workload import Finetuning, Tuned
+
+SYSTEM = "parameter_server"  # the trainer of a run
+LEDGER = "ledger.jsonl"  # in the output folder; its first line says what the run is made of
+_FIRST_LINE_BYTES = 2**20
+_MODEL = "model"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """The tokenizer, the samples to train and to evaluate on, and each class's weight.
+
+    `class_counts` are the rows of each class to train on, before rarer ones are repeated.
+    """
+
+    settings: Settings
+    tokenizer: Any
+    train: Samples
+    validation: Samples | None
+    class_weights: tuple[float, ...]
+    class_counts: tuple[int, ...] = ()
+
+    @property
+    def pad_token(self) -> int:
+        """The token that fills up rows."""
+        return model.padding(self.tokenizer)
+
+    def workload(self, kind: type[Finetuning] = Finetuning, **more: Any) -> Finetuning:
+        """Return the model with its samples, as a workload of `kind`; loads the checkpoint.
+
+        `kind` is given `more` arguments.
+        Raises UsageError if it is not whole, or if tokenizer, rows or settings don't fit it.
+        """
+        module = model.load(self.settings, self.pad_token)
+        both = (self.train, self.validation)
+        model_folder.require_samples(self.settings, module, both, self.pad_token)
+        model_folder.require_own_loss(self.settings, module)
+        weights = self.class_weights
+        return kind(
+            module,
+            self.train,
+            pad_token=self.pad_token,
+            class_weights=weights,
+            products=precision.of_products(self.settings),
+            packed_tokens=self.settings.data.max_tokens if self.settings.data.packing else None,
+            compiles=self.settings.compile and self.settings.recompute == "none",
+            **more,
+        )
+
+
+def prepare(
+    settings: Settings,
+    cache_folder: Path | None = None,
+    *,
+    needs_weights: bool = True,
+    day: str | None = None,
+) -> Prepared:
+    """Read and tokenise all rows, which are kept in `cache_folder`, by default that of the user.
+
+    With `needs_weights` all files of the checkpoint must be there, though none is read. `day` is
+    the run's, by default that of `day_of`. Raises UsageError for a file or a row that can't be
+    used.
+    """
+    if needs_weights:
+        model_folder.require_checkpoint(settings.model)
+    tokenizer, kept = model.tokenizer(settings), cache_folder or cache()
+    settings = dated(settings, tokenizer, day)
+    data = settings.data
+    train = samples.load(settings, data.train, tokenizer, cache=kept)
+    validation = None
+    if data.validation is not None:
+        validation = samples.load(settings, data.validation, tokenizer, cache=kept)
+    elif data.validation_share:
+        rng = seeds(settings.seed).rng("validation")
+        total = len(train)
+        train, validation = samples.split(train, data.validation_share, rng)
+        if not (len(train) and len(validation)):
+            raise UsageError(
+                f"data.validation_share={data.validation_share:g}: of {total} rows that leaves "
+                f"{len(train)} to train on and {len(validation)} to evaluate on; use another share"
+            )
+    weights: tuple[float, ...] = ()
+    counts: tuple[int, ...] = ()
+    if settings.task == "classify":
+        counts = samples.class_counts(train, settings.classes.labels)
+        if settings.classes.oversample:
+            asked = "classes.oversample=true"
+            samples.require_rows(counts, settings.classes.labels, asked, "use false")
+            train = samples.oversampled(train)
+        weights = samples.class_weights(train, settings.classes.weights, settings.classes.labels)
+    return Prepared(
+        settings=settings,
+        tokenizer=tokenizer,
+        train=train,
+        validation=validation,
+        class_weights=weights,
+        class_counts=counts,
+    )
+
+
+def day_of(settings: Settings) -> str:
+    """Return the day of the run that began the ledger in the output folder, or else the present."""
+    try:
+        with files.open_file(settings.output / LEDGER) as file:
+            options = json_text.load(file.readline(_FIRST_LINE_BYTES))["scenario"]["options"]
+        day = options.get("data.date")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        day = None  # whoever goes on with the ledger says what is wrong with it
+    return day if isinstance(day, str) else datetime.now().astimezone().date().isoformat()
+
+
+def dated(settings: Settings, tokenizer: Any, day: str | None) -> Settings:
+    """Return settings with the day that the chat template is told, if it has a clock.
+
+    A run has one day, however often it is resumed. Raises UsageError for a text that is no day.
+    """
+    if settings.data.date is not None:
+        day = settings.data.date
+    elif settings.task != "instruct" or not rendering.has_clock(tokenizer):
+        return settings
+    else:
+        day = day or day_of(settings)
+    try:
+        date.fromisoformat(day)
+    except ValueError as error:
+        raise UsageError(f"data.date={day!r}: is no day; use one as 2026-11-28") from error
+    return replace(settings, data=replace(settings.data, date=day))
+
+
+def cache() -> Path:
+    """Return the user's folder for what can be made or fetched again, such as tokenised rows."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "entrenar-py"
+
+
+def scenario(settings: Settings, workload: Tuned) -> Scenario:
+    """Return the run of the reference trainer that `settings` ask for."""
+    training = settings.training
+    batch_size = min(training.batch_size, workload.num_samples)
+    num_steps = training.epochs * -(-workload.num_samples // batch_size)
+    return seeds(settings.seed).with_(
+        world_size=settings.num_workers,
+        num_samples=workload.num_samples,
+        batch_size=batch_size,
+        num_shards=training.num_shards,
+        num_steps=num_steps,
+        optimizer="adamw",
+        learning_rate=training.learning_rate,
+        weight_decay=training.weight_decay,
+        clip_norm=training.clip_norm,
+        schedule=training.schedule,
+        warmup_steps=round(training.warmup_share * num_steps),
+        options=_decisive(settings, workload),
+    )
+
+
+def model_digest(run: Scenario) -> str:
+    """Return the digest of the checkpoint that a run of `scenario` was made of."""
+    return str(run.options[_MODEL])
+
+
+def _decisive(settings: Settings, workload: Tuned) -> dict[str, Any]:
+    """Return what else decides what a run learns. One that is resumed must have the same."""
+    data, lora, classes = settings.data, settings.lora, settings.classes
+    decisive: dict[str, Any] = {
+        _MODEL: model_folder.digest(settings.model),
+        "rows": workload.data_digest,
+        "task": settings.task,
+        "method": settings.method,
+        "precision": settings.precision,
+        "data.packing": data.max_tokens if data.packing else False,
+    }
+    if settings.task == "classify":
+        decisive |= {"classes.labels": list(classes.labels), "classes.weights": classes.weights}
+    decisive |= workload.decisive
+    if data.date is not None:
+        decisive["data.date"] = data.date
+    if settings.adapts:
+        decisive |= {f"lora.{name}": value for name, value in asdict(lora).items()}
+        decisive["lora.targets"] = list(lora.targets)
+    return decisive
+
+
+def seeds(seed: int) -> Scenario:
+    """Return the source of random numbers of a run with `seed`."""
+    return Scenario(system=SYSTEM, workload=Finetuning.name, world_size=1, seed=seed)

@@ -1,0 +1,318 @@
+"""What a strategy costs: bytes that a worker needs on its device, and those of a step on the wire.
+
+Persistent bytes are counted by tensors. Those of a micro-batch come from its rehearsal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from entrenar_py.train.arithmetic import sharding
+from entrenar_py.train.arithmetic.reduction import num_nodes
+from entrenar_py.train.plan.shape import FLOAT_BYTES, WHOLE, Counts, Cut, Rehearsal, Shape
+
+# What is there before any tensor: an interpreter with torch and transformers; on a GPU the context
+# and the workspaces of its libraries. The CPU's is measured, the others are estimates.
+RUNTIME_BYTES = {"cpu": 450 * 10**6, "cuda": 700 * 10**6, "wgpu": 200 * 10**6}
+MOMENTS = 2  # AdamW's, float32
+# Vectors of the trained tensors' length that an update of the reference trainer takes at once:
+# the average, its squares in float64, and AdamW's temporaries.
+_UPDATE_VECTORS = 5
+_TORCH_UPDATE_VECTORS = 2  # of torch.optim.AdamW, for all tensors together
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes on one worker's device, each part at its largest; parts need not coincide at the peak.
+
+    `runtime` is not in the peak: it is there before the first tensor.
+    """
+
+    weights: int
+    trained: int
+    gradients: int
+    optimizer: int
+    activations: int
+    peak: int
+    runtime: int
+
+    @property
+    def needed(self) -> int:
+        """The peak, and what is there before the first tensor."""
+        return self.peak + self.runtime
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What a worker computes: micro-batches of `rows` x `length` tokens, `shards` of them a step.
+
+    `num_workers` share the run; `kind` is that of the device.
+    """
+
+    rows: int
+    length: int
+    shards: int
+    num_workers: int
+    kind: str
+    recompute: bool
+
+
+def memory_of(strategy: str, shape: Shape, load: Load) -> Memory:
+    """Return the memory of the worker that needs most."""
+    return _STRATEGIES[strategy][0](shape, load)
+
+
+def coordinator_bytes(counts: Counts) -> int:
+    """Return what the coordinator of a run takes: the model, and the state of its own replica."""
+    vectors = 1 + MOMENTS + _UPDATE_VECTORS
+    return counts.weight_bytes + vectors * FLOAT_BYTES * counts.trained + RUNTIME_BYTES["cpu"]
+
+
+def _rehearsed(shape: Shape, load: Load, cut: Cut = WHOLE) -> Rehearsal:
+    return shape.rehearsed(
+        rows=load.rows, length=load.length, kind=load.kind, recompute=load.recompute, cut=cut
+    )
+
+
+def _protocol(shape: Shape, load: Load) -> Memory:
+    """Star and mesh: the reference trainer's replica, which holds each shard's gradient."""
+    counts, step = shape.counts(), _rehearsed(shape, load)
+    vector = FLOAT_BYTES * counts.trained
+    on_host = load.kind == "cpu"
+    optimizer = MOMENTS * vector if on_host else 0
+    gradients = (load.shards + 1) * vector if on_host else vector
+    base = counts.frozen_bytes + 2 * vector + optimizer  # the module's own tensors, and a replica's
+    computing = step.peak + gradients
+    updating = gradients + _UPDATE_VECTORS * vector if on_host else 0
+    return Memory(
+        weights=counts.frozen_bytes,
+        trained=2 * vector,
+        gradients=gradients + vector,
+        optimizer=optimizer,
+        activations=step.kept,
+        peak=base + max(computing, updating),
+        runtime=RUNTIME_BYTES[load.kind],
+    )
+
+
+def _ddp(shape: Shape, load: Load, *, nodes: int = 0) -> Memory:
+    """DistributedDataParallel: gradients are views of its buckets. `nodes` more are held."""
+    counts, step = shape.counts(), _rehearsed(shape, load)
+    vector = FLOAT_BYTES * counts.trained
+    gradients = (1 + nodes) * vector
+    base = counts.weight_bytes + MOMENTS * vector + gradients
+    return Memory(
+        weights=counts.frozen_bytes,
+        trained=vector,
+        gradients=gradients,
+        optimizer=MOMENTS * vector,
+        activations=step.kept,
+        peak=base + max(step.peak, _TORCH_UPDATE_VECTORS * vector),
+        runtime=RUNTIME_BYTES[load.kind],
+    )
+
+
+def _ddp_canonical(shape: Shape, load: Load) -> Memory:
+    """As DDP, with the nodes of the tree: one for each power of two of a rank's shards."""
+    return _ddp(shape, load, nodes=load.shards.bit_length())
+
+
+def _fsdp(shape: Shape, load: Load) -> Memory:
+    """fully_shard by block: pieces of all tensors, and what is gathered while it computes.
+
+    Until the last of its micro-batches a rank keeps its whole gradient.
+    """
+    counts, step = shape.counts(), _rehearsed(shape, load)
+    size = load.num_workers
+    vector = FLOAT_BYTES * counts.trained
+    piece = -(-vector // size)
+    gathered = counts.outside_bytes + 2 * counts.largest_block_bytes  # one computes, one arrives
+    base = -(-counts.weight_bytes // size) + MOMENTS * piece
+    computing = gathered + piece + step.peak + (vector if load.shards > 1 else 0)
+    return Memory(
+        weights=-(-counts.frozen_bytes // size) + gathered,
+        trained=piece,
+        gradients=vector + piece,
+        optimizer=MOMENTS * piece,
+        activations=step.kept,
+        peak=base + max(computing, (1 + _TORCH_UPDATE_VECTORS) * piece),
+        runtime=RUNTIME_BYTES[load.kind],
+    )
+
+
+def _tensor_parallel(shape: Shape, load: Load) -> Memory:
+    """Layers shared by all ranks: the step of one rank's part is rehearsed."""
+    cut = Cut(tensor=load.num_workers)
+    return _part(shape, load, cut, _rehearsed(shape, load, cut))
+
+
+def _sequence_parallel(shape: Shape, load: Load) -> Memory:
+    """As tensor parallelism, where what is outside of the shared layers is shared, too.
+
+    Of activations a part s is divided by the number of ranks anyway, and a part r is not: the whole
+    model keeps s + r, a rank of tensor parallelism s / n + r.
+    """
+    size, cut = load.num_workers, Cut(tensor=load.num_workers)
+    whole, shared = _rehearsed(shape, load), _rehearsed(shape, load, cut)
+    spared = shared.kept - -(-whole.kept // size)
+    return _part(shape, load, cut, Rehearsal(kept=shared.kept - spared, peak=shared.peak - spared))
+
+
+def _pipeline_parallel(shape: Shape, load: Load) -> Memory:
+    """Blocks in stages, 1F1B: the first stage holds a micro-batch for each stage, the last one.
+
+    Only the last computes the loss.
+    """
+    size = load.num_workers
+    num_blocks = -(-shape.num_blocks // size)
+    end = Cut(blocks=num_blocks, has_table=size == 1)
+    last = _part(shape, load, end, _rehearsed(shape, load, replace(end, has_table=True)))
+    start = Cut(blocks=num_blocks, has_head=size == 1)
+    # What a block keeps, as a difference: a model without blocks may have nothing to train.
+    two = _rehearsed(shape, load, Cut(blocks=min(2, shape.num_blocks)))
+    one = _rehearsed(shape, load, Cut(blocks=1))
+    kept = (two.kept - one.kept if shape.num_blocks > 1 else one.kept) * num_blocks
+    kept *= min(size, load.shards)
+    block = _rehearsed(shape, load, Cut(blocks=1, has_head=size == 1))
+    step = Rehearsal(kept=kept, peak=kept + block.peak - block.kept)
+    return max(_part(shape, load, start, step), last, key=lambda stage: stage.peak)
+
+
+def _part(shape: Shape, load: Load, cut: Cut, step: Rehearsal) -> Memory:
+    counts = shape.counts(cut)
+    vector = FLOAT_BYTES * counts.trained
+    return Memory(
+        weights=counts.frozen_bytes,
+        trained=vector,
+        gradients=vector,
+        optimizer=MOMENTS * vector,
+        activations=step.kept,
+        peak=counts.weight_bytes
+        + MOMENTS * vector
+        + max(step.peak + vector, (1 + _TORCH_UPDATE_VECTORS) * vector),
+        runtime=RUNTIME_BYTES[load.kind],
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Bytes of one step: what a worker sends and receives, and what the busiest link carries.
+
+    The busiest link is a worker's own, or the coordinator's. `busiest` counts one direction, or
+    both where one can only follow the other.
+    """
+
+    sent: int
+    received: int
+    busiest: int
+
+    def seconds(self, bandwidth: float) -> float:
+        """Return the time of a step's transfers at `bandwidth` bytes a second, none overlapped."""
+        return self.busiest / bandwidth
+
+
+NOTHING = Traffic(sent=0, received=0, busiest=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """A step: `num_shards` micro-batches of `rows` x `length` tokens, for `num_workers`."""
+
+    rows: int
+    length: int
+    num_shards: int
+    num_workers: int
+    product_bytes: int
+    recompute: bool
+
+
+def traffic_of(strategy: str, shape: Shape, batch: Batch) -> Traffic:
+    """Return the traffic of the worker that has most, without the headers of messages."""
+    if batch.num_workers == 1 and strategy != "star":
+        return NOTHING
+    return _STRATEGIES[strategy][1](shape, batch)
+
+
+def nodes_of(batch: Batch) -> list[int]:
+    """Return how many sums each worker sends in a star: its shards, folded along the tree."""
+    runs = sharding.runs(range(batch.num_shards), range(batch.num_workers))
+    return [num_nodes(run[0], run[-1] + 1) if len(run) else 0 for run in runs.values()]
+
+
+def _gradient(shape: Shape) -> int:
+    return FLOAT_BYTES * shape.counts().trained
+
+
+def _star(shape: Shape, batch: Batch) -> Traffic:
+    """Sums go up to the coordinator, then the average comes down to every worker."""
+    vector, nodes = _gradient(shape), nodes_of(batch)
+    return Traffic(
+        sent=max(nodes) * vector,
+        received=vector,
+        busiest=(sum(nodes) + batch.num_workers) * vector,
+    )
+
+
+def _mesh(shape: Shape, batch: Batch) -> Traffic:
+    """Each worker averages its part of the vector: sums go to the owners, averages to all."""
+    vector, nodes, size = _gradient(shape), nodes_of(batch), batch.num_workers
+    others = vector * (size - 1) // size
+    sent = max(nodes) * others + others
+    received = max(sum(nodes) - least for least in nodes) * vector // size + others
+    return Traffic(sent=sent, received=received, busiest=max(sent, received))
+
+
+def _all_reduce(num_bytes: int, size: int) -> Traffic:
+    """Return the traffic of a ring: a reduce-scatter, and an all-gather."""
+    sent = 2 * num_bytes * (size - 1) // size
+    return Traffic(sent=sent, received=sent, busiest=sent)
+
+
+def _ddp_moves(shape: Shape, batch: Batch) -> Traffic:
+    return _all_reduce(_gradient(shape), batch.num_workers)
+
+
+def _fsdp_moves(shape: Shape, batch: Batch) -> Traffic:
+    """Weights are gathered for each micro-batch, forward and backward; gradients meet once."""
+    counts, size = shape.counts(), batch.num_workers
+    micro_batches = -(-batch.num_shards // size)
+    gathered = 2 * counts.weight_bytes * micro_batches
+    sent = (gathered + _gradient(shape)) * (size - 1) // size
+    return Traffic(sent=sent, received=sent, busiest=sent)
+
+
+def _hidden(shape: Shape, batch: Batch) -> int:
+    hidden_size: int = shape.config.hidden_size
+    return batch.rows * batch.length * hidden_size * batch.product_bytes
+
+
+def _tensor_parallel_moves(shape: Shape, batch: Batch) -> Traffic:
+    """All-reduces of activations: after attention and after the MLP, and as many backward."""
+    passes = 3 if batch.recompute else 2
+    num_bytes = 2 * passes * shape.num_blocks * batch.num_shards * _hidden(shape, batch)
+    return _all_reduce(num_bytes, batch.num_workers)
+
+
+def _pipeline_parallel_moves(shape: Shape, batch: Batch) -> Traffic:
+    """A stage sends hidden states on and gets their gradients back, for each micro-batch."""
+    one_way = batch.num_shards * _hidden(shape, batch)
+    both = (2 if batch.num_workers > 2 else 1) * one_way
+    return Traffic(sent=both, received=both, busiest=both)
+
+
+# How memory and traffic of each strategy are foreseen.
+_STRATEGIES: Mapping[
+    str, tuple[Callable[[Shape, Load], Memory], Callable[[Shape, Batch], Traffic]]
+] = {
+    "star": (_protocol, _star),
+    "mesh": (_protocol, _mesh),
+    "ddp": (_ddp, _ddp_moves),
+    "ddp_canonical": (_ddp_canonical, _ddp_moves),
+    "fsdp": (_fsdp, _fsdp_moves),
+    "tensor_parallel": (_tensor_parallel, _tensor_parallel_moves),
+    # A reduce-scatter and an all-gather for each all-reduce.
+    "sequence_parallel": (_sequence_parallel, _tensor_parallel_moves),
+    "pipeline_parallel": (_pipeline_parallel, _pipeline_parallel_moves),
+}
+STRATEGIES = tuple(_STRATEGIES)

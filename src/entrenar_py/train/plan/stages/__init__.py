@@ -1,1 +1,0 @@
-"""`entrenar pipeline`: which machine gets which blocks, as planned, asked for, or converted."""
