@@ -289,14 +289,14 @@ def test_one_worker_shows_what_several_never_clear(kept: dict[str, int], is_foun
 
 
 # The parameters' own gradients held the last micro-batch of each rank alone.
-LAST_OWN_SUMS: dict[str, Any] = {"summed": dict.fromkeys(SHAPES, (1, 3))}
+SECOND_PASSES: dict[str, Any] = {"summed": dict.fromkeys(SHAPES, (1, 3))}
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.3])
 def test_sums_of_its_own(factor: float) -> None:
     """The optimizer got all micro-batches, clipped or not."""
     whole = [times(factor, summed(step)) for step in range(STEPS)]
-    before = trace_of(whole, **LAST_OWN_SUMS)
+    before = trace_of(whole, **SECOND_PASSES)
     assert traces.judge("weighting", [before]).verdict is Verdict.FALSIFIED
     finding = traces.judge("weighting", [accumulation.seen_through(before)])
     assert finding.verdict is not Verdict.FALSIFIED
@@ -305,14 +305,14 @@ def test_sums_of_its_own(factor: float) -> None:
 
 def test_micro_batches_that_are_cleared() -> None:
     """The optimizer got the last one alone."""
-    last = trace_of([summed(step, which=slice(1, None)) for step in range(STEPS)], **LAST_OWN_SUMS)
+    last = trace_of([summed(step, which=slice(1, None)) for step in range(STEPS)], **SECOND_PASSES)
     assert accumulation.seen_through(last) is last
     assert traces.judge("weighting", [last]).verdict is Verdict.FALSIFIED
 
 
 def test_gradients_that_are_asked_for_are_no_micro_batches() -> None:
     """`torch.autograd.grad` in an inner loop adds to nothing; its samples are the micro-batch's."""
-    last = trace_of([summed(step, which=slice(1, None)) for step in range(STEPS)], **LAST_OWN_SUMS)
+    last = trace_of([summed(step, which=slice(1, None)) for step in range(STEPS)], **SECOND_PASSES)
     events = [
         replace(event, loss_sum=1.0 if event.shard % 2 else None)
         if isinstance(event, Shard)

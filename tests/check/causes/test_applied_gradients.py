@@ -252,7 +252,7 @@ RATE = 0.1
 OWNERS = {"a": 0, "b": 1}
 
 
-def own_of_steps_alone(step: int, rank: int) -> Vectors:
+def of_one_rank(step: int, rank: int) -> Vectors:
     """Return the mean of a rank's own micro-batches."""
     return times(0.5, plus(*LOCAL[step][rank]))
 
@@ -264,7 +264,7 @@ def mean(step: int, _: int = 0) -> Vectors:
 def run(gradients: Mapping[int, str], moves: str) -> Trace:
     """Return a run of plain SGD whose ranks hand over `gradients`, and move weights as `moves`."""
     kinds: dict[str, Callable[[int, int], Vectors]] = {
-        "own": own_of_steps_alone,
+        "own": of_one_rank,
         "mean": mean,
         "owner": lambda step, _: of_owners(step),
     }
@@ -292,22 +292,22 @@ def run(gradients: Mapping[int, str], moves: str) -> Trace:
 
 
 def of_owners(step: int) -> Vectors:
-    return {name: own_of_steps_alone(step, rank)[name] for name, rank in OWNERS.items()}
+    return {name: of_one_rank(step, rank)[name] for name, rank in OWNERS.items()}
 
 
-def judged_of_steps_alone(trace: Trace) -> Finding:
+def weighed(trace: Trace) -> Finding:
     return traces.judge("weighting", [trace])
 
 
 def test_owners_that_step_by_their_own_samples_are_falsified() -> None:
     """Nobody reduces gradients. Ranks agree only because owners send their tensors around."""
-    finding = judged_of_steps_alone(run({0: "own", 1: "own"}, "owner"))
+    finding = weighed(run({0: "own", 1: "own"}, "owner"))
     assert finding.verdict is Verdict.FALSIFIED
     assert "all ranks move a by the gradient of rank 0's own samples" in finding.reason
 
 
 def test_one_rank_whose_weights_replace_the_others_is_falsified() -> None:
-    finding = judged_of_steps_alone(run({0: "own", 1: "own"}, "own"))
+    finding = weighed(run({0: "own", 1: "own"}, "own"))
     assert finding.verdict is Verdict.FALSIFIED
 
 
@@ -321,4 +321,4 @@ def test_one_rank_whose_weights_replace_the_others_is_falsified() -> None:
 def test_gradients_that_are_reduced_for_the_owner_alone_are_no_alarm(
     gradients: Mapping[int, str], moves: str
 ) -> None:
-    assert judged_of_steps_alone(run(gradients, moves)).verdict is not Verdict.FALSIFIED
+    assert weighed(run(gradients, moves)).verdict is not Verdict.FALSIFIED

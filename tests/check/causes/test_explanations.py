@@ -257,19 +257,19 @@ BOUND = 1e-4
 SIZE, NAMES = 40, ("a", "b", "c")
 DRAWN = np.random.default_rng(8)
 # What the four micro-batches of a step give, and what rounding makes of another run.
-LOCAL_CHANGED_SUMS = [{name: DRAWN.normal(size=SIZE) for name in NAMES} for _ in range(4)]
+BATCHES = [{name: DRAWN.normal(size=SIZE) for name in NAMES} for _ in range(4)]
 NOISE = {name: 1e-3 * DRAWN.normal(size=SIZE) for name in NAMES}
 OFF = np.where(np.arange(SIZE) == 7, 0.02, 0.0)
 
 
-def plus_of_changed_sums(*terms: Vectors, shares: tuple[float, ...] = (1.0,) * 4) -> dict[str, Any]:
+def sum_of_shares(*terms: Vectors, shares: tuple[float, ...] = (1.0,) * 4) -> dict[str, Any]:
     """Return a sum of gradients, each with its share."""
     parts = [*zip(terms, shares, strict=False)]
     return {name: np.sum([share * one[name] for one, share in parts], axis=0) for name in NAMES}
 
 
-RIGHT = plus_of_changed_sums(*LOCAL_CHANGED_SUMS)
-NEAR = plus_of_changed_sums(RIGHT, NOISE)
+RIGHT = sum_of_shares(*BATCHES)
+NEAR = sum_of_shares(RIGHT, NOISE)
 
 
 def with_row(applied: Mapping[str, Any]) -> dict[str, Any]:
@@ -284,7 +284,7 @@ def run(applied: Vectors, *, weights: Vectors | None = None, **traits: Any) -> T
 
     def changed(event: Any) -> Any:
         if isinstance(event, Shard):
-            return replace(event, gradient=records(LOCAL_CHANGED_SUMS[event.shard]))
+            return replace(event, gradient=records(BATCHES[event.shard]))
         if isinstance(event, Update):
             return replace(event, gradient=records(applied), weights=held)
         return replace(event, weights=held) if isinstance(event, Start) else event
@@ -323,9 +323,9 @@ def test_a_changed_row(other: Vectors) -> None:
 @pytest.mark.parametrize("shares", [(1.0, 1.0, 1.0, 1.0), (0.5, 2.0, 1.0, 3.0)])
 def test_micro_batches_count_by_any_shares(shares: tuple[float, ...]) -> None:
     """A script may weigh them by their samples, after the backward passes."""
-    whole = plus_of_changed_sums(*LOCAL_CHANGED_SUMS, shares=shares)
-    assert changes(whole, plus_of_changed_sums(whole, NOISE)) == {}
-    assert [*changes(with_row(whole), plus_of_changed_sums(whole, NOISE))] == ["b"]
+    whole = sum_of_shares(*BATCHES, shares=shares)
+    assert changes(whole, sum_of_shares(whole, NOISE)) == {}
+    assert [*changes(with_row(whole), sum_of_shares(whole, NOISE))] == ["b"]
 
 
 def test_what_both_runs_change() -> None:
@@ -335,13 +335,13 @@ def test_what_both_runs_change() -> None:
 
 def test_runs_that_differ_by_something_else() -> None:
     """Where the change is lost in what else differs, nothing is known."""
-    assert changes(with_row(RIGHT), plus_of_changed_sums(RIGHT, NOISE, shares=(1.0, 20.0))) == {}
+    assert changes(with_row(RIGHT), sum_of_shares(RIGHT, NOISE, shares=(1.0, 20.0))) == {}
 
 
 def test_micro_batches_that_are_not_seen_rightly() -> None:
     """Where two runs agree, their gradients are right whatever the micro-batches are."""
-    other = {**RIGHT, "b": LOCAL_CHANGED_SUMS[0]["b"]}
-    assert changes(other, plus_of_changed_sums(other, NOISE)) == {}
+    other = {**RIGHT, "b": BATCHES[0]["b"]}
+    assert changes(other, sum_of_shares(other, NOISE)) == {}
 
 
 def test_sums_that_are_rounded() -> None:

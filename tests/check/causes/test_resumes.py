@@ -106,9 +106,9 @@ def test_a_state_that_the_script_changes_between_steps() -> None:
 # The samples that a resumed run draws are told from those of the run without stops.
 
 
-SUBJECT_RESUMED_DATA = scenario(system="command", workload="own", world_size=1, num_steps=4)
+COMMAND = scenario(system="command", workload="own", world_size=1, num_steps=4)
 EPOCHS = (0, 0, 0, 1)
-STRAIGHT_RESUMED_DATA = ((0, 1), (2, 3), (4, 5), (6, 7))
+DRAWN_STRAIGHT = ((0, 1), (2, 3), (4, 5), (6, 7))
 
 
 def run(batches: Sequence[tuple[int, ...]], *, resumed: bool = False) -> Trace:
@@ -127,7 +127,7 @@ def run(batches: Sequence[tuple[int, ...]], *, resumed: bool = False) -> Trace:
         for step, ids in enumerate(batches)
     ]
     again = [Start(step=1, rank=0, weights={}, resumed=True)] if resumed else []
-    return traces.hand_written(shards[0], *again, *shards[1:], subject=SUBJECT_RESUMED_DATA)
+    return traces.hand_written(shards[0], *again, *shards[1:], subject=COMMAND)
 
 
 AGAIN = ": samples 0 again, which this epoch had in step 0"
@@ -150,9 +150,9 @@ OTHERS = ": samples {}, which the run without stops doesn't draw there"
 )
 def test_other_samples_are_placed(ids: tuple[int, ...], epochs: str, words: str) -> None:
     """An order is blamed only for samples of the epoch's rest."""
-    straight = was(run(STRAIGHT_RESUMED_DATA), epochs=epochs)
+    straight = was(run(DRAWN_STRAIGHT), epochs=epochs)
     tally = Tally("")
-    resumes.compare_data(tally, straight, run((STRAIGHT_RESUMED_DATA[0], ids), resumed=True))
+    resumes.compare_data(tally, straight, run((DRAWN_STRAIGHT[0], ids), resumed=True))
     assert tally.broken is not None
     message = tally.broken.message
     assert message.removeprefix("after the resume other samples are drawn") in (
@@ -168,9 +168,7 @@ def test_other_samples_are_placed(ids: tuple[int, ...], epochs: str, words: str)
 WORKERS = 4
 
 
-def run_of_summation(
-    gradients: Sequence[float], *, terms: float = 1.0, workers: int = WORKERS
-) -> Trace:
+def added_up(gradients: Sequence[float], *, terms: float = 1.0, workers: int = WORKERS) -> Trace:
     """Return a run whose ranks each have the gradient `terms`, and apply those of `gradients`."""
     scenario = Scenario(
         system="command",
@@ -225,8 +223,8 @@ def test_steps_from_the_first_rounding_on_are_left_out() -> None:
     """What comes before is still compared, and the reason says why the rest is not."""
     tally = Tally("F-TI-003")
     straight, resumed = (
-        run_of_summation([1.0, 1.0, 2.0]),
-        run_of_summation([1.0, float(np.float32(1.0) + 2**-23), 5.0]),
+        added_up([1.0, 1.0, 2.0]),
+        added_up([1.0, float(np.float32(1.0) + 2**-23), 5.0]),
     )
     kept = resumes.summed_alike(tally, straight, resumed)
     assert [sorted({update.step for update in one.of(Update)}) for one in kept] == [[0], [0]]
@@ -236,17 +234,17 @@ def test_steps_from_the_first_rounding_on_are_left_out() -> None:
 @pytest.mark.parametrize(
     ("resumed", "why"),
     [
-        (run_of_summation([1.0, 1.0]), "the same bits"),
-        (run_of_summation([1.0, 1.01]), "more than rounding"),
+        (added_up([1.0, 1.0]), "the same bits"),
+        (added_up([1.0, 1.01]), "more than rounding"),
         (
-            run_of_summation([1.0, float(np.float32(1.0) + 2**-23)], terms=2.0),
+            added_up([1.0, float(np.float32(1.0) + 2**-23)], terms=2.0),
             "other gradients of the ranks",
         ),
     ],
 )
 def test_any_other_difference_is_compared(resumed: Trace, why: str) -> None:
     """Nothing is left out of runs that are equal, or that differ by something else."""
-    straight = run_of_summation([1.0, 1.0])
+    straight = added_up([1.0, 1.0])
     tally = Tally("F-TI-003")
     assert resumes.summed_alike(tally, straight, resumed) == (straight, resumed), why
 
@@ -254,7 +252,7 @@ def test_any_other_difference_is_compared(resumed: Trace, why: str) -> None:
 def test_two_ranks_add_alike_in_any_order() -> None:
     """A sum of two has one rounding."""
     straight, resumed = (
-        run_of_summation([1.0], workers=2),
-        run_of_summation([float(np.float32(1.0) + 2**-23)], workers=2),
+        added_up([1.0], workers=2),
+        added_up([float(np.float32(1.0) + 2**-23)], workers=2),
     )
     assert resumes.summed_alike(Tally("F-TI-003"), straight, resumed) == (straight, resumed)
