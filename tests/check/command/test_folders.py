@@ -1,9 +1,10 @@
-"""The folder in which the runs of a command are kept."""
+"""The folder of a command's runs, and the working folder of each."""
 
 from __future__ import annotations
 
 import os
 import shlex
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -13,11 +14,116 @@ import pytest
 from entrenar_py.check import cli
 from entrenar_py.check.cli import command_work
 from entrenar_py.check.command import folders
+from entrenar_py.check.command.folders import OwnFolder
+from entrenar_py.check.command.launch import launch
 from entrenar_py.check.project import commands
 from entrenar_py.check.reports.report import Entry
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.verdict import Finding, Verdict
 from tests.check.clauses.traces import clause
+
+REMEMBERS = (
+    "import os, pathlib; note = pathlib.Path('out/note.txt'); note.parent.mkdir(exist_ok=True); "
+    "note.write_text((note.read_text() if note.exists() else '') + 'x'); "
+    "print(note.read_text(), os.environ['PWD'] == os.getcwd(), open('../beside.txt').read())"
+)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    project = tmp_path / "home/project"
+    for folder in ("conf", "data", ".git", ".venv", "env/bin"):
+        (project / folder).mkdir(parents=True)
+    (project / "env/pyvenv.cfg").touch()
+    (project / "train.py").write_text("print('here')")
+    (project / "train.sh").write_text("#!/bin/sh\necho here")
+    (project / "train.sh").chmod(0o755)
+    (project / "conf/model.yaml").write_text("width: 8")
+    (project / "latest").symlink_to("conf/model.yaml")
+    (project.parent / "beside.txt").write_text("beside")
+    return project
+
+
+def made(project: Path, root: Path) -> OwnFolder:
+    own = OwnFolder(project, root)
+    own.make()
+    return own
+
+
+def test_every_run_finds_the_folder_as_the_user_left_it(project: Path, tmp_path: Path) -> None:
+    """A run does not see the files of another, and the user's folder stays as it is."""
+    before = sorted(project.rglob("*"))
+    for name in ("one", "two"):
+        with folders.own_folder(project, tmp_path / name / "root") as own:
+            assert own is not None
+            ended = own.launched(launch)(
+                [sys.executable, "-c", REMEMBERS],
+                folder=tmp_path / name,
+                variables={},
+                deadline_s=60.0,
+            )
+        assert ended.tail == ("x True beside",)
+        left = [file for file in (tmp_path / name / "root").rglob("*") if not file.is_dir()]
+        assert [file.name for file in left] == ["note.txt"], "only what the run has made is kept"
+    assert sorted(project.rglob("*")) == before
+
+
+def test_the_copy_is_the_folder(project: Path, tmp_path: Path) -> None:
+    """Files are copied with mode and time, and a large folder or environment is a link."""
+    own = made(project, tmp_path / "root")
+    here = own.path
+    assert here.name == project.name
+    assert (here / "conf").is_dir()
+    assert not (here / "conf").is_symlink()
+    assert (here / "latest").read_text() == "width: 8"
+    links = sorted(entry.name for entry in here.iterdir() if entry.is_symlink())
+    assert links == [".git", ".venv", "env", "latest"]
+    assert (here / "train.py").stat().st_mtime_ns == (project / "train.py").stat().st_mtime_ns
+    assert subprocess.run([here / "train.sh"], capture_output=True, check=True).stdout == b"here\n"
+    (here / "conf/model.yaml").write_text("width: 16")
+    assert (project / "conf/model.yaml").read_text() == "width: 8"
+
+
+def test_large_files_and_folders_are_links(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is too large to copy for every run is read through a link."""
+    monkeypatch.setattr(folders, "FILE_BYTES_MAX", 10)
+    monkeypatch.setattr(folders, "FOLDER_ENTRIES_MAX", 2)
+    for number in range(3):
+        (project / f"data/{number}.bin").write_bytes(bytes(number))
+    (project / "conf/large.bin").write_bytes(bytes(11))
+    here = made(project, tmp_path / "root").path
+    assert (here / "data").is_symlink()
+    assert (here / "conf/large.bin").is_symlink()
+    assert not (here / "conf/model.yaml").is_symlink()
+
+
+def test_a_run_folder_inside_of_the_users_is_no_part_of_the_copy(project: Path) -> None:
+    """The folder of the runs may lie in the folder that is copied."""
+    own = made(project, project / "runs/2-workers/root")
+    assert not (own.path / "runs").exists()
+    own.clear()
+    assert not own.root.exists()
+
+
+def test_a_copy_that_cannot_be_made_is_done_without(
+    project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where no copy can be made, the command runs in the folder itself, and this is said."""
+    (tmp_path / "root").touch()
+    with folders.own_folder(project, tmp_path / "root") as own:
+        assert own is None
+    assert "runs in the folder itself" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "elsewhere"),
+    [(("docker", "run", "x"), True), (("/usr/bin/ssh", "a"), True), (("torchrun", "ssh"), False)],
+)
+def test_commands_that_run_elsewhere(command: tuple[str, ...], elsewhere: bool) -> None:
+    """A container or another machine may not have what the links lead to."""
+    assert folders.runs_elsewhere(command) is elsewhere
 
 
 def entry(verdict: Verdict, reason: str) -> Entry:
