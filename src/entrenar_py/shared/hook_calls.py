@@ -110,7 +110,6 @@ def is_stepping(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _steps_of(optimizer: torch.optim.Optimizer) -> Iterator[bool]:
-    """Yield True for each step of `optimizer` that this runs in."""
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code is STEPPING and frame.f_locals.get("self") is optimizer:

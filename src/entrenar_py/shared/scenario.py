@@ -1,8 +1,13 @@
 """The complete description of one run: equal scenarios give equal runs.
 
 A Scenario holds every number that a system needs, and is the only source of randomness
-(`Scenario.rng`). It names backends (`cuda`, `wgpu`, `cpu`, and `wgpu:1` for the second device of a
-kind); `entrenar_py.compute` opens them.
+(`Scenario.rng`). Its streams have names, which say what is drawn and not which worker draws it. So
+the draws don't change with the number of workers, and a run on one worker is a baseline for one on
+eight. What a run turned out to be stands in the traits of its trace.
+
+The record is frozen, validates itself, and has a digest: a run is known by its scenario, in memory,
+as the name of its file, and in a saved counterexample. It names backends (`cuda`, `wgpu`, `cpu`,
+and `wgpu:1` for the second device of a kind); `entrenar_py.compute` opens them.
 """
 
 from __future__ import annotations

@@ -380,7 +380,6 @@ def unplaced(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _power_of_two(number: int) -> int:
-    """Return the least power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 

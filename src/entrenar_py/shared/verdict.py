@@ -1,6 +1,13 @@
 """The three verdicts (the worst wins), and the finding: a verdict with its evidence.
 
 A judge reports HELD only if it made at least one comparison, all succeeded and none was missing.
+Everything else that is not a broken comparison is INCONCLUSIVE, with its reason: a run that failed,
+a record that is missing, a check that crashed. So a green report is never one that looked at
+nothing. FALSIFIED needs a `Counterexample`, which names the place (step, rank, tensor, element) and
+both values: planted bugs are killed for the right reason only if that is the planted place.
+
+A judge adds its comparisons to a `Tally`, and asks it for the finding at the end. Of several breaks
+the tally keeps that of the lowest step, since later ones may be its consequences.
 """
 
 from __future__ import annotations

@@ -226,7 +226,7 @@ def test_names_of_mutants_are_judged_where_they_are_installed(
     def missing() -> NoReturn:
         raise UsageError("the falsification folder was not installed")
 
-    monkeypatch.setattr(mutants, "catalogue", missing)
+    monkeypatch.setattr(mutants, "names", missing)
     assert check("--contract", path, "--validate") == 0
 
 

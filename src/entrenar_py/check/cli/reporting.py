@@ -109,7 +109,6 @@ def run_all(
 
 
 def _broken(report: Report) -> Report:
-    """Return the report without what holds, is open or doesn't apply: nobody asked for it."""
     broken = [entry for entry in report.entries if entry.verdict is Verdict.FALSIFIED]
     return replace(report, entries=tuple(broken), not_applying=())
 

@@ -143,7 +143,6 @@ def judge(
 
 
 def _name(file: Path) -> Path:
-    """Return the name of the run in `file`, as findings have it."""
     return Path(file.stem)
 
 
@@ -277,7 +276,6 @@ def _unresumed(check: Check, settings: Sequence[RunSettings]) -> tuple[str, ...]
 
 
 def _untried(check: Check, settings: Sequence[RunSettings]) -> tuple[str, ...]:
-    """Return the knobs that `check` needs turned and that no run has turned."""
     tried = {run.turn.knob for run in settings if run.turn is not None}
     return tuple(need.knob for need in check.needs if need.knob and need.knob not in tried)
 

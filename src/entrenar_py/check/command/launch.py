@@ -243,7 +243,6 @@ class Leash:
             self._lines += lines
 
     def _note_cold(self) -> None:
-        """Tell why ranks were started anew, if they were."""
         for line in self._lines:
             if line.startswith(b"cold ") and self._parents is not None:
                 self._parents.reasons.setdefault(line[5:].decode(errors="replace"))

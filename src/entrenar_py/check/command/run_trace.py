@@ -81,7 +81,6 @@ def first_step(trace: Trace) -> int:
 
 
 def _first_weights(trace: Trace) -> list[_Key]:
-    """Return for each rank the weights with which it began."""
     first: dict[int, Start] = {}
     for start in trace.of(Start):
         first.setdefault(start.rank, start)

@@ -234,7 +234,6 @@ def _like(settings: RunSettings, likes: Likes) -> Trace | None:
 
 
 def _is_light(ended: Ended, settings: RunSettings) -> bool:
-    """Return whether two runs like this one fit on the machine."""
     pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     needed = 2 * (settings.world_size + 1) * ended.peak_bytes
     return ended.seconds < SHORT_S and needed < pages and not Path("/dev/nvidiactl").exists()

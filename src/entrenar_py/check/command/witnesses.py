@@ -281,7 +281,6 @@ def _fault(kind: str, size: int) -> Fault:
 
 
 def _micro_batches(trace: Trace) -> int:
-    """Return how many micro-batches a rank has in the first step."""
     first = [shard.rank for shard in trace.of(Shard) if shard.step == 0]
     return first.count(first[0]) if first else 0
 

@@ -2,6 +2,12 @@
 
 This package decides nothing about trainers. It finds the clauses, keeps as plain data the parts
 that it does not know, and reports problems with the file.
+
+Contracts come from many authors, so that a reader that knows one schema would refuse most of them.
+`layout` therefore says by their content which mappings are clauses, in any block. Each value keeps
+its line and column (`shared.config`), readers go on after an error, and all problems are raised at
+once. `bindings` tie statements that name no check to one, in a file of their own: a contract of
+others stays as it is. `rules` and `validation` judge the contract itself, and stop no run.
 """
 
 from __future__ import annotations

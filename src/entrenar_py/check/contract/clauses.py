@@ -118,7 +118,6 @@ def _check_tolerance(record: Record, clause: Invariant, check: CheckTerms) -> No
 
 
 def _needs_kind(check: CheckTerms) -> bool:
-    """Return whether `check` can't use a tolerance without its kind."""
     return check.takes_tolerance and len(check.tolerance_kinds) > 1
 
 

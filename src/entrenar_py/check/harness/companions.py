@@ -96,7 +96,6 @@ def _undropped(needs: Collection[Need], scenario: Scenario) -> Runs[Scenario] | 
 
 
 def _oracle(scenario: Scenario) -> list[Scenario]:
-    """Return the same training on a single device, by the system `textbook`."""
     single = {"system": "textbook", "world_size": 1, "accumulation": 1, "backends": ("cpu",)}
     return [plain(scenario, **single, options={})]
 

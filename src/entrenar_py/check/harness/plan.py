@@ -268,7 +268,6 @@ def _known(invariant: Invariant, plan: Plan, trainers: Collection[str]) -> Itera
 
 
 def _notes(unfit: Sequence[Scenario], resized: int, plan: Plan) -> Iterator[str]:
-    """Yield notes on the clause's scenarios that are left out or changed."""
     if unfit:
         yield f"left out: {counted(len(unfit), 'scenario')} {_why(unfit, plan)}"
     if resized:
@@ -277,7 +276,6 @@ def _notes(unfit: Sequence[Scenario], resized: int, plan: Plan) -> Iterator[str]
 
 
 def _can_not(scenario: Scenario, system: str | None) -> list[str]:
-    """Return the kinds of fault in a trainer's `scenario` that `system` can't inject."""
     if system is None or scenario.system not in TRAINERS:
         return []
     return [fault.kind for fault in scenario.faults if fault.kind not in SYSTEMS[system].faults]

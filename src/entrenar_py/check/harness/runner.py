@@ -98,7 +98,6 @@ def _interrupted(seconds: float) -> Iterator[None]:
 
 
 def _is_loading(frame: FrameType | None) -> bool:
-    """Return whether a module is being loaded by the code that `frame` belongs to."""
     while frame is not None:
         if frame.f_code.co_filename == _LOADER:
             return True

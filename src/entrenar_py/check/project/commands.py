@@ -292,7 +292,6 @@ def _said(node: ast.AST) -> str | None:
 
 
 def _name(function: ast.expr) -> str:
-    """Return the last part of a called function's name."""
     if isinstance(function, ast.Attribute):
         return function.attr
     return function.id if isinstance(function, ast.Name) else ""

@@ -410,7 +410,6 @@ def _project(table: Table, keys: Mapping[str, Any], folder: Path) -> Project:
 
 
 def _dest(name: str) -> str:
-    """Return the name that a key has in parsed options."""
     return name.replace("-", "_")
 
 

@@ -111,7 +111,6 @@ def _alone(curve: Curve, others: Sequence[Trace]) -> Trace | None:
 
 
 def _losses(trace: Trace) -> dict[int, float]:
-    """Return step -> the loss reported by the lowest rank."""
     steps = updates(with_losses(trace.standing))
     reported = {step: any_rank(by_rank).loss for step, by_rank in sorted(steps.items())}
     return {step: loss for step, loss in reported.items() if loss is not None}
@@ -222,7 +221,6 @@ def _groups(report: Report) -> dict[str, list[Curve]]:
 
 
 def _broken(report: Report) -> frozenset[Scenario]:
-    """Return the scenarios of the counterexamples."""
     counterexamples = [entry.finding.counterexample for entry in report.entries]
     return frozenset(
         Scenario.from_dict(example.scenario)

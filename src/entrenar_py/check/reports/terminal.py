@@ -241,7 +241,6 @@ def _table(columns: Mapping[str, int], *, header: bool, name: int | None) -> Tab
 
 
 def _word(entry: Entry) -> tuple[str, str]:
-    """Return the word that says how a clause was judged, and its style."""
     judged = _ADVICE if entry.advice else _WORDS[entry.verdict]
     return judged if entry.finding.applies else _NOT_APPLIED
 
@@ -390,7 +389,6 @@ def _print_summary(console: Console, reports: Sequence[Report], style: Style) ->
 
 
 def _is_broken(reports: Sequence[Report]) -> bool:
-    """Return whether a clause is falsified and nobody accepts that."""
     entries = (entry for report in reports for entry in report.entries)
     return any(e.verdict is Verdict.FALSIFIED and not e.is_accepted for e in entries)
 

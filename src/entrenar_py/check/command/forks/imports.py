@@ -109,7 +109,6 @@ def _own_files(
 
 
 def _at(place: Path) -> list[Path]:
-    """Return the file of the module or package at `place`, if there is one."""
     files = (place / "__init__.py", place.with_name(place.name + ".py"))
     return [file for file in files if file.is_file()][:1]
 
@@ -132,7 +131,6 @@ def _root(module: str) -> Path | None:
 
 
 def _installed_in() -> list[str]:
-    """Return the folders of installed packages."""
     paths = sysconfig.get_paths()
     places = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     return [*places, *(one for one in sys.path if one.endswith(("-packages", ".zip")))]

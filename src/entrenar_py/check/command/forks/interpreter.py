@@ -85,7 +85,6 @@ def _run_file(script: str, main: types.ModuleType) -> None:
 
 
 def _exit_code(left: SystemExit) -> int:
-    """Return the exit code of a process that ends by `left`."""
     if left.code is None or isinstance(left.code, int):
         return (left.code or 0) & 0xFF
     with suppress(Exception):
@@ -126,7 +125,6 @@ def _leave(code: int, before: set[str]) -> NoReturn:
 
 
 def _take_down(name: str) -> None:
-    """Let go of all that a module holds."""
     module = sys.modules.get(name)
     if isinstance(module, types.ModuleType):
         for key in [*vars(module)]:

@@ -1,16 +1,21 @@
-"""Reading a configuration: its values, and every problem at its place."""
+"""A configuration's keys and values, and what it leaves out of a run."""
 
 from __future__ import annotations
 
 import datetime
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 
 from entrenar_py.check.cli import command_line
 from entrenar_py.check.project import configuration
-from entrenar_py.check.project.configuration import KEYS
+from entrenar_py.check.project.configuration import KEYS, Acceptance, Exclusion
+from entrenar_py.shared.config.problems import Position
 from entrenar_py.shared.errors import ContractError, UsageError
+from tests.check.clauses.traces import clause
+from tests.check.contract.validation.written import KERNEL, written
+from tests.command_line import check
 
 # Options that say what is done in one call, or how it is shown: no project has a usual value.
 NOT_CONFIGURED = {
@@ -206,3 +211,113 @@ def test_a_table_that_is_none(tmp_path: Path) -> None:
     path = write(tmp_path, "[tool]\nentrenar-check = 1\n")
     with pytest.raises(ContractError, match="give a table with keys among contract, command"):
         configuration.load(path)
+
+
+LAST = datetime.date(2027, 1, 31)
+CLAUSE, OTHER = clause("finiteness"), clause("replica_identity")
+EXCLUDED = Exclusion(
+    clause=CLAUSE.id, reason="not yet", until=LAST, place=Position("pyproject.toml", 9, 3)
+)
+NEVER = Exclusion(clause=CLAUSE.id, reason="no NaNs here", until=None, place=EXCLUDED.place)
+
+
+def standing(
+    found: Exclusion, today: datetime.date, asked: Collection[str] = ()
+) -> configuration.Standing:
+    return configuration.apply([OTHER, CLAUSE], [found], named=asked, today=today)
+
+
+def test_until_its_last_day() -> None:
+    """On its last day a clause is still left out, and reported with reason and place."""
+    found = standing(EXCLUDED, LAST)
+    assert (found.selected, found.notes, found.not_applying) == ((OTHER,), {}, ())
+    (one,) = found.excluded
+    assert one.named == f"F-DP-003 ({CLAUSE.name})"
+    assert one.why == "until 2027-01-31: not yet (pyproject.toml:9:3)"
+
+
+def test_void_on_the_next_day() -> None:
+    """On the day after, the clause is tried again with a note."""
+    found = standing(EXCLUDED, LAST + datetime.timedelta(days=1))
+    assert (found.selected, found.excluded) == ((OTHER, CLAUSE), ())
+    assert found.notes == {
+        CLAUSE.id: "its exclusion ended with 2027-01-31, so it is tried again: not yet "
+        "(pyproject.toml:9:3)"
+    }
+
+
+def test_asked_for_by_its_id() -> None:
+    """A clause that the command line names is tried although it is excluded."""
+    found = standing(EXCLUDED, LAST, asked=(CLAUSE.id,))
+    assert found.selected == (OTHER, CLAUSE)
+    assert found.notes == {CLAUSE.id: "tried as --only asks, though pyproject.toml:9:3 excludes it"}
+
+
+def test_not_applicable() -> None:
+    """Such an exclusion has no end, and counts as a clause that doesn't apply to the system."""
+    found = standing(NEVER, datetime.date.max)
+    assert (found.selected, found.excluded) == ((OTHER,), ())
+    (one,) = found.not_applying
+    assert one.reason == "no NaNs here (pyproject.toml:9:3)"
+
+
+def test_each_names_a_clause_once() -> None:
+    """A misspelt or repeated clause is refused, as it would exclude nothing unnoticed."""
+    configuration.require_known([EXCLUDED], [CLAUSE.id])
+    with pytest.raises(ContractError) as refusal:
+        configuration.require_known([EXCLUDED, NEVER], ["F-DP-033"])
+    assert refusal.value.problems[0] == (
+        "pyproject.toml:9:3: error: clause 'F-DP-003' is in none of the contracts; did you mean "
+        "'F-DP-033'?"
+    )
+    with pytest.raises(ContractError, match="is excluded at pyproject"):
+        configuration.require_known([EXCLUDED, NEVER], [CLAUSE.id])
+
+
+def test_an_accepted_clause_is_tried() -> None:
+    """Its falsification is accepted for the reason given, if nothing else leaves it out."""
+    accepted = Acceptance(clause=CLAUSE.id, reason="clamped", place=EXCLUDED.place)
+    found = configuration.apply([OTHER, CLAUSE], [], [accepted])
+    assert found.selected == (OTHER, CLAUSE)
+    assert found.accepted == {CLAUSE.id: "clamped (pyproject.toml:9:3)"}
+    configuration.require_known([], [CLAUSE.id], [accepted])
+    with pytest.raises(ContractError, match="is in none of the contracts"):
+        configuration.require_known([], [OTHER.id], [accepted])
+    with pytest.raises(ContractError, match=r"is excluded at pyproject\.toml:9:3, too"):
+        configuration.require_known([EXCLUDED], [CLAUSE.id], [accepted])
+
+
+TABLE = """\
+[tool.entrenar-check]
+contract = "c-v1.yaml"
+json = "run.json"
+suppress = ["SCHEMA-001", "ENTRENAR-001"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("SCHEMA-00X", "--suppress SCHEMA-00X: no such rule: did you mean"),
+        ("PV-VAL-001", "--suppress PV-VAL-001: can't be suppressed"),
+    ],
+)
+def test_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, message: str
+) -> None:
+    """A wrong rule is an error at its place."""
+    written(tmp_path, KERNEL)
+    written(tmp_path, TABLE.replace("SCHEMA-001", name), "pyproject.toml")
+    assert check("--validate") == 2
+    assert f"pyproject.toml:4:1: error: {message}" in capsys.readouterr().err
+
+
+def test_followed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--validate suppresses what is configured, or typed; a run's reports are not overwritten."""
+    written(tmp_path, KERNEL.replace("[a paper]", "[]").replace(", if_fails: no division", ""))
+    written(tmp_path, TABLE, "pyproject.toml")
+    assert check("--validate") == 0
+    assert "valid, 2 invariants, 1 warning, 1 note, 1 suppressed" in capsys.readouterr().out
+    assert check("--validate", "--suppress", "SCHEMA-009") == 2
+    assert check("--validate", "--no-config", "--contract", "c-v1.yaml") == 2
+    assert not (tmp_path / "run.json").exists()

@@ -1,4 +1,4 @@
-"""A star whose server makes the steps has the reference's bits, and its state is in one place."""
+"""The workers of a scenario: who is present in each step, who makes it, and the outer step."""
 
 from __future__ import annotations
 
@@ -13,11 +13,44 @@ from entrenar_py.shared.errors import ProtocolError, UsageError
 from entrenar_py.shared.faults import SERVED_PLACES, Fault
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Audit, Saved, Start, Tensors, Trace, Update
+from entrenar_py.shared.workers import Outer
 from entrenar_py.train.arithmetic import checkpoint
 from entrenar_py.train.wire.messages import Applied, Average, Message, Weights, Welcome
 from tests.check.clauses import traces
 from tests.systems import by_hand, stars
-from tests.systems.stars import MESH_SIMULATED, REAL, SIMULATED, STEP
+from tests.systems.stars import MESH_SIMULATED, REAL, SIMULATED, STEP, subject
+
+TAKEN = Fault(kind="stranger", step=2, rank=1, value="taken_rank")
+ONE_TOO_MANY = Fault(kind="stranger", step=2, value="one_too_many")
+
+
+def cut(step: int) -> Fault:
+    """Return a fault that cuts worker 0 off in `step`."""
+    return Fault(kind="cut", step=step, rank=0, at="Staged")
+
+
+@pytest.mark.parametrize(
+    "faults", [(TAKEN, ONE_TOO_MANY), (TAKEN, cut(3)), (ONE_TOO_MANY, TAKEN, cut(4))]
+)
+def test_strangers_that_find_no_place(faults: tuple[Fault, ...]) -> None:
+    """Such a stranger is accepted while all workers are present."""
+    systems.require_possible(subject(SIMULATED, faults=faults))
+
+
+@pytest.mark.parametrize(
+    ("faults", "message"),
+    [
+        ((TAKEN, cut(2)), "value=taken_rank step=2: a fault strikes a worker in step 2"),
+        ((ONE_TOO_MANY, cut(0)), "value=one_too_many step=2: a fault strikes a worker in step 0"),
+        ((Fault(kind="join", step=3, rank=1), TAKEN), "that worker is not present"),
+        ((Fault(kind="join", step=3, rank=1), ONE_TOO_MANY), "2 of 3 workers are present"),
+    ],
+)
+def test_strangers_that_might_find_one(faults: Any, message: str) -> None:
+    """After a fault a rank may be free, and the stranger entitled."""
+    with pytest.raises(UsageError, match=message):
+        systems.require_possible(subject(SIMULATED, faults=faults))
+
 
 BREAKS = ("kill", "cut", "half_open", "duplicate", "reorder", "truncate", "flip")
 
@@ -327,3 +360,32 @@ def test_a_fault_strikes_at_a_message_that_there_is(by_server: bool) -> None:
         scenario = scenario.with_(options={})
     with pytest.raises(UsageError, match=f"fault cut at='{at}' on .*: allowed are .*, {right},"):
         systems.require_possible(scenario)
+
+
+def test_the_last_round_may_be_short() -> None:
+    """Rounds end after a fixed number of steps, and after the last step."""
+    rule = Outer.of({"inner_steps": 2, "deadline_s": 5.0})
+    assert [step for step in range(5) if rule.ends_round(step, 5)] == [1, 3, 4]
+    assert [rule.round_end(step, 5) for step in range(5)] == [2, 2, 4, 4, 5]
+
+
+def test_the_defaults_are_the_paper_s() -> None:
+    """The defaults are 500 steps alone, 0.7 and 0.9."""
+    assert Outer.of({}) == Outer(inner_steps=500, outer_learning_rate=0.7, outer_momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"inner_steps": 0},
+        {"inner_steps": 2.0},
+        {"outer_learning_rate": -1.0},
+        {"outer_learning_rate": "nan"},
+        {"outer_learning_rate": float("nan")},
+        {"outer_momentum": 1.0},
+    ],
+)
+def test_what_is_out_of_range_is_refused(options: dict[str, Any]) -> None:
+    """Values out of range are refused with the option's name and the value."""
+    with pytest.raises(UsageError, match=f"{next(iter(options))}=.*: use a"):
+        Outer.of(options)
