@@ -21,7 +21,7 @@ from blake3 import blake3
 from entrenar_py.check import cli
 from entrenar_py.check.contract import bindings
 from entrenar_py.check.contract.bindings import Entry
-from entrenar_py.shared import shipped
+from entrenar_py.shared import package_data
 from entrenar_py.shared.config.problems import Problems
 
 KEPT = Path(__file__).parent / "bound-family.json"
@@ -51,7 +51,7 @@ def tables() -> str:
     """A table for each file of bindings: what is bound, to which check, and what came out."""
     kept = json.loads(KEPT.read_text(encoding="utf-8"))
     parts = []
-    for path in shipped.all_bindings():
+    for path in package_data.all_bindings():
         file = bindings.read(path, Problems())
         assert file is not None, path
         lines = kept.get(file.contract, {}).get("lines", {})
@@ -113,7 +113,7 @@ def _is_by(result: dict[str, Any], path: Path) -> bool:
 def main() -> None:
     """Runs every contract found in the folders that were given."""
     kept = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
-    for path in shipped.all_bindings():
+    for path in package_data.all_bindings():
         name = f"{stem(path)}.yaml"
         for contract in (p for folder in sys.argv[1:] for p in Path(folder).rglob(name)):
             if kept.get(stem(path), {}).get("digest") == digest(path):

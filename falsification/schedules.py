@@ -18,7 +18,7 @@ from entrenar_py.check import contract, evidence
 from entrenar_py.check.contract import Invariant
 from entrenar_py.check.evidence.needs import ALONE, CALM, KILLED, TWIN, Runs
 from entrenar_py.check.harness import companions
-from entrenar_py.shared import faults, shipped, trace
+from entrenar_py.shared import faults, package_data, trace
 from entrenar_py.shared import systems as table
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.faults import Fault
@@ -335,5 +335,7 @@ def _falsified(run: Trace, calm: Trace, other: Trace | None) -> Iterator[str]:
 def _clauses() -> dict[str, Invariant]:
     """Return the clauses of both contracts by the name of their check."""
     known = contract.Vocabulary(checks=checks.terms(), mutants=lambda: None)
-    loaded = [contract.load(shipped.contract_path(name), vocabulary=known) for name in _CONTRACTS]
+    loaded = [
+        contract.load(package_data.contract_path(name), vocabulary=known) for name in _CONTRACTS
+    ]
     return {one.check: one for each in loaded for one in each.invariants if one.check}

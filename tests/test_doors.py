@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py.shared import shipped, trace
+from entrenar_py.shared import package_data, trace
 from entrenar_py.shared.scenario import OBSERVED, Scenario
 from entrenar_py.shared.trace import End
 
-CONTRACTS = [word for path in shipped.shipped_contracts() for word in ("--contract", path.name)]
+CONTRACTS = [
+    word for path in package_data.shipped_contracts() for word in ("--contract", path.name)
+]
 # Each call in one process, in this order, with its exit code and what it may not load.
 HEAVY = ("torch", "entrenar_py.train", "entrenar_py.compute", "entrenar_py.systems")
 CALLS: tuple[tuple[list[str], int, tuple[str, ...]], ...] = (

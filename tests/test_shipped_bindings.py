@@ -12,11 +12,11 @@ from entrenar_py.check import clauses as checks
 from entrenar_py.check import contract
 from entrenar_py.check.contract import Contract, Invariant, Vocabulary
 from entrenar_py.check.harness import plan, runner
-from entrenar_py.shared import mutants, scenario, shipped
+from entrenar_py.shared import mutants, package_data, scenario
 from entrenar_py.shared.verdict import Verdict
 
 OURS = Vocabulary(checks=checks.terms(), mutants=mutants.names)
-FILES = shipped.all_bindings()
+FILES = package_data.all_bindings()
 
 
 def _statements(path: Path) -> str:
@@ -95,6 +95,6 @@ def test_what_is_bound_would_find_the_bugs_that_it_names(tmp_path: Path) -> None
 
 def test_shipped_contracts_are_not_bound_by_those_of_the_same_name() -> None:
     """A shipped contract of the same name has other sentences, and binds by itself."""
-    for path in shipped.shipped_contracts():
+    for path in package_data.shipped_contracts():
         loaded = contract.load(path, vocabulary=OURS)
         assert not [one.id for one in loaded.invariants if one.binding is not None]

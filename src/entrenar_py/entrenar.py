@@ -18,16 +18,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return cli.main(argv, {"watch": _watch, "doctor": _doctor})
 
 
-def _watch(given: argparse.Namespace) -> int:
+def _watch(options: argparse.Namespace) -> int:
     from entrenar_py.check.cli import watching
 
-    return watching.run(given)
+    return watching.run(options)
 
 
-def _doctor(given: argparse.Namespace) -> int:
+def _doctor(options: argparse.Namespace) -> int:
     from entrenar_py.check import doctor
 
-    doctor.run(given.json, clauses=given.clauses, color=not given.no_color)
+    doctor.run(options.json, clauses=options.clauses, color=not options.no_color)
     return exit_codes.DONE
 
 

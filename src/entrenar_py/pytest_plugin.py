@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from entrenar_py.check.pytest_clauses import Judged, Wish
+    from entrenar_py.check.pytest_clauses import Judged, Request
     from entrenar_py.shared.verdict import Finding
 
 MARK = "contract"
@@ -70,22 +70,22 @@ def pytest_collection_modifyitems(
 
     examples = config.getoption("--contract-examples")
     try:
-        wish = judging.Wish(
+        request = judging.Request(
             clause="",
             contract=config.getoption("--contract"),
             system=config.getoption("--contract-system"),
             examples=EXAMPLES if examples is None else examples,
         )
-        loaded = judging.load(wish.contract)
-        judging.require_possible(wish)
+        loaded = judging.load(request.contract)
+        judging.require_possible(request)
     except EntrenarError as error:
         raise pytest.UsageError(escaping.line(error)) from error
     file = ContractFile.from_parent(session, path=loaded.path.resolve())
     added: list[pytest.Item] = []
     for clause in loaded.invariants:
         item = ContractItem.from_parent(file, name=escaping.line(clause.id))
-        item.wish, item.line = replace(wish, clause=clause.id), clause.position.line
-        item.add_marker(pytest.mark.contract(clause.id, contract=wish.contract))
+        item.request, item.line = replace(request, clause=clause.id), clause.position.line
+        item.add_marker(pytest.mark.contract(clause.id, contract=request.contract))
         added.append(item)
     items += added
     # Without this, pytest would count more deselected tests than collected ones.
@@ -113,7 +113,7 @@ def finding(request: pytest.FixtureRequest) -> Finding:
 
 
 class ContractFile(pytest.File):
-    """A contract, whose clauses are tests."""
+    """A contract; each of its clauses is a test."""
 
     def collect(self) -> Iterator[pytest.Item]:
         """Return nothing: the clauses are added after all other tests were collected."""
@@ -123,7 +123,7 @@ class ContractFile(pytest.File):
 class ContractItem(pytest.Item):
     """One clause as a test without a body: `pytest_runtest_call` judges the clause."""
 
-    wish: Wish
+    request: Request
     line: int
 
     def runtest(self) -> None:
@@ -145,9 +145,9 @@ def _judged(item: pytest.Item) -> Iterator[Judged]:
     from entrenar_py.check import pytest_clauses as judging
 
     usual = item.config.getoption("--contract")
-    own = [item.wish] if isinstance(item, ContractItem) else None
+    own = [item.request] if isinstance(item, ContractItem) else None
     known = item.session.stash.setdefault(_KNOWN, {})
-    for wish in own or [judging.wish_of(mark, usual, item.config.rootpath) for mark in marks]:
-        if wish not in known:
-            known[wish] = judging.judge(wish)
-        yield known[wish]
+    for request in own or [judging.request_of(mark, usual, item.config.rootpath) for mark in marks]:
+        if request not in known:
+            known[request] = judging.judge(request)
+        yield known[request]

@@ -14,7 +14,7 @@ from entrenar_py.check import clauses as checks
 from entrenar_py.check import kill_matrix
 from entrenar_py.check.kill_matrix import Row
 from entrenar_py.check.reports import terminal
-from entrenar_py.shared import mutants, shipped
+from entrenar_py.shared import mutants, package_data
 from entrenar_py.shared.errors import ContractError, UsageError
 from entrenar_py.shared.mutants import Variant
 from entrenar_py.shared.scenario import Scenario
@@ -249,10 +249,10 @@ def test_a_contract_with_an_unknown_bug_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A contract that names an unknown mutant is refused before any is tried."""
-    original = shipped.contract_path("distributed-training-v1").read_text(encoding="utf-8")
+    original = package_data.contract_path("distributed-training-v1").read_text(encoding="utf-8")
     path = tmp_path / "typing-error-v1.yaml"
     path.write_text(original.replace("[shard-lost,", "[shard-losst,"), encoding="utf-8")
-    monkeypatch.setattr(shipped, "shipped_contracts", lambda: [path])
+    monkeypatch.setattr(package_data, "shipped_contracts", lambda: [path])
     with pytest.raises(ContractError) as caught:
         kill_matrix.invariants()
     (problem,) = caught.value.problems

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from entrenar_py.shared import shipped
+from entrenar_py.shared import package_data
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -33,7 +33,7 @@ def test_the_tables_are_current(family: ModuleType) -> None:
 def test_every_result_is_of_the_bindings_that_are_shipped(family: ModuleType) -> None:
     """Results are of the shipped bindings; if not, run `python docs/bound_family.py FOLDER`."""
     kept = json.loads(family.KEPT.read_text("utf-8"))
-    now = {family.stem(path): family.digest(path) for path in shipped.all_bindings()}
+    now = {family.stem(path): family.digest(path) for path in package_data.all_bindings()}
     assert {name: one["digest"] for name, one in kept.items()} == now
 
 

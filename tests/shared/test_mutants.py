@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from entrenar_py import systems
-from entrenar_py.shared import mutants, shipped
+from entrenar_py.shared import mutants, package_data
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.mutants import Variant
 from entrenar_py.shared.scenario import Scenario
@@ -113,7 +113,7 @@ def test_unknown_mutant() -> None:
 
 def test_missing_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the falsification folder there is no catalogue, and the message says so."""
-    monkeypatch.setattr(shipped, "falsification_folder", lambda: None)
+    monkeypatch.setattr(package_data, "falsification_folder", lambda: None)
     with pytest.raises(UsageError, match="falsification folder"):
         mutants.catalogue.__wrapped__()
 
@@ -121,7 +121,7 @@ def test_missing_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_loaded_from_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The folder is a package of its own, loaded under the name PACKAGE."""
     (tmp_path / "__init__.py").write_text("def variants():\n    return []\n")
-    monkeypatch.setattr(shipped, "falsification_folder", lambda: tmp_path)
+    monkeypatch.setattr(package_data, "falsification_folder", lambda: tmp_path)
     monkeypatch.delitem(sys.modules, mutants.PACKAGE)
     assert mutants.catalogue.__wrapped__() == {}
 

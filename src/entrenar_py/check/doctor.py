@@ -19,7 +19,7 @@ from entrenar_py.check.reports import terminal
 from entrenar_py.check.reports.report import NotApplying
 from entrenar_py.compute import machine
 from entrenar_py.compute.machine import Found
-from entrenar_py.shared import shipped
+from entrenar_py.shared import package_data
 from entrenar_py.shared.page import arguments, console
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.systems import AUTO, SYSTEMS
@@ -106,7 +106,7 @@ def reaches(backends: Sequence[Found]) -> list[Reach]:
     """Return the reach of every clause of every shipped contract, with its own scenarios."""
     known = session.vocabulary()
     records = []
-    for path in shipped.shipped_contracts():
+    for path in package_data.shipped_contracts():
         loaded = contract.load(path, vocabulary=known)
         records += [_reach(path.name, clause, backends) for clause in loaded.invariants]
     return records

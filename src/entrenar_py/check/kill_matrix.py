@@ -21,7 +21,7 @@ from entrenar_py.check.harness import plan
 from entrenar_py.check.harness.runner import Runner
 from entrenar_py.check.reports import terminal
 from entrenar_py.check.reports.report import EXIT_INCONCLUSIVE
-from entrenar_py.shared import mutants, shipped, systems
+from entrenar_py.shared import mutants, package_data, systems
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.mutants import Variant
 from entrenar_py.shared.verdict import Counterexample, Finding, Verdict
@@ -183,7 +183,7 @@ def invariants() -> dict[str, Invariant]:
     Raises ContractError if a clause names a mutant that is not in the catalogue.
     """
     known = contract.Vocabulary(checks=checks.terms(), mutants=mutants.names)
-    loaded = [contract.load(path, vocabulary=known) for path in shipped.shipped_contracts()]
+    loaded = [contract.load(path, vocabulary=known) for path in package_data.shipped_contracts()]
     clauses = [clause for loaded_contract in loaded for clause in loaded_contract.invariants]
     return {clause.id: clause for clause in clauses if checks.bind(clause)}
 

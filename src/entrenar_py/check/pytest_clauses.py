@@ -18,7 +18,7 @@ from entrenar_py.check.harness import falsify, plan
 from entrenar_py.check.project import configuration, toml_file
 from entrenar_py.check.reports import evidence
 from entrenar_py.check.reports.report import Entry, Report
-from entrenar_py.shared import process, shipped
+from entrenar_py.shared import package_data, process
 from entrenar_py.shared.errors import EntrenarError
 from entrenar_py.shared.untrusted import escaping
 from entrenar_py.shared.verdict import Verdict
@@ -27,7 +27,7 @@ _CONFIGURABLE = ("system", "world_size", "seed", "examples")  # what a mark may 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wish:
+class Request:
     """A clause to judge, with the options that `entrenar-check` would get."""
 
     clause: str
@@ -94,8 +94,8 @@ class Judged:
         )
 
 
-def wish_of(mark: pytest.Mark, usual: str | None, root: Path) -> Wish:
-    """Return the wish that a mark expresses; an invalid mark fails the test.
+def request_of(mark: pytest.Mark, usual: str | None, root: Path) -> Request:
+    """Return the request that a mark expresses; an invalid mark fails the test.
 
     `usual` is the contract for marks that name none. If `usual` is None, too, the configuration of
     the project at `root` provides what the mark leaves open.
@@ -113,11 +113,11 @@ def wish_of(mark: pytest.Mark, usual: str | None, root: Path) -> Wish:
     if not all(isinstance(count, int) for count in counts) or options.get("examples", 0) < 0:
         _refuse(f"{mark}: world_size, seed and examples are integers, examples 0 or more")
     options["contract"] = str(options["contract"])
-    return Wish(**options, clause=mark.args[0], world_size=world_size)
+    return Request(**options, clause=mark.args[0], world_size=world_size)
 
 
 def _configured(mark: pytest.Mark, root: Path) -> dict[str, Any]:
-    """Return the clause's options in the project's configuration, as keywords of Wish."""
+    """Return the clause's options in the project's configuration, as keywords of Request."""
     try:
         path = toml_file.find(root)
         if path is None:
@@ -141,58 +141,60 @@ def _configured(mark: pytest.Mark, root: Path) -> dict[str, Any]:
     except EntrenarError as error:
         _refuse(str(error))
     standing = configuration.apply(selected, project.exclusions)
-    why = [f"is excluded {clause.why}" for clause in standing.excluded]
-    why += [f"does not apply: {clause.reason}" for clause in standing.not_applying]
+    reasons = [f"is excluded {clause.why}" for clause in standing.excluded]
+    reasons += [f"does not apply: {clause.reason}" for clause in standing.not_applying]
     values = {name: project.values[name] for name in _CONFIGURABLE if name in project.values}
     note = "; ".join(standing.notes.values())
-    left_out = why[0] if why else ""
+    left_out = reasons[0] if reasons else ""
     return {"contract": name, "bind": bind[name], "left_out": left_out, "note": note, **values}
 
 
-def judge(wish: Wish) -> Judged:
+def judge(request: Request) -> Judged:
     """Judge the clause; if it can't be tried, the test fails with the reason."""
-    if wish.left_out:
-        pytest.skip(evidence.one_line(f"{wish.clause} {wish.left_out}"))
+    if request.left_out:
+        pytest.skip(evidence.one_line(f"{request.clause} {request.left_out}"))
     started = time.monotonic()
     try:
-        loaded = load(wish.contract, wish.bind)
-        tasks, not_applying = plan.divide(plan.select(loaded, only=(wish.clause,)), wish.plan())
+        loaded = load(request.contract, request.bind)
+        tasks, not_applying = plan.divide(
+            plan.select(loaded, only=(request.clause,)), request.plan()
+        )
         if not_applying:
-            why = f"{wish.clause} does not apply to {wish.system}: {not_applying[0].reason}"
+            why = f"{request.clause} does not apply to {request.system}: {not_applying[0].reason}"
             pytest.skip(evidence.one_line(why))
         with process.deferred_interrupts():
-            (entry,) = falsify.falsify(tasks, wish.plan())
+            (entry,) = falsify.falsify(tasks, request.plan())
     except EntrenarError as error:
         _refuse(str(error))
-    if wish.note:
-        notes = (*entry.finding.notes, wish.note)
+    if request.note:
+        notes = (*entry.finding.notes, request.note)
         entry = replace(entry, finding=replace(entry.finding, notes=notes))
     report = Report(
         contract=loaded,
-        contract_given=wish.contract,
+        contract_given=request.contract,
         system=plan.systems_of(scenario for task in tasks for scenario in task.scenarios),
-        seed=wish.seed,
+        seed=request.seed,
         entries=(entry,),
         environment={},
         elapsed_s=time.monotonic() - started,
         interrupted=False,
-        command=wish.command(),
-        bindings_given=tuple(map(str, wish.bind)),
+        command=request.command(),
+        bindings_given=tuple(map(str, request.bind)),
     )
     return Judged(entry=entry, report=report)
 
 
-def require_possible(wish: Wish) -> None:
-    """Raise UsageError, with the place, if a clause can't be tried with the options of `wish`."""
-    plan.divide(load(wish.contract, wish.bind).invariants, wish.plan())
+def require_possible(request: Request) -> None:
+    """Raise UsageError, with the place, if a clause can't be tried with the options of `request`."""
+    plan.divide(load(request.contract, request.bind).invariants, request.plan())
 
 
-def load(given: str, bind: Sequence[Path] = ()) -> Contract:
+def load(name: str, bind: Sequence[Path] = ()) -> Contract:
     """Load the contract at a path, or the shipped one of that name, with files of bindings.
 
     Raises ContractError and UsageError.
     """
-    path = shipped.contract_path(given)
+    path = package_data.contract_path(name)
     return contract.load(path, vocabulary=session.vocabulary(), bind=bind)
 
 

@@ -27,7 +27,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
-from entrenar_py.shared import shipped
+from entrenar_py.shared import package_data
 from entrenar_py.shared.errors import BackendUnavailable
 
 # The indices of the adapters that worked in a child of this process or of one of its ancestors. An
@@ -94,7 +94,7 @@ def library() -> Any:
         return _loaded()
     except (ImportError, OSError) as error:  # OSError: its native library does not load
         raise BackendUnavailable(
-            f"backend wgpu: {error}; install it with {shipped.extra_advice('wgpu')}"
+            f"backend wgpu: {error}; install it with {package_data.extra_advice('wgpu')}"
         ) from error
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache, wraps
 from typing import Any
 
-from entrenar_py.shared import shipped
+from entrenar_py.shared import package_data
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.scenario import Scenario
 
@@ -53,7 +53,7 @@ class Variant:
 @cache
 def catalogue() -> dict[str, Variant]:
     """Return every variant by name, mutants first; UsageError if they are not installed."""
-    folder = shipped.falsification_folder()
+    folder = package_data.falsification_folder()
     if folder is None:
         raise UsageError("the falsification folder with the mutants was not installed")
     if PACKAGE not in sys.modules:
@@ -76,7 +76,7 @@ def names() -> tuple[str, ...]:
     The catalogue has them, too, but to load it takes torch and the whole trainer: a call that only
     reads contracts takes them from a list. Raises UsageError if the bugs are not installed.
     """
-    folder = shipped.falsification_folder()
+    folder = package_data.falsification_folder()
     if folder is None:
         raise UsageError("the falsification folder with the mutants was not installed")
     return tuple((folder / "names.txt").read_text(encoding="utf-8").split())

@@ -15,7 +15,7 @@ from entrenar_py.check.cli import command_work, reporting
 from entrenar_py.check.command import judging
 from entrenar_py.check.project import configuration
 from entrenar_py.check.reports.report import Entry
-from entrenar_py.shared import shipped
+from entrenar_py.shared import package_data
 from entrenar_py.shared.verdict import Counterexample, Finding, Verdict, inconclusive
 from tests.check.clauses import traces
 from tests.conftest import shipped_invariants
@@ -71,7 +71,7 @@ def job(file: str, *entries: Entry, is_aside: bool = False) -> reporting.Job:
     vocabulary = contract.Vocabulary(checks=None, mutants=lambda: None)
     return reporting.Job(
         options=options,
-        contract=contract.load(shipped.contract_path(file), vocabulary=vocabulary),
+        contract=contract.load(package_data.contract_path(file), vocabulary=vocabulary),
         work=reporting.Work(
             entries=lambda *_: entries, environment=dict, system="command", seed=0, streams=True
         ),
@@ -103,8 +103,8 @@ def test_what_is_looked_at_aside_is_told_if_it_is_broken(
     text = io.StringIO()
     code = reporting.run_all(
         [
-            job(shipped.FOR_SCRIPTS[0], of_clause("F-DP-001", Verdict.HELD)),
-            job(shipped.OF_LANGUAGE, of_clause("F-LM-002", verdict), is_aside=True),
+            job(package_data.FOR_SCRIPTS[0], of_clause("F-DP-001", Verdict.HELD)),
+            job(package_data.OF_LANGUAGE, of_clause("F-LM-002", verdict), is_aside=True),
         ],
         "entrenar-check",
         Console(file=text),

@@ -16,7 +16,7 @@ from entrenar_py.check.command.run_settings import RunSettings, Turn
 from entrenar_py.check.command.runs import Run
 from entrenar_py.check.evidence import run_names
 from entrenar_py.check.reports.report import Entry
-from entrenar_py.shared import shipped
+from entrenar_py.shared import package_data
 from entrenar_py.shared import trace as trace_file
 from entrenar_py.shared.trace import End, Trace, Update
 from entrenar_py.shared.verdict import Verdict
@@ -236,9 +236,9 @@ def test_stored_runs_of_a_command_get_its_verdicts(
     folder.mkdir()
     ran = of_a_command(folder, *extra)
     told: dict[str, tuple[str, str]] = {}
-    for name in shipped.FOR_SCRIPTS:
+    for name in package_data.FOR_SCRIPTS:
         report = tmp_path / "report.json"
-        contract = str(shipped.contract_path(name))
+        contract = str(package_data.contract_path(name))
         cli.main(["--contract", contract, "--json", str(report), "--judge", str(folder)])
         told |= {
             one["id"]: (one["verdict"], one["reason"])

@@ -10,7 +10,7 @@ from entrenar_py.check import clauses as checks
 from entrenar_py.check import contract
 from entrenar_py.check.contract import CheckTerms, Contract, Vocabulary, bindings, suggestions
 from entrenar_py.check.harness import plan
-from entrenar_py.shared import shipped
+from entrenar_py.shared import package_data
 from entrenar_py.shared.errors import ContractError
 
 SAME = CheckTerms(
@@ -224,8 +224,8 @@ def test_shipped_bindings_are_for_the_contract_that_they_were_written_for(
     bindings = (
         '- {obligation: fast, statement: "574edaa3", not_tried: b}\n- {test: X, not_tried: x}\n'
     )
-    (tmp_path / "shipped.yaml").write_text(HEAD + bindings)
-    monkeypatch.setattr(shipped, "bindings", lambda stem: tmp_path / "shipped.yaml")
+    (tmp_path / "package_data.yaml").write_text(HEAD + bindings)
+    monkeypatch.setattr(package_data, "bindings", lambda stem: tmp_path / "package_data.yaml")
     (tmp_path / "c.yaml").write_text(CONTRACT)
     loaded = contract.load(tmp_path / "c.yaml", vocabulary=TERMS)
     assert [c.id for c in loaded.invariants if c.binding and c.binding.position] == ["fast"]

@@ -8,7 +8,7 @@ import pytest
 
 from entrenar_py.check import contract
 from entrenar_py.check.contract import Contract, layout
-from entrenar_py.shared import scenario, shipped
+from entrenar_py.shared import package_data, scenario
 from entrenar_py.shared.errors import ContractError
 from tests.check.contract import known
 
@@ -27,7 +27,7 @@ def _load(tmp_path: Path, text: str) -> Contract:
 @pytest.mark.parametrize("name", OURS)
 def test_our_contracts_load_under_strict(name: str) -> None:
     """Shipped contracts load without an error or a warning."""
-    loaded = contract.load(shipped.contract_path(name), vocabulary=known.OURS, strict=True)
+    loaded = contract.load(package_data.contract_path(name), vocabulary=known.OURS, strict=True)
     assert loaded.warnings == ()
     assert loaded.version == "1.0.0"
     assert loaded.name == name
@@ -36,7 +36,9 @@ def test_our_contracts_load_under_strict(name: str) -> None:
 
 def test_our_contracts_hold_the_seventeen_clauses() -> None:
     """Nine and eight clauses, each bound to a check of its own; all but one have scenarios."""
-    loaded = [contract.load(shipped.contract_path(name), vocabulary=known.OURS) for name in OURS]
+    loaded = [
+        contract.load(package_data.contract_path(name), vocabulary=known.OURS) for name in OURS
+    ]
     assert [len(one.invariants) for one in loaded] == [9, 8]
     clauses = [clause for one in loaded for clause in one.invariants]
     assert len({clause.check for clause in clauses}) == 17

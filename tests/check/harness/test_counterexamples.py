@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from entrenar_py.check.harness import counterexamples
 from entrenar_py.check.harness.counterexamples import Saved
-from entrenar_py.shared import shipped
+from entrenar_py.shared import package_data
 from entrenar_py.shared.errors import TraceError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.verdict import Counterexample, Finding, Verdict
@@ -92,11 +92,11 @@ def test_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counterexamples of exactly this clause: first the working folder's, then the shipped ones."""
     monkeypatch.chdir(tmp_path)
     ours = tmp_path / "shipped" / "falsification"
-    monkeypatch.setattr(shipped, "falsification_folder", lambda: ours)
+    monkeypatch.setattr(package_data, "falsification_folder", lambda: ours)
     assert list(counterexamples.known("F-X-1")) == []
     counterexamples.save(found(seed=1))
     counterexamples.save(found("F-X-1-more", seed=2))
     counterexamples.save(found(seed=3), ours / "counterexamples")
     assert [saved.scenario.seed for _, saved in counterexamples.known("F-X-1")] == [1, 3]
-    monkeypatch.setattr(shipped, "falsification_folder", lambda: None)
+    monkeypatch.setattr(package_data, "falsification_folder", lambda: None)
     assert [saved.scenario.seed for _, saved in counterexamples.known("F-X-1")] == [1]

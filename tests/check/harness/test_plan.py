@@ -16,7 +16,7 @@ from entrenar_py.check.contract import Contract, Invariant, Vocabulary
 from entrenar_py.check.harness import counterexamples, plan
 from entrenar_py.check.harness.counterexamples import Saved
 from entrenar_py.check.harness.plan import Plan, Task
-from entrenar_py.shared import shipped
+from entrenar_py.shared import package_data
 from entrenar_py.shared.config.problems import Position
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.faults import Fault
@@ -65,7 +65,7 @@ def test_a_clause_without_scenarios_takes_its_checks() -> None:
 def test_shipped_contracts_take_eight_ranks(name: str, system: str | None) -> None:
     """Every clause has samples for all ranks of a usual host of GPUs."""
     vocabulary = Vocabulary(checks=checks.terms(), mutants=lambda: None)
-    invariants = contract.load(shipped.contract_path(name), vocabulary=vocabulary).invariants
+    invariants = contract.load(package_data.contract_path(name), vocabulary=vocabulary).invariants
     tasks, _ = plan.divide(invariants, Plan(system=system, world_sizes=(8,)))
     trainers = [one for task in tasks for one in task.planned if plan.is_trainer(one.system)]
     assert {one.world_size for one in trainers} == {8}

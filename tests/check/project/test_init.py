@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from entrenar_py.check.project import commands, configuration, init
-from entrenar_py.shared import shipped
+from entrenar_py.shared import package_data
 from tests.command_line import check, contract_file
 
 EXAMPLES = Path(__file__).parents[3] / "examples/user_trainers"
@@ -33,7 +33,7 @@ def test_a_new_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert " ".join(project.command) == (
         "torchrun --nproc_per_node={world_size} train.py --steps {steps} --dir {workdir}"
     )
-    assert project.values["contract"] == shipped.FOR_SCRIPTS
+    assert project.values["contract"] == package_data.FOR_SCRIPTS
     assert project.values["steps"] == 8
     assert project.exclusions == (), "what doesn't apply is seen in the runs"
     printed = capsys.readouterr().out

@@ -96,10 +96,10 @@ def test_what_does_not_apply_is_skipped_with_its_reason(run: type[Run]) -> None:
 
 def test_a_class_is_judged_once(run: type[Run], monkeypatch: pytest.MonkeyPatch) -> None:
     """All tests of a marked class share one search."""
-    calls: list[judging.Wish] = []
+    calls: list[judging.Request] = []
     judge = judging.judge
 
-    def counted(wish: judging.Wish) -> judging.Judged:
+    def counted(wish: judging.Request) -> judging.Judged:
         calls.append(wish)
         return judge(wish)
 

@@ -9,7 +9,7 @@ from typing import Any
 from entrenar_py.check import contract
 from entrenar_py.check.command import judging, run_trace
 from entrenar_py.check.reports.report import Configuration, Entry, NotApplying, Report
-from entrenar_py.shared import shipped
+from entrenar_py.shared import package_data
 from entrenar_py.shared.scenario import OBSERVED, Scenario
 from entrenar_py.shared.verdict import Counterexample, Finding, Verdict, inconclusive
 from tests.check.reports.conftest import printed
@@ -77,7 +77,7 @@ def report(name: str, findings: Mapping[str, Finding], *, pasted: bool = False) 
     declared = {} if pasted else DECLARED
     untried = UNTRIED | ({"F-TI-003": ("workdir",)} if pasted else {})
     known = contract.Vocabulary(checks=None, mutants=lambda: None)
-    loaded = contract.load(shipped.contract_path(name), vocabulary=known)
+    loaded = contract.load(package_data.contract_path(name), vocabulary=known)
     outside = judging.elsewhere(loaded.invariants)
     left_out = {one.invariant.id for one in outside} | declared.keys()
     held = Finding(
@@ -126,7 +126,7 @@ def report(name: str, findings: Mapping[str, Finding], *, pasted: bool = False) 
 
 def screen(findings: Mapping[str, Finding]) -> list[str]:
     """Return the lines on a terminal of COLUMNS columns, of both contracts for scripts."""
-    reports = [report(name, findings) for name in shipped.FOR_SCRIPTS]
+    reports = [report(name, findings) for name in package_data.FOR_SCRIPTS]
     return printed(*reports, tty=True, width=COLUMNS, foreseen=(RUNS,))
 
 
@@ -151,7 +151,7 @@ def test_a_right_script_without_a_configuration_fits_too(
     golden: Callable[[str, str], None],
 ) -> None:
     """A command as it is pasted: what it lacks is said once, with the way out, in 16 lines."""
-    reports = [report(name, PASTED, pasted=True) for name in shipped.FOR_SCRIPTS]
+    reports = [report(name, PASTED, pasted=True) for name in package_data.FOR_SCRIPTS]
     foreseen = (
         f"{RUNS}, 2-workers-killed",
         "command: {world_size} stands for the number of workers, instead of 2",

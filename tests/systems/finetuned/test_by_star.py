@@ -10,7 +10,7 @@ import pytest
 
 from entrenar_py import systems
 from entrenar_py.check.harness.runner import Runner
-from entrenar_py.shared import shipped, trace
+from entrenar_py.shared import package_data, trace
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.systems import SYSTEMS
@@ -94,7 +94,7 @@ def test_without_the_extra_a_clause_is_open(
     monkeypatch.setitem(sys.modules, lacking, None)
     found = finding(clause, subject(options={"facts": ["samples"]}))
     assert found.verdict is Verdict.INCONCLUSIVE, found
-    assert shipped.extra_advice("finetune") in found.reason
+    assert package_data.extra_advice("finetune") in found.reason
 
 
 def test_without_accelerate_the_peer_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ def test_without_accelerate_the_peer_is_open(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "accelerate", None)
     found = finding("F-FT-010", subject())
     assert found.verdict is Verdict.INCONCLUSIVE, found
-    assert f"needs accelerate; {shipped.extra_advice('integrations')}" in found.reason
+    assert f"needs accelerate; {package_data.extra_advice('integrations')}" in found.reason
 
 
 def test_facts_are_recorded_as_asked() -> None:

@@ -13,7 +13,7 @@ from entrenar_py.check.command.warm import Parents
 from entrenar_py.check.contract import Contract, bindings, records
 from entrenar_py.check.observing.auto import Settings
 from entrenar_py.check.project import commands
-from entrenar_py.shared import shipped
+from entrenar_py.shared import package_data
 from entrenar_py.shared.errors import ContractError, UsageError
 from entrenar_py.shared.systems import require_trainer
 
@@ -29,7 +29,7 @@ def require_possible(options: argparse.Namespace) -> None:
     require_trainer(options.system, options.backend)
     contracts = []
     for own in each_contract(options):
-        path = shipped.contract_path(own.contract)
+        path = package_data.contract_path(own.contract)
         if not all(file.is_file() for file in (path, *own.bind)):
             return
         try:
@@ -69,7 +69,7 @@ def each_contract(options: argparse.Namespace) -> list[argparse.Namespace]:
     Raises UsageError if there is no contract, and if several would read bindings from one pipe.
     """
     if not options.contract:
-        names = ", ".join(path.name for path in shipped.shipped_contracts())
+        names = ", ".join(path.name for path in package_data.shipped_contracts())
         raise UsageError(
             f"--contract FILE is missing; shipped are {names}. No configuration was found either: "
             f"{PROG} init writes one"

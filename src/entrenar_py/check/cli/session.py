@@ -26,7 +26,7 @@ from entrenar_py.check.harness import counterexamples, judgement, plan
 from entrenar_py.check.project import commands, configuration
 from entrenar_py.check.reports import evidence
 from entrenar_py.check.reports.report import EXIT_NOTHING_SELECTED
-from entrenar_py.shared import mutants, shipped
+from entrenar_py.shared import mutants, package_data
 from entrenar_py.shared.errors import BackendUnavailable, ContractError, UsageError
 from entrenar_py.shared.page import arguments, console
 from entrenar_py.shared.scenario import OBSERVED
@@ -54,7 +54,10 @@ def prepare(options: argparse.Namespace, arguments: Sequence[str]) -> Callable[[
 
         return validation.prepare(
             options,
-            {shipped.contract_path(own.contract): own.bind for own in early.each_contract(options)},
+            {
+                package_data.contract_path(own.contract): own.bind
+                for own in early.each_contract(options)
+            },
             vocabulary=vocabulary(),
             command=called,
             output=output,
@@ -148,10 +151,10 @@ def _of_command(
     jobs = [_prepared(own, loaded, make) for own, loaded in chosen]
     if not (options.only or options.severity) and early.names_no_contract(options):
         wider = argparse.Namespace(**vars(options))
-        wider.contract = (*options.contract, shipped.OF_LANGUAGE)
+        wider.contract = (*options.contract, package_data.OF_LANGUAGE)
         own = early.each_contract(wider)[-1]
         trace_dir = jobs[0].options.trace_dir
-        own.trace_dir, own.only, own.exclude = trace_dir, shipped.NEVER_MEANT, ()
+        own.trace_dir, own.only, own.exclude = trace_dir, package_data.NEVER_MEANT, ()
         jobs.append(replace(_prepared(own, _load(own), make), is_aside=True))
     return jobs, shared.stack
 
@@ -197,7 +200,7 @@ def _chosen(
 
 
 def _load(options: argparse.Namespace) -> Contract:
-    path = shipped.contract_path(options.contract)
+    path = package_data.contract_path(options.contract)
     loaded = contract.load(path, vocabulary=vocabulary(), strict=options.strict, bind=options.bind)
     for line in _told(loaded):
         printing.warn(line)

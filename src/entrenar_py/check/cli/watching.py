@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from entrenar_py.check.observing.auto import Settings
 from entrenar_py.check.watch import judge
-from entrenar_py.shared import shipped
+from entrenar_py.shared import package_data
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.untrusted import escaping
 
@@ -22,7 +22,7 @@ def run(options: argparse.Namespace) -> NoReturn:
     ContractError if it is no contract.
     """
     judge.select_clauses(options.contract)
-    contract = options.contract and str(shipped.contract_path(options.contract).absolute())
+    contract = options.contract and str(package_data.contract_path(options.contract).absolute())
     settings = Settings(every=options.every, contract=contract)
     shown = escaping.shortened(shlex.join(options.program))
     program = shutil.which(options.program[0])

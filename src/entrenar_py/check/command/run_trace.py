@@ -400,7 +400,7 @@ def _of_another_size(
 def _of_ranks(
     last: LastLives, settings: RunSettings, ended: Ended, ended_by: str, how: str
 ) -> tuple[str, str]:
-    """Return status and reason of a run whose ranks have recorded something."""
+    """Return status and reason of a run that has recorded something."""
     num_lives = 1 + max(rank.life for rank in last.ranks.values())
     is_earlier = ended.code != 0 and num_lives <= len(settings.stops)  # what was recorded
     if ended.code in (0, None) and not last.problem and not is_earlier:

@@ -30,7 +30,7 @@ from entrenar_py.check.contract.records import (
     Invariant,
     Obligation,
 )
-from entrenar_py.shared import shipped
+from entrenar_py.shared import package_data
 from entrenar_py.shared.config import composer
 from entrenar_py.shared.config.composer import MapNode, ScalarNode, plain
 from entrenar_py.shared.config.fields import Record
@@ -438,7 +438,7 @@ def files(contract: Path, named: Sequence[Path]) -> Files:
     adjacent = contract.with_name(f"{name}{SUFFIX}")
     return Files(
         stem=name,
-        shipped=shipped.bindings(name),
+        shipped=package_data.bindings(name),
         adjacent=adjacent if _says_something(adjacent) else None,
         named=tuple(dict.fromkeys(named)),
     )

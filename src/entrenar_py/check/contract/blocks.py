@@ -21,7 +21,7 @@ from entrenar_py.check.contract.records import (
     Invariant,
     Obligation,
 )
-from entrenar_py.shared import scenario, shipped
+from entrenar_py.shared import package_data, scenario
 from entrenar_py.shared.config import composer
 from entrenar_py.shared.config.composer import ListNode, MapNode, Node, ScalarNode, plain
 from entrenar_py.shared.config.fields import Record
@@ -426,7 +426,7 @@ def _resolve(name: str, folder: Path) -> Path | None:
                 return candidate.resolve()
         except OSError:  # a name too long for the file system is no file
             continue
-    found = shipped.shipped_contract(name)
+    found = package_data.shipped_contract(name)
     return None if found is None else found.resolve()
 
 

@@ -230,8 +230,8 @@ def _witnesses(subject: Scenario, scenarios: Mapping[K, Scenario]) -> dict[Need,
 
     A run on one worker is also found if it had another batch.
     """
-    nudged = {key: one for key, one in scenarios.items() if faults.are_nudged(one.faults)}
-    others = {k: one for k, one in scenarios.items() if not faults.are_of_witnesses(one.faults)}
+    nudged = {key: run for key, run in scenarios.items() if faults.are_nudged(run.faults)}
+    others = {k: run for k, run in scenarios.items() if not faults.are_of_witnesses(run.faults)}
     undisturbed = plain(run_names.unturned(subject), repeat=0)
     keys = {scenario: key for key, scenario in others.items()}
     alone = _nearest(subject, undisturbed.with_(world_size=1), ALONE, others)
@@ -245,12 +245,10 @@ def _witnesses(subject: Scenario, scenarios: Mapping[K, Scenario]) -> dict[Need,
         if still := _nearest(subject, meant, ALONE, others):
             pair = still[0], key
             break
-    longer = {key for key, one in scenarios.items() if faults.steps_of(one.faults)}
-    shortened = {key for key, one in scenarios.items() if faults.are_shortened(one.faults)}
+    longer = {key for key, run in scenarios.items() if faults.steps_of(run.faults)}
+    shortened = {key for key, run in scenarios.items() if faults.are_shortened(run.faults)}
     short = tuple(
-        key
-        for key, scenario_of in scenarios.items()
-        if key in longer | shortened and not scenario_of.stops
+        key for key, run in scenarios.items() if key in longer | shortened and not run.stops
     )
     controlled = tuple(
         key for key in scenarios if key not in {*nudged, *others, *shortened, *longer}

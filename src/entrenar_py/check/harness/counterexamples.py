@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from blake3 import blake3
 
-from entrenar_py.shared import shipped
+from entrenar_py.shared import package_data
 from entrenar_py.shared.codec import Form, Schema
 from entrenar_py.shared.errors import TraceError, UsageError
 from entrenar_py.shared.scenario import Scenario
@@ -79,7 +79,7 @@ def load(path: Path) -> Saved:
 
 def known(invariant: str, own: Path = FOLDER) -> Iterator[tuple[Path, Saved]]:
     """Yield the saved counterexamples of `invariant` in the folder `own`, then the shipped ones."""
-    ours = shipped.falsification_folder()
+    ours = package_data.falsification_folder()
     folders = {own.resolve(): None, (ours or FOLDER.parent).resolve() / FOLDER.name: None}
     for folder in folders:
         for path in sorted(folder.glob(f"{_stem(invariant)}-*.json")):

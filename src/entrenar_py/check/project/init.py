@@ -19,7 +19,7 @@ from entrenar_py.check.cli.command_line import PROG, Parser, split
 from entrenar_py.check.project import commands, toml_file
 from entrenar_py.check.project import commands as scripts
 from entrenar_py.check.project.commands import Script
-from entrenar_py.shared import shipped
+from entrenar_py.shared import package_data
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.untrusted import printing
 
@@ -207,7 +207,7 @@ def _plain(option: str) -> str:
 
 
 NAME = "init"
-CONTRACT, INTEGRITY = shipped.FOR_SCRIPTS
+CONTRACT, INTEGRITY = package_data.FOR_SCRIPTS
 STEPS = 8
 DEADLINE_S = 300
 _LINE_CHARS_MAX = 100
@@ -222,9 +222,9 @@ def run(arguments: Sequence[str]) -> int:
     folder = Path.cwd()
     path, before = _file(folder)
     guess = guess_command(command, folder) if command else None
-    chosen = tuple(options.contract or shipped.FOR_SCRIPTS)
+    chosen = tuple(options.contract or package_data.FOR_SCRIPTS)
     for contract in chosen:
-        shipped.contract_path(contract)
+        package_data.contract_path(contract)
     lines = _lines(guess, chosen)
     header = [f"[tool.{toml_file.TABLE}]"] if path.name == toml_file.SHARED else []
     _append(path, before, [*header, *lines])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from entrenar_py.check.cli import command_line
 from entrenar_py.check.project import toml_file
-from entrenar_py.shared import shipped
+from entrenar_py.shared import package_data
 from entrenar_py.shared.errors import ContractError, EntrenarError, UsageError
 
 SUMMARY = "GITHUB_STEP_SUMMARY"  # set in a GitHub workflow: elsewhere `github` has no effect
@@ -34,7 +34,7 @@ def configured(typed: argparse.Namespace) -> argparse.Namespace:
         mode = _take_command(typed)
         _lay_below(typed)
     if typed.mode == "command" and not typed.contract:
-        typed.contract = shipped.FOR_SCRIPTS
+        typed.contract = package_data.FOR_SCRIPTS
     try:
         command_line.require_compatible(typed, mode=mode)
         command_line.require_distinct(typed)

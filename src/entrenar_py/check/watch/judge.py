@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from entrenar_py.check import contract
 from entrenar_py.check.contract import TOLERANCE_KINDS, CheckTerms, Invariant, Vocabulary
-from entrenar_py.shared import shipped
+from entrenar_py.shared import package_data
 from entrenar_py.shared.errors import UsageError, WatchFinding
 from entrenar_py.shared.wording import named
 
@@ -45,7 +45,7 @@ def select_clauses(named: str | Path | None) -> Mapping[str, str]:
     if named is None:
         return ALL
     vocabulary = _Open(checks=(), mutants=lambda: None)
-    path = shipped.contract_path(str(named))
+    path = package_data.contract_path(str(named))
     loaded = contract.load(path, vocabulary=vocabulary)
     ids = {vocabulary.check_of(clause).name: clause.id for clause in reversed(loaded.invariants)}
     selected = {check: ids[check] for check in ALL if check in ids}

@@ -12,7 +12,7 @@ from entrenar_py.shared.trace.tensors import Tensors
 class Averaged(Event):
     """A coordinator without weights averaged the `gradient` of `step`, which `ranks` had computed.
 
-    `loss` is the mean over `weight` samples, `correct` of which were predicted right; all three are
+    `loss` is the mean over `weight` samples, of them `correct` were predicted right; all three are
     None if the workers did not tell.
     """
 

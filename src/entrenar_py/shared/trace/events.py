@@ -33,7 +33,7 @@ class Start(Event):
     `step` is the next step. `trainable` and `frozen` name parameters in order, `decayed` those with
     weight decay. `local` are buffers that follow from the worker's own samples. `progress` is the
     position that a checkpoint must restore (epoch, offset, schedule step). `shapes` has the shapes
-    of whole parameters, as far as they are known. `extra` is state beside the model, by
+    of whole parameters, as far as they are known. `extra` is state next to the model, by
     `holder/tensor`: copies of it (averages), with the names of its parameters, and frozen modules.
     """
 
@@ -109,18 +109,18 @@ class Update(Event):
     rates. `finite` is true if the new weights hold no NaN or Inf.
 
     Of a user's trainer: `local` are buffers that follow from the worker's own samples. `kept` has
-    the tensors whose gradient was not cleared since it was applied before, with the first step that
+    the tensors with a gradient that was not cleared since it was applied before, with the first step that
     is still in it. `summed` has the numbers of the worker's shards that a tensor's gradient holds,
     if these are not all shards of the step that have a gradient for it; of ranks that share a
-    model, () for one whose shards are not known. `edited` are the weights right before this step
+    model, () for one with unknown shards. `edited` are the weights right before this step
     that something other than the optimizer has changed since the update before. `schedule` is the
-    position of the learning rate's schedule. `extra` is state beside the model, as in Start. An
+    position of the learning rate's schedule. `extra` is state next to the model, as in Start. An
     average that is moved after the step has the value of the step before.
     `unclipped` is the gradient that the script gave to torch\'s `clip_grad_norm_`. `metric` is the
     best value so far that the worker gave to a schedule which follows it (`ReduceLROnPlateau`).
     Scripts that move weights along the gradient of a pass, and compute another gradient there
     (sharpness-aware): `climbed` are the tensors that were still there when the optimizer stepped,
-    `mixed` those whose first gradient was not cleared before the second one.
+    `mixed` those with a first gradient that was not cleared before the second one.
     """
 
     step: int
@@ -198,7 +198,7 @@ class Audit(Event):
     `alike` has for each copy the index of the first copy with the same bits. `culprit` is the rank
     that differed from two others, first in `element` of `tensor`; its copy was discarded.
     `disputed` are the ranks that ever disagreed, even if they have left. Copies of only one
-    rank count unless it is in `disputed`. The Shard event comes from a rank whose copy counts.
+    rank count unless it is in `disputed`. The Shard event comes from a rank with a copy that counts.
     """
 
     step: int

@@ -1,7 +1,6 @@
-"""The events of a script whose model takes token ids: what each loss is over, and what depends on
-what.
+"""The events of a script with a model of token ids: what each loss is over, what depends on what.
 
-A rank whose model is probed passes micro-batches through it again, with other tokens. It records
+A rank with a probed model passes micro-batches through it again, with other tokens. It records
 how much the outputs change, and leaves it to the judge what that means.
 """
 

@@ -55,7 +55,7 @@ class Traits:
 
     In the model and the data:
 
-    - `masks`: who draws dropout's masks: each rank (`rank`), or each logical shard, either as a
+    - `masks`: what draws dropout's masks: each rank (`rank`), or each logical shard, either as a
       single device draws them (`shard`) or from generators that no single device has
       (`shard_apart`).
     - `batch_norm`: batch normalisation uses each rank's own samples.
@@ -177,7 +177,7 @@ class Traits:
 
 _SCHEMA = Schema(Traits, what="trait", sparse=True)
 _DEFAULTS: Mapping[str, Any] = {field.name: field.default for field in fields(Traits)}
-# A run whose traits are all the default ones.
+# The traits of a run that declares none.
 USUAL = Traits()
 # The constants of an optimizer's rule that torch.optim lets its user choose.
 CONSTANTS: Mapping[str, Any] = {

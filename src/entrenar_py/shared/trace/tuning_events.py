@@ -10,7 +10,7 @@ from entrenar_py.shared.trace.tensors import Tensors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded(Event):
-    """Sample `sample` as the trainer has it, beside what stock `transformers` makes of its row.
+    """Sample `sample` as the trainer has it, and what stock `transformers` makes of its row.
 
     `row` is the number of the row in its file. `tokens` and `stock_tokens` are those of the trainer
     and of the stock tokenizer. `predicted` are the positions of tokens that the trainer predicts,
@@ -101,7 +101,7 @@ class Quantised(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherRow(Event):
-    """A row of a teacher's shard `shard`, beside stock `transformers` in float64.
+    """A row of a teacher's shard `shard`, and the same by stock `transformers` in float64.
 
     `tokens` and `log_probabilities` are what the row has at `position` of `sample`, and `rest` the
     mass of all other tokens. `stock` has the log-probability of each token of the vocabulary there.

@@ -49,15 +49,15 @@ def exact(given: object) -> str:
     return _COMMAND.sub(_disarmed, shown)
 
 
-def shortened(given: str, *, chars_max: int = 400) -> str:
-    """Return `given`, or if it is longer than `chars_max`, its beginning and end around a mark that
+def shortened(long_text: str, *, chars_max: int = 400) -> str:
+    """Return `long_text`, or if it is longer than `chars_max`, its beginning and end around a mark that
     says how many characters were left out.
     """
-    if len(given) <= chars_max:
-        return given
+    if len(long_text) <= chars_max:
+        return long_text
     room = chars_max - _MARK_CHARS_MAX
-    head, tail = given[: room * 2 // 3], given[len(given) - room // 3 :]
-    left_out = len(given) - len(head) - len(tail)
+    head, tail = long_text[: room * 2 // 3], long_text[len(long_text) - room // 3 :]
+    left_out = len(long_text) - len(head) - len(tail)
     return f"{head} [... {left_out:,} characters left out ...] {tail}"
 
 
@@ -88,10 +88,10 @@ def _disarmed(found: re.Match[str]) -> str:
     return rf"{found[1] or ''}\x{ord(found[0][-1]):02x}"
 
 
-def _escaped(found: re.Match[str]) -> str:
+def _escaped(match: re.Match[str]) -> str:
     """Return the JSON escape of a hidden character, which in JSON can stand only in a string."""
-    code = ord(found[0])
+    code = ord(match[0])
     if 0xD800 <= code <= 0xDFFF:
         return rf"\\u{code:04x}"
-    units = found[0].encode("utf-16-be")
+    units = match[0].encode("utf-16-be")
     return "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))

@@ -1,7 +1,7 @@
 """Opens files from outside: only regular files (or pipes, in `read`), and only up to a size.
 
-Anything else, such as a folder, a device, a socket or a pipe without end, raises an OSError whose
-`strerror` says what the path is and what to give instead. The caller adds the file's name.
+Anything else, such as a folder, a device, a socket or a pipe without end, raises an OSError;
+its `strerror` says what the path is and what to give instead. The caller adds the file's name.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ def require_regular(handle: int) -> None:
 
 def problem(error: OSError, folder: Path) -> str:
     """Return why a file in `folder` can't be written; for a full disk, how much is free on it."""
-    told = error.strerror or str(error)
+    reason = error.strerror or str(error)
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        return told
+        return reason
     try:
         free = shutil.disk_usage(folder).free
     except OSError:
-        return told
-    return f"{told}: {free:,} bytes are free there"
+        return reason
+    return f"{reason}: {free:,} bytes are free there"
 
 
 def read(path: Path, *, bytes_max: int) -> bytes:

@@ -79,11 +79,11 @@ def end_of(text: str, at: int) -> int:
 def require_flat(value: Any, depth_max: int = DEPTH_MAX) -> None:
     """Raise ValueError for lists and mappings that are nested too deeply to be copied or shown."""
     level, depth = [value], 0
-    while level := [one for one in level if isinstance(one, Mapping | list | tuple)]:
+    while level := [part for part in level if isinstance(part, Mapping | list | tuple)]:
         depth += 1
         if depth > depth_max:
             raise ValueError(_DEEP.format(depth_max))
-        level = [inner for one in level for inner in _inner(one)]
+        level = [inner for part in level for inner in _inner(part)]
 
 
 def require_texts(value: Any) -> None:

@@ -16,32 +16,32 @@ from entrenar_py.shared.untrusted import escaping
 _lost: list[str] = []
 
 
-def say(given: object, *, indent: int = 0) -> None:
-    """Print `given` as one line on standard output, flushed, after `indent` spaces."""
-    _print(" " * indent + escaping.line(given), sys.stdout)
+def say(text: object, *, indent: int = 0) -> None:
+    """Print `text` as one line on standard output, flushed, after `indent` spaces."""
+    _print(" " * indent + escaping.line(text), sys.stdout)
 
 
-def say_lines(given: str) -> None:
-    """Print `given` on standard output with its own line ends, as for a file's text."""
-    _print(escaping.text(given), sys.stdout)
+def say_lines(text: str) -> None:
+    """Print `text` on standard output with its own line ends, as for a file's text."""
+    _print(escaping.text(text), sys.stdout)
 
 
-def warn(given: object) -> None:
-    """Print `given` as one line on standard error."""
-    _print(escaping.line(given), sys.stderr)
+def warn(text: object) -> None:
+    """Print `text` as one line on standard error."""
+    _print(escaping.line(text), sys.stderr)
 
 
-def warn_lines(given: str) -> None:
-    """Print `given` on standard error with its own line ends, as for a list of problems or a
+def warn_lines(text: str) -> None:
+    """Print `text` on standard error with its own line ends, as for a list of problems or a
     traceback.
     """
-    _print(escaping.text(given), sys.stderr)
+    _print(escaping.text(text), sys.stderr)
 
 
 def give_up(error: OSError) -> None:
     """Stop printing on standard output, including the interpreter's own flush at exit.
 
-    Reports a full disk on standard error, once; not a broken pipe, whose reader left on purpose.
+    Reports a full disk on standard error, once; not a broken pipe: its reader left on purpose.
     """
     with suppress(OSError, ValueError):  # ValueError: a replaced stdout without a descriptor
         sink = os.open(os.devnull, os.O_WRONLY)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from entrenar_py.shared import shipped, trace
+from entrenar_py.shared import package_data, trace
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Tensors, Trace
@@ -41,7 +41,7 @@ def run(scenario: Scenario) -> Trace:
             import_module("accelerate")
         except ImportError as error:
             raise UsageError(
-                f"transformers.Trainer needs {error.name}; {shipped.extra_advice('integrations')}"
+                f"transformers.Trainer needs {error.name}; {package_data.extra_advice('integrations')}"
             ) from error
         module = _model(fixture, request)
         _train(scenario, fixture, module, recorder, Path(folder, "peer"))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from entrenar_py.shared import shipped
+from entrenar_py.shared import package_data
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.train.model.settings import (
@@ -222,7 +222,7 @@ def require_libraries() -> None:
         import transformers
     except ImportError as error:
         raise UsageError(
-            f"fine-tuning needs {error.name}; {shipped.extra_advice('finetune')}"
+            f"fine-tuning needs {error.name}; {package_data.extra_advice('finetune')}"
         ) from error
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

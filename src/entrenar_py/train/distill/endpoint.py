@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import entrenar_py
-from entrenar_py.shared import shipped
+from entrenar_py.shared import package_data
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.untrusted import escaping, json_text
 from entrenar_py.shared.wording import counted
@@ -394,7 +394,7 @@ def _library() -> Any:
         import httpx2
     except ImportError as error:
         raise UsageError(
-            f"distill.text.endpoint needs {error.name}; {shipped.extra_advice('finetune')}"
+            f"distill.text.endpoint needs {error.name}; {package_data.extra_advice('finetune')}"
         ) from error
     return httpx2
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
-from entrenar_py.shared import shipped
+from entrenar_py.shared import package_data
 from entrenar_py.shared.errors import UsageError
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def arrow() -> Any:
         import pyarrow.parquet
     except ImportError as error:
         raise UsageError(
-            f"entrenar distill needs pyarrow; {shipped.extra_advice('finetune')}"
+            f"entrenar distill needs pyarrow; {package_data.extra_advice('finetune')}"
         ) from error
     return pyarrow
 

@@ -15,7 +15,7 @@ from blake3 import blake3
 from torch import Tensor, nn
 
 from entrenar_py import compute as backends
-from entrenar_py.shared import scenario, shipped
+from entrenar_py.shared import package_data, scenario
 from entrenar_py.shared.errors import SystemFailure, UsageError
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.distill.prompts import (
@@ -248,7 +248,7 @@ def _quantise(module: nn.Module) -> None:
         from bitsandbytes import nn as quantised
     except ImportError as error:
         raise UsageError(
-            f"distill.precision=int8 needs bitsandbytes; {shipped.extra_advice('finetune')}"
+            f"distill.precision=int8 needs bitsandbytes; {package_data.extra_advice('finetune')}"
         ) from error
     of_blocks = blocks.of(module)
     total, narrowed = sum(one.numel() for one in of_blocks.parameters()), 0

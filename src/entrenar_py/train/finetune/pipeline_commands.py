@@ -23,72 +23,72 @@ _DOCTOR = "doctor"
 _WORTH = 0.99  # another order is told of if its slowest stage takes less than this share
 
 
-def plan(given: argparse.Namespace) -> int:
+def plan(options: argparse.Namespace) -> int:
     """Print the stages of a configuration, or the best ones; return the exit code.
 
     Raises ContractError and UsageError for what is invalid, and for stages that don't fit.
     """
-    if given.json is not None:
-        arguments.require_writable(given.json, "json")
-    costs, longest = _costs(given)
-    workers = _workers(given, costs)
+    if options.json is not None:
+        arguments.require_writable(options.json, "json")
+    costs, longest = _costs(options)
+    workers = _workers(options, costs)
     try:
-        found = _plan(given, costs, workers)
-        stage_plan.require_fits(found)
+        stages = _plan(options, costs, workers)
+        stage_plan.require_fits(stages)
     except UsageError as error:
-        _at_its_line(given.config, error)
+        _at_its_line(options.config, error)
         raise
-    if given.diagram is not None:
-        printing.say_lines(stage_text.draw(found, given.diagram))
+    if options.diagram is not None:
+        printing.say_lines(stage_text.draw(stages, options.diagram))
     else:
         length_from = "data.max_tokens" if longest is None else "the longest row"
-        printing.say_lines("\n".join(stage_text.lines(found, length_from=length_from)))
-        _tell_order(given, costs, workers, found)
+        printing.say_lines("\n".join(stage_text.lines(stages, length_from=length_from)))
+        _tell_order(options, costs, workers, stages)
         if not costs.run.settings.stages:
-            printing.say_lines("\n".join(["", *stage_text.section(found.plan())]))
-    if given.json is not None:
-        arguments.write_file(stage_text.to_record(found), given.json)
+            printing.say_lines("\n".join(["", *stage_text.section(stages.plan())]))
+    if options.json is not None:
+        arguments.write_file(stage_text.to_record(stages), options.json)
     return exit_codes.DONE
 
 
-def _costs(given: argparse.Namespace) -> tuple[StageCosts, int | None]:
+def _costs(options: argparse.Namespace) -> tuple[StageCosts, int | None]:
     """Return the costs of the configuration's model, and the tokens of the longest row."""
-    settings = settings_file.load(given.config)
+    settings = settings_file.load(options.config)
     if settings.strategy != LAYER_PIPELINE:
-        asked = settings.strategy or "no strategy"
+        strategy = settings.strategy or "no strategy"
         raise UsageError(
-            f"{given.config}: {asked}: stages are of strategy: {LAYER_PIPELINE}; set it, or use "
-            f"`entrenar plan {given.config}`"
+            f"{options.config}: {strategy}: stages are of strategy: {LAYER_PIPELINE}; set it, or use "
+            f"`entrenar plan {options.config}`"
         )
     _, longest = foresight.rows_and_longest(settings)
     run = planning.of(
         settings,
         devices.described(settings.devices),
         longest=longest,
-        bandwidth=devices.bandwidth_of(given.bandwidth),
+        bandwidth=devices.bandwidth_of(options.bandwidth),
     )
     return StageCosts(run), longest
 
 
-def _workers(given: argparse.Namespace, costs: StageCosts) -> list[StageWorker]:
+def _workers(options: argparse.Namespace, costs: StageCosts) -> list[StageWorker]:
     """Return the workers to plan for; an empty list if only stages are known."""
     settings = costs.run.settings
-    if given.workers == _DOCTOR:
+    if options.workers == _DOCTOR:
         return stage_workers.measured(costs.run, printing.warn)
-    if given.workers is not None:
-        return stage_workers.load(Path(given.workers))
+    if options.workers is not None:
+        return stage_workers.load(Path(options.workers))
     if costs.run.devices:
         return stage_workers.of_devices(costs.run.devices)
     return [] if settings.stages else stage_workers.nameless(settings.num_workers)
 
 
-def _plan(given: argparse.Namespace, costs: StageCosts, workers: list[StageWorker]) -> StagesPlan:
+def _plan(options: argparse.Namespace, costs: StageCosts, workers: list[StageWorker]) -> StagesPlan:
     if costs.run.settings.stages:
         return stage_plan.of_settings(costs, workers)
-    if given.order == "best":
-        found = stage_plan.faster_order(costs, workers)
-        if found is not None:
-            return found
+    if options.order == "best":
+        stages = stage_plan.faster_order(costs, workers)
+        if stages is not None:
+            return stages
         if len(workers) > stage_plan.ORDERS_OF_MAX:
             raise UsageError(
                 f"--order best with {len(workers)} workers: all orders of "
@@ -99,15 +99,15 @@ def _plan(given: argparse.Namespace, costs: StageCosts, workers: list[StageWorke
 
 
 def _tell_order(
-    given: argparse.Namespace, costs: StageCosts, workers: list[StageWorker], found: StagesPlan
+    options: argparse.Namespace, costs: StageCosts, workers: list[StageWorker], stages: StagesPlan
 ) -> None:
     """Tell if another order of the workers is faster."""
-    if costs.run.settings.stages or given.order == "best":
+    if costs.run.settings.stages or options.order == "best":
         return
     other = stage_plan.faster_order(costs, workers)
-    if other is not None and other.slowest < _WORTH * found.slowest:
+    if other is not None and other.slowest < _WORTH * stages.slowest:
         names = ", ".join(stage.workers[0].name or "any" for stage in other.stages)
-        share = 100 * (1 - other.slowest / found.slowest)
+        share = 100 * (1 - other.slowest / stages.slowest)
         printing.say_lines(
             f"order    as {names} the slowest stage takes {share:.0f} % less time: --order best"
         )
@@ -123,29 +123,32 @@ def _at_its_line(path: Path, error: UsageError) -> None:
         problems.settle(strict=True)
 
 
-def convert(given: argparse.Namespace) -> int:
+def convert(options: argparse.Namespace) -> int:
     """Print a configuration made from an earlier framework's; return the exit code.
 
     Raises ContractError with each line that can't be converted, and UsageError for a model that is
     not there.
     """
     num_blocks = None
-    if given.model is None:
+    if options.model is None:
         printing.warn("no --model: its number of blocks is not compared; set model in the output")
     else:
         run = Settings(
-            model=given.model, task=given.task, output=given.output, data=Data(train=given.data)
+            model=options.model,
+            task=options.task,
+            output=options.output,
+            data=Data(train=options.data),
         )
         num_blocks = int(model_folder.configuration(run).get_text_config().num_hidden_layers)
-    old = old_configuration.load(given.old, num_blocks)
-    made = old_configuration.lines(
+    old = old_configuration.load(options.old, num_blocks)
+    lines = old_configuration.lines(
         old,
-        source=given.old,
-        model=given.model or Path("path/to/checkpoint"),
-        task=given.task,
-        data=given.data,
-        output=given.output,
-        secret=given.secret_file,
+        source=options.old,
+        model=options.model or Path("path/to/checkpoint"),
+        task=options.task,
+        data=options.data,
+        output=options.output,
+        secret=options.secret_file,
     )
-    printing.say_lines("\n".join(made))
+    printing.say_lines("\n".join(lines))
     return exit_codes.DONE

@@ -21,7 +21,7 @@ from typing import Any, cast
 from blake3 import blake3
 from torch import nn
 
-from entrenar_py.shared import shipped
+from entrenar_py.shared import package_data
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.untrusted import escaping, files, json_text
 from entrenar_py.train.model.samples import Samples
@@ -555,7 +555,7 @@ def library() -> Any:
         import transformers
     except ImportError as error:
         raise UsageError(
-            f"entrenar finetune needs {error.name}; {shipped.extra_advice('finetune')}"
+            f"entrenar finetune needs {error.name}; {package_data.extra_advice('finetune')}"
         ) from error
     transformers.utils.logging.set_verbosity_warning()
     transformers.utils.logging.disable_progress_bar()

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from entrenar_py.compute import nf4
 from entrenar_py.compute.nf4 import BLOCK
-from entrenar_py.shared import shipped
+from entrenar_py.shared import package_data
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.arithmetic import reduction
 from entrenar_py.train.model.settings import Settings
@@ -233,7 +233,7 @@ def _require() -> None:
         import bitsandbytes  # noqa: F401
     except ImportError as error:
         raise UsageError(
-            f"method: qlora needs {error.name}; {shipped.extra_advice('finetune')}"
+            f"method: qlora needs {error.name}; {package_data.extra_advice('finetune')}"
         ) from error
 
 

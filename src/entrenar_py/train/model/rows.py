@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar, cast
 
-from entrenar_py.shared import shipped
+from entrenar_py.shared import package_data
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.untrusted import json_text
 
@@ -249,7 +249,7 @@ def _of_parquet(path: Path) -> Iterator[Row | BadRow]:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
         raise UsageError(
-            f"data {path}: a Parquet file needs pyarrow; {shipped.extra_advice('finetune')}"
+            f"data {path}: a Parquet file needs pyarrow; {package_data.extra_advice('finetune')}"
         ) from error
     number = 0
     try:

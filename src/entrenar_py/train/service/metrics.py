@@ -10,7 +10,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from entrenar_py.shared import shipped
+from entrenar_py.shared import package_data
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.untrusted import escaping, printing
 from entrenar_py.train.service.run_events import Happening, Noted, Scored, StepAveraged, StepMade
@@ -104,7 +104,7 @@ class EventFiles:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise UsageError(
-                f"--tensorboard needs tensorboard ({error}); {shipped.extra_advice('tensorboard')}"
+                f"--tensorboard needs tensorboard ({error}); {package_data.extra_advice('tensorboard')}"
             ) from error
         try:
             path.mkdir(parents=True, exist_ok=True)

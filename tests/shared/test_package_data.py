@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from entrenar_py.shared import shipped
+from entrenar_py.shared import package_data
 from entrenar_py.shared.errors import UsageError
 
 NAMES = [
@@ -32,22 +32,22 @@ NAMES = [
 
 def test_the_shipped_contracts_are_found_by_name_and_stem() -> None:
     """Both contracts are found from any folder."""
-    assert [path.name for path in shipped.shipped_contracts()] == NAMES
+    assert [path.name for path in package_data.shipped_contracts()] == NAMES
     for name in (*NAMES, "training-integrity-v1"):
-        assert shipped.contract_path(name).is_file()
+        assert package_data.contract_path(name).is_file()
 
 
 def test_a_path_wins_over_a_shipped_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file in the current folder takes precedence over a shipped one of its name."""
     monkeypatch.chdir(tmp_path)
     Path(NAMES[0]).write_text("mine: 1")
-    assert shipped.contract_path(NAMES[0]).resolve() == tmp_path / NAMES[0]
+    assert package_data.contract_path(NAMES[0]).resolve() == tmp_path / NAMES[0]
 
 
 def test_an_unknown_name_lists_what_is_shipped() -> None:
     """The message for an unknown name lists the shipped contracts."""
     with pytest.raises(UsageError, match=r"contract='no-v1': no such file.*training-integrity-v1"):
-        shipped.contract_path("no-v1")
+        package_data.contract_path("no-v1")
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_an_unknown_name_lists_what_is_shipped() -> None:
 def test_what_is_no_file_is_refused(name: str, message: str) -> None:
     """A folder, or a name that no file can have, is refused."""
     with pytest.raises(UsageError, match=message):
-        shipped.contract_path(name)
+        package_data.contract_path(name)
 
 
 def test_a_file_that_may_not_be_read_is_refused(
@@ -68,12 +68,12 @@ def test_a_file_that_may_not_be_read_is_refused(
     path.write_text("a: 1")
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(UsageError, match="may not be read; check the file's permissions"):
-        shipped.contract_path(str(path))
+        package_data.contract_path(str(path))
 
 
 def test_the_falsification_folder_is_found() -> None:
     """A checkout has the folder at the top of the tree."""
-    folder = shipped.falsification_folder()
+    folder = package_data.falsification_folder()
     assert folder is not None
     assert folder.name == "falsification"
 
@@ -85,17 +85,17 @@ def test_an_installed_package_holds_its_folders(
     installed, checkout = tmp_path / "site" / "entrenar_py", tmp_path / "src" / "entrenar_py"
     for folder in (installed, checkout, tmp_path / "contracts"):
         folder.mkdir(parents=True)
-    monkeypatch.setattr(shipped, "PACKAGE", installed)
-    assert shipped.shipped_contracts() == []
-    assert shipped.falsification_folder() is None
+    monkeypatch.setattr(package_data, "PACKAGE", installed)
+    assert package_data.shipped_contracts() == []
+    assert package_data.falsification_folder() is None
     with pytest.raises(UsageError, match="shipped are none"):
-        shipped.contract_path("any")
+        package_data.contract_path("any")
     (installed / "contracts").mkdir()
     (installed / "contracts" / "inside.yaml").touch()
-    assert [path.name for path in shipped.shipped_contracts()] == ["inside.yaml"]
-    monkeypatch.setattr(shipped, "PACKAGE", checkout)
+    assert [path.name for path in package_data.shipped_contracts()] == ["inside.yaml"]
+    monkeypatch.setattr(package_data, "PACKAGE", checkout)
     (tmp_path / "contracts" / "top.yaml").touch()
-    assert [path.name for path in shipped.shipped_contracts()] == ["top.yaml"]
+    assert [path.name for path in package_data.shipped_contracts()] == ["top.yaml"]
 
 
 ROOT = Path(__file__).parents[2]
@@ -110,7 +110,7 @@ def test_advice_is_what_the_project_requires() -> None:
     named = {extra for path in SOURCES for extra in ADVICE.findall(path.read_text("utf-8"))}
     assert named == {"finetune", "integrations", "tensorboard", "wgpu"}
     for extra in named:
-        pip, install, *words = shlex.split(shipped.extra_advice(extra))
+        pip, install, *words = shlex.split(package_data.extra_advice(extra))
         assert (pip, install) == ("pip", "install")
         required = PROJECT["optional-dependencies"][extra]
         assert sorted(map(str, map(Requirement, words))) == sorted(
@@ -130,4 +130,4 @@ def test_without_metadata_the_checkout_is_named(monkeypatch: pytest.MonkeyPatch)
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "requires", missing)
-    assert shipped.extra_advice("wgpu") == "pip install '.[wgpu]' in the checkout"
+    assert package_data.extra_advice("wgpu") == "pip install '.[wgpu]' in the checkout"
