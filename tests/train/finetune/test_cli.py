@@ -8,7 +8,8 @@ from pathlib import Path
 
 CODE = """\
 import sys
-from entrenar_py.train.service import cli, exit_codes
+from entrenar_py import entrenar as cli
+from entrenar_py.train.service import exit_codes
 
 for command in (
     ["finetune"], ["plan"], ["pipeline", "plan"],
