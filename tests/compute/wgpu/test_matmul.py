@@ -48,7 +48,7 @@ def test_device_errors_are_translated(
 ) -> None:
     """wgpu's errors are raised as BackendUnavailable, with its message."""
     monkeypatch.setattr(
-        "entrenar_py.compute.wgpu.product.product_text.write",
+        "entrenar_py.compute.wgpu.product.write",
         lambda *_, **__: "fn main() { let x: f32 = 1u; }",
     )
     with pytest.raises(BackendUnavailable, match=r"(?s)backend wgpu on .*Shader.*f32"):
