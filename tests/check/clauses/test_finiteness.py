@@ -267,7 +267,7 @@ def test_a_halt_of_a_rank_that_recorded_no_shard() -> None:
     ):
         finding = traces.judge("finiteness", [trace])
         assert finding.verdict is Verdict.INCONCLUSIVE
-        assert f"the run halted in step 2, of which {unknown}: record" in finding.reason
+        assert f"the run halted in step 2: {unknown}: record" in finding.reason
     for trace in (halting(rank=1), halting()):
         assert "every shard was finite" in broken(traces.judge("finiteness", [trace])).message
 

@@ -242,7 +242,7 @@ def test_masks_from_other_generators_are_compared_without_dropout() -> None:
     other = traces.was(other, masks="shard_apart")
     finding = traces.judge("parity", [other, traces.run(oracle(subject))])
     assert finding.compared == 0
-    assert finding.notes == ("not compared with a single device, whose dropout draws other masks",)
+    assert finding.notes == ("not compared with a single device: its dropout draws other masks",)
     for dropout in (0.0, 0.3):
         calm = subject.with_(dropout=dropout)
         assert {calm, oracle(calm)} < {*companions.of(NEEDS, subject)}
