@@ -185,7 +185,7 @@ def judge(request: Request) -> Judged:
 
 
 def require_possible(request: Request) -> None:
-    """Raise UsageError, with the place, if a clause can't be tried with the options of `request`."""
+    """Raise UsageError, with the place, if a clause can't be tried as `request` says."""
     plan.divide(load(request.contract, request.bind).invariants, request.plan())
 
 

@@ -109,8 +109,8 @@ class Update(Event):
     rates. `finite` is true if the new weights hold no NaN or Inf.
 
     Of a user's trainer: `local` are buffers that follow from the worker's own samples. `kept` has
-    the tensors with a gradient that was not cleared since it was applied before, with the first step that
-    is still in it. `summed` has the numbers of the worker's shards that a tensor's gradient holds,
+    the tensors with a gradient that was not cleared since it was applied before, with the first
+    step that is still in it. `summed` has the numbers of the worker's shards that a tensor's gradient holds,
     if these are not all shards of the step that have a gradient for it; of ranks that share a
     model, () for one with unknown shards. `edited` are the weights right before this step
     that something other than the optimizer has changed since the update before. `schedule` is the
@@ -198,7 +198,7 @@ class Audit(Event):
     `alike` has for each copy the index of the first copy with the same bits. `culprit` is the rank
     that differed from two others, first in `element` of `tensor`; its copy was discarded.
     `disputed` are the ranks that ever disagreed, even if they have left. Copies of only one
-    rank count unless it is in `disputed`. The Shard event comes from a rank with a copy that counts.
+    rank count unless it is in `disputed`. The Shard event comes from a rank that counts.
     """
 
     step: int

@@ -50,8 +50,9 @@ def exact(given: object) -> str:
 
 
 def shortened(long_text: str, *, chars_max: int = 400) -> str:
-    """Return `long_text`, or if it is longer than `chars_max`, its beginning and end around a mark that
-    says how many characters were left out.
+    """Return `long_text`, or if it is longer than `chars_max`, its beginning and its end.
+
+    A mark between them says how many characters were left out.
     """
     if len(long_text) <= chars_max:
         return long_text

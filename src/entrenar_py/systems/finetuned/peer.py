@@ -40,9 +40,8 @@ def run(scenario: Scenario) -> Trace:
         try:
             import_module("accelerate")
         except ImportError as error:
-            raise UsageError(
-                f"transformers.Trainer needs {error.name}; {package_data.extra_advice('integrations')}"
-            ) from error
+            advice = package_data.extra_advice("integrations")
+            raise UsageError(f"transformers.Trainer needs {error.name}; {advice}") from error
         module = _model(fixture, request)
         _train(scenario, fixture, module, recorder, Path(folder, "peer"))
     return recorder.finish(status="completed")

@@ -57,8 +57,8 @@ def _costs(options: argparse.Namespace) -> tuple[StageCosts, int | None]:
     if settings.strategy != LAYER_PIPELINE:
         strategy = settings.strategy or "no strategy"
         raise UsageError(
-            f"{options.config}: {strategy}: stages are of strategy: {LAYER_PIPELINE}; set it, or use "
-            f"`entrenar plan {options.config}`"
+            f"{options.config}: {strategy}: stages are of strategy: {LAYER_PIPELINE}; set it, or "
+            f"use `entrenar plan {options.config}`"
         )
     _, longest = foresight.rows_and_longest(settings)
     run = planning.of(

@@ -103,9 +103,8 @@ class EventFiles:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise UsageError(
-                f"--tensorboard needs tensorboard ({error}); {package_data.extra_advice('tensorboard')}"
-            ) from error
+            advice = package_data.extra_advice("tensorboard")
+            raise UsageError(f"--tensorboard needs tensorboard ({error}); {advice}") from error
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
