@@ -110,12 +110,12 @@ class Update(Event):
 
     Of a user's trainer: `local` are buffers that follow from the worker's own samples. `kept` has
     the tensors with a gradient that was not cleared since it was applied before, with the first
-    step that is still in it. `summed` has the numbers of the worker's shards that a tensor's gradient holds,
-    if these are not all shards of the step that have a gradient for it; of ranks that share a
-    model, () for one with unknown shards. `edited` are the weights right before this step
-    that something other than the optimizer has changed since the update before. `schedule` is the
-    position of the learning rate's schedule. `extra` is state next to the model, as in Start. An
-    average that is moved after the step has the value of the step before.
+    step that is still in it. `summed` has the numbers of the worker's shards that a tensor's
+    gradient holds, if these are not all shards of the step that have a gradient for it; of ranks
+    that share a model, () for one with unknown shards. `edited` are the weights right before this
+    step that something other than the optimizer has changed since the update before. `schedule` is
+    the position of the learning rate's schedule. `extra` is state next to the model, as in Start.
+    An average that is moved after the step has the value of the step before.
     `unclipped` is the gradient that the script gave to torch\'s `clip_grad_norm_`. `metric` is the
     best value so far that the worker gave to a schedule which follows it (`ReduceLROnPlateau`).
     Scripts that move weights along the gradient of a pass, and compute another gradient there

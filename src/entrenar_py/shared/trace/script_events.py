@@ -82,9 +82,9 @@ class Drawn(Event):
 
     `generator` is `torch`, `numpy`, `python`, a device, or the name of a generator of the script's
     own. `before` and `after` are digests of its state. `where`: in the forward pass (`forward`), in
-    the backward pass (`backward`), there by a module that is computed again with a generator
-    that was not set back (`recomputed`), or in the optimizer's step (`step`); before the forward
-    pass (`batch`), between it and the backward pass (`loss`), or between this and the optimizer's step
+    the backward pass (`backward`), there by a module that is computed again with a generator that
+    was not set back (`recomputed`), or in the optimizer's step (`step`); before the forward pass
+    (`batch`), between it and the backward pass (`loss`), or between this and the optimizer's step
     (`gradient`); as the data set was read (`loader`, by the loader's `worker`, if it has any, for
     its first samples `ids`); or since the step before (`between`). `part` is the index of the part
     of the batch that the rank draws, which other ranks may draw, too.
