@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from entrenar_py.check.cli.command_line import EPILOG, MODES, PROG, build, flag
+from entrenar_py.check.project.command_line import EPILOG, MODES, PROG, build, flag
 
 
 def reference() -> str:
@@ -14,7 +14,7 @@ def reference() -> str:
     parts = [
         f"# `{PROG}`",
         f"`{PROG} [--contract FILE] [options] [-- COMMAND ...]`, `{PROG} init [-- COMMAND ...]`",
-        "Generated from `entrenar_py.check.cli.command_line`; a test says whether this page is "
+        "Generated from `entrenar_py.check.project.command_line`; a test says whether this page is "
         "current. "
         "Options that are left out are read from the project's [configuration](configuration.md).",
     ]

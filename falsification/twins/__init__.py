@@ -63,7 +63,8 @@ class Twin:
         """Return the script's text with the changes."""
         text = self.original()
         for old, new in self.changes:
-            assert text.count(old) == 1, f"{self.name}: {old!r} occurs {text.count(old)} times"
+            if (times := text.count(old)) != 1:
+                raise ValueError(f"{self.name}: {old!r} occurs {times} times in {self.script}")
             text = text.replace(old, new)
         return text
 

@@ -233,7 +233,7 @@ def test_interrupted_before_anything(
     def interrupted(argv: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("entrenar_py.check.cli.command_line.read", interrupted)
+    monkeypatch.setattr("entrenar_py.check.project.command_line.read", interrupted)
     assert check("--contract", contract) == 4
     assert capsys.readouterr().err == "entrenar-check: interrupted before anything was known\n"
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py.check.cli import command_line
-from entrenar_py.check.project import configuration
+from entrenar_py.check.project import command_line, configuration
 from entrenar_py.check.project.configuration import KEYS, Acceptance, Exclusion
 from entrenar_py.shared.config.problems import Position
 from entrenar_py.shared.errors import ContractError, UsageError

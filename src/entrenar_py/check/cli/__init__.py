@@ -12,9 +12,8 @@ import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from entrenar_py.check.cli import command_line
-from entrenar_py.check.cli.command_line import PROG
-from entrenar_py.check.project import merging
+from entrenar_py.check.project import command_line, merging
+from entrenar_py.check.project.command_line import PROG
 from entrenar_py.shared import process
 from entrenar_py.shared.errors import ContractError, EntrenarError, UsageError
 from entrenar_py.shared.untrusted import printing

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from entrenar_py.check import contract
-from entrenar_py.check.cli.command_line import PROG, per_contract
 from entrenar_py.check.command.warm import Parents
 from entrenar_py.check.contract import Contract, bindings, records
 from entrenar_py.check.observing.auto import Settings
 from entrenar_py.check.project import commands
+from entrenar_py.check.project.command_line import PROG, per_contract
 from entrenar_py.shared import package_data
 from entrenar_py.shared.errors import ContractError, UsageError
 from entrenar_py.shared.systems import require_trainer

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from entrenar_py.check.cli.command_line import FILES
 from entrenar_py.check.contract import Contract, Position
 from entrenar_py.check.harness.judgement import Listener, Progress, ignore
 from entrenar_py.check.project import configuration
+from entrenar_py.check.project.command_line import FILES
 from entrenar_py.check.reports import terminal
 from entrenar_py.check.reports.report import Configuration, Entry, NotApplying, Report
 from entrenar_py.check.reports.report import ending as end

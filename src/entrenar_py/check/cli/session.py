@@ -19,11 +19,11 @@ from rich.console import Console
 from entrenar_py.check import clauses as checks
 from entrenar_py.check import contract
 from entrenar_py.check.cli import early, reporting
-from entrenar_py.check.cli.command_line import FILES, PROG
 from entrenar_py.check.cli.reporting import Work
 from entrenar_py.check.contract import Contract, records
 from entrenar_py.check.harness import counterexamples, judgement, plan
 from entrenar_py.check.project import commands, configuration
+from entrenar_py.check.project.command_line import FILES, PROG
 from entrenar_py.check.reports import evidence
 from entrenar_py.check.reports.report import EXIT_NOTHING_SELECTED
 from entrenar_py.shared import mutants, package_data

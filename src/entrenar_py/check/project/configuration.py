@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from entrenar_py.check.cli import command_line
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.project import toml_file
+from entrenar_py.check.project import command_line, toml_file
 from entrenar_py.check.reports.report import Excluded, NotApplying
 from entrenar_py.shared.config.problems import Position, Problems
 from entrenar_py.shared.errors import ContractError, UsageError

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from entrenar_py.check.cli.command_line import PROG, Parser, split
 from entrenar_py.check.project import commands, toml_file
 from entrenar_py.check.project import commands as scripts
+from entrenar_py.check.project.command_line import PROG, Parser, split
 from entrenar_py.check.project.commands import Script
 from entrenar_py.shared import package_data
 from entrenar_py.shared.errors import UsageError

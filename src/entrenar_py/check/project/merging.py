@@ -6,8 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from entrenar_py.check.cli import command_line
-from entrenar_py.check.project import toml_file
+from entrenar_py.check.project import command_line, toml_file
 from entrenar_py.shared import package_data
 from entrenar_py.shared.errors import ContractError, EntrenarError, UsageError
 

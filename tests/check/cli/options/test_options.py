@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py.check.cli import command_line
+from entrenar_py.check.project import command_line
 from entrenar_py.compute import BACKENDS
 from entrenar_py.shared import systems
 from entrenar_py.shared.errors import UsageError
