@@ -158,6 +158,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/vulture
+	$(BIN)/python -m tests.english
 
 # Regenerates what is generated: CLI reference, kill matrix, tables, faults for real.
 docs: setup
