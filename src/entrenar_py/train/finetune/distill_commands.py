@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.page import html_page
+from entrenar_py.shared.page.arguments import write_file
 from entrenar_py.shared.page.html_page import Line, chart
 from entrenar_py.shared.untrusted import escaping, printing
 from entrenar_py.shared.wording import counted
@@ -134,7 +135,7 @@ def look(arguments: argparse.Namespace) -> int:
     for line in status.lines():
         printing.say(line)
     if arguments.json is not None:
-        arguments.write_file(status.record(), arguments.json)
+        write_file(status.record(), arguments.json)
     return exit_codes.DONE if status.is_whole else exit_codes.WRONG
 
 
