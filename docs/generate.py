@@ -489,11 +489,11 @@ def write_names() -> None:
 
 def main() -> None:
     """Run the whole kill matrix and write every page."""
-    write_names()
     rows = kill_matrix.run(list(mutants.catalogue().values()), kill_matrix.invariants())
     for name, text in pages(rows).items():
         (DOCS / name).write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
+    write_names()
     main()

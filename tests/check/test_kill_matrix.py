@@ -212,7 +212,7 @@ def test_contracts_and_catalogue_agree() -> None:
     }
     written = {name: sorted(clause.mutants) for name, clause in kill_matrix.invariants().items()}
     assert written == claims
-    assert len(written) == 97
+    assert len(written) == 90
     assert all(written.values())
 
 

@@ -100,7 +100,7 @@ def test_an_installed_package_holds_its_folders(
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-ADVICE = re.compile(r"shipped\.extra_advice\(['\"](\w+)['\"]\)")
+ADVICE = re.compile(r"package_data\.extra_advice\(['\"](\w+)['\"]\)")
 OF_THIS_PACKAGE = re.compile(r"pip install [^\n`]*\bentrenar[-_]py\[")
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 

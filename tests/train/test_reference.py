@@ -206,6 +206,12 @@ def test_who_is_there(faults: tuple[Fault, ...], first: list[int], last: list[in
     ]
 
 
+def require(scenario: Scenario) -> None:
+    """Raise UsageError for what no run of `scenario` can be."""
+    require_possible(scenario)
+    systems.require_workload(scenario)
+
+
 @pytest.mark.parametrize(
     ("faults", "message"),
     [
@@ -230,7 +236,7 @@ def test_impossible_faults_are_refused(faults: list[Fault], message: str) -> Non
         scenario = USUAL.with_(system=system, faults=tuple(faults))
         expected = message.replace("reference", system)
         with pytest.raises(UsageError) as caught:
-            require_possible(scenario)
+            require(scenario)
         assert expected in str(caught.value)
         end = systems.run(scenario).end
         assert end.status == "failed"

@@ -20,8 +20,6 @@ from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from blake3 import blake3
-
 from entrenar_py.shared.codec import UNCHECKED, Form, Schema
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.faults import Fault
@@ -218,7 +216,7 @@ class Scenario:
         import numpy as np
 
         name = json.dumps([self.seed, *stream]).encode()
-        key = int.from_bytes(blake3(name).digest(16), "little")
+        key = int.from_bytes(_blake3(name).digest(16), "little")
         return np.random.Generator(np.random.Philox(key=key))
 
     def to_dict(self) -> dict[str, Any]:
@@ -234,7 +232,7 @@ class Scenario:
     def digest(self) -> str:
         """Return 32 hex digits that identify this scenario."""
         text = json.dumps(self.to_dict(), sort_keys=True)
-        return str(blake3(text.encode()).hexdigest(16))
+        return str(_blake3(text.encode()).hexdigest(16))
 
     def __hash__(self) -> int:
         return hash(self.digest)
@@ -293,3 +291,9 @@ def expand(record: Mapping[str, Any]) -> Iterator[Scenario]:
     }
     for choice in product(*lists.values()):
         yield Scenario.from_dict({**merged, **dict(zip(lists, choice, strict=True))})
+
+
+def _blake3(data: bytes) -> Any:
+    from blake3 import blake3  # late: command lines load this module for `--help`
+
+    return blake3(data)

@@ -10,7 +10,6 @@ import pytest
 from entrenar_py import entrenar as cli
 from entrenar_py.train.service import exit_codes
 from tests.train.finetune.runs import adapters
-from tests.train.finetune.strategies import runs
 from tests.train.service.cluster import Cluster, cluster
 from tests.train.stages.test_machines import configured
 
@@ -23,12 +22,6 @@ def machines(tmp_path: Path) -> Iterator[Cluster]:
     """Processes that are ended with the test."""
     with cluster(tmp_path) as made:
         yield made
-
-
-@pytest.fixture(scope="session")
-def llama(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of four blocks, whose head is not its table of tokens."""
-    return runs.llama(small, tmp_path_factory.mktemp("llama") / "model")
 
 
 @pytest.fixture(scope="session")
