@@ -1,4 +1,4 @@
-"""How long a run makes no progress, on a machine that may have too much to do.
+"""Measures how long a run makes no progress, on a machine that may be overloaded.
 
 A clock on the wall says little about a run: on an overloaded machine an import of seconds takes
 minutes. So what is counted is time without progress, and of that only what the run had of the

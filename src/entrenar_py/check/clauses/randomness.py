@@ -456,7 +456,7 @@ def _seeded_alike(parted: int) -> str:
 
 
 class _Streams:
-    """What is known of the numbers that a run draws: for which samples, and whether for each.
+    """The known random draws of a run: for which samples, and whether for each of them.
 
     A stream is a place and a generator. `alone` is the same training on one worker.
     """

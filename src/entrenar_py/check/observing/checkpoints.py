@@ -1,4 +1,4 @@
-"""Whether a script saves its weights, when it does, and whether it loads them again.
+"""Observes whether and when a script saves its weights, and whether it loads them again.
 
 A file holds weights if tensors are saved in it that have at least an eighth of their bytes: saved
 losses are none, weights in a smaller format are. Only what is saved once training has begun counts:

@@ -1,4 +1,4 @@
-"""What a model is given, recognised by its content where samples have no ids.
+"""Inputs of a model, recognised by their content where samples have no ids.
 
 - Digests of rows recognise a sample.
 - `contents_of` shows a sample in a few numbers, which tell whether it is the same in two runs.

@@ -445,7 +445,7 @@ def _loss(loss: Tensor, arguments: dict[str, Any]) -> Loss | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a loss is `counted`, bool like the ids; positions are along `dimension`."""
+    """The positions that a loss counts: `counted` is bool, like the ids, along `dimension`."""
 
     dimension: int
     counted: Tensor

@@ -79,7 +79,7 @@ _HDF = b"\x89HDF"
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """What the processes of a run have saved, as far as they looked (`is_known`).
+    """The files that the processes of a run have saved, as far as they observed it (`is_known`).
 
     `after` are the numbers of steps that were made when weights had been saved, which may be those
     of so many steps before (`behind`). `left` tells

@@ -99,7 +99,7 @@ _COMPARED_WIDEST = 999_999  # the width of a column must be known before its num
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """How much is printed: `quiet` leaves out what held; `verbose` adds rows, notes and places."""
+    """The amount to print: `quiet` leaves out what held; `verbose` adds rows, notes and places."""
 
     quiet: bool = False
     verbose: bool = False

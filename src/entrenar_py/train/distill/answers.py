@@ -61,7 +61,7 @@ class Source(Protocol):
 
 @dataclass
 class Progress:
-    """How far the asking is: `before` prompts had an answer when it began."""
+    """The progress of the requests: `before` prompts had an answer when they began."""
 
     total: int
     before: int

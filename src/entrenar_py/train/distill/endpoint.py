@@ -149,7 +149,7 @@ _REFUSALS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """Where requests go: a base URL that is known to be usable."""
+    """The address of the requests: a base URL that is known to be usable."""
 
     url: str
     host: str

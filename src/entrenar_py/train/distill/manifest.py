@@ -1,4 +1,4 @@
-"""What a folder of shards has: its facts, the list of its whole shards, and claims on others.
+"""The manifest of a folder of shards: its facts, its complete shards, and claims on the others.
 
 The list is JSON lines in a BLAKE3 chain, as in a ledger. The first line has the facts, each other
 one a shard that is whole. A shard that was made again has a line more, which counts how often it

@@ -44,7 +44,7 @@ class Made:
 
 @dataclass
 class Progress:
-    """How far a stage is. `rows_done` and `shards_done` count those of other processes, too.
+    """The progress of a stage. `rows_done` and `shards_done` count those of other processes, too.
 
     `rows_left` are those of this process's part. `state` is running, stopped or completed.
     """

@@ -57,7 +57,7 @@ WHOLE, TRUNCATED, REFUSED = OUTCOMES = ("whole", "truncated", "refused")
 
 @dataclass(frozen=True)
 class Failed:
-    """Why a prompt has no answer."""
+    """The reason why a prompt has no answer."""
 
     reason: str
 

@@ -77,7 +77,7 @@ def joined(parts: Sequence[Rows]) -> Rows:
 
 
 class Places:
-    """Where each sample's rows are: in the order in which a run with `seed` first visits them.
+    """The places of each sample's rows: in the order in which a run with `seed` first visits them.
 
     So its first epoch reads one shard after another, and can begin while later ones are made.
     """

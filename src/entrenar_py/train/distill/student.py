@@ -37,7 +37,7 @@ from entrenar_py.train.model.workload import Finetuning
 
 @dataclass(frozen=True)
 class Mix:
-    """How both parts of the loss are weighed: `alpha` in [0, 1], and the temperature T > 0.
+    """The weights of both parts of the loss: `alpha` in [0, 1], and the temperature T > 0.
 
     `has_rest` is false where the teacher's rows have every token of the vocabulary.
     """

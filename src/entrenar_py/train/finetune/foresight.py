@@ -1,4 +1,4 @@
-"""What is said of a run before it begins: its rows, rules that it breaks, memory that it lacks."""
+"""Messages before a run begins: its rows, rules that it breaks, memory that it lacks."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class File:
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What a worker needs: settings as a record, class weights, samples, and the checkpoint."""
+    """The files for a worker: settings as a record, class weights, samples, and the checkpoint."""
 
     settings: Mapping[str, Any]
     class_weights: Sequence[float]

@@ -262,7 +262,7 @@ class Samples:
 
     @property
     def is_consistent(self) -> bool:
-        """Whether all four arrays are of the same samples; a file may hold anything."""
+        """True if all four arrays are of the same samples; a file may hold anything."""
         starts, num_tokens = self.starts, len(self.tokens)
         shapes = (self.tokens.ndim, self.is_target.shape, starts.shape, self.labels.ndim)
         return bool(

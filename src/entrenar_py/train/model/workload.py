@@ -199,7 +199,7 @@ class Tuned(Workload):
 
     @property
     def decisive(self) -> dict[str, Any]:
-        """What else decides what is learned, by key; a run that is resumed must have the same."""
+        """Further facts that decide what is learned, by key; a resumed run must have the same."""
         return {}
 
     def require(self, ids: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""What a strategy costs: bytes that a worker needs on its device, and those of a step on the wire.
+"""Costs of a strategy: bytes that a worker needs on its device, and bytes of a step on the wire.
 
 Persistent bytes are counted by tensors. Those of a micro-batch come from its rehearsal.
 """
@@ -45,7 +45,7 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What a worker computes: micro-batches of `rows` x `length` tokens, `shards` of them a step.
+    """The work of one worker: `shards` micro-batches a step, of `rows` x `length` tokens each.
 
     `num_workers` share the run; `kind` is that of the device.
     """

@@ -67,7 +67,7 @@ class Places:
 
 
 class Timed(NamedTuple):
-    """When a stage made a pass, in microseconds since it was told to begin the step."""
+    """The times of a stage's pass, in microseconds since it was told to begin the step."""
 
     shard: int
     is_forward: bool

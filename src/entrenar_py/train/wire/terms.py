@@ -30,7 +30,7 @@ class Package:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a worker lacks of a file of `num_bytes`: all from `start` on."""
+    """The part of a file of `num_bytes` that a worker lacks: all from `start` on."""
 
     file: str
     num_bytes: int
