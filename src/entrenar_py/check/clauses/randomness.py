@@ -624,7 +624,7 @@ def _workers_differ(
 ) -> None:
     """Check that no two workers of loaders draw the same numbers for other samples.
 
-    A generator that is seeded anew for each sample does not end in the same state.
+    A generator that is seeded again for each sample does not end in the same state.
     """
     seen: dict[tuple[str, str, str], Drawn] = {}
     for event in drawn:

@@ -354,7 +354,7 @@ def _print_left_out(console: Console, reports: Sequence[Report], style: Style) -
     if names and style.verbose:
         told = (f"{' '.join(some)} ({', '.join(clauses)})" for clauses, some in names.items())
         _line(console, f"not tried, as the command lacks: {'; '.join(told)}")
-    elif names and not style.quiet and not _is_broken(reports):  # first mend what is broken
+    elif names and not style.quiet and not _is_broken(reports):  # first fix what is broken
         alone = (name for some in names.values() for name in some)
         _line(console, f"not tried, as the command lacks: {' '.join(alone)}")
 

@@ -327,7 +327,7 @@ def name_of(part: tuple[int, int] | None) -> str:
 
 
 def read(folder: Path) -> Listed | None:
-    """Return what `Lists` of `folder` say, all of them read anew."""
+    """Return what `Lists` of `folder` say, all of them read again."""
     return Lists(folder).read()
 
 

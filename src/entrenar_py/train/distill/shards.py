@@ -557,7 +557,7 @@ class TeacherRows:
         if state is not None and self._seen.get(shard) == (entry, state):
             return ""
         lack = problem(self._folder, self.facts, entry)
-        if lack:  # it may be listed anew when it has been made again
+        if lack:  # it may be listed again when it has been made again
             self._listed = Listed(self.facts, {})
         else:
             self._seen[shard] = entry, state

@@ -140,7 +140,7 @@ class History:
 
 
 def read_history(path: Path, *, num_steps: int) -> History:
-    """Return the history in the metrics at `path`, from the last time that the run began anew.
+    """Return the history in the metrics at `path`, from the last time that the run started over.
 
     Raises OSError if the file can't be read. Lines that were cut off are left out.
     """

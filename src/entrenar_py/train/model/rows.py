@@ -173,7 +173,7 @@ def _of_list(path: Path) -> Iterator[Row | BadRow]:
             raise json.JSONDecodeError("Extra data", text, end)
     except ValueError as error:
         raise UsageError(
-            f"data {path}: begins as a list, and is not JSON at row {number} ({error}); mend it"
+            f"data {path}: begins as a list, and is not JSON at row {number} ({error}); fix it"
         ) from error
 
 

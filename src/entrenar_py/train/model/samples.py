@@ -216,7 +216,7 @@ def _hint(label: str, num_labels: int) -> str:
     return ""
 
 
-VERSION = 5  # of the file, and of what is learned of a row; another one is made anew
+VERSION = 5  # of the file, and of what is learned of a row; another one is made again
 _SHOWN = 20  # bad rows in a message
 
 
@@ -329,7 +329,7 @@ def require_usable(data: Data, where: str, skipped: Sequence[BadRow], num_good: 
     if skipped and data.on_error == "stop":
         total = counted(len(skipped) + num_good, "row")
         problem = f"{where}: {len(skipped)} of {total} can't be used"
-        lines = [f"{problem}; mend them, or set data.on_error: skip", *listed(skipped)]
+        lines = [f"{problem}; fix them, or set data.on_error: skip", *listed(skipped)]
         raise RowsError("\n".join(lines))
 
 

@@ -106,7 +106,7 @@ def has_target(module: nn.Module, target: str) -> bool:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Leave out peft's warnings of what a later transformers will lack, and of what it mends."""
+    """Leave out peft's warnings of what a later transformers will lack, and of what it fixes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")

@@ -173,7 +173,7 @@ class Account:
             f"{self.num_lines} lines, none changed, moved or missing from the first (digest "
             f"{self.first}) to the last (digest {self.last})"
         )
-        yield from (f"begins anew: {gap_in_words(gap)}" for gap in self.gaps)
+        yield from (f"starts over: {gap_in_words(gap)}" for gap in self.gaps)
         begun = self.made[0][0] if self.made else 0
         if begun and not self.gaps:
             yield f"begins with step {begun}: {steps(0, begun - 1)} missing, and no gap explains it"
