@@ -46,7 +46,7 @@ def of_this_process() -> tuple[int, int]:
 
 
 def interval_s(seconds: float) -> float:
-    """Return the seconds between two looks of a patience of so many `seconds`."""
+    """Return the seconds between two looks of a patience of this many `seconds`."""
     return min(LOOK_S, seconds / LOOKS_MIN)
 
 

@@ -76,7 +76,7 @@ def compare(
     """Compare the first steps within rounding; and if `tolerance` is not None, losses from step 100
     on within it. Return the number of averaged gradients compared.
 
-    Where the training's `sensitivity` was measured, more is allowed than rounding by itself.
+    Where the training's `sensitivity` was measured, more is allowed than rounding alone.
     """
     if not missing.require_updates(tally, model, trace):
         return 0

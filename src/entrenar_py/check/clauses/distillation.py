@@ -152,7 +152,7 @@ def compare_refusals(tally: Tally, trace: Trace) -> None:
 
 
 def compare_shards(tally: Tally, trace: Trace) -> None:
-    """Check that shards are complete where they are said to be, and the same after a stop."""
+    """Check that shards are complete if they are said to be, and the same after a stop."""
     stages = {event.when: event for event in trace.of(Sharded)}
     for event in stages.values():
         there = len(event.digests) == event.due

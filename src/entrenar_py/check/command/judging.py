@@ -1,7 +1,7 @@
 """Judge the runs of a user's own trainer, each by the checks that apply to it.
 
 Verdicts come as soon as they are known, while later runs are still to be made. What the runs show
-against a declaration that a clause does not apply is told, too.
+against a declaration that a clause does not apply is reported, too.
 """
 
 from __future__ import annotations
@@ -367,7 +367,7 @@ class _Waiting:
         return done
 
     def is_broken_by(self, runs: Mapping[Path, Run], file: Path) -> bool:
-        """Return whether the run in `file`, by itself or compared with others, falsifies a task."""
+        """Return whether the run in `file`, alone or compared with others, falsifies a task."""
         entries = judge(self.tasks, runs, having=file)
         return any(entry.verdict is Verdict.FALSIFIED for entry in entries)
 

@@ -235,7 +235,7 @@ def _of_option(surest: re.Match[str] | None) -> str:
 
 
 def _setting(text: str) -> str:
-    """Return how a script is told to resume by a value, or by an environment variable."""
+    """Return how a script gets the order to resume: by a value, or by an environment variable."""
     for name, value in _SETTING.findall(text):
         line = re.search(rf"\b{name}\s*(?::\s*\w+\s*)?=[^=\n]*" + _VARIABLE.format(r"\w+"), text)
         if line is not None:

@@ -99,7 +99,7 @@ class CommonNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.reseeded()
 
     def begin_batch(self, num_samples: int) -> None:
-        """Begin a micro-batch with a batch of so many samples."""
+        """Begin a micro-batch with a batch of this many samples."""
         self._num_samples, self._order = num_samples, ""
         self.seed()
 

@@ -226,7 +226,7 @@ def _left(folder: Path) -> Iterator[Path]:
 
 
 def _may_hold(path: Path, least: int) -> bool:
-    """Return whether a file looks like one with tensors of at least so many bytes."""
+    """Return whether a file looks like one with tensors of at least this many bytes."""
     try:
         if path.is_symlink() or not path.is_file() or path.stat().st_size < least:
             return False

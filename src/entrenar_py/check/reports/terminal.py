@@ -173,7 +173,7 @@ def render(
 ) -> None:
     """Print the reports of one run: findings, worst verdict first, what held, and the `ending`.
 
-    A finding of several clauses is told once. If verdicts were `streamed`, their rows have been
+    A finding of several clauses is printed once. If verdicts were `streamed`, their rows have been
     printed. Without an `ending` the run could not be finished.
     """
     if style.verbose and not streamed:

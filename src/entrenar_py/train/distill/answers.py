@@ -49,7 +49,7 @@ class Source(Protocol):
 
     @property
     def day(self) -> str | None:
-        """The day that chat templates are told, if this source has any with a clock."""
+        """The day that chat templates get, if this source has any with a clock."""
         ...
 
     def answers(
@@ -259,7 +259,7 @@ def _require_output(settings: Settings, text: Completions) -> None:
 
 
 def _fits(file: Path, pattern: Path) -> bool:
-    """Return whether `pattern`, a path or a pattern, names `file` now or once it is there."""
+    """Return whether `pattern`, a path or a pattern, names `file` now or once it exists."""
     own = Path(os.path.realpath(file))
     if file.exists() and any(sign in pattern.name for sign in "*?["):
         return own in {Path(os.path.realpath(path)) for path in rows.files(pattern)}

@@ -74,7 +74,7 @@ class Facts:
 
     @property
     def num_shards(self) -> int:
-        """The number of shards when all are there."""
+        """The number of shards when all are complete."""
         return len(self.rows)
 
     @property
@@ -463,7 +463,7 @@ class Writer:
     def __init__(
         self, folder: Path, facts: Facts, part: tuple[int, int] | None, claims: Claims
     ) -> None:
-        """Begin the list, if it is not there.
+        """Begin the list, if it does not exist.
 
         Raises UsageError if the folder has shards of other facts, and OSError if it can't be
         written.

@@ -389,7 +389,7 @@ Say = Callable[[str], None]
 def facts_of(
     folder: Path, *, patience_s: float, ended: threading.Event, say: Say = printing.say
 ) -> Facts:
-    """Return the facts of the shards in `folder`; waits until a first list is there.
+    """Return the facts of the shards in `folder`; waits until a first list exists.
 
     Raises UsageError if none is after `patience_s` seconds, or for one that can't be read, and
     SystemFailure once `ended` is set.
@@ -458,7 +458,7 @@ class TeacherRows:
         self._ended.set()
 
     def require(self, samples: Sequence[int]) -> None:
-        """Wait until the shards of all `samples` are there. Raises SystemFailure as `rows` does."""
+        """Wait until the shards of all `samples` exist. Raises SystemFailure as `rows` does."""
         for shard in sorted({self._places.shard_of(int(one)) for one in samples}):
             self._file(shard)
 
@@ -590,7 +590,7 @@ class Status:
 
     @property
     def is_whole(self) -> bool:
-        """True if every shard is there, and undamaged."""
+        """True if every shard exists, and is undamaged."""
         return not self.missing and not self.damaged
 
     def lines(self) -> Iterator[str]:

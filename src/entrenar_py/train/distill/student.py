@@ -246,7 +246,7 @@ class Student(Finetuning):
         self.teacher.interrupt()
 
     def require(self, ids: Sequence[int]) -> None:
-        """Wait until the teacher's rows of all samples `ids` are there."""
+        """Wait until the teacher's rows of all samples `ids` exist."""
         self.teacher.require(ids)
 
     def batch(self, ids: Sequence[int]) -> tuple[Tensor, ...]:
@@ -314,7 +314,7 @@ class StudentObjective(NextTokens):
 
 
 def facts_of(prepared: Prepared, ended: threading.Event | None = None) -> Facts:
-    """Return the facts of a run's shards, once a first list of them is there.
+    """Return the facts of a run's shards, once a first list of them exists.
 
     Raises UsageError if they are of another tokenizer, of other rows, or of other settings, and
     SystemFailure if `ended` is set while there is none.

@@ -33,7 +33,7 @@ PAGE_FILE = "report.html"
 
 
 def write_page(section: Distillation, progress: Progress) -> Path:
-    """Write the page, and return its path; warn if it can't be written: the shards are there.
+    """Write the page, and return its path; warn if it can't be written: the shards exist.
 
     Processes that share the folder write the same file: it is that of the last one.
     """

@@ -1,6 +1,6 @@
 """Reads a configuration: every key is known, in its place and within its limits.
 
-All problems are told at once, each as `file:line:column: error: ...`.
+All problems are reported at once, each as `file:line:column: error: ...`.
 
 Keys, types and limits are those of the records in `train.model.settings`, and so are the commented
 configuration and the JSON schema that are written here. `_Conflicts` and `of_pipeline` have the

@@ -62,7 +62,7 @@ class BadRow:
 def files(path: Path) -> list[Path]:
     """Return the files that `path` names: one, or those that fit it as a pattern, by name.
 
-    Folders that are there are no patterns, whatever signs their names have.
+    Existing folders are no patterns, whatever characters their names have.
 
     Raises UsageError if there are none, or for one that holds no rows.
     """

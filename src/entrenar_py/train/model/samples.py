@@ -3,7 +3,7 @@
 A row becomes tokens, and for each token whether it is to be predicted: in `text` every token but
 the first, in `instruct` those of the assistant's turns alone. In `classify` the class of the whole
 text is predicted. A row that can't be used is a `BadRow` with its place, never an exception: all
-of them are told at once, or left out (data.on_error).
+of them are reported at once, or left out (data.on_error).
 
 The name has a digest of the file, the tokenizer and all settings that matter, so nobody has to
 remember to throw a cache away. Samples are flat arrays, not lists of lists: a million rows take
@@ -287,7 +287,7 @@ class Samples:
 
 
 def load(settings: Settings, path: Path, tokenizer: Any, *, cache: Path) -> Samples:
-    """Return the samples of the file at `path`, from the folder `cache` if they are there.
+    """Return the samples of the file at `path`, from the folder `cache` if they are in it.
 
     Raises UsageError for a file without a usable row, and RowsError, unless rows are skipped, for
     rows that can't be used.

@@ -6,7 +6,7 @@ a table of keys next to the records would be a second truth.
 
 Limits are those of one value. What several values exclude together is in `settings_file`, where the
 lines of a file are known, and what depends on a model or on rows is required where these are read.
-A record is plain data, and imports neither torch nor transformers: a slip is told in a moment.
+A record is plain data, and imports neither torch nor transformers: a slip is reported at once.
 """
 
 from __future__ import annotations

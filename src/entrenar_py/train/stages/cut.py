@@ -32,7 +32,7 @@ from entrenar_py.train.wire.terms import Run, Terms
 
 
 class StageBlocks:
-    """All blocks of a vector in which stage after stage has so many elements.
+    """All blocks of a vector in which each stage has this many elements.
 
     It has the interface of `Blocks`.
     """

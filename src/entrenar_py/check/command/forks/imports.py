@@ -260,7 +260,7 @@ class Imports:
         read = sorted(name for name in self.names if name in RANKS)
         if read:
             return f"reads {read[0]} as it is imported"
-        pid = os.fork()  # at which OpenBLAS ends its threads, and CUDA notes that it is there
+        pid = os.fork()  # at which OpenBLAS ends its threads, and CUDA notes that it exists
         if pid == 0:
             os._exit(int(_has_begun_cuda()))
         _, status = os.waitpid(pid, 0)
