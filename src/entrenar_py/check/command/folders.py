@@ -113,7 +113,7 @@ class OwnFolder:
     def clear(self) -> None:
         """Remove all links, and the files that are still as they were copied.
 
-        What the command has made or changed stays.
+        Files that the command has made or changed stay.
         """
         for place in self._made:
             with suppress(OSError):

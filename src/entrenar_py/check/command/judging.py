@@ -230,7 +230,7 @@ def _is_replaced(check: Check, file: Path, groups: Mapping[Path, Runs[Path]]) ->
 def _joined(runs: Mapping[Path, Run], base: Trace, *kinds: str) -> Path | None:
     """Return the file of the run on one worker that had the batches of all workers of `base`.
 
-    It came by them by a fault of one of the `kinds`.
+    A fault of one of the `kinds` gave it these batches.
     """
     meant = companions.plain(base.scenario, world_size=1)
     due = {*companions.free(ALONE), "faults"}

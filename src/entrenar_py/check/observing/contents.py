@@ -213,7 +213,7 @@ class Carried:
         self._returned: set[StorageWeakRef] = set()
 
     def fresh(self, inputs: Any) -> Any:
-        """Return the inputs without carried state; all of them if nothing else is left."""
+        """Return the inputs without carried state; all inputs if nothing else is left."""
         if not self._returned:
             return inputs
         tensors = [*tensors_in(inputs)]

@@ -44,7 +44,7 @@ class Source(Protocol):
 
     @property
     def identity(self) -> list[str]:
-        """The source of the answers: another one may answer otherwise."""
+        """The source of the answers: another source may give other answers."""
         ...
 
     @property
@@ -89,7 +89,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """The rows that were written: `lacking` is how many original ones there were too few of."""
+    """The rows that were written: `lacking` is the number of missing original ones."""
 
     synthetic: int
     original: int

@@ -176,7 +176,7 @@ class Field(NamedTuple):
 
     @property
     def is_section(self) -> bool:
-        """True for a section of its own."""
+        """True if the key holds a section."""
         return dataclasses.is_dataclass(self.kind)
 
     @property

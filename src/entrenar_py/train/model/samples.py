@@ -1,12 +1,12 @@
-"""The samples of a run: tokenised once, kept in a file that is named by what it was made from.
+"""The samples of a run: tokenised once, kept in a file that is named by its sources.
 
 A row becomes tokens, and for each token whether it is to be predicted: in `text` every token but
 the first, in `instruct` those of the assistant's turns alone. In `classify` the class of the whole
 text is predicted. A row that can't be used is a `BadRow` with its place, never an exception: all
 of them are reported at once, or left out (data.on_error).
 
-The name has a digest of the file, the tokenizer and all settings that matter, so nobody has to
-remember to throw a cache away. Samples are flat arrays, not lists of lists: a million rows take
+The name has a digest of the file, the tokenizer and all settings that matter, so you never have to
+delete a cache. Samples are flat arrays, not lists of lists: a million rows take
 what their tokens take, and other processes and machines read them as they are.
 """
 
