@@ -238,7 +238,7 @@ def problem(folder: Path, facts: Facts, entry: Entry) -> str:
         if digest_of(path) != entry.digest:
             return f"{path.name} is damaged: its digest is not that of the list"
     except FileNotFoundError:
-        return f"{path.name} is listed, and not there"
+        return f"{path.name} is listed, but missing"
     except OSError as error:
         return f"{path.name} can't be read ({error})"
     return ""
@@ -552,7 +552,7 @@ class TeacherRows:
             self._listed = listed or self._listed
         entry = self._listed.shards.get(shard)
         if entry is None:
-            return f"shard {shard} of {self.facts.num_shards} is not there"
+            return f"shard {shard} of {self.facts.num_shards} is missing"
         state = _state(manifest.path_of(self._folder, self.facts, shard))
         if state is not None and self._seen.get(shard) == (entry, state):
             return ""
@@ -612,7 +612,7 @@ class Status:
             yield f"missing: {wording.named('shard', self.missing)}"
         for shard, why in self.damaged.items():
             yield f"damaged: shard {shard}: {why}"
-        yield "all rows are there" if self.is_whole else "go on with `entrenar distill logits`"
+        yield "all rows are complete" if self.is_whole else "go on with `entrenar distill logits`"
 
     def record(self) -> dict[str, Any]:
         """Return it as JSON can hold it."""

@@ -80,7 +80,7 @@ def _of_workers(settings: Settings, root: MapNode) -> Iterator[tuple[Position, s
         for name in stage.worker:
             first = stage_of.setdefault(name, index)
             if first != index or stage.worker.count(name) > 1:
-                where = "it is there twice" if first == index else f"stages[{first}] has it, too"
+                where = "it is named twice" if first == index else f"stages[{first}] has it, too"
                 yield at, f"stages[{index}] worker={name}: {where}; a worker has one stage"
         if len(stage.worker) > num_shards:
             yield (

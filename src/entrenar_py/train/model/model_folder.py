@@ -302,7 +302,7 @@ def require_known(settings: Settings, module: nn.Module, unexpected: Collection[
         raise UsageError(
             f"model={folder}: {_listed(surplus)} in its files, and not in the model by "
             "config.json, which would be trained without; fix config.json (attention_bias, "
-            "num_hidden_layers, ...), merge adapters that are saved inside, or take out of the "
+            "num_hidden_layers, ...), merge adapters that are saved inside, or remove from the "
             "files what is not the model's"
         )
     return sorted(parts)

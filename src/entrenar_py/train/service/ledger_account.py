@@ -28,7 +28,7 @@ LEDGER_KEY = "ledger"  # in the progress of a checkpoint; earlier releases did n
 _CHAIN = re.compile(r"[0-9a-f]{32}")
 _NONE_KEPT = "no ledger was kept when the checkpoint was written"
 _UNNAMED = "the checkpoint was written by an earlier build, which did not name the ledger's line"
-_NOT_THERE = "the ledger that the checkpoint names was not there"
+_NOT_THERE = "the ledger that the checkpoint names was missing"
 
 
 def mark_record(last: Mark | None) -> Mapping[str, Any] | None:
