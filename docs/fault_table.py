@@ -133,7 +133,7 @@ damaged bytes, at each message of a step. `entrenar-check --contract wire-protoc
 such faults in virtual time; these tables are of real processes.
 
 Three worker processes train over TCP on one machine. One is killed (SIGKILL), frozen (SIGSTOP, then
-SIGCONT), disconnected or damaged, or lies; or a stranger connects. A killed worker is restarted, and
+SIGCONT), disconnected or damaged, or lies; or a stranger connects. A killed worker restarts, and
 gets the whole state. The last column compares the digest of the final weights with that of the
 undisturbed run in one process. `docs/fault_table.py` has the scenarios, and `make docs` writes this
 page.

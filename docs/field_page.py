@@ -23,13 +23,13 @@ differs. The scripts are not copied into this project: a recipe in `tests/field/
 repository and commit, the lines to add, the data and the command.
 
 No contract is named, as in a plain call. So a falsified F-DP-003 is advice: torch steps with a NaN
-by default. A falsified F-TI-007 that comes from rounding on GPUs is advice, too. Rows for a language
+by default. A falsified F-TI-007 that comes from rounding on GPUs is, too. Rows of a language
 model name `language-model-v1.yaml`.
 
 Each verdict that is not "held" is explained as one of these:
 
-- **defect**: the script does something that nobody wants. It is reproduced in at most thirty lines without
-  entrenar-check.
+- **defect**: the script does something that nobody wants. It is reproduced in at most thirty lines
+  without entrenar-check.
 - **default**: the script or library does as documented, and the contract asks for more.
 - **property**: the clause's comparison does not apply to the script's design.
 - **not declared**: a declaration, or an option of the command, would settle it.

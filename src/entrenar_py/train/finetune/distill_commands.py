@@ -112,7 +112,7 @@ def logits(arguments: argparse.Namespace) -> int:
         if arguments.part is None
         else f"part {'/'.join(map(str, arguments.part))} is"
     )
-    printing.say(f"{subject} there")
+    printing.say(f"{subject} complete")
     return exit_codes.DONE
 
 
