@@ -481,7 +481,7 @@ def test_without_its_ledger_a_new_one_says_what_it_lacks(
     assert "the ledger is new: steps 0 to 2 are not in it" in run.noted("gap")
     said = verified(run, capsys, replay=True)
     lacks = f"steps 0 to 2 are not in it, but in a ledger of {named['line']} lines"
-    assert f"begins anew: {lacks}, the last with digest {named['chain']}" in said
+    assert f"starts over: {lacks}, the last with digest {named['chain']}" in said
     assert "steps 3 to 5 of 0 to 5" in said
     gap = run.ledger.read_text().splitlines()[1]
     assert gap.count('"chain"') == 1, "each line's own digest is there once"
@@ -518,7 +518,7 @@ def test_a_run_that_kept_no_ledger(run: Run, capsys: pytest.CaptureFixture[str])
     run.begin(with_ledger=False)
     run.go_on()
     said = verified(run, capsys)
-    assert "begins anew: steps 0 to 2 are not in it, no ledger was kept when" in said
+    assert "starts over: steps 0 to 2 are not in it, no ledger was kept when" in said
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Judge the runs of a user's own trainer, each by the checks that apply to it.
 
 Verdicts come as soon as they are known, while later runs are still to be made. What the runs show
-against a declaration that a clause does not apply is told, too.
+against a declaration that a clause does not apply is reported, too.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def _is_replaced(check: Check, file: Path, groups: Mapping[Path, Runs[Path]]) ->
 def _joined(runs: Mapping[Path, Run], base: Trace, *kinds: str) -> Path | None:
     """Return the file of the run on one worker that had the batches of all workers of `base`.
 
-    It came by them by a fault of one of the `kinds`.
+    A fault of one of the `kinds` gave it these batches.
     """
     meant = companions.plain(base.scenario, world_size=1)
     due = {*companions.free(ALONE), "faults"}
@@ -370,7 +370,7 @@ class _Waiting:
         return done
 
     def is_broken_by(self, runs: Mapping[Path, Run], file: Path) -> bool:
-        """Return whether the run in `file`, by itself or compared with others, falsifies a task."""
+        """Return whether the run in `file`, alone or compared with others, falsifies a task."""
         entries = judge(self.tasks, runs, having=file)
         return any(entry.verdict is Verdict.FALSIFIED for entry in entries)
 

@@ -61,7 +61,7 @@ class Traits:
     - `batch_norm`: batch normalisation uses each rank's own samples.
     - `drop_last`: the last batch of an epoch is left out if it would be short.
     - `replacement`: a sample may be drawn again within an epoch.
-    - `selects`: the line of a script that selects rows by random numbers, for each step anew.
+    - `selects`: the line of a script that selects rows by random numbers, for each step again.
       `one_source`: by the same line for each micro-batch of a step, under no condition.
     - `by_epoch`: the line of a script that compares the number of an epoch: it may do something
       else in later ones.

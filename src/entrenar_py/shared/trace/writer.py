@@ -193,7 +193,7 @@ def _lacking(since: Gap, reader: ledger.Reader, num_made: int, digest: str | Non
         )
     return (
         f"its line {since.lines} has the digest {digest}, the checkpoint names {since.digest}: it "
-        "is another run's, or was written anew"
+        "is another run's, or was rewritten"
     )
 
 

@@ -190,7 +190,7 @@ def _ranks(scenario: Scenario) -> range:
 
 
 class _Rank:
-    """What a rank records of the model, which all ranks share."""
+    """The record that a rank makes of the model, which all ranks share."""
 
     def __init__(
         self, model: Decoder, optimizer: torch.optim.Optimizer, rank: int, recorder: Recorder

@@ -1,4 +1,4 @@
-"""What a worker does between the coordinator's offer and joining: it gets settings, rows and model.
+"""Joining a run: between the coordinator's offer and its start, a worker gets settings and files.
 
 Code of a checkpoint is fetched and run only if this worker's own command line allows it.
 

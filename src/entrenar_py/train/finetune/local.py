@@ -55,7 +55,7 @@ def work(pipe: Connection) -> None:
     if job is not None:
         try:
             finish = asyncio.run(_stay(desk, json.loads(job)))
-        except SystemFailure as error:  # a teacher's shard does not come, which no restart mends
+        except SystemFailure as error:  # a teacher's shard does not come, which no restart fixes
             finish = Finish("failed", str(error))
         desk.answer(json.dumps({"status": finish.status, "reason": finish.reason}).encode())
 
@@ -192,7 +192,7 @@ def train(
         ) as finetuning,
     ):
         code = coordinator.serve(config, finetuning, resume=resume)
-        # Nobody stopped it: what the workers lacked has to be mended before it goes on.
+        # Nobody stopped it: what the workers lacked has to be fixed before it goes on.
         is_given_up = code == exit_codes.STOPPED and workers.are_gone
         return exit_codes.WRONG if is_given_up else code
 

@@ -266,7 +266,7 @@ class _Service:
 
 
 class _Reader:
-    """Reads the section for other machines. Every problem is told with its place."""
+    """Reads the section for other machines. Every problem is reported with its place."""
 
     def __init__(self, path: Path) -> None:
         self._settings = settings_file.load(path)

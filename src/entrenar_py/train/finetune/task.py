@@ -1,7 +1,7 @@
 """A fine-tuning as the coordinator serves it: evaluated on the way, exported at the end.
 
 Validation rows are scored in a thread of the coordinator, and no worker waits for it. What it needs
-of a step is copied, and its results are told with a later step, or at the end.
+of a step is copied, and its results are reported with a later step, or at the end.
 """
 
 from __future__ import annotations

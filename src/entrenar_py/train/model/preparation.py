@@ -135,7 +135,7 @@ def day_of(settings: Settings) -> str:
 
 
 def dated(settings: Settings, tokenizer: Any, day: str | None) -> Settings:
-    """Return settings with the day that the chat template is told, if it has a clock.
+    """Return settings with the day that the chat template gets, if it has a clock.
 
     A run has one day, however often it is resumed. Raises UsageError for a text that is no day.
     """

@@ -76,14 +76,14 @@ def ignore(_address: Address, _give_up: Callable[[str], None]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A training to serve, and the callbacks that are told of it.
+    """A training to serve, and its callbacks.
 
     Without a `workload` it is the scenario's. `listening` is given the address once workers may
     connect, and a function that ends the run for a reason. `memory` returns the peak of the run's
     processes on this machine. `stepped` is called after each step of a star with the number of
     steps made, the tensors by name, which it must copy, and a function that tells the listeners.
     `complete` is called with the last tensors, and a function that tells the listeners, before a
-    run is said to be completed: what it raises ends one that is not. `ended` is called when the run
+    run reports completion: what it raises ends one that is not. `ended` is called when the run
     is over, before the listeners are closed. `halt_on_spike` halts a
     star's run before a step with a gradient far larger than those before it. Event files go to
     the folder `tensorboard`, if there is one. `package` has the files that workers may fetch, which

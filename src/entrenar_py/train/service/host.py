@@ -40,7 +40,7 @@ from entrenar_py.train.wire.messages import (
 )
 from entrenar_py.train.wire_io.endpoints import ReadPiece, no_piece
 
-UNLIKE = 1.25  # workers are, if one takes so many times longer for a shard than another
+UNLIKE = 1.25  # workers are, if one takes this many times longer for a shard than another
 SHARDS_A_WORKER = 2  # fewer can't be dealt in proportion to speeds
 Traffic = Callable[[], tuple[int, int]]
 Tensors = Callable[[], Mapping[str, Array]]

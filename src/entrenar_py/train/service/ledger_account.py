@@ -28,7 +28,7 @@ LEDGER_KEY = "ledger"  # in the progress of a checkpoint; earlier releases did n
 _CHAIN = re.compile(r"[0-9a-f]{32}")
 _NONE_KEPT = "no ledger was kept when the checkpoint was written"
 _UNNAMED = "the checkpoint was written by an earlier build, which did not name the ledger's line"
-_NOT_THERE = "the ledger that the checkpoint names was not there"
+_NOT_THERE = "the ledger that the checkpoint names was missing"
 
 
 def mark_record(last: Mark | None) -> Mapping[str, Any] | None:
@@ -173,7 +173,7 @@ class Account:
             f"{self.num_lines} lines, none changed, moved or missing from the first (digest "
             f"{self.first}) to the last (digest {self.last})"
         )
-        yield from (f"begins anew: {gap_in_words(gap)}" for gap in self.gaps)
+        yield from (f"starts over: {gap_in_words(gap)}" for gap in self.gaps)
         begun = self.made[0][0] if self.made else 0
         if begun and not self.gaps:
             yield f"begins with step {begun}: {steps(0, begun - 1)} missing, and no gap explains it"

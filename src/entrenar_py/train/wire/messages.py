@@ -274,7 +274,7 @@ class Group(Message):
     void, and all workers send their nodes again. `holders` has the rank of each shard, in this step
     and in later ones until the next Group. Worker number b mod n of the n `ranks` averages block b.
     In a pipeline `holders` has the ranks of the first stage for all shards, then those of the next,
-    and a new round begins the step anew.
+    and a new round starts the step over.
     """
 
     tag: ClassVar[int] = 30

@@ -138,7 +138,7 @@ LOOKS_A_HEARTBEAT = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A coordinator, and what its worker needs to ask it. `alone` is told why it can't be asked."""
+    """A coordinator, and what a worker needs to ask it. `alone` gets the reason why it can't."""
 
     host: str
     port: int

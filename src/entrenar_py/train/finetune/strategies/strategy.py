@@ -1,4 +1,4 @@
-"""What all strategies share: shards and their losses, and how ranks hold a model and agree.
+"""Common parts of all strategies: shards and their losses, and how ranks hold a model and agree.
 
 A rank holds whole trainable tensors, or a piece of each as DTensors, or all pieces of some.
 Batches, shards and random numbers are the reference trainer's: they follow from the scenario alone.

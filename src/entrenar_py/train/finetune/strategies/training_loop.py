@@ -97,7 +97,7 @@ _LOOK_EVERY = 16  # steps from one look at this rank's memory to the next
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a run ended after `made` steps, and on rank 0 the whole tensors that were trained."""
+    """The end of a run after `made` steps, and on rank 0 the whole tensors that were trained."""
 
     status: str
     reason: str
