@@ -21,13 +21,13 @@ from entrenar_py.check.observing import (
     flat_parameters,
     language,
     replayed_batches,
-    samples,
     sources,
     step_in_work,
     surroundings,
     tensors,
 )
 from entrenar_py.check.observing.auto import beginning
+from entrenar_py.check.observing.batches import blocks_of
 from entrenar_py.check.observing.contents import Carried
 from entrenar_py.check.observing.generators import Generators
 from entrenar_py.check.observing.micro_batches import MicroBatches
@@ -310,7 +310,7 @@ class Observer(Observation):
         self._subject.buffers.before_forward()
         if self._batches is not None and model.training and torch.is_grad_enabled():
             self._batches.passes(inputs)
-        blocks = samples.blocks_of(inputs)
+        blocks = blocks_of(inputs)
         if not (model.training and torch.is_grad_enabled()):
             self._micro_batches.aside(blocks, trains=torch.is_grad_enabled())
             if not torch.is_grad_enabled():
