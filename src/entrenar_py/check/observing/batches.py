@@ -215,14 +215,17 @@ class Reader(Protocol):
 class Iteration:
     """One run through a `loader`, heard as `LoaderHooks` tell it.
 
+    - `loader` is None unless it is `held`. The workers of a loader end when nothing holds it.
     - `epoch` is None until one of its batches is used.
     - `last` is the batch that was handed out last, and `largest` the size of the largest one.
     - `is_one_ahead` tells whether the batch before the newest is used.
     - `why` says why its samples are unknown. Else batches come in the order of their indices.
     """
 
-    def __init__(self, reader: Reader, loader: Any, problem: str = "") -> None:
-        self._reader, self.loader = reader, loader
+    def __init__(
+        self, reader: Reader, loader: Any, problem: str = "", *, held: bool = True
+    ) -> None:
+        self._reader, self.loader = reader, loader if held else None
         num_workers = getattr(loader, "num_workers", 0)
         has_order = getattr(loader, "in_order", True) or num_workers <= 1
         self.why = problem or ("" if has_order else DISORDER)

@@ -111,7 +111,7 @@ class Draws:
             problem = OTHERS
         elif isinstance(getattr(loader, "dataset", None), IterableDataset):
             problem = STREAM
-        return Iteration(self, loader, problem)
+        return Iteration(self, loader, problem, held=False)
 
     def over(self) -> None:
         """Note that an iteration has ended."""
