@@ -292,7 +292,6 @@ def make_the_same(first: Trace, other: Trace) -> bool:
 
 
 def _is_part(rows: Counter[int], passes: Sequence[Counter[int]]) -> bool:
-    """Return whether rows are some of one pass, none of them more often than there."""
     return any(rows <= one for one in passes)
 
 

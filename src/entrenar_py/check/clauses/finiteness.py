@@ -319,7 +319,6 @@ def _planted_tensors(trace: Trace, culprit: Shard | Injected) -> list[str]:
 
 
 def _advice(broken: Counterexample) -> str:
-    """Return why a step with a planted value is only advice; "" for a value of the run's own."""
     return _ADVICE if (broken.scenario or {}).get("faults") else ""
 
 

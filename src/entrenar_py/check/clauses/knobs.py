@@ -181,9 +181,7 @@ def _clipped(tally: Tally, pair: Pair, compared: Compared) -> int:
 
 
 def _applied(update: Update) -> Tensors:
-    """Return the gradient as it was applied. A script may report it before clipping
-    (`obs.reduced()`): then its norm after that is known, too.
-    """
+    # A script may report it before clipping (`obs.reduced()`); its norm after that is known, too.
     before, after = update.grad_norm, update.applied_norm
     if not before or after is None or not math.isfinite(before + after):
         return update.gradient

@@ -274,7 +274,6 @@ def _judge_round(tally: Tally, trace: Trace, event: Synchronised, stopped: Place
 
 
 def _same(before: tuple[Tensors, Tensors] | None, now: tuple[Tensors, Tensors]) -> bool:
-    """Return whether nothing moved; False if no weights were recorded."""
     return bool(before and now[0]) and all(
         one.keys() == other.keys() and all(one[n].digest == other[n].digest for n in one)
         for one, other in zip(before or (), now, strict=True)

@@ -349,7 +349,6 @@ def _is_coupled(compared: Compared) -> bool:
 
 
 def _agree(compared: Compared) -> bool:
-    """Return whether two runs are comparable, and their gradients were found to be the same."""
     trial = Tally("", observed=True)
     model, trace = compared.model, compared.trace
     sensitivity = compared.sensitivity

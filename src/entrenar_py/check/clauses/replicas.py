@@ -156,7 +156,6 @@ def require_ranks(tally: Tally, trace: Trace) -> None:
 
 
 def _absent(traces: Sequence[Trace]) -> str:
-    """Return why there are no replicas, if the command starts one worker that ties no tensors."""
     return "" if any(map(have_copies, traces)) else evidence.started_alone(traces)
 
 
@@ -369,7 +368,6 @@ def _absent_state(traces: Sequence[Trace]) -> str:
 
 
 def _undivided(traces: Sequence[Trace]) -> str:
-    """Return why there is no state to compare, if one worker alone keeps it and never resumed."""
     is_resumed = any(trace.scenario.stops for trace in traces)
     return "" if is_resumed else evidence.started_alone(traces)
 
@@ -422,7 +420,6 @@ def _is_the_server_s(trace: Trace) -> bool:
 
 
 def _parts(trace: Trace) -> tuple[str, ...]:
-    """Return the checkpoint's parts that workers hold, too: all but a server's optimizer state."""
     return tuple(part for part in PARTS if part != "optimizer" or not _is_the_server_s(trace))
 
 

@@ -185,7 +185,6 @@ def _same_rates(tally: Tally, straight: Trace, trace: Trace) -> None:
 def _rate_of(
     name: str | None, rate: float, at: int, expected: dict[int, dict[int, Update]], trace: Trace
 ) -> str:
-    """Return in words which one other step of the straight run has the rate of step `at`, or ""."""
     step = closeness.step_of_rate(name, rate, expected)
     if step in (None, at):
         return ""
@@ -366,7 +365,6 @@ def begins_where_it_says(tally: Tally, straight: Trace, trace: Trace) -> bool:
 
 
 def _other_step(start: Start, before: dict[int, Tensors]) -> int | None:
-    """Return the only step after which the weights of `start` were held, if not the last before."""
     if not start.weights:
         return None
     held = [step for step, weights in before.items() if _same(weights, start.weights)]

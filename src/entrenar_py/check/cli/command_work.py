@@ -169,14 +169,12 @@ def _unnamed(options: argparse.Namespace, tasks: Iterable[Task]) -> dict[str, Ch
 
 
 def _advised(entry: Entry, unnamed: Mapping[str, Check]) -> Entry:
-    """Return `entry`, as advice if its clause was not named, and such a break is no more."""
     broken, check = entry.finding.counterexample, unnamed.get(entry.invariant.id)
     why = check.advice(broken) if broken is not None and check is not None else ""
     return replace(entry, accepted=why, advice=True) if why else entry
 
 
 def _expected(options: argparse.Namespace) -> list[str]:
-    """Return in a line what is likely to be found, as far as the text of the script shows."""
     path = _script(options)
     told = commands.without_a_test_for_nan(path) if path is not None else ""
     told, _, _ = told.partition(": ")  # the finding says what to add
@@ -196,7 +194,6 @@ def _likely(options: argparse.Namespace) -> Traits:
 
 
 def _script(options: argparse.Namespace) -> Path | None:
-    """Return the script that the command runs; None if that can't be told."""
     if commands.is_for_shell(options.command):
         return None
     return commands.script(options.command, options.command_folder or Path.cwd())[1]
@@ -209,7 +206,6 @@ def _beginning(options: argparse.Namespace) -> dict[str, Position]:
 
 
 def _copied_folder(options: argparse.Namespace) -> Path | None:
-    """Return the folder that is copied for each run; None if runs are to share it."""
     folder: Path = (options.command_folder or Path.cwd()).resolve()
     shared = options.in_place or folders.runs_elsewhere(options.command)
     return None if shared or folder == Path(folder.anchor) else folder

@@ -101,7 +101,6 @@ def _fill_in_workers(options: argparse.Namespace) -> None:
 
 
 def _called(options: argparse.Namespace, arguments: Sequence[str]) -> str:
-    """Return the command that repeats this call, with the path of the configuration."""
     named = options.project is not None and "config" not in options.typed
     told = ("--config", options.project.place.file) if named else ()
     return shlex.join((PROG, *told, *arguments))
@@ -121,7 +120,6 @@ def _standing(options: argparse.Namespace, loaded: Contract) -> configuration.St
 
 
 def _prepared(options: argparse.Namespace, loaded: Contract, make: Maker) -> reporting.Job:
-    """Return the job for one contract, on the work that `make` returns."""
     standing = _standing(options, loaded)
     reporting.require_writable(options, FILES)
     work = make(options, standing)
@@ -130,7 +128,6 @@ def _prepared(options: argparse.Namespace, loaded: Contract, make: Maker) -> rep
 
 
 def _work(options: argparse.Namespace, loaded: Contract) -> Maker:
-    """Return what makes the work of a call without a command."""
     if options.mode == "replay":
         return partial(_replaying, loaded)
     return _judging if options.mode == "judge" else _falsifying
@@ -226,7 +223,6 @@ def vocabulary() -> contract.Vocabulary:
 
 
 def _planted_bugs() -> Collection[str] | None:
-    """Return the mutants that a clause may name; None if the planted bugs are not installed."""
     try:
         return mutants.names()
     except UsageError:
@@ -234,7 +230,6 @@ def _planted_bugs() -> Collection[str] | None:
 
 
 def _suggested(loaded: Contract) -> int:
-    """Print draft bindings for clauses without a check, for a person to correct."""
     from entrenar_py.check.contract import suggestions
 
     printing.say_lines(suggestions.draft(loaded, checks.terms()).rstrip("\n"))
@@ -287,7 +282,6 @@ def _plan(options: argparse.Namespace) -> plan.Plan:
 
 
 def _saved_folder(options: argparse.Namespace) -> Path:
-    """Return where counterexamples are kept, below the configuration's or the current folder."""
     if options.project is None:
         return counterexamples.FOLDER
     return Path(os.path.relpath(options.project.folder / counterexamples.FOLDER))

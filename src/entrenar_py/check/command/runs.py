@@ -229,7 +229,6 @@ class _Ahead:
 
 
 def _like(settings: RunSettings, likes: Likes) -> Trace | None:
-    """Return the run that `settings` is like but for what is done to it, if it was made already."""
     return likes.get(settings.unstopped) if settings.stops else next(iter(likes.values()), None)
 
 
@@ -289,7 +288,6 @@ def _launched(
 
 
 def _batches(settings: RunSettings, folder: Path) -> dict[str, str]:
-    """Return the variable by which a run keeps its batches, or is given those of another run."""
     if source := witnesses.source_of(settings):
         return {BATCHES: str(folder / source)}
     return {BATCHES: BATCHES_KEPT} if witnesses.are_kept(settings) else {}
@@ -331,7 +329,6 @@ def _rates(settings: RunSettings, folder: Path, like: Trace | None) -> dict[str,
 
 
 def _constants(like: Trace, step: int) -> dict[str, dict[str, Any]]:
-    """Return what rank 0 stepped each group with, by the group's first tensor."""
     return {
         event.names[0]: {key: event.constants[key] for key in CHANGING if key in event.constants}
         for event in like.of(Ruled)
@@ -389,10 +386,6 @@ def _was_told_otherwise(settings: RunSettings, like: Trace, recorded: Trace) -> 
 
 
 def _clear(folder: Path) -> None:
-    """Remove what an earlier run has left in `folder`.
-
-    Raises UsageError if `folder` exists and was not made by an earlier run.
-    """
     if (folder / OUTPUT).exists():
         shutil.rmtree(folder)
     elif folder.exists():

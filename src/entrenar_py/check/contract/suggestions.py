@@ -54,7 +54,6 @@ def draft(contract: Contract, checks: Sequence[CheckTerms]) -> str:
 
 
 def _is_decided(item: Item, contract: Contract, checks: Sequence[CheckTerms]) -> bool:
-    """Return whether `item` names a check, has the id of one, or is a test attacking a clause."""
     if item.kind == "clause":
         return item.clause.check is not None or item.id in {check.id for check in checks}
     targets = {test.id: test.target for test in contract.falsification_tests}

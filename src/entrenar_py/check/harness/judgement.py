@@ -76,11 +76,7 @@ def judge(invariant: Invariant, check: Check, runs: Traces) -> Judgement:
 
 
 def _idle_mutant(traces: Iterable[Trace]) -> str | None:
-    """Return the mutant of `traces` if it took part in none of them, else None.
-
-    Traces of a user's own trainer don't count. Such a trainer plants its bugs itself, and `mutant`
-    is only a name.
-    """
+    # A user's own trainer plants its bugs itself: there `mutant` is only a name.
     ours = [one for one in traces if one.scenario.system in SYSTEMS]
     mutated = [one for one in ours if one.scenario.mutant is not None]
     if not mutated or any(one.of(Planted) for one in mutated):
@@ -131,10 +127,7 @@ def load_stored(paths: Sequence[Path]) -> dict[Path, Trace]:
 
 
 def _load(file: Path) -> Trace:
-    """Return the trace in `file`; TraceError if its scenario's options are invalid.
-
-    Reading a trace does not validate options, because each system defines its own.
-    """
+    # Reading a trace does not validate options, because each system defines its own.
     stored = trace.load(file)
     try:
         companions.of((TWIN,), stored.scenario)
@@ -289,7 +282,6 @@ class _Judged:
 def _judge_file(
     task: Task, check: Check, own: Path, runs: Runs[Path], traces: Mapping[Path, Trace]
 ) -> _Judged:
-    """Return the judgement of the trace in the file `own`, which is one of `runs`."""
     scenario = traces[own].scenario
     return _Judged(
         files=tuple(dict.fromkeys((own, *runs, *(near.run for near in runs.near.values())))),

@@ -176,7 +176,6 @@ def _parts(values: Any) -> Iterator[Any]:
 
 
 def _place(tensor: Tensor) -> int:
-    """Return where a tensor's numbers lie in memory, 0 if it has no one place (a sparse one)."""
     return tensor.data_ptr() if tensor.layout == torch.strided else 0
 
 

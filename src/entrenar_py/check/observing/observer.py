@@ -429,10 +429,7 @@ class Observer(Observation):
         )
 
     def _trains(self) -> bool:
-        """Return whether a pass has begun by now, or a gradient isn't zero.
-
-        Before that, torch.distributed.checkpoint makes optimizer state by a step.
-        """
+        # Before that, torch.distributed.checkpoint makes optimizer state by a step.
         return self._started or self._subject.has_gradients()
 
     @uncollected

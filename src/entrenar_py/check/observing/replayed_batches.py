@@ -456,7 +456,6 @@ def _file(rank: int) -> str:
 
 
 def _read(path: Path) -> Entries:
-    """Return what a rank has kept. Raises OSError or ValueError for a file that isn't its own."""
     entries: Entries = {kind: [] for kind in _KINDS}
     with path.open("rb") as file:
         while line := file.readline(_BYTES_MAX):

@@ -209,10 +209,7 @@ class Draws:
         return AHEAD
 
     def _may_skip(self, skipped: list[Batch], newest: Batch) -> bool:
-        """Return whether a script that uses batches as they come can have `skipped` these.
-
-        It may leave out the rest of an epoch, and the beginning if it resumes there.
-        """
+        # It may leave out the rest of an epoch, and the beginning if it resumes there.
         resumes = self._is_resumed and self.epochs.latest is None
         return resumes or all(batch.iteration is not newest.iteration for batch in skipped)
 

@@ -142,10 +142,7 @@ class Batches:
         return batch is not None and batch.size == num_rows
 
     def _goes_on(self, loader: Any) -> bool:
-        """Return whether `loader` draws from the same data as the one that was trained from.
-
-        Some scripts make a loader for every epoch.
-        """
+        # Some scripts make a loader for every epoch.
         source = self.source()
         return source is not None and Source(loader).drawn_from == source.drawn_from
 

@@ -520,10 +520,7 @@ def _matches(
 
 
 def _padded(targets: Tensor, counted: Tensor, rows: Rows) -> int:
-    """Return how many padding tokens are counted as targets of padding tokens.
-
-    The first padding token may be meant, as the end of the text.
-    """
+    # The first padding token may be meant, as the end of the text.
     width = min(targets.shape[1], rows.ids.shape[1] - 1)
     both = rows.padding[:, :width] & rows.padding[:, 1 : width + 1]
     return int((counted[:, :width] & both).sum())

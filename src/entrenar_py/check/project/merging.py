@@ -100,7 +100,6 @@ def _lay_below(typed: argparse.Namespace) -> None:
 
 
 def _has_effect(name: str, mode: str | None) -> bool:
-    """Return whether an option of the configuration has an effect in this mode."""
     if mode == "validate" and name in command_line.FILES:  # they are a run's reports
         return False
     if name == "github" and not os.environ.get(SUMMARY):

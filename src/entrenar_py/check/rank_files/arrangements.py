@@ -206,7 +206,6 @@ def _is_whole(places: Mapping[str, Placed], whole: Start) -> bool:
 
 
 def _is_clear(places: Mapping[str, Placed], start: Start) -> bool:
-    """Return whether each tensor of a rank lies somewhere, and no two in the same one."""
     names = {place.name for place in places.values()}
     return places.keys() == start.weights.keys() and len(names) == len(places)
 
@@ -226,7 +225,6 @@ def _unlike(starts: Mapping[int, Start], named: Mapping[int, Mapping[str, str]])
 
 
 def _are_stages(places: Places, groups: Sequence[int]) -> bool:
-    """Return whether all ranks compute on the same samples, each with tensors that others lack."""
     held = [{place.name for place in of_rank.values()} for of_rank in places.values()]
     return len({*groups}) == 1 and all(
         one - set[str]().union(*(other for other in held if other is not one)) for one in held
@@ -326,7 +324,6 @@ def _noticed(event: Noticed, named: Mapping[str, str]) -> Noticed:
 
 
 def _renamed_key(key: str, named: Mapping[str, str], place: int) -> str:
-    """Return `parameter/key`, or `label/parameter`, with its part at `place` renamed."""
     parts = [*key.partition("/")]
     parts[place] = named.get(parts[place], parts[place])
     return "".join(parts)

@@ -109,11 +109,8 @@ def _is_dropped(shard: Shard, update: Update | None) -> bool:
 
 
 def _dropout(header: Mapping[str, Any], shards: Sequence[Shard]) -> float:
-    """Return the largest probability of the model's dropout layers; 0 if none of them is in use.
-
-    They are not in use if forward passes were seen and none drew numbers: the layers are in eval(),
-    as in a teacher.
-    """
+    # Layers are not in use if forward passes were seen and none drew numbers: in eval(), as in a
+    # teacher.
     is_seen = any(shard.contents for shard in shards)
     is_drawn = any(shard.draws is not None for shard in shards)
     return 0.0 if is_seen and not is_drawn else float(header.get("dropout", 0.0))

@@ -131,7 +131,6 @@ def _is_same(record: TensorRecord, whole: Whole | None) -> bool:
 def _by_values(
     name: str, record: TensorRecord, values: Values, shape: Shape, wholes: Mapping[str, Whole]
 ) -> Placed | None:
-    """Return where a tensor lies: in the one of its own name, or in the only other that has it."""
     own = wholes.get(name)
     if own is not None and (place := _within(own, record, values, shape)) is not None:
         return place

@@ -335,10 +335,7 @@ def _read(path: Path, file: BinaryIO, life: int) -> RankTrace:
 
 
 def _without_earlier(event: trace.Event, events: list[trace.Event]) -> list[trace.Event]:
-    """Return `events` without a start, if `event` is one, too, and no step was made since.
-
-    Between the two the script has loaded what it begins with.
-    """
+    # Between two starts the script has loaded what it begins with.
     is_again = isinstance(event, trace.Start)
     if not is_again or any(isinstance(one, trace.Update) for one in events):
         return events
@@ -400,7 +397,6 @@ def _with_compression(rank: RankTrace, record: Mapping[str, Any]) -> RankTrace:
 
 
 def _of_the_data(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts of a data set that became known after the header was written."""
     return {name: record[name] for name in OF_THE_DATA if name in record}
 
 

@@ -145,7 +145,6 @@ def _tensors(
 
 
 def _norms(updates: Sequence[Update], norm: float | None) -> dict[str, float | None]:
-    """Return the norms of a whole gradient: `norm`, and that norm scaled as a rank clipped it."""
     kept = [
         update.applied_norm / update.grad_norm
         for update in updates

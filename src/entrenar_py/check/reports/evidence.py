@@ -79,7 +79,6 @@ def findings(pairs: Iterable[tuple[Report, Entry]]) -> Iterator[list[tuple[Repor
 
 
 def _fact(entry: Entry) -> Hashable:
-    """Return what identifies the fact that an entry is about."""
     broken = entry.finding.counterexample
     if broken is None or entry.verdict is not Verdict.FALSIFIED:
         return id(entry)

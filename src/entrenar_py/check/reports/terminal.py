@@ -157,7 +157,6 @@ class Rows:
         print_table(self._console, table)
 
     def _name_chars(self) -> int:
-        """Return the width of the name's column: what others leave of a terminal's."""
         others = sum(width + _GAP_CHARS for title, width in self._columns.items())
         left = self._console.width - others + self._columns["name"] + _GAP_CHARS
         return left if self._console.is_terminal else self._columns["name"]
@@ -309,7 +308,6 @@ def _gap(console: Console, style: Style) -> None:
 
 
 def _print_alike(console: Console, reason: str, entries: list[Entry]) -> None:
-    """Print one paragraph for clauses that share a reason, such as having no check."""
     word, style = _WORDS[Verdict.INCONCLUSIVE]
     _line(console, f"{len(entries)} clauses {word}: {reason}", style=style)
     _labelled(console, "clauses", ", ".join(entry.invariant.id for entry in entries))
@@ -394,7 +392,6 @@ def _is_broken(reports: Sequence[Report]) -> bool:
 
 
 def _hidden(reports: Sequence[Report]) -> str:
-    """Return what a verbose report shows in addition, to end a line."""
     outside = sum(left.outside for report in reports for left in report.not_applying)
     parts = ((len(evidence.all_notes(reports)), "note"), (outside, "clause"))
     told = [counted(number, noun) for number, noun in parts if number]
@@ -466,6 +463,5 @@ def _wrap(console: Console, text: str, *, indent: int) -> list[str]:
 
 
 def _fit(console: Console, text: str) -> str:
-    """Return `text` with the characters that the console's encoding lacks as escapes."""
     encoding = console.encoding
     return escaping.text(text).encode(encoding, "backslashreplace").decode(encoding)

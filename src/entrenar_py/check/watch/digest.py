@@ -70,7 +70,6 @@ def root(head: bytes, data: memoryview) -> bytes:
 
 
 def _digests(data: memoryview) -> bytes:
-    """Return the digests of all chunks, joined; the last chunk is filled up with zeros."""
     whole = len(data) - len(data) % CHUNK_BYTES
     digests = [xxh3_128_digest(data[i : i + CHUNK_BYTES]) for i in range(0, whole, CHUNK_BYTES)]
     if whole < len(data):

@@ -198,7 +198,7 @@ class Command:
         send(channel, {"pid": pid})
 
     def _launch(self, channel: socket.socket) -> None:
-        """Be the launcher. Its channel is kept open by the replaced `Popen`."""
+        # Its channel is kept open by the replaced `Popen`
         processes.settle(self._imports.files, {channel.fileno()})
         replace_popen(channel)
         interpreter.run_as_main(self._words)

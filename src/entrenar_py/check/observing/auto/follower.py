@@ -230,7 +230,7 @@ class Follower:
         self.observation = observation
 
     def _forked(self) -> None:
-        """Stop following in a child of a process that has begun to train (a loader's worker)."""
+        # A loader's worker is a child of a process that has begun to train.
         if self.observation is not None:
             self._gave_up = True
 
