@@ -211,8 +211,9 @@ def compare_finiteness(tally: Tally, trace: Trace) -> None:
         if isinstance(event, Start):
             state[event.rank] = event.weights, event.optimizer
         elif isinstance(event, Update):
-            rested = _same(state.get(event.rank), (event.weights, event.optimizer))
-            state[event.rank] = event.weights, event.optimizer
+            before, now = state.get(event.rank, ({}, {})), (event.weights, event.optimizer)
+            rested = bool(event.weights) and all(map(evidence.are_equal, before, now))
+            state[event.rank] = now
             _judge_step(tally, trace, event, is_bad=(event.step, event.rank) in bad, rested=rested)
         elif isinstance(event, Synchronised):
             state[event.rank] = event.weights, state.get(event.rank, ({}, {}))[1]
@@ -271,13 +272,6 @@ def _judge_round(tally: Tally, trace: Trace, event: Synchronised, stopped: Place
     found = evidence.non_finite(event.weights) or (None, None)
     message = f"rank {event.rank} was given weights that are not finite"
     tally.check(found[0] is None, message, tensor=found[0], element=found[1], **place)
-
-
-def _same(before: tuple[Tensors, Tensors] | None, now: tuple[Tensors, Tensors]) -> bool:
-    return bool(before and now[0]) and all(
-        one.keys() == other.keys() and all(one[n].digest == other[n].digest for n in one)
-        for one, other in zip(before or (), now, strict=True)
-    )
 
 
 # --- rounds that a script does not report ---------------------------------------------------------

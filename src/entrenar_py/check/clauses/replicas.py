@@ -31,7 +31,6 @@ from entrenar_py.shared.trace import (
     Noticed,
     Saved,
     Start,
-    Tensors,
     Trace,
     Update,
 )
@@ -119,27 +118,23 @@ def _trained_together(tally: Tally, trace: Trace) -> None:
 def _made_the_same_steps(trace: Trace, ranks: Sequence[int]) -> bool:
     """Return whether all ranks move weights alike in each step, by the same micro-batches."""
     shards = evidence.shards(trace)
-    moved = {start.rank: _digests(start.weights) for start in trace.of(Start)}
+    moved = {start.rank: evidence.digests(start.weights) for start in trace.of(Start)}
     for step, by_rank in evidence.ranks_by_step(trace):
         work = [
             [
-                (shard.ids, _digests(shard.gradient))
+                (shard.ids, evidence.digests(shard.gradient))
                 for shard in shards.get(step, ())
                 if shard.rank == rank
             ]
             for rank in ranks
         ]
         is_known = all(ids or gradient for of_rank in work for ids, gradient in of_rank)
-        digests = [_digests(update.weights) for update in by_rank.values()]
+        digests = [evidence.digests(update.weights) for update in by_rank.values()]
         if not (all(work) and is_known) or any(shard != work[0] for shard in work):
             return False
         if len(digests) < len(ranks) or any(shard != digests[0] for shard in digests):
             return False
     return moved.get(ranks[0]) not in (None, digests[0])
-
-
-def _digests(tensors: Tensors) -> Mapping[str, str]:
-    return {name: record.digest for name, record in tensors.items()}
 
 
 def require_ranks(tally: Tally, trace: Trace) -> None:

@@ -199,6 +199,16 @@ def digests(tensors: Tensors) -> dict[str, str]:
     return {name: record.digest for name, record in tensors.items()}
 
 
+def are_equal(one: Tensors, other: Tensors) -> bool:
+    """Return whether tensors have the same names and the same bits."""
+    return digests(one) == digests(other)
+
+
+def first_difference(one: Tensors, other: Tensors) -> str | None:
+    """Return the first tensor that both sides hold with other bits; None if there is none."""
+    return next((n for n in one if n in other and one[n].digest != other[n].digest), None)
+
+
 def differ(name: str, of_ranks: Iterable[Tensors]) -> bool:
     """Return whether a tensor has several values, among those that were recorded."""
     return len({tensors[name].digest for tensors in of_ranks if name in tensors}) > 1
