@@ -17,7 +17,6 @@ from entrenar_py.check.causes import explanations, loss_terms
 from entrenar_py.check.causes.run_comparison import Compared
 from entrenar_py.check.evidence import step_sums
 from entrenar_py.check.evidence.run_names import run_name
-from entrenar_py.check.rank_files import whole_model
 from entrenar_py.shared.faults import JOINED, MIRRORED
 from entrenar_py.shared.trace import Event, Shard, Start, Synchronised, Trace, Update
 from entrenar_py.shared.wording import listed
@@ -128,7 +127,7 @@ def _without_beginning(names: Set[str]) -> dict[str, str]:
 
 def renamed(trace: Trace, named: Mapping[str, str]) -> Trace:
     """Return `trace` with the tensors in `named` under their new names."""
-    return replace(trace, events=tuple(whole_model.event_renamed(e, named) for e in trace.events))
+    return replace(trace, events=tuple(evidence.event_renamed(e, named) for e in trace.events))
 
 
 # --- tensors that every rank holds whole ----------------------------------------------------------

@@ -21,7 +21,6 @@ from typing import Any
 from entrenar_py.check import evidence
 from entrenar_py.check.causes import rounding_bounds, run_comparison
 from entrenar_py.check.evidence import facts, missing
-from entrenar_py.check.rank_files import observed_run
 from entrenar_py.shared.trace import Shard, Trace
 from entrenar_py.shared.verdict import Tally
 from entrenar_py.shared.wording import named
@@ -355,7 +354,7 @@ def judge_passes(tally: Tally, trace: Trace, rows: Rows, passes: Passes) -> None
 
 def _made(trace: Trace) -> Passes:
     """Return the pass that each step belongs to; nothing unless there are two, of two steps."""
-    derived = observed_run.derived_epochs(trace.events, None) or ()
+    derived = evidence.derived_epochs(trace.events, None) or ()
     passes = {event.step: event.epoch for event in derived if isinstance(event, Shard)}
     is_long = list(passes.values()).count(0) > 1
     return passes if is_long and len({*passes.values()}) > 1 else {}

@@ -27,7 +27,6 @@ from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
 from entrenar_py.check.evidence import closeness, missing, rounds
 from entrenar_py.check.evidence.needs import ALONE, ORACLE, POISONED, SAVED, Traces
-from entrenar_py.check.rank_files import observed_run
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import (
@@ -293,7 +292,7 @@ def seen(trace: Trace) -> Trace:
     met, names = _meetings(trace)
     if not met:
         return trace
-    lengths = observed_run.usual_length([sorted(met)])
+    lengths = rounds.usual_length([sorted(met)])
     options = {**trace.scenario.options, **({} if lengths is None else {"inner_steps": lengths})}
     trace = replace(
         trace,

@@ -66,7 +66,10 @@ def _run(arguments: Sequence[str], opened: ExitStack) -> int:
                 from entrenar_py.check.cli import early  # brings the reader of contracts
 
                 early.require_possible(options)
-                options.parents = early.parents(options)
+            if options.mode == "command":
+                from entrenar_py.check.command import warm
+
+                options.parents = warm.of(options)
                 opened.callback(options.parents.close)
             from entrenar_py.check.cli import session  # brings checks, reports and the search
 

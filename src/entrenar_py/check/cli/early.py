@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from entrenar_py.check import contract
-from entrenar_py.check.command.warm import Parents
 from entrenar_py.check.contract import Contract, bindings, records
-from entrenar_py.check.observing.auto import Settings
-from entrenar_py.check.project import commands
 from entrenar_py.check.project.command_line import PROG, per_contract
 from entrenar_py.shared import package_data
 from entrenar_py.shared.errors import ContractError, UsageError
@@ -37,21 +32,6 @@ def require_possible(options: argparse.Namespace) -> None:
         except ContractError:
             return
     require_ids(options, contracts)
-
-
-def parents(options: argparse.Namespace) -> Parents:
-    """Return what forks a command's processes, which begins to import torch at once."""
-    if options.mode != "command" or options.launcher == "as-is":
-        return Parents(None)
-    command = commands.of(options.command).command
-    folder = options.command_folder or Path.cwd()
-    parents_of_forks = Parents(commands.script(command, folder)[1])
-    observing = Settings().variables() if options.auto else {}
-    for size in options.world_size[:1] or (2,):
-        words = [word.replace("{world_size}", str(size)) for word in command]
-        environment = {**commands.usual_variables(words), **os.environ, **observing}
-        parents_of_forks.prepare(words, environment, folder)
-    return parents_of_forks
 
 
 def require_ids(options: argparse.Namespace, contracts: Sequence[Contract]) -> dict[str, None]:

@@ -22,7 +22,7 @@ from entrenar_py.check.cli import early, reporting
 from entrenar_py.check.cli.reporting import Work
 from entrenar_py.check.contract import Contract, records
 from entrenar_py.check.harness import counterexamples, judgement, plan
-from entrenar_py.check.project import commands, configuration
+from entrenar_py.check.project import configuration
 from entrenar_py.check.project.command_line import FILES, PROG
 from entrenar_py.check.reports import evidence
 from entrenar_py.check.reports.report import EXIT_NOTHING_SELECTED
@@ -90,6 +90,8 @@ def _look(options: argparse.Namespace) -> None:
 
 def _fill_in_workers(options: argparse.Namespace) -> None:
     """Put {world_size} where the command's launcher has its number of workers."""
+    from entrenar_py.check.project import commands
+
     commands.require_one_machine(options.command)
     launched = commands.of(options.command)
     options.command, options.command_changes = launched.command, launched.changes

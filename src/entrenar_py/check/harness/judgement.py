@@ -17,8 +17,6 @@ from entrenar_py.check.contract import Invariant, Position
 from entrenar_py.check.evidence.needs import TWIN, Runs, Traces
 from entrenar_py.check.harness import companions
 from entrenar_py.check.harness.plan import Task, is_trainer
-from entrenar_py.check.rank_files import observed_run
-from entrenar_py.check.rank_files.rank_file import SUFFIX
 from entrenar_py.check.reports.report import Entry
 from entrenar_py.shared import faults, process, trace
 from entrenar_py.shared.errors import TraceError, UsageError
@@ -117,6 +115,9 @@ def load_stored(paths: Sequence[Path]) -> dict[Path, Trace]:
     Raises TraceError for a file that can't be trusted, UsageError for a folder or a pattern without
     traces.
     """
+    from entrenar_py.check.rank_files import observed_run
+    from entrenar_py.check.rank_files.rank_file import SUFFIX
+
     files = dict.fromkeys(file for path in paths for file in _files(path))
     ranks: dict[Path, list[Path]] = defaultdict(list)
     for file in files:

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from entrenar_py.check.rank_files import placement, whole_model
+from entrenar_py.check import evidence
+from entrenar_py.check.rank_files import placement
 from entrenar_py.check.rank_files.layout import PARTIAL, Layout, Piece
 from entrenar_py.check.rank_files.placement import Indices, Placed
 from entrenar_py.check.rank_files.rank_file import RankTrace
@@ -286,7 +287,7 @@ def _renamed(
 ) -> Event:
     if isinstance(event, Noticed):
         return _noticed(event, named)
-    new = whole_model.event_renamed(event, named)
+    new = evidence.event_renamed(event, named)
     if not isinstance(new, Start):
         return new
     return replace(

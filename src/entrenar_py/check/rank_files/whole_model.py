@@ -24,7 +24,6 @@ from entrenar_py.shared.trace import (
     Event,
     Shard,
     Start,
-    Synchronised,
     TensorRecord,
     Tensors,
     Update,
@@ -306,37 +305,6 @@ def renamed(tensors: Tensors, layout: Layout) -> dict[str, TensorRecord]:
         first = layout.first_name(name)
         named[name if first in tensors or first in named else first] = record
     return named
-
-
-# Fields of events that map or list names of tensors, apart from `optimizer` and `extra`.
-_BY_NAME = (
-    *("weights", "buffers", "local", "shapes", "gradient", "rates"),
-    *("kept", "summed", "edited"),
-)
-_LISTED = ("trainable", "frozen", "decayed")
-
-
-def event_renamed(event: Event, named: Mapping[str, str]) -> Event:
-    """Return `event` with the tensors in `named` under their new names."""
-    if not isinstance(event, Start | Update | Shard | Synchronised):
-        return event
-
-    def of(key: str, place: int) -> str:
-        parts = [*key.partition("/")]  # parameter/key of a state, label/parameter of a copy
-        parts[place] = named.get(parts[place], parts[place])
-        return "".join(parts)
-
-    changes: dict[str, Any] = {}
-    for field in _BY_NAME:
-        if tensors := getattr(event, field, None):
-            changes[field] = {named.get(name, name): value for name, value in tensors.items()}
-    for field in _LISTED:
-        if names := getattr(event, field, None):
-            changes[field] = tuple(named.get(name, name) for name in names)
-    for field, place in (("optimizer", 0), ("extra", -1)):
-        if tensors := getattr(event, field, None):
-            changes[field] = {of(key, place): value for key, value in tensors.items()}
-    return replace(event, **changes)
 
 
 def total(terms: Iterable[Tensors]) -> dict[str, TensorRecord]:

@@ -19,9 +19,9 @@ from rich.table import Table
 from rich.text import Text
 
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.rank_files.observed_run import SYSTEM
 from entrenar_py.check.reports import evidence
 from entrenar_py.check.reports.report import EXIT_FALSIFIED, EXIT_HELD, Ending, Entry, Report, rank
+from entrenar_py.shared.scenario import OBSERVED
 from entrenar_py.shared.untrusted import escaping
 from entrenar_py.shared.verdict import Verdict, inconclusive
 from entrenar_py.shared.wording import counted
@@ -410,7 +410,7 @@ def _seen(reports: Sequence[Report]) -> str:
     if stored:
         return f" in {counted(max(stored), 'stored trace')}"
     entries = [entry for report in reports for entry in report.entries]
-    if all(report.system == SYSTEM for report in reports):
+    if all(report.system == OBSERVED for report in reports):
         return ""
     planned = sum(entry.num_scenarios for entry in entries)
     explored = sum(entry.num_explored for entry in entries)
