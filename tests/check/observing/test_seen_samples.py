@@ -15,6 +15,7 @@ from entrenar_py.check.observing.batches import Iteration
 from entrenar_py.check.observing.seen_samples import (
     CUT,
     NO_ROWS,
+    PENDING_MAX,
     STRANGE,
     Batches,
     SeenSamples,
@@ -371,6 +372,23 @@ def test_a_short_batch_that_the_script_leaves_out(
     seen.given(seen.yields(3, 1, 0, 2))
     assert seen.batches.epochs.drops_last is dropped
     assert seen.samples.facts()["drop_last"] is dropped
+
+
+def test_a_short_batch_that_the_script_leaves_out_before_a_long_evaluation(seen: Seen) -> None:
+    """It is known to be dropped, however many batches of another loader come after it."""
+    seen.begin(last=2)
+    seen.given(seen.yields(3, 1, 0, 2))
+    seen.given(seen.yields(7, 5, 4, 6))
+    seen.yields(8, 9)
+    seen.iterator.over()
+    evaluated = Iteration(seen.batches, DataLoader([0]))  # type: ignore[arg-type]
+    with torch.no_grad():
+        for _ in range(PENDING_MAX + 1):
+            evaluated.drawn([0])
+            evaluated.item(DATA[:1])
+    seen.begin()
+    seen.given(seen.yields(3, 1, 0, 2))
+    assert seen.batches.epochs.drops_last
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
