@@ -347,7 +347,6 @@ def _first_loss(trace: Trace) -> float | None:
 
 
 def _factor_of_all(compared: Compared) -> float | None:
-    """Return the number that all gradients of the first step are multiplied by, if it is one."""
     due, got = evidence.updates(compared.model), evidence.updates(compared.trace)
     step = min(due.keys() & got.keys(), default=None)
     if step is None:

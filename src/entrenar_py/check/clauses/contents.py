@@ -295,7 +295,6 @@ def _is_part(rows: Counter[int], passes: Sequence[Counter[int]]) -> bool:
 
 
 def _sums(trace: Trace) -> dict[int, Counter[int]]:
-    """Return how often each row was given by the end of each step, by the number of all rows."""
     so_far, sums = Counter[int](), dict[int, Counter[int]]()
     for _, shards in sorted(evidence.shards(trace).items()):
         for shard in shards:
@@ -353,7 +352,6 @@ def judge_passes(tally: Tally, trace: Trace, rows: Rows, passes: Passes) -> None
 
 
 def _made(trace: Trace) -> Passes:
-    """Return the pass that each step belongs to; nothing unless there are two, of two steps."""
     derived = evidence.derived_epochs(trace.events, None) or ()
     passes = {event.step: event.epoch for event in derived if isinstance(event, Shard)}
     is_long = list(passes.values()).count(0) > 1

@@ -128,7 +128,6 @@ def _steps_struck(trace: Trace) -> set[int]:
 
 
 def _culprits(trace: Trace, steps: Set[int]) -> list[Shard] | list[Injected]:
-    """Return the non-finite shards of the first of `steps`; if it has none, its injected faults."""
     bad, planted = _bad(trace)
     first = min(steps, default=-1)
     shards = [shard for shard in bad if shard.step == first]

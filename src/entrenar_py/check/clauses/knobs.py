@@ -230,7 +230,6 @@ def same_masks(model: Trace, trace: Trace) -> bool:
 
 
 def _limit(usual: Trace) -> str:
-    """Return, as text, a norm far below that of every gradient of the run `usual`."""
     norms = [closeness.norm_l2(update.gradient) for update in usual.of(Update)]
     known = [norm for norm in norms if norm and math.isfinite(norm)]
     return f"{min(known) / _CLIPPED_SHARE if known else _CLIPPED_USUAL:.2g}"

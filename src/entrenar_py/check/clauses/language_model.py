@@ -309,7 +309,6 @@ def _agree(one: Scored, other: Scored) -> bool:
 
 
 def _pairs(groups: Iterable[Sequence[Scored]]) -> Iterator[tuple[Scored, Scored]]:
-    """Yield pairs of losses: the one in a group with tokens that count most, and each other."""
     for losses in groups:
         first = max(losses, key=lambda one: abs(one.most))
         yield from ((first, other) for other in losses if other is not first)

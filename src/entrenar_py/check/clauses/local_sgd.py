@@ -365,7 +365,6 @@ def _apart(tensors: Mapping[int, Tensors], names: Set[str]) -> set[str]:
 
 
 def _are_equal_again(before: Mapping[int, Tensors], after: Mapping[int, Tensors]) -> bool:
-    """Return whether ranks have most of the elements alike now that they had parted in."""
     first = next(iter(before.values()))
     parted = _apart(before, {*first})
     sizes = {name: first[name].size or 0 for name in parted}
@@ -442,7 +441,6 @@ def _with_rule(trace: Trace) -> Trace:
 
 
 def _follows(trace: Trace) -> bool | None:
-    """Return None if all outer steps follow the rule; else whether a known error explains them."""
     tried = Tally("", observed=True)
     outer_step.follow(tried, trace)
     return None if tried.broken is None else outer_step.is_named(tried.broken.message)

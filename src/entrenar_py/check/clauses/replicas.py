@@ -368,7 +368,6 @@ def _undivided(traces: Sequence[Trace]) -> str:
 
 
 def _is_in_one_place(trace: Trace) -> bool:
-    """Return whether after every step each tensor's state is on one rank alone, none on disk."""
     steps = [by_rank for _, by_rank in evidence.ranks_by_step(trace)]
     return trace.traits.saves == "nothing" and all(
         _are_spread(by_rank) for by_rank in steps if by_rank

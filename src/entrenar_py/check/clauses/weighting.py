@@ -216,7 +216,6 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> li
 
 
 def _lacks_first_passes(trace: Trace, shards: Sequence[Shard]) -> bool:
-    """Return whether all that a step lacks are gradients of passes that were begun late."""
     lacking = {(shard.step, shard.shard) for shard in shards if not shard.gradient}
     return bool(lacking) and lacking <= evidence.passes_begun_late(trace)
 

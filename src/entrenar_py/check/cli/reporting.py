@@ -180,7 +180,7 @@ def _finished(job: Job, begun: Report, output: Console, *, rows: bool) -> Report
 
 
 def _is_named(entry: Entry, options: argparse.Namespace) -> bool:
-    """Return whether the clause was named: then it is reported that nothing was decided."""
+    # Of a named clause it is reported that nothing was decided.
     return bool({entry.invariant.id, entry.invariant.item} & {*options.only})
 
 

@@ -76,7 +76,6 @@ def ask_for_stacks(folder: Path, alive: Collection[int]) -> None:
 
 
 def _is_whole(path: Path) -> bool:
-    """Return whether a stack is complete down to the script's outermost frame, `<module>`."""
     return "in <module>" in _text(path)
 
 

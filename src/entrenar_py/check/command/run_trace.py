@@ -436,7 +436,7 @@ def _last_words(last: LastLives, error: str, ended: Ended) -> str:
 
 
 def _copied(ended: Ended) -> str:
-    """Return what a file's path in the run's own folder has in front of that in the user's."""
+    # The script runs in a copy of the user's folder.
     return str(ended.output.parent / folders.FOLDER)
 
 

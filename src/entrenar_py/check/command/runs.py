@@ -74,7 +74,6 @@ def stored(traces: Mapping[Path, Trace]) -> dict[Path, Run]:
 
 
 def _place(settings: RunSettings) -> tuple[bool, int, int, bool]:
-    """Return what sorts runs as they are made: plain ones first, those with a turned knob last."""
     return not settings.is_plain, settings.repeat, -settings.world_size, settings.turn is not None
 
 

@@ -135,7 +135,6 @@ class Shortening:
 
 
 def _has_later_epochs(recorded: Trace) -> bool:
-    """Return whether a script may do something in epochs to which short ones bring it alone."""
     epochs = {shard.epoch for shard in recorded.of(Shard)}
     return bool(recorded.traits.by_epoch) and 2 * len(epochs) <= recorded.scenario.num_steps
 

@@ -144,9 +144,7 @@ def _silent(trace: Trace) -> set[int]:
 
 
 def _unsharded(trace: Trace) -> set[int]:
-    """Return the steps without a recorded shard. Where a rank never records shards, return those of
-    its steps, too, that have too few samples in the recorded ones.
-    """
+    # Of a rank that never records shards, steps with too few samples in all of them count, too.
     known, silent = evidence.shards(trace), _silent(trace)
     return {
         step

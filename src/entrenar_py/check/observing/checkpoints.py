@@ -154,7 +154,7 @@ def loaded(file: Any) -> None:
 
 
 def _changed_at(file: object) -> int | None:
-    """Return when a file was written last; a name for its contents, however it is renamed."""
+    # The time is a name for the contents, however the file is renamed.
     if isinstance(file, str | os.PathLike):
         with suppress(OSError):
             return Path(file).stat().st_mtime_ns

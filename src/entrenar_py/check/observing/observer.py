@@ -541,7 +541,6 @@ class Observer(Observation):
         self._recording.write([start, *self._first_look.events(start.step)])
 
     def _start_again(self) -> None:
-        """Record the state that a checkpoint has given after a pass that trained nothing."""
         self._recording.write([self._step.start(self._facts.progress())])
         if not self._subject.has_gradients():
             self._micro_batches.clear()

@@ -83,7 +83,6 @@ def flag(name: str) -> str:
 
 
 def _add(group: argparse._ActionsContainer, option: str, meaning: str, **settings: Any) -> None:
-    """Add an option: `--seed N` takes a value shown as N in the help, `--list` takes none."""
     name, _, metavar = option.partition(" ")
     kind: dict[str, Any] = {"metavar": metavar} if metavar else {"action": "store_true"}
     group.add_argument(name, help=meaning, **kind, **settings)

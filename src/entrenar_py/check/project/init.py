@@ -299,7 +299,7 @@ def _typed(words: Sequence[str]) -> str:
 
 
 def _toml(value: str | list[str]) -> str:
-    """Return a string or a list of strings in TOML: JSON, with the character DEL escaped, too."""
+    # JSON is TOML, but for the character DEL.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -72,7 +72,7 @@ def of(starts: Mapping[int, Start], whole: Start) -> dict[int, dict[str, Placed]
 
 
 def _shape(start: Start, name: str) -> Shape:
-    """Return a tensor's shape. One with two numbers an element (complex) counts as flat."""
+    # A tensor with two numbers an element (complex) counts as flat.
     size = start.weights[name].size or 0
     shape = tuple(start.shapes.get(name, ()))
     return shape if shape and math.prod(shape) == size else (size,)

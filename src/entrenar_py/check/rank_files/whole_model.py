@@ -157,10 +157,6 @@ def _norms(updates: Sequence[Update], norm: float | None) -> dict[str, float | N
 
 
 def _shared(ranks: Ranks, layout: Layout) -> list[Event]:
-    """Return one Shard for each micro-batch of ranks that draw the same samples.
-
-    If a rank drew other samples than the first of these ranks, it has a Shard of its own, too.
-    """
     parts: dict[Any, dict[int, Shard]] = defaultdict(dict)
     for rank in sorted(ranks):
         for shard in _micro_batches(ranks[rank], layout):

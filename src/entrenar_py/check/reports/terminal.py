@@ -302,7 +302,7 @@ def _print_findings(console: Console, pairs: Sequence[tuple[Report, Entry]], sty
 
 
 def _gap(console: Console, style: Style) -> None:
-    """Part the paragraphs of a verbose report, which fits on no screen anyway."""
+    # A verbose report fits on no screen anyway.
     if style.verbose:
         _line(console, "")
 
@@ -442,7 +442,7 @@ def _line(console: Console, text: str, *, style: str = "") -> None:
 
 
 def _command(console: Console, text: str) -> None:
-    """Print a command as it is, to be copied: no line is broken, no space is dropped."""
+    # To be copied: no line is broken, no space is dropped.
     console.print(Text(_fit(console, escaping.exact(text))), soft_wrap=True)
 
 

@@ -302,10 +302,8 @@ def _up(num_bytes: int) -> int:
 
 
 def _kind(dtype: torch.dtype) -> tuple[int, int, int]:
-    """Return masks of a word of `dtype`: exponent bits, the lowest of each exponent, sign bits.
-
-    All are 0 for a dtype without NaN and Inf that are recognised.
-    """
+    # Exponent bits, the lowest of each exponent, and sign bits of a word of 64 bits; all are 0 for
+    # a dtype with no NaN or Inf that is recognised.
     if dtype not in _FORMATS:
         return (0, 0, 0)
     exponent, carry, bits = _FORMATS[dtype]

@@ -269,7 +269,6 @@ class Imports:
 
 
 def _has_begun_cuda() -> bool:
-    """Return whether this process, which was just forked, can't use CUDA any more."""
     torch = sys.modules.get("torch")
     return torch is not None and getattr(torch._C, "_cuda_isInBadFork", lambda: False)()
 

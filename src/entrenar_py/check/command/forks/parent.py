@@ -221,7 +221,6 @@ class Command:
 
 
 def _brought(message: dict[str, Any], imports: Imports) -> dict[str, str]:
-    """Return what the imports have set in the environment, where the rank was told nothing else."""
     told, before = message["environment"], imports.before
     return {
         name: text for name, text in imports.changed.items() if told.get(name) == before.get(name)
