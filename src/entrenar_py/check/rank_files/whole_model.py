@@ -34,14 +34,7 @@ from entrenar_py.shared.trace import (
 State = TypeVar("State", Start, Update)
 # Fields that may be in pieces.
 _IN_PIECES = (
-    "weights",
-    "optimizer",
-    "buffers",
-    "local",
-    "gradient",
-    "edited",
-    "extra",
-    "unclipped",
+    *("weights", "optimizer", "buffers", "local", "gradient", "edited", "extra", "unclipped"),
 )
 
 
