@@ -64,10 +64,10 @@ class Batch:
     - `blocks` and `content`: its memory and its tensors, where the reader wants them.
     """
 
-    def __init__(self, iteration: Iteration, ids: Ids | None, item: Any, rest: Ids = ()) -> None:
+    def __init__(self, iteration: Iteration, ids: Ids | None, rest: Ids = ()) -> None:
         self.iteration, self.ids, self.rest = iteration, ids, rest
         self.why = iteration.why or KEYS
-        self.size = (contents.num_rows(item) or 0) if ids is None else len(ids)
+        self.size = len(ids or ())
         self.left = [*range(self.size)]
         self.trains = torch.is_grad_enabled()
         self.thread = threading.get_ident()
@@ -78,14 +78,22 @@ class Batch:
 
     def extend(self, ids: Ids | None) -> None:
         """Add samples."""
-        self.ids = None if self.ids is None or ids is None else self.ids + ids
-        self.size = len(self.ids or ())
-        self.left = [*range(self.size)]
+        if self.ids is None or ids is None:
+            self.ids = None
+            self.resize(0)
+        else:
+            self.left += range(self.size, self.size + len(ids))
+            self.ids, self.size = self.ids + ids, self.size + len(ids)
+
+    def resize(self, size: int) -> None:
+        """Note that the batch has `size` samples, and that all are left."""
+        self.size, self.left = size, [*range(size)]
 
     def take(self, places: list[int]) -> Ids:
         """Return the samples at `places` for training, and with the first ones the `rest`."""
         assert self.ids is not None, "only a batch with ids is used"
-        self.left = [place for place in self.left if place not in set(places)]
+        taken = {*places}
+        self.left = [place for place in self.left if place not in taken]
         rest, self.rest = self.rest, ()
         return (*(self.ids[place] for place in places), *rest)
 
@@ -245,12 +253,12 @@ class Iteration:
         """Note that the loader hands out a batch."""
         index = self._indices.popleft() if self._indices else None
         ids = None if self.why or index is None else positions_of(index)
-        self.add(Batch(self, ids, item, positions_of(getattr(index, "rest", ())) or ()), item)
+        self.add(Batch(self, ids, positions_of(getattr(index, "rest", ())) or ()), item)
 
     def add(self, batch: Batch, item: Any) -> None:
         """Add a batch to those that may be used."""
-        self.last, self.largest = batch, max(self.largest, batch.size)
         self._reader.add(batch, item)
+        self.last, self.largest = batch, max(self.largest, batch.size)
 
     def failed(self) -> None:
         """Note an error of the loader. Which batches of its workers are lost is not known."""

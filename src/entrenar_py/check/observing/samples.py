@@ -55,7 +55,7 @@ class SamplerIteration(Iteration):
             return
         # A class of the script's may be a loader: its batches are numbers, but no samples'.
         is_trusted = self._draws.is_sampler or type(item) in (list, tuple, int)
-        batch = Batch(self, positions_of(item) if is_trusted else None, None)
+        batch = Batch(self, positions_of(item) if is_trusted else None)
         batch.is_gathered = isinstance(item, Integral)
         self.add(batch, None)
 

@@ -43,6 +43,8 @@ class Batches:
     def add(self, batch: Batch, item: Any) -> None:
         """Add a batch that was yielded."""
         batch.content = item
+        if batch.ids is None:
+            batch.resize(contents.num_rows(item) or 0)
         self.num_events += 1
         self._newest = batch
         self.pending.append(batch)
