@@ -17,8 +17,8 @@ from pathlib import Path
 from rich.console import Console
 
 from entrenar_py.check import clauses as checks
-from entrenar_py.check import contract
-from entrenar_py.check.cli import early, reporting
+from entrenar_py.check import cli, contract
+from entrenar_py.check.cli import reporting
 from entrenar_py.check.cli.reporting import Work
 from entrenar_py.check.contract import Contract, records
 from entrenar_py.check.harness import counterexamples, judgement, plan
@@ -56,7 +56,7 @@ def prepare(options: argparse.Namespace, arguments: Sequence[str]) -> Callable[[
             options,
             {
                 package_data.contract_path(own.contract): own.bind
-                for own in early.each_contract(options)
+                for own in cli.each_contract(options)
             },
             vocabulary=vocabulary(),
             command=called,
@@ -148,10 +148,10 @@ def _of_command(
     shared = command_work.Shared()
     make = partial(command_work.work, shared)
     jobs = [_prepared(own, loaded, make) for own, loaded in chosen]
-    if not (options.only or options.severity) and early.names_no_contract(options):
+    if not (options.only or options.severity) and cli.names_no_contract(options):
         wider = argparse.Namespace(**vars(options))
         wider.contract = (*options.contract, package_data.OF_LANGUAGE)
-        own = early.each_contract(wider)[-1]
+        own = cli.each_contract(wider)[-1]
         trace_dir = jobs[0].options.trace_dir
         own.trace_dir, own.only, own.exclude = trace_dir, package_data.NEVER_MEANT, ()
         jobs.append(replace(_prepared(own, _load(own), make), is_aside=True))
@@ -161,7 +161,7 @@ def _of_command(
 def _loaded(options: argparse.Namespace) -> list[tuple[argparse.Namespace, Contract]]:
     """Return each contract with its own options; raises the problems of all contracts at once."""
     contracts, problems = [], []
-    for own in early.each_contract(options):
+    for own in cli.each_contract(options):
         try:
             contracts.append((own, _load(own)))
         except ContractError as error:
@@ -179,7 +179,7 @@ def _chosen(
     Raises UsageError for an id that is in no contract, and ContractError if the configuration
     excludes a clause that none of its contracts has.
     """
-    ids = early.require_ids(options, [known for _, known in loaded])
+    ids = cli.require_ids(options, [known for _, known in loaded])
     if "contract" in options.used:  # the configuration names exactly these contracts
         known = options.project
         configuration.require_known(known.exclusions, ids, known.acceptances)
@@ -329,10 +329,11 @@ def _replaying(
 def _judging(options: argparse.Namespace, standing: configuration.Standing) -> Work:
     traces = judgement.load_stored(options.judge)
     if any(trace.scenario.system == OBSERVED for trace in traces.values()):
-        from entrenar_py.check.cli import command_work
-        from entrenar_py.check.command import runs
+        from entrenar_py.check.command import run_settings
 
-        if kept := runs.stored(traces):
+        if kept := run_settings.stored(traces):
+            from entrenar_py.check.cli import command_work
+
             return command_work.stored_work(options, standing, kept)
     tasks, not_applying = plan.divide(standing.selected, replace(_plan(options), is_run=False))
     return Work(

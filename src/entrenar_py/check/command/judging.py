@@ -14,8 +14,7 @@ from pathlib import Path
 from entrenar_py.check import clauses as checks
 from entrenar_py.check.clauses import Check
 from entrenar_py.check.command import run_settings
-from entrenar_py.check.command.run_settings import RunSettings
-from entrenar_py.check.command.runs import Run
+from entrenar_py.check.command.run_settings import Run, RunSettings
 from entrenar_py.check.contract import Invariant
 from entrenar_py.check.evidence import run_names
 from entrenar_py.check.evidence.needs import (

@@ -8,7 +8,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -20,7 +20,7 @@ from entrenar_py.check.clauses.knobs import KNOBS, UNCLIPPED
 from entrenar_py.check.command import folders, placeholders, run_trace, witnesses
 from entrenar_py.check.command.launch import OUTPUT, Ended
 from entrenar_py.check.command.run_plan import Plan
-from entrenar_py.check.command.run_settings import RunSettings
+from entrenar_py.check.command.run_settings import Run, RunSettings
 from entrenar_py.check.command.run_trace import Arranging, Beginnings, Made, first_step
 from entrenar_py.check.command.witnesses import Controlling, Nudging, Shortening
 from entrenar_py.check.observing import BATCHES, BATCHES_KEPT, FAULTS, RATES, STOP
@@ -28,7 +28,6 @@ from entrenar_py.check.rank_files import notes
 from entrenar_py.shared import process, trace
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.faults import JOINED, MIRRORED, REPEATED, steps_of
-from entrenar_py.shared.scenario import OBSERVED
 from entrenar_py.shared.trace import Ruled, Trace, Update
 from entrenar_py.shared.untrusted import printing
 
@@ -38,43 +37,6 @@ _PATH = "PATH"  # at the end of an option that needs one
 
 Likes = Mapping[RunSettings, Trace]  # completed runs that others are like, the first run first
 Show = Callable[[str], None]  # is called with the name of each run before it is launched
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """The trace of a run, and the settings of this run and of those that are made after it.
-
-    A run that is `tried` counts only if it shows an error: nobody asked for its number of workers.
-    """
-
-    settings: RunSettings
-    trace: Trace
-    ahead: tuple[RunSettings, ...] = ()
-    is_tried: bool = False
-
-
-def stored(traces: Mapping[Path, Trace]) -> dict[Path, Run]:
-    """Return the runs that one call with a command has left, by the file of each trace.
-
-    Return none if `traces` hold anything else: another system's run, files of single ranks, no run
-    without changes, or two runs with the same settings or name. The runs come in the order in which
-    they were made: verdicts name them in it.
-    """
-    pairs = [(file, RunSettings.of(trace.scenario)) for file, trace in traces.items()]
-    runs = {
-        file: Run(settings=settings, trace=traces[file])
-        for file, settings in sorted(pairs, key=lambda pair: (_place(pair[1]), pair[0].stem))
-    }
-    is_whole = all(
-        run.trace.scenario.system == OBSERVED and not file.is_dir() for file, run in runs.items()
-    )
-    settings, names = {run.settings for run in runs.values()}, {file.stem for file in runs}
-    is_plain = any(run.is_plain and not run.repeat for run in settings)
-    return runs if is_whole and is_plain and len(settings) == len(names) == len(runs) else {}
-
-
-def _place(settings: RunSettings) -> tuple[bool, int, int, bool]:
-    return not settings.is_plain, settings.repeat, -settings.world_size, settings.turn is not None
 
 
 def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Run]]:
