@@ -186,10 +186,6 @@ def compare_ranks(tally: Tally, trace: Trace) -> None:
 
 
 def _trained(average: Tensors, trained: Set[str]) -> Tensors:
-    """Return the tensors of an average that follow those of the model that are `trained`.
-
-    Where names don't tell them, that is all of them.
-    """
     ends = {_last_parts(name) for name in trained}
     known = {name: one for name, one in average.items() if _last_parts(name) in ends}
     return known or average

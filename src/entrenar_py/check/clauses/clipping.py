@@ -437,10 +437,7 @@ LIST = (_while_scaled, _by_group, _first_alone)
 
 
 def _limit(norm: float) -> float | None:
-    """Return the clipping limit that `norm` is after division by a usual loss scale; else None.
-
-    A limit is from 0.1 to 10 and has one or two digits. A norm that is so round itself has none.
-    """
+    # A limit is from 0.1 to 10 and has one or two digits. A norm that is so round itself has none.
     if _is_round(norm, _ROUND):
         return None
     limits = [limit for power in _POWERS if _is_round(limit := norm * 2.0**power, _ROUND)]

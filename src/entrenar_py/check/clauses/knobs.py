@@ -181,9 +181,7 @@ def _clipped(tally: Tally, pair: Pair, compared: Compared) -> int:
 
 
 def _applied(update: Update) -> Tensors:
-    """Return the gradient as it was applied. A script may report it before clipping
-    (`obs.reduced()`): then its norm after that is known, too.
-    """
+    # A script may report it before clipping (`obs.reduced()`); its norm after that is known, too.
     before, after = update.grad_norm, update.applied_norm
     if not before or after is None or not math.isfinite(before + after):
         return update.gradient
@@ -232,7 +230,6 @@ def same_masks(model: Trace, trace: Trace) -> bool:
 
 
 def _limit(usual: Trace) -> str:
-    """Return, as text, a norm far below that of every gradient of the run `usual`."""
     norms = [closeness.norm_l2(update.gradient) for update in usual.of(Update)]
     known = [norm for norm in norms if norm and math.isfinite(norm)]
     return f"{min(known) / _CLIPPED_SHARE if known else _CLIPPED_USUAL:.2g}"

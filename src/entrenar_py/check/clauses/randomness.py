@@ -610,7 +610,6 @@ def _is_mask(trace: Trace, event: Drawn) -> bool:
 
 
 def _are_repeated(streams: _Streams, earlier: Drawn, event: Drawn) -> bool:
-    """Return whether numbers of samples were drawn in an earlier step, for none of these."""
     if earlier.step == event.step:
         return False
     before, now = streams.samples(earlier), streams.samples(event)

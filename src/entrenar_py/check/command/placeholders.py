@@ -115,7 +115,6 @@ def fill(
 
 
 def _with_resume(word: str, folder: Path | None) -> list[str]:
-    """Return the words for one with {resume:...}: options of their own, or a part of a text."""
     whole = _RESUME.fullmatch(word)
     if whole is None:
         return [_RESUME.sub(lambda found: found[1] if folder else "", word)]

@@ -154,7 +154,7 @@ def loaded(file: Any) -> None:
 
 
 def _changed_at(file: object) -> int | None:
-    """Return when a file was written last; a name for its contents, however it is renamed."""
+    # The time is a name for the contents, however the file is renamed.
     if isinstance(file, str | os.PathLike):
         with suppress(OSError):
             return Path(file).stat().st_mtime_ns
@@ -176,7 +176,6 @@ def _parts(values: Any) -> Iterator[Any]:
 
 
 def _place(tensor: Tensor) -> int:
-    """Return where a tensor's numbers lie in memory, 0 if it has no one place (a sparse one)."""
     return tensor.data_ptr() if tensor.layout == torch.strided else 0
 
 

@@ -97,7 +97,6 @@ def telling_rows(tensor: Tensor) -> list[Row] | None:
 
 
 def _unpadded(row: bytes, ignored: bytes) -> bytes:
-    """Return a row without zeros at its end, nor elements that are `ignored` behind these."""
     end, size = len(row), len(ignored)
     while size and end and row[end - size : end] == ignored:
         end -= size

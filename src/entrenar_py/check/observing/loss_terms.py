@@ -243,7 +243,7 @@ def _kind(node: Any) -> str:
 
 
 def _is_float(value: Any) -> bool:
-    """Return whether what a graph keeps of a divisor was a Python `float`; an `int` is int64."""
+    # An `int` is kept as int64.
     return isinstance(value, float) or (
         isinstance(value, Tensor) and value.dtype == torch.float64 and value.ndim == 0
     )
@@ -446,7 +446,7 @@ def _division(node: ast.AST) -> tuple[ast.expr | None, ast.AST]:
 
 
 def _runs(name: str, scopes: Sequence[_Scope]) -> bool:
-    """Return whether a function or class increases a name: it counts what was seen until then."""
+    # A name that is increased counts what was seen until then.
     return any(
         isinstance(node, ast.AugAssign) and _dotted(node.target) == name
         for scope in scopes

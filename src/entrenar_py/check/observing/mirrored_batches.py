@@ -23,6 +23,7 @@ next one begins. Loaders say how many batches that is: some scripts count epochs
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -31,7 +32,7 @@ from typing import Any
 
 from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter, _DatasetKind
 
-from entrenar_py.check.observing import planned_faults, surroundings
+from entrenar_py.check.observing import FAULTS
 from entrenar_py.check.observing.sources import positions_of
 from entrenar_py.shared.faults import (
     MERGED,
@@ -55,6 +56,10 @@ class LastBatch(list[Any]):
 
 def begin_if_planned() -> None:
     """Have this process's loaders fetch other samples, if the harness has planned that for it."""
+    if os.environ.get(FAULTS, "[]") == "[]":
+        return  # a process that may never train need not load torch.distributed.tensor
+    from entrenar_py.check.observing import planned_faults
+
     begin(fault for fault in planned_faults.planned() if fault.kind in OF_LOADERS)
 
 
@@ -63,6 +68,8 @@ def begin(planned: Iterable[Fault]) -> None:
 
     A share is one of merged batches: the batch of a worker may have an odd number of samples.
     """
+    from entrenar_py.check.observing import surroundings
+
     rank, world_size = surroundings.place()
     for fault in sorted(planned, key=lambda fault: fault.kind != MERGED):
         if fault in _CHANGED:

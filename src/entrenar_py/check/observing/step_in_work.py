@@ -182,7 +182,7 @@ def compression(model: nn.Module) -> str:
 
 
 def _wrapper(called: nn.Module) -> DistributedDataParallel | None:
-    """Return torch's wrapper that is being called, or that compiled code is about to call."""
+    # Compiled code is about to call a wrapper that is not active yet.
     active = DistributedDataParallel._active_ddp_module
     parts = (part for part in called.modules() if isinstance(part, DistributedDataParallel))
     return next(parts, None) if active is None else active

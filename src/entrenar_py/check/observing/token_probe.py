@@ -57,10 +57,7 @@ def undisturbed(model: nn.Module, generators: Generators) -> Iterator[Callable[[
 
 
 def _eager() -> AbstractContextManager[Any]:
-    """Return a context in which compiled modules run as they are written.
-
-    Nothing is compiled before dynamo is imported, which takes seconds.
-    """
+    # Nothing is compiled before dynamo is imported, which takes seconds.
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
@@ -293,7 +290,6 @@ class Probe:
             return self.model.forward(*args, **kwargs)
 
     def _unit(self, scores: Tensor) -> float:
-        """Return the rounding of the coarsest format that the pass computes in."""
         held = {parameter.dtype for parameter in self.model.parameters()}
         formats = {scores.dtype, *held, *filter(None, [self.autocast_dtype])}
         unit = max(torch.finfo(one).eps for one in formats if one in _FLOATS)

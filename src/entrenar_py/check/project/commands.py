@@ -285,7 +285,6 @@ def _declared_options(calls: list[ast.Call]) -> Iterator[str]:
 
 
 def _said(node: ast.AST) -> str | None:
-    """Return the name that a node says: of a variable, an attribute, or an argument."""
     if isinstance(node, ast.keyword):
         return node.arg
     return _name(node) if isinstance(node, ast.expr) else None

@@ -72,7 +72,7 @@ def of(starts: Mapping[int, Start], whole: Start) -> dict[int, dict[str, Placed]
 
 
 def _shape(start: Start, name: str) -> Shape:
-    """Return a tensor's shape. One with two numbers an element (complex) counts as flat."""
+    # A tensor with two numbers an element (complex) counts as flat.
     size = start.weights[name].size or 0
     shape = tuple(start.shapes.get(name, ()))
     return shape if shape and math.prod(shape) == size else (size,)
@@ -131,7 +131,6 @@ def _is_same(record: TensorRecord, whole: Whole | None) -> bool:
 def _by_values(
     name: str, record: TensorRecord, values: Values, shape: Shape, wholes: Mapping[str, Whole]
 ) -> Placed | None:
-    """Return where a tensor lies: in the one of its own name, or in the only other that has it."""
     own = wholes.get(name)
     if own is not None and (place := _within(own, record, values, shape)) is not None:
         return place

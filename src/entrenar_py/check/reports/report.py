@@ -173,7 +173,6 @@ def ending(reports: Sequence[Report], *, allow_inconclusive: bool) -> Ending:
 
 
 def _unknown(entries: Sequence[Entry]) -> list[str]:
-    """Return in words which clauses are inconclusive, with the reason if it is one clause."""
     if not entries:
         return []
     ids = ", ".join(entry.invariant.id for entry in entries)
@@ -278,7 +277,6 @@ class Report:
 
     @property
     def _demanded(self) -> tuple[str, ...]:
-        """The ids of the clauses that the gate demands of what was checked."""
         left_out = {left.invariant.id for left in self.not_applying if left.outside or left.seen}
         return tuple(clause for clause in self._asked.clauses if clause not in left_out)
 

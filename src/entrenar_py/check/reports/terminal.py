@@ -19,9 +19,9 @@ from rich.table import Table
 from rich.text import Text
 
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.rank_files.observed_run import SYSTEM
 from entrenar_py.check.reports import evidence
 from entrenar_py.check.reports.report import EXIT_FALSIFIED, EXIT_HELD, Ending, Entry, Report, rank
+from entrenar_py.shared.scenario import OBSERVED
 from entrenar_py.shared.untrusted import escaping
 from entrenar_py.shared.verdict import Verdict, inconclusive
 from entrenar_py.shared.wording import counted
@@ -157,7 +157,6 @@ class Rows:
         print_table(self._console, table)
 
     def _name_chars(self) -> int:
-        """Return the width of the name's column: what others leave of a terminal's."""
         others = sum(width + _GAP_CHARS for title, width in self._columns.items())
         left = self._console.width - others + self._columns["name"] + _GAP_CHARS
         return left if self._console.is_terminal else self._columns["name"]
@@ -303,13 +302,12 @@ def _print_findings(console: Console, pairs: Sequence[tuple[Report, Entry]], sty
 
 
 def _gap(console: Console, style: Style) -> None:
-    """Part the paragraphs of a verbose report, which fits on no screen anyway."""
+    # A verbose report fits on no screen anyway.
     if style.verbose:
         _line(console, "")
 
 
 def _print_alike(console: Console, reason: str, entries: list[Entry]) -> None:
-    """Print one paragraph for clauses that share a reason, such as having no check."""
     word, style = _WORDS[Verdict.INCONCLUSIVE]
     _line(console, f"{len(entries)} clauses {word}: {reason}", style=style)
     _labelled(console, "clauses", ", ".join(entry.invariant.id for entry in entries))
@@ -394,7 +392,6 @@ def _is_broken(reports: Sequence[Report]) -> bool:
 
 
 def _hidden(reports: Sequence[Report]) -> str:
-    """Return what a verbose report shows in addition, to end a line."""
     outside = sum(left.outside for report in reports for left in report.not_applying)
     parts = ((len(evidence.all_notes(reports)), "note"), (outside, "clause"))
     told = [counted(number, noun) for number, noun in parts if number]
@@ -413,7 +410,7 @@ def _seen(reports: Sequence[Report]) -> str:
     if stored:
         return f" in {counted(max(stored), 'stored trace')}"
     entries = [entry for report in reports for entry in report.entries]
-    if all(report.system == SYSTEM for report in reports):
+    if all(report.system == OBSERVED for report in reports):
         return ""
     planned = sum(entry.num_scenarios for entry in entries)
     explored = sum(entry.num_explored for entry in entries)
@@ -445,7 +442,7 @@ def _line(console: Console, text: str, *, style: str = "") -> None:
 
 
 def _command(console: Console, text: str) -> None:
-    """Print a command as it is, to be copied: no line is broken, no space is dropped."""
+    # To be copied: no line is broken, no space is dropped.
     console.print(Text(_fit(console, escaping.exact(text))), soft_wrap=True)
 
 
@@ -466,6 +463,5 @@ def _wrap(console: Console, text: str, *, indent: int) -> list[str]:
 
 
 def _fit(console: Console, text: str) -> str:
-    """Return `text` with the characters that the console's encoding lacks as escapes."""
     encoding = console.encoding
     return escaping.text(text).encode(encoding, "backslashreplace").decode(encoding)

@@ -70,7 +70,6 @@ def root(head: bytes, data: memoryview) -> bytes:
 
 
 def _digests(data: memoryview) -> bytes:
-    """Return the digests of all chunks, joined; the last chunk is filled up with zeros."""
     whole = len(data) - len(data) % CHUNK_BYTES
     digests = [xxh3_128_digest(data[i : i + CHUNK_BYTES]) for i in range(0, whole, CHUNK_BYTES)]
     if whole < len(data):
@@ -303,10 +302,8 @@ def _up(num_bytes: int) -> int:
 
 
 def _kind(dtype: torch.dtype) -> tuple[int, int, int]:
-    """Return masks of a word of `dtype`: exponent bits, the lowest of each exponent, sign bits.
-
-    All are 0 for a dtype without NaN and Inf that are recognised.
-    """
+    # Exponent bits, the lowest of each exponent, and sign bits of a word of 64 bits; all are 0 for
+    # a dtype with no NaN or Inf that is recognised.
     if dtype not in _FORMATS:
         return (0, 0, 0)
     exponent, carry, bits = _FORMATS[dtype]

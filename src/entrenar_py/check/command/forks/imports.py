@@ -82,7 +82,6 @@ def _parsed(file: Path) -> ast.Module:
 
 
 def _imports_in(tree: ast.Module) -> Iterator[tuple[str, tuple[str, ...], int]]:
-    """Yield module, names and level of each import, those in functions among them."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, (), 0) for alias in node.names)
@@ -270,7 +269,6 @@ class Imports:
 
 
 def _has_begun_cuda() -> bool:
-    """Return whether this process, which was just forked, can't use CUDA any more."""
     torch = sys.modules.get("torch")
     return torch is not None and getattr(torch._C, "_cuda_isInBadFork", lambda: False)()
 
