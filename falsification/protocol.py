@@ -134,7 +134,7 @@ def remembered(self: Server, step: int) -> None:
     """Makes the step, and keeps the state from before it for `state_before`."""
     stands = checkpoint.Progress(position=self.position, schedule_step=self.schedule_step)
     arrays, moments = self.replica.replica.arrays, self.replica.state
-    specs, kind = self.workload.specs, self.scenario.optimizer
+    specs, kind = self.workload.specs, self.plan.optimizer
     _before[self] = bytes(checkpoint.dump_state(specs, kind, stands, arrays, moments))
     _apply_average(self, step)
 

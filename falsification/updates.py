@@ -51,7 +51,7 @@ def says_nothing(
 
 def clipped_block_by_block(self: Server, step: int) -> tuple[float, float]:
     """Clips each block by its own norm, as if it were the whole gradient."""
-    average, limit = self.average_held(), self.scenario.clip_norm
+    average, limit = self.average_held(), self.plan.clip_norm
     clipped = average.clipped.copy()
     for block in self.blocks.order():
         part = average.mean[: self.layout.num_trainable][self.blocks.part(block)]
@@ -69,7 +69,7 @@ def made_in_place(self: Server, step: int) -> tuple[float, float]:
 
 def in_use_already(self: Server, step: int) -> None:
     """Only moves on to the next samples on commit, because `made_in_place` changed the state."""
-    if not workers.by_server(self.scenario):
+    if not workers.by_server(self.plan):
         _apply(self, step)
         return
     self.advance(len(self.batch()))
@@ -81,7 +81,7 @@ def in_use_already(self: Server, step: int) -> None:
 def restored_without_moments(self: Server) -> int:
     """Resumes from a checkpoint without the moments."""
     step = _restore(self)
-    if workers.by_server(self.scenario):
+    if workers.by_server(self.plan):
         self.replica.state = {n: np.zeros_like(one) for n, one in self.replica.state.items()}
     return step
 
@@ -90,7 +90,7 @@ def moments_left_behind(self: Server, step: int) -> None:
     """Uses the prepared weights with the old moments."""
     before = self.replica.state
     _apply(self, step)
-    if workers.by_server(self.scenario):
+    if workers.by_server(self.plan):
         self.replica.state, self._beside.state = before, self.replica.state  # type: ignore[union-attr]
 
 

@@ -239,7 +239,7 @@ def test_nobody_s_state_changes_before_the_commit() -> None:
     assert _states(hands) == before
     by_hand.commit(hands, 0)
     weights = [one.weights for one in hands.server.recorder.of(Update)]
-    assert weights == [stars.expected(hands.server.scenario)[0]] * 3
+    assert weights == [stars.expected(hands.server.plan)[0]] * 3
     assert _states(hands) != before
 
 
@@ -286,7 +286,9 @@ def test_what_the_server_alone_knows_is_recorded_by_it() -> None:
     by_hand.tell(hands, 0, Applied(step=0))
     (kept,) = hands.server.recorder.of(Update)
     (model,) = (
-        one for one in traces.run(_reference(hands.server.scenario)).of(Update) if one.step == 0
+        one
+        for one in traces.run(_reference(Scenario.of(hands.server.plan))).of(Update)
+        if one.step == 0
     )
     assert kept.gradient == model.gradient
     names = ("grad_norm", "applied_norm", "learning_rate", "loss", "weights", "buffers")

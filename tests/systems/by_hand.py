@@ -41,7 +41,9 @@ def met(scenario: Scenario) -> Hands:
 
 def join(hands: Hands, rank: int, step: int) -> None:
     """Have worker `rank` take the server's state before `step`."""
-    member = hands.members[rank] = Member(hands.server.scenario)
+    plan = hands.server.plan
+    faults = plan.faults if isinstance(plan, Scenario) else ()
+    member = hands.members[rank] = Member(plan, faults=faults)
     welcome = welcome_of(hands.server, rank, step)
     member.load(welcome, bytearray(hands.server.payload(welcome)))
     hands.server.joined(Joined(rank, step, late=step > 0))
@@ -83,7 +85,7 @@ def deliver(hands: Hands, rank: int, step: int, shards: tuple[int, ...]) -> None
 
 def shards_of(hands: Hands) -> dict[int, tuple[int, ...]]:
     """Return the shards that each member computes."""
-    shards = range(hands.server.scenario.num_shards)
+    shards = range(hands.server.plan.num_shards)
     return {rank: tuple(run) for rank, run in sharding.runs(shards, hands.members).items()}
 
 

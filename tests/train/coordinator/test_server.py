@@ -219,7 +219,7 @@ def test_who_joins_late_has_everything(tmp_path: Path) -> None:
     """A late worker, and a server that restores a checkpoint, have the whole state."""
     scenario = _subject(world_size=2, optimizer="adamw", num_steps=4)
     hands = by_hand.met(scenario.with_(world_size=1))
-    hands.server.scenario = scenario
+    hands.server.plan = scenario
     hands.server.checkpoint_path = tmp_path / "checkpoint"
     for step in range(2):
         by_hand.deliver(hands, 0, step, tuple(range(8)))

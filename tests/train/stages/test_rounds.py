@@ -15,7 +15,7 @@ from entrenar_py.train.arithmetic import checkpoint, sharding
 from entrenar_py.train.model import model, preparation
 from entrenar_py.train.stages import cut as cutting
 from entrenar_py.train.stages.member import DRAWS_MAX, StageMember
-from entrenar_py.train.stages.server import scenario_of_stages
+from entrenar_py.train.stages.server import plan_of_stages
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.messages import Activation, Summed, Welcome
 from entrenar_py.train.wire.pipeline_peers import Passed
@@ -31,7 +31,7 @@ def member(small: Path, tmp_path: Path) -> StageMember:
     [stage] = models.stages_of(prepared, 4)
     workload = stage._workload
     cut = cutting.of(prepared.settings, model.shape(prepared.settings))
-    scenario = scenario_of_stages(preparation.scenario(prepared.settings, workload))
+    scenario = plan_of_stages(preparation.plan_of(prepared.settings, workload))
     made = StageMember(
         scenario, open_backend("cpu"), workload, terms=UNKNOWN, every=cut.blocks, stage=0
     )
@@ -60,7 +60,7 @@ def test_a_pass_that_outlives_its_round_records_nothing(
     monkeypatch.setattr(stepper, "forward", interrupted)
     run(member, do.Pass(0, 0, 0, is_forward=True, is_last=False))
     monkeypatch.setattr(stepper, "forward", forward)
-    num_shards = member.scenario.num_shards
+    num_shards = member.plan.num_shards
     for shard in range(num_shards):
         is_last = shard == num_shards - 1
         run(member, do.Pass(1 + shard, 0, shard, is_forward=True, is_last=is_last))

@@ -32,7 +32,7 @@ from entrenar_py.train.model import model, preparation
 from entrenar_py.train.model.settings import Classes, Data, Lora, Settings, StagePlan, Training
 from entrenar_py.train.stages import cut as cutting
 from entrenar_py.train.stages.member import StageBackend, StageMember
-from entrenar_py.train.stages.server import scenario_of_stages
+from entrenar_py.train.stages.server import plan_of_stages
 from entrenar_py.train.stages.stage_model import Received, StageWorkload
 from entrenar_py.train.stages.stage_model import load_stage as load_stage
 from entrenar_py.train.stages.stage_step import Backward, Hidden, StageStep, TorchStage, WgpuStage
@@ -420,7 +420,7 @@ def test_the_last_stage_of_a_classifier(
 def members(settings: Settings, names: Sequence[str]) -> list[StageMember]:
     """Return the workers of the stages, each on the backend of that name, before the first step."""
     cut, stages = cutting.of(settings, model.shape(settings)), workloads(settings)
-    scenario = scenario_of_stages(preparation.scenario(settings, stages[0]))
+    scenario = plan_of_stages(preparation.plan_of(settings, stages[0]))
     found = []
     for stage, (name, workload) in enumerate(zip(names, stages, strict=True)):
         member = StageMember(

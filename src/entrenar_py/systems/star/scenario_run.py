@@ -126,7 +126,9 @@ class ScenarioRun:
         self.server = Server(scenario, workload=workload) if server is None else server
         self.transport = transport(self)
         self._waiting = [one for one in scenario.faults if one.kind in faults.SURVIVED]
-        self._ranks = set(workers.initial_ranks(scenario))  # present, or about to come back
+        self._ranks = set(
+            workers.initial_ranks(scenario.world_size, scenario.faults)
+        )  # present, or about to come back
         self._caught: Counter[int] = Counter()
         self._awaited: dict[int, set[int]] = {}
         self._guests: list[tuple[Fault, Guest]] = []  # the strangers that came
@@ -169,7 +171,8 @@ class ScenarioRun:
 
     def member(self) -> MemberHands:
         """Return the work of a worker that a simulation starts."""
-        return Member(self.scenario, workload=self.server.workload)
+        scenario, workload = self.scenario, self.server.workload
+        return Member(scenario, workload=workload, faults=scenario.faults)
 
     def begin(self, run: Run) -> None:
         """Start the workers that are present at the first step of `run`."""

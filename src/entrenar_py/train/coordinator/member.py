@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 
 from entrenar_py.compute import Stepping
-from entrenar_py.shared import faults, trace, workers
+from entrenar_py.shared import trace, workers
 from entrenar_py.shared.errors import ProtocolError
-from entrenar_py.shared.faults import Fault
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.faults import SILENT, Fault
+from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.train.arithmetic import blocks, checkpoint, engine, reduction, sharding
 from entrenar_py.train.arithmetic.tensors import Workload
 from entrenar_py.train.arithmetic.workload import GivenVectors
@@ -36,20 +36,21 @@ class Member(Replicas):
 
     def __init__(
         self,
-        scenario: Scenario,
+        plan: TrainingPlan,
         backend_of: Callable[[int], Stepping] | None = None,
         workload: Workload | None = None,
+        faults: Sequence[Fault] = (),
     ) -> None:
-        super().__init__(scenario, backend_of, workload)
+        super().__init__(plan, backend_of, workload, faults)
         self.rank = -1
         self.nodes: dict[tuple[int, int], reduction.Node] = {}  # of this step, computed here
         self.held = Held(self.layout.num_elements)
         self._exchange: TreeExchange | RingExchange | None = None
-        if (kind := topology.of(scenario).exchange) is not None:
-            num_shards = scenario.num_shards
+        if (kind := topology.of(plan).exchange) is not None:
+            num_shards = plan.num_shards
             self._exchange = kind(self.held, self.nodes, num_shards=num_shards, scale=self.scale)
         self._shards: list[sharding.Ids] = []
-        self._comes: type[Average | Weights] = Weights if workers.by_server(scenario) else Average
+        self._comes: type[Average | Weights] = Weights if workers.by_server(plan) else Average
         self._sizes = self.sizes()
         self._step = 0
         self._applied: tuple[int, bytes] | None = None  # the last step made, and its payload
@@ -64,7 +65,7 @@ class Member(Replicas):
     def sizes(self) -> dict[type[Message], int]:
         """Return the largest payload, in bytes, that a message of each kind may have."""
         state_bytes = checkpoint.state_bytes(
-            self.workload.specs, workers.optimizer_of_workers(self.scenario)
+            self.workload.specs, workers.optimizer_of_workers(self.plan)
         )
         kinds = (self._comes, *(self._exchange.carriers if self._exchange is not None else ()))
         return {Welcome: state_bytes, **dict.fromkeys(kinds, self.vector_bytes)}
@@ -87,7 +88,7 @@ class Member(Replicas):
                 f"{type(message).__name__} with a payload of {len(payload)} bytes: expected {due}"
             )
         if isinstance(message, Assign):
-            shards, all_shards = set(message.shards), range(self.scenario.num_shards)
+            shards, all_shards = set(message.shards), range(self.plan.num_shards)
             if len(shards) < len(message.shards) or not shards.issubset(all_shards):
                 raise ProtocolError(
                     f"Assign shards={message.shards}: use each once, of 0 to {all_shards[-1]}"
@@ -143,7 +144,7 @@ class Member(Replicas):
                 return self._problem(halt, leaf)
             self._go_wrong(leaf, step, len(ids))
             leaves.append(leaf)
-        nodes = reduction.fold(leaves, self.scenario.num_shards)
+        nodes = reduction.fold(leaves, self.plan.num_shards)
         self.nodes.update({(node.level, node.index): node for node in nodes})
         return self.named(step, nodes)
 
@@ -164,12 +165,12 @@ class Member(Replicas):
         ]
 
     def _go_wrong(self, leaf: reduction.Node, step: int, count: int) -> None:
-        """Corrupt `leaf` if the scenario plans that; its correct gradient is already recorded.
+        """Corrupt `leaf` if a fault says so; its correct gradient is already recorded.
 
         `count` is the number of samples in the shard.
         """
-        for fault in self.scenario.faults:
-            if fault.kind not in faults.SILENT or fault.rank != self.rank:
+        for fault in self.faults:
+            if fault.kind not in SILENT or fault.rank != self.rank:
                 continue
             assert fault.step is not None, "faults.NEEDED has it"
             assert fault.value is not None, "faults.NEEDED has it"
@@ -245,7 +246,7 @@ class Member(Replicas):
         return trace.dump_events(self.recorder.drain()) if message.carries == "events" else b""
 
     def _cut(self) -> None:
-        self._shards = sharding.cut(self.batch(), self.scenario.num_shards)
+        self._shards = sharding.cut(self.batch(), self.plan.num_shards)
 
     def _problem(self, halt: trace.Halt, leaf: reduction.Node) -> NonFinite:
         assert halt.shard is not None

@@ -1,6 +1,6 @@
 """Records the events of one run: its tensors, what workers sent, and how exact a reduction was.
 
-A tensor is recorded by a digest, or by its values if the scenario wants them. Digests of large
+A tensor is recorded by a digest, or by its values if the plan wants them. Digests of large
 tensors are computed in some threads, each tensor in one, so that they do not depend on the number
 of threads. Events of workers are untrusted: each message may carry some kinds of them alone, of the
 worker's own rank and of the message's step.
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from entrenar_py.shared import patience, process, trace
 from entrenar_py.shared.errors import ProtocolError, TraceError
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.train.arithmetic import reduction, sharding
 from entrenar_py.train.arithmetic.tensors import Array
 from entrenar_py.train.arithmetic.workload import GivenVectors
@@ -38,11 +38,11 @@ _THREADS_MAX = 4
 
 
 class Recorder:
-    """The growing trace of one run of `scenario`."""
+    """The growing trace of one run of `plan`."""
 
-    def __init__(self, scenario: Scenario) -> None:
-        self.scenario = scenario
-        self._values = scenario.detail == "values"
+    def __init__(self, plan: TrainingPlan) -> None:
+        self.plan = plan
+        self._values = plan.detail == "values"
         self._events: list[trace.Event] = []
 
     def emit(self, event: trace.Event) -> None:
@@ -82,8 +82,8 @@ class Recorder:
     def finish(self, *, promises: Iterable[str] = (), status: str, reason: str = "") -> trace.Trace:
         """Emit an End event and return the trace."""
         self.emit(trace.End(status=status, reason=reason))
-        return trace.Trace(
-            scenario=self.scenario,
+        return trace.Trace.of_plan(
+            self.plan,
             environment=process.environment(),
             promises=tuple(promises),
             events=tuple(self._events),

@@ -31,7 +31,7 @@ import numpy as np
 from entrenar_py import compute as backends
 from entrenar_py.shared import trace, workers
 from entrenar_py.shared.errors import ProtocolError
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.train.arithmetic import blocks, checkpoint, reduction, sharding
 from entrenar_py.train.arithmetic.tensors import Workload
 from entrenar_py.train.coordinator import audits, recorder, replicas, topology
@@ -71,7 +71,7 @@ class Server(Replicas):
 
     def __init__(
         self,
-        scenario: Scenario,
+        plan: TrainingPlan,
         *,
         checkpoint_path: Path | None = None,
         save: Callable[[int], None] | None = None,
@@ -86,7 +86,7 @@ class Server(Replicas):
         returns why training has to halt before the step, or None. `piece` reads workers' files.
         """
         cpu = backends.open_backend("cpu")
-        super().__init__(scenario, lambda rank: cpu, workload)  # computes no shard
+        super().__init__(plan, lambda rank: cpu, workload)  # computes no shard
         self.present: set[int] = set()
         self.checkpoint_path = checkpoint_path
         self.save = save or self.write_checkpoint
@@ -97,13 +97,13 @@ class Server(Replicas):
         self.drawn: sharding.Ids = []
         self._objection = objection
         self._clock = clock
-        self._topology = topology.of(scenario)
-        self._updates = workers.by_server(scenario)
+        self._topology = topology.of(plan)
+        self._updates = workers.by_server(plan)
         self._beside: replicas.Worker | None = None  # the replica on which steps are prepared
         self.blocks = blocks.Blocks(
-            self.layout.num_elements, topology.num_blocks(scenario, self.layout.num_elements)
+            self.layout.num_elements, topology.num_blocks(plan, self.layout.num_elements)
         )
-        self._sums = blocks.Sums(scenario.num_shards)
+        self._sums = blocks.Sums(plan.num_shards)
         self._copies = audits.Copies()
         self._checked: tuple[Message, list[trace.Event]] | None = None  # what `require` read last
         self._events: dict[int, list[trace.Event]] = {}  # rank -> those of an unfinished delivery
@@ -129,29 +129,29 @@ class Server(Replicas):
         self._replica = worker
 
     def run_between(self, first: int, last: int) -> Run:
-        """Return the run from step `first` to before step `last`, as the scenario describes it.
+        """Return the run from step `first` to before step `last`, as the plan describes it.
 
         The caller adds the ranks to await, and the steps before which to save.
         """
         return Run(
             terms=self.terms,
-            world_size=self.scenario.world_size,
-            num_shards=self.scenario.num_shards,
+            world_size=self.plan.world_size,
+            num_shards=self.plan.num_shards,
             num_steps=last,
             num_blocks=self.blocks.count,
             first_step=first,
             resumed=first > 0,
-            audited=partial(audits.shards, self.scenario),
+            audited=partial(audits.shards, self.plan),
             server_updates=self._updates,
         )
 
     @property
     def _state_bytes(self) -> int:
-        return checkpoint.state_bytes(self.workload.specs, self.scenario.optimizer)
+        return checkpoint.state_bytes(self.workload.specs, self.plan.optimizer)
 
     def sizes(self) -> dict[type[Message], int]:
         """Return the largest payload, in bytes, that a message of each kind may have."""
-        events = _EVENTS_BYTES + 8 * (self.scenario.num_shards + 2) * self._state_bytes
+        events = _EVENTS_BYTES + 8 * (self.plan.num_shards + 2) * self._state_bytes
         recorded = (Loaded, Computed, Summed, NonFinite, Applied)
         sizes: dict[type[Message], int] = dict.fromkeys(recorded, events)
         return {**sizes, TreeNode: self.blocks.num_bytes_max, State: self._state_bytes}
@@ -340,7 +340,7 @@ class Server(Replicas):
         checkpoint.save(
             self.checkpoint_path,
             self.replica.checkpoint,
-            {**progress, "scenario": self.scenario.to_dict(), **(notes or {})},
+            {**progress, "plan": self.plan.to_dict(), **(notes or {})},
         )
         rank = min(self.present, default=0)
         saved = trace.Saved(step=step, rank=rank, progress=progress, **self.state(self.replica))
@@ -350,7 +350,7 @@ class Server(Replicas):
         """Take the state from the checkpoint, or the initial state if there is none.
 
         Returns the next step. Raises CheckpointError, naming the difference, if the checkpoint has
-        another scenario or does not fit.
+        another plan or does not fit.
         """
         assert self.checkpoint_path is not None
         self.present.clear()
@@ -361,8 +361,8 @@ class Server(Replicas):
         expected = self.replica.checkpoint
         largest = checkpoint.bytes_max(expected)
         arrays, progress = checkpoint.load(self.checkpoint_path, bytes_max=largest)
-        checkpoint.require_own(self.checkpoint_path, progress, self.scenario.to_dict())
-        steps, samples = self.scenario.num_steps, self.scenario.num_samples
+        checkpoint.require_own(self.checkpoint_path, progress, self.plan.to_dict())
+        steps, samples = self.plan.num_steps, self.plan.num_samples
         limits = {"step": steps, "schedule_step": steps, "epoch": steps, "offset": samples}
         checkpoint.require_fitting(
             self.checkpoint_path, arrays, progress, expected=expected, limits=limits
@@ -376,11 +376,11 @@ class Server(Replicas):
         return int(progress["step"])
 
     def payload(self, message: Message) -> Buffer:
-        """Return the payload of `message`: a state, the average, new weights, or the scenario."""
+        """Return the payload of `message`: a state, the average, new weights, or the plan."""
         if isinstance(message, Welcome):
             return self.dump(self.replica)
         if isinstance(message, Offer):
-            return json.dumps(self.scenario.to_dict(), sort_keys=True).encode()
+            return json.dumps(self.plan.to_dict(), sort_keys=True).encode()
         if isinstance(message, Average | Weights):
             return blocks.payload_of(self._vector[self.blocks.part(message.block)])
         return b""

@@ -2,7 +2,7 @@
 blocks that workers exchange.
 
 In a mesh blocks are added along the tree, in a ring one worker after the other. Only this module
-derives a topology from a system's name, for the harness and the service alike.
+derives a topology from a trainer's name, for the harness and the service alike.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.train.arithmetic import blocks, reduction
 from entrenar_py.train.arithmetic.blocks import Blocks
 from entrenar_py.train.arithmetic.reduction import Node, Vector
@@ -192,20 +192,17 @@ class RingExchange:
         return total
 
 
-_SIMULATED = "_simulated"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Topology:
     """One topology.
 
-    `system` names the system with real workers; the simulated one has the suffix `_simulated`.
+    `trainer` is its name in a plan.
     `exchange` adds, in a worker, what other workers send. It is None in a star, where everything
     goes to the coordinator. `down` lists the messages of a step that the coordinator sends.
     `promise` is what the trace promises if all workers use one backend.
     """
 
-    system: str
+    trainer: str
     coordinator: type[Coordinator]
     worker: type[Worker]
     client: type[WorkerClient]
@@ -219,7 +216,7 @@ class Topology:
 
 
 STAR = Topology(
-    system="parameter_server",
+    trainer="parameter_server",
     coordinator=Coordinator,
     worker=Worker,
     client=WorkerClient,
@@ -227,14 +224,14 @@ STAR = Topology(
     down=(Assign, Average, Weights, Commit),
 )
 MESH = Topology(
-    system="mesh",
+    trainer="mesh",
     coordinator=MeshCoordinator,
     worker=MeshWorker,
     client=MeshClient,
     exchange=TreeExchange,
 )
 RING = Topology(
-    system="ring",
+    trainer="ring",
     coordinator=MeshCoordinator,
     worker=RingWorker,
     client=MeshClient,
@@ -242,22 +239,22 @@ RING = Topology(
     promise="draws",
 )
 BY_NAME = {"star": STAR, "mesh": MESH, "ring": RING}
-_BY_SYSTEM = {topology.system: topology for topology in BY_NAME.values()}
+_BY_TRAINER = {topology.trainer: topology for topology in BY_NAME.values()}
 
 
-def of(scenario: Scenario) -> Topology:
-    """Return the topology of the scenario's system; STAR if the system has none."""
-    return _BY_SYSTEM.get(scenario.system.removesuffix(_SIMULATED), STAR)
+def of(plan: TrainingPlan) -> Topology:
+    """Return the topology of the plan's trainer; STAR if the trainer has none."""
+    return _BY_TRAINER.get(plan.trainer, STAR)
 
 
-def num_blocks(scenario: Scenario, num_elements: int) -> int:
+def num_blocks(plan: TrainingPlan, num_elements: int) -> int:
     """Return the number of blocks of a vector; option `block_bytes` limits their size.
 
     Raises UsageError if that is not a size.
     """
-    if "block_bytes" not in scenario.options:
-        return blocks.num_blocks(num_elements, of(scenario).num_owners(scenario.world_size))
-    block_bytes = scenario.options["block_bytes"]
+    if "block_bytes" not in plan.options:
+        return blocks.num_blocks(num_elements, of(plan).num_owners(plan.world_size))
+    block_bytes = plan.options["block_bytes"]
     if type(block_bytes) is not int or block_bytes < 4:
         raise UsageError(f"options block_bytes={block_bytes!r}: use a whole number of bytes >= 4")
     return min(-(-4 * num_elements // (block_bytes // 4 * 4)), num_elements)

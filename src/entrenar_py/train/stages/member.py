@@ -23,7 +23,8 @@ from torch import Tensor
 from entrenar_py.compute import Backend
 from entrenar_py.shared import scenario, trace
 from entrenar_py.shared.errors import ProtocolError, UsageError
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.train.arithmetic import checkpoint, engine, reduction
 from entrenar_py.train.arithmetic.tensors import Workload
 from entrenar_py.train.coordinator.member import Member
@@ -112,7 +113,7 @@ class StageMember(Member):
 
     def __init__(
         self,
-        scenario: Scenario,
+        plan: TrainingPlan,
         backend: Backend,
         workload: StageWorkload,
         *,
@@ -120,6 +121,7 @@ class StageMember(Member):
         every: StageBlocks,
         stage: int,
         attempts: Sequence[trace.Attempt] = (),
+        faults: Sequence[Fault] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`attempts` to open a backend are recorded whenever the stage is loaded.
@@ -128,7 +130,7 @@ class StageMember(Member):
         """
         self._terms, self._own = terms, OwnBlocks(every, stage)
         stages = StageBackend(backend)
-        super().__init__(scenario, lambda rank: stages, cast(Workload, workload))
+        super().__init__(plan, lambda rank: stages, cast(Workload, workload), faults)
         self.held = HeldStage(self.layout.num_elements, self._own)
         self._round = _Round(0)
         self._bound: dict[do.Pass, _Round] = {}  # of passes that were asked for, and are not begun
@@ -224,8 +226,8 @@ class StageMember(Member):
         if not ids:
             outcome = self._nothing(request.is_forward)
         elif request.is_forward:
-            rng = self.scenario.rng("dropout", request.step, shard)
-            drop = engine.Dropout(self.scenario.dropout, rng)
+            rng = self.plan.rng("dropout", request.step, shard)
+            drop = engine.Dropout(self.plan.dropout, rng)
             outcome = step.forward(shard, ids, self._received(current, shard), drop)
             drawn = drop.digest()
         else:
@@ -283,7 +285,7 @@ class StageMember(Member):
         if halt is not None:
             return self._problem(halt, leaf)
         self._go_wrong(leaf, request.step, len(ids))
-        current.nodes = reduction.fold([*current.nodes, leaf], self.scenario.num_shards)
+        current.nodes = reduction.fold([*current.nodes, leaf], self.plan.num_shards)
         if not request.is_last:
             return Passed()
         self.nodes.update({(node.level, node.index): node for node in current.nodes})

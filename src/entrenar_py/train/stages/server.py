@@ -11,7 +11,7 @@ from torch import Tensor
 
 from entrenar_py.shared import trace, workers
 from entrenar_py.shared.errors import ProtocolError
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.train.arithmetic import checkpoint, reduction, sharding
 from entrenar_py.train.arithmetic.tensors import (
     Batch,
@@ -32,8 +32,8 @@ from entrenar_py.train.wire.messages import Applied, Loaded, Message, TreeNode, 
 from entrenar_py.train.wire.terms import Run, Terms
 
 
-def scenario_of_stages(plain: Scenario) -> Scenario:
-    """Return the scenario of the same training by stages, whatever their number."""
+def plan_of_stages(plain: TrainingPlan) -> TrainingPlan:
+    """Return the plan of the same training by stages, whatever their number."""
     options = {**plain.options, workers.OPTION: workers.SERVER}
     return plain.with_(world_size=1, options=options)
 
@@ -73,9 +73,9 @@ def workload_of(prepared: Prepared) -> Coordinated:
 class PipelineServer(Server):
     """The run as its coordinator holds it; `cut` says which tensors are each stage's."""
 
-    def __init__(self, scenario: Scenario, *, cut: Cut, workload: Workload, **named: Any) -> None:
+    def __init__(self, plan: TrainingPlan, *, cut: Cut, workload: Workload, **named: Any) -> None:
         """Take the arguments of `Server`."""
-        super().__init__(scenario, workload=workload, **named)
+        super().__init__(plan, workload=workload, **named)
         self.cut_by(cut)
         self._loss_known = False  # of the step in work, from the last stage
         self._of_round: list[trace.Event] = []  # what workers have recorded in it
@@ -155,7 +155,7 @@ class PipelineServer(Server):
 
     def _require_weight(self, node: TreeNode) -> None:
         """Raise ProtocolError unless a sum has the weight of the samples under it."""
-        num_shards = self.scenario.num_shards
+        num_shards = self.plan.num_shards
         shards = sharding.cut(self.batch(), num_shards)
         none = np.zeros(0, np.float32)
         leaves = [
@@ -236,5 +236,5 @@ class PipelineServer(Server):
         arrays: Mapping[str, Any] = self.replica.replica.arrays
         progress = checkpoint.Progress(position=self.position, schedule_step=self.schedule_step)
         return checkpoint.dump_state(
-            self.cut.specs[stage], workers.optimizer_of_workers(self.scenario), progress, arrays, {}
+            self.cut.specs[stage], workers.optimizer_of_workers(self.plan), progress, arrays, {}
         )
