@@ -85,7 +85,7 @@ def merge_then_resume(self: Server) -> int:
     """Adds the adapters to the weights before a run goes on, and leaves them in."""
     step = _restore(self)
     held = self.replica.replica.arrays
-    for name, layer in layers_with_adapters(self.workload.module):  # type: ignore[attr-defined]
+    for name, layer in layers_with_adapters(self.replicas.workload.module):  # type: ignore[attr-defined]
         a, b = (held[f"{name}.lora_{half}.default.weight"] for half in "AB")
         with torch.no_grad():
             layer.base_layer.weight += layer.scaling["default"] * torch.from_numpy(b @ a)

@@ -53,18 +53,19 @@ def clipped_block_by_block(self: Server, step: int) -> tuple[float, float]:
     """Clips each block by its own norm, as if it were the whole gradient."""
     average, limit = self.average_held(), self.plan.clip_norm
     clipped = average.clipped.copy()
-    for block in self.blocks.order():
-        part = average.mean[: self.layout.num_trainable][self.blocks.part(block)]
-        clipped[self.blocks.part(block)] = optimizer.clip(part, optimizer.norm_l2(part), limit)
+    blocks, gradient = self.reduction.blocks, average.mean[: self.replicas.layout.num_trainable]
+    for block in blocks.order():
+        part = gradient[blocks.part(block)]
+        clipped[blocks.part(block)] = optimizer.clip(part, optimizer.norm_l2(part), limit)
     self._average = lambda: replace(average, clipped=clipped)
     return _prepare(self, step)
 
 
 def made_in_place(self: Server, step: int) -> tuple[float, float]:
     """Makes the step on the server's own state, before any worker has the new weights."""
-    self.move(self.replica, self.average_held())
-    self.replica.replica.copy_to(self._vector)
-    return self._total
+    self.replicas.move(self.replica, self.average_held())
+    self.replica.replica.copy_to(self.reduction.vector)
+    return self.reduction.total
 
 
 def in_use_already(self: Server, step: int) -> None:
@@ -72,7 +73,7 @@ def in_use_already(self: Server, step: int) -> None:
     if not workers.by_server(self.plan):
         _apply(self, step)
         return
-    self.advance(len(self.batch()))
+    self.replicas.advance(len(self.replicas.batch()))
 
 
 # --- what is kept -----------------------------------------------------------------------------
@@ -100,7 +101,7 @@ def moments_left_behind(self: Server, step: int) -> None:
 def weights_in_use_sent(self: Server, step: int) -> tuple[float, float]:
     """Prepares the step, and sends the old weights."""
     total = _prepare(self, step)
-    self.replica.replica.copy_to(self._vector)
+    self.replica.replica.copy_to(self.reduction.vector)
     return total
 
 

@@ -262,7 +262,7 @@ def _state() -> tuple[dict[str, Any], dict[str, Any]]:
     arrays = checkpoint.as_arrays(
         tensors=server.replica.replica.arrays, optimizer=server.replica.state
     )
-    progress = {**server.progress(1), "plan": server.plan.to_dict()}
+    progress = {**server.replicas.progress(1), "plan": server.plan.to_dict()}
     return dict(arrays), progress
 
 

@@ -204,7 +204,7 @@ def at_work() -> by_hand.Hands:
 
 
 def _averaged(hands: by_hand.Hands) -> None:
-    for block in hands.server.blocks.order():
+    for block in hands.server.reduction.blocks.order():
         hands.server.complete(block)
         assert not isinstance(hands.server.reduce(block), str)
 
@@ -213,7 +213,7 @@ def _states(hands: by_hand.Hands) -> list[bytes]:
     """Return the whole state of all, with the server's moments."""
     server = hands.server.replica
     everything = [*server.replica.arrays.values(), *server.state.values()]
-    members = [member.workers[rank] for rank, member in hands.members.items()]
+    members = [member.worker for member in hands.members.values()]
     arrays = [array for one in members for array in one.replica.arrays.values()]
     return [array.tobytes() for array in (*everything, *arrays)]
 
@@ -221,7 +221,7 @@ def _states(hands: by_hand.Hands) -> list[bytes]:
 def _sent(hands: by_hand.Hands) -> list[Weights]:
     """Return the server's messages of a step that it has prepared."""
     loss, weight = hands.server.prepare(0)
-    order = hands.server.blocks.order()
+    order = hands.server.reduction.blocks.order()
     return [Weights(step=0, block=block, loss=loss, weight=weight) for block in order]
 
 
@@ -259,10 +259,10 @@ def test_a_worker_gets_no_moments() -> None:
     """A welcome has the size of one for an optimizer without a state."""
     hands = at_work()
     welcome = by_hand.welcome_of(hands.server, 1, 0)
-    specs = hands.server.workload.specs
+    specs = hands.server.replicas.workload.specs
     assert len(hands.server.payload(welcome)) == checkpoint.state_bytes(specs, "sgd")
     assert hands.members[1].sizes()[Welcome] == checkpoint.state_bytes(specs, "sgd")
-    assert hands.members[1].workers[1].state == {}
+    assert hands.members[1].worker.state == {}
     assert set(hands.server.replica.state) == {"momentum"}
 
 
@@ -307,7 +307,7 @@ def test_what_does_not_come_down_in_this_run_is_refused(by_server: bool) -> None
     other: Message = (
         by_hand.average_of(0, 0) if by_server else Weights(step=0, block=0, loss=1.0, weight=1.0)
     )
-    payload = bytes(hands.server.blocks.num_bytes(0))
+    payload = bytes(hands.server.reduction.blocks.num_bytes(0))
     due = (Weights if by_server else Average).__name__
     with pytest.raises(
         ProtocolError, match=f"{type(other).__name__}: this run.s coordinator sends {due}"
@@ -331,7 +331,7 @@ def test_weights_that_are_wrong_are_refused(
     hands = by_hand.met(served(SIMULATED))
     message = Weights(step=0, block=0, loss=float(loss), weight=weight)
     with pytest.raises(ProtocolError, match=why):
-        hands.members[0].require(message, bytes(hands.server.blocks.num_bytes(0) + more))
+        hands.members[0].require(message, bytes(hands.server.reduction.blocks.num_bytes(0) + more))
 
 
 # --- what can be asked for --------------------------------------------------------------------

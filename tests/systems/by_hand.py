@@ -52,7 +52,7 @@ def join(hands: Hands, rank: int, step: int) -> None:
 
 def welcome_of(server: Server, rank: int, step: int, *, resumed: bool = False) -> Welcome:
     """Return the welcome that the coordinator would send to worker `rank` before `step`."""
-    blocks = server.blocks.count
+    blocks = server.reduction.blocks.count
     return Welcome(rank=rank, step=step, blocks=blocks, resumed=resumed, proof=PROOF)
 
 
@@ -91,7 +91,7 @@ def shards_of(hands: Hands) -> dict[int, tuple[int, ...]]:
 
 def make(hands: Hands, step: int) -> None:
     """Have all members make `step`, whose shards are all delivered."""
-    for block in hands.server.blocks.order():
+    for block in hands.server.reduction.blocks.order():
         average(hands, step, block)
     commit(hands, step)
 

@@ -92,8 +92,7 @@ class Trainer(Replicas):
     def _join(self, fault: Fault, step: int) -> None:
         rank = self._rank_of(fault)
         donor = next(iter(self.workers.values()))
-        worker = self.new_worker(rank, donor.replica.arrays)
-        worker.state = {name: vector.copy() for name, vector in donor.state.items()}
+        worker = self.new_worker(rank, donor.replica.arrays, donor.state)
         self.workers = dict(sorted({**self.workers, rank: worker}.items()))
         self.record_fault(fault, step)
         self.recorder.emit(trace.Membership(step=step, rank=rank, change="joined"))
@@ -112,12 +111,9 @@ class Trainer(Replicas):
             ranks, self.workers = list(self.workers), {}
             arrays, progress = checkpoint.load(path)
         for rank in ranks:
-            worker = self.new_worker(rank, checkpoint.group_of(arrays, "tensors"))
-            saved = checkpoint.group_of(arrays, "optimizer")  # in any order, unlike `state`
-            worker.state = {name: saved[name].copy() for name in worker.state}
-            self.workers[rank] = worker
-        self.position = sharding.Position(progress["epoch"], progress["offset"])
-        self.schedule_step = progress["schedule_step"]
+            groups = (checkpoint.group_of(arrays, name) for name in ("tensors", "optimizer"))
+            self.workers[rank] = self.new_worker(rank, *groups)
+        self.go_to(progress)
         for worker in self.workers.values():
             self.record_start(worker, step, resumed=True)
 

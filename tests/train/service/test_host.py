@@ -124,7 +124,7 @@ def test_a_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
     assert second.resume() == 2
     train(meet(second, step=2), range(2, 4))
     ours, theirs = second.server, straight.server
-    assert ours.state(ours.replica) == theirs.state(theirs.replica)
+    assert ours.replicas.state(ours.replica) == theirs.replicas.state(theirs.replica)
 
 
 def test_a_state_is_saved_once(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
 def test_a_checkpoint_that_names_no_run_is_refused(tmp_path: Path) -> None:
     """A checkpoint without a scenario, as of a trainer in one process, is refused."""
     host = host_of(plan_of(), checkpoint=tmp_path / "c")
-    checkpoint.save(tmp_path / "c", {}, host.server.progress(0))
+    checkpoint.save(tmp_path / "c", {}, host.server.replicas.progress(0))
     with pytest.raises(CheckpointError, match="it was saved by a run with trainer=None"):
         host.resume()
 

@@ -117,7 +117,7 @@ def test_the_server_objects_once_all_blocks_are_reduced() -> None:
 
     host = host_of(plan_of(workload="mlp", options={"block_bytes": 4096}))
     server: Server = host.server
-    assert server.blocks.count > 1
+    assert server.reduction.blocks.count > 1
     server._objection = objection
     hands = meet(host)
     with pytest.raises(AssertionError, match="too large"):
@@ -148,7 +148,7 @@ def test_a_halted_run_goes_on_from_before_the_spike(tmp_path: Path) -> None:
     train(meet(resumed, step=SPIKE_AT), range(SPIKE_AT, scenario.num_steps))
     train(meet(straight), range(scenario.num_steps))
     ours, theirs = resumed.server, straight.server
-    assert ours.state(ours.replica) == theirs.state(theirs.replica)
+    assert ours.replicas.state(ours.replica) == theirs.replicas.state(theirs.replica)
 
 
 def test_a_mesh_can_not_halt_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

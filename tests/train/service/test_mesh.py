@@ -152,7 +152,7 @@ def make(host: Host, member: Member, step: int) -> None:
     assert isinstance(exchange, TreeExchange)
     for node in nodes:
         exchange.contribute(node)
-    for block in range(server.blocks.count):
+    for block in range(server.reduction.blocks.count):
         exchange.complete(block)
         assert exchange.reduce(block) is not None
     member.recorder.drain()  # of the shards

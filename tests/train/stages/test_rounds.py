@@ -19,7 +19,6 @@ from entrenar_py.train.stages.server import plan_of_stages
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.messages import Activation, Summed, Welcome
 from entrenar_py.train.wire.pipeline_peers import Passed
-from entrenar_py.train.wire.terms import UNKNOWN
 from tests.train.stages import test_stages as models
 
 
@@ -32,15 +31,13 @@ def member(small: Path, tmp_path: Path) -> StageMember:
     workload = stage._workload
     cut = cutting.of(prepared.settings, model.shape(prepared.settings))
     scenario = plan_of_stages(preparation.plan_of(prepared.settings, workload))
-    made = StageMember(
-        scenario, open_backend("cpu"), workload, terms=UNKNOWN, every=cut.blocks, stage=0
-    )
+    made = StageMember(scenario, open_backend("cpu"), workload, every=cut.blocks, stage=0)
     tensors = workload.initial(scenario.rng("initial"))
     progress = checkpoint.Progress(position=sharding.Position(), schedule_step=0)
     payload = checkpoint.dump_state(workload.specs, "sgd", progress, tensors, {})
     welcome = Welcome(rank=0, step=0, blocks=cut.blocks.count, resumed=False, proof="")
     made.load(welcome, payload)
-    made.recorder.drain()
+    made.member.recorder.drain()
     return made
 
 
@@ -48,7 +45,7 @@ def test_a_pass_that_outlives_its_round_records_nothing(
     member: StageMember, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ends after the next round has begun; then its shard is computed again."""
-    stepper: Any = member.workers[0].replica.stepper
+    stepper: Any = member.replicas.workers[0].replica.stepper
     forward = stepper.forward
 
     def interrupted(*given: Any) -> Any:

@@ -39,7 +39,6 @@ from entrenar_py.train.stages.stage_step import Backward, Hidden, StageStep, Tor
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.messages import Activation, ActivationGradient, Welcome
 from entrenar_py.train.wire.pipeline_peers import Passed
-from entrenar_py.train.wire.terms import UNKNOWN
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -427,7 +426,6 @@ def members(settings: Settings, names: Sequence[str]) -> list[StageMember]:
             scenario,
             open_backend(name),
             workload,
-            terms=UNKNOWN,
             every=cut.blocks,
             stage=stage,
         )
@@ -470,7 +468,7 @@ def step_of(workers: Sequence[StageMember], num_shards: int) -> tuple[list[str],
             before.receive(back, payload)
             before.bind(backward)
             assert isinstance(before.run(backward), Passed)
-    return dtypes, [worker.nodes[max(worker.nodes)].vector for worker in workers]
+    return dtypes, [worker.member.nodes[max(worker.member.nodes)].vector for worker in workers]
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

@@ -116,7 +116,6 @@ class _Training(ScenarioRun):
             self.server.plan,
             backends.open_backend("cpu"),
             workload,
-            terms=self.server.terms,
             faults=self.scenario.faults,
             every=cut.blocks,
             stage=stage,

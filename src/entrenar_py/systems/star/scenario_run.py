@@ -171,7 +171,7 @@ class ScenarioRun:
 
     def member(self) -> MemberHands:
         """Return the work of a worker that a simulation starts."""
-        scenario, workload = self.scenario, self.server.workload
+        scenario, workload = self.scenario, self.server.replicas.workload
         return Member(scenario, workload=workload, faults=scenario.faults)
 
     def begin(self, run: Run) -> None:
@@ -189,7 +189,7 @@ class ScenarioRun:
 
     def measure(self, rank: int | None, end: CoordinatorEnd | WorkerEnd) -> None:
         """Record the traffic of `rank` (None: of the coordinator), if the workload measures it."""
-        if isinstance(self.server.workload, GivenVectors):
+        if isinstance(self.server.replicas.workload, GivenVectors):
             for event in recorder.traffic(end, rank):
                 self.server.recorder.emit(event)
 
@@ -232,7 +232,7 @@ class ScenarioRun:
     def strike(self, fault: Fault) -> None:
         """Note and record that `fault` has struck."""
         self._waiting = [one for one in self._waiting if one is not fault]
-        self.server.record_fault(fault, fault.step or 0)
+        self.server.replicas.record_fault(fault, fault.step or 0)
         if fault.rank is None or fault.step is None:
             return
         if fault.kind == "join":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -14,6 +14,7 @@ from entrenar_py.shared import trace
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.train.arithmetic.reduction import Node, Vector
+from entrenar_py.train.coordinator.recorder import injected
 from entrenar_py.train.wire.effects import Conclude
 from entrenar_py.train.wire.frames import Buffer
 
@@ -143,8 +144,3 @@ def _same_bits(one: Node, other: Node) -> bool:
 
 def _bits(vector: Vector) -> NDArray[np.uint32]:
     return vector.view(np.uint32)
-
-
-def injected(events: Iterable[trace.Event]) -> list[trace.Event]:
-    """Return the Injected events; they are recorded even for results that are never used."""
-    return [event for event in events if isinstance(event, trace.Injected)]

@@ -50,6 +50,11 @@ class Recorder:
         self._events.append(event)
         patience.mark()
 
+    def record(self, events: Iterable[trace.Event]) -> None:
+        """Keep `events`."""
+        for event in events:
+            self.emit(event)
+
     def tensors(self, arrays: Mapping[str, NDArray[Any]]) -> trace.Tensors:
         """Return records of the present values of `arrays`, which must be C-contiguous."""
         records: dict[str, trace.TensorRecord] = {}
@@ -118,6 +123,49 @@ def events_in(rank: int, message: Message, payload: Buffer) -> list[trace.Event]
                 f"{type(message).__name__} of rank {rank} in step {step} has an event of another"
             )
     return events
+
+
+class Deliveries:
+    """What workers have recorded, until it is kept in `recorder`: it counts with their delivery.
+
+    Of a delivery that is never complete only the injected faults are recorded.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._read: tuple[Message, Buffer, list[trace.Event]] | None = None  # last
+        self._events: dict[int, list[trace.Event]] = {}  # by rank
+
+    def read(self, rank: int, message: Message, payload: Buffer) -> list[trace.Event]:
+        """Return the events in `payload`, not read again if they were just read.
+
+        Raises what `events_in` does.
+        """
+        read = self._read
+        if read is None or read[0] is not message or read[1] is not payload:
+            self._read = read = message, payload, events_in(rank, message, payload)
+        return read[2]
+
+    def keep(self, rank: int, events: Iterable[trace.Event]) -> None:
+        """Keep `events` until `rank` has delivered completely."""
+        self._events.setdefault(rank, []).extend(events)
+
+    def deliver(self, rank: int) -> None:
+        """Record what `rank` recorded for the delivery that it has completed."""
+        self._recorder.record(self._events.pop(rank, []))
+
+    def forget(self, rank: int) -> None:
+        """Record the faults in the unfinished delivery of `rank`, which has left."""
+        self._recorder.record(injected(self._events.pop(rank, [])))
+
+    def clear(self) -> None:
+        """Forget all unfinished deliveries: a step starts, or starts over."""
+        self._events.clear()
+
+
+def injected(events: Iterable[trace.Event]) -> list[trace.Event]:
+    """Return the Injected events; they are recorded even for results that are never used."""
+    return [event for event in events if isinstance(event, trace.Injected)]
 
 
 def update_in(events: Iterable[trace.Event]) -> trace.Update | None:

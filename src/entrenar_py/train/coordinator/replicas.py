@@ -266,18 +266,31 @@ class Replicas:
             self.record_fault(fault, step, worker.rank, shard, tensor=named)
         return loss
 
-    def new_worker(self, rank: int, tensors: Mapping[str, Array]) -> Worker:
-        """Return a worker with a copy of `tensors` and zeros as its optimizer state."""
+    def new_worker(
+        self, rank: int, tensors: Mapping[str, Array], moments: Mapping[str, Array] | None = None
+    ) -> Worker:
+        """Return a worker with copies of `tensors` and of `moments`, which are zeros by default."""
         backend = self.backend_of(rank)
         replica = engine.Engine(self.workload, backend, tensors, scale=self.scale)
-        zeros = optimizer.initial_state(self.plan.optimizer, self.layout.num_trainable)
-        return Worker(rank, replica, zeros)
+        state = optimizer.initial_state(self.plan.optimizer, self.layout.num_trainable)
+        if moments is not None:  # in any order, unlike `state`
+            state = {name: moments[name].copy() for name in state}
+        return Worker(rank, replica, state)
+
+    def go_to(self, progress: Mapping[str, Any]) -> None:
+        """Set position and schedule to what `progress` has noted."""
+        self.position = sharding.Position(progress["epoch"], progress["offset"])
+        self.schedule_step = progress["schedule_step"]
+
+    @property
+    def stands(self) -> checkpoint.Progress:
+        """The position in the data and in the schedule."""
+        return checkpoint.Progress(position=self.position, schedule_step=self.schedule_step)
 
     def dump(self, worker: Worker) -> Buffer:
         """Return a worker's whole state as bytes: progress, tensors, moments (`training.state`)."""
-        stands = checkpoint.Progress(position=self.position, schedule_step=self.schedule_step)
-        specs, kind = self.workload.specs, workers.optimizer_of_workers(self.plan)
-        return checkpoint.dump_state(specs, kind, stands, worker.replica.arrays, worker.state)
+        specs, kind = self.layout.specs, workers.optimizer_of_workers(self.plan)
+        return checkpoint.dump_state(specs, kind, self.stands, worker.replica.arrays, worker.state)
 
     def take_over(self, rank: int, payload: Buffer) -> Worker:
         """Return worker `rank` with the state in `payload`, and set this run's progress from it.

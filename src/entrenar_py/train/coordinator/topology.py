@@ -46,16 +46,18 @@ class Held:
     step's summed loss and its weight. `round` is a mesh's current round.
     """
 
-    def __init__(self, num_elements: int) -> None:
+    def __init__(self, num_elements: int, planned: Blocks | None = None) -> None:
+        """`planned` are the blocks of every session, if they don't depend on it."""
         self.vector: Vector = np.empty(num_elements, np.float32)
-        self.blocks = Blocks(num_elements, 1)
+        self._planned = planned
+        self.blocks = planned or Blocks(num_elements, 1)
         self.there: set[int] = set()
         self.total = (0.0, 0.0)
         self.round = 0
 
     def begin(self, num_blocks: int) -> None:
         """Start a session in which the vector travels in `num_blocks` parts."""
-        self.blocks = Blocks(self.vector.size, num_blocks)
+        self.blocks = self._planned or Blocks(self.vector.size, num_blocks)
         self.there.clear()
         self.round = 0
 

@@ -197,7 +197,7 @@ class StageJoining:
         )
         hands = StageHands(
             self.cut,
-            partial(self._member, plan, terms, stay),
+            partial(self._member, plan, stay),
             hidden_bytes=hidden_bytes_max(self.width, self.prepared.train, plan),
         )
         machine = PipelineWorker(
@@ -217,7 +217,7 @@ class StageJoining:
             listen_port=stay.given.listen_port or 0,
         )
 
-    def _member(self, plan: TrainingPlan, terms: Terms, stay: Stay, stage: int) -> StageMember:
+    def _member(self, plan: TrainingPlan, stay: Stay, stage: int) -> StageMember:
         """Load `stage`, in a thread; its files are fetched if they are not here."""
         own = self.cut.stages[stage]
         stay.tell(f"loads stage {stage}: {wording.spanned('block', own)}")
@@ -231,7 +231,6 @@ class StageJoining:
             plan,
             stay.backend,
             workload,
-            terms=terms,
             every=self.cut.blocks,
             stage=stage,
             attempts=stay.attempts,

@@ -70,7 +70,7 @@ async def _stay(desk: Job, job: Mapping[str, Any]) -> Finish:
     backend = backends.open_backend(job["backend"])
     member = Member(plan, lambda rank: backend, workload)
     machine = topology.of(plan).worker(
-        member.terms,
+        member.replicas.terms,
         secret=bytes.fromhex(job["secret"]),
         backend=backend.name,
         rank=job["rank"],

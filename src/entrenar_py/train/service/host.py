@@ -292,8 +292,8 @@ class Host:
         self._made_step = step
         if norm is not None:
             self._look_for_spike(step, norm)
-        num_tokens = self.server.workload.num_tokens(self.server.drawn)
-        times = self._watch.made(reduce_s=self.server.reduce_s, num_tokens=num_tokens)
+        num_tokens = self.server.replicas.workload.num_tokens(self.server.drawn)
+        times = self._watch.made(reduce_s=self.server.reduction.seconds, num_tokens=num_tokens)
         before, self._told = self._told, self.traffic()
         memory = self.memory()
         self.tell(

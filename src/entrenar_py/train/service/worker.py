@@ -191,7 +191,7 @@ class Stay:
         kind = topology.of(plan)
         member = Member(plan, lambda rank: self.backend, workload)
         machine = kind.worker(
-            member.terms,
+            member.replicas.terms,
             secret=self.secret,
             backend=self.backend.name,
             rank=self.given.rank,
