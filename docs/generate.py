@@ -113,7 +113,7 @@ PAYLOADS = {
     "": "",
     "state": "weights, optimizer state, position",
     "events": "trace events, JSON lines",
-    "scenario": "one JSON object",
+    "plan": "one JSON object",
     "block": "float32, one per parameter of the block",
     "file": "the bytes of the piece",
     "hidden states": "one number per row, token and feature",
@@ -329,8 +329,9 @@ def _planned(check: Check, clause: Invariant) -> str:
 def fields() -> str:
     """Return a row per field of a scenario, with its default in a contract."""
     rows = [
-        (f"`{field.name}`", _holds(field), _default(field), MEANINGS[field.name])
-        for field in dataclasses.fields(Scenario)
+        (f"`{name}`", _holds(field), _default(field), MEANINGS[name])
+        for name in next(scenario.expand({})).to_dict()
+        if (field := Scenario.__dataclass_fields__[name])
     ]
     return _table(("field", "holds", "left out", "means"), rows)
 

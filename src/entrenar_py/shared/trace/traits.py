@@ -12,7 +12,7 @@ from typing import Any
 
 from entrenar_py.shared.codec import Schema
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.scenario import Scenario, TrainingPlan
 
 # The values that a field may have, for fields with a fixed choice.
 CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -197,12 +197,14 @@ _WERE: Mapping[str, Traits] = {
 }
 
 
-def from_header(record: Mapping[str, Any]) -> tuple[Scenario, Traits]:
-    """Return the scenario and the traits of a trace's header.
+def from_header(record: Mapping[str, Any]) -> tuple[TrainingPlan, Traits]:
+    """Return the plan, or the scenario, and the traits of a trace's header.
 
     A header without traits was written by hand or by an earlier release, which stored the traits of
     a user's trainer among its scenario's `options`. They are moved to the traits.
     """
+    if "plan" in record:
+        return TrainingPlan.from_dict(record["plan"]), Traits.from_dict(record["traits"])
     scenario = Scenario.from_dict(record["scenario"])
     if "traits" in record:
         traits = Traits.from_dict(record["traits"])

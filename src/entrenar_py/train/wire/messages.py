@@ -99,7 +99,7 @@ class Loaded(Message):
 
 
 class Offer(Message):
-    """Coordinator, to a worker that asks: the run's scenario in the payload, and its timeouts.
+    """Coordinator, to a worker that asks: the run's plan in the payload, and its timeouts.
 
     `heartbeat_s` and `dead_after_s` are in seconds. `package` is the digest of a file that lists
     those of the run; None if workers build model and data themselves. With a package the worker may
@@ -107,7 +107,7 @@ class Offer(Message):
     """
 
     tag: ClassVar[int] = 6
-    carries: ClassVar[str] = "scenario"
+    carries: ClassVar[str] = "plan"
     heartbeat_s: float
     dead_after_s: float
     package: Digest | None

@@ -158,7 +158,7 @@ class Timing:
 
 
 def offer(timing: Timing, proof: str, package: Package | None) -> Offer:
-    """Return the answer to an applicant; its payload is the scenario."""
+    """Return the answer to an applicant; its payload is the plan."""
     heartbeat_s, dead_after_s = float(timing.heartbeat_s), float(timing.dead_after_s)
     digest = None if package is None else package.digest
     return Offer(heartbeat_s=heartbeat_s, dead_after_s=dead_after_s, package=digest, proof=proof)
