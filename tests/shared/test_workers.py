@@ -16,7 +16,7 @@ from entrenar_py.shared.trace import Audit, Saved, Start, Tensors, Trace, Update
 from entrenar_py.shared.workers import Outer
 from entrenar_py.train.arithmetic import checkpoint
 from entrenar_py.train.wire.messages import Applied, Average, Message, Weights, Welcome
-from tests.check.clauses import traces
+from tests import traces
 from tests.systems import by_hand, stars
 from tests.systems.stars import MESH_SIMULATED, REAL, SIMULATED, STEP, subject
 

@@ -15,8 +15,8 @@ from entrenar_py.check.causes.rounding_bounds import Sensitivity
 from entrenar_py.shared.faults import OF_RECORDS, Fault
 from entrenar_py.shared.trace import Drawn, Shard, Start, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Tally, Verdict
+from tests import traces
 from tests.check.causes.test_presuppositions import own, parity
-from tests.check.clauses import traces
 from tests.check.clauses.micro_batch_traces import (
     LOCAL,
     STEPS,
@@ -27,6 +27,7 @@ from tests.check.clauses.micro_batch_traces import (
     times,
     trace_of,
 )
+from tests.traces import broken, undecided
 
 Change = Callable[[Tensors, Trace], Tensors]
 
@@ -106,9 +107,9 @@ def test_random_draws_are_no_excuse_for_one_equation(change: Change, words: str)
 @pytest.mark.parametrize("change", [masked, masked_and_halved, centred])
 def test_what_no_equation_explains_may_come_from_random_draws(change: Change) -> None:
     """A right script whose masks depend on the rank is not falsified."""
-    finding = parity(applied(drawing(own(3)), change), own(1))
-    assert finding.verdict is Verdict.INCONCLUSIVE, finding
-    assert "in the model's forward pass" in finding.reason
+    assert "in the model's forward pass" in undecided(
+        parity(applied(drawing(own(3)), change), own(1))
+    )
 
 
 @pytest.mark.parametrize(
@@ -133,8 +134,7 @@ def test_shares_that_may_be_drawn_are_left_open() -> None:
     for name in traces.one(trace, Shard, step=0).gradient:
         parts = [s.gradient[name].values() for s in trace.of(Shard) if s.step == 0]
         total[name] = traces.values(*np.sum([part for part in parts if part is not None], axis=0))
-    finding = parity(applied(trace, lambda *_: evidence.times(total, 0.2)), own(1))
-    assert finding.verdict is Verdict.INCONCLUSIVE, finding
+    undecided(parity(applied(trace, lambda *_: evidence.times(total, 0.2)), own(1)))
 
 
 def test_few_elements_are_multiples_by_chance() -> None:
@@ -364,10 +364,9 @@ def test_a_tensor_in_16_bits() -> None:
 
 def test_a_change_below_what_rounding_makes() -> None:
     """It is found all the same, at its tensor and element."""
-    broken = compared(with_row(RIGHT)).broken
-    assert broken is not None
-    assert (broken.step, broken.tensor, broken.element) == (0, "b", 7)
-    assert "in what none of its micro-batches gave, allowed 0.0001" in broken.message
+    found = broken(compared(with_row(RIGHT)))
+    assert (found.step, found.tensor, found.element) == (0, "b", 7)
+    assert "in what none of its micro-batches gave, allowed 0.0001" in found.message
     assert compared(RIGHT).broken is None
 
 

@@ -25,8 +25,8 @@ from entrenar_py.check.harness import companions
 from entrenar_py.shared.faults import MERGED, MIRRORED, Fault
 from entrenar_py.shared.trace import Injected, Noticed, Shard, Start, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Finding, Verdict
-from tests.check.clauses import traces
-from tests.check.clauses.traces import altered, scenario
+from tests import traces
+from tests.traces import altered, scenario, undecided
 
 SUBJECT = scenario(detail="values", clip_norm=None)
 
@@ -80,10 +80,9 @@ def test_names_that_don_t_correspond_are_not_compared() -> None:
     """Tensors of other names in the run on one worker are no difference: the reason names them."""
     many, alone = own(), own(1)
     first = min(copies.known_names(many))
-    finding = parity(copies.renamed(many, {first: "head.scale"}), alone)
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "head.scale" in finding.reason
-    assert "give observe() the same module" in finding.reason
+    reason = undecided(parity(copies.renamed(many, {first: "head.scale"}), alone))
+    assert "head.scale" in reason
+    assert "give observe() the same module" in reason
 
 
 def test_ranks_that_hold_other_tensors_are_not_compared() -> None:
@@ -94,10 +93,9 @@ def test_ranks_that_hold_other_tensors_are_not_compared() -> None:
         name = sorted(start.weights)[rank]
         kept = {key: record for key, record in start.weights.items() if key != name}
         trace = altered(trace, Start, {"rank": rank}, weights=kept)
-    finding = replicas(trace, None)
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "ranks 0 and 1 hold tensors of different names" in finding.reason
-    assert 'layout={"pp"' in finding.reason
+    reason = undecided(replicas(trace, None))
+    assert "ranks 0 and 1 hold tensors of different names" in reason
+    assert 'layout={"pp"' in reason
 
 
 def test_two_plain_runs_that_differ_make_no_comparison_count() -> None:
@@ -106,10 +104,9 @@ def test_two_plain_runs_that_differ_make_no_comparison_count() -> None:
     The reason says what differs, and how to seed it.
     """
     many, again, alone = own(), own(seed=5), own(1, seed=6)
-    finding = parity(many, alone, again)
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "two plain runs of the command differ: they begin with other weights" in finding.reason
-    assert "torch.manual_seed" in finding.reason
+    reason = undecided(parity(many, alone, again))
+    assert "two plain runs of the command differ: they begin with other weights" in reason
+    assert "torch.manual_seed" in reason
 
 
 def test_gradients_that_are_all_zero_are_never_held() -> None:
@@ -118,9 +115,9 @@ def test_gradients_that_are_all_zero_are_never_held() -> None:
     many, alone = map(traces.without_gradients, runs)
     beside = Runs(many, {ALONE: (alone,)}, witnesses={REPEATED: (many, many)})
     for check in ("parity", "weighting"):
-        finding = CHECKS[check].judge(traces.clause(check), beside)
-        assert finding.verdict is Verdict.INCONCLUSIVE, finding
-        assert "all gradients of the first steps are zero" in finding.reason
+        assert "all gradients of the first steps are zero" in undecided(
+            CHECKS[check].judge(traces.clause(check), beside)
+        )
     assert parity(runs[0], alone).verdict is Verdict.FALSIFIED
     first = min(copies.known_names(alone))
     assert parity(*(_without_one(run, first) for run in runs)).verdict is Verdict.HELD
@@ -146,9 +143,9 @@ def test_weights_that_never_move_are_never_held() -> None:
         ("replica_identity", [own(2)]),
         ("resume", traces.family("resume", subject)),
     ):
-        still = traces.judge(check, [*map(traces.without_motion, runs)])
-        assert still.verdict is Verdict.INCONCLUSIVE, still
-        assert "no weight moves in 6 steps" in still.reason
+        assert "no weight moves in 6 steps" in undecided(
+            traces.judge(check, [*map(traces.without_motion, runs)])
+        )
         begun = traces.judge(check, [traces.without_motion(run, until=3) for run in runs])
         assert begun.verdict is Verdict.HELD, begun
     parted = of_ranks(traces.without_motion(own(2)), "weights", min(copies.known_names(own(2))))
@@ -161,9 +158,9 @@ def test_weights_that_were_drawn_apart_are_not_compared() -> None:
     Weights that were drawn alike, and changed before the first step, are a difference.
     """
     many, alone = own(), own(1, seed=6)
-    finding = parity(many, alone)
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "the run on 3 workers begins with other weights than the run on 1 w" in finding.reason
+    assert "the run on 3 workers begins with other weights than the run on 1 w" in undecided(
+        parity(many, alone)
+    )
     name = max(copies.known_names(many))
     weights = changed(traces.one(many, Start, rank=0).weights, name, times=0.9)
     place = traces.broken(parity(altered(many, Start, {}, weights=weights), own(1)))
@@ -213,9 +210,9 @@ def test_a_name_that_means_other_tensors_on_ranks() -> None:
         weights = {**event.weights, names[0]: traces.values(1.0, 2.0, 3.0, 4.0, 5.0)}
         trace = altered(trace, Start, {"rank": 1}, weights=weights)
     others = {name: f"stage{number}" for number, name in enumerate(names)}
-    finding = replicas(trace, copies.renamed(alone, others))
-    assert finding.verdict is Verdict.INCONCLUSIVE, finding
-    assert "the name means other tensors there" in finding.reason
+    assert "the name means other tensors there" in undecided(
+        replicas(trace, copies.renamed(alone, others))
+    )
 
 
 def of_ranks(trace: Trace, part: str, name: str, kind: type[Start | Update] = Update) -> Trace:
@@ -239,9 +236,7 @@ def test_a_tensor_of_each_rank_s_own_is_not_taken_for_a_copy() -> None:
     place = traces.broken(replicas(unsent, alone))
     assert (place.step, place.rank, place.tensor) == (-1, 1, name)
     expert = of_ranks(unsent, "gradient", name)
-    finding = replicas(expert, alone)
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert f"each rank begins with its own {name}" in finding.reason
+    assert f"each rank begins with its own {name}" in undecided(replicas(expert, alone))
     assert replicas(traces.was(expert, shared=True), alone).verdict is Verdict.FALSIFIED
     for other in copies.known_names(expert) - {name}:
         expert = of_ranks(of_ranks(expert, "weights", other), "gradient", other)
@@ -254,10 +249,9 @@ def test_gradients_that_the_optimizer_reduces_are_not_compared() -> None:
     """Ranks with other gradients and the same weights reduce in the step: weights are compared."""
     name = max(copies.known_names(own()))
     trace, alone = of_ranks(own(), "gradient", name), own(1)
-    finding = parity(trace, alone)
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert f"hand different gradients of {name} to the optimizer in step 0" in finding.reason
-    assert "obs.reduced()" in finding.reason
+    reason = undecided(parity(trace, alone))
+    assert f"hand different gradients of {name} to the optimizer in step 0" in reason
+    assert "obs.reduced()" in reason
     assert replicas(trace, alone).verdict is Verdict.HELD
     for rank in range(3):
         weights = changed(traces.one(trace, Update, rank=rank, step=1).weights, name, by=1.0)
@@ -291,9 +285,9 @@ def test_a_step_of_copies_is_not_recomputed() -> None:
     name = max(copies.known_names(own()))
     lagging = of_ranks(own(), "weights", name)
     assert rule(lagging).verdict is Verdict.FALSIFIED
-    finding = rule(traces.was(lagging, steps="copies"))
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "steps copies of the model's weights" in finding.reason
+    assert "steps copies of the model's weights" in undecided(
+        rule(traces.was(lagging, steps="copies"))
+    )
 
 
 def turned_nan(trace: Trace, clipping: str = "other") -> Trace:

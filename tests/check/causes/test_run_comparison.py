@@ -13,7 +13,8 @@ from entrenar_py.check.causes import run_comparison
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.trace import End, Event, Shard, Start, Trace, Traits, Update, record_tensor
 from entrenar_py.shared.verdict import Tally
-from tests.check.clauses.traces import scenario
+from tests import traces
+from tests.traces import broken, scenario
 
 Vector = np.ndarray[Any, np.dtype[np.float32]]
 BATCH, ROWS, STEPS = 4, 8, 60
@@ -51,15 +52,14 @@ def regression(
             off = inputs[rows] @ weights - targets[rows]
             terms.append((inputs[rows].T @ off / np.float32(len(rows))).astype(np.float32))
             events.append(
-                Shard(
-                    step=step,
+                traces.shard(
+                    step,
+                    rank,
                     epoch=step * BATCH // ROWS,
-                    rank=rank,
                     shard=rank,
                     ids=tuple(int(row) for row in rows),
                     loss_sum=None,
                     weight=float(len(rows)),
-                    finite=True,
                     gradient=record(terms[-1]),
                 )
             )
@@ -75,13 +75,12 @@ def regression(
             change = first / np.float32(1 - 0.9 ** (step + 1)) / scale
         weights = weights - np.float32(rate) * change
         events += [
-            Update(
-                step=step,
-                rank=rank,
+            traces.update(
+                step,
+                rank,
                 loss=None,
                 weight=float(BATCH),
                 learning_rate=rate,
-                finite=True,
                 weights=record(weights),
                 gradient=record(gradient),
             )
@@ -139,8 +138,7 @@ def test_a_mean_of_means_in_a_later_step(optimizer: str) -> None:
     """It is found in its step, where gradients come apart at once."""
     model = regression(1, optimizer=optimizer)
     trace = regression(2, optimizer=optimizer, uneven_step=9)
-    found = judged(trace, model).broken
-    assert found is not None
+    found = broken(judged(trace, model))
     assert found.step == 9
     assert found.message.endswith("which could mean: a mean of means")
 
@@ -173,8 +171,7 @@ def test_a_batch_that_one_run_alone_leaves_out_ends_the_comparison() -> None:
 def test_a_rate_that_follows_from_the_number_of_workers() -> None:
     """It is an error, unless one worker had to load the batches of two to have as large ones."""
     model, trace = regression(1, rate=0.02), regression(2, rate=0.04)
-    found = judged(trace, model).broken
-    assert found is not None
+    found = broken(judged(trace, model))
     assert found.message.startswith("the learning rate is not the single device's")
     merged = Fault(kind="merged_batches", step=0, value="2")
     model = replace(model, scenario=model.scenario.with_(faults=(merged,)))
@@ -229,6 +226,5 @@ def one_step(num_ranks: int, *, times: float = 1.0) -> Trace:
 def test_rounding_to_16_bits_is_a_share_of_terms_and_not_of_their_sum() -> None:
     """Terms that cancel leave it as large as their sum. A wrong factor is seen in other tensors."""
     assert judged(one_step(2), one_step(1)).broken is None
-    found = judged(one_step(2, times=2.0), one_step(1)).broken
-    assert found is not None
+    found = broken(judged(one_step(2, times=2.0), one_step(1)))
     assert (found.tensor, "twice" in found.message) == ("w", True)

@@ -15,9 +15,9 @@ from entrenar_py.check.clauses import step_rule
 from entrenar_py.check.evidence.needs import Runs
 from entrenar_py.shared.trace import Noticed, Shard, Start, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Tally, Verdict
-from tests.check.clauses import traces
+from tests import traces
 from tests.check.clauses.micro_batch_traces import SHAPES, records, summed, times, trace_of
-from tests.check.clauses.traces import altered, broken, one, scenario, values
+from tests.traces import altered, broken, one, scenario, undecided, values
 
 SUBJECT = scenario(optimizer="momentum")
 BAD = values(1.0, 2.0)
@@ -27,7 +27,10 @@ def sharing(*held: Tensors) -> Trace:
     """Return a run of one step after which each rank holds this optimizer state."""
     subject = scenario(world_size=len(held), optimizer="momentum")
     weights = {"w": values(1.0)}
-    updates = [traces.updated(0, rank, weights, tensors) for rank, tensors in enumerate(held)]
+    updates = [
+        traces.update(0, rank, weights=weights, optimizer=tensors)
+        for rank, tensors in enumerate(held)
+    ]
     return traces.hand_written(*updates, subject=subject)
 
 
@@ -112,9 +115,10 @@ def test_ranks_that_lack_the_same_are_told_together() -> None:
 def test_state_that_no_rank_has_after_some_step() -> None:
     """Buffers recorded after some steps must be recorded after every step."""
     trace = altered(traces.run(SUBJECT), Update, {"step": 4}, buffers={})
-    finding = traces.judge("replica_identity", [trace])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert finding.reason == "ranks 0, 1, 2 recorded no buffers in step 4: record Update.buffers"
+    assert (
+        undecided(traces.judge("replica_identity", [trace]))
+        == "ranks 0, 1, 2 recorded no buffers in step 4: record Update.buffers"
+    )
 
 
 # --- culprit --------------------------------------------------------------------------------------
@@ -189,18 +193,7 @@ def begun(*, num_steps: int = 1, optimizer: str = "sgd", **noticed: Any) -> Trac
     shapes = {"a": (1, 2), "b": (2, 1), "c": (3,)}
     start = Start(step=0, rank=0, weights=weights, trainable=("a", "b"), shapes=shapes)
     seen = Noticed(step=0, rank=0, **noticed)
-    updates = [
-        Update(
-            step=step,
-            rank=0,
-            loss=1.0,
-            weight=1.0,
-            learning_rate=0.1,
-            finite=True,
-            weights=weights,
-        )
-        for step in range(num_steps)
-    ]
+    updates = [traces.update(step, weights=weights) for step in range(num_steps)]
     subject = traces.scenario(world_size=1, optimizer=optimizer)
     return traces.hand_written(start, seen, *updates, subject=subject)
 
@@ -272,23 +265,18 @@ def run(*buffers: Sequence[float], gradient: float = 1.0, alone: bool = False) -
         events.append(Start(step=0, rank=rank, weights={"w": values(1.0)}, trainable=("w",)))
         for step, value in enumerate(own):
             events += [
-                Shard(
-                    step=step,
-                    epoch=0,
-                    rank=rank,
+                traces.shard(
+                    step,
+                    rank,
                     shard=rank,
                     ids=(2 * step, 2 * step + 1) if alone else (2 * step + rank,),
                     loss_sum=None,
-                    weight=1.0,
-                    finite=True,
                 ),
-                Update(
-                    step=step,
-                    rank=rank,
+                traces.update(
+                    step,
+                    rank,
                     loss=None,
                     weight=2.0,
-                    learning_rate=0.1,
-                    finite=True,
                     weights={"w": values(1.0 - step)},
                     local={"mean": values(value)},
                     gradient={"w": values(gradient)},

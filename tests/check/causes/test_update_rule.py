@@ -24,8 +24,8 @@ from entrenar_py.shared.trace import (
     record_tensor,
 )
 from entrenar_py.shared.verdict import Verdict
-from tests.check.clauses import traces
-from tests.check.clauses.traces import hand_written, scenario, values
+from tests import traces
+from tests.traces import hand_written, scenario, values
 
 NUM_STEPS, RATE, DECAY, CLIP = 6, 0.05, 0.1, 0.5
 
@@ -311,13 +311,8 @@ def _trained(constants: dict[str, Any]) -> Trace:
         optimizer.step()
         norm = float(np.linalg.norm(gradient.astype(np.float64)))
         events.append(
-            Update(
-                step=step,
-                rank=0,
-                loss=1.0,
-                weight=1.0,
-                learning_rate=0.1,
-                finite=True,
+            traces.update(
+                step,
                 weights={"w": record_tensor(weight.detach().numpy(), values=True)},
                 gradient={"w": record_tensor(gradient, values=True)},
                 grad_norm=norm,
@@ -398,15 +393,8 @@ def stepped(momenta: Sequence[float], *, wrong: int | None = None, **how: Any) -
         weight -= 0.1 * buffer * (2 if step == wrong else 1)
         events += [
             ruled("SGD", {"momentum": momentum, "weight_decay": 0}, step=step, **how),
-            Update(
-                step=step,
-                rank=0,
-                loss=None,
-                weight=1.0,
-                learning_rate=0.1,
-                finite=True,
-                weights={"w": values(weight)},
-                gradient={"w": values(slopes[step])},
+            traces.update(
+                step, loss=None, weights={"w": values(weight)}, gradient={"w": values(slopes[step])}
             ),
         ]
     made = traces.hand_written(*events, subject=subject)

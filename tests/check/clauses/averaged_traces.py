@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from entrenar_py.shared.trace import Declared, End, Event, Start, Tensors, Trace, Traits, Update
+from tests import traces
 from tests.check.clauses.micro_batch_traces import Vectors, records
-from tests.check.clauses.traces import scenario
+from tests.traces import scenario
 
 SHAPES = {"a": (3, 4), "b": (6,)}
 STEPS = 6
@@ -72,13 +73,12 @@ class Averaged:
             self.weights = {**self.weights, **edited}
         self.weights = {n: v - drawn(number)[n] for n, v in self.weights.items()}
         self.made += 1
-        update = Update(
-            step=number,
-            rank=self.rank,
+        update = traces.update(
+            number,
+            self.rank,
             loss=None,
             weight=4.0,
             learning_rate=1.0,
-            finite=True,
             weights=records(self.weights),
             gradient=records(drawn(number)),
             optimizer=records({f"{n}/step": np.full(1, self.made) for n in self.weights}),

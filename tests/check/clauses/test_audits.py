@@ -13,7 +13,7 @@ from entrenar_py.shared.faults import SILENT, Fault
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Audit, End, Halt, Injected, Membership, Trace, Update
 from entrenar_py.shared.verdict import Verdict
-from tests.check.clauses import traces
+from tests import traces
 
 WRONG = Fault(kind="corrupt_gradient", step=1, rank=1, shard=2, value="0.5")
 AUDITED = Scenario(

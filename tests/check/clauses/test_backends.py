@@ -37,8 +37,8 @@ from entrenar_py.shared.trace import (
     Trace,
 )
 from entrenar_py.shared.verdict import Verdict
-from tests.check.clauses import traces
-from tests.check.clauses.traces import broken, several
+from tests import traces
+from tests.traces import broken, several, undecided
 
 # --- chains ---------------------------------------------------------------------------------------
 
@@ -117,12 +117,12 @@ def test_stand_ins_are_noted() -> None:
 
 def test_a_fault_that_never_struck_is_inconclusive() -> None:
     """A planned fault that never struck is named, and makes the run inconclusive."""
-    finding = judge_chains(
-        INVARIANT,
-        several([chain_trace(NO_CUDA, NO_WGPU, BY_CPU, RESULT, struck=False, faults=(WGPU,))]),
+    assert "the planned out_of_memory of wgpu never struck, in a chain of cuda" in undecided(
+        judge_chains(
+            INVARIANT,
+            several([chain_trace(NO_CUDA, NO_WGPU, BY_CPU, RESULT, struck=False, faults=(WGPU,))]),
+        )
     )
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "the planned out_of_memory of wgpu never struck, in a chain of cuda" in finding.reason
 
 
 @pytest.mark.parametrize(
@@ -183,9 +183,7 @@ def test_dishonest_chains_are_falsified(wrong: Trace, message: str) -> None:
 )
 def test_nothing_to_compare_is_inconclusive(traces: list[Trace], reason: str) -> None:
     """No trace, another system's trace, and a failed run are inconclusive, with a reason."""
-    finding = judge_chains(INVARIANT, several(traces))
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert reason in finding.reason
+    assert reason in undecided(judge_chains(INVARIANT, several(traces)))
 
 
 def test_plan_covers_every_fault() -> None:
@@ -302,9 +300,7 @@ def test_no_gradients_at_all_is_falsified() -> None:
 )
 def test_too_few_backends_are_inconclusive(traces: list[Trace], reason: str) -> None:
     """Fewer than two backends in a run are inconclusive, and skipped backends are named."""
-    finding = judge_manifests(SAME_ORDER, several(traces))
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert reason in finding.reason
+    assert reason in undecided(judge_manifests(SAME_ORDER, several(traces)))
 
 
 def test_plan_covers_every_workload() -> None:
@@ -377,9 +373,10 @@ def test_small_models_are_bounded_only(peak: int) -> None:
 
 def test_every_rank_is_asked_for() -> None:
     """A rank without a measurement is named, and the run is inconclusive."""
-    finding = traces.judge("memory", [measured(world_size=3)])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert finding.reason == "the memory of ranks [1, 2] was not measured"
+    assert (
+        undecided(traces.judge("memory", [measured(world_size=3)]))
+        == "the memory of ranks [1, 2] was not measured"
+    )
     nothing = traces.judge("memory", [traces.hand_written()])
     assert nothing.reason.startswith("no worker's memory was measured: F-HET-002 is decided by a")
 
@@ -431,8 +428,7 @@ def test_a_device_that_is_not_there_is_noted() -> None:
         Attempt(backend="wgpu", served=False, reason="no adapter"),
         subject=traces.scenario(world_size=1, backends=("wgpu",)),
     )
-    finding = traces.judge("memory", [absent])
-    assert finding.verdict is Verdict.INCONCLUSIVE
+    undecided(traces.judge("memory", [absent]))
     together = traces.judge("memory", [absent, measured()])
     assert together.verdict is Verdict.HELD
     assert "not measured: wgpu (no adapter)" in together.notes

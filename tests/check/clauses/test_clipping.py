@@ -15,8 +15,9 @@ from entrenar_py.check.causes.explanations import Explanation
 from entrenar_py.check.clauses import clipping
 from entrenar_py.shared.trace import Shard, Start, Tensors, Trace, Traits, Update, record_tensor
 from entrenar_py.shared.verdict import Tally, Verdict
-from tests.check.clauses import traces
+from tests import traces
 from tests.check.clauses.micro_batch_traces import Vectors, summed, times, trace_of
+from tests.traces import broken
 
 LIMIT = 0.5
 Batches = Sequence[Sequence[Vectors]]  # of each rank
@@ -74,28 +75,22 @@ def run(step: Callable[[Batches], Vectors], *, reduced: bool = False, seeds: int
         applied, whole = step(ranks), mean(ranks)
         for rank, own in enumerate(ranks):
             events += [
-                Shard(
-                    step=number,
-                    epoch=0,
-                    rank=rank,
+                traces.shard(
+                    number,
+                    rank,
                     shard=2 * rank + at,
                     ids=(4 * number + 2 * rank + at,),
                     loss_sum=None,
-                    weight=1.0,
-                    finite=True,
                     gradient=recorded(batch),
                 )
                 for at, batch in enumerate(own)
             ]
         events += [
-            Update(
-                step=number,
-                rank=rank,
+            traces.update(
+                number,
+                rank,
                 loss=None,
                 weight=4.0,
-                learning_rate=0.1,
-                finite=True,
-                weights={},
                 gradient=recorded(whole if reduced else applied),
                 grad_norm=length(whole) if reduced else None,
                 applied_norm=length(applied) if reduced else None,
@@ -159,8 +154,7 @@ ERRORS: Mapping[str, Callable[[Batches], Vectors]] = {
 @pytest.mark.parametrize("words", ERRORS)
 def test_errors(words: str) -> None:
     """Each error is found in the first step, and named."""
-    found = judged(run(ERRORS[words])).broken
-    assert found is not None
+    found = broken(judged(run(ERRORS[words])))
     assert words in found.message
     assert found.step == 0
 
@@ -185,8 +179,7 @@ def test_clipped_before_the_reduction(
     words: str, clip: Callable[[Sequence[Vectors]], Vectors]
 ) -> None:
     """What is clipped before it is added has another direction."""
-    found = judged(run(early(clip))).broken
-    assert found is not None
+    found = broken(judged(run(early(clip))))
     assert words in found.message
 
 
@@ -224,8 +217,7 @@ def test_directions_are_known_until_gradients_are_compressed(since: int) -> None
     right = sent(run(lambda ranks: clipped(mean(ranks))))
     assert right.broken is None
     assert bool(right.missing) is (since == 0)
-    wrong = sent(run(early(lambda own: clipped(added(own))))).broken
-    assert wrong is not None
+    wrong = broken(sent(run(early(lambda own: clipped(added(own))))))
     assert "each rank clipped its own" in wrong.message
 
 
@@ -259,8 +251,7 @@ def test_nothing_to_clip() -> None:
 
 def test_norms_that_the_script_showed() -> None:
     """With `obs.reduced()` the length is known, and a shorter gradient is an error."""
-    found = judged(run(lambda ranks: multiplied(clipped(mean(ranks)), 0.7), reduced=True)).broken
-    assert found is not None
+    found = broken(judged(run(lambda ranks: multiplied(clipped(mean(ranks)), 0.7), reduced=True)))
     assert "has not the length min(norm, clip_norm=0.5)" in found.message
     scaled = judged(run(lambda ranks: multiplied(mean(ranks), 2.0**-10), reduced=True))
     assert scaled.broken is None

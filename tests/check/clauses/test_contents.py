@@ -15,9 +15,9 @@ from entrenar_py.check.evidence.needs import ALONE, Runs
 from entrenar_py.shared.scenario import OBSERVED
 from entrenar_py.shared.trace import Event, Shard, Trace, Update
 from entrenar_py.shared.verdict import Verdict
+from tests import traces
 from tests.check.causes.test_presuppositions import changed, own, parity
-from tests.check.clauses import traces
-from tests.check.clauses.traces import altered, broken, scenario
+from tests.traces import altered, broken, scenario, undecided
 
 SUBJECT = scenario(workload="linear", world_size=2, num_shards=2, num_samples=12, batch_size=4)
 
@@ -40,9 +40,9 @@ def test_replicas_are_given_the_same_rows(traits: dict[str, Any]) -> None:
 
 def test_nothing_shows_how_ranks_are_arranged() -> None:
     """Ranks may share the work on the rows if nothing shows that they don't."""
-    finding = traces.judge("coverage", [given_alike(arranged="guessed")])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "whether they share the work on them is not known" in finding.reason
+    assert "whether they share the work on them is not known" in undecided(
+        traces.judge("coverage", [given_alike(arranged="guessed")])
+    )
 
 
 def test_ranks_share_a_shard() -> None:
@@ -88,10 +88,11 @@ def test_rows_with_other_contents_are_not_called_other_samples() -> None:
         for run in (trace, alone)
     )
     for check in ("coverage", "parity"):
-        finding = CHECKS[check].judge(traces.clause(check), Runs(trace, {ALONE: (alone,)}))
-        assert finding.verdict is Verdict.INCONCLUSIVE
-        assert "other rows" in finding.reason
-        assert "other samples" not in finding.reason
+        reason = undecided(
+            CHECKS[check].judge(traces.clause(check), Runs(trace, {ALONE: (alone,)}))
+        )
+        assert "other rows" in reason
+        assert "other samples" not in reason
 
 
 @pytest.mark.parametrize(("factor", "verdict"), [(1.0, "held"), (2.0, "inconclusive")])
@@ -355,15 +356,12 @@ def coupled(trace: Trace, step: int, *, loss: float | None = None) -> Trace:
             continue
         if isinstance(event, Update):
             shards = [shard for shard in trace.of(Shard) if shard.step == event.step]
-            whole = Shard(
-                step=event.step,
-                rank=0,
+            whole = traces.shard(
+                event.step,
                 epoch=shards[0].epoch,
-                shard=0,
                 ids=tuple(id_ for shard in shards for id_ in shard.ids),
                 loss_sum=sum(shard.loss_sum or 0.0 for shard in shards),
                 weight=sum(shard.weight for shard in shards),
-                finite=True,
                 gradient=event.gradient,
             )
             if event.step == step:
@@ -377,10 +375,9 @@ def coupled(trace: Trace, step: int, *, loss: float | None = None) -> Trace:
 
 def test_a_loss_that_couples_samples_is_not_compared() -> None:
     """No combination of the ranks' gradients is that of one worker, and the loss is another."""
-    finding = parity(own(2), coupled(own(1), 0, loss=99.0))
-    assert finding.verdict is Verdict.INCONCLUSIVE, finding
-    assert "may not be a sum over its samples" in finding.reason
-    assert 'observe(..., loss_over="batch")' in finding.reason
+    reason = undecided(parity(own(2), coupled(own(1), 0, loss=99.0)))
+    assert "may not be a sum over its samples" in reason
+    assert 'observe(..., loss_over="batch")' in reason
 
 
 def over_elements(trace: Trace, counts: dict[frozenset[int], int]) -> Trace:
@@ -433,9 +430,9 @@ def test_a_declared_loss_is_compared(over: str) -> None:
 def test_micro_batches_of_all_ranks_are_compared_if_they_are_the_same() -> None:
     """If each micro-batch has a loss of its own, all runs have to cut the same ones."""
     several, alone = own(2), coupled(own(1), 0, loss=99.0)
-    finding = parity(declared(several, "micro-batch"), declared(alone, "micro-batch"))
-    assert finding.verdict is Verdict.INCONCLUSIVE, finding
-    assert "cut different ones: cut the same" in finding.reason
+    assert "cut different ones: cut the same" in undecided(
+        parity(declared(several, "micro-batch"), declared(alone, "micro-batch"))
+    )
     assert traces.broken(parity(declared(several, "batch"), declared(alone, "batch"))).step == 0
 
 
@@ -443,9 +440,9 @@ def test_micro_batches_of_all_ranks_are_compared_if_they_are_the_same() -> None:
 def test_runs_that_declare_their_losses_differently(over: tuple[str, str]) -> None:
     """The reason says so, and not that micro-batches are cut otherwise."""
     several, alone = own(2), coupled(own(1), 0, loss=99.0)
-    finding = parity(declared(several, over[0]), declared(alone, over[1]))
-    assert finding.verdict is Verdict.INCONCLUSIVE, finding
-    assert "the runs declare loss_over differently: declare the same" in finding.reason
+    assert "the runs declare loss_over differently: declare the same" in undecided(
+        parity(declared(several, over[0]), declared(alone, over[1]))
+    )
 
 
 def test_the_difference_of_two_runs_is_looked_for_once() -> None:

@@ -18,8 +18,8 @@ from entrenar_py.check.evidence.needs import ALONE, Runs
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Membership, Selection, Shard, Start, Trace, Update
 from entrenar_py.shared.verdict import Finding, Tally, Verdict
-from tests.check.clauses import traces
-from tests.check.clauses.traces import altered, broken, scenario, was, without
+from tests import traces
+from tests.traces import altered, broken, scenario, undecided, was, without
 
 SUBJECT = scenario(workload="linear")
 
@@ -33,25 +33,8 @@ def sampled(steps: Sequence[Sequence[Sequence[int]]], subject: Scenario) -> Trac
         for rank, ids in enumerate(by_rank):
             drawn += len(ids)
             events += [
-                Shard(
-                    step=step,
-                    epoch=epoch,
-                    rank=rank,
-                    shard=0,
-                    ids=tuple(ids),
-                    loss_sum=1.0,
-                    weight=float(len(ids)),
-                    finite=True,
-                ),
-                Update(
-                    step=step,
-                    rank=rank,
-                    loss=1.0,
-                    weight=1.0,
-                    learning_rate=0.1,
-                    finite=True,
-                    weights={},
-                ),
+                traces.shard(step, rank, epoch=epoch, ids=tuple(ids), weight=float(len(ids))),
+                traces.update(step, rank),
             ]
     return traces.hand_written(*events, subject=subject)
 
@@ -302,9 +285,9 @@ def test_the_second_half_of_a_run_is_no_short_run() -> None:
     late = [event for event in trace.events if getattr(event, "step", 2) == 2]
     starts = [Start(step=2, rank=rank, weights={}, resumed=True) for rank in (0, 1)]
     half = replace(trace, events=(*starts, *late))
-    finding = traces.judge("coverage", [half])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert finding.reason.startswith("no run came to the end of an epoch")
+    assert undecided(traces.judge("coverage", [half])).startswith(
+        "no run came to the end of an epoch"
+    )
 
 
 @pytest.mark.parametrize("stranger", [3, 7])
@@ -337,23 +320,20 @@ def test_samples_that_are_counted_and_not_named() -> None:
     trace = traces.run(SUBJECT)
     bare = altered(trace, Shard, {}, ids=())
     for found in ([bare], [bare, traces.run(SUBJECT.with_(world_size=1))]):
-        finding = traces.judge("coverage", found)
-        assert finding.verdict is Verdict.INCONCLUSIVE
+        reason = undecided(traces.judge("coverage", found))
         unknown = "the samples of steps 0, 1, 2, 3, 4 and later are unknown"
-        assert finding.reason == f"{unknown}: record Shard.ids"
+        assert reason == f"{unknown}: record Shard.ids"
 
 
 def test_updates_alone_cover_nothing() -> None:
     """Updates without shards prove nothing about samples; a rank without shards is named."""
     trace = traces.run(SUBJECT)
-    finding = traces.judge("coverage", [without(trace, Shard)])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "record a Shard with ids" in finding.reason
+    assert "record a Shard with ids" in undecided(traces.judge("coverage", [without(trace, Shard)]))
     found = broken(traces.judge("coverage", [without(trace, Shard, rank=1, step=3)]))
     assert found.message.endswith("; ranks 1 recorded no Shard of it")
-    finding = traces.judge("coverage", [without(trace, Shard, rank=1)])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert finding.reason.startswith("rank 1 made steps without a micro-batch: record a Shard")
+    assert undecided(traces.judge("coverage", [without(trace, Shard, rank=1)])).startswith(
+        "rank 1 made steps without a micro-batch: record a Shard"
+    )
 
 
 @pytest.mark.parametrize("others", [(), (1,)])
@@ -410,8 +390,7 @@ def test_samples_drawn_with_replacement() -> None:
     strange = replacing([[[0, 0], [3, 6]], steps[1]], subject)
     assert "outside 0 .. 5" in broken(judged(strange)).message
     other = replacing([[[0, 1], [3, 1]], steps[1]], subject.with_(repeat=1))
-    unseeded = judged(replacing(steps, subject), other)
-    assert unseeded.verdict is Verdict.INCONCLUSIVE, unseeded
+    undecided(judged(replacing(steps, subject), other))
     runs = [traces.was(run, seeded=True) for run in (replacing(steps, subject), other)]
     assert "draws other samples" in broken(judged(*runs)).message
 
@@ -468,17 +447,7 @@ def run(
                     **fields,
                 )
             )
-            events.append(
-                Update(
-                    step=step,
-                    rank=rank,
-                    loss=1.0,
-                    weight=1.0,
-                    learning_rate=0.1,
-                    finite=True,
-                    weights={},
-                )
-            )
+            events.append(traces.update(step, rank))
     return traces.hand_written(*events, subject=scenario(**{**usual, **size}))
 
 
@@ -560,9 +529,9 @@ def test_one_worker_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_numbers_of_a_rank_s_own() -> None:
     """An id with other contents on another rank may be another sample, unless a sampler splits."""
     trace = run([[[0, 1], [1, 2]]], contents=True)
-    found = judged_samples(trace)
-    assert found.verdict is Verdict.INCONCLUSIVE
-    assert "sample 1 has other contents on rank 1 than on rank 0" in found.reason
+    assert "sample 1 has other contents on rank 1 than on rank 0" in undecided(
+        judged_samples(trace)
+    )
     assert broken(judged_samples(was(trace, splits=True))).sample_ids == (1,)
 
 
@@ -586,9 +555,7 @@ def test_a_data_set_that_is_guessed() -> None:
     """If nobody says which samples belong to it, an epoch may have some only."""
     trace = in_epochs(run([[[0, 1, 2]], [[3, 6, 7]], [[0, 1, 2]]]), 0, 0, 1)
     assert "4, 5" in broken(judged_samples(trace)).message
-    found = judged_samples(was(trace, population="guessed"))
-    assert found.verdict is Verdict.INCONCLUSIVE
-    assert "6 of 8 samples" in found.reason
+    assert "6 of 8 samples" in undecided(judged_samples(was(trace, population="guessed")))
 
 
 def test_a_stream_that_is_numbered_from_step_to_step() -> None:
@@ -598,8 +565,7 @@ def test_a_stream_that_is_numbered_from_step_to_step() -> None:
     assert beside(trace, alone).verdict is Verdict.HELD
     larger = run([[[0, 1, 2, 3, 4]], [[5, 6, 7, 8, 9]]])
     assert beside(trace, larger).verdict is not Verdict.HELD
-    found = judged_samples(was(trace, population="guessed"))
-    assert found.verdict is Verdict.INCONCLUSIVE
+    undecided(judged_samples(was(trace, population="guessed")))
     again = run([[[0, 1], [2, 3]], [[4, 5], [4, 5]]])
     assert beside(again, alone).verdict is Verdict.FALSIFIED
 
@@ -609,9 +575,7 @@ def test_epochs_that_grow() -> None:
     growing = [[0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7]]
     alone = in_epochs(run([[ids] for ids in growing]), 0, 1, 1)
     trace = in_epochs(run([[ids[::2], ids[1::2]] for ids in growing]), 0, 1, 1)
-    found = beside(trace, alone)
-    assert found.verdict is Verdict.INCONCLUSIVE
-    assert "epoch 0 has only 4 of 8 samples" in found.reason
+    assert "epoch 0 has only 4 of 8 samples" in undecided(beside(trace, alone))
     whole = in_epochs(run([[ids] for ids in [*growing[1:], *growing[1:]]]), 0, 0, 1, 1)
     assert broken(beside(trace, whole)).sample_ids == (4, 5, 6, 7)
 
@@ -631,9 +595,9 @@ def test_epochs_that_grow_and_are_not_told() -> None:
     """A sample that comes again may begin an epoch, unless one worker goes on with others."""
     growing = [[0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7]]
     trace = was(run([[ids[::2], ids[1::2]] for ids in growing]), epochs="untold")
-    found = beside(trace, was(run([[ids] for ids in growing]), epochs="untold"))
-    assert found.verdict is Verdict.INCONCLUSIVE
-    assert "step 1 draws samples again" in found.reason
+    assert "step 1 draws samples again" in undecided(
+        beside(trace, was(run([[ids] for ids in growing]), epochs="untold"))
+    )
     going_on = was(run([[growing[0]], [growing[2]], [growing[0]]]), epochs="untold")
     assert broken(beside(trace, going_on)).step == 1
 
@@ -699,6 +663,4 @@ def test_another_order_on_one_worker_is_judged_by_itself() -> None:
     assert any("another order of samples" in note for note in held.notes)
     twice = [[[1, 3], [2, 6]], [[5, 7], [0, 3]], steps[2]]
     assert broken(both(in_epochs(run(twice), 0, 0, 1), alone)).step == 1
-    unended = both(run(steps[:1]), run([[ALL[0]]]))
-    assert unended.verdict is Verdict.INCONCLUSIVE
-    assert "one worker may have another order" in unended.reason
+    assert "one worker may have another order" in undecided(both(run(steps[:1]), run([[ALL[0]]])))

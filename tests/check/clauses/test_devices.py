@@ -27,12 +27,11 @@ from entrenar_py.shared.trace import (
     Product,
     Stepped,
     Trace,
-    Update,
     record_tensor,
 )
 from entrenar_py.shared.verdict import Finding, Verdict
-from tests.check.clauses import traces
-from tests.check.clauses.traces import several
+from tests import traces
+from tests.traces import broken, several, undecided
 
 # --- products -------------------------------------------------------------------------------------
 
@@ -97,10 +96,9 @@ def test_wrong_products_are_falsified(wrong: Product, message: str) -> None:
 
 def test_element_of_the_counterexample() -> None:
     """The counterexample names the element that broke its bound."""
-    found = judge_products(
-        INVARIANT, several([product_trace(replace(RIGHT, error_f64=1.0))])
-    ).counterexample
-    assert found is not None
+    found = broken(
+        judge_products(INVARIANT, several([product_trace(replace(RIGHT, error_f64=1.0))]))
+    )
     assert (found.place(), found.expected, found.got) == ("tensor product[5]", "<= 0.0002", "1")
 
 
@@ -132,9 +130,7 @@ NO_PRODUCT = "no matrix product was computed on a GPU: F-WGPU-001 is decided by 
 )
 def test_no_product_is_inconclusive(traces: list[Trace], reason: str) -> None:
     """No trace, no product, the CPU alone, or no adapter is inconclusive, with a reason."""
-    finding = judge_products(INVARIANT, several(traces))
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert finding.reason.startswith(reason)
+    assert undecided(judge_products(INVARIANT, several(traces))).startswith(reason)
 
 
 def test_plan_covers_the_hard_cases() -> None:
@@ -192,9 +188,9 @@ def test_right_results_hold(check: str, compared: int) -> None:
     """Exact results, preserved NaNs and a refusal hold. Without an adapter all is inconclusive."""
     finding = traces.judge(check, [operations_trace(EXACT, KEPT, REFUSED)])
     assert (finding.verdict, finding.compared) == (Verdict.HELD, compared), finding
-    missing = traces.judge(check, [operations_trace(status="failed", reason="no adapter")])
-    assert missing.verdict is Verdict.INCONCLUSIVE
-    assert "no adapter" in missing.reason
+    assert "no adapter" in undecided(
+        traces.judge(check, [operations_trace(status="failed", reason="no adapter")])
+    )
 
 
 @pytest.mark.parametrize(
@@ -232,9 +228,9 @@ def test_what_is_right_need_not_be_refused() -> None:
 
 def test_nans_that_reach_nothing_show_nothing() -> None:
     """A NaN that reaches no result, as in a comparison, makes the run inconclusive."""
-    finding = traces.judge("device_finiteness", [operations_trace(EXACT, replace(KEPT, reached=0))])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "no NaN reached a result" in finding.reason
+    assert "no NaN reached a result" in undecided(
+        traces.judge("device_finiteness", [operations_trace(EXACT, replace(KEPT, reached=0))])
+    )
 
 
 # --- training ----------------------------------------------------------------------------------
@@ -244,10 +240,7 @@ SHORT = CHECKS["device_training"].plan(traces.clause("device_training"))[0].with
 
 def trained(scenario: Scenario, *losses: float) -> Trace:
     """Return a run with these losses."""
-    updates = [
-        Update(step=step, rank=0, loss=loss, weight=7.0, learning_rate=0.1, finite=True, weights={})
-        for step, loss in enumerate(losses)
-    ]
+    updates = [traces.update(step, loss=loss, weight=7.0) for step, loss in enumerate(losses)]
     return replace(operations_trace(*updates), scenario=scenario)
 
 
@@ -285,9 +278,9 @@ def test_losses_that_are_missing_are_missing(losses: tuple[float, ...]) -> None:
 
 def test_a_device_without_the_cpu_beside_it_is_inconclusive() -> None:
     """Without the run on the CPU there is nothing to compare with."""
-    finding = traces.judge("device_training", [trained(SHORT, 2.0, 1.5, 1.0)], 1e-4)
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "no run on the CPU" in finding.reason
+    assert "no run on the CPU" in undecided(
+        traces.judge("device_training", [trained(SHORT, 2.0, 1.5, 1.0)], 1e-4)
+    )
 
 
 def test_training_is_planned_for_a_hundred_steps() -> None:
@@ -368,9 +361,9 @@ def test_right_steps_hold(check: str) -> None:
 @pytest.mark.parametrize("check", CHECKED)
 def test_a_run_without_an_adapter_is_inconclusive(check: str) -> None:
     """The reason repeats the message of the adapter's library."""
-    finding = traces.judge(check, [steps_trace(status="failed", reason="no adapter")])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "no adapter" in finding.reason
+    assert "no adapter" in undecided(
+        traces.judge(check, [steps_trace(status="failed", reason="no adapter")])
+    )
 
 
 @pytest.mark.parametrize(
@@ -387,9 +380,7 @@ def test_a_run_without_an_adapter_is_inconclusive(check: str) -> None:
 )
 def test_no_later_step_is_inconclusive(check: str, events: tuple[Event, ...], reason: str) -> None:
     """Steps made once each, and results without a bound, are inconclusive."""
-    finding = traces.judge(check, [steps_trace(*events)])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert reason in finding.reason
+    assert reason in undecided(traces.judge(check, [steps_trace(*events)]))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ from entrenar_py.shared.trace import (
     Update,
 )
 from entrenar_py.shared.verdict import Finding, Verdict
-from tests.check.clauses import traces
+from tests import traces
+from tests.traces import undecided
 
 # --- weights --------------------------------------------------------------------------------------
 
@@ -145,15 +146,7 @@ def test_adapters_begin_as_nothing() -> None:
 def test_what_is_read_is_the_last_step() -> None:
     def updates(*numbers: float) -> list[Update]:
         return [
-            Update(
-                step=step,
-                rank=0,
-                loss=1.0,
-                weight=1.0,
-                learning_rate=0.1,
-                finite=True,
-                weights={"a": traces.values(number), "b": traces.values(number)},
-            )
+            traces.update(step, weights={"a": traces.values(number), "b": traces.values(number)})
             for step, number in enumerate(numbers)
         ]
 
@@ -212,13 +205,10 @@ def run(
         weights = weights - np.float32(0.1) * gradient
         norm = float(np.linalg.norm(gradient.astype(np.float64)))
         events.append(
-            Update(
-                step=step,
-                rank=0,
+            traces.update(
+                step,
                 loss=float(loss),
                 weight=2.0,
-                learning_rate=0.1,
-                finite=True,
                 weights=kept(weights),
                 gradient=kept(gradient),
                 grad_norm=norm,
@@ -294,8 +284,7 @@ def test_float64_is_judged_by_what_rounding_explains() -> None:
 
     assert traces.judge("textbook_steps", [steps(1.0)]).verdict is Verdict.HELD
     assert traces.broken(traces.judge("textbook_steps", [steps(1.1)])).step == 1
-    other = traces.judge("textbook_steps", [steps(9.0, of="merged model")])
-    assert other.verdict is Verdict.INCONCLUSIVE
+    undecided(traces.judge("textbook_steps", [steps(9.0, of="merged model")]))
 
 
 # --- adapters of several ranks --------------------------------------------------------------------
@@ -308,15 +297,7 @@ def of_strategy(**arrays: np.ndarray[tuple[int], np.dtype[np.float32]]) -> trace
 
 
 def single() -> Trace:
-    made = Update(
-        step=3,
-        rank=0,
-        loss=1.0,
-        weight=1.0,
-        learning_rate=0.1,
-        finite=True,
-        weights=of_strategy(w=LAST),
-    )
+    made = traces.update(3, weights=of_strategy(w=LAST))
     return traces.hand_written(Start(step=0, rank=0, weights=of_strategy(w=FIRST)), made)
 
 

@@ -13,8 +13,8 @@ from entrenar_py.check.evidence.needs import REPEATED, Runs
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.trace import End, Halt, Injected, Saved, Shard, Start, Trace, Update
 from entrenar_py.shared.verdict import Verdict
-from tests.check.clauses import traces
-from tests.check.clauses.traces import altered, broken, scenario, values, without
+from tests import traces
+from tests.traces import altered, broken, scenario, undecided, values, without
 
 NAN = Fault(kind="non_finite_gradient", step=2, rank=1, value="nan")
 CALM = scenario()
@@ -42,9 +42,9 @@ def test_a_micro_batch_that_was_skipped_is_not_known() -> None:
     known = altered(known, Shard, {"step": 2, "rank": 1}, ids=(10,))
     assert traces.judge("finiteness", [known]).verdict is Verdict.FALSIFIED
     own = altered(known, Shard, {"step": 2, "rank": 1}, ids=(), unknown="a stream")
-    finding = traces.judge("finiteness", [own])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "the micro-batch of step 2 in which a value was planted is not" in finding.reason
+    assert "the micro-batch of step 2 in which a value was planted is not" in undecided(
+        traces.judge("finiteness", [own])
+    )
     update = traces.one(own, Update, step=2, rank=1)
     weights = {name: replace(one, digest="0" * 32) for name, one in update.weights.items()}
     alone = altered(own, Update, {"step": 2, "rank": 1}, weights=weights)
@@ -62,9 +62,9 @@ def test_a_gradient_that_no_optimizer_applies() -> None:
     subject = trace.scenario.with_(workload="own", system="command")
     turns = altered(replace(trace, scenario=subject), Shard, {"step": 2}, gradient={})
     turns = altered(turns, Shard, {"step": 2, "rank": 1}, finite=False)
-    finding = traces.judge("finiteness", [turns])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "may be one that no optimizer applies, since several take turns" in finding.reason
+    assert "may be one that no optimizer applies, since several take turns" in undecided(
+        traces.judge("finiteness", [turns])
+    )
     sharded = altered(turns, Shard, {}, gradient={})
     assert "take turns" not in traces.judge("finiteness", [sharded]).reason
     halted = without(turns, Update, step=2)
@@ -117,9 +117,10 @@ def test_the_halt_names_the_place(wrong: dict[str, int | None]) -> None:
 def test_what_the_halt_does_not_name_is_missing(unnamed: dict[str, Any], missing: str) -> None:
     """Fields that a halt does not name are missing, and the reason lists them."""
     trace = traces.run(scenario(faults=(replace(NAN, step=1),)))
-    finding = traces.judge("finiteness", [altered(trace, Halt, {}, **unnamed)])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert finding.reason == f"the halt in step 1 does not name {missing}: record them in it"
+    assert (
+        undecided(traces.judge("finiteness", [altered(trace, Halt, {}, **unnamed)]))
+        == f"the halt in step 1 does not name {missing}: record them in it"
+    )
 
 
 def test_a_halt_that_names_half_a_wrong_place() -> None:
@@ -243,9 +244,7 @@ def test_a_halt_in_a_step_without_shards() -> None:
     trace = traces.run(POISONED)
     bare = replace(trace, events=tuple(e for e in trace.events if not isinstance(e, Injected)))
     bare = without(replace(bare, scenario=CALM), Shard, step=2)
-    finding = traces.judge("finiteness", [bare])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "with finite=False for the one at fault" in finding.reason
+    assert "with finite=False for the one at fault" in undecided(traces.judge("finiteness", [bare]))
 
 
 def halting(**named: Any) -> Trace:
@@ -265,9 +264,9 @@ def test_a_halt_of_a_rank_that_recorded_no_shard() -> None:
         (without(without(halting(), Shard, step=2, rank=1), Start), "rank 1 recorded no shard"),
         (halting(rank=1, shard=9), "no shard of rank 1 was recorded"),
     ):
-        finding = traces.judge("finiteness", [trace])
-        assert finding.verdict is Verdict.INCONCLUSIVE
-        assert f"the run halted in step 2: {unknown}: record" in finding.reason
+        assert f"the run halted in step 2: {unknown}: record" in undecided(
+            traces.judge("finiteness", [trace])
+        )
     for trace in (halting(rank=1), halting()):
         assert "every shard was finite" in broken(traces.judge("finiteness", [trace])).message
 
@@ -278,13 +277,11 @@ def test_shards_that_one_rank_did_not_record() -> None:
         without(traces.run(CALM), Shard, rank=1),
         without(traces.run(CALM), Shard, step=3, rank=2),
     ):
-        finding = traces.judge("finiteness", [bare])
-        assert finding.verdict is Verdict.INCONCLUSIVE
-        assert "record a Shard with" in finding.reason
+        assert "record a Shard with" in undecided(traces.judge("finiteness", [bare]))
 
 
 def test_updates_without_shards() -> None:
     """Finite updates without shards are inconclusive: a gradient may have lost its NaN."""
-    finding = traces.judge("finiteness", [without(traces.run(CALM), Shard)])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "record a Shard with" in finding.reason
+    assert "record a Shard with" in undecided(
+        traces.judge("finiteness", [without(traces.run(CALM), Shard)])
+    )

@@ -18,11 +18,10 @@ from entrenar_py.shared.trace import (
     Shard,
     Start,
     Tokens,
-    Update,
 )
 from entrenar_py.shared.verdict import Finding, Verdict
-from tests.check.clauses import traces
-from tests.check.clauses.traces import broken, values
+from tests import traces
+from tests.traces import broken, undecided, values
 
 UNIT = 2.0**-23
 TOKENS = Tokens(step=0, rank=0, micro_batch=0, rows=2, positions=8)
@@ -282,15 +281,7 @@ def test_names_that_were_one_tensor_stay_one(copy: float) -> None:
     """Found is the first step after which they differ."""
     shared = Noticed(step=0, rank=0, shared=(("w", "v"),))
     start = Start(step=0, rank=0, weights={"w": values(0.0)}, trainable=("w",))
-    update = Update(
-        step=0,
-        rank=0,
-        loss=1.0,
-        weight=1.0,
-        learning_rate=0.1,
-        finite=True,
-        weights={"w": values(1.0), "v": values(copy)},
-    )
+    update = traces.update(0, weights={"w": values(1.0), "v": values(copy)})
     finding = judged("tied_tables", TOKENS, start, shared, update)
     if copy == 1.0:
         assert (finding.verdict, finding.compared) == (Verdict.HELD, 2)
@@ -317,20 +308,7 @@ def dropped(check: str, *events: Event) -> Finding:
 
 def trained(*off: bool) -> list[Shard]:
     """Return the micro-batch of each step of a rank, in evaluation mode where `off` says so."""
-    return [
-        Shard(
-            step=step,
-            epoch=0,
-            rank=0,
-            shard=0,
-            ids=(step,),
-            loss_sum=1.0,
-            weight=1.0,
-            finite=True,
-            evaluating=one,
-        )
-        for step, one in enumerate(off)
-    ]
+    return [traces.shard(step, ids=(step,), evaluating=one) for step, one in enumerate(off)]
 
 
 EVALUATED = Evaluated(step=1, rank=0, counted=8, training=False, drew=False)
@@ -357,8 +335,7 @@ def test_an_evaluation_with_masks_is_found() -> None:
     as_trained = replace(EVALUATED, training=True)
     broken(dropped("modes", *trained(False), replace(as_trained, drew=True)))
     assert dropped("modes", *trained(False), as_trained).verdict is Verdict.HELD
-    noise = dropped("modes", *trained(False), replace(EVALUATED, drew=True))
-    assert noise.verdict is Verdict.INCONCLUSIVE
+    undecided(dropped("modes", *trained(False), replace(EVALUATED, drew=True)))
 
 
 def test_a_layer_that_is_computed_again_draws_the_same_masks() -> None:

@@ -10,8 +10,8 @@ import pytest
 from entrenar_py.shared.scenario import OBSERVED
 from entrenar_py.shared.trace import Declared, Ruled, Shard, Start, Trace, Update
 from entrenar_py.shared.verdict import Finding, Verdict
-from tests.check.clauses import traces
-from tests.check.clauses.traces import broken, scenario, values
+from tests import traces
+from tests.traces import broken, scenario, undecided, values
 
 
 def moving(
@@ -30,13 +30,9 @@ def moving(
         frozen=("e",),
     )
     updates = [
-        Update(
-            step=step,
-            rank=0,
-            loss=1.0,
-            weight=1.0,
+        traces.update(
+            step,
             learning_rate=learning_rate,
-            finite=True,
             weights={"w": values(weight), "e": values(frozen[step + 1])},
             gradient={} if gradients is None else {"w": values(gradients[step])},
         )
@@ -47,20 +43,7 @@ def moving(
 
 def passes() -> list[Shard]:
     """Return three steps' micro-batches, which gave the weight a gradient."""
-    return [
-        Shard(
-            step=step,
-            epoch=0,
-            rank=0,
-            shard=0,
-            ids=(0,),
-            loss_sum=1.0,
-            weight=1.0,
-            finite=True,
-            gradient={"w": values(0.5)},
-        )
-        for step in range(3)
-    ]
+    return [traces.shard(step, ids=(0,), gradient={"w": values(0.5)}) for step in range(3)]
 
 
 def test_a_weight_that_never_moves() -> None:
@@ -107,9 +90,7 @@ def test_tensors_that_an_own_rule_steps_in_turn() -> None:
     late = of_own(u=[1, 2, 2, 2, 2], v=[1, 1, 2, 3, 3], w=[1, 1, 1, 1, 2])
     assert traces.judge("liveness", [late]).verdict is Verdict.HELD
     never = of_own(u=[1, 2, 2, 2, 2], v=[1, 1, 2, 3, 4], w=[1, 1, 1, 1, 1])
-    found = traces.judge("liveness", [never])
-    assert found.verdict is Verdict.INCONCLUSIVE
-    assert "its turn did not come; run longer" in found.reason
+    assert "its turn did not come; run longer" in undecided(traces.judge("liveness", [never]))
 
 
 def test_a_tensor_that_an_own_rule_forgets() -> None:
@@ -178,9 +159,9 @@ def test_a_tensor_may_rest(trace: Trace) -> None:
 
 def test_a_tensor_without_gradient() -> None:
     """A tensor that never changes, and whose gradient is always zero, is inconclusive."""
-    finding = traces.judge("liveness", [moving([1, 1, 1, 1, 1], gradients=[0] * 4)])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert finding.reason.startswith("w never moved and its gradient was zero in all steps on rank")
+    assert undecided(
+        traces.judge("liveness", [moving([1, 1, 1, 1, 1], gradients=[0] * 4)])
+    ).startswith("w never moved and its gradient was zero in all steps on rank")
 
 
 def test_an_expert_that_is_used_late() -> None:
@@ -212,27 +193,25 @@ def test_clipping_shortens_what_must_move() -> None:
 
 def test_a_gradient_that_was_not_recorded() -> None:
     """Without the gradient of an unchanged tensor the run is inconclusive, with advice."""
-    finding = traces.judge("liveness", [moving([1, 1, 1, 1])])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "record Start.weights and Update.gradient with values" in finding.reason
+    assert "record Start.weights and Update.gradient with values" in undecided(
+        traces.judge("liveness", [moving([1, 1, 1, 1])])
+    )
 
 
 def test_a_tensor_that_nothing_used() -> None:
     """A tensor that alone has no gradient never had one; its values are not asked for."""
     trace = moving([1, 1, 1, 1])
     other = traces.altered(trace, Update, {}, gradient={"other": traces.values(1.0)})
-    finding = traces.judge("liveness", [other])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "never had a gradient on rank 0" in finding.reason
+    assert "never had a gradient on rank 0" in undecided(traces.judge("liveness", [other]))
 
 
 def test_a_tensor_that_is_used_in_some_steps() -> None:
     """A gradient that was zero where there was one is not said to have been zero in all steps."""
     trace = moving([1, 1, 1, 1], gradients=[0] * 3)
     other = traces.altered(trace, Update, {"step": 1}, gradient={"other": values(1.0)})
-    finding = traces.judge("liveness", [other])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "its gradient was zero in the steps that had one on rank 0" in finding.reason
+    assert "its gradient was zero in the steps that had one on rank 0" in undecided(
+        traces.judge("liveness", [other])
+    )
 
 
 def test_a_gradient_that_never_came_to_the_optimizer() -> None:
@@ -261,32 +240,29 @@ def test_a_gradient_that_a_script_takes_away_on_one_worker(size: int, is_open: b
 def test_weights_that_were_not_recorded() -> None:
     """A declared tensor without recorded weights is missing, not falsified."""
     trace = traces.altered(moving([1, 2, 3, 4]), Update, {"step": 1}, weights={})
-    finding = traces.judge("liveness", [trace])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "rank 0 recorded no weights of frozen e in step 1: record Start" in finding.reason
+    assert "rank 0 recorded no weights of frozen e in step 1: record Start" in undecided(
+        traces.judge("liveness", [trace])
+    )
 
 
 def test_updates_without_a_start() -> None:
     """Without a Start no tensor is declared trainable or frozen."""
-    finding = traces.judge("liveness", [traces.without(moving([1, 1, 1, 1]), Start)])
-    assert finding.verdict is Verdict.INCONCLUSIVE
+    undecided(traces.judge("liveness", [traces.without(moving([1, 1, 1, 1]), Start)]))
 
 
 def test_a_frozen_tensor_is_known_after_every_step() -> None:
     """A frozen tensor without recorded weights in some step may have changed there."""
     trace = moving([1, 2, 3, 4])
     bare = traces.altered(trace, Update, {"step": 2}, weights={"w": values(4.0)})
-    finding = traces.judge("liveness", [bare])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "recorded no weights of frozen e in step 2: record" in finding.reason
+    assert "recorded no weights of frozen e in step 2: record" in undecided(
+        traces.judge("liveness", [bare])
+    )
 
 
 def test_one_rank_without_a_start() -> None:
     """The trainable tensors of a rank without a Start are unknown, whatever others declared."""
     trace = traces.without(traces.run(scenario()), Start, rank=1)
-    finding = traces.judge("liveness", [trace])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert finding.reason.startswith(
+    assert undecided(traces.judge("liveness", [trace])).startswith(
         "rank 1 made updates from an unknown start in step 0: record a Start"
     )
 
@@ -310,11 +286,9 @@ def test_tensors_that_were_not_declared_or_not_recorded() -> None:
             "rank 0 recorded no weights of frozen f before the first step and later",
         ),
     ):
-        finding = traces.judge(
-            "liveness", [traces.altered(moving([1, 2, 3, 4]), Start, {}, **changes)]
-        )
-        assert finding.verdict is Verdict.INCONCLUSIVE
-        assert finding.reason.startswith(missing)
+        assert undecided(
+            traces.judge("liveness", [traces.altered(moving([1, 2, 3, 4]), Start, {}, **changes)])
+        ).startswith(missing)
 
 
 def test_what_the_script_declares() -> None:
@@ -360,13 +334,9 @@ def named(
         shapes=shapes,
     )
     updates = [
-        Update(
-            step=step,
-            rank=0,
+        traces.update(
+            step,
             loss=None,
-            weight=1.0,
-            learning_rate=0.1,
-            finite=True,
             weights=one,
             gradient={name: values(*[0.5] * len(weights[0][name])) for name in trained},
         )
@@ -420,9 +390,7 @@ def test_adapters_that_are_merged_and_taken_out_again() -> None:
 def test_a_frozen_weight_that_moves_otherwise_is_left_open() -> None:
     """A memory or a codebook may be written to on purpose."""
     base = [[1.0 + step * n for n in range(6)] for step in range(5)]
-    finding = traces.judge("liveness", [adapted(base)])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "nobody declared whether it may" in finding.reason
+    assert "nobody declared whether it may" in undecided(traces.judge("liveness", [adapted(base)]))
 
 
 @pytest.mark.parametrize("num_shrunk", [1, 2])
@@ -470,17 +438,7 @@ def test_a_bias_that_the_loss_can_not_see(slope: float) -> None:
     trace = traces.altered(named(weights, trained), Start, {}, trainable=(*trained,), frozen=())
     trace = traces.altered(trace, Update, {}, gradient=gave)
     shards = [
-        Shard(
-            step=n,
-            epoch=0,
-            rank=0,
-            shard=0,
-            ids=(n,),
-            loss_sum=1.0,
-            weight=1.0,
-            finite=True,
-            gradient=gave if n % 2 else {"2.weight": values(1.0)},
-        )
+        traces.shard(n, ids=(n,), gradient=gave if n % 2 else {"2.weight": values(1.0)})
         for n in range(4)
     ]
     finding = traces.judge("liveness", [replace(trace, events=(*shards, *trace.events))])

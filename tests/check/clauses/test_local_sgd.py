@@ -31,10 +31,10 @@ from entrenar_py.shared.trace import (
     record_tensor,
 )
 from entrenar_py.shared.verdict import Finding, Verdict
+from tests import traces
 from tests.check.causes.test_presuppositions import SUBJECT, own, replicas
-from tests.check.clauses import traces
 from tests.check.clauses.test_parity import oracle
-from tests.check.clauses.traces import altered, broken, clause, judge, one, run, without
+from tests.traces import altered, broken, clause, judge, one, run, undecided, without
 
 NAMES = ("outer_agreement", "outer_schedule", "outer_step", "outer_parity", "outer_finiteness")
 
@@ -140,9 +140,7 @@ def test_a_nan_that_nobody_minded(trace: Trace) -> None:
 def test_parity_asks_for_rounds_of_one_step(trace: Trace) -> None:
     """A run with longer rounds is inconclusive, since it is another training."""
     longer = replace(trace, scenario=trace.scenario.with_(options={"inner_steps": 2}))
-    finding = judge("outer_parity", [longer])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "only with optimizer=sgd" in finding.reason
+    assert "only with optimizer=sgd" in undecided(judge("outer_parity", [longer]))
 
 
 def test_what_presupposes_common_steps_does_not_apply(trace: Trace) -> None:
@@ -364,26 +362,22 @@ def ran(
         for rank, count in enumerate(samples):
             ids = tuple(range(sum(samples[:rank]), sum(samples[: rank + 1])))
             events.append(
-                Shard(
-                    step=step,
+                traces.shard(
+                    step,
+                    rank,
                     epoch=step,
-                    rank=rank,
                     shard=rank,
                     ids=ids,
-                    loss_sum=1.0,
                     weight=count,
-                    finite=True,
                     gradient=recorded(slopes[rank]),
                 )
             )
         events += [
-            Update(
-                step=step,
-                rank=rank,
+            traces.update(
+                step,
+                rank,
                 loss=None,
                 weight=sum(samples),
-                learning_rate=0.1,
-                finite=True,
                 weights=recorded(held[rank]),
                 gradient=recorded(own[rank]),
                 edited=recorded(edited[rank]),

@@ -27,10 +27,10 @@ from entrenar_py.shared.trace import (
     record_tensor,
 )
 from entrenar_py.shared.verdict import Finding, Verdict
+from tests import traces
 from tests.check.causes.test_presuppositions import changed, own
-from tests.check.clauses import traces
 from tests.check.clauses.test_contents import coupled
-from tests.check.clauses.traces import altered, broken, scenario, without
+from tests.traces import altered, broken, scenario, undecided, without
 
 SUBJECT = scenario(detail="values")
 LONG = scenario(workload="linear", num_steps=102, learning_rate=0.001)
@@ -170,9 +170,7 @@ def test_a_step_that_the_single_device_lacks() -> None:
     """Steps after the oracle stopped are inconclusive."""
     *others, model = family()
     short = without(model, Update, step=5)
-    finding = traces.judge("parity", [*others, short])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "no step 5" in finding.reason
+    assert "no step 5" in undecided(traces.judge("parity", [*others, short]))
 
 
 def test_a_single_device_that_halts_decides_nothing() -> None:
@@ -183,24 +181,22 @@ def test_a_single_device_that_halts_decides_nothing() -> None:
     halted = replace(model, events=(*events, end))
     shorter = without(without(of_a_script, Update, step=5), Update, step=4)
     shorter = replace(without(shorter, Update, step=3), promises=())
-    finding = traces.judge("parity", [shorter, halted])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "diverged" in finding.reason
+    assert "diverged" in undecided(traces.judge("parity", [shorter, halted]))
 
 
 def test_a_loss_of_the_single_device_that_is_nan() -> None:
     """A NaN loss of the single device is inconclusive, even if the run has NaN, too."""
     *others, model = family()
-    finding = traces.judge("parity", [*others, altered(model, Update, {"step": 3}, loss=math.nan)])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "loss of step 3 is not finite" in finding.reason
+    assert "loss of step 3 is not finite" in undecided(
+        traces.judge("parity", [*others, altered(model, Update, {"step": 3}, loss=math.nan)])
+    )
 
 
 def test_without_the_single_device_nothing_is_known() -> None:
     """A run alone is inconclusive."""
-    finding = traces.judge("parity", [replace(traces.run(SUBJECT), promises=())])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "one worker" in finding.reason
+    assert "one worker" in undecided(
+        traces.judge("parity", [replace(traces.run(SUBJECT), promises=())])
+    )
 
 
 def test_dropout_is_compared_only_where_masks_agree() -> None:
@@ -260,19 +256,16 @@ def test_masks_that_nobody_recorded_are_not_taken_for_equal() -> None:
     known = [of_a_script(traces.run(subject.with_(world_size=count))) for count in (3, 1)]
     assert traces.judge("parity", known).verdict is Verdict.HELD
     unknown = [altered(trace, Shard, {}, draws=None) for trace in known]
-    finding = traces.judge("parity", unknown)
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "since no Shard has draws: use dropout 0" in finding.reason
+    assert "since no Shard has draws: use dropout 0" in undecided(traces.judge("parity", unknown))
 
 
 def test_batch_normalisation_is_another_run_on_one_worker() -> None:
     """Batch normalisation by each rank's samples is not compared with one worker."""
     runs = [of_a_script(traces.run(SUBJECT.with_(world_size=count))) for count in (3, 1)]
     told = [traces.was(run, batch_norm=True) for run in runs]
-    finding = traces.judge("parity", told)
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "each rank's own samples" in finding.reason
-    assert "use SyncBatchNorm" in finding.reason
+    reason = undecided(traces.judge("parity", told))
+    assert "each rank's own samples" in reason
+    assert "use SyncBatchNorm" in reason
 
 
 @pytest.mark.parametrize("check", ["parity", "weighting"])
@@ -292,9 +285,9 @@ def test_the_run_that_is_missing_is_named(
     check: str, runs: list[dict[str, Any]], reason: str
 ) -> None:
     """The reason says which run to record, and how the nearest recorded run differs from it."""
-    finding = traces.judge(check, [of_a_script(traces.run(SUBJECT), **changes) for changes in runs])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert reason in finding.reason
+    assert reason in undecided(
+        traces.judge(check, [of_a_script(traces.run(SUBJECT), **changes) for changes in runs])
+    )
 
 
 @pytest.mark.parametrize(
@@ -310,9 +303,7 @@ def test_a_data_set_of_unknown_size_is_given_none(population: str, reason: str) 
     runs = [of_a_script(traces.run(SUBJECT), **script)]
     runs.append(of_a_script(traces.run(SUBJECT), **script, world_size=1, num_samples=30))
     told = [traces.was(run, population=population) for run in runs]
-    finding = traces.judge("parity", told)
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert finding.reason.startswith(reason)
+    assert undecided(traces.judge("parity", told)).startswith(reason)
 
 
 @pytest.mark.parametrize("silent", [0, 1])
@@ -324,9 +315,7 @@ def test_runs_without_steps_or_samples_are_not_compared(silent: int) -> None:
         (altered(runs[silent], Shard, {}, ids=()), "record Shard.ids in both runs"),
     ):
         found = [*runs[:silent], partial, *runs[silent + 1 :]]
-        finding = traces.judge("parity", found)
-        assert finding.verdict is Verdict.INCONCLUSIVE
-        assert missing in finding.reason
+        assert missing in undecided(traces.judge("parity", found))
 
 
 @pytest.mark.parametrize("part", ["gradient", "weights", "buffers"])
@@ -336,9 +325,9 @@ def test_one_comparison_excuses_no_gap(part: str) -> None:
     """
     trace = replace(traces.run(SUBJECT), promises=())
     trace = altered(trace, Update, {"step": 2, "rank": 1}, **{part: {}})
-    finding = traces.judge("parity", family(trace))
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert finding.reason.startswith(f"rank 1 was not compared by {part} in step 2: record Update.")
+    assert undecided(traces.judge("parity", family(trace))).startswith(
+        f"rank 1 was not compared by {part} in step 2: record Update."
+    )
     wrong = scaled(traces.one(trace, Update, step=3, rank=2).gradient, 2.0)
     trace = altered(trace, Update, {"step": 3, "rank": 2}, gradient=wrong)
     assert broken(traces.judge("parity", family(trace))).step == 3
@@ -347,26 +336,26 @@ def test_one_comparison_excuses_no_gap(part: str) -> None:
 def test_a_start_without_values() -> None:
     """One rank's initial weights are missing if the others' are known."""
     trace = altered(traces.run(SUBJECT), Start, {"rank": 1}, weights={})
-    finding = traces.judge("parity", family(trace))
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert finding.reason.startswith("rank 1 was not compared by weights before the first step")
+    assert undecided(traces.judge("parity", family(trace))).startswith(
+        "rank 1 was not compared by weights before the first step"
+    )
 
 
 def test_samples_of_one_rank_that_are_unnamed() -> None:
     """Samples without ids are unknown, and don't differ from the single device's."""
     trace = altered(traces.run(SUBJECT), Shard, {"step": 1, "rank": 1}, ids=())
-    finding = traces.judge("parity", family(replace(trace, promises=())))
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert finding.reason.startswith("the samples of step 1 are unknown: record Shard.ids")
+    assert undecided(traces.judge("parity", family(replace(trace, promises=())))).startswith(
+        "the samples of step 1 are unknown: record Shard.ids"
+    )
 
 
 @pytest.mark.parametrize("check", ["parity", "weighting"])
 def test_masks_are_not_excused_by_nothing(check: str) -> None:
     """Gradients with dropout are inconclusive without a run without dropout."""
     masked = traces.family(check, scenario(system="textbook", dropout=0.3, detail="values"))[:3]
-    finding = traces.judge(check, masked)
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "under dropout textbook draws its masks per rank" in finding.reason
+    assert "under dropout textbook draws its masks per rank" in undecided(
+        traces.judge(check, masked)
+    )
 
 
 def test_a_planted_value_is_another_training() -> None:
@@ -532,9 +521,9 @@ def test_another_order_on_one_worker_is_no_excuse() -> None:
 
 def test_draws_that_could_not_be_made_alike() -> None:
     """A generator that still moves by rank keeps the question open."""
-    unlike = judged(*MASKED, numbered(by_rank(off(own(2), by=0.3))), numbered(by_rank(own(1))))
-    assert unlike.verdict is Verdict.INCONCLUSIVE
-    assert "draws random numbers in the model's forward pass" in unlike.reason
+    assert "draws random numbers in the model's forward pass" in undecided(
+        judged(*MASKED, numbered(by_rank(off(own(2), by=0.3))), numbered(by_rank(own(1))))
+    )
 
 
 def test_a_control_that_leaves_no_gradient_compares_nothing() -> None:
@@ -550,8 +539,7 @@ def test_a_control_that_leaves_no_gradient_compares_nothing() -> None:
         assert held.verdict is Verdict.HELD
         assert "compared with one order of samples for any number of workers" in held.notes
     mirrored_ones = [mirrored(own(1)), alone(own(1)), repeated(own(1))]
-    empty = judged(*COUPLED, *map(traces.without_gradients, mirrored_ones))
-    assert empty.verdict is Verdict.INCONCLUSIVE, empty
+    undecided(judged(*COUPLED, *map(traces.without_gradients, mirrored_ones)))
 
 
 def shrunk(trace: Trace, times: float) -> Trace:
@@ -581,8 +569,7 @@ def test_plain_runs_that_can_be_compared_are() -> None:
 def test_a_training_that_only_the_control_breaks() -> None:
     """NaNs that come from equal numbers are no finding."""
     spoiled = traces.altered(own(2), Update, {"step": 3}, finite=False)
-    finding = judged(*MASKED, numbered(spoiled), numbered(own(1)))
-    assert finding.verdict is Verdict.INCONCLUSIVE, finding
+    undecided(judged(*MASKED, numbered(spoiled), numbered(own(1))))
 
 
 # --- mirrored ranks -------------------------------------------------------------------------------
@@ -639,25 +626,21 @@ def test_a_term_that_counts_once_for_each_rank() -> None:
     place = traces.broken(judged(*COUPLED, wrong, alone(own(1)), repeated(own(1))))
     assert (place.step, place.tensor) == (0, NAME)
     assert "a term of the loss may count once for each rank: " in place.message
-    unlike = judged(*COUPLED, wrong, alone(own(1)), repeated(off(own(1), by=0.3)))
-    assert unlike.verdict is Verdict.INCONCLUSIVE, "a mixture of the two"
+    undecided(judged(*COUPLED, wrong, alone(own(1)), repeated(off(own(1), by=0.3))))
     assert judged(*COUPLED, wrong, alone(own(1))).verdict is Verdict.INCONCLUSIVE, "not run"
 
 
 def test_ranks_that_were_not_mirrored() -> None:
     """A script that cuts its batches by hand gives each rank a share of its own."""
     cut = planned(own(2), "mirrored_ranks", "2")
-    finding = judged(*COUPLED, cut, alone(own(1)))
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "may not be a sum over its samples" in finding.reason
+    assert "may not be a sum over its samples" in undecided(judged(*COUPLED, cut, alone(own(1))))
 
 
 @pytest.mark.parametrize("shards", [0, 3])
 def test_a_run_without_shards_has_no_share(shards: int) -> None:
     """Nothing is compared if no micro-batches were recorded, or of one rank only."""
     run = traces.without(mirrored(own(1)), Shard, **({} if not shards else {"rank": 1}))
-    finding = judged(*COUPLED, run, alone(own(1)))
-    assert finding.verdict is Verdict.INCONCLUSIVE
+    undecided(judged(*COUPLED, run, alone(own(1))))
 
 
 OF_SEVERAL = ("optimizer_state", "randomness", "recovery", "replica_identity")

@@ -12,8 +12,8 @@ from entrenar_py.shared.faults import MERGED, Fault
 from entrenar_py.shared.scenario import OBSERVED, Scenario
 from entrenar_py.shared.trace import End, Event, Shard, Start, Trace, Update
 from entrenar_py.shared.verdict import Verdict
-from tests.check.clauses import traces
-from tests.check.clauses.traces import altered, broken, scenario
+from tests import traces
+from tests.traces import altered, broken, scenario, undecided
 
 SUBJECT = scenario(dropout=0.3)
 NUM_RANKS = 2
@@ -40,25 +40,10 @@ def two_epochs(
         for rank, ids in enumerate(by_rank):
             for part in range(2):
                 step = epoch * 2 + part
-                shard = Shard(
-                    step=step,
-                    epoch=epoch,
-                    rank=rank,
-                    shard=0,
-                    ids=tuple(ids[part * 3 : part * 3 + 3]),
-                    loss_sum=1.0,
-                    weight=3.0,
-                    finite=True,
+                shard = traces.shard(
+                    step, rank, epoch=epoch, ids=tuple(ids[part * 3 : part * 3 + 3]), weight=3.0
                 )
-                update = Update(
-                    step=step,
-                    rank=rank,
-                    loss=1.0,
-                    weight=6.0,
-                    learning_rate=0.1,
-                    finite=True,
-                    weights={},
-                )
+                update = traces.update(step, rank, weight=6.0)
                 events += [shard, update]
     subject = Scenario(
         system="textbook",
@@ -278,9 +263,7 @@ def test_initial_weights_that_were_not_recorded() -> None:
         traces.without(trace, Start, rank=2),
         altered(trace, Start, {"rank": 2}, weights={}),
     ):
-        finding = traces.judge("randomness", [bare])
-        assert finding.verdict is Verdict.INCONCLUSIVE
-        assert finding.reason == (
+        assert undecided(traces.judge("randomness", [bare])) == (
             "initial weights of rank 2 were not recorded: record Start.weights on every rank"
         )
         apart = altered(bare, Start, {"rank": 1}, weights=other)
@@ -293,13 +276,13 @@ def test_initial_weights_that_were_not_recorded() -> None:
 def test_draws_of_the_model_that_nobody_recorded() -> None:
     """Unrecorded draws are unknown, not different."""
     many, one = traces.family("randomness", SUBJECT)
-    finding = traces.judge("randomness", [many, altered(one, Shard, {}, draws=None)])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "record Shard.draws" in finding.reason
+    assert "record Shard.draws" in undecided(
+        traces.judge("randomness", [many, altered(one, Shard, {}, draws=None)])
+    )
 
 
 def test_draws_that_nobody_recorded() -> None:
     """With dropout and unrecorded draws the run is inconclusive."""
-    finding = traces.judge("randomness", [altered(traces.run(SUBJECT), Shard, {}, draws=None)])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "dropout=0.3 and no shard drew a random number: record Shard.draws" in finding.reason
+    assert "dropout=0.3 and no shard drew a random number: record Shard.draws" in undecided(
+        traces.judge("randomness", [altered(traces.run(SUBJECT), Shard, {}, draws=None)])
+    )

@@ -15,7 +15,8 @@ from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import End, Membership, Reduced, Shard, Start, Trace, Traffic, Update
 from entrenar_py.shared.verdict import Finding, Verdict
 from entrenar_py.train.arithmetic import blocks, reduction
-from tests.check.clauses import traces
+from tests import traces
+from tests.traces import undecided
 
 REAL = ("parameter_server", "mesh", "ring")
 SIMULATED = tuple(f"{name}_simulated" for name in REAL)
@@ -181,9 +182,7 @@ def test_copies_are_no_needless_traffic() -> None:
     """With audits the traffic clause is inconclusive, and all others hold."""
     whole = small("parameter_server_simulated", 3)[0]
     run = traces.run(whole.with_(options={**whole.options, "audit_share": 0.5}))
-    finding = judged("reduction_traffic", run)
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert finding.reason.startswith("audited shards are sent twice")
+    assert undecided(judged("reduction_traffic", run)).startswith("audited shards are sent twice")
 
 
 @pytest.mark.parametrize("status", ["failed", "halted"])
@@ -308,12 +307,7 @@ def subject(system: str, **changes: object) -> Scenario:
 
 def expected(system: str, ranks: tuple[int, ...] = (0, 0, 1, 2)) -> reductions.Bytes | None:
     """Return the expected bytes if `ranks` computed a shard each."""
-    shards = [
-        Shard(
-            step=0, epoch=0, rank=rank, shard=shard, ids=(), loss_sum=0.0, weight=1.0, finite=True
-        )
-        for shard, rank in enumerate(ranks)
-    ]
+    shards = [traces.shard(0, rank, shard=shard, loss_sum=0.0) for shard, rank in enumerate(ranks)]
     return reductions.expected_bytes(traces.hand_written(*shards, subject=subject(system)))
 
 

@@ -15,15 +15,14 @@ from entrenar_py.shared.trace import (
     Membership,
     Noticed,
     Saved,
-    Shard,
     Start,
     Trace,
     Update,
 )
 from entrenar_py.shared.verdict import Finding, Verdict
+from tests import traces
 from tests.check.causes.test_state import A, B, sharing
-from tests.check.clauses import traces
-from tests.check.clauses.traces import altered, broken, one, scenario, values, without
+from tests.traces import altered, broken, one, scenario, undecided, values, without
 
 SUBJECT = scenario(optimizer="momentum")
 STOPPED = scenario(optimizer="momentum", stops=(4,))
@@ -128,17 +127,18 @@ def test_who_left_is_not_missed_until_back() -> None:
 
 def test_one_worker_compares_nothing() -> None:
     """A run on one worker is inconclusive, never held."""
-    finding = traces.judge("replica_identity", [traces.run(scenario(world_size=1))])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "two workers" in finding.reason
+    assert "two workers" in undecided(
+        traces.judge("replica_identity", [traces.run(scenario(world_size=1))])
+    )
 
 
 def test_weights_that_were_not_recorded_are_missed() -> None:
     """A rank without recorded weights is missing, and named."""
     trace = altered(traces.run(SUBJECT), Update, {"step": 2, "rank": 1}, weights={})
-    finding = traces.judge("replica_identity", [trace])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert finding.reason == "rank 1 recorded no weights in step 2: record Update.weights"
+    assert (
+        undecided(traces.judge("replica_identity", [trace]))
+        == "rank 1 recorded no weights in step 2: record Update.weights"
+    )
 
 
 def test_a_second_step_is_seen() -> None:
@@ -172,10 +172,12 @@ def test_who_died_before_a_rollback_is_not_missed() -> None:
     """A worker that died before a rollback to step 2 is not expected in later steps."""
     weights = [{"w": values(float(step))} for step in range(4)]
     starts = [Start(step=0, rank=rank, weights=weights[0]) for rank in range(3)]
-    made = [traces.updated(step, rank, weights[step]) for step in range(3) for rank in range(3)]
+    made = [
+        traces.update(step, rank, weights=weights[step]) for step in range(3) for rank in range(3)
+    ]
     dead = Membership(step=3, rank=2, change="left")
     back = [Start(step=2, rank=rank, weights=weights[1], resumed=True) for rank in (0, 1)]
-    again = [traces.updated(step, rank, weights[step]) for step in (2, 3) for rank in (0, 1)]
+    again = [traces.update(step, rank, weights=weights[step]) for step in (2, 3) for rank in (0, 1)]
     trace = traces.hand_written(*starts, *made, dead, *back, *again)
     assert traces.judge("replica_identity", [trace]).verdict is Verdict.HELD
     found = broken(traces.judge("replica_identity", [without(trace, Update, step=3, rank=1)]))
@@ -185,9 +187,9 @@ def test_who_died_before_a_rollback_is_not_missed() -> None:
 def test_a_worker_that_was_never_heard_of() -> None:
     """If two of three declared workers were recorded, the third is missing."""
     two = traces.run(scenario(world_size=2))
-    finding = traces.judge("replica_identity", [replace(two, scenario=scenario())])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert finding.reason.startswith("of world_size=3 workers rank 2 never started")
+    assert undecided(
+        traces.judge("replica_identity", [replace(two, scenario=scenario())])
+    ).startswith("of world_size=3 workers rank 2 never started")
     gone = scenario(faults=(traces.leave(2, 1),))
     left = Membership(step=1, rank=2, change="left")
     heard_of = replace(two, scenario=gone, events=(left, *two.events))
@@ -237,9 +239,10 @@ def test_a_rank_that_stops_without_a_start() -> None:
 
 def test_starts_alone_show_no_step() -> None:
     """Equal states before the first step alone are inconclusive."""
-    finding = traces.judge("replica_identity", [without(traces.run(SUBJECT), Update)])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert finding.reason == "no step was recorded: record an Update for every rank and step"
+    assert (
+        undecided(traces.judge("replica_identity", [without(traces.run(SUBJECT), Update)]))
+        == "no step was recorded: record an Update for every rank and step"
+    )
 
 
 def trained_alone(*, ids: tuple[tuple[int, ...], ...], alone: bool = True) -> Trace:
@@ -249,18 +252,10 @@ def trained_alone(*, ids: tuple[tuple[int, ...], ...], alone: bool = True) -> Tr
     ]
     for step in range(2):
         for rank in (0, 1):
-            shard = Shard(
-                step=step,
-                epoch=0,
-                rank=rank,
-                shard=rank,
-                ids=ids[rank],
-                loss_sum=1.0,
-                weight=1.0,
-                finite=True,
-                gradient={"w": values(1.0 * ids[rank][0])},
+            shard = traces.shard(
+                step, rank, shard=rank, ids=ids[rank], gradient={"w": values(1.0 * ids[rank][0])}
             )
-            events += [shard, traces.updated(step, rank, {"w": values(2.0 + step)})]
+            events += [shard, traces.update(step, rank, weights={"w": values(2.0 + step)})]
     subject = scenario(world_size=2).with_(system=OBSERVED, workload="own", optimizer="sgd")
     return traces.was(traces.hand_written(*events, subject=subject), alone=alone)
 
@@ -295,18 +290,7 @@ def trained(*events: Event, copies: tuple[float, ...]) -> Trace:
     The first name takes 0, 1, 2.
     """
     held = [{"w": values(float(at)), "v": values(copy)} for at, copy in enumerate(copies)]
-    updates = [
-        Update(
-            step=step,
-            rank=0,
-            loss=1.0,
-            weight=1.0,
-            learning_rate=0.1,
-            finite=True,
-            weights=weights,
-        )
-        for step, weights in enumerate(held[1:])
-    ]
+    updates = [traces.update(step, weights=weights) for step, weights in enumerate(held[1:])]
     start = Start(step=0, rank=0, weights=held[0], trainable=("w", "v"))
     alone = traces.scenario(world_size=1)
     return traces.hand_written(start, *events, *updates, subject=alone)
@@ -335,12 +319,9 @@ def test_copies_that_agree() -> None:
 def test_names_that_part() -> None:
     """Names of one tensor that become two are reported if nobody declared a tie."""
     once = Noticed(step=0, rank=0, shared=(("w", "v"),))
-    finding = judged(trained(once, copies=(0, 1, 3)))
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "w and v were one tensor when observe() was called, and differ in step 1" in (
-        finding.reason
-    )
-    assert "tied=(('w', 'v'),)" in finding.reason
+    reason = undecided(judged(trained(once, copies=(0, 1, 3))))
+    assert "w and v were one tensor when observe() was called, and differ in step 1" in (reason)
+    assert "tied=(('w', 'v'),)" in reason
     (note,) = judged(trained(once, copies=(0, 1, 2))).notes
     assert "are two that agree" in note
 
@@ -387,16 +368,16 @@ def test_a_resume_restores_the_position() -> None:
 def test_the_state_of_copies_is_not_recorded() -> None:
     """An optimizer of copies has state, but none for the model's parameters."""
     bare = altered(traces.run(SUBJECT), Update, {}, optimizer={})
-    finding = traces.judge("optimizer_state", [traces.was(bare, steps="copies")])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "that of copies of the weights" in finding.reason
+    assert "that of copies of the weights" in undecided(
+        traces.judge("optimizer_state", [traces.was(bare, steps="copies")])
+    )
 
 
 def test_a_checkpoint_that_was_never_loaded_shows_nothing() -> None:
     """A checkpoint that was never loaded is inconclusive."""
-    finding = traces.judge("optimizer_state", [without(traces.run(STOPPED), Start, resumed=True)])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "never loaded" in finding.reason
+    assert "never loaded" in undecided(
+        traces.judge("optimizer_state", [without(traces.run(STOPPED), Start, resumed=True)])
+    )
 
 
 def test_optimizer_state_differs_between_ranks() -> None:
@@ -429,9 +410,9 @@ def test_a_resume_of_sharded_state() -> None:
 def test_what_a_checkpoint_does_not_reveal(kind: type[Saved | Start]) -> None:
     """Empty weights are unrecorded; other empty parts were lost, if the workers had them."""
     trace = traces.run(STOPPED)
-    finding = traces.judge("optimizer_state", [altered(trace, kind, {"step": 4}, weights={})])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert f"record {kind.__name__}.weights" in finding.reason
+    assert f"record {kind.__name__}.weights" in undecided(
+        traces.judge("optimizer_state", [altered(trace, kind, {"step": 4}, weights={})])
+    )
     for part in ("optimizer", "buffers"):
         lost = altered(trace, kind, {"step": 4}, **{part: {}})
         assert part in broken(traces.judge("optimizer_state", [lost])).message
@@ -440,10 +421,9 @@ def test_what_a_checkpoint_does_not_reveal(kind: type[Saved | Start]) -> None:
 def test_buffers_that_only_a_checkpoint_holds() -> None:
     """Buffers that the checkpoint has and the workers never recorded are missing."""
     bare = altered(altered(traces.run(STOPPED), Update, {}, buffers={}), Start, {}, buffers={})
-    finding = traces.judge("optimizer_state", [bare])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "rank 0 recorded no buffers in step 4: record Update.buffers" in finding.reason
-    assert "ranks 0, 1, 2 recorded no buffers in step 4: record Start.buffers" in finding.reason
+    reason = undecided(traces.judge("optimizer_state", [bare]))
+    assert "rank 0 recorded no buffers in step 4: record Update.buffers" in reason
+    assert "ranks 0, 1, 2 recorded no buffers in step 4: record Start.buffers" in reason
 
 
 def test_a_checkpoint_that_one_rank_did_not_load() -> None:
@@ -455,16 +435,14 @@ def test_a_checkpoint_that_one_rank_did_not_load() -> None:
         (without(trace, Start, resumed=True, rank=1), "step 4 was never loaded by rank 1: record"),
         (without(trace, Update, step=3, rank=0), "record its Update of step 3"),
     ):
-        finding = traces.judge("optimizer_state", [bare])
-        assert finding.verdict is Verdict.INCONCLUSIVE
-        assert missing in finding.reason
+        assert missing in undecided(traces.judge("optimizer_state", [bare]))
 
 
 def test_an_optimizer_without_state() -> None:
     """For plain SGD without a checkpoint the reason says that there is no state to compare."""
-    finding = traces.judge("optimizer_state", [traces.run(scenario())])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert finding.reason.startswith("optimizer=sgd keeps no state, and no checkpoint")
+    assert undecided(traces.judge("optimizer_state", [traces.run(scenario())])).startswith(
+        "optimizer=sgd keeps no state, and no checkpoint"
+    )
 
 
 @pytest.mark.parametrize(

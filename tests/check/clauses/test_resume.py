@@ -12,8 +12,8 @@ from entrenar_py.check.clauses import CHECKS, resume
 from entrenar_py.check.evidence import closeness
 from entrenar_py.shared.trace import End, Event, Shard, Start, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Counterexample, Tally, Verdict
-from tests.check.clauses import traces
-from tests.check.clauses.traces import altered, broken, scenario, values, without
+from tests import traces
+from tests.traces import altered, broken, scenario, undecided, values, without
 
 SUBJECT = scenario(stops=(2, 4), dropout=0.3, optimizer="momentum", schedule="cosine")
 
@@ -116,9 +116,9 @@ def test_a_rate_is_looked_for_in_other_steps_only_where_it_is_wrong(
 
 def test_the_straight_run_is_needed() -> None:
     """A stopped run without the straight one is inconclusive."""
-    finding = traces.judge("resume", [traces.run(SUBJECT)])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "record one with stops=() in its scenario" in finding.reason
+    assert "record one with stops=() in its scenario" in undecided(
+        traces.judge("resume", [traces.run(SUBJECT)])
+    )
     other = traces.run(SUBJECT.with_(stops=(), num_steps=5))
     finding = traces.judge("resume", [traces.run(SUBJECT), other])
     assert finding.reason.endswith("the nearest other trace differs in num_steps (5, needed 6)")
@@ -127,9 +127,9 @@ def test_the_straight_run_is_needed() -> None:
 def test_a_run_is_not_compared_with_itself() -> None:
     """A run that resumed, without a planned stop in its scenario, is no straight run."""
     stopped, _ = pair()
-    finding = traces.judge("resume", [replace(stopped, scenario=SUBJECT.with_(stops=()))])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "must say so by stops=(2,) in its scenario" in finding.reason
+    assert "must say so by stops=(2,) in its scenario" in undecided(
+        traces.judge("resume", [replace(stopped, scenario=SUBJECT.with_(stops=()))])
+    )
 
 
 @pytest.mark.parametrize("silent", [0, 1])
@@ -141,9 +141,7 @@ def test_what_one_run_did_not_record(silent: int, field: str, unknown: object) -
     for check in ("resume", "determinism"):
         finding = traces.judge(check, [replace(one, scenario=SUBJECT) for one in runs])
         assert finding.verdict is not Verdict.FALSIFIED, finding
-    finding = traces.judge("resume", runs)
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert f"record Shard.{field} in both" in finding.reason
+    assert f"record Shard.{field} in both" in undecided(traces.judge("resume", runs))
 
 
 def test_a_resume_that_was_planned_and_not_seen() -> None:
@@ -153,9 +151,7 @@ def test_a_resume_that_was_planned_and_not_seen() -> None:
         (without(stopped, Start, resumed=True, step=4), "to stop before step 4, and no resume was"),
         (without(stopped, Update, rank=1), "rank 1 recorded step 0 in one run only"),
     ):
-        finding = traces.judge("resume", [bare, straight])
-        assert finding.verdict is Verdict.INCONCLUSIVE
-        assert missing in finding.reason
+        assert missing in undecided(traces.judge("resume", [bare, straight]))
 
 
 @pytest.mark.parametrize("part", ["optimizer", "buffers"])
@@ -171,9 +167,7 @@ def test_state_that_is_gone_after_the_resume(part: str) -> None:
 
 def test_a_run_without_stops_shows_nothing() -> None:
     """Two straight runs are inconclusive."""
-    finding = traces.judge("resume", [traces.run(scenario())])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "stopped and resumed" in finding.reason
+    assert "stopped and resumed" in undecided(traces.judge("resume", [traces.run(scenario())]))
 
 
 @pytest.mark.parametrize("system", ["reference", "textbook"])
@@ -293,25 +287,8 @@ def steps(*numbers: int, ahead: int = 0) -> list[Event]:
     """Return shard and update of each step; after step n the weight is n + 1 + `ahead`."""
     events: list[Event] = []
     for step in numbers:
-        shard = Shard(
-            step=step,
-            epoch=0,
-            rank=0,
-            shard=0,
-            ids=(step,),
-            loss_sum=1.0,
-            weight=1.0,
-            finite=True,
-        )
-        update = Update(
-            step=step,
-            rank=0,
-            loss=1.0,
-            weight=1.0,
-            learning_rate=0.1,
-            finite=True,
-            weights={"w": values(step + 1.0 + ahead)},
-        )
+        shard = traces.shard(step, ids=(step,))
+        update = traces.update(step, weights={"w": values(step + 1.0 + ahead)})
         events += [shard, update]
     return events
 
@@ -344,9 +321,7 @@ def test_a_run_that_differed_before_the_stop(
     kind: type[Event], changes: dict[str, Any], words: str
 ) -> None:
     """What differs before the stop is no fault of the resume: inconclusive, with the reason."""
-    finding = judged(altered(RESUMED, kind, {"step": 1}, **changes))
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert words in finding.reason
+    assert words in undecided(judged(altered(RESUMED, kind, {"step": 1}, **changes)))
 
 
 def test_a_step_that_is_not_the_weights() -> None:
@@ -356,9 +331,7 @@ def test_a_step_that_is_not_the_weights() -> None:
     assert finding.verdict is Verdict.FALSIFIED
     assert "its count of steps is 1, and 2 were made" in finding.reason
     told = [start(0.0, 0), *steps(0, 1), start(2.0, 8), *steps(8, 9)]
-    finding = judged(traces.hand_written(*told, subject=STOPPED))
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "observe(..., step=2)" in finding.reason
+    assert "observe(..., step=2)" in undecided(judged(traces.hand_written(*told, subject=STOPPED)))
 
 
 @pytest.mark.parametrize(
@@ -371,9 +344,7 @@ def test_a_step_that_is_not_the_weights() -> None:
 def test_a_script_that_begins_anew(weight: float, words: str) -> None:
     """A script that has no checkpoint yet, or doesn't say its step, is asked for it."""
     anew = [start(0.0, 0), *steps(0, 1), start(weight, 0), *steps(0, 1, 2, 3)]
-    finding = judged(traces.hand_written(*anew, subject=STOPPED))
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert words in finding.reason
+    assert words in undecided(judged(traces.hand_written(*anew, subject=STOPPED)))
 
 
 @pytest.mark.parametrize(
@@ -411,9 +382,7 @@ def test_an_older_checkpoint_is_a_resume() -> None:
 def test_more_steps_than_without_a_stop() -> None:
     """Steps beyond those of the other run are missing: {steps} may count those of a launch."""
     longer = [start(0.0, 0), *steps(0, 1), start(2.0, 2), *steps(2, 3, 4, 5)]
-    finding = judged(traces.hand_written(*longer, subject=STOPPED))
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "2 steps more" in finding.reason
+    assert "2 steps more" in undecided(judged(traces.hand_written(*longer, subject=STOPPED)))
 
 
 def test_a_script_that_does_not_heed_its_number_of_steps() -> None:
@@ -441,16 +410,7 @@ OTHER_CONSTANTS = "what the optimizer was made with"
 
 def update(step: int, weights: Tensors) -> Update:
     """Return an update that ends with `weights`; its gradient is always the same."""
-    return Update(
-        step=step,
-        rank=0,
-        loss=1.0,
-        weight=1.0,
-        learning_rate=0.1,
-        finite=True,
-        weights=weights,
-        gradient={"a": values(1.0, 1.0)},
-    )
+    return traces.update(step, weights=weights, gradient={"a": values(1.0, 1.0)})
 
 
 def resumed(after: Tensors, *, begun: Tensors = BEGUN, held: Tensors = TRAINED) -> Trace:

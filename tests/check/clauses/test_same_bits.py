@@ -14,8 +14,8 @@ from entrenar_py.check.harness import companions
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.trace import Attempt, End, Membership, Shard, Start, Trace, Update
 from entrenar_py.shared.verdict import Verdict
-from tests.check.clauses import traces
-from tests.check.clauses.traces import altered, broken, one, scenario, without
+from tests import traces
+from tests.traces import altered, broken, one, scenario, undecided, without
 
 SUBJECT = scenario()
 BAD = traces.values(1.0)
@@ -60,8 +60,7 @@ def test_steps_of_one_run_only() -> None:
 
 def test_one_world_size_compares_nothing() -> None:
     """Runs with the same number of workers are inconclusive."""
-    finding = traces.judge("worker_count", list(pair()))
-    assert finding.verdict is Verdict.INCONCLUSIVE
+    undecided(traces.judge("worker_count", list(pair())))
 
 
 def test_a_planted_value_is_another_training() -> None:
@@ -128,17 +127,13 @@ def test_a_nan_repeats() -> None:
 
 def test_one_run_repeats_nothing() -> None:
     """A single run is inconclusive."""
-    finding = traces.judge("determinism", [traces.run(SUBJECT)])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "run twice" in finding.reason
+    assert "run twice" in undecided(traces.judge("determinism", [traces.run(SUBJECT)]))
 
 
 def test_without_the_promise_nothing_is_said() -> None:
     """A trainer that promises rounding only is not judged here, but by parity."""
     runs = [traces.run(scenario(system="textbook", world_size=n)) for n in (1, 3)]
-    finding = traces.judge("worker_count", runs)
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "promises rounding, not bits" in finding.reason
+    assert "promises rounding, not bits" in undecided(traces.judge("worker_count", runs))
 
 
 def test_the_devices_that_served_are_named() -> None:
@@ -156,10 +151,8 @@ def test_what_one_run_did_not_record(part: str, silent: int) -> None:
     """A part that only one run recorded is missing, not different."""
     runs = list(pair())
     runs[silent] = altered(runs[silent], Update, {}, **{part: {}})
-    finding = traces.judge("determinism", runs)
-    assert finding.verdict is Verdict.INCONCLUSIVE
     assert (
-        finding.reason
+        undecided(traces.judge("determinism", runs))
         == f"one run only recorded the {part} of step 0: record Update.{part} in both"
     )
 
@@ -179,15 +172,13 @@ def test_state_that_is_gone(part: str, silent: int) -> None:
 def test_shards_that_one_run_did_not_record() -> None:
     """Samples of a step, or gradients of all shards, that only one run recorded are missing."""
     first, second = pair()
-    finding = traces.judge("determinism", [first, without(second, Shard, step=3)])
-    assert finding.verdict is Verdict.INCONCLUSIVE
     assert "only one run has micro-batches of step 3: record a Shard of each step in both" in (
-        finding.reason
+        undecided(traces.judge("determinism", [first, without(second, Shard, step=3)]))
     )
     many, one = traces.run(SUBJECT), traces.run(SUBJECT.with_(world_size=1))
-    finding = traces.judge("worker_count", [many, altered(one, Shard, {}, gradient={})])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "record Shard.gradient in both" in finding.reason
+    assert "record Shard.gradient in both" in undecided(
+        traces.judge("worker_count", [many, altered(one, Shard, {}, gradient={})])
+    )
 
 
 def test_two_runs_that_recorded_no_weights() -> None:
@@ -197,9 +188,7 @@ def test_two_runs_that_recorded_no_weights() -> None:
         (bare, "neither run recorded the weights of step 0: record Update.weights in both"),
         ([without(run, Update) for run in pair()], "record an Update for every rank and step"),
     ):
-        finding = traces.judge("determinism", found)
-        assert finding.verdict is Verdict.INCONCLUSIVE
-        assert missing in finding.reason
+        assert missing in undecided(traces.judge("determinism", found))
 
 
 def test_the_run_that_is_missing_is_named() -> None:
@@ -330,9 +319,9 @@ def test_a_promise_of_bits_is_kept_through_the_loss() -> None:
 
 def test_the_undisturbed_run_is_needed() -> None:
     """Without the undisturbed run the check is inconclusive."""
-    finding = traces.judge("recovery", [traces.run(DISTURBED)])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "record one with faults=() in its scenario" in finding.reason
+    assert "record one with faults=() in its scenario" in undecided(
+        traces.judge("recovery", [traces.run(DISTURBED)])
+    )
     other = traces.run(DISTURBED.with_(faults=(), seed=9))
     finding = traces.judge("recovery", [traces.run(DISTURBED), other])
     assert finding.reason.endswith("the nearest other trace differs in seed (9, needed 4)")
@@ -341,9 +330,9 @@ def test_the_undisturbed_run_is_needed() -> None:
 def test_a_run_is_not_compared_with_itself() -> None:
     """A run that a worker left, unplanned by its scenario, is no undisturbed run."""
     disturbed, _ = disturbed_pair()
-    finding = traces.judge("recovery", [replace(disturbed, scenario=scenario())])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "by faults=(Fault(kind='leave', rank=1, step=2),) in its scenario" in finding.reason
+    assert "by faults=(Fault(kind='leave', rank=1, step=2),) in its scenario" in undecided(
+        traces.judge("recovery", [replace(disturbed, scenario=scenario())])
+    )
 
 
 @pytest.mark.parametrize("silent", [0, 1])
@@ -354,9 +343,9 @@ def test_samples_and_steps_that_one_run_did_not_record(silent: int) -> None:
         (without(runs[silent], Shard), "record Shard.ids in both runs"),
         (without(runs[silent], Update), "record an Update for every rank and step"),
     ):
-        finding = traces.judge("recovery", [*runs[:silent], changed, *runs[silent + 1 :]])
-        assert finding.verdict is Verdict.INCONCLUSIVE
-        assert missing in finding.reason
+        assert missing in undecided(
+            traces.judge("recovery", [*runs[:silent], changed, *runs[silent + 1 :]])
+        )
 
 
 @pytest.mark.parametrize("step", [3, 5])
@@ -387,9 +376,7 @@ def test_samples_of_a_step_that_nobody_recorded() -> None:
     for silent in (0, 1):
         runs = list(disturbed_pair())
         runs[silent] = without(runs[silent], Shard, step=4)
-        finding = traces.judge("recovery", runs)
-        assert finding.verdict is Verdict.INCONCLUSIVE
-        assert "the samples of step 4 are unknown" in finding.reason
+        assert "the samples of step 4 are unknown" in undecided(traces.judge("recovery", runs))
         runs[0] = altered(runs[0], Shard, {"step": 3, "rank": 2}, ids=(), weight=0.0)
         assert broken(traces.judge("recovery", runs)).step == 3
 
@@ -397,9 +384,9 @@ def test_samples_of_a_step_that_nobody_recorded() -> None:
 def test_steps_that_the_undisturbed_run_lacks() -> None:
     """Steps that the undisturbed run lacks, or all, are missing."""
     disturbed, calm = disturbed_pair()
-    finding = traces.judge("recovery", [disturbed, without(calm, Update, step=4)], tolerance=0)
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "the undisturbed run has no step 4" in finding.reason
+    assert "the undisturbed run has no step 4" in undecided(
+        traces.judge("recovery", [disturbed, without(calm, Update, step=4)], tolerance=0)
+    )
     halted = replace(calm, events=(End(status="halted"),))
     finding = traces.judge("recovery", [disturbed, halted])
     assert finding.reason == "the undisturbed run made no step"
@@ -410,9 +397,9 @@ def test_a_departure_that_was_planned_and_not_seen() -> None:
     subject = scenario(faults=(traces.leave(1, 2), traces.leave(2, 4)))
     disturbed, calm = traces.family("recovery", subject)
     assert traces.judge("recovery", [disturbed, calm]).verdict is Verdict.HELD
-    finding = traces.judge("recovery", [without(disturbed, Membership, rank=2), calm])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert finding.reason.startswith("rank 2 was to leave, and no departure was recorded: record")
+    assert undecided(
+        traces.judge("recovery", [without(disturbed, Membership, rank=2), calm])
+    ).startswith("rank 2 was to leave, and no departure was recorded: record")
 
 
 def test_no_loss_shows_no_recovery() -> None:
@@ -421,9 +408,7 @@ def test_no_loss_shows_no_recovery() -> None:
     joined = scenario(faults=(traces.join(2, 3),))
     calm_too = without(disturbed, Membership)
     for family in ([calm_too, calm], traces.family("recovery", joined)):
-        finding = traces.judge("recovery", family)
-        assert finding.verdict is Verdict.INCONCLUSIVE
-        assert "no worker left" in finding.reason
+        assert "no worker left" in undecided(traces.judge("recovery", family))
 
 
 def test_a_halted_run_is_not_compared_with_the_undisturbed_one() -> None:
@@ -439,17 +424,17 @@ def test_dropout_per_rank_is_off_its_own_trajectory() -> None:
     """
     subject = scenario(system="textbook", dropout=0.3, faults=(traces.leave(1, 2),))
     family = traces.family("recovery", subject)
-    finding = traces.judge("recovery", family[:2])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert finding.reason.endswith("so that losses differ: use dropout 0 in both runs")
+    assert undecided(traces.judge("recovery", family[:2])).endswith(
+        "so that losses differ: use dropout 0 in both runs"
+    )
     finding = traces.judge("recovery", family)
     assert finding.verdict is Verdict.HELD
     assert any("without dropout only" in note for note in finding.notes)
     assert traces.judge("recovery", [*family[:2], family[3]]).verdict is Verdict.INCONCLUSIVE
     other = traces.family("recovery", subject.with_(dropout=0.0, seed=9))
-    finding = traces.judge("recovery", [*family[:2], *other])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "use dropout 0 in both runs" in finding.reason
+    assert "use dropout 0 in both runs" in undecided(
+        traces.judge("recovery", [*family[:2], *other])
+    )
 
 
 def test_the_textbook_trainer_recovers() -> None:
@@ -462,9 +447,9 @@ def test_the_textbook_trainer_recovers() -> None:
 def test_a_calm_run_that_diverged_decides_nothing() -> None:
     """A NaN in the undisturbed run makes the comparison inconclusive."""
     disturbed, calm = disturbed_pair()
-    finding = traces.judge("recovery", [disturbed, altered(calm, Update, {}, loss=math.nan)])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "not finite" in finding.reason
+    assert "not finite" in undecided(
+        traces.judge("recovery", [disturbed, altered(calm, Update, {}, loss=math.nan)])
+    )
 
 
 # --- whether any worker could come back -----------------------------------------------------------

@@ -12,7 +12,8 @@ import pytest
 
 from entrenar_py.shared.trace import Event, Shard, TensorRecord, Trace, Update
 from entrenar_py.shared.verdict import Verdict
-from tests.check.clauses import micro_batch_traces, traces
+from tests import traces
+from tests.check.clauses import micro_batch_traces
 from tests.check.clauses.micro_batch_traces import (
     SHAPES,
     STEPS,
@@ -22,7 +23,7 @@ from tests.check.clauses.micro_batch_traces import (
     times,
     trace_of,
 )
-from tests.check.clauses.traces import altered, broken, scenario, without
+from tests.traces import altered, broken, scenario, undecided, without
 
 SUBJECT = scenario(detail="values")
 
@@ -76,9 +77,9 @@ def test_a_loss_that_overflowed_is_left_to_finiteness() -> None:
 
 def test_without_an_oracle_the_gradient_is_unknown() -> None:
     """Losses alone don't show the weighting of gradients."""
-    finding = traces.judge("weighting", [traces.run(SUBJECT)])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "the gradient's weighting is unknown" in finding.reason
+    assert "the gradient's weighting is unknown" in undecided(
+        traces.judge("weighting", [traces.run(SUBJECT)])
+    )
 
 
 def test_without_shards_nothing_is_known() -> None:
@@ -101,9 +102,7 @@ def test_what_was_not_recorded() -> None:
         ([without(own, Shard), *others], "no micro-batch of steps 0, 1, 2, 3, 4"),
         ([altered(own, Shard, {}, weight=0.0), *others], "no weight: record Shard.weight"),
     ):
-        finding = traces.judge("weighting", found)
-        assert finding.verdict is Verdict.INCONCLUSIVE
-        assert missing in finding.reason
+        assert missing in undecided(traces.judge("weighting", found))
 
 
 def test_one_comparison_excuses_no_gap() -> None:
@@ -119,27 +118,25 @@ def test_one_comparison_excuses_no_gap() -> None:
         ([altered(own, Shard, {"step": 4}, gradient={}), oracle], "step 4 could not be added"),
         ([without(own, Shard, rank=1), oracle], "rank 1 made steps without a micro-batch"),
     ):
-        finding = traces.judge("weighting", found)
-        assert finding.verdict is Verdict.INCONCLUSIVE
-        assert missing in finding.reason
+        assert missing in undecided(traces.judge("weighting", found))
 
 
 def test_gradients_of_copies_are_not_the_models() -> None:
     """An optimizer of copies applies gradients that the model's parameters don't have."""
     own, *others = traces.family("weighting", SUBJECT)
     bare = traces.was(altered(own, Update, {}, gradient={}), steps="copies")
-    finding = traces.judge("weighting", [bare, *others])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "the optimizer steps copies of the model's weights" in finding.reason
+    assert "the optimizer steps copies of the model's weights" in undecided(
+        traces.judge("weighting", [bare, *others])
+    )
 
 
 def test_a_gradient_of_samples_without_names_counts() -> None:
     """A shard without sample ids still counts in the sum."""
     own, *others = traces.family("weighting", SUBJECT)
     unnamed = altered(own, Shard, {"step": 1, "shard": 0}, ids=())
-    finding = traces.judge("weighting", [unnamed, *others])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "the samples of step 1 are unknown" in finding.reason
+    assert "the samples of step 1 are unknown" in undecided(
+        traces.judge("weighting", [unnamed, *others])
+    )
 
 
 def _digests(event: Event) -> Event:

@@ -22,7 +22,7 @@ from entrenar_py.shared.trace import (
     Update,
 )
 from entrenar_py.shared.verdict import Finding, Verdict
-from tests.check.clauses import traces
+from tests import traces
 
 SUBJECT = Scenario(system="wire", workload="linear", world_size=1, seed=0)
 CARRIED = Carried(

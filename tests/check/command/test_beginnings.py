@@ -9,7 +9,8 @@ import numpy as np
 from entrenar_py.check.command.run_trace import Beginnings, first_step
 from entrenar_py.shared import trace
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.shared.trace import End, Start, Tensors, Trace, Update
+from entrenar_py.shared.trace import End, Start, Tensors, Trace
+from tests import traces
 
 SCENARIO = Scenario(
     system="command",
@@ -30,15 +31,7 @@ def weights(value: float) -> Tensors:
 def run(values: Sequence[float], step: int = 0) -> Trace:
     """Return a run that begins with the first of `values` and reaches the others."""
     updates = [
-        Update(
-            step=step + number,
-            rank=0,
-            loss=None,
-            weight=1.0,
-            finite=True,
-            learning_rate=0.1,
-            weights=weights(value),
-        )
+        traces.update(step + number, loss=None, weights=weights(value))
         for number, value in enumerate(values[1:])
     ]
     return Trace(

@@ -17,7 +17,7 @@ from entrenar_py.check.project import commands
 from entrenar_py.check.reports.report import Entry
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.verdict import Finding, Verdict
-from tests.check.clauses.traces import clause
+from tests.traces import clause
 
 
 def entry(verdict: Verdict, reason: str) -> Entry:

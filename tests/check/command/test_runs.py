@@ -20,7 +20,7 @@ from entrenar_py.check.observing import RATES
 from entrenar_py.check.rank_files.layout import Layout
 from entrenar_py.shared.faults import COMMON, REPLAYED, Fault
 from entrenar_py.shared.trace import Update
-from tests.check.clauses import traces
+from tests import traces
 
 FIRST = RunSettings(world_size=2, seed=0)
 SECOND, THIRD = (replace(FIRST, repeat=number) for number in (1, 2))

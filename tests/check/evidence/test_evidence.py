@@ -29,38 +29,21 @@ from entrenar_py.shared.trace import (
     record_tensor,
 )
 from entrenar_py.shared.verdict import Tally, Verdict
-from tests.check.clauses import traces
-from tests.check.clauses.traces import altered, broken, hand_written, one, scenario, values
+from tests import traces
 from tests.check.evidence.test_closeness import found, sketched
+from tests.traces import altered, broken, hand_written, one, scenario, undecided, values
 
 FINITE = st.floats(-1e3, 1e3, width=32)
 
 
 def update(step: int, rank: int, loss: float = 1.0) -> Update:
     """Return an update with default values for fields that don't matter."""
-    return Update(
-        step=step,
-        rank=rank,
-        loss=loss,
-        weight=1.0,
-        learning_rate=0.1,
-        finite=True,
-        weights={},
-    )
+    return traces.update(step, rank, loss=loss)
 
 
 def shard(step: int, number: int, rank: int = 0) -> Shard:
     """Return a shard of one sample."""
-    return Shard(
-        step=step,
-        epoch=0,
-        rank=rank,
-        shard=number,
-        ids=(number,),
-        loss_sum=1.0,
-        weight=1.0,
-        finite=True,
-    )
+    return traces.shard(step, rank, shard=number, ids=(number,))
 
 
 def test_failed_runs_are_left_out_with_their_reason() -> None:
@@ -194,22 +177,12 @@ def start(step: int, rank: int, *, resumed: bool = False) -> Start:
 
 def update_by_loss(step: int, rank: int, loss: float = 1.0) -> Update:
     """Return an update, which its loss distinguishes from others of its step."""
-    return Update(
-        step=step,
-        rank=rank,
-        loss=loss,
-        weight=1.0,
-        learning_rate=0.1,
-        finite=True,
-        weights={},
-    )
+    return traces.update(step, rank, loss=loss)
 
 
 def bare_shard(step: int, rank: int) -> Shard:
     """Return a shard without samples."""
-    return Shard(
-        step=step, epoch=0, rank=rank, shard=rank, ids=(), loss_sum=0.0, weight=0.0, finite=True
-    )
+    return traces.shard(step, rank, shard=rank, loss_sum=0.0, weight=0.0)
 
 
 def left(step: int, rank: int) -> Membership:
@@ -478,6 +451,6 @@ def test_a_run_of_skipped_steps_alone() -> None:
     start = {"weights": one(CALM, Update, step=0, rank=0).weights, "gradient": {}, "optimizer": {}}
     still = altered(sgd, Update, {}, **start)
     still = altered(still, Start, {}, weights=start["weights"])
-    finding = traces.judge("step_rule", [still])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "nothing was recomputed: the run skipped steps 0, 1 on all ranks" in finding.reason
+    assert "nothing was recomputed: the run skipped steps 0, 1 on all ranks" in undecided(
+        traces.judge("step_rule", [still])
+    )

@@ -12,9 +12,9 @@ from entrenar_py.check.project import command_line, configuration
 from entrenar_py.check.project.configuration import KEYS, Acceptance, Exclusion
 from entrenar_py.shared.config.problems import Position
 from entrenar_py.shared.errors import ContractError, UsageError
-from tests.check.clauses.traces import clause
 from tests.check.contract.validation.written import KERNEL, written
 from tests.command_line import check
+from tests.traces import clause
 
 # Options that say what is done in one call, or how it is shown: no project has a usual value.
 NOT_CONFIGURED = {

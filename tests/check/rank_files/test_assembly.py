@@ -22,9 +22,10 @@ from entrenar_py.shared.trace import (
     record_tensor,
 )
 from entrenar_py.shared.trace.tensors import PROJECTIONS, SAMPLES
-from tests.check.clauses.traces import values
+from tests import traces
+from tests.traces import values
 
-SHARD = Shard(step=0, epoch=0, rank=0, shard=0, ids=(1, 2), loss_sum=None, weight=2.0, finite=True)
+SHARD = traces.shard(0, ids=(1, 2), loss_sum=None, weight=2.0)
 RECORD = record_tensor(np.ones(1, np.float32), values=True)
 
 
@@ -104,9 +105,7 @@ def alone(*events: Event, life: int = 0) -> RankTrace:
 
 def test_a_rank_that_is_started_again_counts_epochs_on() -> None:
     """A restarted rank counts epochs from 0; repeated steps have the weight of their new shards."""
-    update = Update(
-        step=0, rank=0, loss=None, weight=0.0, learning_rate=0.1, finite=True, weights={}
-    )
+    update = traces.update(0, loss=None, weight=0.0)
     first = alone(
         *(Start(step=0, rank=0, weights={}), SHARD, update),
         *(replace(SHARD, step=1, weight=8.0), replace(update, step=1)),
@@ -125,16 +124,7 @@ def counted(rank: int, life: int, step: int, counts: tuple[int, int]) -> RankTra
         {"n": record_tensor(np.array([count], np.int64), values=True)} for count in counts
     )
     start = Start(step=step, rank=rank, weights={}, buffers=before, resumed=step > 0)
-    made = Update(
-        step=step,
-        rank=rank,
-        loss=None,
-        weight=1.0,
-        learning_rate=0.1,
-        finite=True,
-        weights={},
-        buffers=after,
-    )
+    made = traces.update(step, rank, loss=None, buffers=after)
     return replace(
         alone(start, made, life=life), header={"rank": rank, "world_size": 2}, local=frozenset()
     )
@@ -224,17 +214,7 @@ def life(number: int, weights: Sequence[float], *, rank: int = 0, step: int = 0)
         Start(step=step, rank=rank, weights={"w": values(weights[0])}, resumed=step > 0)
     ]
     for place, weight in enumerate(weights[1:], start=step):
-        events.append(
-            Update(
-                step=place,
-                rank=rank,
-                loss=None,
-                weight=1.0,
-                learning_rate=0.1,
-                finite=True,
-                weights={"w": values(weight)},
-            )
-        )
+        events.append(traces.update(place, rank, loss=None, weights={"w": values(weight)}))
     header = {"rank": rank, "world_size": 2}
     return RankTrace(life=number, header=header, events=tuple(events), ended=True, problem="")
 
@@ -354,18 +334,7 @@ def test_weights_that_are_restored_in_part(second: tuple[float, float], step: in
 
 
 def _shard(step: int, ids: tuple[int, ...], rank: int = 0) -> Shard:
-    return Shard(
-        step=step,
-        epoch=0,
-        rank=rank,
-        shard=0,
-        ids=ids,
-        loss_sum=None,
-        weight=float(len(ids)),
-        finite=True,
-        draws=None,
-        gradient={},
-    )
+    return traces.shard(step, rank, ids=ids, loss_sum=None, weight=float(len(ids)))
 
 
 def test_ranks_that_name_samples_differently() -> None:

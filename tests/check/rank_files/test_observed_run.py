@@ -19,35 +19,28 @@ from entrenar_py.shared import trace
 from entrenar_py.shared.config.problems import Position
 from entrenar_py.shared.errors import TraceError
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.shared.trace import Event, Shard, Start, Synchronised, Update
+from entrenar_py.shared.trace import Event, Shard, Start, Synchronised
 from entrenar_py.shared.verdict import Finding, Verdict
-from tests.check.clauses.traces import run, values
+from tests import traces
+from tests.traces import run, undecided, values
 
 
 def passes(*, kept: tuple[int, ...], step: int = 0) -> list[Event]:
     """Return a step of two passes of four samples, of which those `kept` were applied."""
     shards = [
-        Shard(
-            step=step,
-            epoch=0,
-            rank=0,
+        traces.shard(
+            step,
             shard=number,
             ids=tuple(range(4 * number, 4 * number + 4)),
-            loss_sum=1.0,
             weight=4.0,
-            finite=True,
             gradient={"w": values(1.0)},
         )
         for number in range(2)
     ]
-    update = Update(
-        step=step,
-        rank=0,
+    update = traces.update(
+        step,
         loss=None,
         weight=4.0,
-        learning_rate=0.1,
-        finite=True,
-        weights={},
         gradient={"w": values(1.0)},
         summed={} if kept == (0, 1) else {"w": kept},
     )
@@ -223,17 +216,17 @@ def test_ranks_that_are_brought_together_now_and_then(tmp_path: Path) -> None:
 
 def test_a_rank_that_is_missing(tmp_path: Path) -> None:
     """A run with one rank missing is inconclusive, even if the others agree."""
-    finding = finding_of("replica_identity", write(tmp_path / "run", 0, of=own_run()))
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "no file of rank 1: give the files of all ranks" in finding.reason
+    assert "no file of rank 1: give the files of all ranks" in undecided(
+        finding_of("replica_identity", write(tmp_path / "run", 0, of=own_run()))
+    )
 
 
 def test_runs_mixed_in_one_folder(tmp_path: Path) -> None:
     """Two runs are not taken for one."""
     write(tmp_path / "run", 0, 1, of=own_run())
-    finding = finding_of("replica_identity", write(tmp_path / "run", 0, of=own_run(1)))
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "files of runs with 1, 2 workers: keep each run in a folder of its own" in finding.reason
+    assert "files of runs with 1, 2 workers: keep each run in a folder of its own" in undecided(
+        finding_of("replica_identity", write(tmp_path / "run", 0, of=own_run(1)))
+    )
 
 
 def test_how_it_ended(tmp_path: Path) -> None:
@@ -276,16 +269,7 @@ def test_a_file_that_no_rank_wrote(tmp_path: Path) -> None:
 def drawn(steps: Sequence[Sequence[int]], begin: int = 0) -> list[Start | Shard]:
     """Return the events of a rank that draws these samples, from step `begin` on."""
     shards = [
-        Shard(
-            step=begin + number,
-            epoch=0,
-            rank=0,
-            shard=0,
-            ids=tuple(ids),
-            loss_sum=None,
-            weight=float(len(ids)),
-            finite=True,
-        )
+        traces.shard(begin + number, ids=tuple(ids), loss_sum=None, weight=float(len(ids)))
         for number, ids in enumerate(steps)
     ]
     return [Start(step=begin, rank=0, weights={}), *shards]

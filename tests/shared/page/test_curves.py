@@ -8,7 +8,7 @@ import numpy as np
 
 from entrenar_py.check.reports.html import Curves
 from entrenar_py.shared.trace import Trace, Update, record_tensor
-from tests.check.clauses.traces import run, scenario
+from tests.traces import run, scenario
 
 
 def pair(detail: str, apart: float) -> list[Trace]:

@@ -33,7 +33,7 @@ from entrenar_py.shared.trace import (
     Update,
     record_tensor,
 )
-from entrenar_py.shared.verdict import Counterexample, Finding, Verdict
+from entrenar_py.shared.verdict import Counterexample, Finding, Tally, Verdict
 
 FAILED = End(status="failed", reason="RuntimeError: out of luck")
 # The published tolerances; the other clauses are exact.
@@ -102,11 +102,20 @@ def several(traces: Sequence[Trace]) -> Runs[Trace]:
     return Runs(traces[0], {ALONE: tuple(traces[1:])}) if traces else Runs()
 
 
-def broken(finding: Finding) -> Counterexample:
-    """Return the counterexample of a falsified finding."""
-    assert finding.verdict is Verdict.FALSIFIED, finding
-    assert finding.counterexample is not None
-    return finding.counterexample
+def broken(judged: Finding | Tally) -> Counterexample:
+    """Return the counterexample of what is falsified."""
+    if isinstance(judged, Tally):
+        assert judged.broken is not None, judged
+        return judged.broken
+    assert judged.verdict is Verdict.FALSIFIED, judged
+    assert judged.counterexample is not None
+    return judged.counterexample
+
+
+def undecided(finding: Finding) -> str:
+    """Return the reason of an inconclusive finding."""
+    assert finding.verdict is Verdict.INCONCLUSIVE, finding
+    return finding.reason
 
 
 def one(trace: Trace, kind: type[E], **at: Any) -> E:
@@ -189,18 +198,29 @@ def values(*numbers: float, dtype: str = "float32") -> TensorRecord:
     return record_tensor(np.array(numbers, dtype), values=True)
 
 
-def updated(step: int, rank: int, weights: Tensors, optimizer: Tensors | None = None) -> Update:
-    """Return an update with default values for fields that are no state."""
-    return Update(
-        step=step,
-        rank=rank,
-        loss=1.0,
-        weight=1.0,
-        learning_rate=0.1,
-        finite=True,
-        weights=weights,
-        optimizer=optimizer or {},
-    )
+def update(step: int, rank: int = 0, **fields: Any) -> Update:
+    """Return a step of a rank, in which only the given fields matter."""
+    usual: dict[str, Any] = {
+        "loss": 1.0,
+        "weight": 1.0,
+        "learning_rate": 0.1,
+        "finite": True,
+        "weights": {},
+    }
+    return Update(**{**usual, "step": step, "rank": rank, **fields})
+
+
+def shard(step: int, rank: int = 0, **fields: Any) -> Shard:
+    """Return the micro-batch of a rank in `step`, in which only the given fields matter."""
+    usual: dict[str, Any] = {
+        "epoch": 0,
+        "shard": 0,
+        "ids": (),
+        "loss_sum": 1.0,
+        "weight": 1.0,
+        "finite": True,
+    }
+    return Shard(**{**usual, "step": step, "rank": rank, **fields})
 
 
 def swapped(tensors: Tensors, name: str, record: TensorRecord) -> Tensors:
