@@ -97,6 +97,23 @@ def judge(check: str, traces: Sequence[Trace], tolerance: float | None = None) -
     return combine(telling or findings or [row.judge(invariant, Runs())])
 
 
+def held(check: str, *runs: Trace, tolerance: float | None = None) -> Finding:
+    """Return the finding of `check`, which holds."""
+    finding = judge(check, runs, tolerance)
+    assert finding.verdict is Verdict.HELD, finding
+    return finding
+
+
+def falsified(check: str, *runs: Trace, tolerance: float | None = None) -> Counterexample:
+    """Return the counterexample of `check`, which is falsified."""
+    return broken(judge(check, runs, tolerance))
+
+
+def left_open(check: str, *runs: Trace, tolerance: float | None = None) -> str:
+    """Return the reason of `check`, which is inconclusive."""
+    return undecided(judge(check, runs, tolerance))
+
+
 def several(traces: Sequence[Trace]) -> Runs[Trace]:
     """Return Runs in which each run is judged by itself."""
     return Runs(traces[0], {ALONE: tuple(traces[1:])}) if traces else Runs()

@@ -26,7 +26,7 @@ from entrenar_py.shared.faults import MERGED, MIRRORED, Fault
 from entrenar_py.shared.trace import Injected, Noticed, Shard, Start, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Finding, Verdict
 from tests import traces
-from tests.traces import altered, scenario, undecided
+from tests.traces import altered, falsified, left_open, scenario, undecided
 
 SUBJECT = scenario(detail="values", clip_norm=None)
 
@@ -143,13 +143,10 @@ def test_weights_that_never_move_are_never_held() -> None:
         ("replica_identity", [own(2)]),
         ("resume", traces.family("resume", subject)),
     ):
-        assert "no weight moves in 6 steps" in undecided(
-            traces.judge(check, [*map(traces.without_motion, runs)])
-        )
-        begun = traces.judge(check, [traces.without_motion(run, until=3) for run in runs])
-        assert begun.verdict is Verdict.HELD, begun
+        assert "no weight moves in 6 steps" in left_open(check, *map(traces.without_motion, runs))
+        traces.held(check, *[traces.without_motion(run, until=3) for run in runs])
     parted = of_ranks(traces.without_motion(own(2)), "weights", min(copies.known_names(own(2))))
-    assert traces.broken(traces.judge("replica_identity", [parted])).step == 0
+    assert falsified("replica_identity", parted).step == 0
 
 
 def test_weights_that_were_drawn_apart_are_not_compared() -> None:

@@ -17,7 +17,7 @@ from entrenar_py.shared.trace import Noticed, Shard, Start, Tensors, Trace, Upda
 from entrenar_py.shared.verdict import Tally, Verdict
 from tests import traces
 from tests.check.clauses.micro_batch_traces import SHAPES, records, summed, times, trace_of
-from tests.traces import altered, broken, one, scenario, undecided, values
+from tests.traces import altered, falsified, left_open, one, scenario, values
 
 SUBJECT = scenario(optimizer="momentum")
 BAD = values(1.0, 2.0)
@@ -48,8 +48,7 @@ A, B, C, D = ({name: values(1.0)} for name in "abcd")
 )
 def test_sharded_optimizer_state(held: tuple[Tensors, ...]) -> None:
     """With ZeRO-1, each rank keeps its own tensors' state, and shared tensors are compared."""
-    finding = traces.judge("replica_identity", [sharing(*held)])
-    assert finding.verdict is Verdict.HELD
+    finding = traces.held("replica_identity", sharing(*held))
     assert finding.notes == (
         "optimizer state is sharded over ranks: only what two of them hold was compared",
     )
@@ -67,7 +66,7 @@ def test_sharded_optimizer_state(held: tuple[Tensors, ...]) -> None:
 )
 def test_sharding_excuses_no_loss(held: tuple[Tensors, ...], rank: int, tensor: str) -> None:
     """A tensor that one rank lacks and all others hold was lost; two that differ are found."""
-    found = broken(traces.judge("replica_identity", [sharing(*held)]))
+    found = falsified("replica_identity", sharing(*held))
     assert (found.rank, found.tensor) == (rank, tensor)
 
 
@@ -88,7 +87,7 @@ def test_what_one_rank_never_recorded(part: str) -> None:
 def test_a_first_step_that_was_skipped(check: str) -> None:
     """State recorded after other steps, but not after a rank's first, was not made in it."""
     trace = altered(traces.run(SUBJECT), Update, {"step": 0, "rank": 1}, optimizer={})
-    found = broken(traces.judge(check, [trace]))
+    found = falsified(check, trace)
     assert (found.step, found.rank) == (0, 1)
 
 
@@ -99,7 +98,7 @@ def test_a_blind_rank_hides_no_other(part: str) -> None:
     tensors = getattr(one(trace, Update, step=3, rank=1), part)
     bad = traces.swapped(tensors, next(iter(tensors)), BAD)
     apart = altered(trace, Update, {"step": 3, "rank": 1}, **{part: bad})
-    found = broken(traces.judge("replica_identity", [apart]))
+    found = falsified("replica_identity", apart)
     assert (found.step, found.rank) == (3, 1)
 
 
@@ -116,7 +115,7 @@ def test_state_that_no_rank_has_after_some_step() -> None:
     """Buffers recorded after some steps must be recorded after every step."""
     trace = altered(traces.run(SUBJECT), Update, {"step": 4}, buffers={})
     assert (
-        undecided(traces.judge("replica_identity", [trace]))
+        left_open("replica_identity", trace)
         == "ranks 0, 1, 2 recorded no buffers in step 4: record Update.buffers"
     )
 
@@ -202,7 +201,7 @@ def begun(*, num_steps: int = 1, optimizer: str = "sgd", **noticed: Any) -> Trac
 def test_weights_that_are_not_finite(look: str) -> None:
     """A run that trains from a NaN breaks F-DP-003 before its first step."""
     trace = begun(peculiar={"a": look})
-    found = traces.broken(traces.judge("finiteness", [trace]))
+    found = falsified("finiteness", trace)
     assert (found.step, found.rank, found.tensor) == (-1, 0, "a")
     tally = Tally("F-DP-003")
     state.judge_first_weights(tally, [begun(num_steps=0, peculiar={"a": look})])

@@ -25,7 +25,7 @@ from entrenar_py.shared.trace import (
 )
 from entrenar_py.shared.verdict import Verdict
 from tests import traces
-from tests.traces import hand_written, scenario, values
+from tests.traces import falsified, hand_written, scenario, values
 
 NUM_STEPS, RATE, DECAY, CLIP = 6, 0.05, 0.1, 0.5
 
@@ -271,8 +271,8 @@ def test_declared_constants_are_used(constants: dict[str, Any]) -> None:
     trace = _trained(constants)
     traits = {"decay": "coupled"} if "weight_decay" in constants else constants
     declared = traces.was(trace, **traits)
-    assert traces.judge("step_rule", [declared]).verdict is Verdict.HELD
-    assert traces.judge("step_rule", [trace]).verdict is Verdict.FALSIFIED
+    traces.held("step_rule", declared)
+    falsified("step_rule", trace)
 
 
 def test_a_schedule_of_ones_own() -> None:
@@ -403,7 +403,7 @@ def stepped(momenta: Sequence[float], *, wrong: int | None = None, **how: Any) -
 
 def test_a_cycle_of_momentum_is_followed() -> None:
     """Constants that change from step to step are those of the step."""
-    assert traces.judge("step_rule", [stepped([0.9, 0.8, 0.7, 0.8])]).verdict is Verdict.HELD
+    traces.held("step_rule", stepped([0.9, 0.8, 0.7, 0.8]))
     finding = traces.judge("step_rule", [stepped([0.9, 0.8, 0.7, 0.8], wrong=2)])
     assert (traces.broken(finding).step, traces.broken(finding).tensor) == (2, "w")
     assert "twice as large" in traces.broken(finding).message

@@ -38,7 +38,7 @@ from entrenar_py.shared.trace import (
 )
 from entrenar_py.shared.verdict import Verdict
 from tests import traces
-from tests.traces import broken, several, undecided
+from tests.traces import falsified, left_open, several, undecided
 
 # --- chains ---------------------------------------------------------------------------------------
 
@@ -359,7 +359,7 @@ def test_within_budget_and_foreseen(trace: Trace) -> None:
 )
 def test_over_budget_or_unforeseen(trace: Trace, message: str, got: int) -> None:
     """A peak over the budget, or an estimate that is too low or too high, names the rank."""
-    found = broken(traces.judge("memory", [trace]))
+    found = falsified("memory", trace)
     assert (found.rank, found.got) == (0, str(got * UNIT))
     assert message in found.message
 
@@ -374,8 +374,7 @@ def test_small_models_are_bounded_only(peak: int) -> None:
 def test_every_rank_is_asked_for() -> None:
     """A rank without a measurement is named, and the run is inconclusive."""
     assert (
-        undecided(traces.judge("memory", [measured(world_size=3)]))
-        == "the memory of ranks [1, 2] was not measured"
+        left_open("memory", measured(world_size=3)) == "the memory of ranks [1, 2] was not measured"
     )
     nothing = traces.judge("memory", [traces.hand_written()])
     assert nothing.reason.startswith("no worker's memory was measured: F-HET-002 is decided by a")
@@ -411,7 +410,7 @@ def on_device(*, peak: int = 9, estimate: int = 9, reported: int | None = None) 
 def test_on_a_device_little_stands_out() -> None:
     """An estimate of 9 MiB on a device is compared with the memory that was needed."""
     assert traces.judge("memory", [on_device()]).verdict is Verdict.HELD
-    assert traces.judge("memory", [on_device(peak=5)]).verdict is Verdict.FALSIFIED
+    falsified("memory", on_device(peak=5))
     assert traces.judge("memory", [on_device(peak=3, estimate=7)]).verdict is Verdict.HELD
 
 
@@ -428,7 +427,7 @@ def test_a_device_that_is_not_there_is_noted() -> None:
         Attempt(backend="wgpu", served=False, reason="no adapter"),
         subject=traces.scenario(world_size=1, backends=("wgpu",)),
     )
-    undecided(traces.judge("memory", [absent]))
+    left_open("memory", absent)
     together = traces.judge("memory", [absent, measured()])
     assert together.verdict is Verdict.HELD
     assert "not measured: wgpu (no adapter)" in together.notes

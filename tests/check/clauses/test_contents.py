@@ -17,7 +17,7 @@ from entrenar_py.shared.trace import Event, Shard, Trace, Update
 from entrenar_py.shared.verdict import Verdict
 from tests import traces
 from tests.check.causes.test_presuppositions import changed, own, parity
-from tests.traces import altered, broken, scenario, undecided
+from tests.traces import altered, falsified, left_open, scenario, undecided
 
 SUBJECT = scenario(workload="linear", world_size=2, num_shards=2, num_samples=12, batch_size=4)
 
@@ -33,15 +33,15 @@ def given_alike(**traits: Any) -> Trace:
 @pytest.mark.parametrize("traits", [{}, {"shared": True}])
 def test_replicas_are_given_the_same_rows(traits: dict[str, Any]) -> None:
     """Ranks with shards of their own are to be given other rows, as under fully_shard."""
-    found = broken(traces.judge("coverage", [given_alike(**traits)]))
+    found = falsified("coverage", given_alike(**traits))
     assert found.message.startswith("ranks 0, 1 are given the same rows in every step, though")
     assert (found.step, found.rank) == (0, 1)
 
 
 def test_nothing_shows_how_ranks_are_arranged() -> None:
     """Ranks may share the work on the rows if nothing shows that they don't."""
-    assert "whether they share the work on them is not known" in undecided(
-        traces.judge("coverage", [given_alike(arranged="guessed")])
+    assert "whether they share the work on them is not known" in left_open(
+        "coverage", given_alike(arranged="guessed")
     )
 
 

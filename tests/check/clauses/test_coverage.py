@@ -19,7 +19,7 @@ from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Membership, Selection, Shard, Start, Trace, Update
 from entrenar_py.shared.verdict import Finding, Tally, Verdict
 from tests import traces
-from tests.traces import altered, broken, scenario, undecided, was, without
+from tests.traces import altered, broken, falsified, left_open, scenario, undecided, was, without
 
 SUBJECT = scenario(workload="linear")
 
@@ -51,7 +51,7 @@ def test_a_sample_drawn_twice_in_a_step() -> None:
     first = traces.one(trace, Shard, step=1, shard=0)
     second = traces.one(trace, Shard, step=1, shard=4)
     at = {"step": 1, "shard": 4}
-    found = broken(traces.judge("coverage", [altered(trace, Shard, at, ids=first.ids[:1])]))
+    found = falsified("coverage", altered(trace, Shard, at, ids=first.ids[:1]))
     assert (found.step, found.rank, found.shard) == (1, second.rank, 4)
     assert found.sample_ids == first.ids[:1]
 
@@ -61,7 +61,7 @@ def test_a_sample_drawn_again_later_in_the_epoch() -> None:
     trace = traces.run(SUBJECT)
     early = traces.one(trace, Shard, step=0, shard=0).ids
     at = {"step": 2, "shard": 0}
-    found = broken(traces.judge("coverage", [altered(trace, Shard, at, ids=early[:1])]))
+    found = falsified("coverage", altered(trace, Shard, at, ids=early[:1]))
     assert (found.step, found.shard, found.sample_ids) == (2, 0, early[:1])
     assert "first drawn in step 0" in found.message
 
@@ -89,7 +89,7 @@ def test_a_step_with_a_whole_epoch() -> None:
 def test_padding_with_duplicates() -> None:
     """A short batch that is padded with its own samples is falsified."""
     subject = scenario(workload="linear", num_samples=3, batch_size=3, world_size=2, num_steps=1)
-    found = broken(traces.judge("coverage", [sampled([[[0, 1], [2, 0]]], subject)]))
+    found = falsified("coverage", sampled([[[0, 1], [2, 0]]], subject))
     assert (found.step, found.rank, found.sample_ids) == (0, 1, (0,))
 
 
@@ -97,9 +97,9 @@ def test_ranks_that_share_a_shard_draw_the_same() -> None:
     """A rank that draws other samples than the rank it shares a shard with is named."""
     steps = [[[0, 1], [2, 3]]]
     apart = six_samples(steps, num_samples=4)
-    assert traces.judge("coverage", [sampled(steps, apart)]).verdict is Verdict.HELD
+    traces.held("coverage", sampled(steps, apart))
     shared = traces.was(sampled(steps, apart), shared=True)
-    found = broken(traces.judge("coverage", [shared]))
+    found = falsified("coverage", shared)
     assert (found.step, found.rank, found.sample_ids) == (0, 1, (0, 1, 2, 3))
     assert "drew other samples for shard 0 than rank 0" in found.message
 
@@ -107,7 +107,7 @@ def test_ranks_that_share_a_shard_draw_the_same() -> None:
 def test_a_dropped_tail() -> None:
     """An epoch without its last samples is falsified in the step that lacks them."""
     trace = altered(traces.run(SUBJECT), Shard, {"step": 2}, ids=(), weight=0.0)
-    found = broken(traces.judge("coverage", [trace]))
+    found = falsified("coverage", trace)
     assert found.step == 2
     assert (found.expected, found.got) == ("2", "0")
 
@@ -117,7 +117,7 @@ def test_an_epoch_that_ends_early_names_what_it_missed() -> None:
     trace = traces.run(SUBJECT)
     missed = {i for s in trace.of(Shard) if s.step == 2 for i in s.ids}
     skipped = without(without(trace, Shard, step=2), Update, step=2)
-    found = broken(traces.judge("coverage", [skipped]))
+    found = falsified("coverage", skipped)
     assert found.step == 2
     assert set(found.sample_ids) == missed
 
@@ -125,7 +125,7 @@ def test_an_epoch_that_ends_early_names_what_it_missed() -> None:
 def test_an_id_outside_the_data_set() -> None:
     """A sample id outside the data set is falsified."""
     trace = altered(traces.run(SUBJECT), Shard, {"step": 0, "shard": 1}, ids=(12,))
-    found = broken(traces.judge("coverage", [trace]))
+    found = falsified("coverage", trace)
     assert (found.step, found.shard, found.sample_ids) == (0, 1, (12,))
 
 
@@ -134,7 +134,7 @@ def test_other_batches_with_other_workers() -> None:
     subject = scenario(workload="linear", num_samples=4, batch_size=2, num_steps=2, world_size=2)
     one = sampled([[[0, 1]], [[2, 3]]], subject.with_(world_size=1))
     other = sampled([[[0], [2]], [[1], [3]]], subject)
-    found = broken(traces.judge("coverage", [other, one]))
+    found = falsified("coverage", other, one)
     assert (found.step, found.sample_ids) == (0, (1, 2))
     assert "1 workers than with 2" in found.message
 
@@ -151,7 +151,7 @@ def test_other_batches_with_other_workers() -> None:
 def test_right_ways_to_share(steps: list[list[list[int]]]) -> None:
     """Strided, uneven, unshuffled and short batches hold if they are complete and disjoint."""
     subject = six_samples(steps)
-    assert traces.judge("coverage", [sampled(steps, subject)]).verdict is Verdict.HELD
+    traces.held("coverage", sampled(steps, subject))
 
 
 @pytest.mark.parametrize("traits", [{}, {"epochs": "untold"}, {"population": "guessed"}])
@@ -163,7 +163,7 @@ def test_an_epoch_whose_end_was_not_seen_is_open(traits: dict[str, str]) -> None
     assert (finding.verdict, finding.compared > 0) == (Verdict.INCONCLUSIVE, True)
     assert finding.reason.startswith("no run came to the end of an epoch")
     replaced = traces.was(trace, replacement=True)
-    assert traces.judge("coverage", [replaced]).verdict is Verdict.HELD
+    traces.held("coverage", replaced)
 
 
 def test_a_shuffled_epoch_of_all_numbers_from_0_on_has_ended() -> None:
@@ -179,13 +179,13 @@ def test_a_shuffled_epoch_of_all_numbers_from_0_on_has_ended() -> None:
 def test_empty_shards_are_no_alarm() -> None:
     """Empty shards, as with more shards than samples, are right."""
     subject = scenario(workload="linear", num_shards=9, num_samples=4, batch_size=3)
-    assert traces.judge("coverage", traces.family("coverage", subject)).verdict is Verdict.HELD
+    traces.held("coverage", *traces.family("coverage", subject))
 
 
 def test_steps_that_were_not_committed_do_not_count() -> None:
     """Shards of a step without an update, as before a halt, are not counted."""
     trace = without(traces.run(SUBJECT), Update)
-    assert traces.judge("coverage", [trace]).verdict is Verdict.INCONCLUSIVE
+    left_open("coverage", trace)
 
 
 def test_the_order_of_logical_shards_is_part_of_the_bits() -> None:
@@ -208,7 +208,7 @@ def wrapped(steps: Sequence[Sequence[Sequence[int]]] = WRAPPED) -> Trace:
 
 def test_a_batch_may_straddle_two_epochs() -> None:
     """A batch may take the end of one epoch and the begin of the next."""
-    assert traces.judge("coverage", [wrapped()]).verdict is Verdict.HELD
+    traces.held("coverage", wrapped())
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_a_batch_that_straddles_hides_nothing(
 ) -> None:
     """Padding, gaps and lost samples are found in a batch that spans two epochs."""
     trace = wrapped([WRAPPED[0], second, WRAPPED[2]])
-    found = broken(traces.judge("coverage", [trace]))
+    found = falsified("coverage", trace)
     assert (found.step, found.sample_ids) == (step, ids)
 
 
@@ -237,9 +237,9 @@ def test_steps_that_were_rolled_back_are_drawn_again() -> None:
     back = [replace(start, step=1, resumed=True) for start in starts]
     again = [event for event in trace.events if getattr(event, "step", 0) == 1]
     whole = replace(trace, events=(*starts, *trace.events[:-1], *back, *again, trace.events[-1]))
-    assert traces.judge("coverage", [whole]).verdict is Verdict.HELD
+    traces.held("coverage", whole)
     unmarked = replace(trace, events=(*starts, *trace.events[:-1], *again, trace.events[-1]))
-    assert broken(traces.judge("coverage", [unmarked])).step == 1
+    assert falsified("coverage", unmarked).step == 1
 
 
 DROPPED = [[[0, 1], [2, 3]], [[5, 4], [3, 2]]]
@@ -253,29 +253,29 @@ def dropping(steps: Sequence[Sequence[Sequence[int]]], **changes: Any) -> Trace:
 def test_a_tail_that_is_dropped_on_purpose() -> None:
     """A user's trainer may drop an incomplete last batch if it declares so."""
     said = traces.was(dropping(DROPPED), drop_last=True)
-    assert traces.judge("coverage", [said]).verdict is Verdict.HELD
-    found = broken(traces.judge("coverage", [dropping(DROPPED)]))
+    traces.held("coverage", said)
+    found = falsified("coverage", dropping(DROPPED))
     assert (found.step, found.sample_ids) == (0, (4, 5))
 
 
 def test_no_more_than_the_tail_may_be_dropped() -> None:
     """`drop_last` excuses neither a short batch nor a batch left out."""
     short = traces.was(dropping([[[0, 1], [2]], DROPPED[1]]), drop_last=True)
-    found = broken(traces.judge("coverage", [short]))
+    found = falsified("coverage", short)
     assert (found.step, found.expected, found.got) == (0, "4", "3")
     lost = traces.was(dropping(DROPPED, num_samples=8), drop_last=True)
-    assert broken(traces.judge("coverage", [lost])).sample_ids == (4, 5, 6, 7)
+    assert falsified("coverage", lost).sample_ids == (4, 5, 6, 7)
 
 
 def test_a_run_that_ends_early_is_not_completed() -> None:
     """Missing steps are named in a run with status completed, but not in a halted one."""
     trace = traces.run(SUBJECT)
     kept = tuple(event for event in trace.events if getattr(event, "step", 0) < 4)
-    found = broken(traces.judge("coverage", [replace(trace, events=kept)]))
+    found = falsified("coverage", replace(trace, events=kept))
     assert found.step == 4
     assert "steps [4, 5] of num_steps=6 were never made" in found.message
     halted = (*kept[:-1], replace(trace.end, status="halted"))
-    assert traces.judge("coverage", [replace(trace, events=halted)]).verdict is Verdict.HELD
+    traces.held("coverage", replace(trace, events=halted))
 
 
 def test_the_second_half_of_a_run_is_no_short_run() -> None:
@@ -285,16 +285,14 @@ def test_the_second_half_of_a_run_is_no_short_run() -> None:
     late = [event for event in trace.events if getattr(event, "step", 2) == 2]
     starts = [Start(step=2, rank=rank, weights={}, resumed=True) for rank in (0, 1)]
     half = replace(trace, events=(*starts, *late))
-    assert undecided(traces.judge("coverage", [half])).startswith(
-        "no run came to the end of an epoch"
-    )
+    assert left_open("coverage", half).startswith("no run came to the end of an epoch")
 
 
 @pytest.mark.parametrize("stranger", [3, 7])
 def test_a_shard_by_a_stranger(stranger: int) -> None:
     """A shard by a rank that is no worker of the scenario is falsified."""
     trace = altered(traces.run(SUBJECT), Shard, {"step": 3, "shard": 2}, rank=stranger)
-    found = broken(traces.judge("coverage", [trace]))
+    found = falsified("coverage", trace)
     assert (found.step, found.rank, found.shard) == (3, stranger, 2)
     assert "takes no part" in found.message
 
@@ -312,7 +310,7 @@ def test_a_shard_by_who_has_left() -> None:
 def test_a_worker_whose_start_was_not_recorded_is_no_stranger() -> None:
     """A scenario's worker without a start is missing evidence for F-DP-001, not for this."""
     trace = without(traces.run(SUBJECT), Start, rank=1)
-    assert traces.judge("coverage", [trace]).verdict is Verdict.HELD
+    traces.held("coverage", trace)
 
 
 def test_samples_that_are_counted_and_not_named() -> None:
@@ -320,7 +318,7 @@ def test_samples_that_are_counted_and_not_named() -> None:
     trace = traces.run(SUBJECT)
     bare = altered(trace, Shard, {}, ids=())
     for found in ([bare], [bare, traces.run(SUBJECT.with_(world_size=1))]):
-        reason = undecided(traces.judge("coverage", found))
+        reason = left_open("coverage", *found)
         unknown = "the samples of steps 0, 1, 2, 3, 4 and later are unknown"
         assert reason == f"{unknown}: record Shard.ids"
 
@@ -328,10 +326,10 @@ def test_samples_that_are_counted_and_not_named() -> None:
 def test_updates_alone_cover_nothing() -> None:
     """Updates without shards prove nothing about samples; a rank without shards is named."""
     trace = traces.run(SUBJECT)
-    assert "record a Shard with ids" in undecided(traces.judge("coverage", [without(trace, Shard)]))
-    found = broken(traces.judge("coverage", [without(trace, Shard, rank=1, step=3)]))
+    assert "record a Shard with ids" in left_open("coverage", without(trace, Shard))
+    found = falsified("coverage", without(trace, Shard, rank=1, step=3))
     assert found.message.endswith("; ranks 1 recorded no Shard of it")
-    assert undecided(traces.judge("coverage", [without(trace, Shard, rank=1)])).startswith(
+    assert left_open("coverage", without(trace, Shard, rank=1)).startswith(
         "rank 1 made steps without a micro-batch: record a Shard"
     )
 
@@ -348,17 +346,17 @@ def test_samples_that_are_unknown_in_places(gap: str, others: tuple[int, ...]) -
     }[gap]
     beside = [traces.run(SUBJECT.with_(num_steps=9, world_size=n)) for n in others]
     for family in ([bare, *beside], [*beside, bare]):
-        assert traces.judge("coverage", family).verdict is Verdict.INCONCLUSIVE
+        left_open("coverage", *family)
     early = traces.one(own, Shard, step=3, rank=0).ids
     again = altered(bare, Shard, {"step": 5, "rank": 0}, ids=early)
-    found = broken(traces.judge("coverage", [again, *beside]))
+    found = falsified("coverage", again, *beside)
     assert (found.step, found.rank) == (5, 0)
 
 
 def test_steps_before_a_gap_are_counted() -> None:
     """A lost sample is found even if later steps are unknown."""
     trace = altered(traces.run(SUBJECT), Shard, {"step": 1, "rank": 1}, ids=(), weight=0.0)
-    found = broken(traces.judge("coverage", [without(trace, Shard, step=4)]))
+    found = falsified("coverage", without(trace, Shard, step=4))
     assert found.step == 1
 
 
@@ -368,7 +366,7 @@ def test_replicas_that_draw_the_same_samples_with_replacement() -> None:
     alike = [[[1, 5, 9, 2, 7], [1, 5, 9, 2, 7]], [[3, 0, 11, 4, 12], [3, 0, 11, 4, 12]]]
     apart = [alike[0], [[3, 0, 11, 4, 12], [3, 0, 11, 4, 13]]]
     runs = [traces.was(sampled(steps, subject), replacement=True) for steps in (alike, apart)]
-    found = broken(traces.judge("coverage", [runs[0]]))
+    found = falsified("coverage", runs[0])
     assert (found.step, found.rank) == (0, 1)
     assert "ranks 0 and 1 draw the same samples in every step" in found.message
     assert traces.judge("coverage", [runs[1]]).verdict is not Verdict.FALSIFIED

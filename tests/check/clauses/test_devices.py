@@ -31,7 +31,7 @@ from entrenar_py.shared.trace import (
 )
 from entrenar_py.shared.verdict import Finding, Verdict
 from tests import traces
-from tests.traces import broken, several, undecided
+from tests.traces import broken, falsified, held, left_open, several, undecided
 
 # --- products -------------------------------------------------------------------------------------
 
@@ -188,9 +188,7 @@ def test_right_results_hold(check: str, compared: int) -> None:
     """Exact results, preserved NaNs and a refusal hold. Without an adapter all is inconclusive."""
     finding = traces.judge(check, [operations_trace(EXACT, KEPT, REFUSED)])
     assert (finding.verdict, finding.compared) == (Verdict.HELD, compared), finding
-    assert "no adapter" in undecided(
-        traces.judge(check, [operations_trace(status="failed", reason="no adapter")])
-    )
+    assert "no adapter" in left_open(check, operations_trace(status="failed", reason="no adapter"))
 
 
 @pytest.mark.parametrize(
@@ -209,27 +207,26 @@ def test_right_results_hold(check: str, compared: int) -> None:
 )
 def test_wrong_results_are_found(check: str, wrong: Event, message: str) -> None:
     """A wrong result is named by its operation or case."""
-    found = traces.broken(traces.judge(check, [operations_trace(EXACT, KEPT, wrong)]))
+    found = falsified(check, operations_trace(EXACT, KEPT, wrong))
     assert message in found.message
 
 
 def test_elements_without_a_bound_are_told_of() -> None:
     """A note says how many elements have no bound."""
-    finding = traces.judge("device_operations", [operations_trace(replace(EXACT, num_bounded=1))])
-    assert finding.verdict is Verdict.HELD
+    finding = held("device_operations", operations_trace(replace(EXACT, num_bounded=1)))
     assert "relu: result 0: 2 of 3 elements have no bound" in finding.notes
 
 
 def test_what_is_right_need_not_be_refused() -> None:
     """A device may compute a case that another device refuses."""
     taken = replace(REFUSED, error=None, right=True, submissions=1)
-    assert traces.judge("device_refusals", [operations_trace(taken)]).verdict is Verdict.HELD
+    held("device_refusals", operations_trace(taken))
 
 
 def test_nans_that_reach_nothing_show_nothing() -> None:
     """A NaN that reaches no result, as in a comparison, makes the run inconclusive."""
-    assert "no NaN reached a result" in undecided(
-        traces.judge("device_finiteness", [operations_trace(EXACT, replace(KEPT, reached=0))])
+    assert "no NaN reached a result" in left_open(
+        "device_finiteness", operations_trace(EXACT, replace(KEPT, reached=0))
     )
 
 
@@ -278,8 +275,8 @@ def test_losses_that_are_missing_are_missing(losses: tuple[float, ...]) -> None:
 
 def test_a_device_without_the_cpu_beside_it_is_inconclusive() -> None:
     """Without the run on the CPU there is nothing to compare with."""
-    assert "no run on the CPU" in undecided(
-        traces.judge("device_training", [trained(SHORT, 2.0, 1.5, 1.0)], 1e-4)
+    assert "no run on the CPU" in left_open(
+        "device_training", trained(SHORT, 2.0, 1.5, 1.0), tolerance=1e-4
     )
 
 
@@ -352,8 +349,7 @@ def steps_trace(*events: Event, status: str = "completed", reason: str = "") -> 
 @pytest.mark.parametrize("check", CHECKED)
 def test_right_steps_hold(check: str) -> None:
     """The first step of a size may compile and upload freely. A software adapter is noted."""
-    finding = traces.judge(check, [steps_trace(FIRST, AGAIN, NEAR)])
-    assert finding.verdict is Verdict.HELD, finding
+    finding = held(check, steps_trace(FIRST, AGAIN, NEAR))
     assert finding.compared > 0
     assert finding.notes == ("software adapter llvmpipe (Vulkan)",)
 
@@ -361,9 +357,7 @@ def test_right_steps_hold(check: str) -> None:
 @pytest.mark.parametrize("check", CHECKED)
 def test_a_run_without_an_adapter_is_inconclusive(check: str) -> None:
     """The reason repeats the message of the adapter's library."""
-    assert "no adapter" in undecided(
-        traces.judge(check, [steps_trace(status="failed", reason="no adapter")])
-    )
+    assert "no adapter" in left_open(check, steps_trace(status="failed", reason="no adapter"))
 
 
 @pytest.mark.parametrize(
@@ -380,7 +374,7 @@ def test_a_run_without_an_adapter_is_inconclusive(check: str) -> None:
 )
 def test_no_later_step_is_inconclusive(check: str, events: tuple[Event, ...], reason: str) -> None:
     """Steps made once each, and results without a bound, are inconclusive."""
-    assert reason in undecided(traces.judge(check, [steps_trace(*events)]))
+    assert reason in left_open(check, steps_trace(*events))
 
 
 @pytest.mark.parametrize(
@@ -400,9 +394,7 @@ def test_no_later_step_is_inconclusive(check: str, events: tuple[Event, ...], re
 def test_a_step_that_costs_more_is_found(changed: dict[str, Any], message: str) -> None:
     """A step that costs more is named, with its cost."""
     wrong = replace(AGAIN, **changed)
-    found = traces.broken(
-        traces.judge("device_cost", [steps_trace(FIRST, AGAIN, replace(wrong, step=2))])
-    )
+    found = falsified("device_cost", steps_trace(FIRST, AGAIN, replace(wrong, step=2)))
     assert (found.step, message in found.message) == (2, True), found
 
 
@@ -411,15 +403,14 @@ def test_many_dispatches_are_submitted_in_parts(dispatches: int, submissions: in
     """The backend submits as many together as the check allows, so that it isn't waited for."""
     assert program.DISPATCHES == devices.DISPATCHES
     long = replace(AGAIN, step=2, dispatches=dispatches, submissions=submissions)
-    right = traces.judge("device_cost", [steps_trace(FIRST, AGAIN, long)])
-    assert right.verdict is Verdict.HELD
+    held("device_cost", steps_trace(FIRST, AGAIN, long))
 
 
 @pytest.mark.parametrize("changed", [{"compiled": 2}, {"traced": 60}])
 def test_a_step_that_is_compiled_again_is_found(changed: dict[str, Any]) -> None:
     """A later step that compiles shaders or traces the model is falsified."""
     wrong = replace(AGAIN, step=2, earlier=2, **changed)
-    found = traces.broken(traces.judge("device_compilation", [steps_trace(FIRST, AGAIN, wrong)]))
+    found = falsified("device_compilation", steps_trace(FIRST, AGAIN, wrong))
     assert found.step == 2
     assert "step 3 of 3 samples of mlp" in found.message
 
@@ -428,11 +419,9 @@ def test_other_bits_are_found() -> None:
     """Equal inputs must give equal bits; other inputs need not."""
     other = {**ONES, "w": record_tensor(np.zeros(3, np.float32))}
     elsewhere = replace(AGAIN, step=2, given="samples 3 to 6", results=other)
-    assert (
-        traces.judge("device_repetition", [steps_trace(FIRST, AGAIN, elsewhere)]).verdict == "held"
-    )
+    held("device_repetition", steps_trace(FIRST, AGAIN, elsewhere))
     wrong = replace(elsewhere, given=FIRST.given)
-    found = traces.broken(traces.judge("device_repetition", [steps_trace(FIRST, AGAIN, wrong)]))
+    found = falsified("device_repetition", steps_trace(FIRST, AGAIN, wrong))
     assert (found.step, found.tensor) == (2, "w")
 
 
@@ -450,5 +439,5 @@ def test_a_result_that_rounding_does_not_explain_is_found(
 ) -> None:
     """An error in one element, in all together, or a non-finite result is falsified."""
     wrong = replace(NEAR, **changed)
-    found = traces.broken(traces.judge("device_steps", [steps_trace(FIRST, AGAIN, wrong)]))
+    found = falsified("device_steps", steps_trace(FIRST, AGAIN, wrong))
     assert (found.step, found.tensor, found.element) == (1, "w", element)

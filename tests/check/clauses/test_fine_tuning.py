@@ -25,7 +25,7 @@ from entrenar_py.shared.trace import (
 )
 from entrenar_py.shared.verdict import Finding, Verdict
 from tests import traces
-from tests.traces import undecided
+from tests.traces import falsified, left_open
 
 # --- weights --------------------------------------------------------------------------------------
 
@@ -91,13 +91,13 @@ def test_a_merged_weight_is_right_within_rounding() -> None:
     """Another order of roundings is right, a change of some roundings is not."""
     exact = (BASE + SCALE * (B.astype(np.float64) @ A)).astype(np.float32)
     for right in (merged(), exact):
-        assert traces.judge("merged_model", [adapted(merged=right)]).verdict is Verdict.HELD
+        traces.held("merged_model", adapted(merged=right))
     off = merged()
     off[1, 2] *= 1 + 2.0**-18
-    assert traces.broken(traces.judge("merged_model", [adapted(merged=off)])).element == 7
+    assert falsified("merged_model", adapted(merged=off)).element == 7
     twice = traces.judge("merged_model", [adapted(merged=merged(SCALE**2))])
     assert "3 times (alpha / rank) B A" in twice.reason
-    assert traces.judge("merged_model", [traces.hand_written()]).verdict is Verdict.INCONCLUSIVE
+    left_open("merged_model", traces.hand_written())
 
 
 def test_outputs_of_the_merged_model_are_judged_too() -> None:
@@ -116,19 +116,19 @@ def test_outputs_of_the_merged_model_are_judged_too() -> None:
         )
         return traces.hand_written(event)
 
-    assert traces.judge("merged_model", [logits(0.9)]).verdict is Verdict.HELD
-    assert traces.broken(traces.judge("merged_model", [logits(1.1)])).tensor == "logits"
+    traces.held("merged_model", logits(0.9))
+    assert falsified("merged_model", logits(1.1)).tensor == "logits"
 
 
 def test_what_is_added_has_the_rank() -> None:
     """A third direction of a hundredth is seen, noise of the last bit is not."""
-    assert traces.judge("adapter_rank", [adapted()]).verdict is Verdict.HELD
+    traces.held("adapter_rank", adapted())
     third = merged() + np.float32(0.01) * np.outer(np.arange(4), np.arange(5)[::-1]).astype("f4")
     broken = traces.judge("adapter_rank", [adapted(merged=third)])
     assert "singular value 3" in traces.broken(broken).message
     wide = traces.judge("adapter_rank", [adapted(a=np.vstack([A, A]), b=np.hstack([B, B]))])
     assert "has 4 rows, rank 2" in traces.broken(wide).message
-    assert traces.judge("adapter_rank", [traces.hand_written()]).verdict is Verdict.INCONCLUSIVE
+    left_open("adapter_rank", traces.hand_written())
 
 
 def test_adapters_begin_as_nothing() -> None:
@@ -138,9 +138,9 @@ def test_adapters_begin_as_nothing() -> None:
         return traces.altered(adapted(**changes), Adapted, {}, when="start")
 
     for half in ({"a": np.zeros_like(A)}, {"b": np.zeros_like(B)}):
-        assert traces.judge("adapter_start", [start(**half)]).verdict is Verdict.HELD
-    assert traces.broken(traces.judge("adapter_start", [start()])).tensor == "q"
-    assert traces.judge("adapter_start", [adapted()]).verdict is Verdict.INCONCLUSIVE
+        traces.held("adapter_start", start(**half))
+    assert falsified("adapter_start", start()).tensor == "q"
+    left_open("adapter_start", adapted())
 
 
 def test_what_is_read_is_the_last_step() -> None:
@@ -178,7 +178,7 @@ def test_weights_in_nf4_are_the_stock_ones() -> None:
     other = judged(due=True, held={**codes, "scales": traces.values(3)})
     assert "q has other scales than" in traces.broken(other).message
     assert judged(due=True, held={"codes": codes["codes"]}).verdict is Verdict.FALSIFIED
-    assert traces.judge("nf4_weights", [traces.hand_written()]).verdict is Verdict.INCONCLUSIVE
+    left_open("nf4_weights", traces.hand_written())
 
 
 # --- steps ----------------------------------------------------------------------------------------
@@ -282,9 +282,9 @@ def test_float64_is_judged_by_what_rounding_explains() -> None:
         )
         return traces.hand_written(event)
 
-    assert traces.judge("textbook_steps", [steps(1.0)]).verdict is Verdict.HELD
-    assert traces.broken(traces.judge("textbook_steps", [steps(1.1)])).step == 1
-    undecided(traces.judge("textbook_steps", [steps(9.0, of="merged model")]))
+    traces.held("textbook_steps", steps(1.0))
+    assert falsified("textbook_steps", steps(1.1)).step == 1
+    left_open("textbook_steps", steps(9.0, of="merged model"))
 
 
 # --- adapters of several ranks --------------------------------------------------------------------

@@ -11,7 +11,7 @@ from entrenar_py.shared.scenario import OBSERVED
 from entrenar_py.shared.trace import Declared, Ruled, Shard, Start, Trace, Update
 from entrenar_py.shared.verdict import Finding, Verdict
 from tests import traces
-from tests.traces import broken, scenario, undecided, values
+from tests.traces import broken, falsified, left_open, scenario, values
 
 
 def moving(
@@ -49,7 +49,7 @@ def passes() -> list[Shard]:
 def test_a_weight_that_never_moves() -> None:
     """A trainable tensor that the optimizer does not hold never changes, and is named."""
     trace = moving([1, 1, 1, 1, 1], gradients=[0.5] * 4)
-    found = broken(traces.judge("liveness", [trace]))
+    found = falsified("liveness", trace)
     assert (found.step, found.rank, found.tensor) == (2, 0, "w")
     assert found.got == values(1).digest
 
@@ -60,7 +60,7 @@ def test_a_weight_that_is_in_no_group(names: tuple[str, ...], is_told: bool) -> 
     trace = moving([1, 1, 1, 1, 1], gradients=[0.5] * 4)
     rule = Ruled(step=0, rank=0, rule="SGD", names=names, constants={})
     trace = replace(trace, events=(rule, *trace.events))
-    message = broken(traces.judge("liveness", [trace])).message
+    message = falsified("liveness", trace).message
     assert ("no optimizer has it in a group" in message) == is_told
 
 
@@ -88,15 +88,15 @@ def of_own(**weights: Sequence[float]) -> Trace:
 def test_tensors_that_an_own_rule_steps_in_turn() -> None:
     """One that moves later is alive. One whose turn did not come is open, and not dead."""
     late = of_own(u=[1, 2, 2, 2, 2], v=[1, 1, 2, 3, 3], w=[1, 1, 1, 1, 2])
-    assert traces.judge("liveness", [late]).verdict is Verdict.HELD
+    traces.held("liveness", late)
     never = of_own(u=[1, 2, 2, 2, 2], v=[1, 1, 2, 3, 4], w=[1, 1, 1, 1, 1])
-    assert "its turn did not come; run longer" in undecided(traces.judge("liveness", [never]))
+    assert "its turn did not come; run longer" in left_open("liveness", never)
 
 
 def test_a_tensor_that_an_own_rule_forgets() -> None:
     """The others have no turns: they move in every step that moves any."""
     forgetful = of_own(u=[1, 2, 2, 3, 4], v=[1, 2, 2, 3, 3], w=[1] * 5)
-    assert broken(traces.judge("liveness", [forgetful])).tensor == "w"
+    assert falsified("liveness", forgetful).tensor == "w"
 
 
 def test_a_rate_of_its_own() -> None:
@@ -111,7 +111,7 @@ def test_a_rate_of_its_own() -> None:
 def test_a_gradient_that_has_no_effect() -> None:
     """A weight kept in bfloat16 stays unchanged under updates that float32 would show."""
     trace = moving([1, 1, 1, 1], gradients=[0.0, 1e-3, 0.0])
-    assert broken(traces.judge("liveness", [trace])).tensor == "w"
+    assert falsified("liveness", trace).tensor == "w"
 
 
 @pytest.mark.parametrize(
@@ -132,13 +132,13 @@ def test_the_precision_is_blamed_if_many_numbers_show_it(
     trace = traces.altered(trace, Start, {}, weights=fixed)
     slope = {"w": values(*[0.5] * len(weights))}
     trace = traces.altered(trace, Update, {}, weights=fixed, gradient=slope)
-    message = broken(traces.judge("liveness", [trace])).message
+    message = falsified("liveness", trace).message
     assert ("bfloat16" in message) is is_bfloat16
 
 
 def test_a_frozen_tensor_that_moves() -> None:
     """A frozen tensor changed by weight decay is found in the step in which it changes."""
-    found = broken(traces.judge("liveness", [moving([1, 2, 3, 4], frozen=[5, 5, 4, 4])]))
+    found = falsified("liveness", moving([1, 2, 3, 4], frozen=[5, 5, 4, 4]))
     assert (found.step, found.rank, found.tensor, found.element) == (1, 0, "e", 0)
     assert "frozen" in found.message
 
@@ -159,29 +159,29 @@ def test_a_tensor_may_rest(trace: Trace) -> None:
 
 def test_a_tensor_without_gradient() -> None:
     """A tensor that never changes, and whose gradient is always zero, is inconclusive."""
-    assert undecided(
-        traces.judge("liveness", [moving([1, 1, 1, 1, 1], gradients=[0] * 4)])
-    ).startswith("w never moved and its gradient was zero in all steps on rank")
+    assert left_open("liveness", moving([1, 1, 1, 1, 1], gradients=[0] * 4)).startswith(
+        "w never moved and its gradient was zero in all steps on rank"
+    )
 
 
 def test_an_expert_that_is_used_late() -> None:
     """A tensor may stay unchanged while its gradient is exactly zero, if it changes later."""
     trace = moving([1, 1, 1, 1, 1, 2], gradients=[0, 0, 0, 0, 1])
-    assert traces.judge("liveness", [trace]).verdict is Verdict.HELD
+    traces.held("liveness", trace)
 
 
 @pytest.mark.parametrize("end", [1, 2])
 def test_a_late_gradient_without_effect(end: float) -> None:
     """A gradient large enough to change its weight must do so, even if the weight changes later."""
     trace = moving([1, 1, 1, 1, 1, end], gradients=[0, 0, 0, 0.5, 0.5])
-    assert broken(traces.judge("liveness", [trace])).tensor == "w"
+    assert falsified("liveness", trace).tensor == "w"
 
 
 def test_a_tensor_that_is_recorded_now_and_then() -> None:
     """After the first steps weights may be recorded in some steps only."""
     trace = moving([1, 1, 1, 1, 5, 2], gradients=[0, 0, 0, 1, 1])
     sparse = traces.altered(trace, Update, {"step": 3}, weights={"e": values(5.0)})
-    assert traces.judge("liveness", [sparse]).verdict is Verdict.HELD
+    traces.held("liveness", sparse)
 
 
 def test_clipping_shortens_what_must_move() -> None:
@@ -193,8 +193,8 @@ def test_clipping_shortens_what_must_move() -> None:
 
 def test_a_gradient_that_was_not_recorded() -> None:
     """Without the gradient of an unchanged tensor the run is inconclusive, with advice."""
-    assert "record Start.weights and Update.gradient with values" in undecided(
-        traces.judge("liveness", [moving([1, 1, 1, 1])])
+    assert "record Start.weights and Update.gradient with values" in left_open(
+        "liveness", moving([1, 1, 1, 1])
     )
 
 
@@ -202,15 +202,15 @@ def test_a_tensor_that_nothing_used() -> None:
     """A tensor that alone has no gradient never had one; its values are not asked for."""
     trace = moving([1, 1, 1, 1])
     other = traces.altered(trace, Update, {}, gradient={"other": traces.values(1.0)})
-    assert "never had a gradient on rank 0" in undecided(traces.judge("liveness", [other]))
+    assert "never had a gradient on rank 0" in left_open("liveness", other)
 
 
 def test_a_tensor_that_is_used_in_some_steps() -> None:
     """A gradient that was zero where there was one is not said to have been zero in all steps."""
     trace = moving([1, 1, 1, 1], gradients=[0] * 3)
     other = traces.altered(trace, Update, {"step": 1}, gradient={"other": values(1.0)})
-    assert "its gradient was zero in the steps that had one on rank 0" in undecided(
-        traces.judge("liveness", [other])
+    assert "its gradient was zero in the steps that had one on rank 0" in left_open(
+        "liveness", other
     )
 
 
@@ -218,7 +218,7 @@ def test_a_gradient_that_never_came_to_the_optimizer() -> None:
     """If a shard had a gradient and no update has one, a bug cleared it."""
     trace = moving([1, 1, 1, 1])
     shards = passes()
-    found = broken(traces.judge("liveness", [replace(trace, events=(*shards, *trace.events))]))
+    found = falsified("liveness", replace(trace, events=(*shards, *trace.events)))
     assert (found.step, found.tensor) == (2, "w")
 
 
@@ -240,29 +240,27 @@ def test_a_gradient_that_a_script_takes_away_on_one_worker(size: int, is_open: b
 def test_weights_that_were_not_recorded() -> None:
     """A declared tensor without recorded weights is missing, not falsified."""
     trace = traces.altered(moving([1, 2, 3, 4]), Update, {"step": 1}, weights={})
-    assert "rank 0 recorded no weights of frozen e in step 1: record Start" in undecided(
-        traces.judge("liveness", [trace])
+    assert "rank 0 recorded no weights of frozen e in step 1: record Start" in left_open(
+        "liveness", trace
     )
 
 
 def test_updates_without_a_start() -> None:
     """Without a Start no tensor is declared trainable or frozen."""
-    undecided(traces.judge("liveness", [traces.without(moving([1, 1, 1, 1]), Start)]))
+    left_open("liveness", traces.without(moving([1, 1, 1, 1]), Start))
 
 
 def test_a_frozen_tensor_is_known_after_every_step() -> None:
     """A frozen tensor without recorded weights in some step may have changed there."""
     trace = moving([1, 2, 3, 4])
     bare = traces.altered(trace, Update, {"step": 2}, weights={"w": values(4.0)})
-    assert "recorded no weights of frozen e in step 2: record" in undecided(
-        traces.judge("liveness", [bare])
-    )
+    assert "recorded no weights of frozen e in step 2: record" in left_open("liveness", bare)
 
 
 def test_one_rank_without_a_start() -> None:
     """The trainable tensors of a rank without a Start are unknown, whatever others declared."""
     trace = traces.without(traces.run(scenario()), Start, rank=1)
-    assert undecided(traces.judge("liveness", [trace])).startswith(
+    assert left_open("liveness", trace).startswith(
         "rank 1 made updates from an unknown start in step 0: record a Start"
     )
 
@@ -270,8 +268,7 @@ def test_one_rank_without_a_start() -> None:
 def test_adapters_of_the_decoder_hold() -> None:
     """LoRA's A stays unchanged in step 0, while B is zero; its frozen weights always do."""
     subject = scenario(workload="decoder", num_samples=4, batch_size=4, num_steps=3)
-    finding = traces.judge("liveness", [traces.run(subject)])
-    assert finding.verdict is Verdict.HELD
+    traces.held("liveness", traces.run(subject))
 
 
 def test_tensors_that_were_not_declared_or_not_recorded() -> None:
@@ -286,8 +283,8 @@ def test_tensors_that_were_not_declared_or_not_recorded() -> None:
             "rank 0 recorded no weights of frozen f before the first step and later",
         ),
     ):
-        assert undecided(
-            traces.judge("liveness", [traces.altered(moving([1, 2, 3, 4]), Start, {}, **changes)])
+        assert left_open(
+            "liveness", traces.altered(moving([1, 2, 3, 4]), Start, {}, **changes)
         ).startswith(missing)
 
 
@@ -314,7 +311,7 @@ def test_a_tensor_that_should_train_and_requires_no_gradient() -> None:
     trace = moving([1, 2, 3, 4])
     declared = Declared(step=0, rank=0, frozen=())
     events = (*trace.events[:1], declared, *trace.events[1:])
-    found = broken(traces.judge("liveness", [replace(trace, events=events)]))
+    found = falsified("liveness", replace(trace, events=events))
     assert (found.step, found.tensor) == (2, "e")
     assert "requires no gradient" in found.message
 
@@ -367,7 +364,7 @@ def merged(scale: float, after: int) -> list[float]:
 def test_adapters_that_are_merged_and_go_on() -> None:
     """A frozen weight that moves by the product of its adapters counts them twice from there."""
     base = [[1.0] * 6, [1.0] * 6, merged(0.5, 1), merged(0.5, 1), merged(0.5, 1)]
-    found = broken(traces.judge("liveness", [adapted(base)]))
+    found = falsified("liveness", adapted(base))
     assert (found.step, found.tensor) == (1, "0.base")
     assert "adapters were merged into what they adapt" in found.message
 
@@ -384,13 +381,13 @@ def test_adapters_that_are_emptied_as_they_are_merged(left: float) -> None:
 def test_adapters_that_are_merged_and_taken_out_again() -> None:
     """A rounding is left of it, which is no move, and no multiple of their product."""
     base = [[1.0] * 6, [1.0] * 6, [1.0 + 2.0**-23] * 6, [1.0] * 6, [1.0] * 6]
-    assert traces.judge("liveness", [adapted(base)]).verdict is Verdict.HELD
+    traces.held("liveness", adapted(base))
 
 
 def test_a_frozen_weight_that_moves_otherwise_is_left_open() -> None:
     """A memory or a codebook may be written to on purpose."""
     base = [[1.0 + step * n for n in range(6)] for step in range(5)]
-    assert "nobody declared whether it may" in undecided(traces.judge("liveness", [adapted(base)]))
+    assert "nobody declared whether it may" in left_open("liveness", adapted(base))
 
 
 @pytest.mark.parametrize("num_shrunk", [1, 2])
@@ -422,8 +419,7 @@ def test_an_average_is_found_among_tensors_of_the_same_size() -> None:
         slow += 0.25 * (-2.0 * step - slow)
     trace = named(steps, dict.fromkeys(steps[0], (2,)))
     start = {"trainable": ("x.fast", "y.fast"), "frozen": ("slow.y.fast",)}
-    finding = traces.judge("liveness", [traces.altered(trace, Start, {}, **start)])
-    assert finding.verdict is Verdict.HELD
+    traces.held("liveness", traces.altered(trace, Start, {}, **start))
 
 
 @pytest.mark.parametrize("slope", [0.5, 0.0])

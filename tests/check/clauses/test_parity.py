@@ -30,7 +30,7 @@ from entrenar_py.shared.verdict import Finding, Verdict
 from tests import traces
 from tests.check.causes.test_presuppositions import changed, own
 from tests.check.clauses.test_contents import coupled
-from tests.traces import altered, broken, scenario, undecided, without
+from tests.traces import altered, falsified, left_open, scenario, undecided, without
 
 SUBJECT = scenario(detail="values")
 LONG = scenario(workload="linear", num_steps=102, learning_rate=0.001)
@@ -70,7 +70,7 @@ def with_gradient(step: int, factor: float) -> Trace:
 @pytest.mark.parametrize("factor", [2.0, 1 / 3, 0.0, 1.002, -1.0])
 def test_a_wrong_factor_on_the_gradient(factor: float) -> None:
     """A gradient averaged twice, summed, lost or a little off is found in its first step."""
-    found = broken(traces.judge("parity", family(with_gradient(1, factor))))
+    found = falsified("parity", *family(with_gradient(1, factor)))
     assert (found.step, found.rank) == (1, 0)
     assert found.tensor is not None
     assert found.element is not None
@@ -83,15 +83,14 @@ def test_a_system_s_options_are_not_the_oracle_s() -> None:
         system="parameter_server_simulated", detail="values", options={"block_bytes": 40}
     )
     assert oracle(subject).options == {}
-    finding = traces.judge("parity", traces.family("parity", subject))
-    assert finding.verdict is Verdict.HELD
+    finding = traces.held("parity", *traces.family("parity", subject))
     assert finding.notes == ()
 
 
 def test_rounding_is_no_alarm() -> None:
     """A gradient that is some float32 roundings off holds."""
     trace = with_gradient(1, 1 + 2.0**-20)
-    assert traces.judge("parity", family(trace)).verdict is Verdict.HELD
+    traces.held("parity", *family(trace))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -101,7 +100,7 @@ def test_a_gradient_that_is_not_finite(bad: float) -> None:
     gradient = dict(traces.one(trace, Update, step=1).gradient)
     gradient["hidden1.bias"] = traces.values(0.0, bad, 0.0)
     changed = altered(trace, Update, {"step": 1}, gradient=gradient)
-    found = broken(traces.judge("parity", family(changed)))
+    found = falsified("parity", *family(changed))
     assert (found.step, found.tensor, found.element) == (1, "hidden1.bias", 1)
 
 
@@ -110,9 +109,7 @@ def test_a_gradient_with_a_tensor_missing() -> None:
     trace = replace(traces.run(SUBJECT), promises=())
     gradient = dict(traces.one(trace, Update, step=0).gradient)
     del gradient["output.bias"]
-    found = broken(
-        traces.judge("parity", family(altered(trace, Update, {"step": 0}, gradient=gradient)))
-    )
+    found = falsified("parity", *family(altered(trace, Update, {"step": 0}, gradient=gradient)))
     assert (found.step, found.tensor) == (0, "output.bias")
 
 
@@ -120,9 +117,7 @@ def test_weights_that_moved_elsewhere() -> None:
     """A right gradient that is applied wrongly is found in the weights."""
     trace = replace(traces.run(SUBJECT), promises=())
     weights = scaled(traces.one(trace, Update, step=0).weights, 1.01)
-    found = broken(
-        traces.judge("parity", family(altered(trace, Update, {"step": 0}, weights=weights)))
-    )
+    found = falsified("parity", *family(altered(trace, Update, {"step": 0}, weights=weights)))
     assert found.step == 0
     assert "weights after the step" in found.message
 
@@ -131,9 +126,7 @@ def test_a_loss_that_is_off() -> None:
     """A first loss that is off by more than rounding is found."""
     trace = replace(traces.run(SUBJECT), promises=())
     loss = (traces.one(trace, Update, step=2).loss or 0.0) * 1.001
-    found = broken(
-        traces.judge("parity", family(altered(trace, Update, {"step": 2, "rank": 1}, loss=loss)))
-    )
+    found = falsified("parity", *family(altered(trace, Update, {"step": 2, "rank": 1}, loss=loss)))
     assert (found.step, found.rank) == (2, 1)
     assert found.got == repr(loss)
 
@@ -155,22 +148,22 @@ def test_a_promise_of_bits_is_held_to() -> None:
     """A trainer that promises bits is falsified by a difference of rounding."""
     trace = with_gradient(5, 1 + 2.0**-20)
     promised = replace(trace, promises=("bitwise",))
-    found = broken(traces.judge("parity", family(promised)))
+    found = falsified("parity", *family(promised))
     assert found.step == 5
-    assert traces.judge("parity", family(trace)).verdict is Verdict.HELD
+    traces.held("parity", *family(trace))
 
 
 def test_steps_that_were_never_made() -> None:
     """A run that ends early is falsified."""
     trace = without(replace(traces.run(SUBJECT), promises=()), Update, step=5)
-    assert broken(traces.judge("parity", family(trace))).step == 5
+    assert falsified("parity", *family(trace)).step == 5
 
 
 def test_a_step_that_the_single_device_lacks() -> None:
     """Steps after the oracle stopped are inconclusive."""
     *others, model = family()
     short = without(model, Update, step=5)
-    assert "no step 5" in undecided(traces.judge("parity", [*others, short]))
+    assert "no step 5" in left_open("parity", *others, short)
 
 
 def test_a_single_device_that_halts_decides_nothing() -> None:
@@ -181,22 +174,20 @@ def test_a_single_device_that_halts_decides_nothing() -> None:
     halted = replace(model, events=(*events, end))
     shorter = without(without(of_a_script, Update, step=5), Update, step=4)
     shorter = replace(without(shorter, Update, step=3), promises=())
-    assert "diverged" in undecided(traces.judge("parity", [shorter, halted]))
+    assert "diverged" in left_open("parity", shorter, halted)
 
 
 def test_a_loss_of_the_single_device_that_is_nan() -> None:
     """A NaN loss of the single device is inconclusive, even if the run has NaN, too."""
     *others, model = family()
-    assert "loss of step 3 is not finite" in undecided(
-        traces.judge("parity", [*others, altered(model, Update, {"step": 3}, loss=math.nan)])
+    assert "loss of step 3 is not finite" in left_open(
+        "parity", *others, altered(model, Update, {"step": 3}, loss=math.nan)
     )
 
 
 def test_without_the_single_device_nothing_is_known() -> None:
     """A run alone is inconclusive."""
-    assert "one worker" in undecided(
-        traces.judge("parity", [replace(traces.run(SUBJECT), promises=())])
-    )
+    assert "one worker" in left_open("parity", replace(traces.run(SUBJECT), promises=()))
 
 
 def test_dropout_is_compared_only_where_masks_agree() -> None:
@@ -221,8 +212,7 @@ def test_dropout_is_compared_only_where_masks_agree() -> None:
 def test_masks_drawn_per_rank_are_compared_without_dropout(check: str) -> None:
     """Trainers that draw masks per rank hold by their runs without dropout; a note says so."""
     subject = scenario(system="textbook", dropout=0.3, detail="values")
-    finding = traces.judge(check, traces.family(check, subject))
-    assert finding.verdict is Verdict.HELD
+    finding = traces.held(check, *traces.family(check, subject))
     assert finding.notes == (
         "under dropout textbook draws its masks per rank: on one worker it is another run, and "
         "was not compared",
@@ -254,16 +244,16 @@ def test_masks_that_nobody_recorded_are_not_taken_for_equal() -> None:
     """Two runs with dropout and unrecorded draws are not compared."""
     subject = SUBJECT.with_(dropout=0.3)
     known = [of_a_script(traces.run(subject.with_(world_size=count))) for count in (3, 1)]
-    assert traces.judge("parity", known).verdict is Verdict.HELD
+    traces.held("parity", *known)
     unknown = [altered(trace, Shard, {}, draws=None) for trace in known]
-    assert "since no Shard has draws: use dropout 0" in undecided(traces.judge("parity", unknown))
+    assert "since no Shard has draws: use dropout 0" in left_open("parity", *unknown)
 
 
 def test_batch_normalisation_is_another_run_on_one_worker() -> None:
     """Batch normalisation by each rank's samples is not compared with one worker."""
     runs = [of_a_script(traces.run(SUBJECT.with_(world_size=count))) for count in (3, 1)]
     told = [traces.was(run, batch_norm=True) for run in runs]
-    reason = undecided(traces.judge("parity", told))
+    reason = left_open("parity", *told)
     assert "each rank's own samples" in reason
     assert "use SyncBatchNorm" in reason
 
@@ -285,8 +275,8 @@ def test_the_run_that_is_missing_is_named(
     check: str, runs: list[dict[str, Any]], reason: str
 ) -> None:
     """The reason says which run to record, and how the nearest recorded run differs from it."""
-    assert reason in undecided(
-        traces.judge(check, [of_a_script(traces.run(SUBJECT), **changes) for changes in runs])
+    assert reason in left_open(
+        check, *[of_a_script(traces.run(SUBJECT), **changes) for changes in runs]
     )
 
 
@@ -303,7 +293,7 @@ def test_a_data_set_of_unknown_size_is_given_none(population: str, reason: str) 
     runs = [of_a_script(traces.run(SUBJECT), **script)]
     runs.append(of_a_script(traces.run(SUBJECT), **script, world_size=1, num_samples=30))
     told = [traces.was(run, population=population) for run in runs]
-    assert undecided(traces.judge("parity", told)).startswith(reason)
+    assert left_open("parity", *told).startswith(reason)
 
 
 @pytest.mark.parametrize("silent", [0, 1])
@@ -315,7 +305,7 @@ def test_runs_without_steps_or_samples_are_not_compared(silent: int) -> None:
         (altered(runs[silent], Shard, {}, ids=()), "record Shard.ids in both runs"),
     ):
         found = [*runs[:silent], partial, *runs[silent + 1 :]]
-        assert missing in undecided(traces.judge("parity", found))
+        assert missing in left_open("parity", *found)
 
 
 @pytest.mark.parametrize("part", ["gradient", "weights", "buffers"])
@@ -325,18 +315,18 @@ def test_one_comparison_excuses_no_gap(part: str) -> None:
     """
     trace = replace(traces.run(SUBJECT), promises=())
     trace = altered(trace, Update, {"step": 2, "rank": 1}, **{part: {}})
-    assert undecided(traces.judge("parity", family(trace))).startswith(
+    assert left_open("parity", *family(trace)).startswith(
         f"rank 1 was not compared by {part} in step 2: record Update."
     )
     wrong = scaled(traces.one(trace, Update, step=3, rank=2).gradient, 2.0)
     trace = altered(trace, Update, {"step": 3, "rank": 2}, gradient=wrong)
-    assert broken(traces.judge("parity", family(trace))).step == 3
+    assert falsified("parity", *family(trace)).step == 3
 
 
 def test_a_start_without_values() -> None:
     """One rank's initial weights are missing if the others' are known."""
     trace = altered(traces.run(SUBJECT), Start, {"rank": 1}, weights={})
-    assert undecided(traces.judge("parity", family(trace))).startswith(
+    assert left_open("parity", *family(trace)).startswith(
         "rank 1 was not compared by weights before the first step"
     )
 
@@ -344,7 +334,7 @@ def test_a_start_without_values() -> None:
 def test_samples_of_one_rank_that_are_unnamed() -> None:
     """Samples without ids are unknown, and don't differ from the single device's."""
     trace = altered(traces.run(SUBJECT), Shard, {"step": 1, "rank": 1}, ids=())
-    assert undecided(traces.judge("parity", family(replace(trace, promises=())))).startswith(
+    assert left_open("parity", *family(replace(trace, promises=()))).startswith(
         "the samples of step 1 are unknown: record Shard.ids"
     )
 
@@ -353,9 +343,7 @@ def test_samples_of_one_rank_that_are_unnamed() -> None:
 def test_masks_are_not_excused_by_nothing(check: str) -> None:
     """Gradients with dropout are inconclusive without a run without dropout."""
     masked = traces.family(check, scenario(system="textbook", dropout=0.3, detail="values"))[:3]
-    assert "under dropout textbook draws its masks per rank" in undecided(
-        traces.judge(check, masked)
-    )
+    assert "under dropout textbook draws its masks per rank" in left_open(check, *masked)
 
 
 def test_a_planted_value_is_another_training() -> None:
@@ -379,10 +367,9 @@ def test_what_is_learned_away_is_no_alarm() -> None:
     of_a_script, *_, model = traces.family("parity", subject)
     noise = {"weight": traces.values(1e-8), "bias": traces.values(-2e-8)}
     quiet = altered(model, Update, {"step": 2}, gradient=noise)
-    finding = traces.judge(
-        "parity", [altered(of_a_script, Update, {"step": 2}, gradient=scaled(noise, -1.0)), quiet]
+    traces.held(
+        "parity", altered(of_a_script, Update, {"step": 2}, gradient=scaled(noise, -1.0)), quiet
     )
-    assert finding.verdict is Verdict.HELD
 
 
 @pytest.mark.parametrize(("step", "verdict"), [(0, "falsified"), (1, "held")])
@@ -400,11 +387,10 @@ def test_a_trainer_of_ones_own_is_compared_with_its_one_worker_run() -> None:
         replace(trace, scenario=trace.scenario.with_(system="mine"), promises=())
         for trace in (traces.run(SUBJECT), traces.run(SUBJECT.with_(world_size=1)))
     ]
-    finding = traces.judge("parity", mine)
-    assert finding.verdict is Verdict.HELD
+    finding = traces.held("parity", *mine)
     assert any("its own run on one worker" in note for note in finding.notes)
     off = altered(mine[0], Update, {"step": 1}, loss=9.0)
-    assert traces.judge("parity", [off, mine[1]]).verdict is Verdict.FALSIFIED
+    falsified("parity", off, mine[1])
 
 
 @pytest.mark.parametrize("made", [True, False])

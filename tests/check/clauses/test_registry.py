@@ -17,7 +17,7 @@ from entrenar_py.check.harness import companions
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.verdict import Verdict
 from tests import traces
-from tests.traces import undecided
+from tests.traces import held, left_open, undecided
 
 CONTRACTS = sorted((Path(__file__).parents[3] / "contracts").glob("*.yaml"))
 TRAINING = [check for check in CHECKS.values() if check.explores]
@@ -28,8 +28,7 @@ def test_every_plan_holds_on_the_reference(check: Check) -> None:
     """The unbroken reference trainer holds on every plan, after real comparisons."""
     clause = traces.clause(check.name)
     runs = [trace for one in check.plan(clause) for trace in traces.family(check.name, one)]
-    finding = traces.judge(check.name, runs)
-    assert finding.verdict is Verdict.HELD, finding
+    finding = held(check.name, *runs)
     assert finding.compared > 0
 
 
@@ -53,9 +52,7 @@ def test_a_failed_run_is_inconclusive_and_named(check: Check) -> None:
     """One crashed run among good ones prevents HELD, and its reason is repeated."""
     clause = traces.clause(check.name)
     good = traces.family(check.name, check.plan(clause)[0])
-    assert "out of luck" in undecided(
-        traces.judge(check.name, [*good, traces.failed(traces.scenario())])
-    )
+    assert "out of luck" in left_open(check.name, *good, traces.failed(traces.scenario()))
 
 
 @pytest.mark.parametrize("check", CHECKS.values(), ids=lambda check: check.name)

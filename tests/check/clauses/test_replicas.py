@@ -22,7 +22,17 @@ from entrenar_py.shared.trace import (
 from entrenar_py.shared.verdict import Finding, Verdict
 from tests import traces
 from tests.check.causes.test_state import A, B, sharing
-from tests.traces import altered, broken, one, scenario, undecided, values, without
+from tests.traces import (
+    altered,
+    broken,
+    falsified,
+    left_open,
+    one,
+    scenario,
+    undecided,
+    values,
+    without,
+)
 
 SUBJECT = scenario(optimizer="momentum")
 STOPPED = scenario(optimizer="momentum", stops=(4,))
@@ -51,10 +61,8 @@ def test_the_rank_that_differs_is_named(part: str, rank: int) -> None:
     tensors = getattr(traces.one(trace, Update, step=2, rank=rank), part)
     name = list(tensors)[-1]
     changed = {part: traces.swapped(tensors, name, BAD)}
-    found = broken(
-        traces.judge(
-            "replica_identity", [altered(trace, Update, {"step": 2, "rank": rank}, **changed)]
-        )
+    found = falsified(
+        "replica_identity", altered(trace, Update, {"step": 2, "rank": rank}, **changed)
     )
     assert (found.step, found.rank, found.tensor) == (2, rank, name)
     assert part in found.message
@@ -67,7 +75,7 @@ def test_the_element_is_named_where_values_are_known() -> None:
         *(Start(step=0, rank=rank, weights={"w": values(1.0, 2.0, 3.0)}) for rank in (0, 1))
     )
     trace = altered(base, Start, {"rank": 1}, weights={"w": values(1.0, 2.0, 3.5)})
-    found = broken(traces.judge("replica_identity", [trace]))
+    found = falsified("replica_identity", trace)
     assert (found.tensor, found.element) == ("w", 2)
     assert found.expected is not None
     assert found.got is not None
@@ -80,9 +88,7 @@ def test_the_state_before_the_first_step_counts() -> None:
     trace = traces.run(SUBJECT)
     start = trace.of(Start)[1]
     bad = traces.swapped(start.weights, "output.bias", BAD)
-    found = broken(
-        traces.judge("replica_identity", [altered(trace, Start, {"rank": 1}, weights=bad)])
-    )
+    found = falsified("replica_identity", altered(trace, Start, {"rank": 1}, weights=bad))
     assert (found.step, found.rank, found.tensor) == (-1, 1, "output.bias")
 
 
@@ -93,7 +99,7 @@ def test_the_first_of_several_steps_is_named() -> None:
         right = traces.one(trace, Update, step=step, rank=2).weights
         bad = traces.swapped(right, "output.bias", BAD)
         trace = altered(trace, Update, {"step": step, "rank": 2}, weights=bad)
-    assert broken(traces.judge("replica_identity", [trace])).step == 3
+    assert falsified("replica_identity", trace).step == 3
 
 
 def test_a_tensor_that_only_one_worker_holds_is_named() -> None:
@@ -101,42 +107,36 @@ def test_a_tensor_that_only_one_worker_holds_is_named() -> None:
     trace = traces.run(SUBJECT)
     weights = dict(traces.one(trace, Update, step=1, rank=2).weights)
     del weights["hidden1.bias"]
-    found = broken(
-        traces.judge(
-            "replica_identity", [altered(trace, Update, {"step": 1, "rank": 2}, weights=weights)]
-        )
+    found = falsified(
+        "replica_identity", altered(trace, Update, {"step": 1, "rank": 2}, weights=weights)
     )
     assert (found.step, found.rank, found.tensor) == (1, 2, "hidden1.bias")
 
 
 def test_a_worker_that_sits_out_a_step_is_named() -> None:
     """A member without an update in a step that others made is falsified."""
-    found = broken(
-        traces.judge("replica_identity", [without(traces.run(SUBJECT), Update, step=3, rank=1)])
-    )
+    found = falsified("replica_identity", without(traces.run(SUBJECT), Update, step=3, rank=1))
     assert (found.step, found.rank) == (3, 1)
 
 
 def test_who_left_is_not_missed_until_back() -> None:
     """A worker makes no step between leaving and joining, and must make each one after that."""
     trace = traces.run(scenario(faults=(traces.leave(1, 2), traces.join(1, 4))))
-    assert traces.judge("replica_identity", [trace]).verdict is Verdict.HELD
-    found = broken(traces.judge("replica_identity", [without(trace, Update, step=5, rank=1)]))
+    traces.held("replica_identity", trace)
+    found = falsified("replica_identity", without(trace, Update, step=5, rank=1))
     assert (found.step, found.rank) == (5, 1)
 
 
 def test_one_worker_compares_nothing() -> None:
     """A run on one worker is inconclusive, never held."""
-    assert "two workers" in undecided(
-        traces.judge("replica_identity", [traces.run(scenario(world_size=1))])
-    )
+    assert "two workers" in left_open("replica_identity", traces.run(scenario(world_size=1)))
 
 
 def test_weights_that_were_not_recorded_are_missed() -> None:
     """A rank without recorded weights is missing, and named."""
     trace = altered(traces.run(SUBJECT), Update, {"step": 2, "rank": 1}, weights={})
     assert (
-        undecided(traces.judge("replica_identity", [trace]))
+        left_open("replica_identity", trace)
         == "rank 1 recorded no weights in step 2: record Update.weights"
     )
 
@@ -161,10 +161,8 @@ def test_a_second_step_before_the_checkpoint_is_seen() -> None:
     late, early = (one(calm, Update, step=step, rank=1) for step in (5, 3))
     start = replace(one(calm, Start, rank=1, resumed=True), step=5)
     again = replace(calm, events=(*calm.events[:-1], start, late, last))
-    assert traces.judge("replica_identity", [again]).verdict is Verdict.HELD
-    found = broken(
-        traces.judge("replica_identity", [replace(calm, events=(*calm.events[:-1], early, last))])
-    )
+    traces.held("replica_identity", again)
+    found = falsified("replica_identity", replace(calm, events=(*calm.events[:-1], early, last)))
     assert (found.step, found.rank) == (3, 1)
 
 
@@ -179,17 +177,17 @@ def test_who_died_before_a_rollback_is_not_missed() -> None:
     back = [Start(step=2, rank=rank, weights=weights[1], resumed=True) for rank in (0, 1)]
     again = [traces.update(step, rank, weights=weights[step]) for step in (2, 3) for rank in (0, 1)]
     trace = traces.hand_written(*starts, *made, dead, *back, *again)
-    assert traces.judge("replica_identity", [trace]).verdict is Verdict.HELD
-    found = broken(traces.judge("replica_identity", [without(trace, Update, step=3, rank=1)]))
+    traces.held("replica_identity", trace)
+    found = falsified("replica_identity", without(trace, Update, step=3, rank=1))
     assert (found.step, found.rank) == (3, 1)
 
 
 def test_a_worker_that_was_never_heard_of() -> None:
     """If two of three declared workers were recorded, the third is missing."""
     two = traces.run(scenario(world_size=2))
-    assert undecided(
-        traces.judge("replica_identity", [replace(two, scenario=scenario())])
-    ).startswith("of world_size=3 workers rank 2 never started")
+    assert left_open("replica_identity", replace(two, scenario=scenario())).startswith(
+        "of world_size=3 workers rank 2 never started"
+    )
     gone = scenario(faults=(traces.leave(2, 1),))
     left = Membership(step=1, rank=2, change="left")
     heard_of = replace(two, scenario=gone, events=(left, *two.events))
@@ -201,7 +199,7 @@ def test_a_worker_that_is_to_join_need_not_start() -> None:
     """A worker that the scenario lets join or leave is not missing."""
     two = traces.run(scenario(world_size=2))
     waiting = replace(two, scenario=scenario(faults=(traces.join(2, 5),)))
-    assert traces.judge("replica_identity", [waiting]).verdict is Verdict.HELD
+    traces.held("replica_identity", waiting)
 
 
 @pytest.mark.parametrize("part", ["optimizer", "buffers"])
@@ -209,7 +207,7 @@ def test_a_worker_that_joins_with_nothing(part: str) -> None:
     """A joining worker that lacks state which its later updates have lost it."""
     subject = SUBJECT.with_(faults=(traces.leave(1, 1), traces.join(1, 4)))
     trace = altered(traces.run(subject), Start, {"step": 4}, **{part: {}})
-    found = broken(traces.judge("replica_identity", [trace]))
+    found = falsified("replica_identity", trace)
     assert (found.step, found.rank) == (3, 1)
     assert f"joined with other {part}" in found.message
 
@@ -221,7 +219,7 @@ def test_who_has_left_makes_no_step(step: int) -> None:
     trace = traces.run(subject)
     ghost = replace(one(trace, Update, step=step, rank=0), rank=1)
     with_ghost = replace(trace, events=(*trace.events[:-1], ghost, trace.events[-1]))
-    found = broken(traces.judge("replica_identity", [with_ghost]))
+    found = falsified("replica_identity", with_ghost)
     assert (found.step, found.rank) == (step, 1)
     assert "had left and yet updated" in found.message
     back = Start(step=step, rank=1, weights=one(trace, Update, step=step - 1, rank=0).weights)
@@ -232,15 +230,15 @@ def test_who_has_left_makes_no_step(step: int) -> None:
 def test_a_rank_that_stops_without_a_start() -> None:
     """A rank without a recorded start must still make each step that others make."""
     trace = without(traces.run(SUBJECT), Start, rank=1)
-    assert traces.judge("replica_identity", [trace]).verdict is Verdict.HELD
-    found = broken(traces.judge("replica_identity", [without(trace, Update, step=4, rank=1)]))
+    traces.held("replica_identity", trace)
+    found = falsified("replica_identity", without(trace, Update, step=4, rank=1))
     assert (found.step, found.rank) == (4, 1)
 
 
 def test_starts_alone_show_no_step() -> None:
     """Equal states before the first step alone are inconclusive."""
     assert (
-        undecided(traces.judge("replica_identity", [without(traces.run(SUBJECT), Update)]))
+        left_open("replica_identity", without(traces.run(SUBJECT), Update))
         == "no step was recorded: record an Update for every rank and step"
     )
 
@@ -263,11 +261,11 @@ def trained_alone(*, ids: tuple[tuple[int, ...], ...], alone: bool = True) -> Tr
 def test_two_trainings_that_never_communicate_are_no_replicas() -> None:
     """Ranks that are seeded alike and draw the same samples hold the same weights by themselves."""
     trace = trained_alone(ids=((1, 2), (1, 2)))
-    found = broken(traces.judge("replica_identity", [trace]))
+    found = falsified("replica_identity", trace)
     assert (found.step, found.rank) == (0, 1)
     assert "ranks 0, 1 never communicate" in found.message
     drifted = altered(trace, Update, {"step": 1, "rank": 1}, weights={"w": values(9.0)})
-    found = broken(traces.judge("replica_identity", [drifted]))
+    found = falsified("replica_identity", drifted)
     assert (found.step, found.tensor) == (1, "w")
     assert found.message.endswith("connects them as they train")
 
@@ -278,7 +276,7 @@ def test_communication_that_is_not_seen_is_not_denied() -> None:
         trained_alone(ids=((1, 2), (3, 4))),
         trained_alone(ids=((1, 2), (1, 2)), alone=False),
     ):
-        assert traces.judge("replica_identity", [trace]).verdict is Verdict.HELD
+        traces.held("replica_identity", trace)
 
 
 # --- ties -----------------------------------------------------------------------------------------
@@ -343,7 +341,7 @@ def test_a_checkpoint_holds_what_the_worker_held(part: str) -> None:
     tensors = getattr(trace.of(Saved)[0], part)
     name = next(iter(tensors))
     changed = {part: traces.swapped(tensors, name, BAD)}
-    found = broken(traces.judge("optimizer_state", [altered(trace, Saved, {}, **changed)]))
+    found = falsified("optimizer_state", altered(trace, Saved, {}, **changed))
     assert (found.step, found.rank, found.tensor) == (4, 0, name)
     assert "checkpoint holds other" in found.message
 
@@ -351,7 +349,7 @@ def test_a_checkpoint_holds_what_the_worker_held(part: str) -> None:
 def test_a_resume_restores_what_was_saved() -> None:
     """State lost on loading is named, with the rank that lost it."""
     trace = altered(traces.run(STOPPED), Start, {"resumed": True, "rank": 2}, optimizer={})
-    found = broken(traces.judge("optimizer_state", [trace]))
+    found = falsified("optimizer_state", trace)
     assert (found.step, found.rank) == (4, 2)
     assert "resumed with other optimizer" in found.message
 
@@ -360,7 +358,7 @@ def test_a_resume_restores_the_position() -> None:
     """Epoch, offset and schedule step are part of the state."""
     where = {"resumed": True, "rank": 1}
     trace = altered(traces.run(STOPPED), Start, where, progress={"step": 0})
-    found = broken(traces.judge("optimizer_state", [trace]))
+    found = falsified("optimizer_state", trace)
     assert (found.step, found.rank) == (4, 1)
     assert "another position" in found.message
 
@@ -368,15 +366,15 @@ def test_a_resume_restores_the_position() -> None:
 def test_the_state_of_copies_is_not_recorded() -> None:
     """An optimizer of copies has state, but none for the model's parameters."""
     bare = altered(traces.run(SUBJECT), Update, {}, optimizer={})
-    assert "that of copies of the weights" in undecided(
-        traces.judge("optimizer_state", [traces.was(bare, steps="copies")])
+    assert "that of copies of the weights" in left_open(
+        "optimizer_state", traces.was(bare, steps="copies")
     )
 
 
 def test_a_checkpoint_that_was_never_loaded_shows_nothing() -> None:
     """A checkpoint that was never loaded is inconclusive."""
-    assert "never loaded" in undecided(
-        traces.judge("optimizer_state", [without(traces.run(STOPPED), Start, resumed=True)])
+    assert "never loaded" in left_open(
+        "optimizer_state", without(traces.run(STOPPED), Start, resumed=True)
     )
 
 
@@ -385,7 +383,7 @@ def test_optimizer_state_differs_between_ranks() -> None:
     trace = altered(
         traces.run(SUBJECT), Update, {"step": 1, "rank": 1}, optimizer={"momentum": BAD}
     )
-    found = broken(traces.judge("optimizer_state", [trace]))
+    found = falsified("optimizer_state", trace)
     assert (found.step, found.rank, found.tensor) == (1, 1, "momentum")
 
 
@@ -399,10 +397,8 @@ def test_a_resume_of_sharded_state() -> None:
         for rank, held in enumerate((A, B))
     ]
     trace = replace(base, events=(*base.events[:-1], saved, *starts, base.events[-1]))
-    assert traces.judge("optimizer_state", [trace]).verdict is Verdict.HELD
-    found = broken(
-        traces.judge("optimizer_state", [altered(trace, Start, {"rank": 0}, optimizer=changed)])
-    )
+    traces.held("optimizer_state", trace)
+    found = falsified("optimizer_state", altered(trace, Start, {"rank": 0}, optimizer=changed))
     assert (found.step, found.rank, found.tensor) == (1, 0, "a")
 
 
@@ -410,18 +406,18 @@ def test_a_resume_of_sharded_state() -> None:
 def test_what_a_checkpoint_does_not_reveal(kind: type[Saved | Start]) -> None:
     """Empty weights are unrecorded; other empty parts were lost, if the workers had them."""
     trace = traces.run(STOPPED)
-    assert f"record {kind.__name__}.weights" in undecided(
-        traces.judge("optimizer_state", [altered(trace, kind, {"step": 4}, weights={})])
+    assert f"record {kind.__name__}.weights" in left_open(
+        "optimizer_state", altered(trace, kind, {"step": 4}, weights={})
     )
     for part in ("optimizer", "buffers"):
         lost = altered(trace, kind, {"step": 4}, **{part: {}})
-        assert part in broken(traces.judge("optimizer_state", [lost])).message
+        assert part in falsified("optimizer_state", lost).message
 
 
 def test_buffers_that_only_a_checkpoint_holds() -> None:
     """Buffers that the checkpoint has and the workers never recorded are missing."""
     bare = altered(altered(traces.run(STOPPED), Update, {}, buffers={}), Start, {}, buffers={})
-    reason = undecided(traces.judge("optimizer_state", [bare]))
+    reason = left_open("optimizer_state", bare)
     assert "rank 0 recorded no buffers in step 4: record Update.buffers" in reason
     assert "ranks 0, 1, 2 recorded no buffers in step 4: record Start.buffers" in reason
 
@@ -435,12 +431,12 @@ def test_a_checkpoint_that_one_rank_did_not_load() -> None:
         (without(trace, Start, resumed=True, rank=1), "step 4 was never loaded by rank 1: record"),
         (without(trace, Update, step=3, rank=0), "record its Update of step 3"),
     ):
-        assert missing in undecided(traces.judge("optimizer_state", [bare]))
+        assert missing in left_open("optimizer_state", bare)
 
 
 def test_an_optimizer_without_state() -> None:
     """For plain SGD without a checkpoint the reason says that there is no state to compare."""
-    assert undecided(traces.judge("optimizer_state", [traces.run(scenario())])).startswith(
+    assert left_open("optimizer_state", traces.run(scenario())).startswith(
         "optimizer=sgd keeps no state, and no checkpoint"
     )
 

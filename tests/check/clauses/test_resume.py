@@ -13,7 +13,7 @@ from entrenar_py.check.evidence import closeness
 from entrenar_py.shared.trace import End, Event, Shard, Start, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Counterexample, Tally, Verdict
 from tests import traces
-from tests.traces import altered, broken, scenario, undecided, values, without
+from tests.traces import altered, broken, falsified, left_open, scenario, undecided, values, without
 
 SUBJECT = scenario(stops=(2, 4), dropout=0.3, optimizer="momentum", schedule="cosine")
 
@@ -29,7 +29,7 @@ def test_other_samples_after_the_resume() -> None:
     stopped, straight = pair()
     shard = traces.one(stopped, Shard, step=3, shard=1)
     at = {"step": 3, "shard": 1}
-    found = broken(traces.judge("resume", [altered(stopped, Shard, at, ids=(11,)), straight]))
+    found = falsified("resume", altered(stopped, Shard, at, ids=(11,)), straight)
     assert (found.step, found.rank, found.shard) == (3, shard.rank, 1)
     assert set(found.sample_ids) == {11} ^ set(shard.ids)
 
@@ -42,14 +42,14 @@ def test_another_order_of_the_same_samples() -> None:
     assert len(shard.ids) > 1
     at = {"step": 3, "shard": 0}
     turned = altered(stopped, Shard, at, ids=shard.ids[::-1])
-    assert broken(traces.judge("resume", [turned, straight])).sample_ids == shard.ids[::-1]
+    assert falsified("resume", turned, straight).sample_ids == shard.ids[::-1]
 
 
 def test_other_random_numbers() -> None:
     """A random stream that was not restored is found."""
     stopped, straight = pair()
     changed = altered(stopped, Shard, {"step": 4, "shard": 0}, draws="other")
-    found = broken(traces.judge("resume", [changed, straight]))
+    found = falsified("resume", changed, straight)
     assert (found.step, found.shard, found.got) == (4, 0, "other")
 
 
@@ -63,10 +63,9 @@ def test_what_a_script_that_seeds_nothing_draws_after_a_stop(unseeded: bool) -> 
     expected = Verdict.INCONCLUSIVE if unseeded else Verdict.FALSIFIED
     assert finding.verdict is expected, finding.reason
     assert ("seeds nothing" in finding.reason) is unseeded
-    whole = traces.judge(
-        "resume", [_of_a_script(trace, unseeded=unseeded) for trace in (stopped, straight)]
+    traces.held(
+        "resume", *[_of_a_script(trace, unseeded=unseeded) for trace in (stopped, straight)]
     )
-    assert whole.verdict is Verdict.HELD, whole.reason
 
 
 def _of_a_script(trace: Trace, *, unseeded: bool) -> Trace:
@@ -81,9 +80,7 @@ def test_another_state(part: str) -> None:
     tensors = getattr(stopped.of(Update)[0], part)
     name = next(iter(tensors))
     bad = {part: traces.swapped(tensors, name, traces.values(0.0))}
-    found = broken(
-        traces.judge("resume", [altered(stopped, Update, {"step": 2, "rank": 1}, **bad), straight])
-    )
+    found = falsified("resume", altered(stopped, Update, {"step": 2, "rank": 1}, **bad), straight)
     assert (found.step, found.rank, found.tensor) == (2, 1, name)
 
 
@@ -91,7 +88,7 @@ def test_another_learning_rate() -> None:
     """A schedule that restarts is found, even if nothing else differs."""
     stopped, straight = pair()
     changed = altered(stopped, Update, {"step": 5, "rank": 2}, learning_rate=0.05)
-    found = broken(traces.judge("resume", [changed, straight]))
+    found = falsified("resume", changed, straight)
     assert (found.step, found.rank, found.got) == (5, 2, "0.05")
     assert "another learning rate, 0.05 and not " in found.message
 
@@ -107,18 +104,16 @@ def test_a_rate_is_looked_for_in_other_steps_only_where_it_is_wrong(
 
     monkeypatch.setattr(closeness, "step_of_rate", step_of_rate)
     stopped, straight = pair()
-    assert traces.judge("resume", [stopped, straight]).verdict is Verdict.HELD
+    traces.held("resume", stopped, straight)
     assert not sought
     changed = altered(stopped, Update, {"step": 4}, learning_rate=0.05)
-    broken(traces.judge("resume", [changed, straight]))
+    falsified("resume", changed, straight)
     assert sought == [0.05]
 
 
 def test_the_straight_run_is_needed() -> None:
     """A stopped run without the straight one is inconclusive."""
-    assert "record one with stops=() in its scenario" in undecided(
-        traces.judge("resume", [traces.run(SUBJECT)])
-    )
+    assert "record one with stops=() in its scenario" in left_open("resume", traces.run(SUBJECT))
     other = traces.run(SUBJECT.with_(stops=(), num_steps=5))
     finding = traces.judge("resume", [traces.run(SUBJECT), other])
     assert finding.reason.endswith("the nearest other trace differs in num_steps (5, needed 6)")
@@ -127,8 +122,8 @@ def test_the_straight_run_is_needed() -> None:
 def test_a_run_is_not_compared_with_itself() -> None:
     """A run that resumed, without a planned stop in its scenario, is no straight run."""
     stopped, _ = pair()
-    assert "must say so by stops=(2,) in its scenario" in undecided(
-        traces.judge("resume", [replace(stopped, scenario=SUBJECT.with_(stops=()))])
+    assert "must say so by stops=(2,) in its scenario" in left_open(
+        "resume", replace(stopped, scenario=SUBJECT.with_(stops=()))
     )
 
 
@@ -141,7 +136,7 @@ def test_what_one_run_did_not_record(silent: int, field: str, unknown: object) -
     for check in ("resume", "determinism"):
         finding = traces.judge(check, [replace(one, scenario=SUBJECT) for one in runs])
         assert finding.verdict is not Verdict.FALSIFIED, finding
-    assert f"record Shard.{field} in both" in undecided(traces.judge("resume", runs))
+    assert f"record Shard.{field} in both" in left_open("resume", *runs)
 
 
 def test_a_resume_that_was_planned_and_not_seen() -> None:
@@ -151,7 +146,7 @@ def test_a_resume_that_was_planned_and_not_seen() -> None:
         (without(stopped, Start, resumed=True, step=4), "to stop before step 4, and no resume was"),
         (without(stopped, Update, rank=1), "rank 1 recorded step 0 in one run only"),
     ):
-        assert missing in undecided(traces.judge("resume", [bare, straight]))
+        assert missing in left_open("resume", bare, straight)
 
 
 @pytest.mark.parametrize("part", ["optimizer", "buffers"])
@@ -160,29 +155,28 @@ def test_state_that_is_gone_after_the_resume(part: str) -> None:
     stopped, straight = pair()
     for step in (2, 3, 4, 5):
         stopped = altered(stopped, Update, {"step": step}, **{part: {}})
-    found = broken(traces.judge("resume", [stopped, straight]))
+    found = falsified("resume", stopped, straight)
     assert found.step == 2
     assert f"({part}): only expected holds" in found.message
 
 
 def test_a_run_without_stops_shows_nothing() -> None:
     """Two straight runs are inconclusive."""
-    assert "stopped and resumed" in undecided(traces.judge("resume", [traces.run(scenario())]))
+    assert "stopped and resumed" in left_open("resume", traces.run(scenario()))
 
 
 @pytest.mark.parametrize("system", ["reference", "textbook"])
 def test_a_resume_after_a_loss_holds(system: str) -> None:
     """A resume with fewer workers than at the start holds, and so does a moved shard."""
     subject = scenario(system=system, stops=(4,), faults=(traces.leave(0, 2),), dropout=0.2)
-    finding = traces.judge("resume", traces.family("resume", subject))
-    assert finding.verdict is Verdict.HELD, finding
+    traces.held("resume", *traces.family("resume", subject))
 
 
 def test_a_shard_that_moved_is_left_to_its_step() -> None:
     """A shard computed by another worker after the resume is judged by the step's sum."""
     stopped, straight = pair()
     moved = altered(stopped, Shard, {"step": 5, "shard": 0}, rank=2)
-    assert traces.judge("resume", [moved, straight]).verdict is Verdict.HELD
+    traces.held("resume", moved, straight)
 
 
 # --- whether there is anything to resume from -----------------------------------------------------

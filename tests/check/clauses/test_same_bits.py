@@ -13,9 +13,16 @@ from entrenar_py.check.evidence.needs import COUNTS
 from entrenar_py.check.harness import companions
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.trace import Attempt, End, Membership, Shard, Start, Trace, Update
-from entrenar_py.shared.verdict import Verdict
 from tests import traces
-from tests.traces import altered, broken, one, scenario, undecided, without
+from tests.traces import (
+    altered,
+    falsified,
+    held,
+    left_open,
+    one,
+    scenario,
+    without,
+)
 
 SUBJECT = scenario()
 BAD = traces.values(1.0)
@@ -36,7 +43,7 @@ def test_other_bits_with_more_workers(part: str) -> None:
     at = {"step": 3, "rank": 2}
     many = altered(many, Update, at, **{part: traces.swapped(tensors, name, BAD)})
     one = traces.run(SUBJECT.with_(world_size=1))
-    found = broken(traces.judge("worker_count", [many, one]))
+    found = falsified("worker_count", many, one)
     assert (found.step, found.rank) == (3, 2)
     assert found.message.startswith(f"3 workers give other bits than 1 ({part})")
 
@@ -47,27 +54,27 @@ def test_another_loss_with_more_workers() -> None:
     loss = many.of(Update)[0].loss or 0.0
     at = {"step": 0, "rank": 1}
     many = altered(many, Update, at, loss=math.nextafter(loss, 9.0))
-    found = broken(traces.judge("worker_count", [one, many]))
+    found = falsified("worker_count", one, many)
     assert (found.step, found.rank, found.expected) == (0, 1, str(loss))
 
 
 def test_steps_of_one_run_only() -> None:
     """A run that makes fewer steps is falsified, with the first step it lacks."""
     many, one = traces.run(SUBJECT), traces.run(SUBJECT.with_(world_size=1))
-    found = broken(traces.judge("worker_count", [one, without(many, Update, step=4)]))
+    found = falsified("worker_count", one, without(many, Update, step=4))
     assert found.step == 4
 
 
 def test_one_world_size_compares_nothing() -> None:
     """Runs with the same number of workers are inconclusive."""
-    undecided(traces.judge("worker_count", list(pair())))
+    left_open("worker_count", *list(pair()))
 
 
 def test_a_planted_value_is_another_training() -> None:
     """A run halted by a NaN is not compared with runs without one."""
     fault = Fault(kind="non_finite_gradient", step=1, rank=1, value="nan")
     family = traces.family("worker_count", scenario(faults=(fault,)))
-    assert traces.judge("worker_count", family).verdict is Verdict.HELD
+    held("worker_count", *family)
 
 
 def test_world_sizes_fit_shards_and_samples() -> None:
@@ -81,7 +88,7 @@ def test_two_runs_differ_in_an_update() -> None:
     first, second = pair()
     gradient = traces.swapped(traces.one(second, Update, step=2).gradient, "output.bias", BAD)
     changed = altered(second, Update, {"step": 2, "rank": 1}, gradient=gradient)
-    found = broken(traces.judge("determinism", [first, changed]))
+    found = falsified("determinism", first, changed)
     assert (found.step, found.rank, found.tensor) == (2, 1, "output.bias")
 
 
@@ -90,7 +97,7 @@ def test_ranks_that_differ_alike_in_both() -> None:
     weights = traces.swapped(traces.one(pair()[1], Update, step=2).weights, "output.bias", BAD)
     place = {"step": 2, "rank": 1}
     first, second = (altered(one, Update, place, weights=weights) for one in pair())
-    assert traces.judge("determinism", [first, second]).verdict is Verdict.HELD
+    held("determinism", first, second)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +107,7 @@ def test_two_runs_differ_in_a_shard(change: dict[str, object]) -> None:
     """Samples, loss, random draws and local gradient of every shard must repeat."""
     first, second = pair()
     changed = altered(second, Shard, {"step": 4, "shard": 3}, **change)
-    found = broken(traces.judge("determinism", [first, changed]))
+    found = falsified("determinism", first, changed)
     assert (found.step, found.shard) == (4, 3)
 
 
@@ -108,32 +115,31 @@ def test_the_order_of_recording_is_free() -> None:
     """The events of several processes may be recorded in another order in each run."""
     first, second = pair()
     shuffled = replace(second, events=(*reversed(second.events[:-1]), second.events[-1]))
-    assert traces.judge("determinism", [first, shuffled]).verdict is Verdict.HELD
+    held("determinism", first, shuffled)
 
 
 def test_a_shard_may_move_to_another_worker() -> None:
     """A shard may be computed by another worker in the second run."""
     first, second = pair()
     moved = altered(second, Shard, {"step": 1, "shard": 4}, rank=0)
-    assert traces.judge("determinism", [first, moved]).verdict is Verdict.HELD
+    held("determinism", first, moved)
 
 
 def test_a_nan_repeats() -> None:
     """Two runs that halt at the same NaN are equal."""
     fault = Fault(kind="non_finite_loss", step=1, rank=1, value="nan")
-    finding = traces.judge("determinism", traces.family("determinism", scenario(faults=(fault,))))
-    assert finding.verdict is Verdict.HELD
+    held("determinism", *traces.family("determinism", scenario(faults=(fault,))))
 
 
 def test_one_run_repeats_nothing() -> None:
     """A single run is inconclusive."""
-    assert "run twice" in undecided(traces.judge("determinism", [traces.run(SUBJECT)]))
+    assert "run twice" in left_open("determinism", traces.run(SUBJECT))
 
 
 def test_without_the_promise_nothing_is_said() -> None:
     """A trainer that promises rounding only is not judged here, but by parity."""
     runs = [traces.run(scenario(system="textbook", world_size=n)) for n in (1, 3)]
-    assert "promises rounding, not bits" in undecided(traces.judge("worker_count", runs))
+    assert "promises rounding, not bits" in left_open("worker_count", *runs)
 
 
 def test_the_devices_that_served_are_named() -> None:
@@ -152,7 +158,7 @@ def test_what_one_run_did_not_record(part: str, silent: int) -> None:
     runs = list(pair())
     runs[silent] = altered(runs[silent], Update, {}, **{part: {}})
     assert (
-        undecided(traces.judge("determinism", runs))
+        left_open("determinism", *runs)
         == f"one run only recorded the {part} of step 0: record Update.{part} in both"
     )
 
@@ -164,7 +170,7 @@ def test_state_that_is_gone(part: str, silent: int) -> None:
     subject = scenario(optimizer="momentum")
     runs = list(traces.family("determinism", subject))
     runs[silent] = altered(runs[silent], Update, {"step": 4}, **{part: {}})
-    found = broken(traces.judge("determinism", runs))
+    found = falsified("determinism", *runs)
     assert found.step == 4
     assert f"({part}): only" in found.message
 
@@ -173,11 +179,11 @@ def test_shards_that_one_run_did_not_record() -> None:
     """Samples of a step, or gradients of all shards, that only one run recorded are missing."""
     first, second = pair()
     assert "only one run has micro-batches of step 3: record a Shard of each step in both" in (
-        undecided(traces.judge("determinism", [first, without(second, Shard, step=3)]))
+        left_open("determinism", first, without(second, Shard, step=3))
     )
     many, one = traces.run(SUBJECT), traces.run(SUBJECT.with_(world_size=1))
-    assert "record Shard.gradient in both" in undecided(
-        traces.judge("worker_count", [many, altered(one, Shard, {}, gradient={})])
+    assert "record Shard.gradient in both" in left_open(
+        "worker_count", many, altered(one, Shard, {}, gradient={})
     )
 
 
@@ -188,7 +194,7 @@ def test_two_runs_that_recorded_no_weights() -> None:
         (bare, "neither run recorded the weights of step 0: record Update.weights in both"),
         ([without(run, Update) for run in pair()], "record an Update for every rank and step"),
     ):
-        assert missing in undecided(traces.judge("determinism", found))
+        assert missing in left_open("determinism", *found)
 
 
 def test_the_run_that_is_missing_is_named() -> None:
@@ -217,7 +223,7 @@ def test_rounding_on_a_gpu_is_named_and_only_advice() -> None:
     ]:
         loss = traces.one(second, Update, step=step).loss or 0.0
         changed = altered(second, Update, {"step": step}, loss=changes(loss, 9.0))
-        found = broken(traces.judge("determinism", [first, changed]))
+        found = falsified("determinism", first, changed)
         messages[name] = found.message
         assert bool(CHECKS["determinism"].advice(found)) == (name == "rounding")
     assert "kernels may add in any order" in messages.pop("rounding")
@@ -236,7 +242,7 @@ def test_what_no_kernel_does_is_no_advice_on_a_gpu(kind: str) -> None:
         buffers = traces.one(second, Update, step=2).buffers
         changed = traces.swapped(buffers, next(iter(buffers)), BAD)
         second = altered(second, Update, {"step": 2}, buffers=changed)
-    found = broken(traces.judge("determinism", [first, second]))
+    found = falsified("determinism", first, second)
     assert not CHECKS["determinism"].advice(found)
 
 
@@ -256,14 +262,14 @@ def test_lost_samples_are_named() -> None:
     disturbed, calm = disturbed_pair()
     shard = traces.one(disturbed, Shard, step=2, shard=0)
     lost = altered(disturbed, Shard, {"step": 2, "shard": 0}, ids=(), weight=0.0)
-    found = broken(traces.judge("recovery", [lost, calm]))
+    found = falsified("recovery", lost, calm)
     assert (found.step, found.rank, found.sample_ids) == (2, 1, shard.ids)
 
 
 def test_a_lost_step_is_named() -> None:
     """A step given up after a worker was lost is found."""
     disturbed, calm = disturbed_pair()
-    found = broken(traces.judge("recovery", [without(disturbed, Update, step=4), calm]))
+    found = falsified("recovery", without(disturbed, Update, step=4), calm)
     assert (found.step, found.rank) == (4, 1)
 
 
@@ -273,7 +279,7 @@ def test_a_run_that_ends_with_its_worker() -> None:
     ended = disturbed
     for step in (2, 3, 4, 5):
         ended = without(ended, Update, step=step)
-    found = broken(traces.judge("recovery", [ended, calm], tolerance=0))
+    found = falsified("recovery", ended, calm, tolerance=0)
     assert found.step == 2
 
 
@@ -282,7 +288,7 @@ def test_the_dead_do_not_update() -> None:
     disturbed, calm = disturbed_pair()
     ghost = replace(disturbed.of(Update)[-1], step=2, rank=1)
     events = (*disturbed.events[:-1], ghost, disturbed.events[-1])
-    found = broken(traces.judge("recovery", [replace(disturbed, events=events), calm]))
+    found = falsified("recovery", replace(disturbed, events=events), calm)
     assert (found.step, found.rank) == (2, 1)
     assert "yet updated" in found.message
 
@@ -301,9 +307,7 @@ def test_the_loss_comes_back_in_time(within: int, verdict: str) -> None:
 def test_a_short_run_is_judged_at_its_end() -> None:
     """In a run with fewer steps left than the tolerance, the last loss decides."""
     disturbed, calm = disturbed_pair()
-    found = broken(
-        traces.judge("recovery", [altered(disturbed, Update, {"step": 5}, loss=9.0), calm])
-    )
+    found = falsified("recovery", altered(disturbed, Update, {"step": 5}, loss=9.0), calm)
     assert (found.step, found.got) == (5, "9.0")
 
 
@@ -313,14 +317,14 @@ def test_a_promise_of_bits_is_kept_through_the_loss() -> None:
     right = traces.one(disturbed, Update, step=3).gradient
     bad = traces.swapped(right, "output.bias", traces.values(0.0))
     changed = altered(disturbed, Update, {"step": 3, "rank": 2}, gradient=bad)
-    found = broken(traces.judge("recovery", [changed, calm]))
+    found = falsified("recovery", changed, calm)
     assert (found.step, found.rank, found.tensor) == (3, 2, "output.bias")
 
 
 def test_the_undisturbed_run_is_needed() -> None:
     """Without the undisturbed run the check is inconclusive."""
-    assert "record one with faults=() in its scenario" in undecided(
-        traces.judge("recovery", [traces.run(DISTURBED)])
+    assert "record one with faults=() in its scenario" in left_open(
+        "recovery", traces.run(DISTURBED)
     )
     other = traces.run(DISTURBED.with_(faults=(), seed=9))
     finding = traces.judge("recovery", [traces.run(DISTURBED), other])
@@ -330,8 +334,8 @@ def test_the_undisturbed_run_is_needed() -> None:
 def test_a_run_is_not_compared_with_itself() -> None:
     """A run that a worker left, unplanned by its scenario, is no undisturbed run."""
     disturbed, _ = disturbed_pair()
-    assert "by faults=(Fault(kind='leave', rank=1, step=2),) in its scenario" in undecided(
-        traces.judge("recovery", [replace(disturbed, scenario=scenario())])
+    assert "by faults=(Fault(kind='leave', rank=1, step=2),) in its scenario" in left_open(
+        "recovery", replace(disturbed, scenario=scenario())
     )
 
 
@@ -343,9 +347,7 @@ def test_samples_and_steps_that_one_run_did_not_record(silent: int) -> None:
         (without(runs[silent], Shard), "record Shard.ids in both runs"),
         (without(runs[silent], Update), "record an Update for every rank and step"),
     ):
-        assert missing in undecided(
-            traces.judge("recovery", [*runs[:silent], changed, *runs[silent + 1 :]])
-        )
+        assert missing in left_open("recovery", *runs[:silent], changed, *runs[silent + 1 :])
 
 
 @pytest.mark.parametrize("step", [3, 5])
@@ -354,7 +356,7 @@ def test_the_dead_make_no_later_step(step: int) -> None:
     disturbed, calm = disturbed_pair()
     ghost = replace(one(disturbed, Update, step=step, rank=0), rank=1)
     events = (*disturbed.events[:-1], ghost, disturbed.events[-1])
-    found = broken(traces.judge("recovery", [replace(disturbed, events=events), calm]))
+    found = falsified("recovery", replace(disturbed, events=events), calm)
     assert (found.step, found.rank) == (step, 1)
 
 
@@ -366,7 +368,7 @@ def test_a_run_that_halts_with_its_worker(last: int) -> None:
     kept = [e for e in disturbed.events[:-1] if getattr(e, "step", 0) <= last]
     kept = [e for e in kept if not (isinstance(e, Update | Shard) and e.step == last)]
     halted = replace(disturbed, promises=(), events=(*kept, End(status="halted")))
-    found = broken(traces.judge("recovery", [halted, calm]))
+    found = falsified("recovery", halted, calm)
     assert (found.step, found.rank) == (last, 1)
     assert "has other samples" in found.message
 
@@ -376,16 +378,16 @@ def test_samples_of_a_step_that_nobody_recorded() -> None:
     for silent in (0, 1):
         runs = list(disturbed_pair())
         runs[silent] = without(runs[silent], Shard, step=4)
-        assert "the samples of step 4 are unknown" in undecided(traces.judge("recovery", runs))
+        assert "the samples of step 4 are unknown" in left_open("recovery", *runs)
         runs[0] = altered(runs[0], Shard, {"step": 3, "rank": 2}, ids=(), weight=0.0)
-        assert broken(traces.judge("recovery", runs)).step == 3
+        assert falsified("recovery", *runs).step == 3
 
 
 def test_steps_that_the_undisturbed_run_lacks() -> None:
     """Steps that the undisturbed run lacks, or all, are missing."""
     disturbed, calm = disturbed_pair()
-    assert "the undisturbed run has no step 4" in undecided(
-        traces.judge("recovery", [disturbed, without(calm, Update, step=4)], tolerance=0)
+    assert "the undisturbed run has no step 4" in left_open(
+        "recovery", disturbed, without(calm, Update, step=4), tolerance=0
     )
     halted = replace(calm, events=(End(status="halted"),))
     finding = traces.judge("recovery", [disturbed, halted])
@@ -396,10 +398,10 @@ def test_a_departure_that_was_planned_and_not_seen() -> None:
     """If one of two planned departures was not recorded, it was not judged."""
     subject = scenario(faults=(traces.leave(1, 2), traces.leave(2, 4)))
     disturbed, calm = traces.family("recovery", subject)
-    assert traces.judge("recovery", [disturbed, calm]).verdict is Verdict.HELD
-    assert undecided(
-        traces.judge("recovery", [without(disturbed, Membership, rank=2), calm])
-    ).startswith("rank 2 was to leave, and no departure was recorded: record")
+    held("recovery", disturbed, calm)
+    assert left_open("recovery", without(disturbed, Membership, rank=2), calm).startswith(
+        "rank 2 was to leave, and no departure was recorded: record"
+    )
 
 
 def test_no_loss_shows_no_recovery() -> None:
@@ -408,14 +410,14 @@ def test_no_loss_shows_no_recovery() -> None:
     joined = scenario(faults=(traces.join(2, 3),))
     calm_too = without(disturbed, Membership)
     for family in ([calm_too, calm], traces.family("recovery", joined)):
-        assert "no worker left" in undecided(traces.judge("recovery", family))
+        assert "no worker left" in left_open("recovery", *family)
 
 
 def test_a_halted_run_is_not_compared_with_the_undisturbed_one() -> None:
     """A run that also halts at a NaN is not compared with the undisturbed one."""
     fault = Fault(kind="non_finite_loss", step=4, rank=0, value="nan")
     family = traces.family("recovery", scenario(faults=(traces.leave(1, 2), fault)))
-    assert traces.judge("recovery", family).verdict is Verdict.INCONCLUSIVE
+    left_open("recovery", *family)
 
 
 def test_dropout_per_rank_is_off_its_own_trajectory() -> None:
@@ -424,31 +426,27 @@ def test_dropout_per_rank_is_off_its_own_trajectory() -> None:
     """
     subject = scenario(system="textbook", dropout=0.3, faults=(traces.leave(1, 2),))
     family = traces.family("recovery", subject)
-    assert undecided(traces.judge("recovery", family[:2])).endswith(
+    assert left_open("recovery", *family[:2]).endswith(
         "so that losses differ: use dropout 0 in both runs"
     )
-    finding = traces.judge("recovery", family)
-    assert finding.verdict is Verdict.HELD
+    finding = held("recovery", *family)
     assert any("without dropout only" in note for note in finding.notes)
-    assert traces.judge("recovery", [*family[:2], family[3]]).verdict is Verdict.INCONCLUSIVE
+    left_open("recovery", *family[:2], family[3])
     other = traces.family("recovery", subject.with_(dropout=0.0, seed=9))
-    assert "use dropout 0 in both runs" in undecided(
-        traces.judge("recovery", [*family[:2], *other])
-    )
+    assert "use dropout 0 in both runs" in left_open("recovery", *family[:2], *other)
 
 
 def test_the_textbook_trainer_recovers() -> None:
     """A trainer that promises no bits holds within the published bound."""
     subject = scenario(system="textbook", faults=(traces.leave(1, 2),))
-    finding = traces.judge("recovery", traces.family("recovery", subject))
-    assert finding.verdict is Verdict.HELD
+    held("recovery", *traces.family("recovery", subject))
 
 
 def test_a_calm_run_that_diverged_decides_nothing() -> None:
     """A NaN in the undisturbed run makes the comparison inconclusive."""
     disturbed, calm = disturbed_pair()
-    assert "not finite" in undecided(
-        traces.judge("recovery", [disturbed, altered(calm, Update, {}, loss=math.nan)])
+    assert "not finite" in left_open(
+        "recovery", disturbed, altered(calm, Update, {}, loss=math.nan)
     )
 
 

@@ -14,11 +14,20 @@ from hypothesis import strategies as st
 from entrenar_py.check.clauses import CHECKS, step_rule
 from entrenar_py.check.evidence.needs import ALONE, REPEATED, Need, Runs
 from entrenar_py.shared.trace import End, Event, Start, TensorRecord, Tensors, Trace, Update
-from entrenar_py.shared.verdict import Tally, Verdict
+from entrenar_py.shared.verdict import Tally
 from entrenar_py.train.arithmetic import optimizer
 from tests import traces
 from tests.check.clauses.micro_batch_traces import summed, trace_of
-from tests.traces import altered, broken, one, scenario, undecided, without
+from tests.traces import (
+    altered,
+    broken,
+    falsified,
+    held,
+    left_open,
+    one,
+    scenario,
+    without,
+)
 
 SUBJECT = scenario(detail="values", clip_norm=0.05, schedule="cosine", warmup_steps=2)
 
@@ -39,7 +48,7 @@ def changed(**changes: Any) -> Trace:
 )
 def test_a_number_that_is_off(changes: dict[str, float], message: str) -> None:
     """A wrong rate, norm or clipped norm is found, with step and rank."""
-    found = broken(traces.judge("step_rule", [changed(**changes)]))
+    found = falsified("step_rule", changed(**changes))
     assert (found.step, found.rank) == (3, 1)
     assert message in found.message
     assert found.got == repr(next(iter(changes.values())))
@@ -53,9 +62,7 @@ def test_an_update_that_is_not_sgds(name: str, off: float) -> None:
     value = weights[name].values()
     assert value is not None
     wrong = traces.values(value[0], value[1] + off, value[2])
-    found = broken(
-        traces.judge("step_rule", [changed(weights=traces.swapped(weights, name, wrong))])
-    )
+    found = falsified("step_rule", changed(weights=traces.swapped(weights, name, wrong)))
     assert (found.step, found.rank, found.tensor, found.element) == (3, 1, name, 1)
 
 
@@ -71,7 +78,7 @@ def test_clipping_by_half() -> None:
         assert now is not None
         halves[name] = traces.values(*(before + (now - before) / 2))
     slower = altered(trace, Update, {"step": 0, "rank": 0}, weights=halves)
-    found = broken(traces.judge("step_rule", [slower]))
+    found = falsified("step_rule", slower)
     assert (found.step, found.rank) == (0, 0)
     assert "did not move by learning rate times clipped gradient" in found.message
 
@@ -88,7 +95,7 @@ def test_clipping_by_half() -> None:
 def test_what_is_unknown_is_missing(changes: dict[str, Any]) -> None:
     """An update with unrecorded or non-finite values is missing, not falsified."""
     trace = altered(traces.run(SUBJECT), Update, {"step": 5, "rank": 1}, **changes)
-    assert undecided(traces.judge("step_rule", [trace])).startswith(
+    assert left_open("step_rule", trace).startswith(
         "rank 1 made an update that can't be recomputed in step 5: record "
     )
 
@@ -128,9 +135,7 @@ def test_one_comparison_excuses_no_gap(
     if not declared:
         trace = altered(trace, Start, {}, trainable=())
     events = (bare(e) if isinstance(e, Start | Update) else e for e in trace.events)
-    assert undecided(traces.judge("step_rule", [replace(trace, events=tuple(events))])).startswith(
-        reason
-    )
+    assert left_open("step_rule", replace(trace, events=tuple(events))).startswith(reason)
 
 
 def test_a_tensor_that_moved_without_a_gradient() -> None:
@@ -141,15 +146,15 @@ def test_a_tensor_that_moved_without_a_gradient() -> None:
     for trace in (calm, altered(calm, Start, {}, trainable=())):
         at = {"step": 4, "rank": 2}
         bare = altered(trace, Update, at, gradient=fewer, grad_norm=None, applied_norm=None)
-        assert "of the same names and sizes" in undecided(traces.judge("step_rule", [bare]))
+        assert "of the same names and sizes" in left_open("step_rule", bare)
 
 
 def test_moments_after_an_unrecorded_gradient_are_unknown() -> None:
     """A tensor that Adam moved by an unrecorded gradient isn't recomputed in later steps."""
     trace = traces.run(scenario(detail="values", optimizer="adamw", clip_norm=None))
     bare: dict[str, Any] = {"gradient": {}, "grad_norm": None, "applied_norm": None}
-    assert "made an update that can't be recomputed" in undecided(
-        traces.judge("step_rule", [altered(trace, Update, {"step": 0}, **bare)])
+    assert "made an update that can't be recomputed" in left_open(
+        "step_rule", altered(trace, Update, {"step": 0}, **bare)
     )
 
 
@@ -162,9 +167,9 @@ def test_a_tensor_that_rests_needs_no_gradient() -> None:
     start = Start(step=0, rank=0, weights=weights, trainable=("w", "e"))
     subject = scenario(learning_rate=0.5, clip_norm=None, workload="own")
     trace = traces.hand_written(start, update, subject=subject)
-    assert traces.judge("step_rule", [trace]).verdict is Verdict.HELD
+    held("step_rule", trace)
     unseen = altered(trace, Update, {}, weights={"w": moved})
-    assert traces.judge("step_rule", [unseen]).verdict is Verdict.INCONCLUSIVE
+    left_open("step_rule", unseen)
 
 
 def test_a_gap_hides_no_rank() -> None:
@@ -172,14 +177,14 @@ def test_a_gap_hides_no_rank() -> None:
     wrong = traces.values(9.0, 9.0, 9.0)
     trace = changed(weights=traces.swapped(one(traces.run(SUBJECT), Update).weights, "x", wrong))
     bare = altered(trace, Start, {"rank": 0}, weights={})
-    assert broken(traces.judge("step_rule", [bare])).rank == 1
+    assert falsified("step_rule", bare).rank == 1
 
 
 @pytest.mark.parametrize("norm", ["grad_norm", "applied_norm"])
 def test_clipping_without_norms_is_unknown(norm: str) -> None:
     """With clipping in the scenario both norms must be recorded."""
     trace = altered(traces.run(SUBJECT), Update, {"step": 5, "rank": 1}, **{norm: None})
-    reason = undecided(traces.judge("step_rule", [trace]))
+    reason = left_open("step_rule", trace)
     assert "norms before and after clipping were not recorded" in reason
     assert "record Update.grad_norm and Update.applied_norm" in reason
 
@@ -188,13 +193,12 @@ def test_no_clipping_needs_no_norms() -> None:
     """Without clipping, steps are recomputed without norms, and bugs are still found."""
     calm = traces.run(SUBJECT.with_(clip_norm=None))
     trace = altered(calm, Update, {}, grad_norm=None, applied_norm=None)
-    finding = traces.judge("step_rule", [trace])
-    assert finding.verdict is Verdict.HELD
+    held("step_rule", trace)
     clipped = traces.run(SUBJECT)
     silent = altered(
         replace(clipped, scenario=calm.scenario), Update, {}, grad_norm=None, applied_norm=None
     )
-    assert "did not move" in broken(traces.judge("step_rule", [silent])).message
+    assert "did not move" in falsified("step_rule", silent).message
 
 
 def test_clipping_to_a_norm_that_nobody_told() -> None:
@@ -202,9 +206,9 @@ def test_clipping_to_a_norm_that_nobody_told() -> None:
     clipped = traces.run(SUBJECT)
     own = replace(clipped, scenario=clipped.scenario.with_(clip_norm=None))
     trace = traces.was(own, clipping="other")
-    assert traces.judge("step_rule", [trace]).verdict is Verdict.HELD
+    held("step_rule", trace)
     longer = altered(trace, Update, {"step": 1}, applied_norm=1e3)
-    assert broken(traces.judge("step_rule", [longer])).step == 1
+    assert falsified("step_rule", longer).step == 1
 
 
 @pytest.mark.parametrize(
@@ -235,15 +239,15 @@ def test_the_fact_that_is_missing_is_named(
     """The reason says why a step could not be recomputed, and what to record."""
     trace = traces.run(SUBJECT.with_(clip_norm=None, **subject))
     bare = without(trace, kind) if changes is None else altered(trace, kind, {}, **changes)
-    reason = undecided(traces.judge("step_rule", [bare]))
+    reason = left_open("step_rule", bare)
     assert reason.startswith("ranks 0, 1, 2 made an update that can't be recomputed")
     assert missing in reason
 
 
 def test_a_step_that_nobody_can_recompute_is_unknown() -> None:
     """A step recorded as digests only is inconclusive."""
-    assert "can't be recomputed" in undecided(
-        traces.judge("step_rule", [traces.run(SUBJECT.with_(detail="digests"))])
+    assert "can't be recomputed" in left_open(
+        "step_rule", traces.run(SUBJECT.with_(detail="digests"))
     )
 
 
@@ -254,7 +258,7 @@ def test_a_small_error_of_the_rate_is_seen() -> None:
     trace = altered(
         calm, Update, {"step": 2, "rank": 1}, learning_rate=update.learning_rate * 1.00005
     )
-    assert traces.judge("step_rule", [trace]).verdict is Verdict.FALSIFIED
+    falsified("step_rule", trace)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +277,7 @@ def test_a_small_error_of_the_rate_is_seen() -> None:
 )
 def test_other_right_rules_hold(changes: dict[str, Any]) -> None:
     """Other optimizers, resumed, joined and independent trainers hold."""
-    assert traces.judge("step_rule", [traces.run(SUBJECT.with_(**changes))]).verdict is Verdict.HELD
+    held("step_rule", traces.run(SUBJECT.with_(**changes)))
 
 
 @given(

@@ -16,7 +16,7 @@ from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Event, Start, Trace, Update, record_tensor
 from entrenar_py.shared.verdict import Verdict
 from tests import traces
-from tests.traces import broken, scenario, undecided
+from tests.traces import broken, falsified, held, left_open, scenario
 
 IDS = (3, 0, 2, 1)
 USUAL = scenario(
@@ -104,8 +104,7 @@ def test_the_usual_run_is_known() -> None:
 )
 def test_a_turn_that_changes_nothing(check: str, turned: Trace) -> None:
     """A knob that changes nothing holds, and a note says what was compared."""
-    finding = traces.judge(check, [turned, run()])
-    assert finding.verdict is Verdict.HELD, finding
+    finding = held(check, turned, run())
     assert any(note.startswith("compared ") for note in finding.notes)
 
 
@@ -114,7 +113,7 @@ def test_a_turn_that_changes_nothing(check: str, turned: Trace) -> None:
 def test_another_gradient(knob: str, factor: float) -> None:
     """A changed gradient is found at its place, and the message names the knob."""
     turned = run(knob, factor=factor, micro_batches=2, local=1024.0, ids=IDS[::-1])
-    found = broken(traces.judge("parity", [turned, run()]))
+    found = falsified("parity", turned, run())
     assert (found.step, found.rank, found.tensor) == (0, 0, "w")
     words = f"with {knob}={VALUES[knob]}: averaged gradient is not that of {knob}="
     assert found.message.startswith(words)
@@ -122,7 +121,7 @@ def test_another_gradient(knob: str, factor: float) -> None:
 
 def test_a_step_for_every_micro_batch() -> None:
     """Half of the samples in as many micro-batches: the optimizer steps too often."""
-    found = broken(traces.judge("parity", [run("accumulation", ids=IDS[:2]), run()]))
+    found = falsified("parity", run("accumulation", ids=IDS[:2]), run())
     assert found.step == 0
     assert "the optimizer steps after every micro-batch" in found.message
 
@@ -141,15 +140,13 @@ def test_a_step_for_every_micro_batch() -> None:
 def test_a_knob_that_does_something_else(turned: Trace, reason: str) -> None:
     """A knob without effect, or with another one, is inconclusive, with the difference."""
     usual = run(slope=SLOPE / 100) if not reason else run()
-    assert (reason or "which needs no clipping") in undecided(
-        traces.judge("parity", [turned, usual])
-    )
+    assert (reason or "which needs no clipping") in left_open("parity", turned, usual)
 
 
 def test_without_the_usual_run() -> None:
     """Without the usual run there is nothing to compare with."""
-    assert "no run with loss_scale=1 to compare with" in undecided(
-        traces.judge("parity", [run("loss_scale", local=1024.0)])
+    assert "no run with loss_scale=1 to compare with" in left_open(
+        "parity", run("loss_scale", local=1024.0)
     )
 
 
@@ -189,7 +186,7 @@ def test_clipped_by_a_norm_of_more_than_is_recorded() -> None:
     seen = np.where(np.arange(24) < 12, SLOPE, 0).astype(np.float32)
     factor = 0.5 / float(np.linalg.norm(SLOPE))
     runs = [run("clip", factor=factor, slope=seen), run(slope=seen)]
-    assert "clipped to this norm" in broken(traces.judge("parity", runs)).message
+    assert "clipped to this norm" in falsified("parity", *runs).message
     v = [{"v": record_tensor(np.full(2, x, np.float32), values=True)} for x in (0, 1)]
 
     def moved(trainable: tuple[str, ...]) -> list[Trace]:
@@ -206,8 +203,8 @@ def test_clipped_by_a_norm_of_more_than_is_recorded() -> None:
             more.append(traces.altered(begun, Update, {}, weights={**start.weights, **v[1]}))
         return more
 
-    assert "norm of the gradient is unknown: that of v was not recorded" in undecided(
-        traces.judge("parity", moved(("v",)))
+    assert "norm of the gradient is unknown: that of v was not recorded" in left_open(
+        "parity", *moved(("v",))
     )
     # A moving average has no gradient to count.
     average = traces.judge("parity", moved(()))
@@ -238,7 +235,7 @@ def test_clipped_otherwise(check: str, factor: float, bent: bool, words: str) ->
     """A gradient not clipped, clipped too far, or turned to another direction is falsified."""
     slope = np.where(np.arange(24) < 12, 2 * SLOPE, SLOPE) if bent else SLOPE
     turned = run("clip", factor=factor / float(np.linalg.norm(slope)), slope=slope)
-    found = broken(traces.judge(check, [turned, run()]))
+    found = falsified(check, turned, run())
     assert found.step == 0
     assert words in found.message
 
@@ -246,9 +243,6 @@ def test_clipped_otherwise(check: str, factor: float, bent: bool, words: str) ->
 def test_sixteen_bits_are_given_their_rounding() -> None:
     """Float16 results may differ by some float16 roundings, but not by a factor."""
     half: dict[str, Any] = {"slope": SLOPE, "dtype": np.float16}
-    near = traces.judge(
-        "parity", [run("permute", ids=IDS[::-1], factor=0.999, **half), run(**half)]
-    )
-    assert near.verdict is Verdict.HELD, near
+    held("parity", run("permute", ids=IDS[::-1], factor=0.999, **half), run(**half))
     far = traces.judge("parity", [run("permute", ids=IDS[::-1], factor=0.9, **half), run(**half)])
     assert far.verdict is Verdict.FALSIFIED
