@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from types import UnionType
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from entrenar_py.shared.trace import (
 )
 from entrenar_py.shared.verdict import Counterexample, Finding, Tally, Verdict
 
+Kind = type[Event] | UnionType
 FAILED = End(status="failed", reason="RuntimeError: out of luck")
 # The published tolerances; the other clauses are exact.
 TOLERANCES = {"parity": 0.01, "recovery": 50.0}
@@ -81,9 +83,13 @@ def clause(check: str, tolerance: float | None = None) -> Invariant:
     )
 
 
-def judge(check: str, traces: Sequence[Trace], tolerance: float | None = None) -> Finding:
+def judge(
+    check: str, traces: Sequence[Trace] | Runs[Trace], tolerance: float | None = None
+) -> Finding:
     """Return the finding on the first of `traces`, with the others as the runs it needs."""
     row, invariant = CHECKS[check], clause(check, tolerance)
+    if isinstance(traces, Runs):
+        return row.judge(invariant, traces)
     if not row.needs:
         return row.judge(invariant, several(traces))
     scenarios = {number: trace.scenario for number, trace in enumerate(traces)}
@@ -97,21 +103,29 @@ def judge(check: str, traces: Sequence[Trace], tolerance: float | None = None) -
     return combine(telling or findings or [row.judge(invariant, Runs())])
 
 
-def held(check: str, *runs: Trace, tolerance: float | None = None) -> Finding:
+def held(check: str, *runs: Trace | Runs[Trace], tolerance: float | None = None) -> Finding:
     """Return the finding of `check`, which holds."""
-    finding = judge(check, runs, tolerance)
+    finding = _judge(check, runs, tolerance)
     assert finding.verdict is Verdict.HELD, finding
     return finding
 
 
-def falsified(check: str, *runs: Trace, tolerance: float | None = None) -> Counterexample:
+def falsified(
+    check: str, *runs: Trace | Runs[Trace], tolerance: float | None = None
+) -> Counterexample:
     """Return the counterexample of `check`, which is falsified."""
-    return broken(judge(check, runs, tolerance))
+    return broken(_judge(check, runs, tolerance))
 
 
-def left_open(check: str, *runs: Trace, tolerance: float | None = None) -> str:
+def left_open(check: str, *runs: Trace | Runs[Trace], tolerance: float | None = None) -> str:
     """Return the reason of `check`, which is inconclusive."""
-    return undecided(judge(check, runs, tolerance))
+    return undecided(_judge(check, runs, tolerance))
+
+
+def _judge(check: str, runs: Sequence[Trace | Runs[Trace]], tolerance: float | None) -> Finding:
+    if runs and isinstance(runs[0], Runs):
+        return judge(check, runs[0], tolerance)
+    return judge(check, [run for run in runs if isinstance(run, Trace)], tolerance)
 
 
 def several(traces: Sequence[Trace]) -> Runs[Trace]:
@@ -140,24 +154,26 @@ def one(trace: Trace, kind: type[E], **at: Any) -> E:
     return next(event for event in trace.of(kind) if _matches(event, kind, at))
 
 
-def altered(trace: Trace, kind: type[Event], at: dict[str, Any], **changes: Any) -> Trace:
-    """Return `trace` with `changes` in each event of `kind` whose fields equal `at`."""
+def altered(trace: Trace, kind: Kind, at: dict[str, Any], **changes: Any) -> Trace:
+    """Return `trace` with `changes` in each event of `kind` whose fields equal `at`.
+
+    A change may be a function of the event, and what a field has to equal one of its value.
+    """
+    depends = any(callable(change) for change in changes.values())
     events = [
-        replace(event, **changes) if _matches(event, kind, at) else event for event in trace.events
+        replace(event, **{n: v(event) if callable(v) else v for n, v in changes.items()})
+        if _matches(event, kind, at)
+        else event
+        for event in trace.events
     ]
-    assert events != list(trace.events), f"no {kind.kind} at {at}, or nothing changed"
+    assert depends or events != list(trace.events), f"no {kind} at {at}, or nothing changed"
     return replace(trace, events=tuple(events))
 
 
 def without_gradients(trace: Trace) -> Trace:
     """Return `trace` with gradients of zero in all micro-batches and steps."""
-    events = (
-        replace(event, gradient={n: _zero(tensor) for n, tensor in event.gradient.items()})
-        if isinstance(event, Shard | Update)
-        else event
-        for event in trace.events
-    )
-    return replace(trace, events=tuple(events))
+    zeros = {"gradient": lambda event: {n: _zero(one) for n, one in event.gradient.items()}}
+    return altered(trace, Shard | Update, {}, **zeros)
 
 
 def _zero(tensor: TensorRecord) -> TensorRecord:
@@ -167,19 +183,14 @@ def _zero(tensor: TensorRecord) -> TensorRecord:
 def without_motion(trace: Trace, *, until: float = math.inf) -> Trace:
     """Return `trace` in which no rank moves its weights before step `until`."""
     first = {start.rank: start.weights for start in reversed(trace.of(Start)) if start.step == 0}
-    events = (
-        replace(event, weights=first[event.rank])
-        if isinstance(event, Start | Update) and event.step < until
-        else event
-        for event in trace.events
-    )
-    return replace(trace, events=tuple(events))
+    early = {"step": lambda step: step < until}
+    return altered(trace, Start | Update, early, weights=lambda event: first[event.rank])
 
 
-def without(trace: Trace, kind: type[Event], **at: Any) -> Trace:
+def without(trace: Trace, kind: Kind, **at: Any) -> Trace:
     """Return `trace` without the events of `kind` whose fields equal `at`."""
     events = tuple(event for event in trace.events if not _matches(event, kind, at))
-    assert len(events) < len(trace.events), f"no {kind.kind} at {at}"
+    assert len(events) < len(trace.events), f"no {kind} at {at}"
     return replace(trace, events=events)
 
 
@@ -255,5 +266,8 @@ def join(rank: int, step: int) -> Fault:
     return Fault(kind="join", rank=rank, step=step)
 
 
-def _matches(event: Event, kind: type[Event], at: dict[str, Any]) -> bool:
-    return isinstance(event, kind) and all(getattr(event, k) == v for k, v in at.items())
+def _matches(event: Event, kind: Kind, at: dict[str, Any]) -> bool:
+    return isinstance(event, kind) and all(
+        wanted(getattr(event, name)) if callable(wanted) else getattr(event, name) == wanted
+        for name, wanted in at.items()
+    )

@@ -25,7 +25,7 @@ from tests.check.clauses.micro_batch_traces import (
     times,
     trace_of,
 )
-from tests.traces import falsified, left_open
+from tests.traces import altered, falsified, left_open
 
 FIRST = summed(0)
 SECOND = summed(1, which=slice(-1, None))
@@ -193,13 +193,15 @@ def test_a_tensor_that_some_micro_batches_have_no_gradient_for() -> None:
     """A part of a model that only the last micro-batch trains, clipped apart, lacks no other."""
     last = times(0.37, summed(1, which=slice(-1, None)))
     trace = trace_of([FIRST, {**summed(1), "b": last["b"]}])
-    events = [
-        replace(event, gradient={"a": event.gradient["a"]})
-        if isinstance(event, Shard) and event.step == 1 and event.shard % MICRO_BATCHES == 0
-        else event
-        for event in trace.events
-    ]
-    left_open("weighting", replace(trace, events=tuple(events)))
+    left_open(
+        "weighting",
+        altered(
+            trace,
+            Shard,
+            {"step": 1, "shard": lambda shard: shard % MICRO_BATCHES == 0},
+            gradient=lambda event: {"a": event.gradient["a"]},
+        ),
+    )
 
 
 def test_gradients_of_an_evaluation_are_not_to_be_applied() -> None:
@@ -222,13 +224,12 @@ def test_gradients_of_an_evaluation_are_not_to_be_applied() -> None:
 
 def _evaluating(trace: Trace, numbers: set[int]) -> Trace:
     """Return `trace` with the micro-batches `numbers` of each rank's step 1 in evaluation mode."""
-    events = [
-        replace(event, evaluating=True)
-        if isinstance(event, Shard) and event.step == 1 and event.shard % MICRO_BATCHES in numbers
-        else event
-        for event in trace.events
-    ]
-    return replace(trace, events=tuple(events))
+    return altered(
+        trace,
+        Shard,
+        {"step": 1, "shard": lambda shard: shard % MICRO_BATCHES in numbers},
+        evaluating=True,
+    )
 
 
 def test_a_change_that_one_worker_makes_too() -> None:
@@ -243,7 +244,7 @@ def test_a_change_that_one_worker_makes_too() -> None:
         (rescaled, [times(2, one, "b") for one in rescaled], Verdict.FALSIFIED),
     ):
         runs = Runs(trace_of(applied), {ALONE: (_on_one_worker(of_one_worker),)})
-        finding = CHECKS["weighting"].judge(traces.clause("weighting"), runs)
+        finding = traces.judge("weighting", runs)
         assert finding.verdict is verdict, finding.reason
 
 
@@ -274,8 +275,7 @@ def test_one_worker_shows_what_several_never_clear(kept: dict[str, int], is_foun
     piled = [FIRST, plus(FIRST, summed(1)), plus(plus(FIRST, summed(1)), summed(2))]
     alone = trace_of(piled, kept={"a": 0, "b": 0})
     several = trace_of(piled, kept=kept)
-    bare = [replace(e, gradient={}) if isinstance(e, Shard) else e for e in several.events]
-    runs = Runs(replace(several, events=(*bare,)), {ALONE: (alone,)})
+    runs = Runs(altered(several, Shard, {}, gradient={}), {ALONE: (alone,)})
     tally = Tally("F-TI-001", observed=True)
     weighting._left_in_alone(tally, runs)
     assert (tally.broken is not None) is is_found
@@ -312,13 +312,9 @@ def test_micro_batches_that_are_cleared() -> None:
 def test_gradients_that_are_asked_for_are_no_micro_batches() -> None:
     """`torch.autograd.grad` in an inner loop adds to nothing; its samples are the micro-batch's."""
     last = trace_of([summed(step, which=slice(1, None)) for step in range(STEPS)], **SECOND_PASSES)
-    events = [
-        replace(event, loss_sum=1.0 if event.shard % 2 else None)
-        if isinstance(event, Shard)
-        else event
-        for event in last.events
-    ]
-    seen = accumulation.seen_through(replace(last, events=tuple(events)))
+    seen = accumulation.seen_through(
+        altered(last, Shard, {}, loss_sum=lambda event: 1.0 if event.shard % 2 else None)
+    )
     assert {shard.shard for shard in seen.of(Shard) if shard.step} == {1, 3}
     drawn = {shard.step: {*shard.ids} for shard in last.of(Shard) if shard.rank == 0}
     kept = {shard.step: {*shard.ids} for shard in seen.of(Shard) if shard.rank == 0}

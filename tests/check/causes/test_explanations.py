@@ -27,7 +27,7 @@ from tests.check.clauses.micro_batch_traces import (
     times,
     trace_of,
 )
-from tests.traces import broken, undecided
+from tests.traces import altered, broken, undecided
 
 Change = Callable[[Tensors, Trace], Tensors]
 
@@ -142,14 +142,11 @@ def test_few_elements_are_multiples_by_chance() -> None:
     trace, alone = own(3), own(1)
     kept = {"hidden1.bias"}
     small = [
-        replace(
+        altered(
             run,
-            events=tuple(
-                replace(e, gradient={n: r for n, r in e.gradient.items() if n in kept})
-                if isinstance(e, Update | Shard)
-                else e
-                for e in run.events
-            ),
+            Update | Shard,
+            {},
+            gradient=lambda e: {n: r for n, r in e.gradient.items() if n in kept},
         )
         for run in (applied(trace, all_halved), alone)
     ]

@@ -13,7 +13,7 @@ from entrenar_py.shared.trace import Event, Shard, Trace, Update
 from entrenar_py.shared.verdict import Verdict
 from tests import traces
 from tests.check.clauses.micro_batch_traces import SHAPES, STEPS, records, summed, times, trace_of
-from tests.traces import falsified, left_open
+from tests.traces import altered, falsified, left_open
 
 Terms = tuple[tuple[float, ...], ...]
 MEAN: Terms = ((8.0, 1 / 8, 8.0),)
@@ -66,11 +66,7 @@ def test_means_that_are_added_stay_open(terms: Terms) -> None:
 
 def of_loaders(trace: Trace, *, apart: bool) -> Trace:
     """Return a run whose micro-batches are of one loader, or whose second ones are of another."""
-    events = [
-        replace(event, epoch=event.shard % 2 if apart else 0) if isinstance(event, Shard) else event
-        for event in trace.events
-    ]
-    return replace(trace, events=tuple(events))
+    return altered(trace, Shard, {}, epoch=lambda event: event.shard % 2 if apart else 0)
 
 
 def test_means_of_one_loaders_batches_that_are_added_are_wrong() -> None:
@@ -83,11 +79,7 @@ def test_means_of_one_loaders_batches_that_are_added_are_wrong() -> None:
 def test_a_step_without_recorded_gradients_leaves_the_others_wrong() -> None:
     """FSDP2 shards its gradients while the first pass runs, so the first step may have none."""
     trace = of_loaders(run(MEAN), apart=False)
-    events = [
-        replace(e, gradient={}) if isinstance(e, Shard) and (e.step, e.shard) == (0, 0) else e
-        for e in trace.events
-    ]
-    found = traces.judge("weighting", [replace(trace, events=tuple(events))])
+    found = traces.judge("weighting", [altered(trace, Shard, {"step": 0, "shard": 0}, gradient={})])
     assert found.verdict is Verdict.FALSIFIED
 
 
@@ -209,14 +201,12 @@ def test_added_means_of_two_lengths_stay_open() -> None:
 
 def fewer_samples(trace: Trace) -> Trace:
     """Return the run with another sample in every first micro-batch."""
-    return replace(
+    return altered(
         trace,
-        events=tuple(
-            replace(e, ids=(*e.ids, e.ids[0] + 100), weight=2.0)
-            if isinstance(e, Shard) and e.shard % 2 == 0
-            else e
-            for e in trace.events
-        ),
+        Shard,
+        {"shard": lambda shard: shard % 2 == 0},
+        ids=lambda e: (*e.ids, e.ids[0] + 100),
+        weight=2.0,
     )
 
 

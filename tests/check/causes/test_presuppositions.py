@@ -54,14 +54,14 @@ def parity(trace: Trace, alone: Trace, *again: Trace) -> Finding:
     """Return the finding of F-DP-005 on a run, with two plain runs as witnesses if given."""
     witnesses = {REPEATED: (trace, *again)} if again else {}
     runs = Runs(trace, {ALONE: (alone,)}, witnesses=witnesses)
-    return CHECKS["parity"].judge(traces.clause("parity"), runs)
+    return traces.judge("parity", runs)
 
 
 def replicas(trace: Trace, alone: Trace | None) -> Finding:
     """Return the finding of F-DP-001 on a run, with the run on one worker as a witness."""
     witnesses = {} if alone is None else {ALONE: (alone,)}
     runs = Runs(trace, witnesses=witnesses)
-    return CHECKS["replica_identity"].judge(traces.clause("replica_identity"), runs)
+    return traces.judge("replica_identity", runs)
 
 
 @pytest.mark.parametrize("prefix", [("module",), ("wrapped", "model"), ("0",)])
@@ -115,22 +115,16 @@ def test_gradients_that_are_all_zero_are_never_held() -> None:
     many, alone = map(traces.without_gradients, runs)
     beside = Runs(many, {ALONE: (alone,)}, witnesses={REPEATED: (many, many)})
     for check in ("parity", "weighting"):
-        assert "all gradients of the first steps are zero" in undecided(
-            CHECKS[check].judge(traces.clause(check), beside)
-        )
+        assert "all gradients of the first steps are zero" in left_open(check, *beside)
     assert parity(runs[0], alone).verdict is Verdict.FALSIFIED
     first = min(copies.known_names(alone))
     assert parity(*(_without_one(run, first) for run in runs)).verdict is Verdict.HELD
 
 
 def _without_one(trace: Trace, name: str) -> Trace:
-    events = (
-        replace(event, gradient=changed(event.gradient, name, times=0.0))
-        if isinstance(event, Shard | Update)
-        else event
-        for event in trace.events
+    return altered(
+        trace, Shard | Update, {}, gradient=lambda event: changed(event.gradient, name, times=0.0)
     )
-    return replace(trace, events=tuple(events))
 
 
 def test_weights_that_never_move_are_never_held() -> None:
@@ -267,14 +261,14 @@ def test_a_skipped_step_that_ranks_did_not_see(dropped: bool) -> None:
     again = [replace(s, shard=s.shard + 9) for s in trace.of(Shard) if s.step == 2 and s.rank != 1]
     events = (*trace.events[:-1], *(again if dropped else ()), nan, trace.events[-1])
     run = altered(replace(trace, events=events), Update, {"step": 2, "rank": 1}, gradient={})
-    finding = CHECKS["finiteness"].judge(traces.clause("finiteness"), Runs(run))
+    finding = traces.judge("finiteness", Runs(run))
     assert finding.verdict is (Verdict.INCONCLUSIVE if dropped else Verdict.FALSIFIED)
     assert not dropped or "call obs.skipped() on every rank" in finding.reason
 
 
 def rule(trace: Trace) -> Finding:
     """Return the finding of F-TI-008 on a run."""
-    return CHECKS["step_rule"].judge(traces.clause("step_rule"), Runs(trace))
+    return traces.judge("step_rule", Runs(trace))
 
 
 def test_a_step_of_copies_is_not_recomputed() -> None:
@@ -350,11 +344,11 @@ def test_a_command_without_a_seed_need_not_repeat_itself(seeded: bool) -> None:
     """Other weights in a second run are a finding only if the command was told a seed."""
     first, again = own(), replace(own(seed=5), scenario=own().scenario.with_(repeat=1))
     runs = Runs(first, {REPEATED: (traces.was(again, seeded=seeded),)})
-    finding = CHECKS["determinism"].judge(traces.clause("determinism"), runs)
+    finding = traces.judge("determinism", runs)
     assert finding.verdict is (Verdict.FALSIFIED if seeded else Verdict.INCONCLUSIVE)
     assert seeded or "begin with other weights" in finding.reason
     calm = Runs(first, {REPEATED: (replace(first, scenario=again.scenario),)})
-    assert CHECKS["determinism"].judge(traces.clause("determinism"), calm).verdict is Verdict.HELD
+    traces.held("determinism", *calm)
 
 
 def test_ranks_that_share_a_model_may_share_their_samples() -> None:
@@ -369,7 +363,7 @@ def test_ranks_that_share_a_model_may_share_their_samples() -> None:
     ]
     trace = replace(trace, events=(*kept[:-1], *shared, kept[-1]))
     for run, verdict in ((trace, Verdict.FALSIFIED), (halved(trace), Verdict.INCONCLUSIVE)):
-        finding = CHECKS["coverage"].judge(traces.clause("coverage"), Runs(run, {ALONE: (alone,)}))
+        finding = traces.judge("coverage", Runs(run, {ALONE: (alone,)}))
         assert finding.verdict is verdict, finding
     assert 'layout={"tp": 3}' in finding.reason
 
@@ -387,8 +381,7 @@ def test_rows_that_ranks_draw_alike_may_be_parts_of_a_sum(
         doubled = {n: changed(update.gradient, n, times=2.0)[n] for n in update.gradient}
         where = {"step": update.step, "rank": update.rank}
         many = altered(many, Update, where, gradient=doubled)
-    events = [replace(e, terms=(term,)) if isinstance(e, Shard) else e for e in many.events]
-    many = traces.was(replace(many, events=tuple(events)), shared=True, losses="backward")
+    many = traces.was(altered(many, Shard, {}, terms=(term,)), shared=True, losses="backward")
     compared = Compared(runs=Runs(many), model=alone, trace=many)
     assert bool(copies.summed_parts(compared)) is is_open
 
@@ -464,19 +457,15 @@ def test_sums_over_workers_that_clipping_hides(times: float, verdict: Verdict) -
     """Gradients that are longer than the norm are clipped alike, and were sums before."""
 
     def unclipped(run: Trace, times: float) -> Trace:
-        events = (
-            replace(
-                event,
-                unclipped={
-                    name: traces.values(*(times * values))
-                    for name, values in (evidence.vectors(event.gradient) or {}).items()
-                },
-            )
-            if isinstance(event, Update)
-            else event
-            for event in run.events
+        return altered(
+            run,
+            Update,
+            {},
+            unclipped=lambda event: {
+                name: traces.values(*(times * values))
+                for name, values in (evidence.vectors(event.gradient) or {}).items()
+            },
         )
-        return replace(run, events=tuple(events))
 
     finding = parity(unclipped(own(2), times), unclipped(own(1), 1.0))
     assert finding.verdict is verdict

@@ -15,7 +15,7 @@ from tests import traces
 from tests.check.clauses import averaged_traces
 from tests.check.clauses.averaged_traces import STEPS, Averaged, drawn, trained
 from tests.check.clauses.micro_batch_traces import records
-from tests.traces import broken, values
+from tests.traces import altered, broken, values
 
 
 def test_an_average_is_known_by_its_shares() -> None:
@@ -43,13 +43,19 @@ def test_what_is_no_average(share: Callable[[int], float]) -> None:
 def test_a_list_that_moves_otherwise_is_no_average() -> None:
     """A list of gradients has the shapes of the weights, too."""
     trace = trained(Averaged())
-    events = [
-        replace(event, extra={f"grads/{n}": one for n, one in records(drawn(event.step)).items()})
-        if isinstance(event, Update)
-        else event
-        for event in trace.events
-    ]
-    assert weight_averages.of(replace(trace, events=tuple(events))) == {}
+    assert (
+        weight_averages.of(
+            altered(
+                trace,
+                Update,
+                {},
+                extra=lambda event: {
+                    f"grads/{n}": one for n, one in records(drawn(event.step)).items()
+                },
+            )
+        )
+        == {}
+    )
 
 
 def count(rank: Averaged) -> None:

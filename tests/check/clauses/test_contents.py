@@ -10,7 +10,6 @@ import pytest
 
 from entrenar_py.check import evidence
 from entrenar_py.check.causes.run_comparison import Compared
-from entrenar_py.check.clauses import CHECKS
 from entrenar_py.check.evidence.needs import ALONE, Runs
 from entrenar_py.shared.scenario import OBSERVED
 from entrenar_py.shared.trace import Event, Shard, Trace, Update
@@ -57,7 +56,7 @@ def test_ranks_that_share_a_shard_are_given_other_rows() -> None:
     alone = traces.was(traces.run(SUBJECT.with_(world_size=1)), sample_ids="content", shared=True)
     trace = altered(trace, Shard, {"rank": 1}, shard=0)
     for runs, is_open in ((Runs(trace), True), (Runs(trace, witnesses={ALONE: (alone,)}), False)):
-        finding = CHECKS["coverage"].judge(traces.clause("coverage"), runs)
+        finding = traces.judge("coverage", runs)
         assert ("call obs.samples(ids) on all of them" in finding.reason) is is_open
 
 
@@ -88,9 +87,7 @@ def test_rows_with_other_contents_are_not_called_other_samples() -> None:
         for run in (trace, alone)
     )
     for check in ("coverage", "parity"):
-        reason = undecided(
-            CHECKS[check].judge(traces.clause(check), Runs(trace, {ALONE: (alone,)}))
-        )
+        reason = left_open(check, *Runs(trace, {ALONE: (alone,)}))
         assert "other rows" in reason
         assert "other samples" not in reason
 
@@ -116,7 +113,7 @@ def test_other_rows_with_the_same_gradients_are_the_same_samples(
         replace(run, scenario=run.scenario.with_(system=OBSERVED, workload="own"))
         for run in (trace, alone)
     )
-    finding = CHECKS["coverage"].judge(traces.clause("coverage"), Runs(trace, {ALONE: (alone,)}))
+    finding = traces.judge("coverage", Runs(trace, {ALONE: (alone,)}))
     assert finding.verdict.value == verdict, finding.reason
 
 
@@ -146,7 +143,7 @@ def test_other_rows_whose_gradients_add_up_are_the_same_samples(
         replace(run, scenario=run.scenario.with_(system=OBSERVED, workload="own"), promises=())
         for run in (trace, alone)
     )
-    finding = CHECKS["parity"].judge(traces.clause("parity"), Runs(trace, {ALONE: (alone,)}))
+    finding = traces.judge("parity", Runs(trace, {ALONE: (alone,)}))
     assert finding.verdict.value == verdict, finding.reason
 
 
@@ -163,7 +160,7 @@ def test_rows_that_come_again_on_one_worker_too() -> None:
             trace = altered(trace, Shard, {"step": step, "shard": shard}, ids=again)
             alone = altered(alone, Shard, {"step": step, "shard": shard}, ids=again)
     for runs, is_open in ((Runs(trace), True), (Runs(trace, witnesses={ALONE: (alone,)}), False)):
-        finding = CHECKS["coverage"].judge(traces.clause("coverage"), runs)
+        finding = traces.judge("coverage", runs)
         assert ("rows come again in step 1" in finding.reason) is is_open, finding.reason
 
 
@@ -200,10 +197,10 @@ def test_rows_that_one_worker_is_given_in_passes(
     """If one worker is given each row once in a pass, so are several, in any order."""
     alone, trace = in_passes(1, PASS), in_passes(2, batches)
     runs = Runs(trace, {ALONE: (alone,)}, witnesses={ALONE: (alone,)})
-    finding = CHECKS["coverage"].judge(traces.clause("coverage"), runs)
+    finding = traces.judge("coverage", runs)
     assert finding.verdict.value == verdict, finding.reason
     assert words in finding.reason
-    without = CHECKS["coverage"].judge(traces.clause("coverage"), Runs(trace))
+    without = traces.judge("coverage", Runs(trace))
     assert without.verdict is not Verdict.FALSIFIED, without.reason
 
 
@@ -222,7 +219,7 @@ def test_rows_that_come_as_often_in_a_pass_in_another_order(
     """Rows may be drawn anew in each pass (neighbours of a node), and one of them come twice."""
     alone, trace = in_passes(1, (*PASS, *AGAIN)), in_passes(2, batches)
     runs = Runs(trace, {ALONE: (alone,)}, witnesses={ALONE: (alone,)})
-    finding = CHECKS["coverage"].judge(traces.clause("coverage"), runs)
+    finding = traces.judge("coverage", runs)
     assert finding.verdict.value == verdict, finding.reason
 
 
@@ -250,7 +247,7 @@ def test_a_pass_that_is_cut_short(
         for trace in (one, two)
     )
     runs = Runs(two, {ALONE: (one,)}, witnesses={ALONE: (one,)})
-    finding = CHECKS["coverage"].judge(traces.clause("coverage"), runs)
+    finding = traces.judge("coverage", runs)
     assert finding.verdict.value == verdict, finding.reason
 
 
@@ -263,7 +260,7 @@ def test_ranks_that_do_the_same_share_no_work(is_same: bool, verdict: str) -> No
         gradient = mine.gradient if is_same else other.gradient
         at = {"step": step, "shard": other.shard}
         trace = altered(trace, Shard, at, gradient=gradient, loss_sum=mine.loss_sum)
-    finding = CHECKS["coverage"].judge(traces.clause("coverage"), Runs(trace))
+    finding = traces.judge("coverage", Runs(trace))
     assert finding.verdict.value == verdict, finding.reason
     assert "ranks 0, 1 are given the same rows in every step" in finding.reason
 
@@ -279,9 +276,7 @@ def test_micro_batches_that_come_twice_on_one_worker_are_no_order() -> None:
         for shard in range(2):
             at = {"step": step, "shard": shard}
             trace = altered(trace, Shard, at, ids=batch[2 * shard : 2 * shard + 2])
-    finding = CHECKS["coverage"].judge(
-        traces.clause("coverage"), Runs(trace, witnesses={ALONE: (alone,)})
-    )
+    finding = traces.judge("coverage", Runs(trace, witnesses={ALONE: (alone,)}))
     assert "rows come again in step 1" in finding.reason
 
 
@@ -303,7 +298,7 @@ def test_rows_that_come_again_in_whole_passes(
 ) -> None:
     """A trainer may go several times through what it has played, and then play again."""
     trace = in_passes(2, (*batches, (90, 91, 92, 93)))
-    finding = CHECKS["coverage"].judge(traces.clause("coverage"), Runs(trace))
+    finding = traces.judge("coverage", Runs(trace))
     assert ("before all others came" in finding.reason) is is_open, finding.reason
 
 
@@ -326,7 +321,7 @@ def test_ranks_that_select_rows_by_the_same_random_numbers(
         again = tuple(behind + row for row in other)
         if step > 2:  # rank 1 is two steps behind rank 0
             trace = altered(trace, Shard, {"step": step, "shard": 1}, ids=again)
-    finding = CHECKS["coverage"].judge(traces.clause("coverage"), Runs(trace))
+    finding = traces.judge("coverage", Runs(trace))
     assert finding.verdict.value == verdict, finding.reason
     if verdict == "falsified":
         assert "rank 1 selects for step 3 the rows that rank 0 selects for step 1" in finding.reason
@@ -338,9 +333,7 @@ def test_rows_that_are_selected_at_random_come_as_often_as_they_do() -> None:
     alone = in_passes(1, (*BLOCK, *PASS))
     for selects, verdict in (("train.py:9", "held"), ("", "inconclusive")):
         model, other = (traces.was(one, selects=selects) for one in (trace, alone))
-        finding = CHECKS["coverage"].judge(
-            traces.clause("coverage"), Runs(model, {ALONE: (other,)})
-        )
+        finding = traces.judge("coverage", Runs(model, {ALONE: (other,)}))
         assert finding.verdict.value == verdict, finding.reason
 
 

@@ -12,7 +12,7 @@ import pytest
 from entrenar_py.check import evidence
 from entrenar_py.check.causes import random_draws
 from entrenar_py.check.causes.run_comparison import Compared
-from entrenar_py.check.clauses import CHECKS, coverage
+from entrenar_py.check.clauses import coverage
 from entrenar_py.check.clauses.coverage import LISTED_MAX
 from entrenar_py.check.evidence.needs import ALONE, Runs
 from entrenar_py.shared.scenario import Scenario
@@ -502,9 +502,7 @@ def test_epochs_that_are_short_on_purpose(of_one: list[list[list[int]]], verdict
     """
     told = {"epochs": "untold", "population": "guessed"}
     several, alone = was(run(SHORT), **told), was(run(of_one), **told)
-    found = CHECKS["coverage"].judge(
-        traces.clause("coverage"), Runs(base=several, witnesses={ALONE: (alone,)})
-    )
+    found = traces.judge("coverage", Runs(base=several, witnesses={ALONE: (alone,)}))
     assert found.verdict.value == verdict, found
 
 
@@ -535,18 +533,14 @@ def test_numbers_of_a_rank_s_own() -> None:
 
 def in_epochs(trace: Trace, *epochs: int) -> Trace:
     """Return a run whose steps belong to `epochs`."""
-    events = (
-        replace(event, epoch=epochs[event.step]) if isinstance(event, Shard) else event
-        for event in trace.events
-    )
-    return replace(trace, events=tuple(events))
+    return altered(trace, Shard, {}, epoch=lambda event: epochs[event.step])
 
 
 def beside(trace: Trace, alone: Trace) -> Finding:
     """Return the finding on a run whose samples are a guess, next to one on one worker."""
     trace, alone = was(trace, population="guessed"), was(alone, population="guessed")
     runs = Runs(trace, witnesses={ALONE: (alone,)})
-    return CHECKS["coverage"].judge(traces.clause("coverage"), runs)
+    return traces.judge("coverage", runs)
 
 
 def test_a_data_set_that_is_guessed() -> None:
@@ -638,7 +632,7 @@ def test_samples_that_several_workers_leave_out(
     alone, trace = run([[ids] for ids in ALL]), was(run(steps), population="guessed")
     assert random_draws.left_out(alone, trace) == lost
     runs = Runs(trace, witnesses={ALONE: (alone,)})
-    finding = CHECKS["coverage"].judge(traces.clause("coverage"), runs)
+    finding = traces.judge("coverage", runs)
     if lost:
         assert broken(finding).sample_ids == (3,)
         assert "step 0 leaves out samples [3], which the run on one worker" in finding.reason
@@ -649,7 +643,7 @@ def test_samples_that_several_workers_leave_out(
 def both(trace: Trace, alone: Trace) -> Finding:
     """Return the finding on a run and on that of one worker."""
     runs = Runs(trace, {ALONE: (alone,)})
-    return CHECKS["coverage"].judge(traces.clause("coverage"), runs)
+    return traces.judge("coverage", runs)
 
 
 def test_another_order_on_one_worker_is_judged_by_itself() -> None:

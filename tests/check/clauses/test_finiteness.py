@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from entrenar_py.check.clauses import CHECKS
 from entrenar_py.check.evidence.needs import REPEATED, Runs
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.trace import End, Halt, Injected, Saved, Shard, Start, Trace, Update
@@ -92,9 +91,7 @@ def test_a_value_in_a_pass_that_trains_nothing(is_changed: bool, verdict: Verdic
     if is_changed:
         weights = {**update.weights, name: replace(update.weights[name], digest="0" * 32)}
         struck = altered(struck, Update, {"step": 2, "rank": 0}, weights=weights)
-    finding = CHECKS["finiteness"].judge(
-        traces.clause("finiteness"), Runs(struck, witnesses={REPEATED: tuple(plain)})
-    )
+    finding = traces.judge("finiteness", Runs(struck, witnesses={REPEATED: tuple(plain)}))
     assert finding.verdict is verdict
     assert ("trains nothing" in finding.reason) is not is_changed
 

@@ -11,7 +11,16 @@ from entrenar_py.shared.scenario import OBSERVED
 from entrenar_py.shared.trace import Declared, Ruled, Shard, Start, Trace, Update
 from entrenar_py.shared.verdict import Finding, Verdict
 from tests import traces
-from tests.traces import broken, falsified, left_open, scenario, values
+from tests.traces import (
+    altered,
+    broken,
+    falsified,
+    held,
+    left_open,
+    scenario,
+    values,
+    without,
+)
 
 
 def moving(
@@ -102,10 +111,10 @@ def test_a_tensor_that_an_own_rule_forgets() -> None:
 def test_a_rate_of_its_own() -> None:
     """A tensor whose parameter group has rate zero need not change; others must."""
     trace = moving([1, 1, 1, 1, 1], gradients=[0.5] * 4)
-    events = [
-        replace(one, rates={"w": 0.0}) if isinstance(one, Update) else one for one in trace.events
-    ]
-    assert traces.judge("liveness", [replace(trace, events=tuple(events))]).counterexample is None
+    assert (
+        traces.judge("liveness", [altered(trace, Update, {}, rates={"w": 0.0})]).counterexample
+        is None
+    )
 
 
 def test_a_gradient_that_has_no_effect() -> None:
@@ -143,31 +152,81 @@ def test_a_frozen_tensor_that_moves() -> None:
     assert "frozen" in found.message
 
 
-@pytest.mark.parametrize(
-    "trace",
-    [
-        pytest.param(moving([1, 1, 1, 2]), id="rests for two steps, like LoRA's A"),
-        pytest.param(moving([1, 1, 1, 1], gradients=[0, 1e-7, 0]), id="below half an ulp"),
-        pytest.param(moving([1, 1, 1]), id="too short a run"),
-        pytest.param(moving([1, 1, 1, 1, 1], learning_rate=0.0), id="learning rate zero"),
-    ],
-)
+SLOPES = [1e-3] * 3
+RESTS = {
+    "for two steps, like LoRA's A": moving([1, 1, 1, 2]),
+    "below half an ulp": moving([1, 1, 1, 1], gradients=[0, 1e-7, 0]),
+    "in too short a run": moving([1, 1, 1]),
+    "at a learning rate of zero": moving([1, 1, 1, 1, 1], learning_rate=0.0),
+    "as an expert that is used late": moving([1] * 5 + [2], gradients=[0, 0, 0, 0, 1]),
+    "clipped to below half an ulp": altered(
+        moving([1, 1, 1, 1], gradients=SLOPES), Update, {}, grad_norm=1e3, applied_norm=1e-2
+    ),
+    "where it was not recorded": altered(
+        moving([1, 1, 1, 1, 5, 2], gradients=[0, 0, 0, 1, 1]),
+        *(Update, {"step": 3}),
+        weights={"e": values(5.0)},
+    ),
+}
+
+
+@pytest.mark.parametrize("trace", RESTS.values(), ids=RESTS)
 def test_a_tensor_may_rest(trace: Trace) -> None:
     """A tensor without a reason to change may stay unchanged."""
-    assert traces.judge("liveness", [trace]).verdict is not Verdict.FALSIFIED
+    held("liveness", trace)
 
 
-def test_a_tensor_without_gradient() -> None:
-    """A tensor that never changes, and whose gradient is always zero, is inconclusive."""
-    assert left_open("liveness", moving([1, 1, 1, 1, 1], gradients=[0] * 4)).startswith(
-        "w never moved and its gradient was zero in all steps on rank"
-    )
+def test_adapters_of_the_decoder_hold() -> None:
+    """LoRA's A stays unchanged in step 0, while B is zero; its frozen weights always do."""
+    subject = scenario(workload="decoder", num_samples=4, batch_size=4, num_steps=3)
+    held("liveness", traces.run(subject))
 
 
-def test_an_expert_that_is_used_late() -> None:
-    """A tensor may stay unchanged while its gradient is exactly zero, if it changes later."""
-    trace = moving([1, 1, 1, 1, 1, 2], gradients=[0, 0, 0, 0, 1])
-    traces.held("liveness", trace)
+RIGHT, RESTING = moving([1, 2, 3, 4]), moving([1, 1, 1, 1])
+OTHER = {"other": values(1.0)}
+# what a trace lacks, and what is said of it
+UNKNOWN = {
+    "a gradient but zeros": (
+        moving([1] * 5, gradients=[0] * 4),
+        "w never moved and its gradient was zero in all steps on rank",
+    ),
+    "a gradient but zeros in some steps, and none in others": (
+        altered(moving([1] * 4, gradients=[0] * 3), Update, {"step": 1}, gradient=OTHER),
+        "w never moved and its gradient was zero in the steps that had one on rank 0",
+    ),
+    "gradients": (
+        RESTING,
+        "w did not move, and its weight or gradient is unknown: record Start.weights and "
+        "Update.gradient with values",
+    ),
+    "this tensor's gradient alone, as nothing used it": (
+        altered(RESTING, Update, {}, gradient=OTHER),
+        "w never moved and never had a gradient on rank 0",
+    ),
+    "weights in a step": (
+        altered(RIGHT, Update, {"step": 1}, weights={}),
+        "rank 0 recorded no weights of frozen e in step 1: record Start",
+    ),
+    "a frozen tensor's weights in a step, which may have changed there": (
+        altered(RIGHT, Update, {"step": 2}, weights={"w": values(4.0)}),
+        "rank 0 recorded no weights of frozen e in step 2: record",
+    ),
+    "a frozen tensor's weights": (
+        altered(RIGHT, Start, {}, frozen=("e", "f")),
+        "rank 0 recorded no weights of frozen f before the first step and later",
+    ),
+    "names of trainable tensors": (
+        altered(RIGHT, Start, {}, trainable=()),
+        "rank 0 named no trainable tensor before the first step: record Start.tr",
+    ),
+    "a Start": (without(RESTING, Start), "rank 0 made updates from an unknown start in step 0"),
+}
+
+
+@pytest.mark.parametrize(("trace", "reason"), UNKNOWN.values(), ids=UNKNOWN)
+def test_what_is_not_known_is_left_open(trace: Trace, reason: str) -> None:
+    """The reason says what was not recorded, or what its gradient was."""
+    assert left_open("liveness", trace).startswith(reason)
 
 
 @pytest.mark.parametrize("end", [1, 2])
@@ -177,41 +236,10 @@ def test_a_late_gradient_without_effect(end: float) -> None:
     assert falsified("liveness", trace).tensor == "w"
 
 
-def test_a_tensor_that_is_recorded_now_and_then() -> None:
-    """After the first steps weights may be recorded in some steps only."""
-    trace = moving([1, 1, 1, 1, 5, 2], gradients=[0, 0, 0, 1, 1])
-    sparse = traces.altered(trace, Update, {"step": 3}, weights={"e": values(5.0)})
-    traces.held("liveness", sparse)
-
-
-def test_clipping_shortens_what_must_move() -> None:
-    """A gradient clipped to below half an ulp may leave its weight at rest."""
-    trace = moving([1, 1, 1, 1], gradients=[1e-3] * 3)
-    clipped = traces.altered(trace, Update, {}, grad_norm=1e3, applied_norm=1e-2)
-    assert traces.judge("liveness", [clipped]).verdict is not Verdict.FALSIFIED
-
-
-def test_a_gradient_that_was_not_recorded() -> None:
-    """Without the gradient of an unchanged tensor the run is inconclusive, with advice."""
-    assert "record Start.weights and Update.gradient with values" in left_open(
-        "liveness", moving([1, 1, 1, 1])
-    )
-
-
-def test_a_tensor_that_nothing_used() -> None:
-    """A tensor that alone has no gradient never had one; its values are not asked for."""
-    trace = moving([1, 1, 1, 1])
-    other = traces.altered(trace, Update, {}, gradient={"other": traces.values(1.0)})
-    assert "never had a gradient on rank 0" in left_open("liveness", other)
-
-
-def test_a_tensor_that_is_used_in_some_steps() -> None:
-    """A gradient that was zero where there was one is not said to have been zero in all steps."""
-    trace = moving([1, 1, 1, 1], gradients=[0] * 3)
-    other = traces.altered(trace, Update, {"step": 1}, gradient={"other": values(1.0)})
-    assert "its gradient was zero in the steps that had one on rank 0" in left_open(
-        "liveness", other
-    )
+def test_one_rank_without_a_start() -> None:
+    """The trainable tensors of a rank without a Start are unknown, whatever others declared."""
+    reason = left_open("liveness", without(traces.run(scenario()), Start, rank=1))
+    assert reason.startswith("rank 1 made updates from an unknown start in step 0: record a Start")
 
 
 def test_a_gradient_that_never_came_to_the_optimizer() -> None:
@@ -235,57 +263,6 @@ def test_a_gradient_that_a_script_takes_away_on_one_worker(size: int, is_open: b
     run = replace(trace, scenario=own, events=(*shards, *events))
     finding = traces.judge("liveness", [run])
     assert (finding.verdict is Verdict.FALSIFIED) is is_open, finding.reason
-
-
-def test_weights_that_were_not_recorded() -> None:
-    """A declared tensor without recorded weights is missing, not falsified."""
-    trace = traces.altered(moving([1, 2, 3, 4]), Update, {"step": 1}, weights={})
-    assert "rank 0 recorded no weights of frozen e in step 1: record Start" in left_open(
-        "liveness", trace
-    )
-
-
-def test_updates_without_a_start() -> None:
-    """Without a Start no tensor is declared trainable or frozen."""
-    left_open("liveness", traces.without(moving([1, 1, 1, 1]), Start))
-
-
-def test_a_frozen_tensor_is_known_after_every_step() -> None:
-    """A frozen tensor without recorded weights in some step may have changed there."""
-    trace = moving([1, 2, 3, 4])
-    bare = traces.altered(trace, Update, {"step": 2}, weights={"w": values(4.0)})
-    assert "recorded no weights of frozen e in step 2: record" in left_open("liveness", bare)
-
-
-def test_one_rank_without_a_start() -> None:
-    """The trainable tensors of a rank without a Start are unknown, whatever others declared."""
-    trace = traces.without(traces.run(scenario()), Start, rank=1)
-    assert left_open("liveness", trace).startswith(
-        "rank 1 made updates from an unknown start in step 0: record a Start"
-    )
-
-
-def test_adapters_of_the_decoder_hold() -> None:
-    """LoRA's A stays unchanged in step 0, while B is zero; its frozen weights always do."""
-    subject = scenario(workload="decoder", num_samples=4, batch_size=4, num_steps=3)
-    traces.held("liveness", traces.run(subject))
-
-
-def test_tensors_that_were_not_declared_or_not_recorded() -> None:
-    """A Start that names no trainable tensor, or a frozen tensor without weights, is missing."""
-    for changes, missing in (
-        (
-            {"trainable": ()},
-            "rank 0 named no trainable tensor before the first step: record Start.tr",
-        ),
-        (
-            {"frozen": ("e", "f")},
-            "rank 0 recorded no weights of frozen f before the first step and later",
-        ),
-    ):
-        assert left_open(
-            "liveness", traces.altered(moving([1, 2, 3, 4]), Start, {}, **changes)
-        ).startswith(missing)
 
 
 def test_what_the_script_declares() -> None:

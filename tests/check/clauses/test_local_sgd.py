@@ -161,7 +161,7 @@ LAST = SUBJECT.num_steps - 1
 
 def judged_apart(check: str, trace: Trace) -> Finding:
     """Return the finding of a check on one run."""
-    return CHECKS[check].judge(traces.clause(check), Runs(trace))
+    return traces.judge(check, Runs(trace))
 
 
 def kept(event: Event, *, passes: bool) -> bool:

@@ -442,19 +442,18 @@ def off(trace: Trace, times: float = 1.0, by: float = 0.0) -> Trace:
 
 def with_other_loss(trace: Trace) -> Trace:
     """Return a run whose samples act on each other: its loss in step 0 is another one."""
-    events = (
-        replace(event, loss_sum=2 * event.loss_sum)
-        if isinstance(event, Shard) and event.step == 0 and event.loss_sum is not None
-        else event
-        for event in trace.events
+    return altered(
+        trace,
+        Shard,
+        {"step": 0, "loss_sum": lambda loss_sum: loss_sum is not None},
+        loss_sum=lambda event: 2 * event.loss_sum,
     )
-    return replace(trace, events=tuple(events))
 
 
 def judged(plain: Trace, alone: Trace, *controlled: Trace) -> Finding:
     """Return the finding of F-DP-005, with the runs that are `controlled` as witnesses."""
     runs = Runs(plain, {ALONE: (alone,)}, witnesses={CONTROLLED: controlled})
-    return CHECKS["parity"].judge(traces.clause("parity"), runs)
+    return traces.judge("parity", runs)
 
 
 MASKED = by_rank(off(own(2), by=0.3)), by_rank(own(1))
@@ -477,13 +476,7 @@ def test_masks_by_rank_are_no_excuse() -> None:
 
 def reordered(trace: Trace) -> Trace:
     """Return a run whose samples have the numbers of others."""
-    events = [
-        replace(event, ids=tuple((id_ + 1) % 12 for id_ in event.ids))
-        if isinstance(event, Shard)
-        else event
-        for event in trace.events
-    ]
-    return replace(trace, events=tuple(events))
+    return altered(trace, Shard, {}, ids=lambda event: tuple((id_ + 1) % 12 for id_ in event.ids))
 
 
 def test_another_order_on_one_worker_is_no_excuse() -> None:
@@ -530,13 +523,7 @@ def test_a_control_that_leaves_no_gradient_compares_nothing() -> None:
 
 def shrunk(trace: Trace, times: float) -> Trace:
     """Return a run whose gradients are so many times as large."""
-    events = (
-        replace(event, gradient=_times(event.gradient, times))
-        if isinstance(event, Shard | Update)
-        else event
-        for event in trace.events
-    )
-    return replace(trace, events=tuple(events))
+    return altered(trace, Shard | Update, {}, gradient=lambda event: _times(event.gradient, times))
 
 
 def _times(tensors: Tensors, times: float) -> Tensors:
@@ -581,11 +568,9 @@ def alone(share: Trace) -> Trace:
 
 def repeated(share: Trace) -> Trace:
     """Return the run of one worker on two copies of each share."""
-    events: list[Event] = [
-        replace(event, ids=event.ids * 2) if isinstance(event, Shard) else event
-        for event in share.events
-    ]
-    return planned(replace(share, events=tuple(events)), "repeated_share", "2")
+    return planned(
+        altered(share, Shard, {}, ids=lambda event: event.ids * 2), "repeated_share", "2"
+    )
 
 
 def test_ranks_with_one_share_train_as_one_worker_on_it() -> None:

@@ -16,7 +16,7 @@ from entrenar_py.shared.trace import End, Membership, Reduced, Shard, Start, Tra
 from entrenar_py.shared.verdict import Finding, Verdict
 from entrenar_py.train.arithmetic import blocks, reduction
 from tests import traces
-from tests.traces import left_open, undecided
+from tests.traces import altered, left_open, undecided
 
 REAL = ("parameter_server", "mesh", "ring")
 SIMULATED = tuple(f"{name}_simulated" for name in REAL)
@@ -251,18 +251,15 @@ def test_a_clause_may_say_how_far_an_average_may_be_off(
 ) -> None:
     """A clause's own tolerance, of its kind, replaces the rounding bound."""
     run = traces.family("reduction_mean", RIGHT)[0]
-    off = [
-        replace(event, roundings=15.0, error=1.5e-6) if isinstance(event, Reduced) else event
-        for event in run.events
-    ]
     clause = replace(traces.clause("reduction_mean"), tolerance_kind=kind)
     for tolerance, verdict in ((holds, Verdict.HELD), (breaks, Verdict.FALSIFIED)):
         allowing = replace(clause, tolerance=tolerance)
-        finding = reductions.judge_mean(allowing, Runs(replace(run, events=tuple(off))))
+        finding = reductions.judge_mean(
+            allowing, Runs(altered(run, Reduced, {}, roundings=15.0, error=1.5e-6))
+        )
         assert finding.verdict is verdict, finding
-    unmeasured = [replace(e, error=None) if isinstance(e, Reduced) else e for e in run.events]
     finding = reductions.judge_mean(
-        replace(clause, tolerance=1.0), Runs(replace(run, events=tuple(unmeasured)))
+        replace(clause, tolerance=1.0), Runs(altered(run, Reduced, {}, error=None))
     )
     assert (finding.verdict is Verdict.INCONCLUSIVE) == (kind == "absolute")
 

@@ -478,5 +478,5 @@ def test_state_that_each_rank_keeps_of_other_tensors_is_compared_with_one_worker
     for rank, state in enumerate(own):
         spread = altered(spread, Update, {"rank": rank}, optimizer=state)
     runs = Runs(base=spread, witnesses={ALONE: (alone,)})
-    finding = CHECKS["optimizer_state"].judge(traces.clause("optimizer_state"), runs)
+    finding = traces.judge("optimizer_state", runs)
     assert (finding.verdict is Verdict.HELD) is (factor == 1.0)

@@ -317,25 +317,24 @@ def test_an_optimizer_of_the_user_s_own_has_its_own_rule(
 def scheduled(*, factor: float = 1.0, **changes: object) -> Trace:
     """Return a script's run whose rate falls from step to step, times `factor` from step 2 on."""
     ran = traces.run(traces.scenario(**changes))
-    events = tuple(
-        replace(event, learning_rate=0.5**event.step * (factor if event.step >= 2 else 1.0))
-        if isinstance(event, Update)
-        else event
-        for event in ran.events
-    )
     subject = ran.scenario.with_(workload="own", system="command")
-    return traces.was(replace(ran, scenario=subject, events=events), schedule="other")
+    return traces.was(
+        replace(
+            altered(
+                ran,
+                Update,
+                {},
+                learning_rate=lambda event: 0.5**event.step * (factor if event.step >= 2 else 1.0),
+            ),
+            scenario=subject,
+        ),
+        schedule="other",
+    )
 
 
 def scored(trace: Trace, best: Mapping[int, float]) -> Trace:
     """Return a run whose schedule follows a metric that is so good at best, by step."""
-    return replace(
-        trace,
-        events=tuple(
-            replace(event, metric=best.get(event.step)) if isinstance(event, Update) else event
-            for event in trace.events
-        ),
-    )
+    return altered(trace, Update, {}, metric=lambda event: best.get(event.step))
 
 
 def compared(**witnesses: Trace) -> Tally:
@@ -418,14 +417,13 @@ def test_without_another_run_it_is_open() -> None:
 def following(*metrics: float | None) -> Tally:
     """Return the tally on a run whose ranks' schedules follow these metrics from step 1 on."""
     ran = traces.run(traces.scenario(world_size=len(metrics)))
-    events = tuple(
-        replace(event, metric=metrics[event.rank])
-        if isinstance(event, Update) and event.step >= 1
-        else event
-        for event in ran.events
-    )
     tally = Tally("F-TI-008", observed=True)
-    step_rule.compare_metrics(tally, replace(ran, events=events))
+    step_rule.compare_metrics(
+        tally,
+        altered(
+            ran, Update, {"step": lambda step: step >= 1}, metric=lambda event: metrics[event.rank]
+        ),
+    )
     return tally
 
 
@@ -457,11 +455,7 @@ def test_an_ordinary_run_has_no_notes() -> None:
 
 def test_a_schedule_that_moves_too_far_is_noted() -> None:
     """Two positions a step, with two workers."""
-    events = tuple(
-        replace(event, schedule=2 * event.step) if isinstance(event, Update) else event
-        for event in RUN.events
-    )
-    (note,) = notes(replace(RUN, events=events))
+    (note,) = notes(altered(RUN, Update, {}, schedule=lambda event: 2 * event.step))
     assert "the schedule moves 2 positions in each step (world_size or accumulation)" in note
 
 

@@ -22,7 +22,7 @@ from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Event, Shard, Start, Synchronised
 from entrenar_py.shared.verdict import Finding, Verdict
 from tests import traces
-from tests.traces import run, undecided, values
+from tests.traces import altered, run, undecided, values
 
 
 def passes(*, kept: tuple[int, ...], step: int = 0) -> list[Event]:
@@ -191,13 +191,14 @@ def test_files_by_a_pattern(tmp_path: Path) -> None:
 def test_a_drifting_rank_is_caught(tmp_path: Path) -> None:
     """A rank that drifts is found by step and rank, as in any run."""
     right = own_run()
-    events = tuple(
-        replace(one, weights=right.of(trace.Update)[0].weights)
-        if isinstance(one, trace.Update) and (one.rank, one.step) == (1, 2)
-        else one
-        for one in right.events
+    wrong = write(
+        tmp_path / "run",
+        0,
+        1,
+        of=altered(
+            right, trace.Update, {"rank": 1, "step": 2}, weights=right.of(trace.Update)[0].weights
+        ),
     )
-    wrong = write(tmp_path / "run", 0, 1, of=replace(right, events=events))
     finding = finding_of("replica_identity", wrong)
     assert finding.verdict is Verdict.FALSIFIED
     assert finding.counterexample is not None
