@@ -34,70 +34,58 @@ def pair() -> tuple[Trace, Trace]:
     return first, second
 
 
+def counts() -> tuple[Trace, Trace]:
+    """Return SUBJECT's run, and that of one worker."""
+    return traces.run(SUBJECT), traces.run(SUBJECT.with_(world_size=1))
+
+
 @pytest.mark.parametrize("part", ["gradient", "weights", "buffers"])
 def test_other_bits_with_more_workers(part: str) -> None:
     """A tensor that differs on one rank of the larger run is named."""
-    many = traces.run(SUBJECT)
-    tensors = getattr(many.of(Update)[0], part)
-    name = next(iter(tensors))
-    at = {"step": 3, "rank": 2}
-    many = altered(many, Update, at, **{part: traces.swapped(tensors, name, BAD)})
-    one = traces.run(SUBJECT.with_(world_size=1))
-    found = falsified("worker_count", many, one)
+    many, one = counts()
+    found = falsified("worker_count", with_bad(many, {"step": 3, "rank": 2}, part), one)
     assert (found.step, found.rank) == (3, 2)
     assert found.message.startswith(f"3 workers give other bits than 1 ({part})")
 
 
+def with_bad(trace: Trace, at: dict[str, Any], part: str) -> Trace:
+    """Return a run in which the first tensor of a part of an update is another one."""
+    name = next(iter(getattr(one(trace, Update, **at), part)))
+    return altered(trace, Update, at, **{part: lambda made: {**getattr(made, part), name: BAD}})
+
+
 def test_another_loss_with_more_workers() -> None:
     """A difference in the last bit of a loss is found."""
-    many, one = traces.run(SUBJECT), traces.run(SUBJECT.with_(world_size=1))
+    many, one = counts()
     loss = many.of(Update)[0].loss or 0.0
-    at = {"step": 0, "rank": 1}
-    many = altered(many, Update, at, loss=math.nextafter(loss, 9.0))
-    found = falsified("worker_count", one, many)
+    off = altered(many, Update, {"step": 0, "rank": 1}, loss=math.nextafter(loss, 9.0))
+    found = falsified("worker_count", one, off)
     assert (found.step, found.rank, found.expected) == (0, 1, str(loss))
 
 
 def test_steps_of_one_run_only() -> None:
     """A run that makes fewer steps is falsified, with the first step it lacks."""
-    many, one = traces.run(SUBJECT), traces.run(SUBJECT.with_(world_size=1))
-    found = falsified("worker_count", one, without(many, Update, step=4))
-    assert found.step == 4
+    many, one = counts()
+    assert falsified("worker_count", one, without(many, Update, step=4)).step == 4
 
 
-def test_one_world_size_compares_nothing() -> None:
-    """Runs with the same number of workers are inconclusive."""
-    left_open("worker_count", *list(pair()))
-
-
-def test_a_planted_value_is_another_training() -> None:
-    """A run halted by a NaN is not compared with runs without one."""
+def test_what_worker_counts_are_not_compared() -> None:
+    """Runs on as many workers, a run halted by a NaN with one that went on, and trainers that
+    promise rounding only, which parity judges.
+    """
+    left_open("worker_count", *pair())
     fault = Fault(kind="non_finite_gradient", step=1, rank=1, value="nan")
-    family = traces.family("worker_count", scenario(faults=(fault,)))
-    held("worker_count", *family)
-
-
-def test_world_sizes_fit_shards_and_samples() -> None:
-    """No scenario of the family has more workers than shards or samples."""
-    few = scenario(world_size=2, num_shards=4, num_samples=3, batch_size=3)
-    assert [s.world_size for s in companions.of((COUNTS,), few)] == [2, 1, 3]
+    held("worker_count", *traces.family("worker_count", scenario(faults=(fault,))))
+    runs = [traces.run(scenario(system="textbook", world_size=n)) for n in (1, 3)]
+    assert "promises rounding, not bits" in left_open("worker_count", *runs)
 
 
 def test_two_runs_differ_in_an_update() -> None:
     """A repetition with another gradient is found."""
     first, second = pair()
-    gradient = traces.swapped(traces.one(second, Update, step=2).gradient, "output.bias", BAD)
-    changed = altered(second, Update, {"step": 2, "rank": 1}, gradient=gradient)
-    found = falsified("determinism", first, changed)
-    assert (found.step, found.rank, found.tensor) == (2, 1, "output.bias")
-
-
-def test_ranks_that_differ_alike_in_both() -> None:
-    """A rank is compared with itself: ranks that differ from each other may repeat exactly."""
-    weights = traces.swapped(traces.one(pair()[1], Update, step=2).weights, "output.bias", BAD)
-    place = {"step": 2, "rank": 1}
-    first, second = (altered(one, Update, place, weights=weights) for one in pair())
-    held("determinism", first, second)
+    found = falsified("determinism", first, with_bad(second, {"step": 2, "rank": 1}, "gradient"))
+    assert (found.step, found.rank) == (2, 1)
+    assert found.tensor in second.of(Update)[0].gradient
 
 
 @pytest.mark.parametrize(
@@ -111,22 +99,16 @@ def test_two_runs_differ_in_a_shard(change: dict[str, object]) -> None:
     assert (found.step, found.shard) == (4, 3)
 
 
-def test_the_order_of_recording_is_free() -> None:
-    """The events of several processes may be recorded in another order in each run."""
+def test_what_need_not_repeat() -> None:
+    """The order of recording, the worker that computes a shard, and what ranks differ in alike.
+
+    Two runs that halt at the same NaN are equal.
+    """
     first, second = pair()
-    shuffled = replace(second, events=(*reversed(second.events[:-1]), second.events[-1]))
-    held("determinism", first, shuffled)
-
-
-def test_a_shard_may_move_to_another_worker() -> None:
-    """A shard may be computed by another worker in the second run."""
-    first, second = pair()
-    moved = altered(second, Shard, {"step": 1, "shard": 4}, rank=0)
-    held("determinism", first, moved)
-
-
-def test_a_nan_repeats() -> None:
-    """Two runs that halt at the same NaN are equal."""
+    *events, end = second.events
+    held("determinism", first, replace(second, events=(*reversed(events), end)))
+    held("determinism", first, altered(second, Shard, {"step": 1, "shard": 4}, rank=0))
+    held("determinism", *(with_bad(run, {"step": 2, "rank": 1}, "weights") for run in pair()))
     fault = Fault(kind="non_finite_loss", step=1, rank=1, value="nan")
     held("determinism", *traces.family("determinism", scenario(faults=(fault,))))
 
@@ -136,10 +118,26 @@ def test_one_run_repeats_nothing() -> None:
     assert "run twice" in left_open("determinism", traces.run(SUBJECT))
 
 
-def test_without_the_promise_nothing_is_said() -> None:
-    """A trainer that promises rounding only is not judged here, but by parity."""
-    runs = [traces.run(scenario(system="textbook", world_size=n)) for n in (1, 3)]
-    assert "promises rounding, not bits" in left_open("worker_count", *runs)
+def test_what_runs_did_not_record() -> None:
+    """Samples of a step or all shards' gradients, of one run only; weights or steps, of both."""
+    first, second = pair()
+    short = without(second, Shard, step=3)
+    reason = "only one run has micro-batches of step 3: record a Shard of each step in both"
+    assert reason in left_open("determinism", first, short)
+    many, one = counts()
+    bare = altered(one, Shard, {}, gradient={})
+    assert "record Shard.gradient in both" in left_open("worker_count", many, bare)
+    bare, other = (altered(run, Update, {}, weights={}) for run in pair())
+    reason = "neither run recorded the weights of step 0: record Update.weights in both"
+    assert reason in left_open("determinism", bare, other)
+    reason = "record an Update for every rank and step"
+    assert reason in left_open("determinism", *(without(run, Update) for run in pair()))
+
+
+def test_world_sizes_fit_shards_and_samples() -> None:
+    """No scenario of the family has more workers than shards or samples."""
+    few = scenario(world_size=2, num_shards=4, num_samples=3, batch_size=3)
+    assert [s.world_size for s in companions.of((COUNTS,), few)] == [2, 1, 3]
 
 
 def test_the_devices_that_served_are_named() -> None:
@@ -173,28 +171,6 @@ def test_state_that_is_gone(part: str, silent: int) -> None:
     found = falsified("determinism", *runs)
     assert found.step == 4
     assert f"({part}): only" in found.message
-
-
-def test_shards_that_one_run_did_not_record() -> None:
-    """Samples of a step, or gradients of all shards, that only one run recorded are missing."""
-    first, second = pair()
-    assert "only one run has micro-batches of step 3: record a Shard of each step in both" in (
-        left_open("determinism", first, without(second, Shard, step=3))
-    )
-    many, one = traces.run(SUBJECT), traces.run(SUBJECT.with_(world_size=1))
-    assert "record Shard.gradient in both" in left_open(
-        "worker_count", many, altered(one, Shard, {}, gradient={})
-    )
-
-
-def test_two_runs_that_recorded_no_weights() -> None:
-    """Equal losses without weights are inconclusive, and so are runs without steps."""
-    bare = [altered(run, Update, {}, weights={}) for run in pair()]
-    for found, missing in (
-        (bare, "neither run recorded the weights of step 0: record Update.weights in both"),
-        ([without(run, Update) for run in pair()], "record an Update for every rank and step"),
-    ):
-        assert missing in left_open("determinism", *found)
 
 
 def test_the_run_that_is_missing_is_named() -> None:
@@ -234,16 +210,12 @@ def test_rounding_on_a_gpu_is_named_and_only_advice() -> None:
 def test_what_no_kernel_does_is_no_advice_on_a_gpu(kind: str) -> None:
     """Steps, random numbers and buffers of two runs don't differ by an order of additions."""
     first, second = (replace(one, environment={"accelerator": "a GPU"}) for one in pair())
-    if kind == "a step less":
-        second = without(second, Update, step=2)
-    elif kind == "other draws":
-        second = altered(second, Shard, {"step": 2, "shard": 3}, draws="other")
-    else:
-        buffers = traces.one(second, Update, step=2).buffers
-        changed = traces.swapped(buffers, next(iter(buffers)), BAD)
-        second = altered(second, Update, {"step": 2}, buffers=changed)
-    found = falsified("determinism", first, second)
-    assert not CHECKS["determinism"].advice(found)
+    changed = {
+        "a step less": without(second, Update, step=2),
+        "other draws": altered(second, Shard, {"step": 2, "shard": 3}, draws="other"),
+        "a buffer": with_bad(second, {"step": 2}, "buffers"),
+    }
+    assert not CHECKS["determinism"].advice(falsified("determinism", first, changed[kind]))
 
 
 # --- recovery -------------------------------------------------------------------------------------

@@ -13,19 +13,12 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import entrenar_py
-from entrenar_py.check.observing import COPY, FOLDER, Observation, call_sites
+from entrenar_py.check.observing import COPY, Observation, call_sites
 from entrenar_py.check.rank_files import rank_file
 from entrenar_py.check.rank_files.rank_file import RankTrace
 from entrenar_py.shared.trace import Called, Selection, Shard, Update
 
 DATA = TensorDataset(torch.arange(12.0)[:, None])
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder that a rank records to."""
-    monkeypatch.setenv(FOLDER, str(tmp_path))
-    return tmp_path
 
 
 class Script:
