@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from types import UnionType
@@ -196,17 +196,15 @@ def without(trace: Trace, kind: Kind, **at: Any) -> Trace:
 
 def failed(subject: Scenario) -> Trace:
     """Return the trace of a run that crashed."""
-    return replace(hand_written(subject=subject), events=(FAILED,))
+    return hand_written(subject=subject, end=FAILED)
 
 
-def hand_written(*events: Event, subject: Scenario | None = None) -> Trace:
-    """Return a completed trace of `events`."""
-    end = End(status="completed")
+def hand_written(*events: Event, subject: Scenario | None = None, end: End | None = None) -> Trace:
+    """Return a trace of `events`, by default a completed one."""
     subject = subject or scenario()
     traits = traits_of(subject) if subject.system in SYSTEMS else Traits()
-    return Trace(
-        scenario=subject, environment={}, promises=(), events=(*events, end), traits=traits
-    )
+    events = (*events, end or End(status="completed"))
+    return Trace(scenario=subject, environment={}, promises=(), events=events, traits=traits)
 
 
 def was(trace: Trace, **traits: Any) -> Trace:
@@ -224,6 +222,12 @@ def observed(subject: Scenario | None = None, **traits: Any) -> Trace:
 def values(*numbers: float, dtype: str = "float32") -> TensorRecord:
     """Return the record of a vector, with its values."""
     return record_tensor(np.array(numbers, dtype), values=True)
+
+
+def records(vectors: Mapping[str, Any]) -> dict[str, TensorRecord]:
+    """Return the records of arrays in float32, with their values."""
+    arrays = {name: np.ascontiguousarray(one, np.float32) for name, one in vectors.items()}
+    return {name: record_tensor(one, values=True) for name, one in arrays.items()}
 
 
 def update(step: int, rank: int = 0, **fields: Any) -> Update:
@@ -249,6 +253,28 @@ def shard(step: int, rank: int = 0, **fields: Any) -> Shard:
         "finite": True,
     }
     return Shard(**{**usual, "step": step, "rank": rank, **fields})
+
+
+def reaching(
+    weights: Sequence[Tensors], *, rank: int = 0, begin: int = 0, **fields: Any
+) -> list[Event]:
+    """Return a rank's start with the first of `weights`, and a step to each of the others.
+
+    What is `trainable`, `frozen` and of which `shapes` belongs to the start, other fields to the
+    steps, of which they may be a function.
+    """
+    facts = {n: fields.pop(n) for n in ("trainable", "frozen", "shapes") if n in fields}
+    start = Start(step=begin, rank=rank, weights=weights[0], resumed=begin > 0, **facts)
+    made = [
+        update(
+            step,
+            rank,
+            weights=after,
+            **{name: value(step) if callable(value) else value for name, value in fields.items()},
+        )
+        for step, after in enumerate(weights[1:], start=begin)
+    ]
+    return [start, *made]
 
 
 def swapped(tensors: Tensors, name: str, record: TensorRecord) -> Tensors:

@@ -20,12 +20,11 @@ from tests.check.clauses.micro_batch_traces import (
     STEPS,
     Vectors,
     plus,
-    records,
     summed,
     times,
     trace_of,
 )
-from tests.traces import altered, scenario, undecided
+from tests.traces import altered, records, scenario, undecided
 
 
 def own(world_size: int, optimizer: str) -> Trace:

@@ -22,12 +22,11 @@ from tests.check.clauses.micro_batch_traces import (
     STEPS,
     Vectors,
     plus,
-    records,
     summed,
     times,
     trace_of,
 )
-from tests.traces import altered, broken, undecided
+from tests.traces import altered, broken, records, undecided
 
 Change = Callable[[Tensors, Trace], Tensors]
 

@@ -12,8 +12,8 @@ import pytest
 from entrenar_py.shared.trace import Event, Shard, Trace, Update
 from entrenar_py.shared.verdict import Verdict
 from tests import traces
-from tests.check.clauses.micro_batch_traces import SHAPES, STEPS, records, summed, times, trace_of
-from tests.traces import altered, falsified, left_open
+from tests.check.clauses.micro_batch_traces import SHAPES, STEPS, summed, times, trace_of
+from tests.traces import altered, falsified, left_open, records
 
 Terms = tuple[tuple[float, ...], ...]
 MEAN: Terms = ((8.0, 1 / 8, 8.0),)

@@ -11,7 +11,7 @@ import pytest
 
 from entrenar_py.check.causes import run_comparison
 from entrenar_py.shared.faults import Fault
-from entrenar_py.shared.trace import End, Event, Shard, Start, Trace, Traits, Update, record_tensor
+from entrenar_py.shared.trace import Event, Shard, Start, Trace, Update, record_tensor
 from entrenar_py.shared.verdict import Tally
 from tests import traces
 from tests.traces import broken, scenario
@@ -97,18 +97,12 @@ def regression(
         num_steps=STEPS,
         detail="values",
     )
-    return Trace(
-        scenario=subject,
-        environment={},
-        promises=(),
-        traits=Traits(),
-        events=(*events, End(status="completed")),
-    )
+    return traces.hand_written(*events, subject=subject)
 
 
 def record(values: Vector) -> Mapping[str, Any]:
     """Return one tensor's record with values."""
-    return {"w": record_tensor(values, values=True)}
+    return traces.records({"w": values})
 
 
 def judged(trace: Trace, model: Trace) -> Tally:

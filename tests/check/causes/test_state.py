@@ -16,8 +16,8 @@ from entrenar_py.check.evidence.needs import Runs
 from entrenar_py.shared.trace import Noticed, Shard, Start, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Tally, Verdict
 from tests import traces
-from tests.check.clauses.micro_batch_traces import SHAPES, records, summed, times, trace_of
-from tests.traces import altered, falsified, left_open, one, scenario, values
+from tests.check.clauses.micro_batch_traces import SHAPES, summed, times, trace_of
+from tests.traces import altered, falsified, left_open, one, records, scenario, values
 
 SUBJECT = scenario(optimizer="momentum")
 BAD = values(1.0, 2.0)
@@ -190,11 +190,11 @@ def begun(*, num_steps: int = 1, optimizer: str = "sgd", **noticed: Any) -> Trac
     """Return a run of one worker that noticed something of its matrices a and b."""
     weights = {"a": values(1.0, 2.0), "b": values(0.0, 0.0)}
     shapes = {"a": (1, 2), "b": (2, 1), "c": (3,)}
-    start = Start(step=0, rank=0, weights=weights, trainable=("a", "b"), shapes=shapes)
+    held = [weights] * (num_steps + 1)
+    start, *steps = traces.reaching(held, trainable=("a", "b"), shapes=shapes)
     seen = Noticed(step=0, rank=0, **noticed)
-    updates = [traces.update(step, weights=weights) for step in range(num_steps)]
     subject = traces.scenario(world_size=1, optimizer=optimizer)
-    return traces.hand_written(start, seen, *updates, subject=subject)
+    return traces.hand_written(start, seen, *steps, subject=subject)
 
 
 @pytest.mark.parametrize("look", ["nan", "inf"])

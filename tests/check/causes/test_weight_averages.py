@@ -14,8 +14,7 @@ from entrenar_py.shared.verdict import Tally
 from tests import traces
 from tests.check.clauses import averaged_traces
 from tests.check.clauses.averaged_traces import STEPS, Averaged, drawn, trained
-from tests.check.clauses.micro_batch_traces import records
-from tests.traces import altered, broken, values
+from tests.traces import altered, broken, records, values
 
 
 def test_an_average_is_known_by_its_shares() -> None:

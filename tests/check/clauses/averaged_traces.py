@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from entrenar_py.shared.trace import Declared, End, Event, Start, Tensors, Trace, Traits, Update
+from entrenar_py.shared.trace import Declared, Event, Start, Tensors, Trace, Update
 from tests import traces
-from tests.check.clauses.micro_batch_traces import Vectors, records
-from tests.traces import scenario
+from tests.check.clauses.micro_batch_traces import Vectors
+from tests.traces import records, scenario
 
 SHAPES = {"a": (3, 4), "b": (6,)}
 STEPS = 6
@@ -127,7 +127,4 @@ def trace_of(events: Sequence[Event], world_size: int, **changes: Any) -> Trace:
         detail="values",
         **changes,
     )
-    end = End(status="completed")
-    return Trace(
-        scenario=subject, environment={}, promises=(), traits=Traits(), events=(*events, end)
-    )
+    return traces.hand_written(*events, subject=subject)

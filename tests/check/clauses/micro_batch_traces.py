@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from entrenar_py.shared.trace import End, Event, Start, Trace, Traits, record_tensor
+from entrenar_py.shared.trace import Event, Start, Trace
 from tests import traces
-from tests.traces import scenario
+from tests.traces import records, scenario
 
 STEPS, RANKS, MICRO_BATCHES = 3, 2, 2
 SHAPES = {"a": 6, "b": 4}
@@ -92,18 +92,7 @@ def trace_of(
             )
             for rank in range(RANKS)
         ]
-    return Trace(
-        scenario=subject,
-        environment={},
-        promises=(),
-        traits=Traits(clipping="other"),
-        events=(*events, End(status="completed")),
-    )
-
-
-def records(vectors: Vectors) -> dict[str, Any]:
-    """Return records with values, in float32."""
-    return {n: record_tensor(v.astype(np.float32), values=True) for n, v in vectors.items()}
+    return traces.was(traces.hand_written(*events, subject=subject), clipping="other")
 
 
 def plus(*terms: Vectors) -> Vectors:

@@ -86,8 +86,7 @@ def chain_trace(
     if struck:
         events = (*(Injected(fault=fault.to_dict()) for fault in faults), *events)
     status = "halted" if any(isinstance(event, Halt) for event in events) else "completed"
-    end = End(status=status)
-    return Trace(scenario=scenario, environment={}, promises=(), events=(*events, end))
+    return traces.hand_written(*events, subject=scenario, end=End(status=status))
 
 
 def test_honest_chains_hold() -> None:
@@ -235,7 +234,7 @@ NO_DRIVER = Attempt(backend="cuda", served=False, reason="no driver")
 def manifest_trace(*events: Event, status: str = "completed") -> Trace:
     scenario = Scenario(system="manifest", workload="mlp", world_size=1, seed=0)
     end = End(status=status, reason="it crashed" if status == "failed" else "")
-    return Trace(scenario=scenario, environment={}, promises=(), events=(*events, end))
+    return traces.hand_written(*events, subject=scenario, end=end)
 
 
 def test_equal_manifests_hold() -> None:
@@ -324,17 +323,9 @@ def measured(
 ) -> Trace:
     """Return a run with this measurement of worker 0, in units large enough to be judged."""
     peak, baseline, estimate, budget = (UNIT * n for n in (peak, baseline, estimate, budget))
-    return traces.hand_written(
-        Memory(
-            rank=0,
-            backend="cpu",
-            peak_bytes=peak,
-            baseline_bytes=baseline,
-            estimate_bytes=estimate,
-            budget_bytes=budget,
-        ),
-        subject=traces.scenario(world_size=world_size),
-    )
+    facts = {"peak_bytes": peak, "baseline_bytes": baseline, "budget_bytes": budget}
+    memory = Memory(rank=0, backend="cpu", estimate_bytes=estimate, **facts)
+    return traces.hand_written(memory, subject=traces.scenario(world_size=world_size))
 
 
 @pytest.mark.parametrize(

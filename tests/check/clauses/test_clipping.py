@@ -13,11 +13,11 @@ from entrenar_py.check.causes import explanations, rounding_bounds
 from entrenar_py.check.causes.clipping import Clipped
 from entrenar_py.check.causes.explanations import Explanation
 from entrenar_py.check.clauses import clipping
-from entrenar_py.shared.trace import Shard, Start, Tensors, Trace, Traits, Update, record_tensor
+from entrenar_py.shared.trace import Shard, Start, Tensors, Trace, Traits, Update
 from entrenar_py.shared.verdict import Tally, Verdict
 from tests import traces
 from tests.check.clauses.micro_batch_traces import Vectors, summed, times, trace_of
-from tests.traces import broken
+from tests.traces import broken, records
 
 LIMIT = 0.5
 Batches = Sequence[Sequence[Vectors]]  # of each rank
@@ -59,14 +59,6 @@ def clipped(vectors: Vectors, limit: float = LIMIT) -> Vectors:
     return multiplied(vectors, min(1.0, limit / (length(vectors) + 1e-6)))
 
 
-def recorded(vectors: Vectors) -> Tensors:
-    """Return records in float32."""
-    return {
-        name: record_tensor(value.astype(np.float32), values=True)
-        for name, value in vectors.items()
-    }
-
-
 def run(step: Callable[[Batches], Vectors], *, reduced: bool = False, seeds: int = 4) -> Trace:
     """Return a run whose steps apply what `step` returns; with `reduced`, norms are recorded."""
     events: list[Shard | Update] = []
@@ -81,7 +73,7 @@ def run(step: Callable[[Batches], Vectors], *, reduced: bool = False, seeds: int
                     shard=2 * rank + at,
                     ids=(4 * number + 2 * rank + at,),
                     loss_sum=None,
-                    gradient=recorded(batch),
+                    gradient=records(batch),
                 )
                 for at, batch in enumerate(own)
             ]
@@ -91,7 +83,7 @@ def run(step: Callable[[Batches], Vectors], *, reduced: bool = False, seeds: int
                 rank,
                 loss=None,
                 weight=4.0,
-                gradient=recorded(whole if reduced else applied),
+                gradient=records(whole if reduced else applied),
                 grad_norm=length(whole) if reduced else None,
                 applied_norm=length(applied) if reduced else None,
             )
@@ -226,7 +218,7 @@ def test_no_direction_is_known_if_steps_rest_until_gradients_are_compressed(*, r
     """A step applies nothing if the loss scale is too large, and later ones are compressed."""
     recorded_run = run(lambda ranks: clipped(mean(ranks)))
     facts: dict[str, Any] = {"compressed": "PowerSGD", "compressed_from": 1}
-    first, second = (recorded({name: np.full(1, at) for name in SIZES}) for at in (0.0, 1.0))
+    first, second = (records({name: np.full(1, at) for name in SIZES}) for at in (0.0, 1.0))
     begun = [Start(step=0, rank=rank, trainable=tuple(SIZES), weights=first) for rank in (0, 1)]
     events = [
         replace(event, weights=second)
@@ -323,7 +315,7 @@ def called(made: Trace, unclipped: Callable[[Update], Tensors], *, source: str =
 
 def whole_of(update: Update) -> Tensors:
     """Return the gradient of a step before it is clipped."""
-    return recorded(mean(batches(update.step)))
+    return records(mean(batches(update.step)))
 
 
 @pytest.mark.parametrize("source", ["calls", "line"])
@@ -357,7 +349,7 @@ def test_gradients_that_are_zeros_when_they_are_clipped() -> None:
     """They were cleared just before, and what is applied came after that: nothing to divide by."""
 
     def cleared(update: Update) -> Tensors:
-        return recorded(multiplied(mean(batches(update.step)), 0.0))
+        return records(multiplied(mean(batches(update.step)), 0.0))
 
     tally = judged(called(run(mean), cleared))
     assert tally.finding(nothing="").verdict is Verdict.INCONCLUSIVE

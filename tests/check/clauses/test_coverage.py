@@ -421,31 +421,21 @@ def test_a_sampler_that_never_ends(steps: list[list[int]], is_right: bool) -> No
 
 
 def run(
-    steps: Sequence[Sequence[Sequence[int]]], *selected: Sequence[int], **subject: Any
+    steps: Sequence[Sequence[Sequence[int]]], *selected: Sequence[int], contents: bool = False
 ) -> Trace:
     """Return a script's run in which `steps[step][rank]` are ids, all of epoch 0."""
     usual = {"system": "command", "workload": "own", "num_samples": 8, "batch_size": 4}
     size = {"world_size": len(steps[0]), "num_steps": len(steps)}
     events: list[Any] = [Selection(rank=r, ids=tuple(ids)) for r, ids in enumerate(selected)]
-    fields: dict[str, Any] = {"loss_sum": 1.0, "finite": True, "shard": 0}
     for step, by_rank in enumerate(steps):
         for rank, ids in enumerate(by_rank):
+            given = tuple((1.0, id_ + 9.0 * rank, float(id_)) for id_ in ids)
+            facts = {"contents": given} if contents else {}
             weight = float(len(ids))
-            given = tuple((1.0, float(id_), float(id_)) for id_ in ids)
-            events.append(
-                Shard(step=step, epoch=0, rank=rank, ids=tuple(ids), weight=weight, **fields)
-                if not subject.get("contents")
-                else Shard(
-                    step=step,
-                    epoch=0,
-                    rank=rank,
-                    ids=tuple(ids),
-                    weight=weight,
-                    contents=tuple((size, norm + 9 * rank, total) for size, norm, total in given),
-                    **fields,
-                )
-            )
-            events.append(traces.update(step, rank))
+            events += [
+                traces.shard(step, rank, ids=tuple(ids), weight=weight, **facts),
+                traces.update(step, rank),
+            ]
     return traces.hand_written(*events, subject=scenario(**{**usual, **size}))
 
 

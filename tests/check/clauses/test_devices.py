@@ -63,7 +63,7 @@ RIGHT = Product(
 
 def product_trace(*events: Event, status: str = "completed", reason: str = "") -> Trace:
     end = End(status=status, reason=reason)
-    return Trace(scenario=OF_PRODUCTS, environment={}, promises=(), events=(*events, end))
+    return traces.hand_written(*events, subject=OF_PRODUCTS, end=end)
 
 
 def test_right_products_hold() -> None:
@@ -177,7 +177,7 @@ REFUSED = Declined(
 def operations_trace(*events: Event, status: str = "completed", reason: str = "") -> Trace:
     """Return a run of a probe."""
     end = End(status=status, reason=reason)
-    return Trace(scenario=OF_OPERATIONS, environment={}, promises=(), events=(*events, end))
+    return traces.hand_written(*events, subject=OF_OPERATIONS, end=end)
 
 
 @pytest.mark.parametrize(
@@ -343,7 +343,7 @@ CHECKED = ("device_cost", "device_steps", "device_repetition", "device_compilati
 def steps_trace(*events: Event, status: str = "completed", reason: str = "") -> Trace:
     """Return a run of the probe."""
     end = End(status=status, reason=reason)
-    return Trace(scenario=OF_STEPS, environment={}, promises=(), events=(*events, end))
+    return traces.hand_written(*events, subject=OF_STEPS, end=end)
 
 
 @pytest.mark.parametrize("check", CHECKED)

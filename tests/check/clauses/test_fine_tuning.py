@@ -189,17 +189,13 @@ SUBJECT = traces.scenario(
 GRADIENTS = np.array([[3.0, 4.0], [1.0, -2.0], [0.5, 0.25]], np.float32)
 
 
-def kept(array: np.ndarray[Any, Any]) -> trace.Tensors:
-    return {"w": trace.record_tensor(np.ascontiguousarray(array), values=True)}
-
-
 def run(
     gradients: np.ndarray[Any, Any] = GRADIENTS, losses: tuple[float, ...] = (3, 2, 1)
 ) -> Trace:
     """Return a run of plain SGD with these gradients."""
     weights = np.ones(2, np.float32)
     events: list[trace.Event] = [
-        Start(step=0, rank=0, weights=kept(weights), trainable=("w",), decayed=())
+        Start(step=0, rank=0, weights=traces.records({"w": weights}), trainable=("w",), decayed=())
     ]
     for step, (gradient, loss) in enumerate(zip(gradients, losses, strict=True)):
         weights = weights - np.float32(0.1) * gradient
@@ -209,8 +205,8 @@ def run(
                 step,
                 loss=float(loss),
                 weight=2.0,
-                weights=kept(weights),
-                gradient=kept(gradient),
+                weights=traces.records({"w": weights}),
+                gradient=traces.records({"w": gradient}),
                 grad_norm=norm,
                 applied_norm=norm,
             )
@@ -245,7 +241,7 @@ def test_a_first_gradient_must_agree() -> None:
 
 def test_a_step_must_follow_from_its_gradient() -> None:
     ours = run()
-    moved = kept(np.array([0.71, 0.6], np.float32))
+    moved = traces.records({"w": np.array([0.71, 0.6])})
     wrong = traces.altered(ours, Update, {"step": 0}, weights=moved)
     broken = traces.broken(judged(wrong, run()))
     assert (broken.step, broken.tensor, broken.element) == (0, "w", 0)
@@ -254,7 +250,7 @@ def test_a_step_must_follow_from_its_gradient() -> None:
 
 def test_what_can_not_be_compared_is_open() -> None:
     ours = run()
-    other = traces.altered(run(), Start, {}, weights=kept(np.zeros(2, np.float32)))
+    other = traces.altered(run(), Start, {}, weights=traces.records({"w": np.zeros(2)}))
     for peers in ((), (other,), (traces.failed(SUBJECT),), (traces.without(run(), Start),)):
         assert judged(ours, *peers).verdict is Verdict.INCONCLUSIVE, peers
     bare = traces.altered(ours, Update, {"step": 1}, gradient={}, loss=None)

@@ -31,23 +31,14 @@ def moving(
 ) -> Trace:
     """Return a run of one worker whose only weight takes `weights`, the first before step 0."""
     frozen = frozen or [5.0] * len(weights)
-    start = Start(
-        step=0,
-        rank=0,
-        weights={"w": values(weights[0]), "e": values(frozen[0])},
+    events = traces.reaching(
+        [{"w": values(w), "e": values(e)} for w, e in zip(weights, frozen, strict=True)],
         trainable=("w",),
         frozen=("e",),
+        learning_rate=learning_rate,
+        gradient=lambda step: {} if gradients is None else {"w": values(gradients[step])},
     )
-    updates = [
-        traces.update(
-            step,
-            learning_rate=learning_rate,
-            weights={"w": values(weight), "e": values(frozen[step + 1])},
-            gradient={} if gradients is None else {"w": values(gradients[step])},
-        )
-        for step, weight in enumerate(weights[1:])
-    ]
-    return traces.hand_written(start, *updates)
+    return traces.hand_written(*events)
 
 
 def passes() -> list[Shard]:
@@ -79,19 +70,11 @@ def of_own(**weights: Sequence[float]) -> Trace:
         dict(zip(weights, map(values, some), strict=True))
         for some in zip(*weights.values(), strict=True)
     ]
-    trace = moving([1] * len(by_step))
     names = (*weights,)
     rule = Ruled(step=0, rank=0, rule="", names=names, constants={}, derived=True)
-    start = replace(trace.of(Start)[0], weights=by_step[0], trainable=names, frozen=())
     gradient = dict.fromkeys(names, values(0.5))
-    return traces.hand_written(
-        rule,
-        start,
-        *(
-            replace(update, weights=after, gradient=gradient)
-            for update, after in zip(trace.of(Update), by_step[1:], strict=True)
-        ),
-    )
+    steps = traces.reaching(by_step, trainable=names, gradient=gradient)
+    return traces.hand_written(rule, *steps)
 
 
 def test_tensors_that_an_own_rule_steps_in_turn() -> None:
@@ -254,13 +237,9 @@ def test_a_gradient_that_never_came_to_the_optimizer() -> None:
 def test_a_gradient_that_a_script_takes_away_on_one_worker(size: int, is_open: bool) -> None:
     """It may do so for an epoch, which is longer there; the run on several is judged."""
     trace = moving([1, 1, 1, 1])
-    events = [
-        replace(event, gradient={"e": values(0.5)}) if isinstance(event, Update) else event
-        for event in trace.events
-    ]
-    shards = passes()
+    trace = altered(trace, Update, {}, gradient={"e": values(0.5)})
     own = trace.scenario.with_(system=OBSERVED, workload="own", world_size=size)
-    run = replace(trace, scenario=own, events=(*shards, *events))
+    run = replace(trace, scenario=own, events=(*passes(), *trace.events))
     finding = traces.judge("liveness", [run])
     assert (finding.verdict is Verdict.FALSIFIED) is is_open, finding.reason
 
@@ -299,24 +278,15 @@ def named(
     """Return a script's run whose tensors take `weights`; those named `a` or `b` are trained."""
     held = [{name: values(*numbers) for name, numbers in step.items()} for step in weights]
     trained = tuple(name for name in shapes if name.rpartition(".")[2] in ("a", "b", "fast"))
-    start = Start(
-        step=0,
-        rank=0,
-        weights=held[0],
+    events = traces.reaching(
+        held,
         trainable=trained,
         frozen=tuple(name for name in shapes if name not in trained),
         shapes=shapes,
+        loss=None,
+        gradient={name: values(*[0.5] * len(weights[0][name])) for name in trained},
     )
-    updates = [
-        traces.update(
-            step,
-            loss=None,
-            weights=one,
-            gradient={name: values(*[0.5] * len(weights[0][name])) for name in trained},
-        )
-        for step, one in enumerate(held[1:])
-    ]
-    return traces.hand_written(start, *updates, Declared(step=0, rank=0))
+    return traces.hand_written(*events, Declared(step=0, rank=0))
 
 
 SHAPES = {"0.base": (2, 3), "0.a": (1, 3), "0.b": (2, 1), "1.base": (3,)}

@@ -34,7 +34,7 @@ from entrenar_py.shared.verdict import Finding, Verdict
 from tests import traces
 from tests.check.causes.test_presuppositions import SUBJECT, own, replicas
 from tests.check.clauses.test_parity import oracle
-from tests.traces import altered, broken, clause, judge, left_open, one, run, without
+from tests.traces import altered, broken, clause, judge, left_open, one, records, run, without
 
 NAMES = ("outer_agreement", "outer_schedule", "outer_step", "outer_parity", "outer_finiteness")
 
@@ -340,7 +340,7 @@ def ran(
     held: list[Vectors] = [begun, begun]
     before: Vectors = begun
     events: list[Event] = [
-        Start(step=0, rank=rank, weights=recorded(begun), trainable=(*SIZES,)) for rank in (0, 1)
+        Start(step=0, rank=rank, weights=records(begun), trainable=(*SIZES,)) for rank in (0, 1)
     ]
     edited: list[Vectors] = [{}, {}]
     for step in range(NUM_STEPS):
@@ -366,7 +366,7 @@ def ran(
                     shard=rank,
                     ids=ids,
                     weight=count,
-                    gradient=recorded(slopes[rank]),
+                    gradient=records(slopes[rank]),
                 )
             )
         events += [
@@ -375,9 +375,9 @@ def ran(
                 rank,
                 loss=None,
                 weight=sum(samples),
-                weights=recorded(held[rank]),
-                gradient=recorded(own[rank]),
-                edited=recorded(edited[rank]),
+                weights=records(held[rank]),
+                gradient=records(own[rank]),
+                edited=records(edited[rank]),
             )
             for rank in (0, 1)
         ]
@@ -393,11 +393,6 @@ def ran(
         world_size=2, num_steps=NUM_STEPS, optimizer="sgd", learning_rate=0.1, num_shards=2
     ).with_(system="command", workload="own", options=options or {})
     return local_sgd.seen(traces.hand_written(*events, subject=subject))
-
-
-def recorded(vectors: Vectors) -> Tensors:
-    """Return the records of tensors, with their values."""
-    return {name: record_tensor(v.astype(np.float32), values=True) for name, v in vectors.items()}
 
 
 def judged(check: str, trace: Trace) -> Finding:

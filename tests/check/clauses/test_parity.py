@@ -24,7 +24,6 @@ from entrenar_py.shared.trace import (
     Tensors,
     Trace,
     Update,
-    record_tensor,
 )
 from entrenar_py.shared.verdict import Finding, Verdict
 from tests import traces
@@ -53,11 +52,10 @@ def family(subject: Trace | None = None) -> list[Trace]:
 
 def scaled(tensors: Tensors, factor: float) -> Tensors:
     """Return all tensors times `factor`."""
-    return {
-        name: record_tensor((value * np.float32(factor)).astype(np.float32), values=True)
-        for name, record in tensors.items()
-        if (value := record.values()) is not None
-    }
+    known = {name: record.values() for name, record in tensors.items()}
+    return traces.records(
+        {n: one * np.float32(factor) for n, one in known.items() if one is not None}
+    )
 
 
 def with_gradient(step: int, factor: float) -> Trace:

@@ -288,10 +288,9 @@ def trained(*events: Event, copies: tuple[float, ...]) -> Trace:
     The first name takes 0, 1, 2.
     """
     held = [{"w": values(float(at)), "v": values(copy)} for at, copy in enumerate(copies)]
-    updates = [traces.update(step, weights=weights) for step, weights in enumerate(held[1:])]
-    start = Start(step=0, rank=0, weights=held[0], trainable=("w", "v"))
+    start, *steps = traces.reaching(held, trainable=("w", "v"))
     alone = traces.scenario(world_size=1)
-    return traces.hand_written(start, *events, *updates, subject=alone)
+    return traces.hand_written(start, *events, *steps, subject=alone)
 
 
 def judged(trace: Trace) -> Finding:

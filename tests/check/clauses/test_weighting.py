@@ -18,12 +18,11 @@ from tests.check.clauses.micro_batch_traces import (
     SHAPES,
     STEPS,
     Vectors,
-    records,
     summed,
     times,
     trace_of,
 )
-from tests.traces import altered, broken, falsified, held, left_open, scenario, without
+from tests.traces import altered, broken, falsified, held, left_open, records, scenario, without
 
 SUBJECT = scenario(detail="values")
 

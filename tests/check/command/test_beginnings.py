@@ -9,7 +9,7 @@ import numpy as np
 from entrenar_py.check.command.run_trace import Beginnings, first_step
 from entrenar_py.shared import trace
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.shared.trace import End, Start, Tensors, Trace
+from entrenar_py.shared.trace import Tensors, Trace
 from tests import traces
 
 SCENARIO = Scenario(
@@ -30,20 +30,8 @@ def weights(value: float) -> Tensors:
 
 def run(values: Sequence[float], step: int = 0) -> Trace:
     """Return a run that begins with the first of `values` and reaches the others."""
-    updates = [
-        traces.update(step + number, loss=None, weights=weights(value))
-        for number, value in enumerate(values[1:])
-    ]
-    return Trace(
-        scenario=SCENARIO,
-        environment={},
-        promises=(),
-        events=(
-            Start(step=step, rank=0, weights=weights(values[0])),
-            *updates,
-            End(status="completed"),
-        ),
-    )
+    steps = traces.reaching([*map(weights, values)], begin=step, loss=None)
+    return traces.hand_written(*steps, subject=SCENARIO)
 
 
 def test_a_run_that_begins_where_another_was_has_failed() -> None:

@@ -210,11 +210,8 @@ def test_rows_whose_loss_is_multiplied_by_zero(samples: str, ids: tuple[int, ...
 
 def life(number: int, weights: Sequence[float], *, rank: int = 0, step: int = 0) -> RankTrace:
     """Return a life that begins with the first of `weights`, and makes a step to each other."""
-    events: list[Event] = [
-        Start(step=step, rank=rank, weights={"w": values(weights[0])}, resumed=step > 0)
-    ]
-    for place, weight in enumerate(weights[1:], start=step):
-        events.append(traces.update(place, rank, loss=None, weights={"w": values(weight)}))
+    held = [{"w": values(weight)} for weight in weights]
+    events = traces.reaching(held, rank=rank, begin=step, loss=None)
     header = {"rank": rank, "world_size": 2}
     return RankTrace(life=number, header=header, events=tuple(events), ended=True, problem="")
 
