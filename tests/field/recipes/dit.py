@@ -10,7 +10,7 @@ from tests.field.usual import ROUNDING_ON_GPUS, STEPS_AT_NAN
 
 
 def _instead(line: str, instead: str, file: str = "train.py") -> Edit:
-    return Edit(file=file, line=line, instead=instead)
+    return Edit(file, line, instead=instead)
 
 
 # The script insists on GPUs, and its smallest model has 33 million parameters.

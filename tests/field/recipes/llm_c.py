@@ -10,7 +10,7 @@ from tests.field.usual import STEPS_AT_NAN
 
 
 def _instead(line: str, instead: str) -> Edit:
-    return Edit(file="train_gpt2.py", line=line, instead=instead)
+    return Edit("train_gpt2.py", line, instead=instead)
 
 
 # Its tokenizer would be downloaded, and its smallest model has 124 million parameters.
