@@ -77,11 +77,7 @@ def settings(folder: Path, output: str, given: argparse.Namespace, **more: Any) 
 
 
 def ours(
-    folder: Path,
-    output: str,
-    given: argparse.Namespace,
-    *,
-    of_worker: Sequence[str] = ENTRENAR,
+    folder: Path, output: str, given: argparse.Namespace, *, of_worker: Sequence[str] = ENTRENAR
 ) -> dict[str, Any]:
     """Train by a coordinator and workers, which `of_worker` starts; return what was measured."""
     secret, address = folder / "secret", f"127.0.0.1:{free_port()}"

@@ -289,11 +289,7 @@ def test_rows_are_told_as_they_come() -> None:
     ],
 )
 def test_show(
-    variant: Variant,
-    finding: Finding,
-    code: int,
-    words: str,
-    monkeypatch: pytest.MonkeyPatch,
+    variant: Variant, finding: Finding, code: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The exit code is 0 only if all rows are right. Each wrong row is explained on a line."""
     clause = replace(kill_matrix.invariants()["F-DP-001"], mutants=())

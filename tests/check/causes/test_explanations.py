@@ -112,8 +112,7 @@ def test_what_no_equation_explains_may_come_from_random_draws(change: Change) ->
 
 
 @pytest.mark.parametrize(
-    ("change", "verdict"),
-    [(all_halved, Verdict.FALSIFIED), (masked, Verdict.INCONCLUSIVE)],
+    ("change", "verdict"), [(all_halved, Verdict.FALSIFIED), (masked, Verdict.INCONCLUSIVE)]
 )
 def test_dropout_is_no_excuse_either(change: Change, verdict: Verdict) -> None:
     """Runs whose masks may differ are compared where their gradients follow from each other."""

@@ -13,14 +13,7 @@ from entrenar_py.check.causes import copies
 from entrenar_py.check.causes.run_comparison import Compared
 from entrenar_py.check.clauses import CHECKS
 from entrenar_py.check.evidence import run_names
-from entrenar_py.check.evidence.needs import (
-    ALONE,
-    CONTROLLED,
-    NUDGED,
-    REPEATED,
-    SHORTENED,
-    Runs,
-)
+from entrenar_py.check.evidence.needs import ALONE, CONTROLLED, NUDGED, REPEATED, SHORTENED, Runs
 from entrenar_py.check.harness import companions
 from entrenar_py.shared.faults import MERGED, MIRRORED, Fault
 from entrenar_py.shared.trace import Injected, Noticed, Shard, Start, Tensors, Trace, Update
@@ -388,11 +381,7 @@ def test_rows_that_ranks_draw_alike_may_be_parts_of_a_sum(
 
 @pytest.mark.parametrize(
     ("since", "is_wrong", "verdict"),
-    [
-        (2, False, Verdict.HELD),
-        (2, True, Verdict.FALSIFIED),
-        (0, False, Verdict.INCONCLUSIVE),
-    ],
+    [(2, False, Verdict.HELD), (2, True, Verdict.FALSIFIED), (0, False, Verdict.INCONCLUSIVE)],
 )
 def test_gradients_are_compared_until_a_hook_compresses_them(
     since: int, is_wrong: bool, verdict: Verdict

@@ -286,10 +286,7 @@ def of_rank(rank: int, trace: Trace) -> Sequence[Start | Update]:
     return [replace(e, rank=rank) for e in trace.events if isinstance(e, Start | Update)]
 
 
-@pytest.mark.parametrize(
-    ("means", "is_wrong"),
-    [([0, 0, 0.5], True), ([0, 0, 0], False)],
-)
+@pytest.mark.parametrize(("means", "is_wrong"), [([0, 0, 0.5], True), ([0, 0, 0], False)])
 def test_an_average_that_one_rank_moves_and_another_uses(
     means: Sequence[float], is_wrong: bool
 ) -> None:

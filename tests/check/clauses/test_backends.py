@@ -329,8 +329,7 @@ def measured(
 
 
 @pytest.mark.parametrize(
-    "trace",
-    [measured(), measured(budget=900), measured(estimate=400), measured(estimate=600)],
+    "trace", [measured(), measured(budget=900), measured(estimate=400), measured(estimate=600)]
 )
 def test_within_budget_and_foreseen(trace: Trace) -> None:
     """A peak within the budget, and an estimate of 1 to 1.5 times the growth, hold."""

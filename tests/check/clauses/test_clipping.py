@@ -161,10 +161,7 @@ def early(clip: Callable[[Sequence[Vectors]], Vectors]) -> Callable[[Batches], V
     [
         ("each rank clipped its own", lambda own: clipped(added(own))),
         ("each micro-batch's gradient was clipped", lambda own: added([*map(clipped, own)])),
-        (
-            "clipped after each micro-batch",
-            lambda own: clipped(added([clipped(own[0]), own[1]])),
-        ),
+        ("clipped after each micro-batch", lambda own: clipped(added([clipped(own[0]), own[1]]))),
     ],
 )
 def test_clipped_before_the_reduction(

@@ -303,8 +303,7 @@ def test_rows_that_come_again_in_whole_passes(
 
 
 @pytest.mark.parametrize(
-    ("other", "verdict"),
-    [((20, 21), "falsified"), ((21, 20), "held"), ((20, 29), "held")],
+    ("other", "verdict"), [((20, 21), "falsified"), ((21, 20), "held"), ((20, 29), "held")]
 )
 def test_ranks_that_select_rows_by_the_same_random_numbers(
     other: tuple[int, ...], verdict: str

@@ -13,15 +13,7 @@ from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.trace import End, Halt, Injected, Saved, Shard, Start, Trace, Update
 from entrenar_py.shared.verdict import Verdict
 from tests import traces
-from tests.traces import (
-    altered,
-    falsified,
-    held,
-    left_open,
-    scenario,
-    values,
-    without,
-)
+from tests.traces import altered, falsified, held, left_open, scenario, values, without
 
 NAN = Fault(kind="non_finite_gradient", step=2, rank=1, value="nan")
 CALM = scenario()

@@ -11,16 +11,7 @@ from entrenar_py.shared.scenario import OBSERVED
 from entrenar_py.shared.trace import Declared, Ruled, Shard, Start, Trace, Update
 from entrenar_py.shared.verdict import Finding, Verdict
 from tests import traces
-from tests.traces import (
-    altered,
-    broken,
-    falsified,
-    held,
-    left_open,
-    scenario,
-    values,
-    without,
-)
+from tests.traces import altered, broken, falsified, held, left_open, scenario, values, without
 
 
 def moving(

@@ -15,16 +15,7 @@ from entrenar_py.check.evidence.needs import ALONE, CONTROLLED, ORACLE, Runs
 from entrenar_py.check.harness import companions
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.shared.trace import (
-    Drawn,
-    Event,
-    Noticed,
-    Shard,
-    Start,
-    Tensors,
-    Trace,
-    Update,
-)
+from entrenar_py.shared.trace import Drawn, Event, Noticed, Shard, Start, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Finding, Verdict
 from tests import traces
 from tests.check.causes.test_presuppositions import changed, own

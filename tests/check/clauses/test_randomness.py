@@ -71,9 +71,7 @@ def test_the_same_order_in_every_epoch(share: Callable[[Sequence[int]], list[lis
 
 
 @pytest.mark.parametrize("share", [shared, strided])
-def test_other_orders_and_no_shuffling(
-    share: Callable[[Sequence[int]], list[list[int]]],
-) -> None:
+def test_other_orders_and_no_shuffling(share: Callable[[Sequence[int]], list[list[int]]]) -> None:
     """A new order holds, and so does no shuffling, in whatever way ranks share the data."""
     padded = (*ASCENDING[:-1], ASCENDING[0])  # as torch's sampler does, with 11 samples
     for first, second in ((SHUFFLED, OTHER), (ASCENDING, ASCENDING), (padded, padded)):

@@ -14,15 +14,7 @@ from entrenar_py.check.harness import companions
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.trace import Attempt, End, Membership, Shard, Start, Trace, Update
 from tests import traces
-from tests.traces import (
-    altered,
-    falsified,
-    held,
-    left_open,
-    one,
-    scenario,
-    without,
-)
+from tests.traces import altered, falsified, held, left_open, one, scenario, without
 
 SUBJECT = scenario()
 BAD = traces.values(1.0)

@@ -18,16 +18,7 @@ from entrenar_py.shared.verdict import Tally
 from entrenar_py.train.arithmetic import optimizer
 from tests import traces
 from tests.check.clauses.micro_batch_traces import summed, trace_of
-from tests.traces import (
-    altered,
-    broken,
-    falsified,
-    held,
-    left_open,
-    one,
-    scenario,
-    without,
-)
+from tests.traces import altered, broken, falsified, held, left_open, one, scenario, without
 
 SUBJECT = scenario(detail="values", clip_norm=0.05, schedule="cosine", warmup_steps=2)
 

@@ -14,14 +14,7 @@ from entrenar_py.shared.trace import Event, Shard, TensorRecord, Trace, Update
 from entrenar_py.shared.verdict import Verdict
 from tests import traces
 from tests.check.clauses import micro_batch_traces
-from tests.check.clauses.micro_batch_traces import (
-    SHAPES,
-    STEPS,
-    Vectors,
-    summed,
-    times,
-    trace_of,
-)
+from tests.check.clauses.micro_batch_traces import SHAPES, STEPS, Vectors, summed, times, trace_of
 from tests.traces import altered, broken, falsified, held, left_open, records, scenario, without
 
 SUBJECT = scenario(detail="values")

@@ -176,13 +176,7 @@ SCENARIO = Scenario(
     num_steps=2,
 )
 ORDERED = Heard(
-    case="in order",
-    step=1,
-    part="block 0",
-    digest="a",
-    poisoned=False,
-    roundings=0.5,
-    element=3,
+    case="in order", step=1, part="block 0", digest="a", poisoned=False, roundings=0.5, element=3
 )
 BACKWARDS = replace(ORDERED, case="backwards")
 POISONED = replace(ORDERED, case="a NaN", poisoned=True, digest=None, roundings=None, element=None)

@@ -17,14 +17,7 @@ from entrenar_py.shared.errors import SystemFailure
 from entrenar_py.shared.page import arguments as file_arguments
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Trace
-from tests.command_line import (
-    check,
-    contract_file,
-    launch,
-    repeat_a_sample,
-    report,
-    verdicts,
-)
+from tests.command_line import check, contract_file, launch, repeat_a_sample, report, verdicts
 
 
 @pytest.fixture(autouse=True)
@@ -45,12 +38,7 @@ def contract(tmp_path: Path) -> str:
 @pytest.mark.parametrize("formats", [(), ("--json", "r.json"), ("--junit", "r.xml"), ("--quiet",)])
 @pytest.mark.parametrize(
     ("code", "arguments"),
-    [
-        (0, ()),
-        (1, ("--world-size", "3")),
-        (4, ("--timeout", "1e-9")),
-        (5, ("--severity", "P2")),
-    ],
+    [(0, ()), (1, ("--world-size", "3")), (4, ("--timeout", "1e-9")), (5, ("--severity", "P2"))],
 )
 def test_exit_codes(
     contract: str,

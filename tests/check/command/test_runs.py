@@ -86,11 +86,7 @@ def test_a_run_waits_for_the_batches_that_it_is_given(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "how"),
-    [
-        ((), {}),
-        (("--standalone",), {"is_forked": False}),
-        (("--standalone",), {"seconds": 60.0}),
-    ],
+    [((), {}), (("--standalone",), {"is_forked": False}), (("--standalone",), {"seconds": 60.0})],
 )
 def test_runs_that_may_disturb_each_other(
     options: tuple[str, ...], how: dict[str, Any], tmp_path: Path

@@ -31,16 +31,7 @@ from entrenar_py.shared.trace import (
 from entrenar_py.shared.verdict import Tally, Verdict
 from tests import traces
 from tests.check.evidence.test_closeness import found, sketched
-from tests.traces import (
-    altered,
-    broken,
-    hand_written,
-    held,
-    left_open,
-    one,
-    scenario,
-    values,
-)
+from tests.traces import altered, broken, hand_written, held, left_open, one, scenario, values
 
 FINITE = st.floats(-1e3, 1e3, width=32)
 
@@ -301,10 +292,7 @@ def test_members_of_a_step() -> None:
     ("events", "expected"),
     [
         ([start(0, 1), update(0, 1), left(1, 1)], []),
-        (
-            [start(0, 1), left(1, 1), update(0, 1), update(1, 1), update(3, 1)],
-            [1, 3],
-        ),
+        ([start(0, 1), left(1, 1), update(0, 1), update(1, 1), update(3, 1)], [1, 3]),
         ([left(1, 1), update(2, 1)], [2]),
         ([start(0, 1), left(1, 1), start(3, 1), update(3, 1)], []),
         ([left(1, 1), Membership(step=3, rank=1, change="joined"), update(3, 1)], []),

@@ -96,11 +96,7 @@ def test_facts() -> None:
     made = declared(
         clip_norm=torch.tensor(0.5), reduce_dtype=torch.bfloat16, loss_over="micro-batch"
     )
-    assert made.facts() == {
-        "clip_norm": 0.5,
-        "reduction": "bfloat16",
-        "loss_over": "micro-batch",
-    }
+    assert made.facts() == {"clip_norm": 0.5, "reduction": "bfloat16", "loss_over": "micro-batch"}
     usual = {"clip_norm": None, "reduction": "", "loss_over": ""}
     assert declared(clip_norm=float("inf")).facts() == usual
 

@@ -125,5 +125,5 @@ def test_a_loss_is_known_without_its_scale(folder: Path) -> None:
         script.optimizer.zero_grad()
     found = record(folder, script)
     assert [(shard.step, shard.loss_sum) for shard in shards(found)] == [
-        *((0, 2.0), (1, float("inf")), (2, 2.0)),
+        *((0, 2.0), (1, float("inf")), (2, 2.0))
     ]

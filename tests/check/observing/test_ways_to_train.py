@@ -250,10 +250,7 @@ def test_what_is_unfrozen_later(folder: Path) -> None:
 def test_rates_of_groups(folder: Path) -> None:
     """Each step has the rates of tensors that differ from the first group's rate."""
     model = nn.Linear(1, 1)
-    groups: list[dict[str, Any]] = [
-        {"params": [model.weight]},
-        {"params": [model.bias], "lr": 0.0},
-    ]
+    groups: list[dict[str, Any]] = [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.0}]
     optimizer = torch.optim.SGD(groups, lr=0.5)
     obs = entrenar_py.observe(model, optimizer)
     steps(model, optimizer, 1)

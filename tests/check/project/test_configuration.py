@@ -179,10 +179,7 @@ steps = 4
             'contract = "c"\ncommand = "train"\nlauncher = "cold"',
             "4:1: error: launcher = 'cold': give one of forked, as-is",
         ),
-        (
-            "exclude = 3\ncontract = 'c'",
-            "2:1: error: exclude = 3: give a list of tables",
-        ),
+        ("exclude = 3\ncontract = 'c'", "2:1: error: exclude = 3: give a list of tables"),
     ],
 )
 def test_problems(tmp_path: Path, text: str, problem: str) -> None:

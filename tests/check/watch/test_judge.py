@@ -5,15 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from entrenar_py.check.watch.judge import (
-    ALL,
-    FINITENESS,
-    IDENTITY,
-    LIVENESS,
-    Judge,
-    Piece,
-    Rows,
-)
+from entrenar_py.check.watch.judge import ALL, FINITENESS, IDENTITY, LIVENESS, Judge, Piece, Rows
 from entrenar_py.shared.errors import WatchFinding
 
 

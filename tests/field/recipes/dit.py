@@ -16,8 +16,7 @@ def _instead(line: str, instead: str, file: str = "train.py") -> Edit:
 # The script insists on GPUs, and its smallest model has 33 million parameters.
 _ON_CPU = (
     _instead(
-        'assert torch.cuda.is_available(), "Training currently requires at least one GPU."',
-        "pass",
+        'assert torch.cuda.is_available(), "Training currently requires at least one GPU."', "pass"
     ),
     _instead('dist.init_process_group("nccl")', 'dist.init_process_group("gloo")'),
     _instead("device = rank % torch.cuda.device_count()", 'device = "cpu"'),

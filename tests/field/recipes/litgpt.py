@@ -8,15 +8,7 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from tests.field.recipe import (
-    Edit,
-    Recipe,
-    Trial,
-    by_design,
-    defect,
-    of_tokens,
-    undeclared,
-)
+from tests.field.recipe import Edit, Recipe, Trial, by_design, defect, of_tokens, undeclared
 from tests.field.usual import IN_PIECES, SAVES_LATER, STEPS_AT_NAN
 
 _WORDS = ("ask", "answer", "what", "is", "the", "sum", "of", "two", "red", "green", "dog", "cat")

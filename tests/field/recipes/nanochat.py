@@ -8,15 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from tests.field.recipe import (
-    Recipe,
-    Trial,
-    by_design,
-    default,
-    defect,
-    of_tokens,
-    on_gpus,
-)
+from tests.field.recipe import Recipe, Trial, by_design, default, defect, of_tokens, on_gpus
 from tests.field.usual import STEPS_AT_NAN
 
 _COMMAND = (
@@ -95,12 +87,7 @@ _ON_GPUS = (
     STEPS_AT_NAN,
     _RESUMED,
 )
-_AUTO = Trial(
-    name="auto",
-    command=_COMMAND,
-    options=("--steps", "4"),
-    expected=_ON_CPUS,
-)
+_AUTO = Trial(name="auto", command=_COMMAND, options=("--steps", "4"), expected=_ON_CPUS)
 
 RECIPES = (
     Recipe(
@@ -111,10 +98,6 @@ RECIPES = (
         needs=("rustbpe", "tiktoken", "pyarrow", "filelock", "requests", "wandb"),
         environment={"NANOCHAT_BASE_DIR": "base", "TORCHDYNAMO_DISABLE": "1"},
         data=corpus,
-        trials=(
-            _AUTO,
-            of_tokens(_AUTO),
-            on_gpus(_AUTO, 2, expected=_ON_GPUS),
-        ),
+        trials=(_AUTO, of_tokens(_AUTO), on_gpus(_AUTO, 2, expected=_ON_GPUS)),
     ),
 )

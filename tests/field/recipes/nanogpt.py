@@ -7,15 +7,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
-from tests.field.recipe import (
-    Edit,
-    Recipe,
-    Trial,
-    by_design,
-    defect,
-    of_tokens,
-    on_gpus,
-)
+from tests.field.recipe import Edit, Recipe, Trial, by_design, defect, of_tokens, on_gpus
 from tests.field.usual import STEPS_AT_NAN
 
 # With torchrun the script insists on GPUs.

@@ -67,13 +67,7 @@ _AUTO = Trial(
     command=_COMMAND,
     edits=_ON_CPU,
     options=("--steps", "4"),
-    expected=(
-        STEPS_AT_NAN,
-        _NOTHING_MOVES,
-        *_NONE_MOVES,
-        *_OWN_DATA,
-        _EPOCH_AGAIN,
-    ),
+    expected=(STEPS_AT_NAN, _NOTHING_MOVES, *_NONE_MOVES, *_OWN_DATA, _EPOCH_AGAIN),
 )
 RECIPES = (
     Recipe(

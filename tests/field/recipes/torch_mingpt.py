@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-from tests.field.recipe import (
-    Edit,
-    Recipe,
-    Trial,
-    defect,
-    of_tokens,
-    on_gpus,
-    undeclared,
-)
+from tests.field.recipe import Edit, Recipe, Trial, defect, of_tokens, on_gpus, undeclared
 from tests.field.recipes.torch_ddp_tutorial import COMMIT, EXAMPLES
 
 _ON_CPU = (

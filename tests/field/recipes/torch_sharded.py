@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.field.recipe import (
-    Edit,
-    Expected,
-    Recipe,
-    Trial,
-    by_design,
-    defect,
-    on_gpus,
-    undeclared,
-)
+from tests.field.recipe import Edit, Expected, Recipe, Trial, by_design, defect, on_gpus, undeclared
 from tests.field.recipes.torch_ddp_tutorial import COMMIT, EXAMPLES
 from tests.field.usual import STEPS_AT_NAN
 
@@ -127,10 +118,7 @@ RECIPES = (
         commit=COMMIT,
         folder="distributed/FSDP2",
         # glibc fills new memory with 2.7e23, so that each run finds the same in it.
-        environment={
-            "MALLOC_PERTURB_": "153",
-            "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0",
-        },
+        environment={"MALLOC_PERTURB_": "153", "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"},
         trials=(_FSDP2, _FSDP2_ON_GPUS),
     ),
     _parallel("torch-tp", "tensor parallelism", "tensor_parallel_example.py", _TP),

@@ -89,11 +89,7 @@ RECIPES = (
                 command=(*_COMMAND, "train_ddp.py"),
                 edits=_SMALL,
                 options=("--steps", "4"),
-                expected=(
-                    *_BEGINS_APART,
-                    STEPS_AT_NAN,
-                    _OTHER_SAMPLES,
-                ),
+                expected=(*_BEGINS_APART, STEPS_AT_NAN, _OTHER_SAMPLES),
             ),
             # With the same weights in all groups, what comes after them shows.
             Trial(

@@ -291,10 +291,7 @@ def test_a_ledger(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_errors(
-    main: object,
-    arguments: tuple[str, ...],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    main: object, arguments: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A message quotes a path, an argument: one line on standard error."""
     path = str(tmp_path / "x" / HOSTILE.replace("\0", ""))

@@ -99,9 +99,7 @@ def test_an_optimizer_of_copies_is_the_outer_one(folder: Path) -> None:
 
 @pytest.mark.parametrize("is_copy", [False, True])
 @pytest.mark.usefixtures("folder")
-def test_a_model_that_waits_for_its_turn(
-    is_copy: bool,
-) -> None:
+def test_a_model_that_waits_for_its_turn(is_copy: bool) -> None:
     """It is frozen while another one trains; a frozen copy of that is an outer optimizer's."""
     follower, first = Follower(Settings()), torch.nn.Linear(3, 2)
     second = copy.deepcopy(first) if is_copy else torch.nn.Linear(3, 2)
