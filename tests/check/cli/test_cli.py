@@ -19,17 +19,7 @@ from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Trace
 from tests.command_line import check, contract_file, launch, repeat_a_sample, report, verdicts
 
-
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give each test its own working folder, in which counterexamples are saved."""
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture
-def contract(tmp_path: Path) -> str:
-    """Return a contract with two clauses that hold, with one scenario each."""
-    return contract_file(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 # --- exit codes -------------------------------------------------------------------------------

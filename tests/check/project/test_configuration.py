@@ -62,9 +62,7 @@ def problems(folder: Path, text: str) -> list[str]:
     return [line.partition("pyproject.toml:")[2] for line in refusal.value.problems]
 
 
-@pytest.fixture(autouse=True)
-def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def test_every_option_has_a_key_or_none_on_purpose() -> None:
