@@ -54,7 +54,6 @@ def loaded(folder: Path) -> tuple[Finetuning, Engine]:
 
 
 def shards(first: int, last: int) -> list[list[int]]:
-    """Return the rows of each shard."""
     return [list(range(ROWS * shard, ROWS * shard + ROWS)) for shard in range(first, last)]
 
 

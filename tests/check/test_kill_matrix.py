@@ -51,7 +51,6 @@ def falsified(step: int | None = None, rank: int | None = None) -> Finding:
 
 
 def row(variant: Variant, finding: Finding, *, invariant: str = "F-DP-001") -> Row:
-    """Return the row of `variant` judged by `invariant`."""
     return Row(variant=variant, invariant=invariant, finding=finding)
 
 

@@ -97,7 +97,6 @@ def without(one: Trace, fact: str) -> Trace:
 
 
 def digests(tensors: Tensors) -> Tensors:
-    """Return `tensors` without their values."""
     return {name: TensorRecord(record.digest) for name, record in tensors.items()}
 
 

@@ -67,7 +67,6 @@ def struck(system: str, kind: str, at: str) -> Scenario:
 
 
 def in_workers(trace: Trace) -> list[Tensors]:
-    """Return the optimizer states that workers recorded."""
     recorded = [one.optimizer for one in trace.of(Start)]
     recorded += [one.optimizer for one in trace.of(Update)]
     return [one for one in recorded if one]

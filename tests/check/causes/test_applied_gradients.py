@@ -63,7 +63,6 @@ def further(trace: Trace, factor: float = 3.0) -> Trace:
 
 
 def judged(check: str, trace: Trace, alone: Trace) -> Finding:
-    """Return the finding on a run, with the one on one worker."""
     runs = Runs(trace, {ALONE: (alone,)})
     return traces.judge(check, runs)
 

@@ -50,7 +50,6 @@ def drawing(trace: Trace) -> Trace:
 
 
 def applied(trace: Trace, change: Change) -> Trace:
-    """Return a run with another applied gradient in step 0."""
     gradient = change(traces.one(trace, Update, step=0, rank=0).gradient, trace)
     return traces.altered(trace, Update, {"step": 0}, gradient=gradient)
 
@@ -258,7 +257,6 @@ OFF = np.where(np.arange(SIZE) == 7, 0.02, 0.0)
 
 
 def sum_of_shares(*terms: Vectors, shares: tuple[float, ...] = (1.0,) * 4) -> dict[str, Any]:
-    """Return a sum of gradients, each with its share."""
     parts = [*zip(terms, shares, strict=False)]
     return {name: np.sum([share * one[name] for one, share in parts], axis=0) for name in NAMES}
 

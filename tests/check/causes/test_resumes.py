@@ -23,7 +23,6 @@ MOVED = {"a/m": values(5.0, 6.0), "b/m": values(7.0, 8.0)}
 
 
 def update(step: int, optimizer: Tensors) -> Update:
-    """Return an update with this state of the optimizer."""
     return traces.update(step, weights={"a": values(step), "b": values(step)}, optimizer=optimizer)
 
 

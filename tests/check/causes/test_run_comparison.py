@@ -106,7 +106,6 @@ def record(values: Vector) -> Mapping[str, Any]:
 
 
 def judged(trace: Trace, model: Trace) -> Tally:
-    """Return what the comparison of two runs comes to."""
     tally = Tally("", observed=True)
     run_comparison.compare(tally, model, trace, None)
     return tally

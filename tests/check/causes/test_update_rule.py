@@ -31,7 +31,6 @@ NUM_STEPS, RATE, DECAY, CLIP = 6, 0.05, 0.1, 0.5
 
 
 def record(tensor: torch.Tensor | None) -> Tensors:
-    """Return a tensor called `w`, with its values."""
     assert tensor is not None
     return {"w": record_tensor(tensor.detach().numpy().copy(), values=True)}
 

@@ -21,7 +21,6 @@ STEPS = 6
 
 
 def drawn(step: int) -> dict[str, Any]:
-    """Return the movement of a step."""
     generator = np.random.default_rng(step)
     sizes = {name: int(np.prod(shape)) for name, shape in SHAPES.items()}
     return {n: 0.1 * generator.normal(size=s).astype(np.float32) for n, s in sizes.items()}
@@ -93,7 +92,6 @@ class Averaged:
 
 
 def trained(*ranks: Averaged) -> Trace:
-    """Return a run of the ranks."""
     events: list[Event] = [rank.start() for rank in ranks]
     events += [rank.step(step) for step in range(STEPS) for rank in ranks]
     return trace_of(events, len(ranks))

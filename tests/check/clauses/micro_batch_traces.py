@@ -96,7 +96,6 @@ def trace_of(
 
 
 def plus(*terms: Vectors) -> Vectors:
-    """Return the sum of gradients."""
     return {name: np.sum([term[name] for term in terms], axis=0) for name in SHAPES}
 
 

@@ -31,7 +31,6 @@ LASTING = Fault(kind="corrupt_worker", step=1, rank=1, value="0.5")
 
 
 def judged(*runs: Trace) -> tuple[Verdict, str]:
-    """Return verdict and reason."""
     finding = traces.judge("audits", list(runs))
     return finding.verdict, finding.reason
 

@@ -35,7 +35,6 @@ def batches(seed: int) -> Batches:
 
 
 def added(parts: Sequence[Vectors]) -> Vectors:
-    """Return the sum of gradients."""
     return {name: np.sum([part[name] for part in parts], axis=0) for name in SIZES}
 
 

@@ -399,7 +399,6 @@ def replacing(steps: Sequence[Sequence[Sequence[int]]], subject: Scenario) -> Tr
 
 
 def judged(*runs: Trace) -> Finding:
-    """Judge coverage of `runs`."""
     return traces.judge("coverage", runs)
 
 
@@ -440,7 +439,6 @@ def run(
 
 
 def judged_samples(trace: Trace) -> Finding:
-    """Return the finding on a run."""
     return traces.judge("coverage", [trace])
 
 
@@ -631,7 +629,6 @@ def test_samples_that_several_workers_leave_out(
 
 
 def both(trace: Trace, alone: Trace) -> Finding:
-    """Return the finding on a run and on that of one worker."""
     runs = Runs(trace, {ALONE: (alone,)})
     return traces.judge("coverage", runs)
 

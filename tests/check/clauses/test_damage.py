@@ -93,7 +93,6 @@ def edited(data: DataObject, event: Event) -> Event:
 
 
 def families(check: Check) -> Callable[[], list[list[Trace]]]:
-    """Return the traces of every subject of `check`."""
     return lambda: [traces.family(check.name, subject) for subject in SUBJECTS]
 
 

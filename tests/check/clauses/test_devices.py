@@ -236,7 +236,6 @@ SHORT = CHECKS["device_training"].plan(traces.clause("device_training"))[0].with
 
 
 def trained(scenario: Scenario, *losses: float) -> Trace:
-    """Return a run with these losses."""
     updates = [traces.update(step, loss=loss, weight=7.0) for step, loss in enumerate(losses)]
     return replace(operations_trace(*updates), scenario=scenario)
 

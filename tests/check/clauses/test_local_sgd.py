@@ -396,7 +396,6 @@ def ran(
 
 
 def judged(check: str, trace: Trace) -> Finding:
-    """Return the finding as the harness makes it."""
     return judgement.judge(traces.clause(check), CHECKS[check], Runs(trace)).finding
 
 

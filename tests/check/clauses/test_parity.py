@@ -42,7 +42,6 @@ def family(subject: Trace | None = None) -> list[Trace]:
 
 
 def scaled(tensors: Tensors, factor: float) -> Tensors:
-    """Return all tensors times `factor`."""
     known = {name: record.values() for name, record in tensors.items()}
     return traces.records(
         {n: one * np.float32(factor) for n, one in known.items() if one is not None}

@@ -300,7 +300,6 @@ def subject(system: str, **changes: object) -> Scenario:
 
 
 def expected(system: str, ranks: tuple[int, ...] = (0, 0, 1, 2)) -> reductions.Bytes | None:
-    """Return the expected bytes if `ranks` computed a shard each."""
     shards = [traces.shard(0, rank, shard=shard, loss_sum=0.0) for shard, rank in enumerate(ranks)]
     return reductions.expected_bytes(traces.hand_written(*shards, subject=subject(system)))
 

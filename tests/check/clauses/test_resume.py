@@ -19,7 +19,6 @@ SUBJECT = scenario(stops=(2, 4), dropout=0.3, optimizer="momentum", schedule="co
 
 
 def pair() -> tuple[Trace, Trace]:
-    """Return the stopped run and the straight one."""
     stopped, straight = traces.family("resume", SUBJECT)
     return stopped, straight
 
@@ -234,7 +233,6 @@ def test_steps_beyond_those_of_the_straight_run(ended: dict[str, str], verdict: 
 
 
 def script(run: Trace) -> Trace:
-    """Return a run as one of a script."""
     own = run.scenario.with_(system="command", workload="own")
     return replace(run, scenario=own, promises=())
 
@@ -273,7 +271,6 @@ STOPPED = OF_A_COMMAND.with_(stops=(2,))
 
 
 def start(weight: float, step: int) -> Start:
-    """Return the start of a life with this weight."""
     return Start(step=step, rank=0, weights={"w": values(weight)}, resumed=step > 0)
 
 
@@ -424,7 +421,6 @@ STRAIGHT_STEPS = traces.hand_written(
 
 
 def found(trace: Trace) -> Counterexample:
-    """Return the counterexample of the first step after the resume."""
     tally = Tally("")
     resume.compare_first_steps(tally, STRAIGHT_STEPS, trace)
     assert tally.broken is not None

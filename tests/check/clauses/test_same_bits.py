@@ -21,7 +21,6 @@ BAD = traces.values(1.0)
 
 
 def pair() -> tuple[Trace, Trace]:
-    """Return two runs of SUBJECT."""
     first, second = traces.family("determinism", SUBJECT)
     return first, second
 

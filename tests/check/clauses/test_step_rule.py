@@ -24,7 +24,6 @@ SUBJECT = scenario(detail="values", clip_norm=0.05, schedule="cosine", warmup_st
 
 
 def changed(**changes: Any) -> Trace:
-    """Return SUBJECT's run with `changes` in rank 1's update of step 3."""
     return altered(traces.run(SUBJECT), Update, {"step": 3, "rank": 1}, **changes)
 
 
@@ -433,7 +432,6 @@ RUN = trace_of([summed(step) for step in range(3)])
 
 
 def notes(trace: Trace) -> list[str]:
-    """Return what is noted of a run."""
     tally = Tally("F-TI-008")
     step_rule.tell_notes(tally, trace)
     return tally.notes

@@ -108,7 +108,6 @@ CUT = CALM.with_(faults=(Fault(kind="cut", rank=1, step=1, at="TreeNode"),))
 
 
 def judged_endurance(*runs: Trace) -> tuple[Verdict, str]:
-    """Return verdict and reason."""
     finding = traces.judge("endurance", list(runs))
     return finding.verdict, finding.reason
 

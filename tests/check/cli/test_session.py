@@ -28,7 +28,6 @@ pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def traced(folder: Path) -> list[Scenario]:
-    """Return the scenarios of the traces kept in `folder`."""
     return [trace.load(path).scenario for path in sorted(folder.glob("*.jsonl"))]
 
 

@@ -85,7 +85,6 @@ class Folder:
         self.parents: warm.Parents | None = None
 
     def has(self, name: str, text: str) -> Path:
-        """Write a file."""
         (self.path / name).parent.mkdir(exist_ok=True)
         (self.path / name).write_text(text)
         return self.path / name

@@ -21,7 +21,6 @@ from tests.traces import clause
 
 
 def entry(verdict: Verdict, reason: str) -> Entry:
-    """Return the finding of a clause."""
     invariant = clause("parity")
     found = Finding(invariant=invariant.id, verdict=verdict, compared=1, reason=reason)
     return Entry(invariant=invariant, finding=found, num_scenarios=1, num_explored=0, elapsed_s=0.0)

@@ -40,7 +40,6 @@ def plan(folder: Path, launch: Callable[..., Ended], *options: str) -> Plan:
 
 
 def ended(folder: Path, *, is_forked: bool = True, seconds: float = 1.0) -> Ended:
-    """Return the end of a run."""
     output = folder / "output.txt"
     return Ended(code=0, seconds=seconds, tail=(), output=output, num_left=0, is_forked=is_forked)
 

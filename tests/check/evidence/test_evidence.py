@@ -42,7 +42,6 @@ def update(step: int, rank: int, loss: float = 1.0) -> Update:
 
 
 def shard(step: int, number: int, rank: int = 0) -> Shard:
-    """Return a shard of one sample."""
     return traces.shard(step, rank, shard=number, ids=(number,))
 
 
@@ -57,7 +56,6 @@ def test_failed_runs_are_left_out_with_their_reason() -> None:
 
 
 def _somewhere(kind: str) -> Fault:
-    """Return a fault of that kind in step 1."""
     given = {"rank": 1, "seconds": 2.0, "at": "Commit", "step": 1}
     return Fault(kind=kind, **{name: given[name] for name in NEEDED[kind]})  # type: ignore[arg-type]
 

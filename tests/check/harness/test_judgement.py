@@ -34,12 +34,10 @@ def scenario(**changes: Any) -> Scenario:
 
 
 def run(**changes: Any) -> Trace:
-    """Return the trace of `scenario`."""
     return systems.run(scenario(**changes))
 
 
 def judged(name: str, *traces: Trace, planned: tuple[Scenario, ...] = (scenario(),)) -> Entry:
-    """Return the judgement of `traces` by the check `name`."""
     clause = Invariant(id="F-X", name="x", statement="", position=Position("c.yaml", 3, 5))
     task = Task(invariant=clause, check=checks.CHECKS.get(name), planned=planned)
     files = {Path(f"{number}.jsonl"): one for number, one in enumerate(traces)}
@@ -55,7 +53,6 @@ def own(**changes: Any) -> Trace:
 
 
 def edited(one: Trace, kind: type[trace.Shard | trace.Update], **changes: Any) -> Trace:
-    """Return `one` with `changes` in every event of `kind` of rank 1."""
     return altered(one, kind, {"rank": 1}, **changes)
 
 

@@ -20,7 +20,6 @@ BUFFERS = ("norm.running_mean", "norm.running_var")
 
 
 def declared(layout: Layout | None = None, **given: Any) -> Declarations:
-    """Return the declarations of a model with NAMES and BUFFERS."""
     usual = dict.fromkeys(("frozen", "clip_norm", "reduce_dtype", "loss_over"))
     return declarations.declarations_of(
         NAMES, BUFFERS, layout, **{**usual, "synchronised_buffers": (), **given}

@@ -68,7 +68,6 @@ def test_a_group_that_the_script_lets_go_of_is_not_taken_down(
 
 
 def trained(folder: Path, model: nn.Module, num_steps: int = 2) -> RankTrace:
-    """Return the record of a training of `model`."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
     train(model, optimizer, entrenar_py.observe(model, optimizer), num_steps)
     (path,) = sorted(folder.glob("*.rank.jsonl"))[-1:]
@@ -177,7 +176,6 @@ class Passing(torch.optim.Optimizer):
         return self.optimizer.param_groups
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step the inner optimizer."""
         self.optimizer.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

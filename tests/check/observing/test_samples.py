@@ -111,7 +111,6 @@ def test_batches_without_memory_of_their_own(watch: Any) -> None:
 
 
 def fetch(loader: Loader, fetched: queue.Queue[Any]) -> None:
-    """Put all batches of a loader into a queue."""
     for batch in loader:
         fetched.put(batch)
 

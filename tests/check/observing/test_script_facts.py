@@ -42,7 +42,6 @@ class Script:
 
 
 def record(folder: Path, script: Script) -> RankTrace:
-    """Return the record of a script that is over."""
     script.obs.close()
     (path,) = folder.glob("*.rank.jsonl")
     return rank_file.load(path)

@@ -62,7 +62,6 @@ def record(folder: Path) -> RankTrace:
 
 
 def buffers(ranks: Iterable[RankTrace]) -> list[Tensors]:
-    """Return the buffers of each start and update of a run."""
     events = assembly.ordered([*ranks])
     return [event.buffers for event in events if isinstance(event, Start | Update)]
 

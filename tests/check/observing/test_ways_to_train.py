@@ -51,7 +51,6 @@ def backward(model: nn.Module, *, scale: float = 1.0, sample: int = 9) -> None:
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
-    """Make ordinary steps."""
     for _ in range(num_steps):
         backward(model)
         optimizer.step()
@@ -148,7 +147,6 @@ class Climber(torch.optim.Optimizer):
         self.home: list[torch.Tensor] = []
 
     def moved(self) -> list[torch.Tensor]:
-        """Return the tensors in its groups."""
         return [p for group in self.param_groups for p in group["params"]]
 
     @torch.no_grad()

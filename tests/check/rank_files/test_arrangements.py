@@ -233,7 +233,6 @@ ROW = (3.0, 1.0, 2.0, 5.0)
 
 
 def drawing(rank: int, *steps: tuple[int, ...], samples: str = "index") -> RankTrace:
-    """Return the record of a rank that draws these samples in its steps."""
     shards = [traces.shard(step, rank, ids=ids, loss_sum=None) for step, ids in enumerate(steps)]
     header = {"rank": rank, "world_size": 2, "samples": samples}
     return RankTrace(life=0, header=header, events=tuple(shards), ended=True, problem="")

@@ -148,7 +148,6 @@ def header(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def finding_of(check: str, *paths: Path) -> Finding:
-    """Return the finding of the check on the runs in `paths`."""
     traces = judgement.load_stored(paths)
     clause = Invariant(id="F-X", name="x", statement="", position=Position("c.yaml", 3, 5))
     planned = (own_run().scenario,)

@@ -221,7 +221,6 @@ TOLD = "the test is bound to coverage by my.bindings.yaml:7: both count samples"
 
 
 def bound(report: Report, verdict: Verdict) -> Report:
-    """Return `report` with its first entry of `verdict` bound."""
     (entry, *_) = (one for one in report.entries if one.verdict is verdict)
     place = Position("my.bindings.yaml", 7, 3)
     binding = Binding(kind="test", item="FT-9", position=place, reason="both count samples")

@@ -65,7 +65,6 @@ class Page(HTMLParser):
 
     @property
     def text(self) -> str:
-        """Return all visible text."""
         return " ".join(" ".join(self.words).split())
 
 

@@ -18,7 +18,6 @@ A, B = piece("a"), piece("b")
 
 
 def judge(*ranks: list[Piece], check: str = IDENTITY, patience: int = 2) -> Judge:
-    """Return a judge of one clause."""
     return Judge(ranks, {check: ALL[check]}, patience)
 
 
