@@ -224,10 +224,23 @@ def values(*numbers: float, dtype: str = "float32") -> TensorRecord:
     return record_tensor(np.array(numbers, dtype), values=True)
 
 
+def numbers(record: TensorRecord) -> list[float]:
+    """Return the elements of a record that has them."""
+    known = record.values()
+    assert known is not None
+    return [float(one) for one in known]
+
+
 def records(vectors: Mapping[str, Any]) -> dict[str, TensorRecord]:
     """Return the records of arrays in float32, with their values."""
     arrays = {name: np.ascontiguousarray(one, np.float32) for name, one in vectors.items()}
     return {name: record_tensor(one, values=True) for name, one in arrays.items()}
+
+
+def in_bfloat16(vector: Any) -> Any:
+    """Return numbers rounded to bfloat16, as float32."""
+    bits = vector.astype(np.float32).view(np.uint32) + np.uint32(0x8000)
+    return (bits & np.uint32(0xFFFF0000)).view(np.float32)
 
 
 def update(step: int, rank: int = 0, **fields: Any) -> Update:

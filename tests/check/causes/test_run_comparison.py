@@ -14,7 +14,7 @@ from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.trace import Event, Shard, Start, Trace, Update, record_tensor
 from entrenar_py.shared.verdict import Tally
 from tests import traces
-from tests.traces import broken, scenario
+from tests.traces import broken, in_bfloat16, scenario
 
 Vector = np.ndarray[Any, np.dtype[np.float32]]
 BATCH, ROWS, STEPS = 4, 8, 60
@@ -173,12 +173,6 @@ def test_a_rate_that_follows_from_the_number_of_workers() -> None:
     assert tally.missing[0].startswith(
         "one worker steps with learning rate 0.02 in step 0, 2 with 0.04: if it follows from"
     )
-
-
-def in_bfloat16(values: np.ndarray[Any, np.dtype[Any]]) -> Vector:
-    """Return numbers rounded to bfloat16."""
-    bits = values.astype(np.float32).view(np.uint32) + np.uint32(0x8000)
-    return (bits & np.uint32(0xFFFF0000)).view(np.float32)
 
 
 def one_step(num_ranks: int, *, times: float = 1.0) -> Trace:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,17 @@ from entrenar_py.shared.verdict import Verdict
 from tests import traces
 from tests.check.clauses import micro_batch_traces
 from tests.check.clauses.micro_batch_traces import SHAPES, STEPS, Vectors, summed, times, trace_of
-from tests.traces import altered, broken, falsified, held, left_open, records, scenario, without
+from tests.traces import (
+    altered,
+    broken,
+    falsified,
+    held,
+    in_bfloat16,
+    left_open,
+    records,
+    scenario,
+    without,
+)
 
 SUBJECT = scenario(detail="values")
 
@@ -130,11 +139,6 @@ def _digests(event: Event) -> Event:
     if not isinstance(event, Update):
         return event
     return replace(event, gradient={n: TensorRecord(r.digest) for n, r in event.gradient.items()})
-
-
-def in_bfloat16(vector: Any) -> Any:
-    bits = vector.astype(np.float32).view(np.uint32) + np.uint32(0x8000)
-    return (bits & np.uint32(0xFFFF0000)).view(np.float32)
 
 
 def sent_in_bfloat16() -> Trace:

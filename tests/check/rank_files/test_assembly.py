@@ -29,13 +29,6 @@ SHARD = traces.shard(0, ids=(1, 2), loss_sum=None, weight=2.0)
 RECORD = record_tensor(np.ones(1, np.float32), values=True)
 
 
-def elements(record: TensorRecord) -> list[float]:
-    """Return the elements of a tensor's record."""
-    found = record.values()
-    assert found is not None
-    return [float(value) for value in found]
-
-
 def recorded_by(rank: int, pieces: dict[str, Piece], *events: Event) -> RankTrace:
     """Return the record of one of four ranks: two for data and two for each of their models."""
     return RankTrace(
@@ -68,11 +61,11 @@ def four_ranks() -> list[RankTrace]:
 def test_each_rank_sees_its_own_copy() -> None:
     """A copy that ranks share is assembled from its pieces; a rank's own copy is taken as it is."""
     starts = [one for one in assembly.ordered(four_ranks()) if isinstance(one, Start)]
-    assert [elements(one.weights["up.weight"]) for one in starts] == [
+    assert [traces.numbers(one.weights["up.weight"]) for one in starts] == [
         *([1, 2, 3, 4], [1, 2, 3, 4]),
         *([1, 12, 3, 14], [1, 12, 3, 14]),
     ]
-    assert [elements(one.weights["norm.weight"]) for one in starts] == [[0], [0], [1], [0]]
+    assert [traces.numbers(one.weights["norm.weight"]) for one in starts] == [[0], [0], [1], [0]]
     assert assembly.places(four_ranks()) == {0: 0, 1: 0, 2: 1, 3: 1}
 
 
