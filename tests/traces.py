@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from types import UnionType
@@ -290,9 +290,14 @@ def reaching(
     return [start, *made]
 
 
-def swapped(tensors: Tensors, name: str, record: TensorRecord) -> Tensors:
-    """Return `tensors` with another record under `name`."""
-    return {**tensors, name: record}
+def swapping(part: str, name: str, record: TensorRecord) -> dict[str, Callable[[Any], Tensors]]:
+    """Return the change of an event that has another record under `name` in a part of its state."""
+    return {part: lambda event: {**getattr(event, part), name: record}}
+
+
+def also(trace: Trace, *events: Event) -> Trace:
+    """Return `trace` with more events before its end."""
+    return replace(trace, events=(*trace.events[:-1], *events, trace.events[-1]))
 
 
 def leave(rank: int, step: int) -> Fault:

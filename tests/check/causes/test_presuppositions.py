@@ -252,8 +252,12 @@ def test_a_skipped_step_that_ranks_did_not_see(dropped: bool) -> None:
     trace = own()
     nan = Injected(fault={"kind": "non_finite_gradient"}, step=2, rank=1)
     again = [replace(s, shard=s.shard + 9) for s in trace.of(Shard) if s.step == 2 and s.rank != 1]
-    events = (*trace.events[:-1], *(again if dropped else ()), nan, trace.events[-1])
-    run = altered(replace(trace, events=events), Update, {"step": 2, "rank": 1}, gradient={})
+    run = altered(
+        traces.also(trace, *(again if dropped else ()), nan),
+        Update,
+        {"step": 2, "rank": 1},
+        gradient={},
+    )
     finding = traces.judge("finiteness", Runs(run))
     assert finding.verdict is (Verdict.INCONCLUSIVE if dropped else Verdict.FALSIFIED)
     assert not dropped or "call obs.skipped() on every rank" in finding.reason

@@ -95,9 +95,8 @@ def test_a_first_step_that_was_skipped(check: str) -> None:
 def test_a_blind_rank_hides_no_other(part: str) -> None:
     """Two ranks that differ are found, even if the third recorded no weights."""
     trace = altered(traces.run(SUBJECT), Update, {"rank": 2}, weights={})
-    tensors = getattr(one(trace, Update, step=3, rank=1), part)
-    bad = traces.swapped(tensors, next(iter(tensors)), BAD)
-    apart = altered(trace, Update, {"step": 3, "rank": 1}, **{part: bad})
+    name = next(iter(getattr(one(trace, Update, step=3, rank=1), part)))
+    apart = altered(trace, Update, {"step": 3, "rank": 1}, **traces.swapping(part, name, BAD))
     found = falsified("replica_identity", apart)
     assert (found.step, found.rank) == (3, 1)
 

@@ -50,9 +50,12 @@ def scaled(tensors: Tensors, factor: float) -> Tensors:
 
 def with_gradient(step: int, factor: float) -> Trace:
     """Return SUBJECT's run, promising no bits, with one step's gradient times `factor`."""
-    trace = replace(traces.run(SUBJECT), promises=())
-    gradient = scaled(traces.one(trace, Update, step=step).gradient, factor)
-    return altered(trace, Update, {"step": step}, gradient=gradient)
+    return off_in({"step": step}, gradient=lambda update: scaled(update.gradient, factor))
+
+
+def off_in(at: dict[str, Any], **changes: Any) -> Trace:
+    """Return SUBJECT's run, promising no bits, with these updates changed."""
+    return altered(replace(traces.run(SUBJECT), promises=()), Update, at, **changes)
 
 
 @pytest.mark.parametrize("factor", [2.0, 1 / 3, 0.0, 1.002, -1.0])
@@ -77,44 +80,37 @@ def test_a_system_s_options_are_not_the_oracle_s() -> None:
 
 def test_rounding_is_no_alarm() -> None:
     """A gradient that is some float32 roundings off holds."""
-    trace = with_gradient(1, 1 + 2.0**-20)
-    traces.held("parity", *family(trace))
+    traces.held("parity", *family(with_gradient(1, 1 + 2.0**-20)))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite(bad: float) -> None:
     """NaN and inf are outside every bound, and their element is named."""
-    trace = replace(traces.run(SUBJECT), promises=())
-    gradient = dict(traces.one(trace, Update, step=1).gradient)
-    gradient["hidden1.bias"] = traces.values(0.0, bad, 0.0)
-    changed = altered(trace, Update, {"step": 1}, gradient=gradient)
-    found = falsified("parity", *family(changed))
+    swapped = traces.swapping("gradient", "hidden1.bias", traces.values(0.0, bad, 0.0))
+    found = falsified("parity", *family(off_in({"step": 1}, **swapped)))
     assert (found.step, found.tensor, found.element) == (1, "hidden1.bias", 1)
 
 
 def test_a_gradient_with_a_tensor_missing() -> None:
     """A tensor that a gradient lacks is named."""
-    trace = replace(traces.run(SUBJECT), promises=())
-    gradient = dict(traces.one(trace, Update, step=0).gradient)
+    gradient = dict(traces.one(traces.run(SUBJECT), Update, step=0).gradient)
     del gradient["output.bias"]
-    found = falsified("parity", *family(altered(trace, Update, {"step": 0}, gradient=gradient)))
+    found = falsified("parity", *family(off_in({"step": 0}, gradient=gradient)))
     assert (found.step, found.tensor) == (0, "output.bias")
 
 
 def test_weights_that_moved_elsewhere() -> None:
     """A right gradient that is applied wrongly is found in the weights."""
-    trace = replace(traces.run(SUBJECT), promises=())
-    weights = scaled(traces.one(trace, Update, step=0).weights, 1.01)
-    found = falsified("parity", *family(altered(trace, Update, {"step": 0}, weights=weights)))
+    moved = off_in({"step": 0}, weights=lambda update: scaled(update.weights, 1.01))
+    found = falsified("parity", *family(moved))
     assert found.step == 0
     assert "weights after the step" in found.message
 
 
 def test_a_loss_that_is_off() -> None:
     """A first loss that is off by more than rounding is found."""
-    trace = replace(traces.run(SUBJECT), promises=())
-    loss = (traces.one(trace, Update, step=2).loss or 0.0) * 1.001
-    found = falsified("parity", *family(altered(trace, Update, {"step": 2, "rank": 1}, loss=loss)))
+    loss = (traces.one(traces.run(SUBJECT), Update, step=2).loss or 0.0) * 1.001
+    found = falsified("parity", *family(off_in({"step": 2, "rank": 1}, loss=loss)))
     assert (found.step, found.rank) == (2, 1)
     assert found.got == repr(loss)
 
@@ -136,8 +132,7 @@ def test_a_promise_of_bits_is_held_to() -> None:
     """A trainer that promises bits is falsified by a difference of rounding."""
     trace = with_gradient(5, 1 + 2.0**-20)
     promised = replace(trace, promises=("bitwise",))
-    found = falsified("parity", *family(promised))
-    assert found.step == 5
+    assert falsified("parity", *family(promised)).step == 5
     traces.held("parity", *family(trace))
 
 

@@ -17,6 +17,7 @@ from tests.traces import altered, broken, falsified, held, left_open, scenario
 
 SUBJECT = scenario(dropout=0.3)
 NUM_RANKS = 2
+OTHER_BIAS = traces.swapping("weights", "output.bias", traces.values(1.0))
 
 
 def shared(ids: Sequence[int]) -> list[list[int]]:
@@ -221,8 +222,7 @@ def test_a_mask_again_in_a_later_step() -> None:
 def test_ranks_that_start_apart() -> None:
     """Initial weights that ranks draw differently are found at step -1."""
     trace = traces.run(SUBJECT)
-    weights = traces.swapped(trace.of(Start)[0].weights, "output.bias", traces.values(1.0))
-    found = falsified("randomness", altered(trace, Start, {"rank": 1}, weights=weights))
+    found = falsified("randomness", altered(trace, Start, {"rank": 1}, **OTHER_BIAS))
     assert (found.step, found.rank, found.tensor) == (-1, 1, "output.bias")
 
 
@@ -253,7 +253,6 @@ def test_small_masks_do_not_collide(system: str, width: int) -> None:
 def test_initial_weights_that_were_not_recorded() -> None:
     """Ranks without initial weights are missing; two that differ are still found."""
     trace = traces.run(SUBJECT)
-    other = traces.swapped(trace.of(Start)[0].weights, "output.bias", traces.values(1.0))
     for bare in (
         traces.without(trace, Start, rank=2),
         altered(trace, Start, {"rank": 2}, weights={}),
@@ -261,7 +260,7 @@ def test_initial_weights_that_were_not_recorded() -> None:
         assert left_open("randomness", bare) == (
             "initial weights of rank 2 were not recorded: record Start.weights on every rank"
         )
-        apart = altered(bare, Start, {"rank": 1}, weights=other)
+        apart = altered(bare, Start, {"rank": 1}, **OTHER_BIAS)
         found = falsified("randomness", apart)
         assert (found.step, found.rank, found.tensor) == (-1, 1, "output.bias")
     first = altered(trace, Start, {"rank": 0}, weights={})

@@ -76,9 +76,8 @@ def _of_a_script(trace: Trace, *, unseeded: bool) -> Trace:
 def test_another_state(part: str) -> None:
     """State that was not restored is found in the first step after the resume."""
     stopped, straight = pair()
-    tensors = getattr(stopped.of(Update)[0], part)
-    name = next(iter(tensors))
-    bad = {part: traces.swapped(tensors, name, traces.values(0.0))}
+    name = next(iter(getattr(stopped.of(Update)[0], part)))
+    bad = traces.swapping(part, name, traces.values(0.0))
     found = falsified("resume", altered(stopped, Update, {"step": 2, "rank": 1}, **bad), straight)
     assert (found.step, found.rank, found.tensor) == (2, 1, name)
 

@@ -42,7 +42,7 @@ def test_other_bits_with_more_workers(part: str) -> None:
 def with_bad(trace: Trace, at: dict[str, Any], part: str) -> Trace:
     """Return a run in which the first tensor of a part of an update is another one."""
     name = next(iter(getattr(one(trace, Update, **at), part)))
-    return altered(trace, Update, at, **{part: lambda made: {**getattr(made, part), name: BAD}})
+    return altered(trace, Update, at, **traces.swapping(part, name, BAD))
 
 
 def test_another_loss_with_more_workers() -> None:
@@ -250,8 +250,7 @@ def test_the_dead_do_not_update() -> None:
     """An update by a worker that left is falsified."""
     disturbed, calm = disturbed_pair()
     ghost = replace(disturbed.of(Update)[-1], step=2, rank=1)
-    events = (*disturbed.events[:-1], ghost, disturbed.events[-1])
-    found = falsified("recovery", replace(disturbed, events=events), calm)
+    found = falsified("recovery", traces.also(disturbed, ghost), calm)
     assert (found.step, found.rank) == (2, 1)
     assert "yet updated" in found.message
 
@@ -277,10 +276,8 @@ def test_a_short_run_is_judged_at_its_end() -> None:
 def test_a_promise_of_bits_is_kept_through_the_loss() -> None:
     """A trainer that promises bits keeps them after losing a worker."""
     disturbed, calm = traces.family("recovery", DISTURBED)
-    right = traces.one(disturbed, Update, step=3).gradient
-    bad = traces.swapped(right, "output.bias", traces.values(0.0))
-    changed = altered(disturbed, Update, {"step": 3, "rank": 2}, gradient=bad)
-    found = falsified("recovery", changed, calm)
+    bad = traces.swapping("gradient", "output.bias", traces.values(0.0))
+    found = falsified("recovery", altered(disturbed, Update, {"step": 3, "rank": 2}, **bad), calm)
     assert (found.step, found.rank, found.tensor) == (3, 2, "output.bias")
 
 
@@ -318,8 +315,7 @@ def test_the_dead_make_no_later_step(step: int) -> None:
     """An update by a rank in a step after it left is falsified."""
     disturbed, calm = disturbed_pair()
     ghost = replace(one(disturbed, Update, step=step, rank=0), rank=1)
-    events = (*disturbed.events[:-1], ghost, disturbed.events[-1])
-    found = falsified("recovery", replace(disturbed, events=events), calm)
+    found = falsified("recovery", traces.also(disturbed, ghost), calm)
     assert (found.step, found.rank) == (step, 1)
 
 
@@ -448,5 +444,5 @@ def test_a_worker_that_came_back_is_judged() -> None:
     """A second start after the loss is a recovery, whether it has a checkpoint or not."""
     dead = killed(saves="nothing")
     again = [event for event in dead.events if isinstance(event, Start)]
-    back = replace(dead, events=(*dead.events[:-1], *again, dead.events[-1]))
+    back = traces.also(dead, *again)
     assert CHECKS["recovery"].absent([traces.observed(saves="nothing"), back]) == ""

@@ -52,7 +52,7 @@ def test_an_update_that_is_not_sgds(name: str, off: float) -> None:
     value = weights[name].values()
     assert value is not None
     wrong = traces.values(value[0], value[1] + off, value[2])
-    found = falsified("step_rule", changed(weights=traces.swapped(weights, name, wrong)))
+    found = falsified("step_rule", changed(**traces.swapping("weights", name, wrong)))
     assert (found.step, found.rank, found.tensor, found.element) == (3, 1, name, 1)
 
 
@@ -165,7 +165,7 @@ def test_a_tensor_that_rests_needs_no_gradient() -> None:
 def test_a_gap_hides_no_rank() -> None:
     """A rank with a wrong update is found, even if another recorded no values."""
     wrong = traces.values(9.0, 9.0, 9.0)
-    trace = changed(weights=traces.swapped(one(traces.run(SUBJECT), Update).weights, "x", wrong))
+    trace = changed(**traces.swapping("weights", "x", wrong))
     bare = altered(trace, Start, {"rank": 0}, weights={})
     assert falsified("step_rule", bare).rank == 1
 

@@ -56,9 +56,8 @@ def test_a_weight_that_is_not_the_shards() -> None:
 def test_gradients_are_the_single_devices(step: int) -> None:
     """A gradient weighted unlike the loss is found in its step, also in a short batch."""
     own, *others = traces.family("weighting", SUBJECT)
-    right = traces.one(own, Update, step=step).gradient
-    gradient = traces.swapped(right, "hidden1.bias", traces.values(1, 2, 3))
-    changed = altered(own, Update, {"step": step, "rank": 1}, gradient=gradient)
+    bad = traces.swapping("gradient", "hidden1.bias", traces.values(1, 2, 3))
+    changed = altered(own, Update, {"step": step, "rank": 1}, **bad)
     found = falsified("weighting", changed, *others)
     assert (found.step, found.rank, found.tensor) == (step, 1, "hidden1.bias")
 
