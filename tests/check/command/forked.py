@@ -27,6 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 import entrenar_py.check.observing.observer  # noqa: F401
 from entrenar_py.check.observing.auto import SETTINGS, beginning
 
+HOST = "127.0.0.1"
+
 
 class Waiting:
     """The finder that waits for torch; here, all of torch is there."""
@@ -38,13 +40,15 @@ class Waiting:
 def main() -> int:
     """Return 0 if every rank ended well; if one does not, the others are killed."""
     world_size, script, *arguments = sys.argv[1:]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    listener = socket.create_server((HOST, 0))
+    port = listener.getsockname()[1]
     common = {
         "WORLD_SIZE": world_size,
         "LOCAL_WORLD_SIZE": world_size,
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": HOST,
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_RUN_ID": "forked",  # by which Lightning knows that it was launched
         "TORCHELASTIC_MAX_RESTARTS": "0",
     }
@@ -52,10 +56,15 @@ def main() -> int:
     for rank in range(int(world_size)):
         pid = os.fork()
         if pid == 0:
+            listener.close()
             os.environ.update({**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
             sys.argv = [script, *arguments]
             _run(script)
         ranks.add(pid)
+    # As torchrun's agent does: had rank 0 to open the port, another process might take it before.
+    store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
+        HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
     failed = False
     while ranks:
         pid, status = os.wait()
@@ -64,6 +73,7 @@ def main() -> int:
             failed = True
             for other in ranks:
                 os.kill(other, signal.SIGTERM)
+    del store
     return int(failed)
 
 

@@ -13,6 +13,7 @@ import ctypes
 import functools
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import resource
@@ -116,6 +117,15 @@ class Nursery:
         return said
 
 
+def without_gpu(libraries: Sequence[str]) -> tuple[str, ...]:
+    """Return those of `libraries` that a process may load whose forks use a GPU.
+
+    peft imports bitsandbytes, which opens the GPU, and no process that is forked then can open it.
+    """
+    opens = Path("/dev/nvidiactl").exists() and importlib.util.find_spec("bitsandbytes")
+    return tuple(name for name in libraries if not opens or name != "peft")
+
+
 def start(
     arguments: Sequence[str],
     *,
@@ -178,7 +188,7 @@ def serve(asked: socket.socket) -> None:
 @functools.cache
 def _load_libraries() -> None:
     """Import what fine-tuning needs, which takes seconds in each process that doesn't have it."""
-    for name in _LIBRARIES:
+    for name in without_gpu(_LIBRARIES):
         with suppress(ImportError):
             importlib.import_module(name)
     gc.freeze()

@@ -19,6 +19,7 @@ from typing import NoReturn
 
 from entrenar_py.shared.patience import Patience
 from entrenar_py.train.wire_io.processes import Crew, Hand, Job
+from tests.train.service.nursery import without_gpu
 
 PATIENCE_S = 90.0
 PRELOADED = (
@@ -34,7 +35,7 @@ PRELOADED = (
 @cache
 def crew() -> Crew:
     """Return the processes of the ranks; they end with this process."""
-    made = Crew(main, preload=PRELOADED, one_job=True)
+    made = Crew(main, preload=without_gpu(PRELOADED), one_job=True)
     atexit.register(made.dismiss)
     return made
 
