@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 
 from entrenar_py.check.clauses import CHECKS, devices
-from entrenar_py.check.clauses.devices import judge_products, plan_products
-from entrenar_py.check.contract import Invariant
+from entrenar_py.check.clauses.devices import plan_products
 from entrenar_py.check.evidence.needs import ON_CPU
 from entrenar_py.check.harness import companions
 from entrenar_py.compute.wgpu import program
-from entrenar_py.shared.config.problems import Position
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import (
     Declined,
@@ -31,17 +29,10 @@ from entrenar_py.shared.trace import (
 )
 from entrenar_py.shared.verdict import Finding, Verdict
 from tests import traces
-from tests.traces import broken, falsified, held, left_open, several, undecided
+from tests.traces import falsified, held, left_open
 
 # --- products -------------------------------------------------------------------------------------
 
-INVARIANT = Invariant(
-    id="F-WGPU-001",
-    name="gpu_matmul",
-    statement="the product matches the CPU",
-    position=Position("c.yaml", 1, 1),
-    tolerance=1e-4,
-)
 OF_PRODUCTS = Scenario(system="matmul", workload="linear", world_size=1, seed=0)
 RIGHT = Product(
     backend="wgpu",
@@ -69,7 +60,7 @@ def product_trace(*events: Event, status: str = "completed", reason: str = "") -
 def test_right_products_hold() -> None:
     """Right products hold, the stated one by both bounds, and a software adapter is noted."""
     elsewhere = replace(RIGHT, shape=(3, 1024, 2), result_shape=(3, 2), stated=False, error_cpu=9.0)
-    finding = judge_products(INVARIANT, several([product_trace(RIGHT, elsewhere)]))
+    finding = traces.judge("matmul", [product_trace(RIGHT, elsewhere)], 1e-4)
     assert (finding.verdict, finding.compared) == (Verdict.HELD, 4 + 3)
     assert finding.notes == ("software adapter llvmpipe (Vulkan)",)
 
@@ -87,31 +78,23 @@ def test_right_products_hold() -> None:
 )
 def test_wrong_products_are_falsified(wrong: Product, message: str) -> None:
     """Each kind of wrong product is falsified, with shape, layout and element in the message."""
-    finding = judge_products(INVARIANT, several([product_trace(RIGHT), product_trace(wrong)]))
-    assert finding.verdict is Verdict.FALSIFIED
-    assert finding.counterexample is not None
-    assert message in finding.counterexample.message
-    assert finding.counterexample.scenario == OF_PRODUCTS.to_dict()
+    found = falsified("matmul", product_trace(RIGHT), product_trace(wrong), tolerance=1e-4)
+    assert message in found.message
+    assert found.scenario == OF_PRODUCTS.to_dict()
 
 
 def test_element_of_the_counterexample() -> None:
     """The counterexample names the element that broke its bound."""
-    found = broken(
-        judge_products(INVARIANT, several([product_trace(replace(RIGHT, error_f64=1.0))]))
-    )
+    found = falsified("matmul", product_trace(replace(RIGHT, error_f64=1.0)), tolerance=1e-4)
     assert (found.place(), found.expected, found.got) == ("tensor product[5]", "<= 0.0002", "1")
 
 
 def test_absolute_tolerance_applies_where_stated() -> None:
     """The tolerance applies to the stated shape only. Without one a note says so."""
     unstated = replace(RIGHT, stated=False, error_cpu=1.0)
-    hardware = judge_products(
-        INVARIANT, several([product_trace(replace(unstated, software=False))])
-    )
+    hardware = traces.judge("matmul", [product_trace(replace(unstated, software=False))], 1e-4)
     assert (hardware.verdict, hardware.notes) == (Verdict.HELD, ())
-    finding = judge_products(
-        replace(INVARIANT, tolerance=None), several([product_trace(replace(RIGHT, error_cpu=1.0))])
-    )
+    finding = traces.judge("matmul", [product_trace(replace(RIGHT, error_cpu=1.0))])
     assert finding.verdict is Verdict.HELD
     assert "the clause has no tolerance: only the float32 bound was checked" in finding.notes
 
@@ -120,7 +103,7 @@ NO_PRODUCT = "no matrix product was computed on a GPU: F-WGPU-001 is decided by 
 
 
 @pytest.mark.parametrize(
-    ("traces", "reason"),
+    ("runs", "reason"),
     [
         ([], NO_PRODUCT),
         ([product_trace()], NO_PRODUCT),
@@ -128,19 +111,20 @@ NO_PRODUCT = "no matrix product was computed on a GPU: F-WGPU-001 is decided by 
         ([product_trace(RIGHT), product_trace(status="failed", reason="no adapter")], "no adapter"),
     ],
 )
-def test_no_product_is_inconclusive(traces: list[Trace], reason: str) -> None:
+def test_no_product_is_inconclusive(runs: list[Trace], reason: str) -> None:
     """No trace, no product, the CPU alone, or no adapter is inconclusive, with a reason."""
-    assert undecided(judge_products(INVARIANT, several(traces))).startswith(reason)
+    assert left_open("matmul", *runs, tolerance=1e-4).startswith(reason)
 
 
 def test_plan_covers_the_hard_cases() -> None:
     """The plan holds the stated shape, transposed views, ragged tiles, long sums, large values."""
-    options = [scenario.options for scenario in plan_products(INVARIANT)]
+    planned = plan_products(traces.clause("matmul"))
+    options = [scenario.options for scenario in planned]
     assert {"m": 64, "k": 64, "n": 64} in options
     assert {o.get("k") for o in options} >= {1, 15, 17, 31, 67, 512, 1024}
     assert {o.get("layout") for o in options} >= {"a_transposed", "b_transposed", "both_transposed"}
     assert any(o.get("magnitude", 1) > 1 for o in options)
-    assert all(scenario.backends == ("wgpu",) for scenario in plan_products(INVARIANT))
+    assert all(scenario.backends == ("wgpu",) for scenario in planned)
 
 
 # --- operations -----------------------------------------------------------------------------------
