@@ -165,7 +165,7 @@ def test_a_tensor_that_rests_needs_no_gradient() -> None:
 def test_a_gap_hides_no_rank() -> None:
     """A rank with a wrong update is found, even if another recorded no values."""
     wrong = traces.values(9.0, 9.0, 9.0)
-    trace = changed(**traces.swapping("weights", "x", wrong))
+    trace = changed(**traces.swapping("weights", "hidden1.bias", wrong))
     bare = altered(trace, Start, {"rank": 0}, weights={})
     assert falsified("step_rule", bare).rank == 1
 
