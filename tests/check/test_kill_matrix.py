@@ -51,7 +51,6 @@ def falsified(step: int | None = None, rank: int | None = None) -> Finding:
 
 
 def row(variant: Variant, finding: Finding, *, invariant: str = "F-DP-001") -> Row:
-    """Return the row of `variant` judged by `invariant`."""
     return Row(variant=variant, invariant=invariant, finding=finding)
 
 
@@ -290,11 +289,7 @@ def test_rows_are_told_as_they_come() -> None:
     ],
 )
 def test_show(
-    variant: Variant,
-    finding: Finding,
-    code: int,
-    words: str,
-    monkeypatch: pytest.MonkeyPatch,
+    variant: Variant, finding: Finding, code: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The exit code is 0 only if all rows are right. Each wrong row is explained on a line."""
     clause = replace(kill_matrix.invariants()["F-DP-001"], mutants=())

@@ -129,12 +129,6 @@ def test_every_key_of_a_configuration_has_a_row() -> None:
     """Each key has a row in the table of its mapping."""
     page = generate.SERVICE.read_text("utf-8")
     assert generate.service(page) == page, "say `make docs`"
-    tables = (
-        config.TRAINING,
-        config.SERVICE,
-        config.CHECKPOINT,
-        config.TLS,
-        config.TIMING,
-    )
+    tables = (config.TRAINING, config.SERVICE, config.CHECKPOINT, config.TLS, config.TIMING)
     names = [name for table in tables for name in table]
     assert [row.split("`")[1] for row in page.splitlines() if row.startswith("| `")] == names

@@ -96,7 +96,6 @@ def _authority() -> tuple[TemporaryDirectory[str], Path, Path]:
 
 
 def certificate() -> tuple[Path, Path]:
-    """Return a certificate and its key."""
     return _authority()[1:]
 
 

@@ -73,7 +73,7 @@ def seeds() -> Mapping[str, list[bytes]]:
         "read_trace": ["".join(f"{line}\n" for line in trace.dump_lines(_trace())).encode()],
         "read_contract": [
             path.read_bytes()
-            for folder in ("contracts", "tests/contract/data")
+            for folder in ("contracts", "tests/check/contract/data")
             for path in sorted((TOP / folder).glob("*.yaml"))
         ],
         "read_configuration": [CONFIGURATION, b"[tool.entrenar-check]\n" + CONFIGURATION],

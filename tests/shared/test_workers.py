@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,10 @@ from entrenar_py.shared.trace import Audit, Saved, Start, Tensors, Trace, Update
 from entrenar_py.shared.workers import Outer
 from entrenar_py.train.arithmetic import checkpoint
 from entrenar_py.train.wire.messages import Applied, Average, Message, Weights, Welcome
-from tests.check.clauses import traces
+from tests import traces
 from tests.systems import by_hand, stars
 from tests.systems.stars import MESH_SIMULATED, REAL, SIMULATED, STEP, subject
+from tests.traces import altered
 
 TAKEN = Fault(kind="stranger", step=2, rank=1, value="taken_rank")
 ONE_TOO_MANY = Fault(kind="stranger", step=2, value="one_too_many")
@@ -67,7 +67,6 @@ def struck(system: str, kind: str, at: str) -> Scenario:
 
 
 def in_workers(trace: Trace) -> list[Tensors]:
-    """Return the optimizer states that workers recorded."""
     recorded = [one.optimizer for one in trace.of(Start)]
     recorded += [one.optimizer for one in trace.of(Update)]
     return [one for one in recorded if one]
@@ -183,11 +182,9 @@ def test_a_worker_with_a_state_of_its_own_is_not_passed_over() -> None:
     """If one worker records moments, the clause doesn't hold without those of the others."""
     trace = traces.run(served(SIMULATED))
     moments = next(one.weights for one in trace.of(Update))
-    events = tuple(
-        replace(one, optimizer=moments) if isinstance(one, Update) and one.rank == 1 else one
-        for one in trace.events
+    finding = traces.judge(
+        "replica_identity", [altered(trace, Update, {"rank": 1}, optimizer=moments)]
     )
-    finding = traces.judge("replica_identity", [replace(trace, events=events)])
     assert finding.verdict.name == "INCONCLUSIVE"
     assert "ranks 0, 2 recorded no optimizer" in finding.reason
 

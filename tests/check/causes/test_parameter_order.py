@@ -15,8 +15,9 @@ from entrenar_py.check.evidence.needs import REORDERED, Runs
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.trace import Event, Ruled, Start, Trace, Traits, Update
 from entrenar_py.shared.verdict import Tally
-from tests.check.clauses import traces
-from tests.check.clauses.micro_batch_traces import Vectors, records
+from tests import traces
+from tests.check.clauses.micro_batch_traces import Vectors
+from tests.traces import records
 
 SUBJECT = traces.scenario(system="command", workload="own", world_size=1, num_steps=3)
 REORDERED_SUBJECT = SUBJECT.with_(faults=(Fault(kind="reordered_groups", step=0),))

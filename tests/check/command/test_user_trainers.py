@@ -15,9 +15,9 @@ from entrenar_py.check.command.run_settings import Run, RunSettings
 from entrenar_py.check.contract import Binding, Position
 from entrenar_py.shared.verdict import Verdict
 from falsification.twins import Twin, family
-from tests.check.clauses import traces
-from tests.check.clauses.traces import clause, scenario
+from tests import traces
 from tests.check.command import scripts, twins, zygote
+from tests.traces import clause, scenario
 
 # What no run of the example says anything about, or not enough: why is in its reason.
 OPEN = {

@@ -19,7 +19,7 @@ from entrenar_py.shared import package_data
 from entrenar_py.shared import trace as trace_file
 from entrenar_py.shared.trace import End, Trace, Update
 from entrenar_py.shared.verdict import Verdict
-from tests.check.clauses import traces
+from tests import traces
 from tests.conftest import shipped_invariants
 
 COPIES, SAMPLES, NAN = "F-DP-001", "F-DP-002", "F-DP-003"

@@ -113,7 +113,6 @@ def test_batches_without_memory_of_their_own(watch: Any) -> None:
 
 
 def fetch(loader: Loader, fetched: queue.Queue[Any]) -> None:
-    """Put all batches of a loader into a queue."""
     for batch in loader:
         fetched.put(batch)
 
@@ -137,11 +136,7 @@ def test_a_thread_that_fetches(watch: Any) -> None:
 def test_batches_that_are_skipped(watch: Any) -> None:
     """Batches that no step is given count for none; a resumed run may begin with such."""
     loader = DataLoader(DATA, batch_size=2)
-    for copied, resumed, ids in (
-        (False, False, (4, 5)),
-        (True, True, (4, 5)),
-        (True, False, None),
-    ):
+    for copied, resumed, ids in ((False, False, (4, 5)), (True, True, (4, 5)), (True, False, None)):
         draws = watch(loader, resumed=resumed)
         batches = iter(loader)
         batch = [next(batches) for _ in range(3)][-1]

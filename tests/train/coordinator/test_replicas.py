@@ -9,7 +9,7 @@ from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.trace import Injected, Shard
 from entrenar_py.train.arithmetic import reduction, sharding
 from entrenar_py.train.coordinator.replicas import Replicas, Worker
-from tests.check.clauses import traces
+from tests import traces
 
 
 def _alone(**changes: object) -> tuple[Replicas, Worker]:
