@@ -13,7 +13,15 @@ from entrenar_py.check.causes import copies
 from entrenar_py.check.causes.run_comparison import Compared
 from entrenar_py.check.clauses import CHECKS
 from entrenar_py.check.evidence import run_names
-from entrenar_py.check.evidence.needs import ALONE, CONTROLLED, NUDGED, REPEATED, SHORTENED, Runs
+from entrenar_py.check.evidence.needs import (
+    ALONE,
+    CONTROLLED,
+    NUDGED,
+    REORDERED,
+    REPEATED,
+    SHORTENED,
+    Runs,
+)
 from entrenar_py.check.harness import companions
 from entrenar_py.shared.faults import MERGED, MIRRORED, Fault
 from entrenar_py.shared.trace import Injected, Noticed, Shard, Start, Tensors, Trace, Update
@@ -426,6 +434,8 @@ def test_witnesses_are_found_among_stored_runs() -> None:
     nudge = Fault(kind="nudged_weights", step=0, value="1e-6")
     stored["nudged"] = stored["alone"].with_(faults=(nudge,))
     stored["common"] = usual.with_(faults=(Fault(kind="common_numbers", step=0),))
+    order = Fault(kind="reordered_groups", step=0)
+    stored["reordered"] = stored["alone"].with_(faults=(order,))
     short = Fault(kind="shortened_epochs", step=0, value="2")
     stored["short"] = usual.with_(faults=(short,))
     for name in stored:
@@ -434,6 +444,7 @@ def test_witnesses_are_found_among_stored_runs() -> None:
             ALONE: ("alone",),
             REPEATED: ("usual", "again"),
             NUDGED: ("alone", "nudged"),
+            REORDERED: ("alone", "reordered"),
             CONTROLLED: ("common",),
             SHORTENED: ("short",),
         }, name

@@ -9,8 +9,7 @@ import pytest
 
 from entrenar_py.check.command import judging
 from entrenar_py.check.command.judging import tasks
-from entrenar_py.check.command.run_settings import RunSettings
-from entrenar_py.check.command.runs import Run
+from entrenar_py.check.command.run_settings import Run, RunSettings
 from entrenar_py.shared.verdict import Verdict
 from tests import traces
 from tests.conftest import shipped_invariants

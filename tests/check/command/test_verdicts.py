@@ -12,8 +12,7 @@ import pytest
 
 from entrenar_py.check import cli
 from entrenar_py.check.command import judging
-from entrenar_py.check.command.run_settings import RunSettings, Turn
-from entrenar_py.check.command.runs import Run
+from entrenar_py.check.command.run_settings import Run, RunSettings, Turn
 from entrenar_py.check.evidence import run_names
 from entrenar_py.check.reports.report import Entry
 from entrenar_py.shared import package_data

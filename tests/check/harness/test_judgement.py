@@ -12,8 +12,7 @@ import pytest
 from entrenar_py import systems
 from entrenar_py.check import clauses as checks
 from entrenar_py.check.command import judging
-from entrenar_py.check.command.run_settings import RunSettings
-from entrenar_py.check.command.runs import Run
+from entrenar_py.check.command.run_settings import Run, RunSettings
 from entrenar_py.check.contract import Invariant
 from entrenar_py.check.harness import judgement
 from entrenar_py.check.harness.plan import Task

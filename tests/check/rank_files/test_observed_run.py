@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from entrenar_py.check import evidence
 from entrenar_py.check.clauses import CHECKS
 from entrenar_py.check.contract import Invariant
 from entrenar_py.check.harness import judgement
@@ -277,7 +278,7 @@ def drawn(steps: Sequence[Sequence[int]], begin: int = 0) -> list[Start | Shard]
 
 def epochs_of(steps: Sequence[Sequence[int]], size: int | None, begin: int = 0) -> list[int] | None:
     """Return the epoch of each step, None if they are unknown."""
-    events = observed_run.derived_epochs(drawn(steps, begin), None if size is None else range(size))
+    events = evidence.derived_epochs(drawn(steps, begin), None if size is None else range(size))
     if events is None:
         return None
     return [event.epoch for event in events if isinstance(event, Shard)]
