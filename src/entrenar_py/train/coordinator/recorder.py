@@ -126,7 +126,7 @@ def events_in(rank: int, message: Message, payload: Buffer) -> list[trace.Event]
 
 
 class Deliveries:
-    """What workers have recorded, until it is kept in `recorder`: it counts with their delivery.
+    """Events of workers, until `recorder` keeps them: they count with their delivery.
 
     Of a delivery that is never complete only the injected faults are recorded.
     """

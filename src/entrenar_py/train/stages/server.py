@@ -72,7 +72,7 @@ def workload_of(prepared: Prepared) -> Coordinated:
 
 
 class StageDeliveries(Deliveries):
-    """What workers have recorded: it counts once the step is made in their round.
+    """Events of workers: they count once the step is made in their round.
 
     Of a round that is void, faults alone are recorded.
     """
