@@ -212,7 +212,7 @@ def test_contracts_and_catalogue_agree() -> None:
     }
     written = {name: sorted(clause.mutants) for name, clause in kill_matrix.invariants().items()}
     assert written == claims
-    assert len(written) == 90
+    assert len(written) >= 90, "no clause was lost"
     assert all(written.values())
 
 
@@ -233,7 +233,8 @@ def test_a_benign_variant_is_judged_by_every_clause_of_training() -> None:
     tried = ("F-TI-008", "F-DP-001")
     judges = kill_matrix.judges(replace(BENIGN, tried=tried), kill_matrix.invariants())
     assert tuple(judges[:2]) == tried
-    assert len(judges) == len(set(judges)) == 13
+    of_training = [check.id for check in checks.CHECKS.values() if check.explores]
+    assert sorted(judges) == sorted(of_training)
     assert not {"F-DP-004", "F-WGPU-001", "F-HET-001", "F-HET-002"} & set(judges)
 
 

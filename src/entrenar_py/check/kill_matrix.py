@@ -109,7 +109,7 @@ def all_right(rows: Sequence[Row]) -> bool:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """Return a line: how many mutants were rightly killed, how many benign variants were silent."""
+    """Return a line: how many mutants were killed rightly, how many benign variants were silent."""
     right: dict[str, bool] = {}
     for row in rows:
         right[row.variant.name] = right.get(row.variant.name, True) and row.right

@@ -1,4 +1,4 @@
-"""What comes with the package: contracts, counterexamples, and pyproject.toml's extras.
+"""Files of the package: contracts, counterexamples, and the extras of pyproject.toml.
 
 Files are inside an installed package, and at the top of a checkout. Extras are the libraries that
 only some commands need.

@@ -68,7 +68,7 @@ def test_what_was_restored_is_held() -> None:
     ("restored", "tensor", "words"),
     [
         ({}, "a/m", "it has none, so none was loaded"),
-        ({"a/m": MOMENTS["a/m"]}, "b/m", "b/m is not there any more"),
+        ({"a/m": MOMENTS["a/m"]}, "b/m", "b/m is missing now"),
         ({**MOMENTS, "a/m": values(0.0, 0.0)}, "a/m", "is zero: it was not restored"),
         ({**MOMENTS, "a/m": values(1.0, 2.0)}, "a/m", "was rounded to bfloat16"),
         ({**MOMENTS, "a/m": values(1.0, 2.5)}, "a/m", "a/m differs"),

@@ -76,7 +76,7 @@ def nothing(_: Averaged) -> None:
             "after step 3 it moves 0.9 of the way to the weights, not 0.25, as it did after",
         ),
         (average, 3, "it is as it was before the first step: it was not restored"),
-        (made_anew, 3, "the weights with which the run resumed: it was made anew from them"),
+        (made_anew, 3, "the weights with which the run resumed: it was made again from them"),
     ],
 )
 def test_a_resume_that_loses_a_part_of_an_average(

@@ -364,7 +364,7 @@ def test_a_step_that_is_not_the_weights() -> None:
 @pytest.mark.parametrize(
     ("weight", "words"),
     [
-        (0.0, "the script began anew, with its initial weights"),
+        (0.0, "the script started over, with its initial weights"),
         (9.0, "with weights of no earlier step"),
     ],
 )

@@ -89,7 +89,7 @@ def test_a_crashed_check_and_a_crashed_run_are_inconclusive(
         raise ZeroDivisionError("a bug")
 
     with monkeypatch.context() as patch:
-        patch.setattr("entrenar_py.train.reference.run", bug)
+        patch.setattr("entrenar_py.systems.reference.run", bug)
         assert check("--contract", contract, "--examples", 0) == 4
         assert "did not run to an end: ZeroDivisionError: a bug" in capsys.readouterr().out
     broken = replace(checks.CHECKS["coverage"], judge=bug)

@@ -88,7 +88,7 @@ _BEGINS_ANEW = Expected(
     clause="F-TI-003",
     verdict="inconclusive",
     kind=Kind.UNDECLARED,
-    words="the script began anew",
+    words="the script started over",
     because="Which checkpoint the recipe goes on from is said by several keys of its "
     "configuration.",
 )

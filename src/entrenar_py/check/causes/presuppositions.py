@@ -112,7 +112,7 @@ _PLAIN = Words(run="the first of them", its="the first one's", before="", elsewh
 
 
 def drawn_apart(compared: Compared) -> str:
-    """Return what a command that was not told a seed draws anew in every run; "" for nothing."""
+    """Return what a command without a seed draws differently in every run; "" for nothing."""
     if compared.trace.traits.seeded:
         return ""
     why = unseeded(compared.model, compared.trace)
@@ -135,7 +135,7 @@ def samples_apart(compared: Compared) -> str:
 
 
 def samples_drawn_apart(compared: Compared) -> str:
-    """Return the first step with samples that a command without a {seed} draws anew."""
+    """Return the first step with samples that a command without a {seed} draws differently."""
     if compared.trace.traits.seeded:
         return ""
     why = _other_samples(compared.model, compared.trace)

@@ -163,7 +163,7 @@ def _compare(
     for name in [*due, *(name for name in got if name not in due)]:
         left, right = due.get(name), got.get(name)
         if left is None or right is None:
-            lacking = "is not there any more" if right is None else "was not there before"
+            lacking = "is missing now" if right is None else "was missing before"
             tally.check(False, f"{message}: {name} {lacking}", tensor=name, **place)
         elif left.digest == right.digest:
             tally.compared += 1

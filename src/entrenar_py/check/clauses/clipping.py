@@ -357,7 +357,7 @@ def _while_scaled(steps: Steps) -> Explanation | None:
 
 
 def _by_group(steps: Steps) -> Explanation | None:
-    """Several groups of tensors have the same norm, a number that people write, each by itself.
+    """Several groups of tensors have the same norm, that people write: each is clipped separately.
 
     Networks that are trained together may be clipped apart. But these groups divide a layer, as a
     list of parameters with weight decay does, and have tensors of several layers.

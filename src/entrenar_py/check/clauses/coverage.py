@@ -71,7 +71,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         _by_members(tally, trace)
     for trace in runs.witnesses.get(SHORTENED, ()):
         _in_short_epochs(tally, runs, trace)
-    if tally.broken is None:  # a run that is wrong by itself differs from others because of that
+    if tally.broken is None:  # a run that is wrong in itself differs from others because of that
         _stable(tally, runs)
         _none_left_out(tally, runs)
     epochal = in_epochs(runs)

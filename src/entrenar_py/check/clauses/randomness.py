@@ -456,7 +456,7 @@ def _seeded_alike(parted: int) -> str:
 
 
 class _Streams:
-    """What is known of the numbers that a run draws: for which samples, and whether for each.
+    """The known random draws of a run: for which samples, and whether for each of them.
 
     A stream is a place and a generator. `alone` is the same training on one worker.
     """
@@ -623,7 +623,7 @@ def _workers_differ(
 ) -> None:
     """Check that no two workers of loaders draw the same numbers for other samples.
 
-    A generator that is seeded anew for each sample does not end in the same state.
+    A generator that is seeded again for each sample does not end in the same state.
     """
     seen: dict[tuple[str, str, str], Drawn] = {}
     for event in drawn:

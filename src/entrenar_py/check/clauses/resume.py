@@ -111,7 +111,7 @@ def _absent(traces: Sequence[Trace]) -> str:
         if not all(map(began_anew, stopped)):
             return ""
         return (
-            "the script loads its weights only once it has trained, and it began anew where it "
+            "the script loads its weights only once it has trained, and it started over where it "
             "was started again with its checkpoint there: no run goes on from one"
         )
     unreached = next((trace.traits.unreached for trace in traces if trace.traits.unreached), "")
@@ -190,7 +190,7 @@ def _rate_of(
         return ""
     back = [start.step for start in trace.of(Start) if start.resumed and start.step <= at]
     anew = step in (0, at - max(back, default=0))
-    return f": that of step {step}{', as if the schedule began anew' if anew else ''}"
+    return f": that of step {step}{', as if the schedule started over' if anew else ''}"
 
 
 def _same_scale(tally: Tally, straight: Trace, trace: Trace) -> None:
@@ -405,7 +405,7 @@ def require_resumes(tally: Tally, trace: Trace) -> None:
         if anew and trace.scenario.workload == "own":
             _tell_anew(tally, trace, stop, (lives[0], anew[0]), is_enough=bool(resumed))
             if not resumed:
-                break  # after every stop it begins anew, for the same reason
+                break  # after every stop it starts over, for the same reason
         elif stop not in resumed and len(lives) <= number and stop <= last:
             why = f"the run was to stop before step {stop}, and no resume was recorded"
             missing.ask(tally, why, facts.RESUMED_START)
@@ -430,7 +430,9 @@ def _tell_anew(
             )
             tally.check(False, message, **evidence.place(trace, start))
             return
-        what = f"after the stop before step {stop} the script began anew, with its initial weights"
+        what = (
+            f"after the stop before step {stop} the script started over, with its initial weights"
+        )
         if is_enough:
             tally.note(f"{what}: it had written no checkpoint by then")
             return
@@ -458,7 +460,7 @@ def _moves(trace: Trace, first: Start) -> bool:
 
 
 def _how_to_resume(trace: Trace) -> str:
-    """Return why a script may have begun anew, and what to do about it."""
+    """Return why a script may have started over, and what to do about it."""
     if trace.traits.saves != "weights":
         return (
             "it found no checkpoint in {workdir}, or loads none; save one at the latest when "

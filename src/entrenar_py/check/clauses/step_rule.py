@@ -15,13 +15,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from entrenar_py.check import evidence
-from entrenar_py.check.causes import applied_gradients, edits, presuppositions, update_rule
+from entrenar_py.check.causes import (
+    applied_gradients,
+    edits,
+    parameter_order,
+    presuppositions,
+    update_rule,
+)
 from entrenar_py.check.causes.run_comparison import Compared
 from entrenar_py.check.clauses import clipping, knobs, plans
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
 from entrenar_py.check.evidence import closeness, factors, facts, missing, run_names
-from entrenar_py.check.evidence.needs import ALONE, REPEATED, SHORTENED, Traces, turned
+from entrenar_py.check.evidence.needs import ALONE, REORDERED, REPEATED, SHORTENED, Traces, turned
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Noticed, Ruled, Start, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Finding, Tally
@@ -40,6 +46,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
     knobs.compare(tally, runs)
     if tally.observed:
         compare_schedule(tally, runs)
+        parameter_order.compare(tally, runs)
         for trace in (*runs, *runs.witnesses.get(SHORTENED, ())):
             compare_metrics(tally, trace)
     for trace in runs:
@@ -143,6 +150,11 @@ def _follow(tally: Tally, trace: Trace) -> None:
         )
 
 
+def is_recomputed(trace: Trace) -> bool:
+    """Return whether an optimizer of the user's steps by the rule of torch's that it is made of."""
+    return update_rule.are_known(trace) and _is_as_derived(trace)
+
+
 def _is_as_derived(trace: Trace) -> bool:
     """Return whether an optimizer of the user's steps as the class does that it is derived from."""
     plain = [replace(e, derived=False) if isinstance(e, Ruled) else e for e in trace.events]
@@ -156,7 +168,7 @@ def _begins_anew(
 ) -> bool:
     """Return whether a user's step follows from empty moments only, as of a new optimizer.
 
-    Workers that are brought together now and then may begin anew each time. It is noted.
+    Workers that are brought together now and then may start over each time. It is noted.
     """
     if trace.scenario.workload != "own" or not rule.moments:
         return False
@@ -537,7 +549,7 @@ ROWS = (
         plan=plans.step_rules,
         explores=True,
         needs=(turned("clip"),),
-        witnesses=(REPEATED, ALONE, SHORTENED),
+        witnesses=(REPEATED, ALONE, SHORTENED, REORDERED),
         tolerance_kinds=("relative",),
         takes_tolerance=True,
         takes_turned=True,

@@ -167,7 +167,7 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> li
     """Check that the averaged gradient is the sum of the shards' gradients divided by one number.
 
     Return, of each step with a gradient that a user's script may have changed on purpose, whether a
-    run on one worker shows that it was added up rightly.
+    run on one worker shows that it was added up correctly.
 
     That number must be the same for all tensors. In all steps it must be the same, or the same
     multiple of the step's weight, except if the trait `clipping: other` says that gradients were

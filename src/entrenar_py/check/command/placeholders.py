@@ -61,7 +61,7 @@ def require_known(command: Sequence[str]) -> None:
 
 
 def can_share(command: Sequence[str], workers: int) -> bool:
-    """Return whether each global batch in `command` can be cut among so many workers."""
+    """Return whether each global batch in `command` can be divided among `workers`."""
     shares = (share for word in command for share in _SHARE.finditer(word))
     return not any(int(share[1]) % workers for share in shares)
 

@@ -67,7 +67,7 @@ class Interpreter:
 
     @property
     def is_unbuffered(self) -> bool:
-        """Whether ranks are started with -u, as torchrun does."""
+        """True if ranks are started with -u, as torchrun does."""
         if not self._is_accelerate:
             return True
         is_for_torchrun = _GPUS.exists() or not {*self.words}.isdisjoint(_TO_TORCHRUN)

@@ -133,7 +133,7 @@ def require_beginning(tally: Tally, trace: Trace) -> set[int]:
     lacking = max((gap.step for gap in trace.of(Gap)), default=0)
     if lacking:
         tally.miss(
-            f"steps 0 to {lacking - 1} are not in this ledger, which was begun anew from a "
+            f"steps 0 to {lacking - 1} are not in this ledger, which was started over from a "
             "checkpoint: the samples that they drew are unknown"
         )
     return set(range(lacking))

@@ -1,4 +1,4 @@
-"""How a run of a user's command differs from the plain one, and what sentences call it.
+"""Names of the runs of a user's command, by how they differ from the plain run.
 
 A scenario's options say which knob was turned (`Pair`); its faults and stops say the rest.
 """
@@ -122,6 +122,7 @@ _DONE: Mapping[str, str] = {
     "replayed_in_turn": "which is given the batches that several workers had, in turn",
     "shortened_epochs": "with epochs of two steps",
     "more_steps": "with more steps",
+    "reordered_groups": "with the parameters of each group in another order",
     "repeated_share": "with the samples of one rank, repeated",
 }
 

@@ -1,4 +1,4 @@
-"""Whether a script saves its weights, when it does, and whether it loads them again.
+"""Observes whether and when a script saves its weights, and whether it loads them again.
 
 A file holds weights if tensors are saved in it that have at least an eighth of their bytes: saved
 losses are none, weights in a smaller format are. Only what is saved once training has begun counts:
@@ -234,7 +234,7 @@ def _of_option(surest: re.Match[str] | None) -> str:
 
 
 def _setting(text: str) -> str:
-    """Return how a script is told to resume by a value, or by an environment variable."""
+    """Return how a script gets the order to resume: by a value, or by an environment variable."""
     for name, value in _SETTING.findall(text):
         line = re.search(rf"\b{name}\s*(?::\s*\w+\s*)?=[^=\n]*" + _VARIABLE.format(r"\w+"), text)
         if line is not None:

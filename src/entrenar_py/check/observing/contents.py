@@ -1,4 +1,4 @@
-"""What a model is given, recognised by its content where samples have no ids.
+"""Inputs of a model, recognised by their content where samples have no ids.
 
 - Digests of rows recognise a sample.
 - `contents_of` shows a sample in a few numbers, which tell whether it is the same in two runs.
@@ -212,7 +212,7 @@ class Carried:
         self._returned: set[StorageWeakRef] = set()
 
     def fresh(self, inputs: Any) -> Any:
-        """Return the inputs without carried state; all of them if nothing else is left."""
+        """Return the inputs without carried state; all inputs if nothing else is left."""
         if not self._returned:
             return inputs
         tensors = [*tensors_in(inputs)]

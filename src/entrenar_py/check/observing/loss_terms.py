@@ -1,4 +1,4 @@
-"""What a backward pass begins at: the sums and means in it, and by which numbers they are divided.
+"""The loss of a backward pass: the sums and means in it, and their divisors.
 
 A script says nowhere by which number it divides a micro-batch's loss. Autograd's graph does: from
 the number that `backward` is called on, divisions, products and sums lead to the reductions of the
@@ -381,7 +381,7 @@ def _is_in_engine() -> bool:
 
 
 class _Divisors(NamedTuple):
-    """What the script divides by: names that count no micro-batches, and those of losses that do.
+    """The script's divisors: names that count no micro-batches, and names of losses that do.
 
     `written` are numbers and what is computed of them.
     """

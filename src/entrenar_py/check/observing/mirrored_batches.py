@@ -1,4 +1,4 @@
-"""Which samples loaders fetch, so that runs on several workers can be compared with one on one.
+"""Replaced batches of loaders, so that runs on several workers can be compared with one on one.
 
 A common order: loaders fetch batches in the order of the data set, and each rank has its part of
 each. Some samplers have another order for each number of workers.
@@ -124,7 +124,7 @@ def _drops_last(loader: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What a loader fetches in place of a batch that it has drawn.
+    """The samples that a loader fetches in place of a batch that it has drawn.
 
     It is one of as many `parts`, `copies` times, of the batch of `rank`, where `of` ranks have the
     batches that follow each other in the data set.

@@ -307,7 +307,7 @@ class Giving:
 
 
 def begin_giving(num_ranks: int, *, in_turn: bool) -> None:
-    """Have this process train on the batches of so many ranks, from the next pass on."""
+    """Have this process train on the batches of this many ranks, from the next pass on."""
     folder = os.environ.get(BATCHES, BATCHES_KEPT)
     if folder == BATCHES_KEPT or _CURRENT:
         return

@@ -136,7 +136,7 @@ class Batches:
         return batch if num_events == self.num_events and not batch.left else None
 
     def are_again(self, num_rows: int | None) -> bool:
-        """Return whether so many rows are a further view of the batch that was used last.
+        """Return whether this many rows are a further view of the batch that was used last.
 
         They are if that was used up and the script has got no other batch since.
         """

@@ -252,7 +252,7 @@ class Probe:
     def _of_other_rows(self, ids: Tensor, place: int, dimension: int, before: _Output) -> float:
         """Return how much outputs of the last row change if all other rows' tokens are replaced.
 
-        Experts that take no more than so many tokens give the last row what the others leave.
+        Experts with a limited number of tokens give the last row what the others leave.
         """
         at = 1 - dimension
         last, others = ids.shape[at] - 1, _next(ids, self.special).clone()

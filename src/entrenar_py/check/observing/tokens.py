@@ -366,9 +366,9 @@ class _Ears:
         self.was_applied = False
 
     def scored(self, loss: Any, arguments: dict[str, Any]) -> None:
-        """Tell all of a cross-entropy, but not of one that is computed again, or only shown.
+        """Record a cross-entropy, unless it is recomputed, or computed only to be shown.
 
-        A checkpoint computes it again within the backward pass.
+        An activation checkpoint recomputes it within the backward pass.
         """
         again = torch._C._current_graph_task_id() != -1
         is_shown = torch.is_grad_enabled() and not getattr(loss, "requires_grad", False)
@@ -443,7 +443,7 @@ def _loss(loss: Tensor, arguments: dict[str, Any]) -> Loss | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a loss is `counted`, bool like the ids; positions are along `dimension`."""
+    """The positions that a loss counts: `counted` is bool, like the ids, along `dimension`."""
 
     dimension: int
     counted: Tensor

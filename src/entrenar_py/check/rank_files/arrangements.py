@@ -1,4 +1,4 @@
-"""How ranks that declare nothing share a model and its samples, as the run on one worker shows.
+"""Layouts of ranks that declare none: how they share a model, seen from the run on one worker.
 
 `placement` says where a rank's tensors lie in those of one worker. Here that becomes what a script
 with DTensors declares: a layout, and the pieces of each rank. So both are read in the same way.
@@ -80,7 +80,7 @@ class Scattered(Piece):
 
 @dataclass(frozen=True, kw_only=True)
 class Arrangement:
-    """How the ranks of a run share the model: what it takes to read the files of such runs.
+    """The way in which the ranks of a run share the model, which is needed to read their files.
 
     `places` and `pieces` are by rank; a piece has the name of the whole tensor. `idle` are the
     ranks that draw no samples, and are given what others have computed. `shapes` are those of whole

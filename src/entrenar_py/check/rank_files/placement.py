@@ -1,4 +1,4 @@
-"""Where the tensors of a rank lie in those of the whole model, as their first values show.
+"""Places of a rank's tensors in those of the whole model, found from their initial values.
 
 A script that cuts a model by hand, in plain tensors, declares nothing. With one seed, the run on
 one worker begins with the whole tensors, and ranks with pieces of them: the same numbers.
@@ -47,7 +47,7 @@ class Whole:
 
     @property
     def is_constant(self) -> bool:
-        """Whether all elements are equal, so that values don't show where a piece lies."""
+        """True if all elements are equal, so that values don't show where a piece lies."""
         return self.values is not None and is_constant(self.values)
 
 

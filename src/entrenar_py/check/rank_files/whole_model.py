@@ -287,7 +287,7 @@ def made_whole(rank: int, held: Held, ranks: Ranks) -> dict[str, TensorRecord]:
 def renamed(tensors: Tensors, layout: Layout) -> dict[str, TensorRecord]:
     """Return `tensors` with tied ones under the first name of their tie.
 
-    If several tensors of a tie are there, the others keep their own names.
+    If several tensors of a tie are recorded, the others keep their own names.
     """
     named: dict[str, TensorRecord] = {}
     for name, record in tensors.items():

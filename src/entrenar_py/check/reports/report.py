@@ -282,7 +282,7 @@ class Report:
 
     @property
     def gate_size(self) -> str:
-        """How many clauses the gate is over: `over 6 clauses`, or `over 3 script clauses`."""
+        """The gate's number of clauses: `over 6 clauses`, or `over 3 script clauses`."""
         num_seen = sum(left.seen for left in self.not_applying)
         of_script = "script " if len(self._demanded) + num_seen < len(self._asked.clauses) else ""
         return f"over {counted(len(self._demanded), f'{of_script}clause')}"

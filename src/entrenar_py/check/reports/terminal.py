@@ -99,7 +99,7 @@ _COMPARED_WIDEST = 999_999  # the width of a column must be known before its num
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """How much is printed: `quiet` leaves out what held; `verbose` adds rows, notes and places."""
+    """The amount to print: `quiet` leaves out what held; `verbose` adds rows, notes and places."""
 
     quiet: bool = False
     verbose: bool = False
@@ -172,7 +172,7 @@ def render(
 ) -> None:
     """Print the reports of one run: findings, worst verdict first, what held, and the `ending`.
 
-    A finding of several clauses is told once. If verdicts were `streamed`, their rows have been
+    A finding of several clauses is printed once. If verdicts were `streamed`, their rows have been
     printed. Without an `ending` the run could not be finished.
     """
     if style.verbose and not streamed:
@@ -352,7 +352,7 @@ def _print_left_out(console: Console, reports: Sequence[Report], style: Style) -
     if names and style.verbose:
         told = (f"{' '.join(some)} ({', '.join(clauses)})" for clauses, some in names.items())
         _line(console, f"not tried, as the command lacks: {'; '.join(told)}")
-    elif names and not style.quiet and not _is_broken(reports):  # first mend what is broken
+    elif names and not style.quiet and not _is_broken(reports):  # first fix what is broken
         alone = (name for some in names.values() for name in some)
         _line(console, f"not tried, as the command lacks: {' '.join(alone)}")
 

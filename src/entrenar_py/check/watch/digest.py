@@ -193,7 +193,7 @@ class DigestTable:
         """Return for each tensor the address at which the kernel reads it, and its number of words.
 
         A tensor is read from a copy if its elements lie out of order, or if it begins or ends in
-        the middle of 16 bytes. Every run makes these copies anew.
+        the middle of 16 bytes. Every run makes these copies again.
         """
         staged = [tensor for tensor in tensors if not _is_readable(tensor)]
         sizes = [_up(tensor.nbytes) for tensor in staged]

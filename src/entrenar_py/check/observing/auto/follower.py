@@ -171,7 +171,7 @@ def _are_copies(own: list[Any], peers: list[Any]) -> bool:
 class Follower:
     """Follows one process from the import of torch on.
 
-    An optimizer is followed if it is there in the first training forward pass of a module that has
+    An optimizer is followed if it exists in the first training forward pass of a module that has
     parameters of an optimizer.
     """
 
