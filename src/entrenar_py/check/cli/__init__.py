@@ -18,7 +18,6 @@ from entrenar_py.check.project import command_line
 from entrenar_py.check.project.command_line import PROG, per_contract
 from entrenar_py.shared import package_data, process
 from entrenar_py.shared.errors import ContractError, EntrenarError, UsageError
-from entrenar_py.shared.systems import require_trainer
 from entrenar_py.shared.untrusted import printing
 
 if TYPE_CHECKING:
@@ -103,6 +102,7 @@ def require_possible(options: argparse.Namespace) -> None:
     not read here, as it can be read only once.
     """
     from entrenar_py.check import contract
+    from entrenar_py.shared.systems import require_trainer
 
     unknown = contract.Vocabulary(checks=None, mutants=lambda: None)
     require_trainer(options.system, options.backend)
