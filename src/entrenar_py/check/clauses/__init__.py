@@ -1,6 +1,7 @@
-"""The checks, which judge traces. Related ones share a module. None uses torch, sockets or devices.
+"""The checks, which judge traces.
 
-`CHECKS` is the whole table: which check decides which clause, on which runs.
+Related checks share a module. None uses torch, sockets or devices. `CHECKS` is the whole table:
+which check decides which clause, and on which runs.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ _BY_ID: dict[str, Check] = {check.id: check for check in _TABLE}
 
 
 def bind(invariant: Invariant) -> Check | None:
-    """Return the check that `invariant` names, or if it names none, the check with its id.
+    """Return the check that `invariant` names, or, if it names none, the check that has its id.
 
-    None if there is no such check, or if the invariant's binding says that it can't be tried.
+    Return None if there is no such check, or if the invariant's binding marks it as untried.
     """
     if invariant.binding is not None and invariant.binding.untried:
         return None
@@ -68,5 +69,5 @@ def bind(invariant: Invariant) -> Check | None:
 
 
 def terms() -> tuple[CheckTerms, ...]:
-    """Return every check, as the CheckTerms that loading a contract needs."""
+    """Return all checks, as the CheckTerms that loading a contract needs."""
     return _TABLE

@@ -1,4 +1,4 @@
-"""F-WP-006: an audit by another worker detects a wrong finite gradient, and names the culprit.
+"""F-WP-006: an audit by another worker detects a wrong, finite gradient, and names the culprit.
 
 Source: wire-protocol-v1, F-WP-006.
 """
@@ -23,12 +23,12 @@ from entrenar_py.shared.trace import Audit, Halt, Injected, Membership, Start, T
 from entrenar_py.shared.verdict import Finding, Tally
 
 SHARE = "audit_share"
-# (step, shard) -> the ranks that computed it wrongly.
+# (step, shard) -> the ranks that computed the shard wrongly.
 Strikes: TypeAlias = Mapping[tuple[int, int], set[int]]
 
 
 def plan(invariant: Invariant) -> list[Scenario]:
-    """Plan audits of all or some shards, with a worker wrong once or always, and one killed."""
+    """Plan audits of all and of some shards; one worker is wrong once or always, one is killed."""
     usual = plans.mlp(
         system="parameter_server_simulated",
         num_steps=4,
@@ -38,7 +38,7 @@ def plan(invariant: Invariant) -> list[Scenario]:
     )
     some, few = ({**usual.options, SHARE: share} for share in (0.4, 0.2))
     owner = Fault(kind="corrupt_gradient", step=1, rank=1, shard=2, value="0.5")
-    # A fault of another worker, and in the last block.
+    # A fault of a different worker, in the last block.
     auditor = replace(owner, rank=2, tensor="output.bias", element=9, value="1e-6")
     lasting = Fault(kind="corrupt_worker", step=1, rank=1, value="0.5")
     killed = Fault(kind="kill", step=1, rank=0, at="Computed")
@@ -49,14 +49,18 @@ def plan(invariant: Invariant) -> list[Scenario]:
         usual.with_(faults=(auditor,), optimizer="adamw", learning_rate=0.01),
         usual.with_(faults=(lasting,), num_steps=5),
         usual.with_(faults=(lasting,), num_steps=5, options=some),
-        # With two workers and one dropped no auditor is left. In step 1 shard 1 is the audited one.
+        # With two workers, no auditor is left after one is dropped. In step 1 only shard 1 is
+        # audited.
         usual.with_(faults=(replace(owner, shard=1),), world_size=2, options=few),
         usual.with_(faults=(owner, killed), world_size=4),
     ]
 
 
 def judge(invariant: Invariant, runs: Traces) -> Finding:
-    """Judge that enough shards are audited, only culprits are named, and the weights are right."""
+    """Judge that enough shards are audited, only culprits are named, and the weights are right.
+
+    The weights are right if they are those of the run without faults.
+    """
     tally = Tally(invariant.id)
     trace = runs.base
     if trace is not None and trace.scenario.options.get(SHARE):
@@ -71,7 +75,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
 
 
 def undecided(trace: Trace) -> list[Audit]:
-    """Return the audits in which workers disagreed and the culprit could not be determined."""
+    """Return the audits in which workers disagreed, and which could not determine the culprit."""
     return [audit for audit in trace.of(Audit) if _is_undecided(audit)]
 
 
@@ -81,7 +85,10 @@ def _is_undecided(audit: Audit) -> bool:
 
 
 def first_open(trace: Trace) -> float:
-    """Return the first step in which a wrong shard, and its rank, escaped all audits; else inf."""
+    """Return the first step in which a wrong shard, or its rank, escaped all audits.
+
+    Return inf if there is no such step.
+    """
     seen = {(audit.step, audit.shard) for audit in trace.of(Audit) if len(set(audit.ranks)) > 1}
     caught = {(audit.step, audit.culprit) for audit in trace.of(Audit)}
     return min(
@@ -105,7 +112,7 @@ def _strikes(trace: Trace) -> Strikes:
 
 
 def _with_who_was_there(trace: Trace) -> Iterator[tuple[Audit, set[int], set[int]]]:
-    """Yield each audit, the ranks present then, and those of its ranks that computed wrongly.
+    """Yield each audit, the ranks present, and its ranks that computed the shard wrongly.
 
     An Injected event precedes the audit of its shard. If the worker leaves before the audit, the
     event is dropped, since nothing that the worker computed was used.
@@ -145,7 +152,7 @@ def _enough(tally: Tally, trace: Trace) -> None:
 
 
 def _right(tally: Tally, trace: Trace, audit: Audit, there: set[int], wrong: set[int]) -> None:
-    """Check that an audit had two workers, and named the rank that was wrong and no other."""
+    """Check that two workers computed the shard, and that the audit named only the wrong rank."""
     place = evidence.place(trace, audit)
     where = f"shard {audit.shard} of step {audit.step}"
     num_ranks = len(set(audit.ranks))
@@ -168,7 +175,7 @@ def _right(tally: Tally, trace: Trace, audit: Audit, there: set[int], wrong: set
 def _given_up(
     tally: Tally, trace: Trace, audit: Audit, num_there: int, *, rank: int | None
 ) -> None:
-    """Check that an undecided audit asked a third worker (or both again), and halted training."""
+    """Check that an undecided audit requested a third worker, or both again, and halted."""
     place = evidence.place(trace, audit)
     what = f"workers disagreed on shard {audit.shard} of step {audit.step}"
     num_ranks = len(set(audit.ranks))
@@ -186,7 +193,7 @@ def _given_up(
 
 
 def _told(tally: Tally, trace: Trace) -> None:
-    """Count as missing that no wrong shard was audited; note if only some were."""
+    """Count it as missing if no wrong shard was audited. Add a note if only some were."""
     strikes, audited = _strikes(trace), {(audit.step, audit.shard) for audit in trace.of(Audit)}
     if strikes and not audited.intersection(strikes):
         tally.miss("no shard that went wrong was audited: audit a larger share, or more steps")
@@ -203,7 +210,7 @@ def _reasons_to_halt(model: Trace, trace: Trace) -> set[int | None]:
 
 
 def _same_weights(tally: Tally, model: Trace, trace: Trace) -> None:
-    """Check that the run halts only where it must, and has the weights of one without faults."""
+    """Check that the run halts only where it must, and has the weights of a run without faults."""
     scenario, limit = trace.scenario, first_open(trace)
     halts, reasons = [halt.step for halt in trace.of(Halt)], _reasons_to_halt(model, trace)
     for step in halts:

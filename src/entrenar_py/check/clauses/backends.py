@@ -1,4 +1,4 @@
-"""F-DP-004, F-HET-001, F-HET-002, F-PAR-006: what each backend and each rank computes and holds.
+"""F-DP-004, F-HET-001, F-HET-002, F-PAR-006: what each backend computes, and what each rank holds.
 
 Sources: distributed-training-v1; parallelism-v1, F-PAR-006.
 """
@@ -31,16 +31,17 @@ from entrenar_py.shared.verdict import Finding, Tally
 
 # --- the chain CUDA -> wgpu -> CPU ----------------------------------------------------------------
 
-ORDER = ("cuda", "wgpu", "cpu")  # as the clause gives it
+ORDER = ("cuda", "wgpu", "cpu")  # the order that the clause states
 KINDS = ("absent", "init_error", "out_of_memory", "non_finite_output")
 
 
 def plan_chains(invariant: Invariant) -> list[Scenario]:
-    """Plan a chain without faults; chains in which one, two or all backends fail, in every way; and
-    an adapter that really fails, as the first of two backends and as the second of three.
+    """Plan a chain without faults, and chains in which one, two or all backends fail in every way.
 
-    A working backend before a failing one is left out of the chain: it would compute the result,
-    and the fault would never strike.
+    Also plan an adapter that really fails, first of two backends and second of three.
+
+    A backend that works is left out of the chain if it is before a failing one: it would compute
+    the result, and the fault would never strike.
     """
     planned = [_planned((), ())]
     for count in range(1, len(ORDER) + 1):
@@ -64,8 +65,9 @@ def _planned(failing: tuple[str, ...], kinds: tuple[str, ...]) -> Scenario:
 
 
 def judge_chains(invariant: Invariant, traces: Traces) -> Finding:
-    """Judge that every run tried the backends in order, gave a reason for each failure, and ended
-    with a product that float64 confirms, or with a halt that names every reason.
+    """Judge that every run tried the backends in order, and gave a reason for each failure.
+
+    A run must end with a product that float64 confirms, or with a halt that names every reason.
     """
     tally, probe = Tally(invariant.id), _planned((), ()).system
     for trace in traces:
@@ -116,7 +118,7 @@ def _judge_attempts(tally: Tally, trace: Trace) -> None:
 
 
 def _judge_result(tally: Tally, trace: Trace) -> None:
-    """Check that there is one product, by the backend that served, finite and right."""
+    """Check that there is one product, from the backend that served, finite and right."""
     scenario = trace.scenario
     products = trace.of(Product)
     served = [attempt.backend for attempt in trace.of(Attempt) if attempt.served]
@@ -144,7 +146,7 @@ def _judge_result(tally: Tally, trace: Trace) -> None:
 
 
 def _judge_halt(tally: Tally, trace: Trace) -> None:
-    """Check that every backend failed, the halt gives each reason, and nothing was returned."""
+    """Check that every backend failed, the halt names each reason, and no product was returned."""
     scenario = trace.scenario
     attempts = trace.of(Attempt)
     halted = trace.of(Halt)[-1].reason
@@ -175,7 +177,7 @@ def _miss_unstruck(tally: Tally, trace: Trace) -> None:
 
 
 def _note_devices(tally: Tally, trace: Trace) -> None:
-    """Note backends that failed without a planned fault, and stand-in and software devices."""
+    """Note backends that failed without a planned fault, and stand-in or software devices."""
     struck = {event.fault.get("backend") for event in trace.of(Injected)}
     for attempt in trace.of(Attempt):
         if not attempt.served and attempt.backend not in struck:
@@ -192,7 +194,7 @@ DECLARED = "model"  # the backend name in the manifest that the model itself dec
 
 
 def plan_manifests(invariant: Invariant) -> list[Scenario]:
-    """Plan one gradient each of the workloads linear, mlp and decoder."""
+    """Plan one gradient for each of the workloads linear, mlp and decoder."""
     return [
         probe("manifest", workload=workload, backends=BACKENDS)
         for workload in ("linear", "mlp", "decoder")
@@ -200,9 +202,10 @@ def plan_manifests(invariant: Invariant) -> list[Scenario]:
 
 
 def judge_manifests(invariant: Invariant, traces: Traces) -> Finding:
-    """Judge that in each run, on two backends or more, all manifests equal the first.
+    """Judge that in each run, on two or more backends, all manifests are equal to the first.
 
-    The first is what the network itself declares, if recorded: all backends might be wrong alike.
+    The first is the manifest that the model itself declares, if it was recorded: all backends might
+    have the same error.
     """
     tally, probe = Tally(invariant.id), plan_manifests(invariant)[0].system
     for trace in evidence.usable(traces, tally):
@@ -240,12 +243,12 @@ def _compare_entries(tally: Tally, first: Manifest, other: Manifest, trace: Trac
 
 # --- memory ---------------------------------------------------------------------------------------
 
-# An estimate is an upper bound on a worker's growth above its memory before the model was built. An
-# estimate of STANDS_OUT_BYTES or more must also be at most SLACK times the growth. A smaller model
-# may fit into free memory of the interpreter's allocator, so that its growth can't be seen.
+# An estimate is an upper bound on the growth of a worker's memory since before the model was built.
+# An estimate of STANDS_OUT_BYTES or more must also be at most SLACK times the growth. A smaller
+# model may fit into free memory of the interpreter's allocator, so that its growth can't be seen.
 SLACK = 1.5
 STANDS_OUT_BYTES = 128 * 2**20
-# A device's memory has no interpreter in it.
+# On a device, memory contains no interpreter.
 STANDS_OUT_ON_DEVICE_BYTES = 8 * 2**20
 
 
@@ -286,8 +289,9 @@ def _compare_rank(tally: Tally, memory: Memory, trace: Trace) -> None:
 
 
 def plan_memory(invariant: Invariant) -> list[Scenario]:
-    """Plan two workers on the CPU, with a model that is large next to the interpreter's memory; and
-    one worker on each kind of device, with a model that is large enough there.
+    """Plan two workers on the CPU, and one worker on each type of device.
+
+    Each model is large compared with the other memory in use there.
     """
     usual: dict[str, Any] = {"workload": "mlp", "world_size": 2, "num_steps": 2}
     host = probe(
@@ -314,15 +318,15 @@ def plan_memory(invariant: Invariant) -> list[Scenario]:
     return [host, devices]
 
 
-# --- shares of a model's parameters ---------------------------------------------------------------
+# --- parts of a model's parameters ----------------------------------------------------------------
 
-# The tolerance if a contract gives none. Norms and the first halves of adapters are on all ranks:
-# 3 % of the largest workload.
+# The tolerance if a contract states none. Norms and the first matrices of adapters are on all
+# ranks: 3 % of the largest workload.
 RELATIVE = 0.05
 
 
 def judge_shares(invariant: Invariant, traces: Traces) -> Finding:
-    """Compare each rank's bytes with the model's, divided by the number of ranks that share it."""
+    """Compare each rank's bytes of parameters with the model's over the number of ranks."""
     tally = Tally(invariant.id)
     relative = RELATIVE if invariant.tolerance is None else invariant.tolerance
     for trace in evidence.usable(traces, tally):
@@ -345,7 +349,7 @@ def judge_shares(invariant: Invariant, traces: Traces) -> Finding:
 
 
 def plan_shares(invariant: Invariant) -> list[Scenario]:
-    """Plan both trainers that cut each layer, with all parameters trained or with adapters only."""
+    """Plan both trainers that cut each layer, training all parameters and adapters only."""
     sizes = {"world_size": 2, "num_samples": 6, "batch_size": 6, "num_steps": 1}
     return [
         probe(system, workload=workload, **sizes)

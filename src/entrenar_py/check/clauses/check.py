@@ -1,4 +1,4 @@
-"""The type of the rows in the table of checks, and how a probe's runs are judged."""
+"""The type of a row in the table of checks, and the judge of a probe's runs."""
 
 from __future__ import annotations
 
@@ -21,22 +21,26 @@ def _nothing(_: object) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Check(CheckTerms):
-    """A row of the table: how one kind of clause is decided.
+    """A row of the table: how one type of clause is decided.
 
-    `judge` compares the runs. `plan` returns the scenarios for a clause that lists none. `needs`
-    are the other runs that a run is judged with, `witnesses` the runs of a user's own trainer that
-    show whether the comparisons' presuppositions hold. `explores`: random scenarios around the plan
-    make sense. `in_step`: the check applies only if all workers make every step together; of a
-    user's workers that step alone and are brought together after rounds, `in_rounds` judges the
-    same clause, if there is one.
-    `bitwise`: it applies only to trainers with equal bits for any number of workers.
-    `takes_turned`: it also judges runs with a turned knob: with the base if `needs` has that knob,
-    else alone. `takes_resumed`: it also judges a user's resumed run alone. `takes_commands`:
-    it also judges a user's command, as checks that explore do. `not_of_commands`: why it judges
-    none, if it is no probe either. `absent` returns what the runs of a user's own trainer were seen
-    not to have, so that the clause does not apply to them; "" if they may have it. It is asked
-    where the judgement is inconclusive. `advice` returns why a break is only advice if a user
-    named no contract; "" if it is more.
+    `judge` compares the runs and returns the finding. `plan` returns the scenarios for a clause
+    that lists none. `needs` are the other runs that a run is compared with. `witnesses` are runs of
+    a user's own trainer that show whether the runs may be compared at all. `explores`: random
+    scenarios around the plan make sense. `in_step`: the check applies only if all workers take
+    every step together. If a user's workers step alone and are synchronised after each round,
+    `in_rounds` (if not None) judges the same clause.
+
+    `bitwise`: the check applies only to trainers that promise the same bits for any number of
+    workers. `takes_turned`: the check also judges runs with a turned knob: together with the base
+    if `needs` has that knob, otherwise alone. `takes_resumed`: the check also judges a user's
+    resumed run alone. `takes_commands`: the check also judges a user's command, as checks that
+    explore do. `not_of_commands`: the reason if a check that is not a probe judges no user's
+    command.
+
+    `absent` is called if the judgement is inconclusive. It returns the subject of the clause that
+    the runs of a user's trainer were seen to lack, so that the clause does not apply; "" if they
+    may have it. `advice` returns why a violation is only advice if the user named no contract; ""
+    if it is more than advice.
     """
 
     judge: Callable[[Invariant, Traces], Finding]
@@ -67,9 +71,9 @@ def probe(
 def judge_each(
     compare: Callable[[Tally, Trace], None], nothing: str
 ) -> Callable[[Invariant, Traces], Finding]:
-    """Return a judge that applies `compare` to each run separately.
+    """Return a judge that applies `compare` to each usable run separately.
 
-    `nothing` is the reason if no run had anything to compare.
+    `nothing` is the reason that the finding gives if no run had anything to compare.
     """
 
     def judged(invariant: Invariant, traces: Traces) -> Finding:
@@ -84,6 +88,6 @@ def judge_each(
 def note_software(
     tally: Tally, event: Attempt | Explained | Manifest | Poisoned | Product | Stepped
 ) -> None:
-    """Add a note if a device is a software adapter, which computes on the CPU."""
+    """Add a note if the device is a software adapter, which computes on the CPU."""
     if event.software:
         tally.note(f"software adapter {event.device}")

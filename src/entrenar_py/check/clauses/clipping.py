@@ -1,15 +1,15 @@
-"""Judge how a script clips its gradients, with a declared norm and without. Part of F-TI-008.
+"""Judge how a script clips its gradients, with and without a declared norm. Part of F-TI-008.
 
-**Declared.** No applied gradient may be longer than the norm, and each must be the whole unclipped
-gradient, as long as it was or scaled to the norm. The unclipped one is what `obs.reduced()` showed,
-or the sum of the micro-batches' gradients. Only the direction of that is known: people divide it by
-numbers of their own.
+**Declared.** No applied gradient may be longer than the norm. Each must be the whole unclipped
+gradient, with its own length or scaled to the norm. The unclipped gradient is what `obs.reduced()`
+showed, or the sum of the micro-batches' gradients. Of that sum only the direction is known, since
+scripts divide it by different numbers.
 
-**Undeclared.** Errors are recognised by all steps of a run. The norm is a number that people write,
-and gradients have it as they are applied, or a part of them has it, or the first one alone. Or they
-were clipped while they were multiplied by the loss scale: their norm, once they are divided by the
-scale again, is the limit divided by the scale, the same tiny number in each step, whatever the
-gradient.
+**Undeclared.** Errors are recognised from all steps of a run together. Suppose a limit is a round
+number, as people write them. Then the applied gradients have this norm after an error: all of them,
+several groups of tensors, or the first step's alone. Or gradients were clipped while they were
+still multiplied by the loss scale. Divided by the scale again, their norm is the limit divided by
+the scale: the same tiny number in each step, whatever the gradient.
 """
 
 from __future__ import annotations
@@ -32,13 +32,16 @@ ByRank = Mapping[int, Update]
 
 # torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6; others don't.
 _EPSILON = 1e-6
-_VARIED = 1.01  # whole gradients of these lengths are not equally long by chance
+_VARIED = 1.01  # the longest whole gradient over the shortest: above this it is no chance
 _OTHERWISE = "it was divided by something after it was clipped"
-_SCALES_MIN = 32  # people divide by fewer micro-batches and workers
+_SCALES_MIN = 32  # scripts divide by fewer micro-batches and workers than this
 
 
 def compare(tally: Tally, trace: Trace) -> None:
-    """Judge the gradients that a run applied by the norm that its script declares, if any."""
+    """Judge a run's applied gradients by the norm that its script declares.
+
+    Judge nothing without one.
+    """
     if trace.traits.clip_norm is None:
         return
     judged = _Judged(
@@ -48,9 +51,9 @@ def compare(tally: Tally, trace: Trace) -> None:
         tally.miss(unseen)
         return
     rested = evidence.skipped_without_gradients(trace)
-    since = trace.traits.compressed_from or math.inf  # steps before that are known
+    since = trace.traits.compressed_from or math.inf  # steps before that one are known
     obscured = rounding_bounds.rounded_away(trace)
-    is_known = False  # of any step, that what is applied has the right direction, or hasn't
+    is_known = False  # whether, in any step, the direction of the applied gradient could be judged
     for step, by_rank in evidence.ranks_by_step(trace):
         if step in rested:
             continue
@@ -68,7 +71,7 @@ def compare(tally: Tally, trace: Trace) -> None:
 
 @dataclass(frozen=True)
 class _Scaled:
-    """A step; its gradient, of length `norm`, is the whole one times `factor`."""
+    """A step with a gradient of length `norm`, which is the whole gradient times `factor`."""
 
     update: Update
     norm: float
@@ -76,41 +79,43 @@ class _Scaled:
 
     @property
     def whole(self) -> float:
-        """The length of the sum of the micro-batches' gradients."""
+        """The norm of the sum of the micro-batches' gradients."""
         return self.norm / self.factor
 
 
 @dataclass
 class _Judged:
-    """The steps of one run. `bound` is the relative rounding error of a gradient."""
+    """The judgement of one run's steps. `bound` is the relative rounding error of a gradient."""
 
     tally: Tally
     trace: Trace
     limit: float
     bound: float
     scaled: list[_Scaled] = field(default_factory=list)
-    clips_unseen: bool = False  # whether a gradient has the limit's length, and no other is known
+    clips_unseen: bool = False  # a gradient has the limit's length, and is unknown unclipped
 
     def __post_init__(self) -> None:
         self._shards = evidence.shards(self.trace)
-        # Without a line it is what `clip_grad_norm_` is called with: only what is the result of a
-        # known error falsifies, as people may change gradients on purpose after it.
+        # Without a declaration, the norm is the argument of the script's call of `clip_grad_norm_`.
+        # Then only the result of a known error falsifies, as a script may change gradients on
+        # purpose later.
         source, losses = self.trace.traits.clip_source, self.trace.traits.losses
         self._is_seen = source == "calls" or (not source and losses == "backward")
         self._declared = f"{'max_norm' if self._is_seen else 'clip_norm'}={self.limit:g}"
-        # A gradient that is shorter was not clipped.
+        # A shorter gradient was not clipped.
         self._below = self.limit * (1 - self.bound - _EPSILON / self.limit)
 
     def length(self, update: Update, by_rank: ByRank) -> None:
         """Check that an applied gradient is no longer than the limit.
 
-        If `obs.reduced()` showed it before, it must be as long as clipping leaves that.
+        If `obs.reduced()` recorded its norm before clipping, it must have the length that clipping
+        gives.
         """
         norm = _length(update)
         if norm is None:
             missing.ask(self.tally, "the length of gradients is unknown", values_of("gradient"))
         elif not math.isfinite(norm):
-            return  # for F-DP-003 to judge
+            return  # F-DP-003 judges this
         elif norm > self.limit * (1 + self.bound + closeness.norm_rounding(update.gradient)):
             error = explanations.first(clipping.LIST, self._clipped(by_rank, update))
             if error is None and self._is_seen:
@@ -189,9 +194,10 @@ class _Judged:
         )
 
     def _is_as_called(self, update: Update) -> bool:
-        """Return whether what is applied is what was given to torch's clipping, so clipped.
+        """Return whether the applied gradient is the tensors passed to torch's clipping, clipped.
 
-        If calls alone show the norm, the script may take tensors' gradients away after it.
+        If the norm is known from calls alone, the script may remove gradients of tensors after the
+        call.
         """
         whole, applied = map(evidence.vectors, (update.unclipped, update.gradient))
         if self._is_seen and whole and applied:
@@ -229,7 +235,7 @@ class _Judged:
             missing.ask(self.tally, unknown, NORMS)
 
     def _constant(self, free: Sequence[_Scaled]) -> str:
-        """Return the error by which all gradients have one length, shorter than the limit."""
+        """Return the error that gives all gradients one norm below the limit; or ""."""
         norms, wholes = [step.norm for step in free], [step.whole for step in free]
         if len(free) < len(self.scaled) or max(norms) > min(norms) * (1 + 4 * self.bound):
             return ""
@@ -255,7 +261,7 @@ class _Judged:
         missing.ask(self.tally, why, CLIP_NORM)
 
     def _counted_twice(self, free: Sequence[_Scaled]) -> str:
-        """Return the error that tensors are counted twice in the norm."""
+        """Return the error that the norm counts a tensor twice; "" if it counts none twice."""
         groups = [names for event in self.trace.of(Noticed) for names in event.shared]
         names = {name for step in free for name in step.update.gradient}
         known = {name for group in groups for name in group}
@@ -287,7 +293,7 @@ def _told(error: Explanation | None) -> str:
 
 
 def _agree(numbers: Sequence[float], bound: float) -> bool:
-    """Return whether numbers are equal, or differ by powers of two as a loss scale does."""
+    """Return whether all numbers are equal, or differ by powers of two as loss scales do."""
     ratios = [number / numbers[0] for number in numbers]
     return all(ratio > 0 and _is_power_of_two(ratio, 4 * bound) for ratio in ratios)
 
@@ -299,18 +305,18 @@ def _is_power_of_two(ratio: float, bound: float = 1e-4) -> bool:
 
 # --- clipping that is not declared ----------------------------------------------------------------
 
-_STEPS_MIN = 3  # equal norms in fewer steps may be chance
-_LATER_MIN = 4  # steps of one factor, after a first one that has another
-_TWICE = 2  # steps in which parts have the same norm, and parts that have it
-_POWERS = (16, *range(8, 16), *range(17, 25))  # of two: loss scales. GradScaler's is 2^16 at first
-_ROUND = 1e-4  # of a limit that people write, in two digits; clip_grad_norm_ adds 1e-6 to a norm
-_EXACT = 2e-5  # the same of a norm that is not divided again, and is above 0.01
-_ALIKE = 1e-3  # factors of steps that divide by the same number
+_STEPS_MIN = 3  # in fewer steps, equal norms may be chance
+_LATER_MIN = 4  # steps with one factor, after a first step with a different one
+_TWICE = 2  # the fewest steps in which groups have the same norm, and the fewest groups in a step
+_POWERS = (16, *range(8, 16), *range(17, 25))  # loss scales are 2^n; GradScaler begins with 2^16
+_ROUND = 1e-4  # relative, of a limit with two digits; clip_grad_norm_ adds 1e-6 to a norm
+_EXACT = 2e-5  # the same for a norm above 0.01 that is not divided again
+_ALIKE = 1e-3  # relative: factors of steps that divide by the same number
 
 
 @dataclass(frozen=True)
 class Steps:
-    """The gradients that a run applied in its steps, with what they were before clipping."""
+    """The norm of each step's applied gradient, its gradient before clipping, and its weight."""
 
     norms: Mapping[int, float]
     clipped: Mapping[int, Clipped]
@@ -318,7 +324,7 @@ class Steps:
 
 
 def first(trace: Trace) -> tuple[int, Explanation] | None:
-    """Return the first step with a gradient, and how its steps were clipped wrongly; or None."""
+    """Return the first step with a gradient, and how the run clipped wrongly; or None."""
     steps = _steps(trace)
     if not steps.norms or not all(map(math.isfinite, steps.norms.values())):
         return None
@@ -357,10 +363,10 @@ def _while_scaled(steps: Steps) -> Explanation | None:
 
 
 def _by_group(steps: Steps) -> Explanation | None:
-    """Several groups of tensors have the same norm, that people write: each is clipped separately.
+    """Several groups of tensors have the same round norm: each group is clipped separately.
 
-    Networks that are trained together may be clipped apart. But these groups divide a layer, as a
-    list of parameters with weight decay does, and have tensors of several layers.
+    Networks that train together may rightly be clipped separately. But these groups divide a layer,
+    as a list of parameters with weight decay does, and contain tensors of several layers.
     """
     seen: dict[float, list[tuple[str, ...]]] = {}
     counts: dict[float, int] = {}
@@ -398,7 +404,7 @@ def _divide_a_layer(groups: list[tuple[str, ...]]) -> bool:
 
 
 def _first_alone(steps: Steps) -> Explanation | None:
-    """The first step has a norm that people write, and later ones, which are longer, are whole."""
+    """The first step has a round norm; later gradients are longer and not clipped."""
     known = dict(_factors(steps))
     if len(known) != len(steps.norms) or len(known) <= _LATER_MIN:
         return None
@@ -421,7 +427,7 @@ def _first_alone(steps: Steps) -> Explanation | None:
 
 
 def _factors(steps: Steps) -> Iterator[tuple[int, float]]:
-    """Yield each step with a gradient that is its micro-batches' times one number, and that."""
+    """Yield each step and factor, if its gradient is its micro-batches' sum times one factor."""
     for step, clipped in steps.clipped.items():
         if not clipped.whole or not clipping.is_multiple(
             clipped.applied, clipped.whole, clipped.bound
@@ -437,7 +443,8 @@ LIST = (_while_scaled, _by_group, _first_alone)
 
 
 def _limit(norm: float) -> float | None:
-    # A limit is from 0.1 to 10 and has one or two digits. A norm that is so round itself has none.
+    # A limit is between 0.1 and 10, and has one or two digits. A norm that is round itself has
+    # none.
     if _is_round(norm, _ROUND):
         return None
     limits = [limit for power in _POWERS if _is_round(limit := norm * 2.0**power, _ROUND)]

@@ -1,13 +1,14 @@
-"""F-DP-002 for samples that nobody named: digests of the rows that the model was given.
+"""F-DP-002 for samples without declared ids: digests identify the rows that the model was given.
 
-A row may be something else than a sample, and a data set may have a row twice. So runs that were
-given the same rows hold the clause, and others leave it open. Two things are wrong whatever a row
-is: replicas that are given the same rows in every step, where these change from step to step; and a
-row that comes again within a pass, where one worker is given each row once in a pass.
+A row may be something other than a sample, and a data set may contain a row twice. So runs that
+were given the same rows hold the clause, and runs with different rows leave it open. Two things are
+wrong whatever a row is. Replicas must not get the same rows in every step, if the rows change from
+step to step. And a row must not come again within a pass, if one worker gets each row once in a
+pass.
 
-If one worker is given each row once, then all of them again, and so on, rows are unlike, and they
-are the data set: what a row is tells its sample as well as an id does. Several workers are to be
-given each of these rows once in a pass, too.
+Suppose one worker is given each row once, then all of them again, and so on. Then the rows are
+distinct and are the data set: a row identifies its sample as well as an id does. Several workers
+must also be given each of these rows once in a pass.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ from entrenar_py.shared.verdict import Tally
 from entrenar_py.shared.wording import named
 
 RowsByRank = Mapping[int, Counter[int]]  # by rank
-_SURE_DIGITS = 5  # of a chance below 10^-5
+_SURE_DIGITS = 5  # decimal digits: the chance is below 10^-5
 
 
 def judge(tally: Tally, trace: Trace, alone: Trace | None) -> None:
-    """Judge the rows of a run by themselves, and where ranks share a batch by those of `alone`."""
+    """Judge the rows of a run. If ranks share a batch, compare them with those of `alone`.
+
+    `alone` is the run on one worker, or None.
+    """
     missing.require_ids(tally, trace)
     tally.note(
         "samples have no ids: told apart by what the model was given, so a sample that is given "
@@ -76,9 +80,9 @@ def judge(tally: Tally, trace: Trace, alone: Trace | None) -> None:
 
 
 def _apart_in_groups(tally: Tally, trace: Trace, alone: Trace | None) -> None:
-    """Count as missing whether ranks that share a batch are given parts of it, or other batches.
+    """Count as missing that ranks which share a batch may be given different batches.
 
-    They are given parts if the run on one worker is given their rows together.
+    They are given parts of the batch if the run on one worker is given their rows together.
     """
     whole = {} if alone is None else evidence.shards(alone)
     for step, shards in sorted(evidence.shards(trace).items()):
@@ -102,11 +106,11 @@ def _apart_in_groups(tally: Tally, trace: Trace, alone: Trace | None) -> None:
 def _rows_again(
     tally: Tally, owned: Mapping[int, Sequence[Shard]], trace: Trace, alone: Trace | None
 ) -> None:
-    """Count as missing whether rows that come again before all rows came are given twice.
+    """Count as missing that rows which come again before all rows came may be given twice.
 
-    They come in an order of the script's own, such as an epoch that grows, if the run on one worker
-    is given the same rows in each step, or pass by pass. Micro-batches that come twice in turn are
-    no such order: each worker of a loader may hand out all data.
+    The order is the script's own (an epoch that grows, for example) if the run on one worker is
+    given the same rows in each step, or in each pass. Micro-batches that come twice in succession
+    are no such order: each worker of a loader may hand out all data.
     """
     whole = {} if alone is None else evidence.shards(alone)
     every = {id_ for shards in owned.values() for shard in shards for id_ in shard.ids}
@@ -137,9 +141,9 @@ def _are_doubled(shards: Mapping[int, Sequence[Shard]]) -> bool:
 
 
 def do_the_same(trace: Trace, ranks: Sequence[int]) -> bool:
-    """Return whether `ranks` are given the same in each micro-batch, with one loss and gradient.
+    """Return whether `ranks` have the same rows, loss and gradient in each micro-batch.
 
-    Then they don't share the work on their samples: each does all of it.
+    Then they don't share the work on their samples: each rank does all of it.
     """
     first: dict[tuple[int, int], tuple[Any, ...]] = {}
     numbers = dict.fromkeys(ranks, 0)
@@ -156,7 +160,7 @@ def do_the_same(trace: Trace, ranks: Sequence[int]) -> bool:
 
 
 def guessed(what: str) -> str:
-    """Return the reason why it isn't known whether `what` is wrong."""
+    """Return the reason why it is unknown whether `what` is wrong."""
     return (
         f"{what}: whether they share the work on them is not known; declare it, "
         'observe(..., layout={"dp": 1, "tp": 2}), or wrap the model in DistributedDataParallel'
@@ -164,10 +168,10 @@ def guessed(what: str) -> str:
 
 
 def compare(tally: Tally, model: Trace, trace: Trace) -> None:
-    """Compare the rows of two runs step by step; rows that differ may be the same samples.
+    """Compare the rows of two runs step by step. Rows that differ may still be the same samples.
 
-    They are if the gradients are the same: rows have padding in them, or the last bits of
-    their features depend on the batch.
+    They are if the gradients are the same: rows contain padding, or the last bits of their features
+    depend on the batch.
     """
     alike = run_comparison.steps_alike(model, trace)
     others, unknown = evidence.shards(model), missing.unknown_steps(model)
@@ -217,7 +221,7 @@ def _together(shards: Sequence[Shard]) -> Counter[int]:
 def _by_the_same_numbers(rows: Mapping[int, Sequence[Shard]]) -> tuple[Shard, Shard] | None:
     """Return two micro-batches of two ranks that have the same rows in the same order.
 
-    They may have them by chance where few rows are known, and are not returned then.
+    Return None if there are none, or if so few rows are known that this may be chance.
     """
     shards = [shard for step in sorted(rows) for shard in rows[step] if shard.ids]
     known = {id_ for shard in shards for id_ in shard.ids}
@@ -227,7 +231,8 @@ def _by_the_same_numbers(rows: Mapping[int, Sequence[Shard]]) -> tuple[Shard, Sh
     if not alike:
         return None
     least = min(len({*shard.ids}) for _, shard in alike)
-    # How many pairs are alike by chance, on average, and the chance that so many are (Poisson's).
+    # The mean number of pairs that are equal by chance, and the chance of this many pairs
+    # (Poisson).
     expected = (len(shards) / 2) ** 2 / len(known) ** least
     digits = (math.lgamma(len(alike) + 1) - len(alike) * math.log(expected)) / math.log(10)
     return alike[0] if digits > _SURE_DIGITS else None
@@ -236,7 +241,7 @@ def _by_the_same_numbers(rows: Mapping[int, Sequence[Shard]]) -> tuple[Shard, Sh
 def _given_the_same(steps: Sequence[RowsByRank]) -> list[int]:
     """Return the lowest rank and all with the same rows in every step; [] if it is the only one.
 
-    Also [] if its rows never change, like the constant inputs of a benchmark.
+    Also return [] if the rows never change, like the constant inputs of a benchmark.
     """
     first = min(steps[0], default=0)
     own = [step.get(first, Counter()) for step in steps]
@@ -260,8 +265,8 @@ Rows = Mapping[int, Sequence[Shard]]  # by step
 def of(rows: Rows, alone: Trace | None) -> Passes:
     """Return the pass that each step belongs to, as in the run on one worker, `alone`.
 
-    Return nothing if that run makes no two passes, or if `rows` are others than its own, or of
-    other numbers in a step.
+    Return {} if that run has fewer than two passes, if `rows` contains rows that it lacks, or if
+    the number of rows in a step differs.
     """
     passes = {} if alone is None else _made(alone)
     if not passes or alone is None:
@@ -274,11 +279,11 @@ def of(rows: Rows, alone: Trace | None) -> Passes:
 
 
 def make_the_same(first: Trace, other: Trace) -> bool:
-    """Return whether two runs are given the same rows pass by pass, each in an order of its own.
+    """Return whether two runs are given the same rows in each pass, each in an order of its own.
 
-    A pass ends where both were given the same rows so far, each as often as in the other run. None
-    of the passes may lack such an end. The last one may be cut short: then its rows have to be some
-    of a pass, or of those that the other run was given until then.
+    A pass ends where both runs have been given the same rows so far, each row equally often. The
+    last pass may be cut short. Its rows must then be part of a complete pass, or of the rows that
+    the other run was given in its last pass.
     """
     sums = [_sums(trace) for trace in (first, other)]
     ends = sorted(n for n in sums[0].keys() & sums[1].keys() if sums[0][n] == sums[1][n])
@@ -304,12 +309,12 @@ def _sums(trace: Trace) -> dict[int, Counter[int]]:
 
 
 def are_whole(rows: Rows) -> bool:
-    """Return whether rows come again in whole passes alone, each through all rows of a block.
+    """Return whether rows come again only in whole passes, each through all rows of a block.
 
-    So does a trainer that goes several times through what it has played, then through new rows. A
-    block takes two steps at least: a batch that is handed out twice is no pass.
+    An example is a trainer that goes through the same games several times, then through new ones. A
+    block takes at least two steps: a batch that is given twice is not a pass.
     """
-    block, current, steps = set[int](), set[int](), 0  # the last pass, and the one that goes on
+    block, current, steps = set[int](), set[int](), 0  # the last pass, and the current one
     has_again = False
     for step in sorted(rows):
         of_step = [row for shard in rows[step] for row in shard.ids]
@@ -317,7 +322,7 @@ def are_whole(rows: Rows) -> bool:
         if len(fresh) < len(of_step):
             return False
         if block and current == block:
-            current = set()  # and the next pass goes through the same rows, or through a new block
+            current = set()  # the next pass goes through the same rows, or through a new block
         is_again = bool(block) and fresh <= block
         if not current and (not block or fresh.isdisjoint(block)):
             block, current, steps = set(), fresh, 1  # a new block
@@ -333,7 +338,7 @@ def are_whole(rows: Rows) -> bool:
 
 
 def judge_passes(tally: Tally, trace: Trace, rows: Rows, passes: Passes) -> None:
-    """Check that no row of a step's `rows` comes again within a pass."""
+    """Check that no row comes again within a pass. `rows` and `passes` are by step."""
     owner: dict[tuple[int, int], Shard] = {}  # by pass and row
     for step in sorted(rows.keys() & passes.keys()):
         for shard in rows[step]:

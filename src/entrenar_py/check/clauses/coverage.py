@@ -1,6 +1,6 @@
 """F-DP-002: in an epoch every sample is drawn once, by one worker.
 
-The samples that each epoch should have are those of `Population`.
+`Population` says which samples an epoch should have.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from entrenar_py.shared.trace import Selection, Shard, Start, Trace, Update
 from entrenar_py.shared.verdict import Finding, Tally
 from entrenar_py.shared.wording import counted, named
 
-_TELLING_MIN = 10  # distinct samples: fewer may be the same ones by chance
+_TELLING_MIN = 10  # distinct samples: fewer may be equal by chance
 LISTED_MAX = 1000  # the most missing sample ids, or steps, that a finding lists
 
 
 def judge(invariant: Invariant, runs: Traces) -> Finding:
-    """Judge that each run draws every sample once per epoch, and all runs the same in each step."""
+    """Judge that each run draws every sample once per epoch, and all runs the same per step."""
     tally = missing.tally_for(invariant, runs)
     runs = evidence.usable_runs(runs, tally)
     for trace in runs:
@@ -71,7 +71,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         _by_members(tally, trace)
     for trace in runs.witnesses.get(SHORTENED, ()):
         _in_short_epochs(tally, runs, trace)
-    if tally.broken is None:  # a run that is wrong in itself differs from others because of that
+    if tally.broken is None:  # a run that is wrong by itself also differs from the others
         _stable(tally, runs)
         _none_left_out(tally, runs)
     epochal = in_epochs(runs)
@@ -85,7 +85,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
 
 
 def _in_short_epochs(tally: Tally, runs: Traces, trace: Trace) -> None:
-    """Judge the whole epochs of a run in which they were shortened, if its samples are numbered."""
+    """Judge the whole epochs of a run with shortened epochs, if its samples have ids."""
     compared = Compared(runs=runs, model=trace, trace=trace)
     is_known = trace.end.status == "completed" and trace.traits.sample_ids != "content"
     if not is_known or presuppositions.comparable(tally, presuppositions.SAMPLES, compared) is None:
@@ -97,17 +97,17 @@ def _in_short_epochs(tally: Tally, runs: Traces, trace: Trace) -> None:
 
 
 def _has_untold_epochs(trace: Trace) -> bool:
-    # A sampler of the script's may never end: one pass has all samples, and then some again.
+    # A sampler of the script may never end: one pass has all samples, and then some of them again.
     if trace.traits.replacement:
         return False
     return trace.traits.epochs == "untold" or is_endless(trace)
 
 
 def _guessed_to_differ(trace: Trace) -> list[int]:
-    """Return the ranks that draw the same samples in every step, if they may do so rightly.
+    """Return the ranks that draw the same samples in every step, if that may be right.
 
-    Nothing shows that ranks are replicas if neither torch's wrapper, a mesh nor the script says so:
-    they may hold parts of a model that was cut by hand.
+    If neither torch's wrapper, nor a mesh, nor the script says that ranks are replicas, nothing
+    shows it: they may hold parts of a model that was cut by hand.
     """
     if trace.traits.arranged != "guessed":
         return []
@@ -125,8 +125,8 @@ def _guessed_to_differ(trace: Trace) -> list[int]:
 def _disjoint_and_complete(tally: Tally, trace: Trace, alone: Trace | None) -> None:
     """Check that each sample is drawn once per epoch. A batch may span two epochs.
 
-    `alone` is the run on one worker, if there is one. How many samples a step draws is checked only
-    before the first step with unknown samples.
+    `alone` is the run on one worker, or None. The number of samples that a step draws is checked
+    only before the first step with unknown samples.
     """
     scenario, population = trace.scenario, Population(trace, alone)
     unknown = {*missing.require_ids(tally, trace), *missing.require_beginning(tally, trace)}
@@ -144,7 +144,7 @@ def _disjoint_and_complete(tally: Tally, trace: Trace, alone: Trace | None) -> N
         for epoch in begun:
             _ended_complete(tally, trace, seen, epoch, step, population)
         if tally.observed:
-            continue  # a script may draw as many as it likes, as long as all come
+            continue  # a script may draw any number of samples, as long as it draws all of them
         count = sum(len(shard.ids) for shard in shards)
         tally.equal(
             min(scenario.batch_size, left),
@@ -224,7 +224,10 @@ def _count(
 
 
 def _drawn_before(ids: Sequence[int], drawn: Container[int]) -> tuple[int, ...]:
-    """Return the `ids` that were drawn before, or come earlier in them. There may be millions."""
+    """Return the `ids` that were drawn before, or that occur earlier in `ids`.
+
+    There may be millions.
+    """
     earlier: set[int] = set()
     again = []
     for id_ in ids:
@@ -235,7 +238,7 @@ def _drawn_before(ids: Sequence[int], drawn: Container[int]) -> tuple[int, ...]:
 
 
 def _first_drawn(shard: Shard, again: Sequence[int], drawn: Mapping[int, Shard]) -> str:
-    """Return by which rank and when samples were drawn first, and what that could mean."""
+    """Return which rank first drew the samples, and what that could mean, to end a message."""
     first = drawn.get(again[0], shard) if again else shard
     meaning = ""
     if first.rank != shard.rank and {*first.ids} == {*shard.ids}:
@@ -260,8 +263,8 @@ def _ended_complete(
 ) -> None:
     """Check that the epoch before `epoch` was drawn completely. `step` is the first of `epoch`.
 
-    A trainer that drops the last batch may leave out fewer samples than a batch has. If only a
-    guess says which samples an epoch should have, it should have those that it has on one worker.
+    A trainer that drops the last batch may leave out fewer samples than a batch has. If the samples
+    of an epoch are only guessed, it must have those that it has on one worker.
     """
     earlier = [e for e in seen if e < epoch]
     if not earlier:
@@ -287,7 +290,7 @@ def _ended_complete(
 
 
 def _all_made(tally: Tally, trace: Trace) -> None:
-    """Check that a run with status completed made every step from its first start on."""
+    """Check that a run with status completed took every step from its first start on."""
     steps = evidence.updates(trace)
     if not steps or trace.end.status != "completed":
         return
@@ -304,11 +307,14 @@ def _all_made(tally: Tally, trace: Trace) -> None:
 
 
 def _by_members(tally: Tally, trace: Trace) -> None:
-    """Check that only members compute shards; a rank is one in the step in which it leaves, too."""
+    """Check that only members compute shards.
+
+    A rank is still a member in the step in which it leaves.
+    """
     stays = evidence.stays(trace)
     for step, shards in evidence.shards(trace).items():
         for shard in shards:
-            # Ranks of the scenario that never started are counted as missing by F-DP-001.
+            # F-DP-001 counts ranks of the scenario that never started as missing.
             there = shard.rank in range(trace.scenario.world_size)
             if shard.rank in stays:
                 there = any(stay.first <= step <= stay.end for stay in stays[shard.rank])
@@ -325,7 +331,7 @@ def _by_members(tally: Tally, trace: Trace) -> None:
 def _stable(tally: Tally, runs: Traces) -> None:
     """Check that every run on the same data draws the same samples in the same step.
 
-    The order must be equal, too, if both runs draw by logical shard.
+    The order must be the same, too, if both runs draw by logical shard.
     """
     group = [trace for trace in runs.own if evidence.is_as_trained(trace)]
     for first, trace in ((group[0], trace) for trace in group[1:]):
@@ -356,7 +362,7 @@ def _stable(tally: Tally, runs: Traces) -> None:
 
 
 def _is_whole(trace: Trace) -> bool:
-    """Return whether it was judged that an epoch of a script that ended has all samples once."""
+    """Return whether the epochs of a script were judged complete, and one of them ended."""
     traits, is_own = trace.traits, trace.scenario.workload == "own"
     is_judged = is_own and traits.epochs != "untold" and traits.sample_ids != "content"
     is_judged &= not traits.replacement and traits.population != "varied"
@@ -364,9 +370,9 @@ def _is_whole(trace: Trace) -> bool:
 
 
 def _none_left_out(tally: Tally, runs: Traces) -> None:
-    """Check that no run draws less of each batch than the run on one worker does.
+    """Check that no run draws only part of a batch that the run on one worker draws.
 
-    Only batches of other sizes are left to check: others were compared in full.
+    Only batches of different sizes are left to check: the others were compared in full.
     """
     for alone in runs.witnesses.get(ALONE, ()):
         unlike = (trace for trace in runs.own if not any(alone is run for run in runs.own))
@@ -417,24 +423,24 @@ def _same_batches(tally: Tally, model: Trace, trace: Trace) -> None:
 def _judge_without_epochs(tally: Tally, trace: Trace, alone: Trace | None) -> None:
     """Check that no sample is drawn again before all were drawn, by an error or a cut epoch.
 
-    A sample that is drawn again may be an error, or the first of the next epoch. Which it is takes
-    epochs if less than a batch was left to draw, but for a sampler that never ends. It also does if
-    the samples of an epoch are a guess, unless the run on one worker (`alone`) goes on with samples
-    that were not drawn yet.
+    A sample that is drawn again may be an error, or the first of the next epoch. If fewer samples
+    than a batch were left to draw, only reported epochs can decide which it is, except for a
+    sampler that never ends. The same is true if the samples of an epoch are a guess, unless the run
+    on one worker (`alone`) continues with samples that were not drawn yet.
     """
     population = Population(trace)
     slack = trace.scenario.batch_size
     by_step = {} if alone is None else evidence.shards(alone)
-    is_endless = trace.traits.epochs == "told"  # as the one pass of a loader that never ends
-    is_first = any(start.step > 0 for start in trace.of(Start))  # the epoch may have begun before
-    seen: dict[int, int] = {}  # sample -> step that drew it, in the epoch as it seems
+    is_endless = trace.traits.epochs == "told"  # as in the one pass of a loader that never ends
+    is_first = any(start.step > 0 for start in trace.of(Start))  # the epoch may have begun earlier
+    seen: dict[int, int] = {}  # sample -> step that drew it, in this epoch as it seems
     for step, shards in sorted(evidence.shards(trace).items()):
         drawn = {id_ for shard in shards for id_ in shard.ids}
         if len(drawn) == sum(len(shard.ids) for shard in shards) and drawn.isdisjoint(seen):
             tally.compared += len(shards)
             seen.update(dict.fromkeys(drawn, step))
             continue
-        # All of the epoch is searched from here on: in a right run, only where an epoch begins.
+        # From here on the whole epoch is searched: in a correct run, only where an epoch begins.
         num_lacking = len([*islice(population.surely_lacking(seen), slack)])
         is_cut = num_lacking == slack and (
             not population.is_guessed or _goes_on(by_step, step, seen)
@@ -455,16 +461,16 @@ def _judge_without_epochs(tally: Tally, trace: Trace, alone: Trace | None) -> No
             else:
                 tally.check(True, "")
         if not seen.keys().isdisjoint(fresh):
-            if is_over:  # the samples that were lacking are the last ones, the rest the first
+            if is_over:  # the samples that were lacking end this epoch, the others begin the next
                 fresh = {id_: step for id_ in fresh if id_ in seen}
             is_first, seen = False, {}
         seen.update(fresh)
 
 
 def _goes_on(by_step: Mapping[int, Sequence[Shard]], step: int, seen: Collection[int]) -> bool:
-    """Return whether one worker, which has drawn all that was `seen`, draws others in `step`.
+    """Return whether one worker, which drew all of `seen`, draws different samples in `step`.
 
-    `by_step` are the shards of its run; without any, it is unknown.
+    `by_step` are the shards of its run. Return False if they don't contain `step`.
     """
     before = {id_ for at in by_step if at < step for s in by_step[at] for id_ in s.ids}
     now = {id_ for shard in by_step.get(step, ()) for id_ in shard.ids}
@@ -491,16 +497,16 @@ def _ask(tally: Tally, step: int) -> None:
 
 # --- the samples of an epoch ----------------------------------------------------------------------
 
-TELLING_MIN = 16  # fewer samples of a shuffled epoch may be the first ones by chance
+TELLING_MIN = 16  # fewer samples, from 0 on, may be the first of a shuffled epoch by chance
 
 
 class Population:
-    """The numbers of the samples of `trace`, in which each epoch should have all.
+    """The ids of the samples that each epoch of `trace` should have.
 
-    These are the samples that any rank selects, or all from 0 on. If they are only guessed
-    (`is_guessed`), those that are `drawn` in any epoch are likely, though a curriculum may draw
-    others in each; certain are those that the epoch has on one worker, in the run `alone`. If they
-    vary (`is_varied`), none is.
+    They are the samples that any rank selects, or all ids from 0 on. If they are only guessed
+    (`is_guessed`), the samples that were `drawn` in any epoch are likely members, though a
+    curriculum may draw different ones in each. Certain are those that the epoch has on one worker,
+    in the run `alone`. If they vary (`is_varied`), selections are ignored.
     """
 
     def __init__(self, trace: Trace, alone: Trace | None = None) -> None:
@@ -518,11 +524,11 @@ class Population:
         self.in_words = "its selection" if selected else f"0 .. {len(self.samples) - 1}"
 
     def strange(self, ids: Collection[int]) -> tuple[int, ...]:
-        """Return those of `ids` that are not in the data set."""
+        """Return the members of `ids` that are not in the data set."""
         return tuple(id_ for id_ in ids if id_ not in self.samples)
 
     def num_lacking(self, seen: Collection[int]) -> int:
-        """Return how many samples are not in `seen`."""
+        """Return the number of samples that are not in `seen`."""
         return len(self.samples) - len(seen) + len(self.strange(seen))
 
     def lacking(self, seen: Collection[int]) -> Iterator[int]:
@@ -530,23 +536,26 @@ class Population:
         return (id_ for id_ in self._in_order if id_ not in seen)
 
     def surely_lacking(self, seen: Collection[int]) -> Iterator[int]:
-        """Yield the samples that are not in `seen` and should be, in order."""
+        """Yield, in order, the samples that are not in `seen` and should be.
+
+        If the samples are guessed, only those that were drawn in any epoch should be.
+        """
         lacking = self.lacking(seen)
         return (id_ for id_ in lacking if id_ in self.drawn) if self.is_guessed else lacking
 
     def lacking_beside_alone(self, epoch: int, seen: Collection[int]) -> list[int]:
-        """Return the samples that an epoch lacks of those that it has on one worker, in order.
+        """Return, in order, the samples that an epoch has on one worker and lacks here.
 
-        If it has others in their place, both may be right: there are none.
+        Return [] if it has samples here that it lacks on one worker: then both may be right.
         """
         whole = self._alone[epoch]
         return sorted(whole.difference(seen)) if whole.issuperset(seen) else []
 
 
 def compare_selections(tally: Tally, trace: Trace) -> None:
-    """Check that ranks which select samples of a data set select the same ones, or disjoint ones.
+    """Check that all ranks select the same samples of a data set, or disjoint ones.
 
-    If more than half of them agree, the first of the others is named.
+    If more than half of the ranks agree, the first of the others is named.
     """
     chosen = {event.rank: frozenset(event.ids) for event in trace.of(Selection)}
     if len(chosen) < 2 or trace.traits.population == "varied":
@@ -576,7 +585,7 @@ def has_parts(trace: Trace) -> bool:
 
 
 def in_epochs(runs: Traces) -> list[Trace]:
-    """Return the runs of a user's trainer, with their witnesses, if samples come in epochs.
+    """Return the runs of a user's trainer, and their witnesses, in which samples come in epochs.
 
     They don't if samples are drawn with replacement, from data that varies, or are known only by
     their content.
@@ -595,11 +604,11 @@ def in_epochs(runs: Traces) -> list[Trace]:
 
 
 def has_ended_epoch(trace: Trace) -> bool:
-    """Return whether `trace` shows an epoch up to its end: all its samples, or the next one's.
+    """Return whether `trace` shows the end of an epoch: all its samples, or the next epoch.
 
-    If the script reports no epochs, a sample that comes again begins the next one. Where only the
-    samples that were drawn say how many there are, and they are shuffled, all numbers from 0 on are
-    an epoch: within one, some would be lacking.
+    If the script reports no epochs, a sample that comes again begins the next one. If the number of
+    samples is guessed from those that were drawn, and they are shuffled, an epoch has ended once
+    all ids from 0 on were drawn: in the middle of an epoch, some would be lacking.
     """
     drawn: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for shard in trace.of(Shard):
@@ -619,7 +628,7 @@ def has_ended_epoch(trace: Trace) -> bool:
 
 
 def is_endless(trace: Trace) -> bool:
-    """Return whether a sampler of the script's goes on in one pass, once all samples have come."""
+    """Return whether a sampler of the script continues in one pass after all samples have come."""
     if trace.scenario.workload != "own" or trace.traits.population != "guessed":
         return False
     seen = set[int]()
@@ -632,10 +641,10 @@ def is_endless(trace: Trace) -> bool:
 
 
 def count_on(traces: Collection[Trace]) -> bool:
-    """Return whether samples are numbered from step to step, in runs on several numbers of workers.
+    """Return whether samples are numbered from step to step, with any number of workers.
 
-    They are those of a stream (tasks, games, noise), which has no epochs: nobody says how many
-    samples there are, each step has the next ones, and the same ones whatever draws them.
+    Then they come from a stream (tasks, games, noise), which has no epochs: its length is unknown,
+    each step has the next samples, and the number of workers does not change them.
     """
     by_run = []
     for trace in traces:
@@ -655,7 +664,7 @@ def count_on(traces: Collection[Trace]) -> bool:
 
 
 def _blocks(by_step: Mapping[int, Sequence[int]]) -> dict[int, range]:
-    """Return the samples of each step, if they follow on those of the step before; else {}."""
+    """Return the samples of each step if they continue those of the step before; otherwise {}."""
     blocks: dict[int, range] = {}
     begin = 0
     for step, ids in sorted(by_step.items()):

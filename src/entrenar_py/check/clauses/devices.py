@@ -20,9 +20,10 @@ from entrenar_py.shared.verdict import Finding, Tally
 
 # --- matrix products ------------------------------------------------------------------------------
 
-# Options of the system `matmul`. Ragged and prime sizes test every edge of a tile, a long k the
-# drift of float32 sums, a large magnitude a case in which an absolute tolerance is meaningless. The
-# last two are about the smallest for which wgpu chooses the kernels with medium and large tiles.
+# Options of the system `matmul`. Ragged and prime sizes test every edge of a tile. A long k tests
+# the drift of float32 sums, and a large magnitude a case in which an absolute tolerance is
+# meaningless. The last two are about the smallest for which wgpu chooses the kernels with medium
+# and large tiles.
 PRODUCTS: tuple[dict[str, Any], ...] = (
     {"m": 64, "k": 64, "n": 64},
     {"m": 64, "k": 64, "n": 64, "layout": "both_transposed"},
@@ -42,7 +43,7 @@ PRODUCTS: tuple[dict[str, Any], ...] = (
 
 
 def plan_products(invariant: Invariant) -> list[Scenario]:
-    """Plan products of the stated shape, and ragged, long, transposed, large and multiple ones."""
+    """Plan products of the stated shape; also ragged, long, transposed, large and multiple ones."""
     return [
         probe("matmul", seed=seed, backends=("wgpu",), options=options)
         for seed, options in enumerate(PRODUCTS)
@@ -52,15 +53,15 @@ def plan_products(invariant: Invariant) -> list[Scenario]:
 def judge_products(invariant: Invariant, traces: Traces) -> Finding:
     """Judge that every product is finite, has its shape, and is within its bound and the tolerance.
 
-    The bound on the distance from float64 applies to every shape. The clause's absolute tolerance
-    on the distance from the CPU's float32 applies to the stated shape and range only.
+    The float32 bound on the distance from float64 applies to every shape. The clause's absolute
+    tolerance on the distance from the CPU's float32 applies only to the stated shape and range.
     """
     tally = Tally(invariant.id)
     for trace in traces:
         if trace.end.status == "failed":
             tally.miss(trace.end.reason)
         for product in trace.of(Product):
-            if product.backend != "cpu":  # compared with itself it would show nothing
+            if product.backend != "cpu":  # comparing the CPU with itself would show nothing
                 _judge_product(tally, product, trace.scenario, invariant.tolerance)
     nothing = "no matrix product was computed on a GPU"
     return tally.finding(nothing=missing.probed(invariant, nothing))
@@ -89,7 +90,7 @@ def _judge_product(
     if tolerance is None:
         tally.note("the clause has no tolerance: only the float32 bound was checked")
         return
-    # Without the element: the largest distance from the CPU may lie at another one.
+    # No element is named: the largest distance from the CPU may be at a different element.
     tally.check(
         product.error_cpu < tolerance,
         f"{what} is off by {product.error_cpu:.3g} from the CPU, the clause allows {tolerance:g}",
@@ -99,21 +100,21 @@ def _judge_product(
     )
 
 
-# --- results by themselves ------------------------------------------------------------------------
+# --- results of single operations -----------------------------------------------------------------
 
 
 def plan_operations(invariant: Invariant) -> list[Scenario]:
-    """Plan single operations."""
+    """Plan single operations on wgpu."""
     return [probe("wgpu_operations", backends=("wgpu",))]
 
 
 def plan_finiteness(invariant: Invariant) -> list[Scenario]:
-    """Plan single operations, and steps of every workload."""
+    """Plan single operations, and training steps of every workload."""
     return [*plan_operations(invariant), *plan_steps(invariant)]
 
 
 def plan_refusals(invariant: Invariant) -> list[Scenario]:
-    """Plan operations, types, sizes and programs that have no kernel."""
+    """Plan operations, dtypes, sizes and programs that have no kernel."""
     return [probe("wgpu_refusals", backends=("wgpu",))]
 
 
@@ -125,7 +126,10 @@ def compare_operations(tally: Tally, trace: Trace) -> None:
 
 
 def compare_finiteness(tally: Tally, trace: Trace) -> None:
-    """Check that finite inputs give finite results, and each element that a NaN reaches is NaN."""
+    """Check that finite inputs give finite results, and that a NaN stays NaN.
+
+    An element that a NaN reaches must be NaN on the device.
+    """
     for result in trace.of(Explained):
         message = f"{result.of}: {result.tensor} is not finite, though all its inputs are"
         place = evidence.place(trace, result)
@@ -168,7 +172,7 @@ def compare_refusals(tally: Tally, trace: Trace) -> None:
 
 # --- whole steps ----------------------------------------------------------------------------------
 
-DISPATCHES = 256  # that a backend may submit together
+DISPATCHES = 256  # the most dispatches in one submission
 _ALIGNMENT = 256  # bytes; WebGPU's largest min-storage-buffer-offset-alignment
 NO_STEP = "no step on a device was recorded"
 
@@ -181,7 +185,7 @@ STEPS: tuple[dict[str, Any], ...] = (
 
 
 def plan_steps(invariant: Invariant) -> list[Scenario]:
-    """Plan steps of every workload with odd numbers of samples, two of the workloads with dropout.
+    """Plan steps of every workload with odd numbers of samples; some have dropout.
 
     The largest workload has one number of samples only, since tracing takes long.
     """
@@ -204,9 +208,10 @@ def _later(tally: Tally, trace: Trace) -> Iterator[Stepped]:
 
 
 def compare_cost(tally: Tally, trace: Trace) -> None:
-    """Check that each step with as many samples as an earlier one makes one upload, one submission
-    for every DISPATCHES and one read-back, uploads only its inputs, and computes nothing on the
-    CPU.
+    """Check the cost of each step that has the number of samples of an earlier one.
+
+    It must make one upload, one submission for every DISPATCHES and one read-back, upload only its
+    inputs, and compute nothing on the CPU.
     """
     for step in _later(tally, trace):
         what = f"a step of {step.num_samples} samples of {trace.scenario.workload}"
@@ -229,7 +234,7 @@ def compare_cost(tally: Tally, trace: Trace) -> None:
 
 
 def compare_results(tally: Tally, trace: Trace) -> None:
-    """Check that rounding explains the errors of the loss and of every gradient."""
+    """Check that the errors of the loss and of every gradient are within their rounding bounds."""
     results = trace.of(Explained)
     if _steps(tally, trace) and not results:
         tally.miss(f"no result of {trace.scenario.workload} was compared with float64")
@@ -259,7 +264,7 @@ def compare_repetition(tally: Tally, trace: Trace) -> None:
 
 
 def compare_compilation(tally: Tally, trace: Trace) -> None:
-    """Check that a step with as many samples as an earlier one compiles and traces nothing."""
+    """Check that a step with an earlier step's number of samples compiles and traces nothing."""
     for step in _later(tally, trace):
         what = f"step {step.earlier + 1} of {step.num_samples} samples of {trace.scenario.workload}"
         place = evidence.place(trace, step)
@@ -271,19 +276,21 @@ def compare_compilation(tally: Tally, trace: Trace) -> None:
 
 CPU = ("cpu",)
 NUM_STEPS = 100
-FALLEN = 0.99  # of the first loss: two runs that don't train at all would agree, too
+FALLEN = 0.99  # relative to the first loss: two runs that don't train at all would also agree
 
 
 def plan_training(invariant: Invariant) -> list[Scenario]:
-    """Plan reference training on one worker and one shard, so that a device makes whole steps."""
+    """Plan reference training with one worker and one shard, so that a device has whole steps."""
     fields: dict[str, Any] = {"num_shards": 1, "num_samples": 21, "batch_size": 7}
     fields |= {"num_steps": NUM_STEPS, "learning_rate": 0.1, "backends": ("wgpu",)}
     return [probe("reference", workload=name, **fields) for name in ("mlp", "decoder")]
 
 
 def judge_training(invariant: Invariant, runs: Traces) -> Finding:
-    """Judge that losses on the device and the CPU are equal, and fall. In each step the tolerance
-    is relative to the CPU's first loss, or to its loss in that step if that is larger.
+    """Judge that the losses on the device are those on the CPU, and that both fall.
+
+    In each step the tolerance is relative to the CPU's first loss, or to its loss in that step if
+    that is larger.
     """
     tally = Tally(invariant.id)
     runs = evidence.usable_runs(runs, tally)

@@ -1,7 +1,7 @@
-"""F-KD-008 to F-KD-011: a teacher's shards have its rows, each once, and a student takes no others.
+"""F-KD-008 to F-KD-011: shards have a teacher's rows, each once; a student accepts no others.
 
-That the loss of a row is the textbook's, in value and gradient, is a property of one function:
-tests/train/distill/test_soft_targets.py has it. Source: distillation-v1, equations kept, distilled.
+One function computes the loss of a row. tests/train/distill/test_soft_targets.py tests that its
+value and gradient are the textbook's. Source: distillation-v1, equations kept, distilled.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from entrenar_py.shared.trace import (
 )
 from entrenar_py.shared.verdict import Tally
 
-# What float32 explains of a log-probability of a small model, compared with float64; 1e-6 was seen.
+# The float32 error of a small model's log-probability, compared with float64. 1e-6 was measured.
 ROUNDING = 1e-5
-# What is wrong with shards, and a part of the message that refuses them.
+# Each defect of shards -> a part of the message that refuses them.
 REFUSALS = {
     "shards of another tokenizer": "tokenizer",
     "half of a shard": "bytes, and the list says",
@@ -43,12 +43,12 @@ _ADVICE = "a run of the system distilled records it"
 
 
 def planned(**options: object) -> Scenario:
-    """Return the scenario of a short distillation."""
+    """Return the scenario of a short distillation, with `options` of its system."""
     return fine_tuning.planned(options=options).with_(system="distilled")
 
 
 def plan_rows(invariant: Invariant) -> list[Scenario]:
-    """Plan chats and texts, packed and not, with some tokens kept, with one and with all."""
+    """Plan chats and texts, packed and not, with one, some and all tokens kept in a row."""
     facts = ["samples", "gradients"]
     return [
         planned(task="instruct", facts=facts),
@@ -58,7 +58,7 @@ def plan_rows(invariant: Invariant) -> list[Scenario]:
 
 
 def plan_cover(invariant: Invariant) -> list[Scenario]:
-    """Plan chats of one turn and of two."""
+    """Plan chats with one turn and with two."""
     return [planned(task="instruct", facts=["samples"])]
 
 
@@ -68,7 +68,7 @@ def plan_refusals(invariant: Invariant) -> list[Scenario]:
 
 
 def plan_shards(invariant: Invariant) -> list[Scenario]:
-    """Plan a stage that is stopped, and goes on."""
+    """Plan a stage that is stopped and resumed."""
     return [planned(task="text")]
 
 
@@ -106,7 +106,7 @@ def compare_rows(tally: Tally, trace: Trace) -> None:
 
 
 def compare_cover(tally: Tally, trace: Trace) -> None:
-    """Check that each target has one row, and that the loss depends on the states of rows alone."""
+    """Check that each target has one row, and that the loss depends only on the states at rows."""
     samples = {event.sample: event for event in trace.of(Encoded)}
     rows = Counter((row.sample, row.position) for row in trace.of(TeacherRow))
     if not samples or not rows:
@@ -135,7 +135,7 @@ def compare_cover(tally: Tally, trace: Trace) -> None:
 
 
 def compare_refusals(tally: Tally, trace: Trace) -> None:
-    """Check that the student has refused each of them, for what is wrong with it."""
+    """Check that the student refused every defective shard, and named the defect."""
     messages = {event.what: event.refused for event in trace.of(TurnedAway)}
     if not messages:
         return
@@ -152,7 +152,7 @@ def compare_refusals(tally: Tally, trace: Trace) -> None:
 
 
 def compare_shards(tally: Tally, trace: Trace) -> None:
-    """Check that shards are complete if they are said to be, and the same after a stop."""
+    """Check that shards are reported complete only if they are, and are the same after a stop."""
     stages = {event.when: event for event in trace.of(Sharded)}
     for event in stages.values():
         there = len(event.digests) == event.due

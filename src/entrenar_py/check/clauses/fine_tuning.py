@@ -1,9 +1,9 @@
-"""F-FT-001 to F-FT-016, F-LP-001, F-LP-002: the weights of a fine-tuning, and its steps.
+"""F-FT-001 to F-FT-016, F-LP-001, F-LP-002: weights and steps of a fine-tuning run.
 
-Steps are compared with two independent oracles. One is a textbook in float64, at the recorded
-weights. The other is a run of `transformers.Trainer` with `peft` on the same batches.
-Sources: finetune-v1, equations adapted, merged, loss, followed, moved; layer-pipeline-v1, equations
-one_process and own_blocks.
+F-FT-006 to F-FT-008 are in `tuned_samples`. Steps are compared with two independent oracles. One is
+a textbook in float64, at the recorded weights. The other is a run of `transformers.Trainer` with
+`peft` on the same batches. Sources: finetune-v1, equations adapted, merged, loss, followed, moved;
+layer-pipeline-v1, equations one_process and own_blocks.
 """
 
 from __future__ import annotations
@@ -48,12 +48,15 @@ from entrenar_py.shared.verdict import Finding, Tally
 
 Matrix = NDArray[np.float64]
 
-UNIT = 2.0**-24  # of float32, to nearest
-STEP = "step"  # `Explained.of` of a training step; other ones are outputs of a written model
+UNIT = 2.0**-24  # unit roundoff of float32
+STEP = "step"  # `Explained.of` of a training step; other values are outputs of a written model
 
 
 def planned(**changes: object) -> Scenario:
-    """Return the scenario of a short fine-tuning with adapters, on two workers."""
+    """Return the scenario of a short fine-tuning run with adapters, on two workers.
+
+    `changes` replace or add fields of the scenario.
+    """
     usual: dict[str, object] = {
         "world_size": 2,
         "num_shards": 4,
@@ -68,13 +71,13 @@ def planned(**changes: object) -> Scenario:
 
 
 def plan_weights(invariant: Invariant) -> list[Scenario]:
-    """Plan adapters of a language model and of a classifier, written and merged."""
+    """Plan adapters of a language model and of a classifier, both written and merged."""
     facts = ["outputs", "merged"]
     return [planned(options={"task": task, "facts": facts}) for task in ("instruct", "classify")]
 
 
 def plan_quantised(invariant: Invariant) -> list[Scenario]:
-    """Plan models with a head of its own, and with one that is the embedding."""
+    """Plan a model with a head of its own, and one in which the head is the token embedding."""
     return [planned(options={"method": "qlora", "family": one}) for one in ("llama", "qwen3")]
 
 
@@ -82,7 +85,7 @@ def plan_quantised(invariant: Invariant) -> list[Scenario]:
 
 
 def compare_frozen(tally: Tally, trace: Trace) -> None:
-    """Compare each record of the weights that aren't trained with the first one of each weight."""
+    """Compare each record of the untrained weights with the first record of the same weight."""
     first: dict[str, tuple[str, str]] = {}
     for event in trace.of(Frozen):
         for name, record in event.weights.items():
@@ -97,7 +100,7 @@ def compare_frozen(tally: Tally, trace: Trace) -> None:
 
 
 def compare_quantised(tally: Tally, trace: Trace) -> None:
-    """Check that layers within blocks, and no others, are in NF4, with the stock library's bits."""
+    """Check that layers within blocks, and no others, are in NF4, with the bits of bitsandbytes."""
     for event in trace.of(Quantised):
         place = {"tensor": event.layer, "scenario": trace.scenario}
         found = "in NF4" if event.held else "not in NF4"
@@ -114,9 +117,9 @@ def compare_quantised(tally: Tally, trace: Trace) -> None:
 
 
 def compare_rank(tally: Tally, trace: Trace) -> None:
-    """Check that what was added to each layer has at most the rank that was asked for.
+    """Check that what was added to each layer has at most the configured rank.
 
-    A matrix X + E has no more singular values above norm_F(E) than X has rank (Weyl).
+    A matrix X + E has at most rank(X) singular values above norm_F(E) (Weyl).
     """
     for event in trace.of(Adapted):
         matrices = _matrices(event)
@@ -137,7 +140,7 @@ def compare_rank(tally: Tally, trace: Trace) -> None:
 
 
 def compare_start(tally: Tally, trace: Trace) -> None:
-    """Check that before the training no adapter changes its layer: B A is zero."""
+    """Check that no adapter changes its layer before the first step: B A is zero."""
     for event in trace.of(Adapted):
         if event.when == "start":
             found = _matrices(event)
@@ -153,7 +156,7 @@ def compare_start(tally: Tally, trace: Trace) -> None:
 
 
 def compare_merged(tally: Tally, trace: Trace) -> None:
-    """Check each merged weight, and the outputs of the written models, within their rounding."""
+    """Check each merged weight, and the outputs of the written models, within rounding bounds."""
     for event in trace.of(Adapted):
         matrices = _matrices(event)
         if "merged" not in matrices:
@@ -181,7 +184,10 @@ def compare_merged(tally: Tally, trace: Trace) -> None:
 
 
 def _matrices(event: Adapted) -> dict[str, Matrix]:
-    """Return an adapted layer's matrices in float64, those that have values."""
+    """Return the matrices of an adapted layer in float64.
+
+    Tensors without recorded values are left out.
+    """
     _, width = event.shape
     columns = {"a": width, "base": width, "merged": width}
     matrices = {}
@@ -195,10 +201,10 @@ def _matrices(event: Adapted) -> dict[str, Matrix]:
 
 
 def _rounding(event: Adapted, matrices: dict[str, Matrix]) -> Matrix:
-    """Return how far each element of float32 W + s B A may be from the exact one.
+    """Return how far each element of W + s B A in float32 may be from the exact result.
 
-    The product has gamma_r s |B||A|, the multiplication by s and its own rounding one u each, and
-    the last addition u |W'|.
+    The product B A may be off by gamma_r |B||A| s, the multiplication by s and the rounding of the
+    term by one u each, and the last addition by u |W'|, where u is the unit roundoff.
     """
     roundings = matrices["a"].shape[0] + 2
     gamma = roundings * UNIT / (1 - roundings * UNIT)
@@ -211,7 +217,7 @@ def _rounding(event: Adapted, matrices: dict[str, Matrix]) -> Matrix:
 
 
 def compare_written(tally: Tally, trace: Trace) -> None:
-    """Check that stock libraries read the weights after the last step, bit for bit."""
+    """Check that stock libraries read the weights of the last step from the files, bit for bit."""
     updates = evidence.updates(trace)
     for event in trace.of(ReadBack):
         if not updates:
@@ -234,12 +240,12 @@ _ADVICE = "a fine-tuning with the option facts: [outputs, merged] records it"
 
 # --- steps ----------------------------------------------------------------------------------------
 
-# Covers the second order: the loss is not linear in the weights' distance.
+# Covers the second order: the loss is not linear in the distance of the weights.
 SECOND_ORDER = 2.0
 
 
 def plan_gradients(invariant: Invariant) -> list[Scenario]:
-    """Plan adapters of two families, a classifier, and all weights."""
+    """Plan adapters of two families, a classifier, and a run that trains all weights."""
     kinds: list[dict[str, object]] = [
         {"task": "instruct"},
         {"task": "classify", "class_weights": "sqrt_inverse"},
@@ -250,7 +256,7 @@ def plan_gradients(invariant: Invariant) -> list[Scenario]:
 
 
 def plan_peer(invariant: Invariant) -> list[Scenario]:
-    """Plan warm-up, decay and clipping for some steps, with adapters and with all weights."""
+    """Plan several steps with warm-up, decay and clipping, with adapters and with all weights."""
     kinds: list[dict[str, object]] = [
         {"task": "instruct"},
         {"task": "classify", "class_weights": "inverse"},
@@ -267,7 +273,7 @@ def plan_peer(invariant: Invariant) -> list[Scenario]:
 
 
 def compare_gradients(tally: Tally, trace: Trace) -> None:
-    """Judge each step's loss and gradients within what rounding explains."""
+    """Judge that each step's loss and gradients are within their rounding bounds."""
     for explained in trace.of(Explained):
         if explained.of == STEP:
             closeness.judge_explained(tally, explained, trace)
@@ -277,7 +283,7 @@ def compare_gradients(tally: Tally, trace: Trace) -> None:
 
 
 def judge_peer(invariant: Invariant, runs: Traces) -> Finding:
-    """Compare each run with the peer's: losses, gradients, and how the weights follow from them."""
+    """Compare each run with the peer's: losses, gradients, and steps of the weights."""
     tally = Tally(invariant.id)
     runs = evidence.usable_runs(runs, tally)
     for trace in () if runs.base is None else (runs.base,):
@@ -313,9 +319,9 @@ def _compare(tally: Tally, peer: Trace, trace: Trace) -> None:
 def _losses(
     tally: Tally, trace: Trace, update: Update, model: Update, before: tuple[Tensors, Tensors]
 ) -> None:
-    """Check that two losses are no further apart than rounding and the weights' distance explain.
+    """Check that rounding and the distance of the weights explain the distance of two losses.
 
-    |L(w) - L(v)| is |g| . |w - v| to first order, with the recorded gradient g at w.
+    To first order |L(w) - L(v)| is |g| . |w - v|, with the recorded gradient g at w.
     """
     if update.loss is None or model.loss is None:
         tally.miss(f"the loss of step {update.step} is known in one run only")
@@ -330,7 +336,7 @@ def _losses(
 
 
 def _reach(update: Update, own: Tensors, other: Tensors) -> float | None:
-    """Return the sum over all weights of |gradient| |distance|, or None without values."""
+    """Return the sum over all weights of |gradient| |distance|; None if values are unknown."""
     total = 0.0
     for name, record in update.gradient.items():
         slope = record.values()
@@ -343,7 +349,11 @@ def _reach(update: Update, own: Tensors, other: Tensors) -> float | None:
 
 
 def _gradients(tally: Tally, trace: Trace, update: Update, model: Update) -> None:
-    """Compare gradients: at equal weights within rounding, later as far as Adam moves weights."""
+    """Compare gradients with the peer's.
+
+    In step 0 weights are equal, so only rounding is allowed. Later, Adam may have moved the weights
+    apart.
+    """
     bound = ADAM_GRADIENT_BOUND if update.step else GRADIENT_BOUND
     floor = LEARNED_AWAY * (closeness.norm_l2(model.gradient) or 0.0)
     message, place = "the gradient is not the peer's", evidence.place(trace, update)
@@ -356,7 +366,7 @@ def _gradients(tally: Tally, trace: Trace, update: Update, model: Update) -> Non
 def _follows(tally: Tally, trace: Trace) -> None:
     """Check that each step of the lowest rank follows from its own gradient, within rounding.
 
-    So weights are apart by what gradients are apart, and by nothing else.
+    Then nothing but the difference of gradients moves the weights of two runs apart.
     """
     rules: dict[int, update_rule.Rule] = {}
     who = min((start.rank for start in trace.of(Start)), default=0)
@@ -391,16 +401,17 @@ _NOTHING = "no step was compared with float64: a fine-tuning with option facts: 
 
 
 def plan_strategies(invariant: Invariant) -> list[Scenario]:
-    """Plan adapters by each kind of strategy."""
+    """Plan adapters, once for each type of strategy."""
     kinds = ("ddp", "ddp_canonical", "fsdp", "tensor_parallel", "pipeline_parallel")
     asked = [{"task": "instruct", "strategy": kind} for kind in kinds]
     return [planned(options=one).with_(system="finetuned_by_ranks") for one in asked]
 
 
 def judge_strategies(invariant: Invariant, runs: Traces) -> Finding:
-    """Compare what ranks wrote with a single device's last weights, and its outputs with float64.
+    """Compare the weights that ranks wrote with a single device's, and their outputs with float64.
 
-    Outputs are those of the written adapters, and so the single device's as far as adapters are.
+    The outputs are those of the written adapters. So they are the single device's, as far as the
+    adapters are.
     """
     tally = Tally(invariant.id)
     runs = evidence.usable_runs(runs, tally)
@@ -414,7 +425,7 @@ def judge_strategies(invariant: Invariant, runs: Traces) -> Finding:
 
 
 def _compare_strategies(tally: Tally, single: Trace, trace: Trace) -> None:
-    """Compare by how much each tensor was moved, within a share of the distance."""
+    """Compare the movement of each tensor, with a tolerance relative to its length."""
     start, updates = next(iter(single.of(Start)), None), evidence.updates(single)
     if start is None or not updates:
         tally.miss("the single device recorded no start, or no step")
@@ -432,7 +443,7 @@ def _compare_strategies(tally: Tally, single: Trace, trace: Trace) -> None:
 
 
 def _moved(before: Tensors, after: Tensors) -> Tensors | None:
-    """Return the change of each tensor, float64; None without values."""
+    """Return the change of each tensor, in float64; None if values were not recorded."""
     moved = {}
     for name, record in after.items():
         first, last = (one.values() for one in (before.get(name, record), record))
@@ -446,24 +457,27 @@ def _moved(before: Tensors, after: Tensors) -> Tensors | None:
 # --- stages ---------------------------------------------------------------------------------------
 
 _BLOCKS = 4
-_FACTS = ("ids", "weight", "loss_sum", "draws")  # of a shard, in the order in which they are told
+_FACTS = ("ids", "weight", "loss_sum", "draws")  # of a shard, in the order of comparison
 _SAID = {"ids": "samples", "weight": "weight", "loss_sum": "loss", "draws": "random numbers"}
 
 
 def planned_stages(**changes: object) -> Scenario:
-    """Return the scenario of a short fine-tuning with dropout, in two stages."""
+    """Return the scenario of a short fine-tuning run with dropout, in two stages.
+
+    `changes` replace or add fields of the scenario.
+    """
     options = {"task": "text", "family": "llama", "blocks": _BLOCKS}
     usual = {"detail": "digests", "dropout": 0.2, "options": options}
     return planned(**{**usual, **changes}).with_(system="finetuned_by_stages")
 
 
 def plan_stages(invariant: Invariant) -> list[Scenario]:
-    """Plan as many stages as the model has blocks, and fewer."""
+    """Plan two, three and four stages of a model with four blocks."""
     return [planned_stages(world_size=number) for number in (2, 3, _BLOCKS)]
 
 
 def plan_tied(invariant: Invariant) -> list[Scenario]:
-    """Plan a model with one table for tokens and head."""
+    """Plan a model with one matrix as token embedding and head."""
     return [planned_stages(options={"task": "text", "blocks": _BLOCKS})]
 
 
@@ -479,7 +493,7 @@ def judge_stages(invariant: Invariant, runs: Traces) -> Finding:
 
 
 def _compare_with_one_process(tally: Tally, single: Trace, trace: Trace) -> None:
-    """Compare a run by stages with that of one process: shards first, as they are the causes."""
+    """Compare a run in stages with that in one process: shards first, as they are the causes."""
     expected = {(one.step, one.shard): one for one in single.of(Shard)}
     for shard in trace.standing.of(Shard):
         model = expected.get((shard.step, shard.shard))
@@ -499,9 +513,9 @@ def _compare_with_one_process(tally: Tally, single: Trace, trace: Trace) -> None
 
 
 def _as_stages_record(trace: Trace) -> Trace:
-    """Return `trace` without what no stage knows: a shard's whole gradient, the optimizer's state.
+    """Return `trace` without facts that no stage knows: shard gradients and optimizer state.
 
-    Moments that were other ones would show in the weights of the step.
+    Wrong moments would show in the weights after the step.
     """
     bare: list[Event] = []
     for event in trace.events:
@@ -516,10 +530,10 @@ def _as_stages_record(trace: Trace) -> Trace:
 
 
 def compare_stages(tally: Tally, trace: Trace) -> None:
-    """Check that stages hold the checkpoint's bits, and each weight of a block is in one stage.
+    """Check that stages hold the checkpoint's bits, and each block's weight is in one stage.
 
-    What is trained is left out, as are weights outside of the blocks: a table that is also the head
-    is in the first and in the last stage.
+    Trained weights are left out, and so are weights outside the blocks: a token embedding that is
+    also the head is in the first and in the last stage.
     """
     compare_frozen(tally, trace)
     files, stages = trace.of(Frozen)[:1], trace.of(Frozen)[1:]
@@ -528,7 +542,7 @@ def compare_stages(tally: Tally, trace: Trace) -> None:
     if not files or not stages or is_cut_anew:
         return
     trained = {_in_checkpoint(name) for start in trace.of(Start)[:1] for name in start.trainable}
-    holders: dict[str, dict[str, None]] = defaultdict(dict)  # a stage that is loaded again is one
+    holders: dict[str, dict[str, None]] = defaultdict(dict)  # a stage loaded twice is one
     for event in stages:
         for name in event.weights:
             holders[name.removesuffix(" in NF4")][event.when] = None

@@ -1,6 +1,6 @@
 """F-DP-003: finite gradients average to a finite gradient; NaN or Inf halts before any update.
 
-A user's trainer may instead skip the step on all ranks, and go on.
+A user's trainer may instead skip the step on all ranks and continue.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from entrenar_py.shared.scenario import OBSERVED
 from entrenar_py.shared.trace import Halt, Injected, Saved, Shard, Start, Trace, Update
 from entrenar_py.shared.verdict import Counterexample, Finding, Tally, micro_batch
 
-# Most scripts go on at a NaN, so the finding says what to add.
+# Most scripts continue after a NaN, so the finding says what to add.
 _REMEDY = (
     ": stop there, for example by torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, "
     "error_if_nonfinite=True) before optimizer.step()"
@@ -35,8 +35,9 @@ _ADVICE = (
 
 
 def judge(invariant: Invariant, traces: Traces) -> Finding:
-    """Judge that a run halts at its first non-finite value (a user's trainer may skip the step),
-    and that a run without such a value stays finite and never halts.
+    """Judge that a run halts at its first non-finite value, and otherwise never halts.
+
+    Without such a value it must stay finite. A user's trainer may skip the step instead of halting.
     """
     tally = missing.tally_for(invariant, traces)
     state.judge_first_weights(tally, traces)
@@ -57,7 +58,7 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
 
 
 def compare(tally: Tally, trace: Trace) -> None:
-    """Judge one run."""
+    """Judge one run: where it must halt, and that all its other updates are finite."""
     missing.require_updates(tally, trace)
     missing.require_shards(tally, trace)
     steps = _steps_struck(trace)
@@ -89,7 +90,8 @@ def compare(tally: Tally, trace: Trace) -> None:
 def _without_effect(trace: Trace, traces: Traces) -> int | None:
     """Return the step of a planted value after which all ranks have the weights of a plain run.
 
-    None if there is none, or no plain run. Where a step moves nothing, that shows nothing.
+    Return None if there is no such step or no plain run, or if the step moves no weights, since
+    equal weights then show nothing.
     """
     planted = {event.step or 0 for event in _bad(trace)[1]}
     size = trace.scenario.world_size
@@ -135,11 +137,11 @@ def _culprits(trace: Trace, steps: Set[int]) -> list[Shard] | list[Injected]:
 
 
 def _is_lost(trace: Trace, planted: Injected) -> bool:
-    """Return whether the record may have only other micro-batches of the rank in a fault's step.
+    """Return whether the record may have lost the micro-batch in which a value was planted.
 
-    It may if samples are unknown: a skipped micro-batch is not counted then. The recorder of a
-    user's script looks after the fault has struck, so it would have seen it. If ranks are not alike
-    after the step, or make other numbers of steps, it was not left out by all.
+    It may if samples are unknown: a skipped micro-batch is not recorded then. The recorder of a
+    user's script runs after the fault struck, so it would have seen the value. If ranks differ
+    after the step, or take different numbers of steps, not all ranks left it out.
     """
     place = planted.step, planted.rank
     shards = [shard for shard in trace.of(Shard) if (shard.step, shard.rank) == place]
@@ -153,11 +155,11 @@ def _is_lost(trace: Trace, planted: Injected) -> bool:
 
 
 def _is_perhaps_dropped(trace: Trace, culprit: Shard | Injected) -> bool:
-    """Return whether the script may have thrown away what is not finite.
+    """Return whether the script may have discarded the non-finite gradient.
 
     A pass for the generator of a GAN leaves gradients in the discriminator. Once optimizers have
-    taken turns, gradients of passes are unknown without a line: the record lacks those of later
-    passes. Of a sharded model it has none at all.
+    taken turns, the gradients of later passes are not recorded without `observe`'s line for them.
+    Of a sharded model no gradients of passes are recorded at all.
     """
     if not isinstance(culprit, Shard) or culprit.gradient or trace.traits.losses != "backward":
         return False
@@ -175,7 +177,7 @@ def _stays_finite(tally: Tally, trace: Trace, passed_over: Set[int]) -> None:
     disagreed = {audit.step for audit in audits.undecided(trace)}
     for halt in trace.of(Halt):
         if halt.step in disagreed:
-            continue  # another reason to halt, which the trace proves
+            continue  # the trace proves a different reason to halt
         if unknown := _unknown_at(trace, halt):
             missing.ask(
                 tally,
@@ -196,7 +198,7 @@ def _stays_finite(tally: Tally, trace: Trace, passed_over: Set[int]) -> None:
 
 
 def _unknown_at(trace: Trace, halt: Halt) -> str:
-    """Return which unrecorded shards may have caused a halt, in words; "" if none is missing."""
+    """Return, in words, which unrecorded shards may have caused a halt; "" if none is missing."""
     shards = [shard for shard in trace.of(Shard) if shard.step == halt.step]
     if not any(_same_place(halt, shard) for shard in shards):
         where = "" if halt.rank is None else f" of rank {halt.rank}"
@@ -213,7 +215,7 @@ def _is_finite(shard: Shard) -> bool:
 
 
 def _finite_update(tally: Tally, trace: Trace, update: Update) -> None:
-    """Check that an update is finite: its loss, its norms, and the values it recorded."""
+    """Check that an update is finite: its loss, its norms, and its recorded values."""
     bad_place = evidence.non_finite(update.gradient) or evidence.non_finite(update.weights)
     tensor, element = bad_place or (None, None)
     numbers = (update.loss or 0.0, update.grad_norm or 0.0, update.applied_norm or 0.0)
@@ -260,7 +262,7 @@ def _halts(
         tally.check(False, f"{what} at {where}{remedy}", **place)
     for saved in trace.of(Saved):
         tally.check(saved.step <= step, f"a checkpoint was written after {where}", **place)
-    # A user's processes may stop by an error of their own. The place it names is unknown here.
+    # A user's processes may stop by their own error, at an unknown place.
     stopped = trace.scenario.workload == "own" and trace.end.status == "halted"
     went_on = f"training went on after a non-finite value at {where}"
     message = went_on + missing.told(tally, trace=": no Halt was recorded", script=_REMEDY)
@@ -282,7 +284,7 @@ def _where(trace: Trace, culprit: Shard | Injected, step: int) -> str:
 def _names(
     tally: Tally, trace: Trace, halt: Halt, culprit: Shard | Injected, place: Mapping[str, Any]
 ) -> None:
-    """Check that a halt names the culprit's place. Count what it does not name as missing."""
+    """Check that a halt names the culprit's place. Count parts that it does not name as missing."""
     pairs = {"rank": (culprit.rank, halt.rank), "shard": (culprit.shard, halt.shard)}
     unnamed = [
         what for what, (right, named) in pairs.items() if named is None and right is not None
@@ -306,7 +308,7 @@ def _names(
 
 
 def _planted_tensors(trace: Trace, culprit: Shard | Injected) -> list[str]:
-    """Return the tensors in which a value was planted at the culprit's place."""
+    """Return the names of the tensors in which a value was planted at the culprit's place."""
     first = [name for start in trace.of(Start)[:1] for name in start.trainable[:1]]
     planted = [
         event

@@ -1,7 +1,7 @@
 """The knobs of a user's own trainer, and how runs with different values of a knob are compared.
 
-Turning a knob reveals bugs that a comparison with the run on one worker can't show, since that run
-has them, too. All knobs but one must change nothing. The clipping norm may change the size of the
+Turning a knob reveals bugs that the run on one worker has, too, so that comparing with that run
+can't show them. All knobs but one must change nothing. The clipping norm may change the size of the
 gradient, but not its direction. Each knob is a row of KNOBS.
 """
 
@@ -22,7 +22,7 @@ from entrenar_py.shared.trace import Shard, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Tally
 
 UNCLIPPED = "1e9"  # larger than the norm of any gradient
-_CLIPPED_SHARE = 16  # the smallest gradient norm of the usual run, divided by the clipping norm
+_CLIPPED_SHARE = 16  # the smallest gradient norm of the usual run over the clipping norm
 _CLIPPED_USUAL = 1e-3  # the clipping norm if the gradients' norms are unknown
 # torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6; others don't.
 CLIP_EPSILON = 1e-6
@@ -31,7 +31,7 @@ CLIP_EPSILON = 1e-6
 def compare(tally: Tally, runs: Traces) -> list[int]:
     """Compare every run with a turned knob with the base, in which no knob is turned.
 
-    Return the number of gradients compared in each run in which the knob took effect.
+    Return the number of compared gradients for each run in which the knob took effect.
     """
     counts = []
     for name, trace in runs.turned():
@@ -56,7 +56,10 @@ Effect = Callable[[Tally, Pair, Trace, Trace], bool]
 
 
 def _changes_nothing(took_effect: Effect) -> Callable[[Tally, Pair, Compared], int | None]:
-    """Return the judge of a knob that must change nothing, for runs in which it `took_effect`."""
+    """Return the judge of a knob that must change nothing.
+
+    It judges runs if `took_effect` is true.
+    """
 
     def judge(tally: Tally, pair: Pair, compared: Compared) -> int | None:
         model, trace = compared.model, compared.trace
@@ -100,7 +103,7 @@ def _is_normalised_apart(tally: Tally, pair: Pair, trace: Trace) -> bool:
 
 
 def _accumulated(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> bool:
-    """Return whether step 0 has the same samples as in `model`, in more or fewer micro-batches."""
+    """Return whether step 0 has the samples of `model`, in a different number of micro-batches."""
     if _is_normalised_apart(tally, pair, trace):
         return False
     before, after = _micro_batches(model), _micro_batches(trace)
@@ -131,8 +134,10 @@ def _accumulated(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> bool:
 
 
 def _clipped(tally: Tally, pair: Pair, compared: Compared) -> int:
-    """Check that no gradient is longer than the clipping norm, and that step 0's is the unclipped
-    gradient scaled to that norm (both runs have the same weights then).
+    """Check that no gradient is longer than the clipping norm.
+
+    In step 0 both runs have the same weights. So its gradient must be the unclipped one, scaled to
+    the clipping norm.
     """
     limit, model, trace = float(pair.value), compared.model, compared.trace
     bounds = rounding_bounds.Bounds.of({}, model, trace)
@@ -173,7 +178,7 @@ def _clipped(tally: Tally, pair: Pair, compared: Compared) -> int:
         if update.step == 0 and not unseen:
             what = f"that of {pair.knob}={pair.usual} clipped to this norm"
             message = f"{pair.words.before}the gradient is not {what}"
-            # The script's norm may be off by its rounding; the direction is not.
+            # The norm that the script computed may be off by rounding; the direction is not.
             length = min(max(norm, limit * (1 - rounding)), limit * (1 + rounding))
             clipped = evidence.times(first_update.gradient, length / whole)
             closeness.compare_close(tally, clipped, applied, bound, message, **place)
@@ -181,7 +186,8 @@ def _clipped(tally: Tally, pair: Pair, compared: Compared) -> int:
 
 
 def _applied(update: Update) -> Tensors:
-    # A script may report it before clipping (`obs.reduced()`); its norm after that is known, too.
+    # A script may report the gradient before clipping (`obs.reduced()`). Then its norm after
+    # clipping is known, too.
     before, after = update.grad_norm, update.applied_norm
     if not before or after is None or not math.isfinite(before + after):
         return update.gradient
@@ -210,9 +216,10 @@ def same_masks(model: Trace, trace: Trace) -> bool:
     """Return whether dropout, if any, uses the same masks in `trace` as in `model`.
 
     The single device draws by logical shard. A trainer that also draws by shard has the same masks
-    unless its trait `masks` is `shard_apart`. For others the first shards' draws are compared, if
-    they were recorded. Micro-batches (they draw in another order) and batch normalisation by each
-    rank's own samples (one worker normalises differently) count as different masks.
+    unless its trait `masks` is `shard_apart`. For others the draws of the first shards are
+    compared, if they were recorded. Micro-batches count as different masks, since they draw in a
+    different order. So does batch normalisation by each rank's own samples, since one worker
+    normalises differently.
     """
     if trace.traits.batch_norm:
         return False
@@ -237,14 +244,16 @@ def _limit(usual: Trace) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Knob:
-    """One setting of a script that can be changed without making it another training.
+    """One setting of a script that can be changed without changing the results of training.
 
-    The command has a placeholder of the knob's name; `says` is what the script does with its value.
-    The value is `usual` except in the knob's own runs. Those have each of `others` in turn, or what
-    `limit` returns for the usual run. The `companions` are turned, too, if the command has them.
+    The command has a placeholder with the knob's name; `says` describes what the script does with
+    its value. The value is `usual` except in the knob's own runs. Those have each of the values
+    `others` in turn, or the value that `limit` returns for the usual run. Knobs in `companions` are
+    also turned if the command has them.
+
     `judge` compares the usual run with such a run. It returns the number of gradients that it
     compared, or None if the knob took no effect. `expected` is the result that docs/your-trainer.md
-    promises, and `turned_to` says there what `limit` returns.
+    promises, and `turned_to` describes there the value that `limit` returns.
     """
 
     says: str
@@ -257,7 +266,10 @@ class Knob:
     companions: tuple[str, ...] = ()
 
     def turns(self, usual: Trace | None) -> tuple[str, ...]:
-        """Return the values that the knob is turned to, given the usual run."""
+        """Return the values that the knob is turned to.
+
+        `usual` must be given if the knob has a `limit`.
+        """
         if self.limit is None:
             return self.others
         assert usual is not None, "it was run first"
@@ -281,8 +293,8 @@ KNOBS: Mapping[str, Knob] = {
         expected="no gradient's norm exceeds this, and the first is the unclipped one scaled to "
         f"it; at {UNCLIPPED} nothing is clipped, and in every step the local gradients are divided "
         "by the same number",
-        # Clipping each micro-batch, or a gradient that is still scaled, is a bug that shows only
-        # with several micro-batches, or with a scaled loss.
+        # Clipping each micro-batch, or clipping a gradient that is still scaled, is a bug that
+        # shows only with several micro-batches, or with a scaled loss.
         companions=("accumulation", "loss_scale"),
         judge=_clipped,
     ),

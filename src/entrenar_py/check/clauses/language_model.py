@@ -1,8 +1,8 @@
-"""F-LM-001 to 009: what a language model's losses are over, and what its outputs depend on.
+"""F-LM-001 to F-LM-009: which tokens a language model's losses and outputs depend on.
 
 The records of a probed model (`shared/trace/token_events.py`) are measurements: how much an output
-changes if tokens are replaced that it must not depend on, which token a target is, and what each
-token's loss counts in the step. A clause is not applied to a script without its subject.
+changes if tokens are replaced on which it must not depend, which token a target is, and how much
+each token's loss counts in the step. A clause does not apply to a script without its subject.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from entrenar_py.shared.trace import (
 )
 from entrenar_py.shared.verdict import Finding, Tally
 
-# Roundings of the largest output by which outputs may change that must stay: a change of a token
-# elsewhere may change the order of sums (experts that are given other rows), and nothing else.
+# Outputs that must stay may change by this many roundings of the largest output. A changed token
+# elsewhere may change the order of sums (experts that get different rows), and nothing else.
 ROUNDINGS = 64
-# Fewer of them, in float32, are no change that matters. In 16 bits a leak may be as small.
+# Changes below this many roundings don't matter in float32. In 16 bits a leak may be this small.
 SILENT, _FINE = 8, 2.0**-20
-TARGETS_MIN = 8  # from which targets show what they are
+TARGETS_MIN = 8  # fewer targets don't show which tokens they are
 _HALF, _SHARES_MAX, _SHARES_MAX_HALF = {"float16", "bfloat16"}, 1e-4, 2e-2
 
 Compare = Callable[[Tally, Trace], str]  # returns why there is nothing to compare, or ""
@@ -60,9 +60,9 @@ def _judge(compare: Compare) -> Callable[[Invariant, Traces], Finding]:
 
 
 def _absent(compare: Compare, by_passes: bool, traces: Sequence[Trace]) -> str:
-    """Return what the script does not have, if each run was looked at and lacks it.
+    """Return what every run was seen to lack, as a reason; "" if a run may have it.
 
-    `by_passes`: only a pass of the tokens shows that.
+    `by_passes`: only passing the tokens to the model again shows whether it has the subject.
     """
     reasons: dict[str, None] = {}
     for trace in traces:
@@ -99,7 +99,10 @@ def _place(trace: Trace, event: Tokens | Scored | Reread) -> dict[str, Any]:
 
 
 def _totals(trace: Trace) -> Iterator[tuple[list[Scored], int, list[int]]]:
-    """Yield the losses at each place of a micro-batch, with how many targets equal which token."""
+    """Yield each cross-entropy's losses, its known targets, and the matches of each shift.
+
+    A match of shift s is a target that equals the token s places further on.
+    """
     by_call: dict[int, list[Scored]] = defaultdict(list)
     for scored in trace.of(Scored):
         if scored.known:
@@ -114,7 +117,7 @@ def _totals(trace: Trace) -> Iterator[tuple[list[Scored], int, list[int]]]:
 
 
 def _shifts(trace: Trace) -> dict[int, list[Scored]]:
-    """Return the losses by the shift that all of their targets have: 0, 1 or 2."""
+    """Return the losses by the shift of all their targets: 0, 1 or 2."""
     shifts: dict[int, list[Scored]] = {}
     for losses, known, matches in _totals(trace):
         fits = [shift for shift, equal in enumerate(matches) if equal == known]
@@ -126,9 +129,9 @@ def _shifts(trace: Trace) -> dict[int, list[Scored]]:
 
 
 def _restores(trace: Trace) -> bool:
-    """Return whether targets are the tokens at their own places, and an output sees all of them.
+    """Return whether targets are the tokens at their own places, and outputs depend on all tokens.
 
-    An autoencoder is trained so. A model that sees no later tokens would only copy.
+    Autoencoders are trained in this way. A model that sees no later tokens would only copy.
     """
     sees_all = any(not _is_still(one) for one in _moving(trace, "later"))
     return sees_all and [*_shifts(trace)] == [0] and bool(_sees_own(trace))
@@ -144,9 +147,9 @@ def _shifted(tally: Tally, trace: Trace) -> str:
         return _NO_TARGETS
     if _restores(trace):
         return _RESTORED
-    shift = 1 if 1 in shifts else min(shifts)  # further losses may be of later tokens
+    shift = 1 if 1 in shifts else min(shifts)  # further losses may have later tokens as targets
     losses, sees = shifts[shift], _sees_own(trace)
-    if shift == 1 or (shift == 0 and sees is False):  # the latter: the model shifts its inputs
+    if shift == 1 or (shift == 0 and sees is False):  # the second: the model shifts its inputs
         tally.compared += len(losses)
     elif sees is None:
         tally.miss(_why(trace, "it is not known which tokens an output depends on"))
@@ -188,9 +191,10 @@ def _is_still(reread: Reread) -> bool:
 
 
 def _stays(tally: Tally, trace: Trace, rereads: Iterable[Reread], message: str) -> bool:
-    """Check that outputs stay. Return whether any of `rereads` could be judged.
+    """Check that outputs stay the same. Return whether `rereads` is not empty.
 
-    What changes without another token, or within some roundings, is no evidence.
+    An output that changes although no token does is no evidence, and neither is a change within a
+    few roundings: both count as missing.
     """
     judged = False
     for reread in rereads:
@@ -265,7 +269,7 @@ def _documents(tally: Tally, trace: Trace) -> str:
     _stays(tally, trace, rereads, what)
     crossing = [event for event in trace.of(Scored) if event.crossing]
     several = sum(event.tokens_crossing for event in crossing) > len(crossing)
-    for scored in crossing if several else ():  # else all documents begin with one token
+    for scored in crossing if several else ():  # else all may begin with the same token
         tally.check(
             False,
             f"{scored.crossing} targets are the first token of the next document: ignore them",
@@ -334,7 +338,7 @@ def _named(scored: Scored) -> str:
     return f"rank {scored.rank}'s micro-batch {scored.micro_batch} ({scored.counted} tokens)"
 
 
-# --- tables and begins ----------------------------------------------------------------------------
+# --- embeddings and begins ------------------------------------------------------------------------
 
 
 def _tied(tally: Tally, trace: Trace) -> str:
@@ -352,7 +356,7 @@ def _tied(tally: Tally, trace: Trace) -> str:
 
 
 def _one_tensor(tally: Tally, trace: Trace, tie: Sequence[str]) -> None:
-    """Compare the names that one tensor had: it is recorded under one of them while it is one."""
+    """Compare the names that one tensor had. While it is one tensor, only one name is recorded."""
     for event in trace.standing.events:
         if not isinstance(event, Start | Update):
             continue
@@ -414,7 +418,7 @@ def _in_step(one: Evaluated | Shard) -> tuple[int, bool]:
 
 
 def _mode_after_evaluation(tally: Tally, trace: Trace, own: Iterable[Evaluated | Shard]) -> None:
-    """Check that what a rank trains after an evaluation is in training mode, as before."""
+    """Check that a rank that trained before an evaluation is in training mode again after it."""
     was_trained = is_after = False
     for event in own:
         if isinstance(event, Evaluated):

@@ -22,17 +22,17 @@ from entrenar_py.shared.trace import Declared, Ruled, Shard, Start, Trace, Updat
 from entrenar_py.shared.verdict import Finding, Tally
 
 # A trainable tensor may stay unchanged while its gradient is exactly zero (LoRA's A while B is
-# still zero, an expert that nothing was routed to). A tensor with a gradient must have changed
+# still zero, an expert to which nothing was routed). A tensor with a gradient must have changed
 # after this many steps with a positive learning rate.
 STEPS_TO_MOVE = 3
-# A float32 weight w changes if its step is larger than this times |w|. A step of any optimizer here
-# is at least rate times gradient, unless larger gradients came before, which then changed w.
+# A float32 weight w changes if its step is larger than this times |w|. Each optimizer here moves a
+# weight by at least rate times gradient, unless larger gradients came before, and those changed w.
 HALF_ULP = 2.0**-24
 _DECLARE = 'observe(..., frozen=("embedding.*",)), or frozen=() if nothing is frozen'
 
 
 def judge(invariant: Invariant, traces: Traces) -> Finding:
-    """Judge the tensors that each rank's Start declared as trainable and as frozen."""
+    """Judge the tensors that each rank's Start declared as trainable or as frozen."""
     tally = missing.tally_for(invariant, traces)
     for trace in (run.standing for run in evidence.usable(traces, tally)):
         missing.require_updates(tally, trace)
@@ -68,9 +68,9 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
 class _Freezing:
     """The tensors that must not change, and those that must.
 
-    A script that is observed declares the first kind (`declared`), None if it doesn't. Then what
-    requires no gradient is taken as frozen, and is not `judged`: a change of it is no
-    counterexample. Other trainers declare both kinds in Start.
+    The line `observe` in a script declares the first (`declared`). If it doesn't, `declared` is
+    None, and tensors that require no gradient are taken as frozen. These are not `judged`: a change
+    is no counterexample. Other trainers declare both in Start.
     """
 
     declared: Set[str] | None
@@ -84,19 +84,19 @@ class _Freezing:
         return cls(declared, declared is not None or not declarations)
 
     def frozen(self, start: Start) -> Sequence[str]:
-        """Return the tensors of a rank that must not change."""
+        """Return the names of the rank's tensors that must not change."""
         if self.declared is None:
             return start.frozen
         return [name for name in _named(start) if name in self.declared]
 
     def due(self, start: Start) -> Sequence[str]:
-        """Return the tensors of a rank that must change."""
+        """Return the names of the rank's tensors that must change."""
         if self.declared is None:
             return start.trainable
         return [name for name in _named(start) if name not in self.declared]
 
     def tell(self, tally: Tally, start: Start) -> None:
-        """Note what was taken as frozen, if nobody declared it."""
+        """Note which tensors were taken as frozen, if nobody declared them."""
         if not self.judged:
             shown = wording.listed(start.frozen, most=3) or "no tensor"
             tally.note(
@@ -113,9 +113,13 @@ def _frozen(
     updates: Sequence[Update],
     freezing: _Freezing,
 ) -> None:
-    """Check that frozen tensors stay; count as missing what changed and nobody declared frozen."""
+    """Check that frozen tensors don't change.
+
+    Tensors that changed and that nobody declared frozen are counted as missing, unless a known
+    cause decides.
+    """
     names = freezing.frozen(start)
-    changed: dict[int, list[str]] = {}  # step -> tensors not declared to stay
+    changed: dict[int, list[str]] = {}  # step -> tensors that changed and are not declared frozen
     known = [(start.step - 1, start.weights), *((one.step, one.weights) for one in updates)]
     for step, weights in known:
         if unknown := [name for name in names if name not in weights]:
@@ -227,7 +231,7 @@ def _of_own_classes(trace: Trace, rank: int) -> Set[str]:
 
 
 def _are_in_turn(names: Set[str], start: Start, updates: Sequence[Update]) -> bool:
-    """Return whether each tensor that moves rests in another step, though it has a gradient."""
+    """Return whether each tensor that moves also rests in some step in which it has a gradient."""
     moved, rested = set[str](), set[str]()
     every = [start.weights, *(update.weights for update in updates)]
     for update, (before, after) in zip(updates, pairwise(every), strict=True):
@@ -241,7 +245,7 @@ def _are_in_turn(names: Set[str], start: Start, updates: Sequence[Update]) -> bo
 
 
 def _wait(tally: Tally, name: str, *, moved: bool) -> None:
-    """Count a tensor that moves later, by a rule of the script's own, or has its turn to come."""
+    """Count a tensor of the script's own optimizer: compared if it moved later, else missing."""
     if moved:
         tally.compared += 1
     else:
@@ -289,11 +293,11 @@ def _may_rest(
     *,
     moved: bool,
 ) -> bool:
-    """Return False if a gradient of `name` was large enough to change its weights.
+    """Return False if a gradient of `name` was large enough to change its weights, otherwise True.
 
-    Otherwise the tensor may rest, that is, stay unchanged. It is counted as missing if it never
-    `moved` and all its gradients were zero, or if values were not recorded. For updates that
-    recorded no gradient, those of shards in `local` are used.
+    True means that the tensor may stay unchanged. It is counted as missing if it never `moved` and
+    all its gradients were zero, or if values were not recorded. For updates without a recorded
+    gradient, that of the shards in `local` is used.
     """
     weight = start.weights[name].elements()
     some_gradient, num_known = False, 0
@@ -306,7 +310,7 @@ def _may_rest(
     for update in rest:
         record = update.gradient.get(name)
         if record is None and update.gradient and (moved or update.step not in local):
-            continue  # it had none, or the script took it away until it let the tensor move
+            continue  # it had no gradient, or the script removed it until the tensor was to move
         gradient = local.get(update.step) if record is None else record.elements()
         if weight is None or gradient is None or gradient.size != weight.size:
             why = f"{name} did not move, and its weight or gradient is unknown"
@@ -342,13 +346,14 @@ def _may_rest(
 
 
 def _is_taken_away(name: str, rest: Sequence[Update], local: Mapping[int, Any]) -> bool:
-    """Return whether a backward pass gave `name` a gradient in each step, which has only others."""
+    """Return whether backward passes gave `name` a gradient in each step that no step applied."""
     return all(u.gradient and name not in u.gradient and u.step in local for u in rest)
 
 
 def _cancels(trace: Trace, rank: int, name: str) -> bool:
-    # The gradient of a layer's bias is the sum over rows, which may cancel out; that of its weight
-    # shows that gradients come through its outputs. Other passes may train another model.
+    # The gradient of a layer's bias is a sum over rows, which may cancel out. The gradient of its
+    # weight shows that gradients come through the layer's outputs. Other passes may train another
+    # model.
     weight = f"{name.removesuffix('bias')}weight"
     gradients = [shard.gradient for shard in trace.of(Shard) if shard.rank == rank]
     passes = [gave for gave in gradients if name in gave or weight in gave]
@@ -358,7 +363,7 @@ def _cancels(trace: Trace, rank: int, name: str) -> bool:
 
 
 def _is_longer(update: Update, start: Start, name: str) -> bool:
-    """Return whether the norms of a gradient and its weight show that an element must move."""
+    """Return whether the norms of a gradient and its weight show that an element must change."""
     if name not in update.gradient:
         return False
     slope, weight = (tensors[name].square() for tensors in (update.gradient, start.weights))

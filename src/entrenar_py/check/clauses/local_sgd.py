@@ -1,13 +1,14 @@
 """Clauses for local SGD, where workers meet after each round: agreement, parity and finiteness.
 
-Local SGD, DiLoCo, federated averaging: each rank steps with a gradient of its own, and now and then
-all are given the same weights. A script may say so by `obs.synchronised()`. If it doesn't, the
-weights of the ranks do: they part, and are equal again before a later step, changed by something
-other than the optimizer.
+In local SGD, DiLoCo and federated averaging each rank steps with its own gradient, and now and then
+all ranks get the same weights. A script may report this with `obs.synchronised()`. If it doesn't,
+the weights of the ranks show it. They differ, and are equal again before a later step, changed by
+something other than the optimizer.
 
-The rule of the outer step is the one that was seen (an optimizer that steps copies of the
-parameters), or the mean, or a rate and a momentum that make all rounds' steps of the ranks' mean
-movement. Ranks that only come nearer to each other, or a part of the model at a time, have none.
+The rule of the outer step is the one that was observed (an optimizer that steps copies of the
+parameters), or the mean, or a rate and a momentum that explain the steps of all rounds by the
+ranks' mean movement. Ranks that only move closer to each other, or that share a part of the model
+at a time, follow no such rule.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ from entrenar_py.shared.wording import listed
 
 
 def plan_scenario(**changes: Any) -> Scenario:
-    """Return a scenario: three workers, unequal shares, two epochs, rounds of 2, 2 and 1 steps."""
+    """Return a scenario of three workers, two epochs, and rounds of 2, 2 and 1 steps.
+
+    Workers have unequal numbers of samples. `changes` replace or add fields of the scenario.
+    """
     usual = plans.mlp(
         system="local_sgd",
         num_steps=5,
@@ -59,7 +63,7 @@ def plan_scenario(**changes: Any) -> Scenario:
 
 
 def plan(invariant: Invariant) -> list[Scenario]:
-    """Plan a run without faults; and one in which a worker dies in a round and comes back later."""
+    """Plan a run without faults, and one in which a worker dies in a round and returns later."""
     moves = (Fault(kind="leave", rank=1, step=1), Fault(kind="join", rank=1, step=3))
     return [plan_scenario(), plan_scenario(faults=moves)]
 
@@ -70,13 +74,13 @@ def plan_parity(invariant: Invariant) -> list[Scenario]:
 
 
 def plan_non_finite(invariant: Invariant) -> list[Scenario]:
-    """Plan a run without faults; and one with a NaN in the middle of one worker's round."""
+    """Plan a run without faults, and one with a NaN in the middle of one worker's round."""
     bad = Fault(kind="non_finite_gradient", rank=1, step=2, value="nan")
     return [plan_scenario(), plan_scenario(faults=(bad,))]
 
 
 def judge_agreement(invariant: Invariant, traces: Traces) -> Finding:
-    """Judge that workers hold equal tensors after an outer step, and joiners begin with those."""
+    """Judge that workers hold equal tensors after an outer step, and joiners start with them."""
     tally = missing.tally_for(invariant, traces)
     for trace in rounds.usable(traces, tally):
         replicas.compare(tally, rounds.as_steps(trace))
@@ -86,7 +90,10 @@ def judge_agreement(invariant: Invariant, traces: Traces) -> Finding:
 
 
 def _left_apart(tally: Tally, trace: Trace) -> None:
-    """Count as missing what no round brings together: each rank's own, or forgotten."""
+    """Count as missing the tensors that differ and that no round synchronises.
+
+    They may be each rank's own, or forgotten.
+    """
     names = {name for start in trace.of(Start) for name in start.trainable}
     met = {name for event in trace.of(Synchronised) for name in event.weights}
     apart = [
@@ -103,7 +110,7 @@ def _left_apart(tally: Tally, trace: Trace) -> None:
 
 
 def _joined(tally: Tally, trace: Trace) -> None:
-    """Check that a worker that joins begins with the weights of the last outer step."""
+    """Check that a worker that joins starts with the weights of the last outer step."""
     synchronisations = rounds.synchronisations(trace)
     for start in rounds.joiners(trace):
         earlier = [step for step in synchronisations if step < start.step]
@@ -117,7 +124,10 @@ def _joined(tally: Tally, trace: Trace) -> None:
 
 
 def judge_parity(invariant: Invariant, runs: Traces) -> Finding:
-    """Judge runs in rounds of one step by the oracle's losses, and its weights after each step."""
+    """Judge runs with rounds of one step by the oracle's losses and weights after each step.
+
+    Only plain SGD with the mean as the outer step is compared.
+    """
     tally = missing.tally_for(invariant, runs)
     runs = evidence.usable_runs(runs, tally)
     base = None
@@ -143,7 +153,7 @@ def judge_parity(invariant: Invariant, runs: Traces) -> Finding:
         runs = replace(runs, beside={ALONE: alone} if base.scenario.world_size > 1 else {})
     if base is not None:
         parity.compare_with_oracle(tally, runs, None)
-    is_other = base is None and tally.observed  # a script with common steps
+    is_other = base is None and tally.observed  # a script with steps in common
     why = "" if is_other else parity.missing_model(tally, runs)
     return tally.finding(nothing=why or rounds.nothing(tally))
 
@@ -153,13 +163,16 @@ def _in_steps(trace: Trace) -> Trace:
 
 
 def _until(trace: Trace, last: int) -> Trace:
-    """Return a run without the steps after `last`: a meeting after the last step is not seen."""
+    """Return a run without the events after step `last`.
+
+    A meeting after the last step is not seen.
+    """
     kept = (event for event in trace.events if (getattr(event, "step", None) or 0) <= last)
     return replace(trace, events=tuple(kept))
 
 
 def judge_finiteness(invariant: Invariant, traces: Traces) -> Finding:
-    """Judge that after a NaN in a worker's round all halt before the outer step, and say where."""
+    """Judge that a NaN in a worker's round halts all before the outer step, and is located."""
     tally = missing.tally_for(invariant, traces)
     kept = rounds.usable(traces, tally)
     if not kept:
@@ -178,7 +191,10 @@ def judge_finiteness(invariant: Invariant, traces: Traces) -> Finding:
 
 
 def judge_state(invariant: Invariant, traces: Traces) -> Finding:
-    """Judge the state that ranks resume with; that of an inner optimizer is each rank's own."""
+    """Judge the state that ranks resume with.
+
+    The state of an inner optimizer is each rank's own.
+    """
     tally = missing.tally_for(invariant, traces)
     stopped = traces.of(SAVED)
     for run in evidence.usable(stopped or traces, tally):
@@ -186,7 +202,7 @@ def judge_state(invariant: Invariant, traces: Traces) -> Finding:
     return tally.finding(nothing=rounds.OWN_STATE)
 
 
-# By check: what decides a clause about common steps in a user's runs if workers step alone.
+# Check -> the judge of its clause in a user's runs with workers that step alone.
 IN_ROUNDS: Mapping[str, Callable[[Invariant, Traces], Finding]] = {
     "replica_identity": judge_agreement,
     "finiteness": judge_finiteness,
@@ -202,7 +218,7 @@ Place = tuple[int, int]  # step, rank
 
 
 def compare_finiteness(tally: Tally, trace: Trace) -> None:
-    """Judge one run, step by step and round by round."""
+    """Judge one run of a user's trainer, step by step and round by round."""
     bad = _bad_places(trace)
     stopped = min((place for place in bad if not _has_stepped(trace, place)), default=None)
     state: dict[int, tuple[Tensors, Tensors]] = {}
@@ -275,10 +291,10 @@ def _judge_round(tally: Tally, trace: Trace, event: Synchronised, stopped: Place
 
 # --- rounds that a script does not report ---------------------------------------------------------
 
-_SHARED_MAX = 0.1  # of the elements of gradients, of ranks that step alone
-_MET_MIN = 0.5  # of the elements that had parted, and are equal after a round
-_OFF = 1e-3  # of a step's length: by how much a rule of the outer step may miss it
-_SHORT = 2e-4  # relative: a rate or momentum this near to a short decimal is meant to be that
+_SHARED_MAX = 0.1  # of the elements of gradients, between ranks that step alone
+_MET_MIN = 0.5  # of the elements that had differed, and are equal after a round
+_OFF = 1e-3  # of a step's length: the largest error of a rule for the outer step
+_SHORT = 2e-4  # relative: a rate or momentum this close to a short decimal is taken as that decimal
 _DIGITS = 3
 
 Vector = NDArray[np.float64]
@@ -286,7 +302,10 @@ Met = Mapping[int, Mapping[int, Tensors]]  # step -> rank -> the weights that we
 
 
 def seen(trace: Trace) -> Trace:
-    """Return `trace` with a Synchronised wherever ranks that step alone were brought together."""
+    """Return `trace` with a Synchronised event wherever ranks that step alone got the same weights.
+
+    If the run has no such rounds, or reports them, return it unchanged.
+    """
     if trace.scenario.workload != "own" or trace.traits.shared or rounds.are_in(trace):
         return trace
     met, names = _meetings(trace)
@@ -307,9 +326,10 @@ def seen(trace: Trace) -> Trace:
 
 
 def _meetings(trace: Trace) -> tuple[Met, Set[str]]:
-    """Return when ranks were given which weights, and the tensors; nothing without such rounds.
+    """Return the weights that ranks were given, by step and rank, and the synchronised tensors.
 
-    In each round the same tensors are brought together. All others of the model stay as they are.
+    In each round the same tensors must be synchronised, and all others of the model stay as they
+    are. Otherwise return no rounds.
     """
     met: dict[int, dict[int, Tensors]] = {}
     kinds: set[frozenset[str]] = set()
@@ -333,7 +353,7 @@ def _meetings(trace: Trace) -> tuple[Met, Set[str]]:
 
 
 def _step_alone(by_rank: Mapping[int, Update]) -> bool:
-    """Return whether ranks made a step with gradients of their own, and have other weights now."""
+    """Return whether ranks took a step with their own gradients, and hold different weights now."""
     if len(by_rank) < 2:
         return False
     gradients = [update.gradient for update in by_rank.values()]
@@ -351,7 +371,10 @@ def _step_alone(by_rank: Mapping[int, Update]) -> bool:
 
 
 def _is_there(gradient: Tensors, name: str) -> bool:
-    """Return whether a gradient isn't zero, as one of what took no part in the step is."""
+    """Return whether a gradient isn't zero.
+
+    It is zero for a tensor that took no part in the step.
+    """
     values = gradient[name].elements()
     return values is None or bool(np.any(values))
 
@@ -373,7 +396,7 @@ def _are_equal_again(before: Mapping[int, Tensors], after: Mapping[int, Tensors]
 
 
 def _with_meetings(trace: Trace, met: Met, names: Set[str]) -> Iterator[Event]:
-    """Yield the events, with what was given in rounds, and without it as an edit."""
+    """Yield the events with a Synchronised for each round, which replaces edits."""
     after = {step + 1 for step in met}
     for event in trace.events:
         if isinstance(event, Update) and event.step in after:
@@ -394,14 +417,14 @@ def _with_meetings(trace: Trace, met: Met, names: Set[str]) -> Iterator[Event]:
 
 @dataclass(frozen=True)
 class _Rule:
-    """A rate and a momentum of the outer step, as `Traits.outer` names its kind."""
+    """A rate and a momentum of the outer step, and the type of momentum as in `Traits.outer`."""
 
     rate: float
     momentum: float = 0.0
     kind: str = "nesterov"
 
     def of(self, trace: Trace) -> Trace:
-        """Return the run with this rule."""
+        """Return the run with this rule in its scenario and traits."""
         options = {
             **trace.scenario.options,
             "outer_learning_rate": self.rate,
@@ -420,8 +443,8 @@ _MEAN = _Rule(1.0)
 def _with_rule(trace: Trace) -> Trace:
     """Return the run with the rule that all of its outer steps follow.
 
-    If none is, but one error explains how they come from the rule that was seen, or from the mean,
-    that rule is taken. Else the rule is unknown.
+    If they follow none, but one known error explains how they come from the observed rule or from
+    the mean, that rule is used. Otherwise the rule is unknown.
     """
     is_known = "outer_momentum" in trace.scenario.options and trace.traits.outer != "other"
     known = [trace] if is_known else []
@@ -431,7 +454,7 @@ def _with_rule(trace: Trace) -> Trace:
     unknown = replace(trace, traits=replace(trace.traits, outer="other"))
     if _is_a_choice(trace) or (not is_known and _is_a_multiple(trace)):
         return unknown
-    # An error of the rule that was seen comes before another rule: it may be a factor of the rate.
+    # An error of the observed rule is tested before a fitted rule, which may hide it in its rate.
     if is_known and _follows(trace):
         return trace
     fitted = [rule.of(trace) for rule in _fitted(trace)]
@@ -449,7 +472,7 @@ def _follows(trace: Trace) -> bool | None:
 def _is_a_choice(trace: Trace) -> bool:
     """Return whether each round gives all ranks the weights of one of them, not always rank 0's.
 
-    A population that is trained goes on from its best member.
+    Population-based training continues from its best member.
     """
     chosen: set[int] = set()
     for step, by_rank in rounds.synchronisations(trace).items():
@@ -468,7 +491,7 @@ def _is_a_choice(trace: Trace) -> bool:
 def _is_a_multiple(trace: Trace) -> bool:
     """Return whether the first outer step is the mean movement times the number of workers.
 
-    Or that divided by it. It may be a rate of 2, or a sum that nothing divides.
+    Or divided by this number. It may be a rate of 2, or a sum that nothing divides.
     """
     first = next(_moves(trace), None)
     share = None if first is None else _share(*first)
@@ -477,7 +500,7 @@ def _is_a_multiple(trace: Trace) -> bool:
 
 
 def _fitted(trace: Trace) -> Iterator[_Rule]:
-    """Yield the rules that make the first two outer steps of the ranks' mean movements."""
+    """Yield the rules that explain the first two outer steps by the ranks' mean movements."""
     moves = list(_moves(trace))
     share = _share(*moves[0]) if moves else None
     if not share or _is_a_multiple(trace):
@@ -496,7 +519,7 @@ def _fitted(trace: Trace) -> Iterator[_Rule]:
 
 
 def _moves(trace: Trace) -> Iterator[tuple[Vector, Vector]]:
-    """Yield for each round the mean movement of the ranks, and that of the outer weights."""
+    """Yield for each round the mean movement of the ranks and the movement of the outer weights."""
     met = rounds.synchronisations(trace)
     names = {name for by_rank in met.values() for one in by_rank.values() for name in one.weights}
     start = next((begin for begin in trace.of(Start) if begin.step == 0), None)
@@ -532,7 +555,7 @@ def _share(of: Vector, move: Vector) -> float | None:
 
 
 def _short(number: float) -> float:
-    """Return a short decimal if `number` is one but for rounding."""
+    """Return a short decimal if `number` is one except for rounding; otherwise return `number`."""
     decimals: Sequence[float] = [float(f"{number:.{d}g}") for d in range(1, _DIGITS + 1)]
     return next((d for d in decimals if math.isclose(d, number, rel_tol=_SHORT)), number)
 

@@ -1,11 +1,11 @@
-"""The outer step, which ends a round of local SGD: when it is made, by which workers and rule.
+"""The outer step, which ends a round of local SGD: when it is taken, by which workers and rule.
 
 The outer step is recomputed in float64 from each worker's weights at the end of its round.
 
-Within a round nothing of the training is shared. Of the harness's own trainers every collective
-within a round counts. A user's script may call some for other reasons (a barrier, the mean of a
-loss for the log, a broadcast to a worker that came back). There it counts what ranks stepped with:
-their own gradients, or the mean of all.
+Within a round workers share nothing of the training. In the harness's own trainers every collective
+within a round counts as sharing. A user's script may call collectives for other reasons (a barrier,
+the mean of a loss for the log, a broadcast to a worker that returned). So in a script the gradient
+decides that a rank stepped with: its own, or the mean of all ranks.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from entrenar_py.shared.wording import counted
 # Relative bound on the weights, 16 u with u = 2^-24, for up to about ten workers: one rounding of
 # each worker's distance from the outer weights, some of their mean, and one of the final sum.
 BOUND = 2.0**-20
-SKETCHED = 2.0**-14  # of large models: sketches are projections in float32
-ROUNDINGS = 16  # of weights in 16 bits; their outer copy may have more
-# A pseudo-gradient's error when it is sent in bfloat16 and added there, relative to its length.
+SKETCHED = 2.0**-14  # for large models: sketches are projections in float32
+ROUNDINGS = 16  # for weights in 16 bits; their outer copy may have more
+# The error of a pseudo-gradient that is sent and added in bfloat16, relative to its length.
 SENT_IN_16_BITS = 2.0**-7
 MOMENTUM = "momentum_buffer"
 
@@ -88,14 +88,15 @@ def _on_time(tally: Tally, trace: Trace) -> None:
 
 
 def _is_cut_off(scenario: Scenario, step: int) -> bool:
-    # The harness chooses the number of steps, so a round cut short is not held against the script.
+    # The harness chooses the number of steps, so the script is not blamed for a round that is cut
+    # short.
     length = rounds.rule(scenario).inner_steps
     is_last = scenario.workload == "own" and step + 1 == scenario.num_steps
     return is_last and (step + 1) % length != 0
 
 
 def _is_unseen(trace: Trace, step: int) -> bool:
-    # Weights show a meeting in the next step.
+    # Weights show a meeting only in the next step.
     is_last = trace.scenario.workload == "own" and step + 1 == trace.scenario.num_steps
     return is_last and all(one.collectives_alone is None for one in trace.of(Synchronised))
 
@@ -110,9 +111,10 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
 
 
 def judge_weighting(invariant: Invariant, traces: Traces) -> Finding:
-    """Judge that in a user's rounds samples count alike, whichever worker draws them.
+    """Judge that each sample counts the same in a user's rounds, whichever worker draws it.
 
-    Workers with unequal numbers of samples may count alike on purpose: then it stays open.
+    Workers with unequal numbers of samples may count equally on purpose. This is counted as
+    missing.
     """
     tally = missing.tally_for(invariant, traces)
     for trace in rounds.usable(traces, tally):
@@ -130,7 +132,7 @@ def judge_weighting(invariant: Invariant, traces: Traces) -> Finding:
 
 
 def follow(tally: Tally, trace: Trace) -> None:
-    """Follow the outer steps of one run by its rule."""
+    """Compare the outer steps of one run with those that its rule gives."""
     start = next((begin for begin in trace.of(Start) if begin.step == 0), None)
     met = rounds.synchronisations(trace)
     names = {name for by_rank in met.values() for one in by_rank.values() for name in one.weights}
@@ -161,9 +163,9 @@ def follow(tally: Tally, trace: Trace) -> None:
 
 
 def shares(trace: Trace, there: Mapping[int, Update], earlier: int, step: int) -> dict[int, float]:
-    """Return each worker's share of the round's samples; {} if they were not recorded.
+    """Return each worker's fraction of the round's samples; {} if the samples were not recorded.
 
-    Samples before a worker joined don't count.
+    Samples from before a worker joined don't count.
     """
     joined = {one.rank: one.step for one in trace.of(Membership) if one.change == "joined"}
     counts = dict.fromkeys(there, 0.0)
@@ -187,7 +189,7 @@ def _inner(there: Mapping[int, Update], start: Start) -> dict[int, Vectors] | No
 def _outer(trace: Trace, round_: Round, *, other: bool = False) -> tuple[Vectors, Vectors]:
     """Return weights and momentum after the outer step, as in torch (Sutskever et al. 2013).
 
-    With `other` the rule of momentum is the other one: with Nesterov's look ahead, or without.
+    With `other`, Nesterov's look-ahead is left out where the run has it, and used where it hasn't.
     """
     rule = rounds.rule(trace.scenario)
     looks_ahead = (trace.traits.outer == "nesterov") != other
@@ -233,7 +235,7 @@ def _compare(tally: Tally, trace: Trace, event: Synchronised, round_: Round, sta
 
 
 def _not_followed(trace: Trace) -> str:
-    """Return what is said of an outer step that is not the rule's."""
+    """Return the message for an outer step that does not follow the rule."""
     rule = rounds.rule(trace.scenario)
     if rule.outer_learning_rate == 1 and not rule.outer_momentum:
         return "the weights after a round are not the mean of the workers' weights"
@@ -253,9 +255,9 @@ def _are_close(expected: Vectors, got: Vectors, bound: float) -> bool:
 def _was_rounded(
     tally: Tally, trace: Trace, event: Synchronised, before: Vectors, weights: Vectors
 ) -> bool:
-    """Return whether a user's outer step is the rule's within the rounding of 16 bits only.
+    """Return whether a user's outer step differs from the rule's only by rounding to 16 bits.
 
-    Pseudo-gradients may be sent so on purpose. It is counted as missing.
+    Pseudo-gradients may be sent in 16 bits on purpose. This is counted as missing.
     """
     got = evidence.vectors(event.weights)
     if trace.scenario.workload != "own" or got is None or not weights.keys() <= got.keys():
@@ -293,7 +295,7 @@ def _records(vectors: Vectors) -> dict[str, TensorRecord]:
     return {name: record_tensor(value, values=True) for name, value in vectors.items()}
 
 
-# --- causes of another step -----------------------------------------------------------------------
+# --- causes of a different step -------------------------------------------------------------------
 
 Vectors = Mapping[str, NDArray[Any]]
 
@@ -312,15 +314,16 @@ _BEGINNINGS = (
     "Nesterov's look ahead is there",
     "only rank",
 )
-_ALIKE = 1e-3  # of the step's length: the causes are far further apart
+_ALIKE = 1e-3  # of the step's length: the causes are much further apart than this
 
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
     """The quantities that an outer step is computed from.
 
-    `before` are the outer weights that all began the round with, `momentum` is the outer one,
-    `inner` has each worker's weights at its end, and `shares` each worker's part of the samples.
+    `before` are the outer weights with which all workers began the round, and `momentum` is the
+    outer momentum. `inner` has each worker's weights at the end of the round, and `shares` each
+    worker's fraction of the samples.
     """
 
     before: Vectors
@@ -347,9 +350,9 @@ Step = Callable[[Round], Vectors]  # returns the outer weights after the round
 
 
 def explain(round_: Round, got: Vectors, rank: int, step: Step, other: Step) -> str:
-    """Return the cause of the weights `got` of a worker, to end a message; "" if none is found.
+    """Return what caused a worker's weights `got`, to end a message; "" if no known cause fits.
 
-    `step` makes the right outer step, `other` that of the other rule of momentum.
+    `step` computes the right outer step, and `other` that with the other type of momentum.
     """
     if any(name not in got or got[name].shape != v.shape for name, v in round_.before.items()):
         return ""
@@ -362,12 +365,12 @@ def explain(round_: Round, got: Vectors, rank: int, step: Step, other: Step) -> 
 
 
 def is_named(message: str) -> bool:
-    """Return whether a message about an outer step ends with what `explain` returned."""
+    """Return whether a message about an outer step ends with a cause that `explain` returned."""
     return any(f": {words}" in message for words in _BEGINNINGS)
 
 
 def _causes(round_: Round, rank: int, step: Step, other: Step) -> Iterator[tuple[str, Vectors]]:
-    """Yield each cause in words, with the weights that it leads to."""
+    """Yield each cause in words, with the weights that it would lead to."""
     yield "nothing was changed since the round began", round_.before
     if rank in round_.inner:
         yield "the worker went on from its own weights", round_.inner[rank]
@@ -401,14 +404,15 @@ def _distance(one: Vectors, other: Vectors) -> float:
 
 # --- silence within rounds ------------------------------------------------------------------------
 
-# The largest angle between gradients of one direction, in 16 bits, too; clipping keeps directions.
+# The largest angle between gradients of the same direction, also in 16 bits. Clipping keeps the
+# direction.
 _ANGLE = 1e-2
 
 Vector = NDArray[np.float64]
 
 
 def compare_silence(tally: Tally, trace: Trace) -> None:
-    """Compare the rounds of every worker."""
+    """Check that workers don't communicate within their rounds."""
     meetings = trace.of(Synchronised)
     if trace.scenario.workload == "own":
         _own_gradients(tally, trace)
@@ -426,7 +430,7 @@ def compare_silence(tally: Tally, trace: Trace) -> None:
 
 
 def _own_gradients(tally: Tally, trace: Trace) -> None:
-    """Check that each worker steps with its own gradient, as far as the directions show."""
+    """Check that each worker steps with its own gradient, as far as directions show."""
     summed = _sums(trace)
     unknown: set[tuple[int, int]] = set()  # step, rank
     for step, by_rank in evidence.ranks_by_step(trace):
@@ -448,9 +452,9 @@ def _own_gradients(tally: Tally, trace: Trace) -> None:
 
 
 def _tell_collectives(tally: Tally, trace: Trace, unknown: set[tuple[int, int]]) -> None:
-    """Count rounds without a collective as held, and those with some, too, if they shared nothing.
+    """Count a round as held if it called no collective, or if its collectives shared no gradient.
 
-    `unknown` are the steps that a rank made with a gradient which may be its own or not.
+    `unknown` are the (step, rank) of steps with a gradient that may be the rank's own or not.
     """
     begun: dict[int, int] = {}
     called_any = False
@@ -477,7 +481,7 @@ def _tell_collectives(tally: Tally, trace: Trace, unknown: set[tuple[int, int]])
 
 
 def _sums(trace: Trace) -> Mapping[tuple[int, int], Vector]:
-    """Return (step, rank) -> the sum of the gradients of the rank's micro-batches, flat."""
+    """Return (step, rank) -> the sum of the rank's micro-batch gradients, as a flat vector."""
     terms: dict[tuple[int, int], list[Vector | None]] = {}
     for shard in trace.standing.of(Shard):
         if trace.traits.shared:

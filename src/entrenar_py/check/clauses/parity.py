@@ -1,8 +1,9 @@
-"""F-DP-005: training with many workers is training with one.
+"""F-DP-005: training with many workers is the same as training with one.
 
-Three comparisons are made where they apply: losses from step 100 on, within the published bound;
-losses and gradients of the first steps, within float32 rounding of an independently written
-single-device trainer; bits, if the trainer promises equal ones for any number of workers.
+Up to three comparisons are made. Losses from step 100 on are compared within the published bound.
+Losses and gradients of the first steps are compared, within float32 rounding, with an independently
+written single-device trainer. Bits are compared if the trainer promises the same ones for any
+number of workers.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ PUBLISHED_TOLERANCE = 0.01  # relative
 
 
 def judge(invariant: Invariant, runs: Traces) -> Finding:
-    """Compare every run with the oracle's, and runs that promise equal bits with each other."""
+    """Compare every run with the oracle's, and runs that promise the same bits with each other."""
     tally = missing.tally_for(invariant, runs)
     runs = evidence.usable_runs(runs, tally)
     tolerance = PUBLISHED_TOLERANCE if invariant.tolerance is None else invariant.tolerance
@@ -47,12 +48,13 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
 
 
 def compare_with_oracle(tally: Tally, runs: Traces, tolerance: float | None) -> list[int]:
-    """Compare runs with the oracle's run: the first steps within rounding; and if `tolerance` is
-    not None, losses from step 100 on within it.
+    """Compare the first steps of runs with the oracle's run, within rounding.
 
-    A user's own trainer, which no oracle can run, is compared with its run on one worker. A run
-    with a turned knob is compared with the base. Return the number of averaged gradients compared
-    in each run that made a step.
+    If `tolerance` is not None, also compare losses from step 100 on within it. A user's own
+    trainer, which no oracle can run, is compared with its run on one worker. A run with a turned
+    knob is compared with the base.
+
+    Return, for each run that took a step, the number of averaged gradients that were compared.
     """
     first = _Followed.of(tally, runs, tolerance)
     second = _Followed()
@@ -67,7 +69,7 @@ def compare_with_oracle(tally: Tally, runs: Traces, tolerance: float | None) -> 
 
 @dataclass
 class _Followed:
-    """The number of runs and gradients compared, and the runs left out since their masks differ."""
+    """The counts of compared runs and gradients, and the runs left out for different masks."""
 
     num_followed: int = 0
     num_gradients: list[int] = field(default_factory=list)
@@ -76,7 +78,7 @@ class _Followed:
     @classmethod
     def of(cls, tally: Tally, runs: Traces, tolerance: float | None) -> _Followed:
         done, model = cls(), model_of(runs)
-        if model is None and runs.base is not None:  # then it is the reason that comes first
+        if model is None and runs.base is not None:  # then this reason is reported first
             compared = Compared(runs=runs, model=runs.base, trace=runs.base)
             presuppositions.comparable(tally, presuppositions.SAMPLES, compared)
         base = () if runs.base is None else (runs.base,)
@@ -99,7 +101,7 @@ class _Followed:
 
 
 def _is_explained(compared: Compared) -> bool:
-    # Other masks would not leave one equation.
+    # With different masks, no equation would be left over.
     own = compared.trace.scenario.workload == "own"
     return own and presuppositions.aligned(compared).explanation is not None
 
@@ -107,7 +109,7 @@ def _is_explained(compared: Compared) -> bool:
 def _compare(
     tally: Tally, compared: Compared, tolerance: float | None, words: run_names.Words
 ) -> int:
-    """Compare a run with its model, if it can be compared; return how many gradients were."""
+    """Compare a run with its model if possible. Return how many gradients were compared."""
     left = presuppositions.comparable(tally, presuppositions.WITH_ONE_WORKER, compared)
     return (
         0
@@ -120,13 +122,13 @@ def _compare(
 
 # --- the run on a single device -------------------------------------------------------------------
 
-# Find the run on a single device that a training is compared with. Judges nothing.
+# Finds the run on a single device that a training run is compared with. Judges nothing.
 #
 # It is a run of the independent trainer. For a user's own trainer, which the independent one can't
 # reproduce, it is the user's run on one worker.
 
-# Field of a scenario -> how runs of one command differ in it, with the advice. In this order: the
-# first one often causes the others.
+# Field of a scenario -> how runs of one command differ in it, with advice. The order matters: the
+# first difference often causes the others.
 _DIFFERENT: Mapping[str, str] = {
     "batch_size": "one worker trains on batches of {alone} samples, {workers} on {several}: divide "
     "the global batch by the number of workers ({{share:GLOBAL}} in the command does)",
@@ -137,7 +139,7 @@ _DIFFERENT: Mapping[str, str] = {
     "learning_rate": "one worker begins with learning rate {alone}, {workers} with {several}: if "
     "it is scaled by the number of workers, leave that out for the check",
 }
-# In place of the numbers of samples, if these are guessed by the highest id that was drawn.
+# Used instead of the numbers of samples if these are guessed from the highest id that was drawn.
 _OTHER_SAMPLES = (
     "one worker draws other samples than {workers} workers: draw each batch for all workers, by "
     "the same seed, and give each its share"
@@ -145,14 +147,14 @@ _OTHER_SAMPLES = (
 
 
 def model_of(runs: Traces) -> Trace | None:
-    """Return the run that the others are compared with, or None."""
+    """Return the single-device run that the others are compared with, or None."""
     return next(iter(runs.of(ORACLE, ALONE)), None)
 
 
 def missing_model(tally: Tally, runs: Traces) -> str:
-    """Return why no run on a single device can be compared with, and what to do about it.
+    """Return why no run can be compared with one on a single device, and what to do about it.
 
-    "" if one can.
+    Return "" if one can be.
     """
     model = model_of(runs)
     for trace in runs.own:
@@ -173,7 +175,7 @@ def missing_model(tally: Tally, runs: Traces) -> str:
 def _another_training(tally: Tally, runs: Traces) -> str:
     """Return why a script's run on one worker can't be compared with its run on several.
 
-    It often has another global batch: most scripts have an option for the batch of a worker.
+    Often the global batch differs: most scripts have an option for the batch of one worker.
     """
     near = runs.near.get(ALONE)
     if near is None or runs.base is None:
@@ -187,7 +189,7 @@ def _another_training(tally: Tally, runs: Traces) -> str:
 
 
 def _difference(runs: Traces, names: Iterable[str]) -> str:
-    """Return how a user's run on one worker differs, in the first of `names` that does; else ""."""
+    """Return how a user's run on one worker differs, in the first of `names` that does; or ""."""
     near = runs.near.get(ALONE)
     if runs.base is None or runs.base.scenario.workload != "own" or near is None:
         return ""
@@ -227,17 +229,18 @@ def _instead(trace: Trace) -> str:
 
 # --- controlled pairs of runs ---------------------------------------------------------------------
 
-# The pair of runs by which several workers are compared with one.
+# The pair of runs that compares several workers with one.
 #
-# It is the plain one, unless random numbers rightly differ between the two, one worker has samples
-# in another order, or samples that are cut otherwise act on each other. Then it is a pair in which
-# that was controlled: random numbers are alike for all samples, and besides samples come in one
-# order, or all ranks have the same share, and so does one worker.
+# It is the plain pair unless random numbers rightly differ between the two, one worker has samples
+# in a different order, or samples that are divided differently influence each other. Then it is a
+# pair in which this was controlled: random numbers are the same for all samples, and in addition
+# samples come in one order, or all ranks and the one worker have the same part of the batch.
 #
-# A loss that couples samples may be meant to couple those of a rank, or of all ranks. By the first
-# meaning ranks that have one share train as one worker does on this share, by the second one as on
-# so many copies of it. If they do neither, and an equation explains that, or the two agree with
-# each other, no meaning does. A loss that is a sum over samples has the second meaning, too.
+# A loss that couples samples may be meant to couple those of one rank, or of all ranks. By the
+# first meaning, ranks with the same part train as one worker does on this part. By the second, they
+# train as one worker does on this part repeated for each rank. If they do neither, and an equation
+# explains that, or the two runs on one worker agree with each other, both meanings are ruled out. A
+# loss that is a sum over samples has the second meaning, too.
 
 _NUMBERS = "with random numbers that are alike for all samples"
 _ORDER = "with one order of samples for any number of workers"
@@ -246,7 +249,7 @@ _COUNTED = ", where a term of the loss may count once for each rank"
 
 
 def is_prevented(compared: Compared) -> bool:
-    """Return whether draws, or coupled samples, alone keep two runs from being compared."""
+    """Return whether only random draws, or coupled samples, keep two runs from being compared."""
     if compared.trace.scenario.workload != "own":
         return False
     masked = not knobs.same_masks(compared.model, compared.trace)
@@ -254,15 +257,15 @@ def is_prevented(compared: Compared) -> bool:
 
 
 def is_by_chance(compared: Compared) -> bool:
-    """Return whether it is random numbers that keep two runs from being compared."""
+    """Return whether random numbers keep two runs from being compared."""
     drawn = random_draws.other_contents(compared) or random_draws.drawn_by_rank(compared)
     return bool(drawn or compared.trace.scenario.dropout)
 
 
 def is_ordered_otherwise(compared: Compared) -> bool:
-    """Return whether ranks draw their own samples in step 0, and one worker as many others.
+    """Return whether ranks draw their own samples in step 0, and one worker as many different ones.
 
-    Ranks that draw the same ones hold parts of a model, and must have the same.
+    Ranks that draw the same samples hold parts of a model, and must have the same.
     """
     runs = (compared.model, compared.trace)
     if any(run.scenario.workload != "own" or run.traits.sample_ids == "content" for run in runs):
@@ -274,7 +277,7 @@ def is_ordered_otherwise(compared: Compared) -> bool:
 
 
 def has_other_rows(model: Trace, trace: Trace) -> bool:
-    """Return whether the runs have other samples in step 0."""
+    """Return whether the two runs have different samples in step 0."""
     due, got = (Counter(chain(*_first_samples(run).values())) for run in (model, trace))
     return due != got
 
@@ -287,7 +290,10 @@ def _first_samples(trace: Trace) -> dict[int, list[int]]:
 
 
 def controlled_pair(tally: Tally, compared: Compared) -> tuple[Compared, Words]:
-    """Return the runs to compare in place of the plain ones, with the words for findings."""
+    """Return the runs to compare instead of the plain ones, and the words for findings.
+
+    Return `compared` itself if no controlled pair is needed or available.
+    """
     if is_ordered_otherwise(compared) or is_prevented(compared):
         for words, controlled in (
             (_NUMBERS, alike(compared, faults.COMMON)),
@@ -303,9 +309,9 @@ def controlled_pair(tally: Tally, compared: Compared) -> tuple[Compared, Words]:
 
 
 def alike(compared: Compared, kind: str) -> Compared | None:
-    """Return the runs with common random numbers, or with one order of samples, too.
+    """Return the runs with common random numbers or with one order of samples, as `kind` says.
 
-    Return None if these can't be compared either.
+    Return None if they can't be compared either.
     """
     controlled = _controlled(compared, kind, kind)
     if controlled is None or is_ordered_otherwise(controlled) or not _are_comparable(controlled):
@@ -314,9 +320,9 @@ def alike(compared: Compared, kind: str) -> Compared | None:
 
 
 def mirrored(compared: Compared) -> Compared | None:
-    """Return the run in which ranks have one share, and that on one worker which it must be like.
+    """Return the run in which all ranks have the same samples, and the one-worker run to match.
 
-    Return None if they can't be compared, or if what the loss of a share is meant to be decides.
+    Return None if the two can't be compared, or if the intended meaning of the loss would decide.
     """
     once, again = (
         _controlled(compared, kind, faults.MIRRORED) for kind in (faults.MIRRORED, faults.REPEATED)
@@ -339,10 +345,11 @@ def _is_decided(plain: Compared, mirrored: Compared) -> bool:
 
 
 def _is_coupled(compared: Compared) -> bool:
-    """Return whether the first loss is another one on several workers, or unknown.
+    """Return whether the first loss on several workers differs from that on one, or is unknown.
 
-    It is the same if samples don't act on each other, and gradients differ for another reason. What
-    each rank does to its own before they are added (clipping by value) is alike for equal ranks.
+    It is the same if samples don't influence each other, and gradients differ for another reason.
+    What each rank does to its own gradients before they are added (clipping by value) is the same
+    for equal ranks.
     """
     return not copies.have_one_loss(compared)
 
@@ -356,16 +363,19 @@ def _agree(compared: Compared) -> bool:
 
 
 def _are_comparable(compared: Compared) -> bool:
-    """Return whether two runs can be compared. A NaN may come from rows that are alike."""
+    """Return whether two runs can be compared.
+
+    They can't if an update is not finite: a NaN may come from equal rows.
+    """
     updates = (*compared.model.of(Update), *compared.trace.of(Update))
     is_finite = all(update.finite for update in updates)
     return is_finite and presuppositions.are_comparable(WITH_ONE_WORKER, compared)
 
 
 def _tells(plain: Compared, controlled: Compared) -> bool:
-    """Return whether more than rounding is left of the gradients where numbers are alike.
+    """Return whether more than rounding is left of the gradients if random numbers are common.
 
-    What tells samples apart by chance (the mean of several answers) may leave none.
+    If only chance distinguishes samples (the mean of several answers), nothing may be left.
     """
     expected = evidence.updates(plain.model)
     floor = rounding_bounds.Bounds.of(expected, plain.model, plain.trace).gradient_floor

@@ -1,4 +1,4 @@
-"""The scenarios with which a clause is tried when its contract names none.
+"""The scenarios on which a clause is tested if its contract names none.
 
 They are chosen to reveal bugs: unequal shards, sizes that do not divide evenly, two epochs, and SGD
 with and without clipping, since clipping would hide a wrong constant factor.
@@ -14,7 +14,10 @@ from entrenar_py.shared.scenario import Scenario
 
 
 def mlp(**changes: Any) -> Scenario:
-    """Return a scenario: 3 workers, 5 shards, two epochs of 21 digits in batches of 8, 8 and 5."""
+    """Return a scenario with 3 workers, 5 shards, and two epochs of 21 digits.
+
+    Batches have 8, 8 and 5 samples. `changes` replace or add fields of the scenario.
+    """
     usual: dict[str, Any] = {
         "system": "reference",
         "workload": "mlp",
@@ -29,7 +32,7 @@ def mlp(**changes: Any) -> Scenario:
 
 
 def training(invariant: Invariant) -> list[Scenario]:
-    """Plan each optimizer, and clipping off and on."""
+    """Plan one run for each optimizer, with clipping off and on."""
     return [
         mlp(),
         mlp(optimizer="momentum", clip_norm=0.05, schedule="cosine", accumulation=2),
@@ -38,7 +41,10 @@ def training(invariant: Invariant) -> list[Scenario]:
 
 
 def movement(invariant: Invariant) -> list[Scenario]:
-    """Plan the training scenarios with values recorded, to see if unmoved tensors had gradients."""
+    """Plan the scenarios of `training` with recorded values.
+
+    The values show whether tensors that did not move had gradients.
+    """
     return [scenario.with_(detail="values") for scenario in training(invariant)]
 
 
@@ -72,8 +78,9 @@ def non_finite(invariant: Invariant) -> list[Scenario]:
 
 
 def parity(invariant: Invariant) -> list[Scenario]:
-    """Plan gradients of 1, 2 and 4 micro-batches, clipping and dropout off and on, each optimizer,
-    a decoder, a worker that leaves, and workers without samples; and one long run.
+    """Plan gradients of 1, 2 and 4 micro-batches, clipping, dropout, and each optimizer.
+
+    Also plan a decoder, a worker that leaves, workers without samples, and one long run.
     """
     return [
         *(mlp(accumulation=count, detail="values") for count in (1, 2, 4)),
@@ -89,12 +96,12 @@ def parity(invariant: Invariant) -> list[Scenario]:
 
 
 def weightings(invariant: Invariant) -> list[Scenario]:
-    """Plan the scenarios of `parity` in which gradients are recorded with their values."""
+    """Plan the scenarios of `parity` that record the values of gradients."""
     return [scenario for scenario in parity(invariant) if scenario.detail == "values"]
 
 
 def departures(invariant: Invariant) -> list[Scenario]:
-    """Plan a run in which one worker dies, and one in which two die and one comes back."""
+    """Plan a run in which one worker dies, and one in which two die and one of them returns."""
     leave = Fault(kind="leave", rank=1, step=2)
     return [
         mlp(faults=(leave,)),
@@ -110,7 +117,7 @@ def departures(invariant: Invariant) -> list[Scenario]:
 
 
 def stops(invariant: Invariant) -> list[Scenario]:
-    """Plan runs that stop several times, in and between epochs, with every kind of state."""
+    """Plan runs that stop several times, within and between epochs, with every type of state."""
     stateful: dict[str, Any] = {"dropout": 0.2, "schedule": "cosine", "warmup_steps": 1}
     return [
         mlp(optimizer="momentum", stops=(4, 5), **stateful),
@@ -124,7 +131,7 @@ def random_streams(invariant: Invariant) -> list[Scenario]:
 
 
 def step_rules(invariant: Invariant) -> list[Scenario]:
-    """Plan every schedule; clipping norms far below and far above the gradient's, and none."""
+    """Plan every schedule; no clipping, and norms far below and far above the gradient's."""
     return [
         mlp(detail="values"),
         mlp(schedule="linear", warmup_steps=2, clip_norm=0.01, detail="values"),

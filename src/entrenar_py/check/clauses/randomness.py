@@ -1,4 +1,4 @@
-"""F-TI-005: random streams that must differ do differ, and streams that must agree do agree."""
+"""F-TI-005: random streams that must differ do differ, and those that must agree do agree."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from entrenar_py.shared.faults import OF_LOADERS
 from entrenar_py.shared.trace import Drawn, Shard, Start, Trace, Update
 from entrenar_py.shared.verdict import MEANING, Finding, Tally
 
-# Shorter orders are not compared: two shuffled orders of 10 samples are equal once in 10! = 3.6e6.
+# Shorter orders are not compared. Two shuffled orders of 10 samples are equal once in 10! = 3.6e6.
 ORDER_LENGTH_MIN = 10
-CHANCE_MAX = 1e6  # one to this many is too little for chance
+CHANCE_MAX = 1e6  # a chance of one in this many is too small
 DRAWING = ("mlp", "decoder", "decoder_full", "own")  # workloads in which dropout draws
 
 
 def judge(invariant: Invariant, runs: Traces) -> Finding:
-    """Judge that dropout differs by step and shard, order by epoch, and that ranks start alike."""
+    """Judge that dropout differs by step and shard, orders by epoch, and that ranks start alike."""
     tally = missing.tally_for(invariant, runs)
     for trace in runs:
         state.tell_peculiar(tally, trace)
@@ -41,7 +41,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         else:
             _dropout_differs(tally, trace)
         modes_alike(tally, trace)
-        if trace.traits.population != "varied":  # else two data sets may have the same order
+        if trace.traits.population != "varied":  # otherwise two data sets may have the same order
             _orders_differ(tally, trace)
         compared = Compared(runs=runs, model=trace, trace=trace)
         left = presuppositions.comparable(tally, presuppositions.RANKS, compared)
@@ -51,7 +51,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         if trace.traits.population != "varied":
             _orders_differ(tally, trace)
         between = Tally(tally.invariant, observed=tally.observed)
-        modes_alike(between, trace)  # an evaluation comes between epochs
+        modes_alike(between, trace)  # an evaluation is run between epochs
         tally.take(between)
     _same_for_any_worker_count(tally, runs)
     if lacks_second_epoch(runs):
@@ -69,7 +69,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
 
 
 def _dropout_differs(tally: Tally, trace: Trace) -> None:
-    """Check that no two shards use the same mask, and that every shard with samples draws one."""
+    """Check that no two shards use the same mask, and every shard with samples draws one."""
     owner: dict[str, Shard] = {}
     drew = any(shard.draws is not None for shard in trace.of(Shard))
     if trace.scenario.dropout and not drew and trace.scenario.workload in DRAWING:
@@ -97,18 +97,19 @@ class _Orders:
     """The `orders` of samples by epoch, and the epochs that are `shuffled`.
 
     An epoch is in order if its sample ids grow from step to step, or within each rank, or within
-    each loader worker of a rank (workers hand out batches in turns).
+    each loader worker of a rank (loader workers take turns with batches). `first_step` is by epoch.
     """
 
     orders: Mapping[int, Sequence[int]]
     shuffled: Collection[int]
     first_step: Mapping[int, int]
-    of_ranks: Mapping[tuple[int, int], Sequence[int]]  # of an epoch's rank
+    of_ranks: Mapping[tuple[int, int], Sequence[int]]  # by epoch and rank
 
     def are_alike(self, before: int, after: int, common: int) -> bool:
-        """Return whether two epochs have one order, or each rank has in both.
+        """Return whether two epochs have the same order, or the same order within each rank.
 
-        A step may have the samples of several passes, where a script skips some.
+        Only the first `common` samples are compared. If a script skips steps, a step may have
+        samples of several passes.
         """
         if self.orders[before][:common] == self.orders[after][:common]:
             return True
@@ -119,7 +120,7 @@ class _Orders:
         return is_telling and all(len(one) > 0 and one == other for one, other in known)
 
     def pairs(self) -> list[tuple[int, int, int]]:
-        """Return two epochs each, one after the other, and the length in which they compare."""
+        """Return pairs of consecutive epochs, and the length in which to compare each pair."""
         known = [(before, after) for before, after in pairwise(sorted(self.orders))]
         sized = [(*pair, min(len(self.orders[epoch]) for epoch in pair)) for pair in known]
         return [
@@ -132,7 +133,7 @@ class _Orders:
 def _orders_of(trace: Trace) -> _Orders:
     orders: dict[int, list[int]] = {}
     by_rank: dict[tuple[int, int], list[tuple[int, ...]]] = {}
-    once: dict[tuple[int, int], list[tuple[int, ...]]] = {}  # without what pads an epoch
+    once: dict[tuple[int, int], list[tuple[int, ...]]] = {}  # without the samples that pad an epoch
     seen: dict[int, set[int]] = defaultdict(set)
     reached: dict[int, int] = {}
     mixed: set[int] = set()
@@ -156,10 +157,10 @@ def _orders_of(trace: Trace) -> _Orders:
 
 
 def _drawn_orders(trace: Trace) -> list[_Orders]:
-    """Return the orders of a run's epochs; none if its script draws no order, and may have one.
+    """Return the orders of a run's epochs; [] if its script draws no order, and may have one.
 
-    A script that goes on in an endless pass may count batches to know when an epoch is over. Where
-    the harness has loaders end or merge them, it counts too many, and nothing shows its epochs.
+    A script that continues in an endless pass may count batches to know when an epoch ends. If the
+    harness makes loaders end or merges them, it counts too many, and nothing shows its epochs.
     """
     if not is_endless(trace):
         return [] if trace.traits.ordered else [_orders_of(trace)]
@@ -182,7 +183,7 @@ def _orders_differ(tally: Tally, trace: Trace) -> None:
 
 
 def _passes(trace: Trace) -> Iterator[_Orders]:
-    """Yield the orders of all samples in one endless pass: a sample's next time is in the next one.
+    """Yield the orders of one endless pass: a sample that comes again is in the next epoch.
 
     Ranks may take turns sample by sample, or batch by batch.
     """
@@ -203,17 +204,18 @@ def _passes(trace: Trace) -> Iterator[_Orders]:
 
 
 def lacks_second_epoch(runs: Traces) -> bool:
-    """Return whether samples are shuffled, and no run of a user's trainer shows two epochs."""
+    """Return whether samples are shuffled, but no run of a user's trainer shows two epochs."""
     large = [t for t in in_epochs(runs) if t.scenario.num_samples >= ORDER_LENGTH_MIN]
     seen = [one for trace in large for one in _drawn_orders(trace)]
     return any(one.shuffled for one in seen) and not any(one.pairs() for one in seen)
 
 
 def in_turns(drawn: Sequence[tuple[int, ...]]) -> bool:
-    """Return whether the ids of micro-batches grow, taken together or by the workers of a loader.
+    """Return whether the ids of micro-batches grow, all together or by the workers of a loader.
 
-    Workers take turns. With several, ids must also grow within each micro-batch, and there must be
-    so many that a shuffle hardly leaves them in order: few micro-batches look so by chance.
+    Loader workers take turns. With several of them, ids must also grow within each micro-batch. And
+    there must be so many ids that a shuffle hardly leaves them in order: a few micro-batches may
+    look ordered by chance.
     """
 
     def grows(batches: Sequence[tuple[int, ...]]) -> bool:
@@ -222,7 +224,7 @@ def in_turns(drawn: Sequence[tuple[int, ...]]) -> bool:
 
     if grows(drawn):
         return True
-    # The number of orders has millions of digits in a large epoch, so logarithms are compared.
+    # In a large epoch the number of orders has millions of digits, so logarithms are compared.
     is_telling = sum(math.lgamma(len(ids) + 1) for ids in drawn) > math.log(CHANCE_MAX)
     most = len(drawn) // 2
     return is_telling and any(
@@ -270,7 +272,10 @@ def _same_for_any_worker_count(tally: Tally, runs: Traces) -> None:
 
 
 def _absent(traces: Sequence[Trace]) -> str:
-    """Return why no streams must differ or agree: one worker draws none, and shuffles nothing."""
+    """Return why nothing random must differ or agree: no draws on one worker, and no shuffling.
+
+    Return "" if a run draws, or shuffles, or has several workers.
+    """
     draws = any(
         trace.of(Drawn)
         or trace.scenario.dropout
@@ -283,11 +288,11 @@ def _absent(traces: Sequence[Trace]) -> str:
 
 # --- streams of a user's script -------------------------------------------------------------------
 
-# Check that the random streams of a user's script that must differ do differ.
+# Check that the random streams of a user's script differ where they must.
 #
-# Numbers for samples (masks, noise, augmentation) must differ between ranks that have other
-# samples, between a loader's workers, and between epochs. Numbers for the whole batch may be equal
-# on all ranks, and must be if each takes its own part of them.
+# Numbers for samples (masks, noise, augmentation) must differ between ranks that have different
+# samples, between the workers of a loader, and between epochs. Numbers for the whole batch may be
+# the same on all ranks, and must be if each rank uses its own part of them.
 
 _IN_THE_MODEL = "forward"
 _JUDGED = ("batch", "forward", "loss", "loader")
@@ -299,7 +304,7 @@ _Place = tuple[int, int | None, str, str]  # step, micro-batch, where, generator
 
 
 def judge_streams(tally: Tally, trace: Trace, alone: Trace | None) -> None:
-    """Judge the streams of a run; `alone` is the same training on one worker, if there is one."""
+    """Judge the streams of a run. `alone` is the same training on one worker, or None."""
     _masks_on_every_rank(tally, trace)
     _recomputed_alike(tally, trace)
     drawn = [event for event in trace.standing.of(Drawn) if event.where in _JUDGED]
@@ -311,7 +316,7 @@ def judge_streams(tally: Tally, trace: Trace, alone: Trace | None) -> None:
 
 
 def _masks_on_every_rank(tally: Tally, trace: Trace) -> None:
-    """Check that no rank leaves dropout out in every step, while another never does."""
+    """Check that no rank skips dropout in every step while another rank never does."""
     if not trace.scenario.dropout:
         return
     by_rank: dict[int, list[Shard]] = {}
@@ -330,13 +335,13 @@ def _masks_on_every_rank(tally: Tally, trace: Trace) -> None:
 
 
 def modes_alike(tally: Tally, trace: Trace) -> None:
-    """Check that all ranks train in the mode that `train()` or `eval()` sets, and keep to it.
+    """Check that all ranks train in the same mode, set by `train()` or `eval()`, and keep it.
 
-    Dropout and running statistics depend on it.
+    Dropout and running statistics depend on the mode.
     """
     if not (left_out := _what_evaluation_stops(trace)):
         return
-    off: dict[int, dict[int, Shard]] = {}  # step -> rank -> the first one in evaluation mode
+    off: dict[int, dict[int, Shard]] = {}  # step -> rank -> its first shard in evaluation mode
     trained: dict[int, set[int]] = {}
     for shard in trace.standing.of(Shard):
         if shard.evaluating:
@@ -358,7 +363,7 @@ def modes_alike(tally: Tally, trace: Trace) -> None:
 
 
 def _what_evaluation_stops(trace: Trace) -> str:
-    """Return what a model in evaluation mode leaves out; "" if it trains alike in both modes."""
+    """Return what a model leaves out in evaluation mode; "" if both modes train the same way."""
     if trace.scenario.dropout:
         return "with dropout off"
     is_normalised = any(update.local for update in trace.of(Update))
@@ -370,7 +375,7 @@ def _mode_left(
 ) -> None:
     """Judge a model that is in evaluation mode in all steps after step `last`.
 
-    A script may go over to it at some step on purpose. It doesn't do so by an evaluation.
+    A script may switch to it on purpose at some step, but not by an evaluation.
     """
     first = min(off)
     if first <= last:
@@ -385,7 +390,7 @@ def _mode_left(
 
 
 def _recomputed_alike(tally: Tally, trace: Trace) -> None:
-    """Check that layers which are computed again draw the numbers that they drew before."""
+    """Check that a layer that is computed again draws the same numbers as before."""
     for event in trace.standing.of(Drawn):
         if event.where == "recomputed":
             tally.check(
@@ -401,7 +406,7 @@ def _recomputed_alike(tally: Tally, trace: Trace) -> None:
 
 
 def _ranks_differ(tally: Tally, trace: Trace, drawn: Sequence[Drawn], streams: _Streams) -> None:
-    """Check that ranks with other samples don't draw the same numbers for them."""
+    """Check that ranks with different samples don't draw the same numbers for them."""
     there: dict[_Place, list[Drawn]] = {}
     unclear: set[str] = set()
     blamed: set[tuple[int, int, str, str]] = set()
@@ -409,7 +414,7 @@ def _ranks_differ(tally: Tally, trace: Trace, drawn: Sequence[Drawn], streams: _
         before = there.setdefault(_place(event), [])
         peers = [peer for peer in before if streams.are_others(peer, event)]
         before.append(event)
-        # The state afterwards tells: the generator may have been seeded here, by rank or not.
+        # The state after the draw decides: the generator may have been seeded here, by rank or not.
         peer = next((peer for peer in peers if peer.after == event.after), None)
         if peer is None:
             tally.compared += bool(peers)
@@ -426,8 +431,8 @@ def _ranks_differ(tally: Tally, trace: Trace, drawn: Sequence[Drawn], streams: _
                 "the samples, as parts of one model do, else wrong; call obs.samples(ids)"
             )
             continue
-        # Two ranks' first finding is also the earliest: later draws began alike there, or since
-        # they were seeded again. So their beginning is sought once.
+        # The first finding of two ranks is also the earliest. Later draws have been the same since
+        # then, or since both were seeded again. So the beginning is searched for only once.
         pair = peer.rank, event.rank, event.where, event.generator
         since = event if pair in blamed else _begin_alike(trace, peer, event)
         blamed.add(pair)
@@ -456,9 +461,9 @@ def _seeded_alike(parted: int) -> str:
 
 
 class _Streams:
-    """The known random draws of a run: for which samples, and whether for each of them.
+    """The known random draws of a run: for which samples they are, and whether for each sample.
 
-    A stream is a place and a generator. `alone` is the same training on one worker.
+    A stream is a place and a generator. `alone` is the same training on one worker, or None.
     """
 
     def __init__(self, trace: Trace, drawn: Iterable[Drawn], alone: Trace | None) -> None:
@@ -467,7 +472,8 @@ class _Streams:
         for shard in trace.standing.of(Shard):
             self._shards.setdefault((shard.step, shard.rank), []).append(shard)
         self._by_sample: dict[tuple[str, str], bool] = {}
-        # By stream: the first step, if ranks drew numbers of their own in it.
+        # By stream: the first step in which ranks can be compared, if they drew their own numbers
+        # in it.
         self._parted: dict[tuple[str, str], int | None] = {}
         first: dict[_Place, Drawn] = {}
         for event in drawn:
@@ -485,22 +491,23 @@ class _Streams:
         return self._by_sample[stream]
 
     def parted(self, event: Drawn) -> int | None:
-        """Return the first step of the event's stream, if ranks drew numbers of their own in it.
+        """Return the first step of the event's stream if ranks drew their own numbers in it.
 
-        Numbers for the whole batch are the same on all ranks in each step.
+        Return None otherwise, and for draws in that step. Numbers for the whole batch are the same
+        on all ranks in each step.
         """
         step = self._parted.get((event.where, event.generator))
         return step if step is not None and step < event.step else None
 
     def are_others(self, event: Drawn, other: Drawn) -> bool:
-        """Return whether two ranks draw for different samples, or for some that aren't known."""
+        """Return whether two ranks draw for different samples, or for unknown ones."""
         if event.part == other.part:
             return False
         mine, theirs = self.samples(event), self.samples(other)
         return mine is None or theirs is None or not _are_the_same(mine, theirs)
 
     def are_surely_others(self, event: Drawn, other: Drawn) -> bool:
-        """Return whether two ranks, which seem to draw for different samples, certainly do."""
+        """Return whether two ranks that seem to draw for different samples certainly do."""
         is_known = None not in (self.samples(event), self.samples(other))
         return is_known or self._trace.traits.arranged != "guessed"
 
@@ -522,8 +529,8 @@ def _are_the_same(shard: Shard, other: Shard) -> bool:
 def _begin_alike(trace: Trace, peer: Drawn, event: Drawn) -> Drawn:
     """Return where a rank began to draw the numbers of `peer`, which it draws in `event`.
 
-    For samples of other lengths ranks draw other counts of one stream: they end in one state in
-    some steps only.
+    For samples of different lengths, ranks draw different counts from one stream. Then their
+    generators end in the same state only in some steps.
     """
     chain = {_place(drawn): drawn.before for drawn in _unbroken(trace, peer)}
     first = event
@@ -538,7 +545,7 @@ def _place(drawn: Drawn) -> _Place:
 
 
 def _unbroken(trace: Trace, event: Drawn) -> Iterator[Drawn]:
-    """Yield draws of a rank back from `event`, until its generator was seeded."""
+    """Yield a rank's draws, backwards from `event` to where its generator was seeded."""
     due = event.after
     for drawn in reversed(trace.standing.of(Drawn)):
         is_its = (drawn.rank, drawn.generator) == (event.rank, event.generator)
@@ -554,8 +561,8 @@ def _unbroken(trace: Trace, event: Drawn) -> Iterator[Drawn]:
 def _is_by_sample(trace: Trace, event: Drawn, alone: Trace | None) -> bool:
     """Return whether numbers are drawn for each sample, as far as is known.
 
-    Dropout's are. Others are if one worker, from the same state, draws more of them for its larger
-    part of the batch: then its generator ends in another state.
+    Dropout's numbers are. Others are if one worker draws more of them from the same state, for its
+    larger part of the batch: then its generator ends in a different state.
     """
     if _is_mask(trace, event):
         return True
@@ -579,10 +586,10 @@ def _devices(event: Drawn) -> tuple[str, ...]:
 
 
 def _passes_differ(tally: Tally, trace: Trace, drawn: Iterable[Drawn], streams: _Streams) -> None:
-    """Check that no rank draws the same numbers again in a later step, for other samples.
+    """Check that no rank draws the same numbers again in a later step for different samples.
 
-    For dropout's masks the state afterwards tells, and the samples don't matter. Other numbers may
-    be those of the whole batch, or come from the sample that is drawn last.
+    For dropout masks the state after the draw decides, whatever the samples. Other numbers may be
+    those of the whole batch, or come from the sample that is drawn last.
     """
     seen: dict[tuple[str, ...], Drawn] = {}
     for event in drawn:
@@ -621,7 +628,7 @@ def _are_repeated(streams: _Streams, earlier: Drawn, event: Drawn) -> bool:
 def _workers_differ(
     tally: Tally, trace: Trace, drawn: Iterable[Drawn], alone: Trace | None
 ) -> None:
-    """Check that no two workers of loaders draw the same numbers for other samples.
+    """Check that no two workers of loaders draw the same numbers for different samples.
 
     A generator that is seeded again for each sample does not end in the same state.
     """

@@ -1,7 +1,8 @@
-"""F-RED-001 to F-RED-004: averages that a star, a mesh and a ring compute, and their cost.
+"""F-RED-001 to F-RED-004: the averages that a star, a mesh and a ring compute, and their cost.
 
-They are judged on the workload `vectors`: its mean is known beforehand. Source: reduction-v1.
-The bound on the error is derived in docs/numerics.md; `traffic` computes the bytes to send.
+They are judged on the workload `vectors`, for which the mean is known in advance. Source:
+reduction-v1. The bound on the error is derived in docs/numerics.md. `expected_bytes` computes the
+bytes to send.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from entrenar_py.shared.trace import Membership, Reduced, Shard, Trace, Traffic
 from entrenar_py.shared.verdict import Finding, Tally
 
 KNOWN = "vectors"  # the workload with known terms
-AROUND = "ring"  # the topology in which partial sums go from worker to worker
+AROUND = "ring"  # the topology in which partial sums pass from worker to worker
 UNIT_ROUNDOFF, UNIT_ROUNDOFF_F64 = 2.0**-24, 2.0**-53
 NUM_SHARDS = 8
 _MISSING = f"no reduction of known vectors was run (workload {KNOWN})"
@@ -28,8 +29,8 @@ _MISSING = f"no reduction of known vectors was run (workload {KNOWN})"
 # (length, bytes of a block): a single element; fewer elements than workers; 17 blocks of two sizes;
 # one block, which one worker averages.
 SIZES = ((1, 4), (3, 4), (997, 240), (4_099, 2**20))
-# Socket buffers of 4 KiB, smaller than a block. TIGHT has (workers, length, bytes of a block), with
-# blocks for every worker, so that all write at once.
+# Socket buffers of 4 KiB are smaller than a block. TIGHT has (workers, length, bytes of a block),
+# with blocks for every worker, so that all write at the same time.
 SMALL = {"socket_bytes": 4_096, "dead_after_s": 30.0, "deadline_s": 60.0}
 TIGHT = ((2, 300_007, 2**20), (3, 65_537, 2**16), (8, 100_003, 2**15))
 # 256 MiB in two blocks, with the usual socket buffers of 4 MiB.
@@ -37,11 +38,12 @@ LONG = {"block_bytes": 2**27, "dead_after_s": 60.0, "deadline_s": 110.0}
 
 
 def plan(invariant: Invariant) -> list[Scenario]:
-    """Plan simulated runs of 2 to 8 workers and 1 to 4,099 elements; TCP runs with blocks larger
-    than a socket's buffer; and long TCP runs: 2^24 elements on a mesh, 2^26 on a ring.
+    """Plan simulated runs with 2 to 8 workers and 1 to 4,099 elements, and runs over TCP.
 
-    More on a mesh would test nothing new, but lengthen the run and its twin in one process. A
-    clause that a user's binding gives no scenarios is tried with a few simulated ones.
+    Some TCP runs have blocks larger than a socket's buffer. Others are long: 2^24 elements on a
+    mesh, and 2^26 on a ring. More elements on a mesh would test nothing new, but lengthen the run
+    and its twin in one process. If a user's binding gives a clause no scenarios, only a few
+    simulated runs are planned.
     """
     systems = ("parameter_server", "mesh", "ring")
     if invariant.binding is not None:
@@ -71,7 +73,10 @@ def plan(invariant: Invariant) -> list[Scenario]:
 
 
 def _scenario(system: str, world_size: int, length: int, options: dict[str, float]) -> Scenario:
-    """Return a scenario of two steps: shards of two or three samples, then of one."""
+    """Return a scenario of two steps: shards of two or three samples, then of one.
+
+    `options` are the options of the system.
+    """
     return Scenario(
         system=system,
         workload=KNOWN,
@@ -89,8 +94,8 @@ def _scenario(system: str, world_size: int, length: int, options: dict[str, floa
 def judge_mean(invariant: Invariant, traces: Traces) -> Finding:
     """Judge that every rank holds the weighted mean, within float32 rounding.
 
-    A clause may set a tolerance instead: absolute, relative to the mean of the terms' absolute
-    values (the mean itself if all terms have one sign), or in units of 2^-24 times that mean.
+    A clause may state a tolerance instead: absolute; relative to the mean of the terms' absolute
+    values (the mean itself if all terms have one sign); or in units of 2^-24 times that mean.
     """
     tally = Tally(invariant.id)
     for trace in _subjects(traces, tally):
@@ -147,14 +152,15 @@ def _judge_error(tally: Tally, invariant: Invariant, trace: Trace, reduced: Redu
 def roundings_max(trace: Trace) -> float:
     """Return the rounding bound, in units of 2^-24 times the mean of the terms' absolute values.
 
-    In a tree a term passes the additions of its shard, one per level, and the division. In a ring
-    it passes those of its shard, of its worker's shards, one per worker, and the division.
+    In a tree a term passes through the additions of its shard, one addition per level, and the
+    division. In a ring it passes through the additions of its shard, of its worker's shards, one
+    per worker, and the division.
     """
     scenario = trace.scenario
     shards, samples = scenario.num_shards, scenario.batch_size
     in_shard = -(-samples // shards) - 1
     if trace.traits.topology == AROUND:
-        # A lost worker's shards go to other workers, in the worst case all to the same one.
+        # The shards of a lost worker pass to other workers, in the worst case all to the same one.
         own = shards if scenario.faults else -(-shards // scenario.world_size)
         depth = in_shard + (own - 1) + (scenario.world_size - 1) + 1
     else:
@@ -168,7 +174,7 @@ def _gamma(num: int, unit: float) -> float:
 
 
 def judge_bits(invariant: Invariant, runs: Traces) -> Finding:
-    """Judge that ranks hold the same bits, and that a second run of the reduction ends on them."""
+    """Judge that ranks hold the same bits, and that a second reduction gives these bits, too."""
     tally = Tally(invariant.id)
     runs = evidence.usable_runs(runs, tally)
     for trace in (run for run in runs if run.traits.topology):
@@ -178,7 +184,7 @@ def judge_bits(invariant: Invariant, runs: Traces) -> Finding:
         if trace is not runs.base:
             continue
         if trace.traits.topology == AROUND and trace.scenario.faults:
-            continue  # without the lost worker the ring adds in another order
+            continue  # without the lost worker, the ring adds in a different order
         for model in runs.of(TWIN):
             message = f"not the bits of {model.scenario.system}"
             closeness.compare_updates(tally, model, trace, "gradient", message)
@@ -211,11 +217,14 @@ def _compare_ranks(tally: Tally, trace: Trace) -> None:
 
 
 def judge_traffic(invariant: Invariant, traces: Traces) -> Finding:
-    """Judge that every rank sends and gets exactly its algorithm's payload, and small headers."""
+    """Judge that each rank sends and receives exactly its algorithm's payload.
+
+    Headers must be small.
+    """
     tally = Tally(invariant.id)
     for trace in _subjects(traces, tally):
         if trace.scenario.faults:
-            continue  # an exchange that begins again costs as much again
+            continue  # an exchange that begins again is sent twice
         if trace.scenario.options.get("audit_share"):
             tally.miss("audited shards are sent twice or more: their traffic was not judged")
             continue
@@ -244,7 +253,7 @@ def judge_traffic(invariant: Invariant, traces: Traces) -> Finding:
 
 
 def _judge_headers(tally: Tally, trace: Trace) -> None:
-    """Check that headers are small, and that between workers only blocks have a payload."""
+    """Check that headers are small, and that only blocks have a payload between workers."""
     for record in trace.of(Traffic):
         what = f"{record.messages} {record.message} that were {record.direction}"
         place = evidence.place(trace, record)
@@ -258,7 +267,7 @@ def _judge_headers(tally: Tally, trace: Trace) -> None:
 
 
 def judge_ends(invariant: Invariant, traces: Traces) -> Finding:
-    """Judge that every run completes, and that no worker leaves or joins a run without faults."""
+    """Judge that every run completes, and no worker leaves or joins a run without faults."""
     tally = Tally(invariant.id)
     for trace in traces:
         scenario = trace.scenario
@@ -282,16 +291,16 @@ def _subjects(traces: Iterable[Trace], tally: Tally) -> Iterator[Trace]:
 
 # --- the bytes that each rank sends and receives --------------------------------------------------
 
-# The bytes of gradient that each rank of a star, a mesh or a ring must send and receive.
+# The bytes of gradients that each rank of a star, a mesh or a ring must send and receive.
 #
 # They are computed from the scenario and the rank of each shard, independently of the trainers.
 
-# The messages that carry blocks of gradients, of averages, or of new weights.
+# The messages that carry blocks of gradients, averages, or new weights.
 BLOCKS = ("TreeNode", "Partial", "Average", "Weights")
-FRAME_BYTES, CHUNK_BYTES = 48, 2**22  # the size of a frame's prefix, and of its largest payload
-HEADER_BYTES_MAX = 256  # of one such message: a few numbers of at most 24 digits, and their names
+FRAME_BYTES, CHUNK_BYTES = 48, 2**22  # sizes of a frame's prefix and of its largest payload
+HEADER_BYTES_MAX = 256  # of one such message: a few numbers of up to 24 digits, and their names
 
-# (rank, None for the coordinator; peer: "worker" or "coordinator"; "sent" or "got") -> bytes.
+# (rank, or None for the coordinator; peer: "worker" or "coordinator"; "sent" or "got") -> bytes.
 Bytes = dict[tuple[int | None, str, str], int]
 
 
@@ -313,11 +322,11 @@ def beside_bytes_max(record: Traffic) -> int:
 def expected_bytes(trace: Trace) -> Bytes | None:
     """Return the payload bytes that each rank and the coordinator must send and receive.
 
-    None if it is unknown which blocks there are, or which rank computed which shards. In a ring
-    every block passes N - 1 workers twice: the ranks together send 2 (N - 1) times the vector, and
-    each sends 2 (N - 1) / N of it if the blocks divide evenly. In a mesh each rank sends its tree
-    nodes to the rank that averages the block, and its own averages to all others. In a star each
-    rank sends its nodes and gets the average.
+    Return None if the blocks are unknown, or the rank that computed a shard. In a ring every block
+    passes N - 1 workers twice. So the ranks together send 2 (N - 1) times the vector, and each rank
+    sends 2 (N - 1) / N of it if the blocks divide evenly. In a mesh each rank sends its tree nodes
+    to the rank that averages the block, and its own averages to all others. In a star each rank
+    sends its nodes and receives the average.
     """
     scenario = trace.scenario
     sizes = block_bytes(scenario)
@@ -335,7 +344,10 @@ def expected_bytes(trace: Trace) -> Bytes | None:
 
 
 def block_bytes(scenario: Scenario) -> list[int] | None:
-    """Return the size of each block, as equal as possible; None without option `block_bytes`."""
+    """Return the size of each block in bytes; None without option `block_bytes`.
+
+    Sizes are as equal as possible.
+    """
     longest = scenario.options.get("block_bytes")
     if longest is None:
         return None
@@ -346,7 +358,10 @@ def block_bytes(scenario: Scenario) -> list[int] | None:
 
 
 def num_nodes(shards: set[int], num_shards: int) -> int:
-    """Return the least number of nodes of the tree over `num_shards` that cover just `shards`."""
+    """Return the least number of tree nodes that cover exactly `shards`.
+
+    The tree is the reduction tree over `num_shards` shards.
+    """
     nodes = {(0, shard) for shard in shards}
     level, width = 0, num_shards  # the number of nodes on this level
     while width > 1:
@@ -359,7 +374,7 @@ def num_nodes(shards: set[int], num_shards: int) -> int:
 
 
 def _nodes(trace: Trace, step: int) -> list[int] | None:
-    """Return how many tree nodes each rank must send; None if a shard is missing or comes twice."""
+    """Return how many tree nodes each rank must send; None if a shard is lacking or comes twice."""
     shards_of: dict[int, set[int]] = {rank: set() for rank in range(trace.scenario.world_size)}
     for event in trace.of(Shard):
         if event.step == step:

@@ -1,7 +1,8 @@
 """F-DP-001 and F-TI-002: replicas hold the same weights, optimizer state and buffers.
 
-A tensor that is recorded under only one of its names is one tensor in memory, so that its copies
-can't differ. Copies on the stages of a pipeline have one name in the trace: they are replicas.
+If a tensor is recorded under only one of its names, it is one tensor in memory, so that its copies
+can't differ. Copies on different stages of a pipeline have one name in the trace: they are
+replicas.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
 
 
 def _at_epochs_ends(tally: Tally, runs: Traces, trace: Trace) -> None:
-    """Compare the workers of a run with short epochs, with what a script does between them.
+    """Compare the workers of a run with short epochs, in which a script's work between epochs runs.
 
-    Whatever is open there is open in the longer runs, too.
+    What stays open in this run also stays open in the longer runs, and is not reported again.
     """
     trial = Tally(tally.invariant, observed=tally.observed)
     left = presuppositions.comparable(
@@ -89,10 +90,11 @@ def compare(tally: Tally, trace: Trace) -> None:
 
 
 def _trained_together(tally: Tally, trace: Trace) -> None:
-    """Check that ranks which were not seen to communicate do not make the same steps.
+    """Check that ranks which were not seen to communicate don't take the same steps.
 
-    Ranks that are seeded alike, and draw the same samples, hold the same weights without it. What
-    is not seen (a server behind a socket) would be of no use to ranks with the same gradients.
+    Ranks that have the same seed, and draw the same samples, hold the same weights without
+    communication. If their gradients are the same, too, they have no use for a channel that was not
+    seen, such as a server.
     """
     ranks = sorted({update.rank for update in trace.of(Update)})
     if not trace.traits.alone or len(ranks) < 2 or rounds.are_in(trace):
@@ -116,7 +118,7 @@ def _trained_together(tally: Tally, trace: Trace) -> None:
 
 
 def _made_the_same_steps(trace: Trace, ranks: Sequence[int]) -> bool:
-    """Return whether all ranks move weights alike in each step, by the same micro-batches."""
+    """Return whether all ranks move weights the same way in each step, by equal micro-batches."""
     shards = evidence.shards(trace)
     moved = {start.rank: evidence.digests(start.weights) for start in trace.of(Start)}
     for step, by_rank in evidence.ranks_by_step(trace):
@@ -176,7 +178,7 @@ def _compare_joined(comparison: Comparison) -> None:
 
 
 def _all_updated(tally: Tally, trace: Trace) -> None:
-    """Check that all members make each step that one makes, and a rank that has left makes none."""
+    """Check that all members take each step that any takes, and departed ranks take none."""
     stays, scenario = evidence.stays(trace), trace.scenario
     moved = {change.rank for change in trace.of(Membership)}
     always = {update.rank for update in trace.of(Update)} - stays.keys() - moved
@@ -192,7 +194,7 @@ def _all_updated(tally: Tally, trace: Trace) -> None:
 
 
 def _updated_once(tally: Tally, trace: Trace) -> None:
-    """Check that no rank makes a step twice, unless it went back to an earlier step."""
+    """Check that no rank takes a step twice, unless it went back to an earlier step."""
     steps_of: dict[int, set[int]] = {}
     for event in trace.events:
         if isinstance(event, Start):
@@ -231,7 +233,7 @@ def compare_ties(tally: Tally, trace: Trace) -> None:
 
 
 def have_copies(trace: Trace) -> bool:
-    """Return whether a rank holds copies of a tensor that is declared tied, or that was one."""
+    """Return whether a rank holds copies of a tensor that is declared tied, or was one tensor."""
     declared = _ties(event.tied for event in trace.of(Declared))
     noticed = _ties(event.shared for event in trace.of(Noticed))
     return any(True for tie in (*declared, *noticed) for _ in _holders(trace, tie))
@@ -270,7 +272,7 @@ def _compare_copies(tally: Tally, trace: Trace, tie: Tie) -> None:
 
 
 def _tell_parted(tally: Tally, trace: Trace, tie: Tie) -> None:
-    """Report that names of one tensor became two; whether that is right nobody declared."""
+    """Report names of one tensor that became two. Nobody declared whether that is right."""
     for event, step, names in _holders(trace, tie):
         first = event.weights[names[0]]
         apart = next((name for name in names if event.weights[name].digest != first.digest), "")
@@ -292,7 +294,7 @@ def _declare(tie: Tie) -> str:
 def judge_state(invariant: Invariant, traces: Traces) -> Finding:
     """Judge optimizer state across ranks, and the whole state across save and load.
 
-    A user's checkpoints are not recorded. The state of a rank that resumes is compared with its
+    A user's checkpoints are not recorded. So the state of a rank that resumes is compared with its
     state before the stop.
     """
     tally = missing.tally_for(invariant, traces)
@@ -313,7 +315,7 @@ def judge_state(invariant: Invariant, traces: Traces) -> Finding:
         is_elsewhere = trace.traits.steps != "model" and not any(
             update.optimizer for update in trace.of(Update)
         )
-        # Weights that follow the rule from the first step on have its state behind them.
+        # If weights follow the rule from the first step on, the state that moved them was right.
         if is_elsewhere and not applied_gradients.follow_copies(tally, traces, trace):
             tally.miss("the optimizer's state is that of copies of the weights, or of shards")
         missing.require_updates(tally, trace)
@@ -344,7 +346,10 @@ def judge_state(invariant: Invariant, traces: Traces) -> Finding:
 
 
 def _absent_state(traces: Sequence[Trace]) -> str:
-    """Return why there is no state to compare, if no optimizer of any rank ever had some."""
+    """Return why there is no state to compare, as far as all runs show; "" if there may be some.
+
+    Reasons are that no optimizer ever had state, or that no two ranks keep the state of one tensor.
+    """
     updates = [update for trace in traces for update in trace.of(Update)]
     several = [trace for trace in traces if trace.scenario.world_size > 1]
     if several and all(trace.of(Update) and _is_in_one_place(trace) for trace in several):
@@ -384,10 +389,10 @@ def _are_spread(by_rank: Mapping[int, Update]) -> bool:
 
 
 def _compare_owners(tally: Tally, runs: Traces) -> None:
-    """Count the state that ranks keep each of other parameters, if it is that of one worker.
+    """Count as compared the state that is spread over ranks, if together it is one worker's.
 
-    Only the first state is compared, which follows from one gradient. If it differs nothing is
-    said here: the worker may have had other samples, and wrong moments show in the weights.
+    Only the first state is compared, which follows from one gradient. If it differs, nothing is
+    reported here: the worker may have had different samples, and wrong moments show in the weights.
     """
     if runs.base is None or not _is_spread(runs.base):
         return
@@ -418,7 +423,7 @@ def _parts(trace: Trace) -> tuple[str, ...]:
 
 
 def _compare_restored(tally: Tally, comparison: Comparison) -> None:
-    """Compare each checkpoint with the states of its writer and of every rank that loaded it."""
+    """Compare each checkpoint with the state of its writer, and of every rank that loaded it."""
     kept, updates = comparison.trace.standing, evidence.updates(comparison.trace)
     for saved in kept.of(Saved):
         holders = updates.get(saved.step - 1, {})

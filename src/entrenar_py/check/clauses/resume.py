@@ -1,7 +1,7 @@
 """F-TI-003: a run that was stopped and resumed is the same run, bit for bit.
 
-A user's command may not repeat itself, and `observe(step=...)` may not say what the script does.
-So what the comparison of its runs presupposes is judged before it.
+A user's command may not repeat itself, and `observe(step=...)` may not state the script's step. So
+what the comparison of runs presupposes is judged first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _RESTORED = ("weights", "optimizer", "local", "buffers")
 
 
 def judge(invariant: Invariant, runs: Traces) -> Finding:
-    """Judge that a resumed run has the unstopped run's samples, draws, rates, losses and states."""
+    """Judge that a resumed run has the unstopped run's samples, draws, rates, losses and state."""
     tally = missing.tally_for(invariant, runs)
     judge_unresumed(tally, runs)
     runs = evidence.usable_runs(runs, tally)
@@ -61,7 +61,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
 
 
 def _compare(tally: Tally, straight: Trace, trace: Trace) -> None:
-    """Compare a resumed run with the `straight` one; the causes of a difference come first."""
+    """Compare a resumed run with the `straight` one, causes of a difference first."""
     is_own = trace.scenario.workload == "own"
     if is_own and not (
         repeats(tally, straight, trace) and begins_where_it_says(tally, straight, trace)
@@ -104,7 +104,7 @@ def _no_straight_run(tally: Tally, trace: Trace, runs: Traces) -> str:
 
 
 def _absent(traces: Sequence[Trace]) -> str:
-    """Return why the script has nothing to resume from, as far as all of its runs show."""
+    """Return why the script has nothing to resume from, as far as its runs show; otherwise ""."""
     saves = {trace.traits.saves for trace in traces}
     stopped = [trace for trace in traces if trace.scenario.stops]
     if stopped and {trace.traits.loads for trace in traces} == {"late"}:
@@ -129,8 +129,8 @@ def _absent(traces: Sequence[Trace]) -> str:
 def _as_long(tally: Tally, straight: Trace, trace: Trace) -> Trace:
     """Return `trace` without the steps after the last one of the `straight` run.
 
-    They are missing, not different: {steps} may count those of one launch. They are neither if the
-    harness ended the straight run.
+    They are missing, not different: {steps} may count the steps of one launch. If the harness ended
+    the straight run, they are not even missing.
     """
     last = max(evidence.updates(straight), default=-1)
     beyond = max(evidence.updates(trace), default=-1) - last
@@ -151,7 +151,7 @@ def _as_long(tally: Tally, straight: Trace, trace: Trace) -> Trace:
 
 
 def _ends_as_late(tally: Tally, straight: Trace, trace: Trace) -> None:
-    """Check that a resumed run that ended by itself made as many steps as the `straight` one."""
+    """Check that a resumed run that ended by itself took at least as many steps as `straight`."""
     num_steps = max(evidence.updates(trace), default=-1) + 1
     due = max(evidence.updates(straight), default=-1) + 1
     if trace.end.status == "completed" and "ended" not in trace.environment:
@@ -211,7 +211,7 @@ def _same_scale(tally: Tally, straight: Trace, trace: Trace) -> None:
 
 
 def _power_of_two(expected: Tensors, got: Tensors) -> float | None:
-    """Return `got` over `expected` if it is one power of two, other than 1; else None."""
+    """Return `got` over `expected` if it is one power of two other than 1, otherwise None."""
     due, now = evidence.vectors(expected), evidence.vectors(got)
     if due is None or now is None or due.keys() != now.keys():
         return None
@@ -234,9 +234,9 @@ def _power_of_two(expected: Tensors, got: Tensors) -> float | None:
 
 
 def repeats(tally: Tally, straight: Trace, trace: Trace) -> bool:
-    """Return whether the run was the `straight` one until it was stopped; if not, count why.
+    """Return whether the run was the same as `straight` until it was stopped.
 
-    Both were launched by the same command, apart from {steps}.
+    If it was not, count the reason as missing. Both runs have the same command, except for {steps}.
     """
     difference = next(_differences(straight, trace), "")
     if difference:
@@ -245,7 +245,7 @@ def repeats(tally: Tally, straight: Trace, trace: Trace) -> bool:
 
 
 def differed_before(straight: Trace, trace: Trace) -> bool:
-    """Return whether the run differs from the `straight` one before its first stop, or in it."""
+    """Return whether the run differs from `straight` before its first stop, or passed it."""
     stop = min(trace.scenario.stops, default=0)
     updates = (event for event in first_life(trace) if isinstance(event, Update))
     went_on = any(update.step >= stop for update in updates)
@@ -253,14 +253,14 @@ def differed_before(straight: Trace, trace: Trace) -> bool:
 
 
 def is_telling(trace: Trace) -> bool:
-    """Return whether a stopped run has resumed, or read its checkpoint and gone on otherwise."""
+    """Return whether a stopped run has resumed, or has read its checkpoint and continued."""
     resumed = any(start.resumed for start in trace.of(Start))
     has_read = "unresumed" in trace.environment and trace.end.status == "completed"
     return resumed or bool(trace.traits.read_back) or has_read
 
 
 def began_anew(trace: Trace) -> bool:
-    """Return whether each rank of a stopped run began again as at first, ignoring a checkpoint."""
+    """Return whether each rank of a stopped run started over and ignored the checkpoint."""
     return (
         bool(trace.traits.saved_after)
         and not is_telling(trace)
@@ -272,12 +272,12 @@ def began_anew(trace: Trace) -> bool:
 
 
 def _first_weights(trace: Trace) -> dict[int, list[Tensors]]:
-    """Return by rank, for each of its lives, the weights from which it made its first step.
+    """Return by rank, for each of its lives, the weights from which it took the first step.
 
-    A pass may have come before, and the weights been changed since.
+    A pass may have come earlier, and the weights may have been changed since.
     """
     lives: dict[int, list[Tensors]] = {}
-    begun: dict[int, int] = {}  # by rank, the step with which its life begins
+    begun: dict[int, int] = {}  # by rank, the first step of its life
     for event in trace.events:
         if isinstance(event, Start):
             lives.setdefault(event.rank, []).append(event.weights)
@@ -335,15 +335,15 @@ def first_life(trace: Trace) -> Iterator[Event]:
         yield event
 
 
-# --- the step at which a resume says to go on -----------------------------------------------------
+# --- the step at which a resume claims to continue ------------------------------------------------
 
 
 def begins_where_it_says(tally: Tally, straight: Trace, trace: Trace) -> bool:
-    """Return whether each resume has the weights of the step that it says, as far as known.
+    """Return whether each resume has the weights of the step that it reports, as far as is known.
 
-    If it has those of another step, either the script counts wrongly, which is falsified, or
-    `observe` was told another step than the script's, which is missing. The script counts so itself
-    if it ends after as many steps as the `straight` run.
+    If it has those of a different step, either the script counts wrongly, which is falsified, or
+    `observe` received a different step than the script's, which is missing. The count is the
+    script's own if the run ends at the same step as the `straight` run.
     """
     weights: dict[int, dict[int, Tensors]] = {}  # rank -> step -> weights after it
     for event in trace.events:
@@ -381,7 +381,7 @@ def _tell_other_step(tally: Tally, straight: Trace, trace: Trace, start: Start, 
 
 
 def judge_unresumed(tally: Tally, runs: Traces) -> None:
-    """Count a stopped run as broken if its script read its checkpoint and did not go on."""
+    """Report a counterexample if a script read its checkpoint after a stop and did not continue."""
     for trace in runs:
         if error := trace.environment.get("unresumed"):
             lives = Counter(start.rank for start in trace.of(Start))
@@ -416,9 +416,9 @@ def _tell_anew(
 ) -> None:
     """Count as missing why a rank that was started again after a stop has not resumed.
 
-    `starts` are its first one, and the one after the stop. It is only noted if the first checkpoint
-    was written later: then another stop `is_enough`. A script that has read its checkpoint has
-    nothing else to go on by.
+    `starts` are the rank's first start and the one after the stop. `is_enough` says that a
+    different stop was resumed. If the first checkpoint was written later than this stop, that is
+    only noted then. A script that has read its checkpoint has nothing else to continue from.
     """
     first, start = starts
     if evidence.are_equal(first.weights, start.weights):
@@ -479,7 +479,7 @@ def _how_to_resume(trace: Trace) -> str:
 
 
 def compare_first_steps(tally: Tally, straight: Trace, trace: Trace) -> None:
-    """Compare the weights after each resume's first step, where nothing recorded explains them."""
+    """Compare the weights after the first step of each resume if nothing recorded explains them."""
     expected, updates = evidence.updates(straight), evidence.updates(trace)
     for resume in resumes.resumes(trace):
         start = resume.start
@@ -509,7 +509,7 @@ def _rests_on_the_same(resume: resumes.Resume, model: Update, update: Update) ->
 
 
 def _cause(resume: resumes.Resume, update: Update) -> str:
-    """Return what was not restored: copies, if the weights went back to those of the beginning."""
+    """Return what was not restored: copies, if the weights went back to those of the start."""
     first = resume.begun.get(resume.start.rank)
     general = (
         "what the optimizer was made with (decay, momentum), or copies of the weights that it "
@@ -521,7 +521,7 @@ def _cause(resume: resumes.Resume, update: Update) -> str:
     if len(known) < len(states) or any(other != sizes[0] for other in sizes):
         return general
     was, came, begun = (step_sums.joined(vectors, vectors.keys()) for vectors in known)
-    if not np.linalg.norm(came - begun) < np.linalg.norm(came - was):  # so for NaN, too
+    if not np.linalg.norm(came - begun) < np.linalg.norm(came - was):  # also for NaN
         return general
     return (
         "it went back to nearly what it was before the first step: the optimizer steps copies of "

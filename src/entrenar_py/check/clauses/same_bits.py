@@ -1,6 +1,6 @@
-"""F-TI-006, F-TI-007, F-DP-006: the same bits for any number of workers, and in every repetition.
+"""F-TI-006, F-TI-007, F-DP-006: the same bits with any number of workers, and in each repetition.
 
-Losing a worker loses no sample, and the training soon returns to its trajectory.
+After the loss of a worker no sample is lost, and training soon returns to its trajectory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ADVICE = (
 
 
 def judge_worker_count(invariant: Invariant, runs: Traces) -> Finding:
-    """Judge trainers that promise equal bits for any number of workers. Others are inconclusive."""
+    """Judge trainers that promise the same bits for any number of workers; others are missing."""
     tally = missing.tally_for(invariant, runs)
     runs = evidence.usable_runs(runs, tally)
     for trace in runs:
@@ -80,7 +80,7 @@ def judge_determinism(invariant: Invariant, runs: Traces) -> Finding:
 
 
 def _by_rounding(compared: Compared, broken: Counterexample) -> Counterexample:
-    """Return where two runs differ. If they do by rounding on a GPU, blame its kernels.
+    """Return the counterexample, which blames a GPU's kernels if the runs agree within rounding.
 
     Only the first steps can be compared within rounding.
     """
@@ -96,7 +96,7 @@ def _by_rounding(compared: Compared, broken: Counterexample) -> Counterexample:
 
 
 def _have_one_course(compared: Compared) -> bool:
-    """Return whether both runs made the same steps, with the same samples and random numbers."""
+    """Return whether both runs took the same steps with the same samples and random numbers."""
     courses = [
         (
             set(evidence.updates(run)),
@@ -113,14 +113,14 @@ def _advice(broken: Counterexample) -> str:
 
 def _compare_shards(tally: Tally, model: Trace, trace: Trace) -> None:
     """Compare shard by shard. The order in which ranks were recorded does not matter."""
-    # Contents are only as exact as a comparison of inputs needs them.
+    # Contents are only as exact as a comparison of inputs needs.
     left_out = {"loss_sum": 0.0, "contents": (), **missing.bare_fields(tally, model, trace)}
     expected = {(shard.step, shard.rank, shard.shard): shard for shard in model.of(Shard)}
     for shard in trace.of(Shard):
         model_shard = expected.get((shard.step, shard.rank, shard.shard))
-        if model_shard is None:  # another worker computed it: the first to be free may take it
+        if model_shard is None:  # another worker computed it: the first that is free may take it
             continue
-        # As text, so that NaN equals NaN; Python's shortest text of a float is exact.
+        # As text, so that NaN equals NaN. Python's shortest text of a float is exact.
         same_loss = repr(model_shard.loss_sum) == repr(shard.loss_sum)
         tally.check(
             same_loss and replace(model_shard, **left_out) == replace(shard, **left_out),
@@ -130,7 +130,7 @@ def _compare_shards(tally: Tally, model: Trace, trace: Trace) -> None:
 
 
 def compare_worker_counts(tally: Tally, traces: Sequence[Trace]) -> None:
-    """Compare runs that promise equal bits with that on the fewest workers."""
+    """Compare runs that promise equal bits with the run on the fewest workers."""
     promised = [t for t in traces if "bitwise" in t.promises and evidence.is_as_trained(t)]
     promised = [t for t in promised if _training(t.scenario) == _training(promised[0].scenario)]
     ordered = sorted(promised, key=lambda trace: trace.scenario.world_size)
@@ -150,9 +150,9 @@ def compare_steps(tally: Tally, model: Trace, trace: Trace, message: str) -> Non
     """Compare each rank's updates with the same rank's in `model`, bit for bit.
 
     If the runs have different workers, compare with the lowest rank of `model`. Gradients of
-    logical shards are compared first, if recorded, since they name the worker that computed
-    wrongly. Workers that step alone are compared after each synchronisation, too. A fact that one
-    run never recorded is missing; a fact that it stopped recording is a difference.
+    logical shards are compared first, if they were recorded, since they name the worker that
+    computed wrongly. Workers that step alone are also compared after each synchronisation. A fact
+    that one run never recorded is missing. A fact that it stopped recording is a difference.
     """
     if not missing.require_updates(tally, model, trace):
         return
@@ -193,7 +193,7 @@ def _compare_update(
     message: str,
     place: Mapping[str, Any],
 ) -> None:
-    """Compare an update with `model`. `known` has `missing.recorded` of both, the model's first."""
+    """Compare an update with `model`. `known` is what both runs record, the model's first."""
     for part in ("gradient", "weights", "optimizer", "buffers"):
         left, right = getattr(model, part), getattr(update, part)
         bare = [
@@ -249,7 +249,10 @@ ON_TRAJECTORY = 0.01  # relative distance of losses, the published bound of F-DP
 
 
 def judge(invariant: Invariant, runs: Traces) -> Finding:
-    """Judge that no sample or step is lost, and the loss returns within the tolerated steps."""
+    """Judge that no sample or step is lost, and that the loss is soon back on its trajectory.
+
+    The clause's tolerance is the number of steps after which it must be.
+    """
     tally = missing.tally_for(invariant, runs)
     _compare(tally, evidence.usable_runs(runs, tally), int(invariant.tolerance or 0))
     return tally.finding(
@@ -263,7 +266,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
 
 
 def _compare(tally: Tally, runs: Traces, within_steps: int) -> bool:
-    """Compare every run that a worker left. Return whether the losses of any were compared."""
+    """Compare every run that a worker left. Return whether losses of any run were compared."""
     base, is_followed = runs.base, False
     calm = None if base is None or base.scenario.faults or _departures(base) else base
     undropped = runs.undropped is not None and _compare(tally, runs.undropped, within_steps)
@@ -293,7 +296,7 @@ def _compare(tally: Tally, runs: Traces, within_steps: int) -> bool:
 
 
 def _absent(traces: Sequence[Trace]) -> str:
-    """Return why no worker of the script can come back, as far as its runs show."""
+    """Return why no worker of the script can return, as far as its runs show; otherwise ""."""
     if alone := evidence.started_alone(traces):
         return alone
     if {trace.traits.restarts for trace in traces} == {"nothing"}:
@@ -344,7 +347,7 @@ def _no_calm_run(tally: Tally, trace: Trace, runs: Traces) -> str:
 
 
 def _continues(tally: Tally, calm: Trace, trace: Trace, left: Sequence[Membership]) -> None:
-    """Check that steps after a departure have all samples, and the rank that left makes none."""
+    """Check that steps after a departure have all samples, and the departed rank takes none."""
     expected, got = evidence.shards(calm), evidence.shards(trace)
     model_updates = evidence.updates(calm)
     unknown = missing.unknown_steps(calm) | missing.unknown_steps(trace)
@@ -372,9 +375,9 @@ def _continues(tally: Tally, calm: Trace, trace: Trace, left: Sequence[Membershi
 def _on_trajectory(
     tally: Tally, calm: Trace, trace: Trace, left: Sequence[Membership], within_steps: int
 ) -> bool:
-    """Check that losses equal the faultless run's, from `within_steps` after a departure on.
+    """Check that losses are those of the faultless run from `within_steps` after a departure on.
 
-    In a shorter run only the last step is checked. Return whether both runs made a step.
+    In a shorter run only the last step is checked. Return whether both runs took a step.
     """
     calm, trace = evidence.with_losses(calm), evidence.with_losses(trace)
     expected, got = evidence.updates(calm), evidence.updates(trace)

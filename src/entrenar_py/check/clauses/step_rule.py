@@ -1,6 +1,6 @@
-"""F-TI-008: learning rate and clipping are functions of the step and the global gradient alone.
+"""F-TI-008: learning rate and clipping depend only on the step and the global gradient.
 
-This needs no second run: the schedule's closed form, the clipped norm and the update itself are
+This needs no second run. The schedule's closed form, the clipped norm and the update itself are
 recomputed from what the run recorded.
 """
 
@@ -33,13 +33,13 @@ from entrenar_py.shared.trace import Noticed, Ruled, Start, Tensors, Trace, Upda
 from entrenar_py.shared.verdict import Finding, Tally
 from entrenar_py.shared.wording import listed
 
-# The tolerance if a contract gives none. Rates and norms are sums or products in float32. Their n
+# The tolerance if a contract states none. Rates and norms are sums or products in float32. Their n
 # roundings of random sign add up to sqrt(n) 2^-24, which is 6e-6 for n = 10,000 elements.
 RELATIVE = 1e-5
 
 
 def judge(invariant: Invariant, runs: Traces) -> Finding:
-    """Judge every update of every rank."""
+    """Judge the learning rate, the clipping and the movement of every update of every rank."""
     tally = missing.tally_for(invariant, runs)
     relative = RELATIVE if invariant.tolerance is None else invariant.tolerance
     runs = evidence.usable_runs(runs, tally)
@@ -72,8 +72,9 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
 def _may_be_changed(tally: Tally, trace: Trace) -> bool:
     """Return whether a script may have changed gradients on purpose after it reported them.
 
-    Only a clipping norm that is declared, or that the command is told, says what comes after
-    `obs.reduced()`. The steps are then another optimizer's, as it seems.
+    Only a clipping norm that is declared, or given in the command, says what happens after
+    `obs.reduced()`. Without one, steps that don't follow from the reported gradient are counted as
+    missing.
     """
     traits = trace.traits
     is_declared = traits.clip_norm is not None and traits.clip_source != "calls"
@@ -95,7 +96,7 @@ def _may_be_changed(tally: Tally, trace: Trace) -> bool:
 
 
 def _is_unchanged(trace: Trace, step: int | None) -> bool:
-    """Return whether a step's gradient has the norm that it was reported with, on all ranks."""
+    """Return whether on all ranks a step's applied gradient has the norm that was reported."""
     norms = [(u.grad_norm, u.applied_norm) for u in trace.of(Update) if u.step == step]
     return all(
         reported is not None
@@ -138,7 +139,7 @@ def _follow(tally: Tally, trace: Trace) -> None:
         if rule is not None and _begins_anew(tally, trace, rule, event, twice):
             rule.moments = {}
         moved = rule is not None and _moved(tally, trace, rule, event, twice)
-        if moved or event.step in rested:  # a wrongly skipped step shows in a later one
+        if moved or event.step in rested:  # a wrongly skipped step shows in a later step
             continue
         if event.rank not in lost and (lack := _lack(rule_before, event)):
             gaps.add(*lack, rank=event.rank, step=event.step)
@@ -151,12 +152,12 @@ def _follow(tally: Tally, trace: Trace) -> None:
 
 
 def is_recomputed(trace: Trace) -> bool:
-    """Return whether an optimizer of the user's steps by the rule of torch's that it is made of."""
+    """Return whether a user's optimizer steps by the rule of torch's that it derives from."""
     return update_rule.are_known(trace) and _is_as_derived(trace)
 
 
 def _is_as_derived(trace: Trace) -> bool:
-    """Return whether an optimizer of the user's steps as the class does that it is derived from."""
+    """Return whether a user's optimizer steps like the class that it is derived from."""
     plain = [replace(e, derived=False) if isinstance(e, Ruled) else e for e in trace.events]
     tried = Tally("", observed=True)
     _follow(tried, replace(trace, events=tuple(plain)))
@@ -166,9 +167,9 @@ def _is_as_derived(trace: Trace) -> bool:
 def _begins_anew(
     tally: Tally, trace: Trace, rule: update_rule.Rule, update: Update, twice: Set[str]
 ) -> bool:
-    """Return whether a user's step follows from empty moments only, as of a new optimizer.
+    """Return whether a user's step follows only from empty moments, like that of a new optimizer.
 
-    Workers that are brought together now and then may start over each time. It is noted.
+    Workers that are synchronised now and then may start over each time. This is noted.
     """
     if trace.scenario.workload != "own" or not rule.moments:
         return False
@@ -190,7 +191,7 @@ def _trial(trace: Trace, rule: update_rule.Rule, update: Update, twice: Set[str]
 def _lack(rule: update_rule.Rule | None, update: Update) -> tuple[str, facts.Fact] | None:
     """Return why `rule`, as it was before `update`, can't recompute it, and the fact it lacks.
 
-    None if only the norms are lacking, which `_clipping` reports.
+    Return None if only the norms are lacking, which `_clipping` reports.
     """
     what = "made an update that can't be recomputed"
     if rule is None:
@@ -218,7 +219,7 @@ def _lack(rule: update_rule.Rule | None, update: Update) -> tuple[str, facts.Fac
 def expected_rate(scenario: Scenario, step: int) -> float:
     """Return the schedule's learning rate, by a closed form independent of the trainers here.
 
-    A user's trainer with another schedule declares `traits: {schedule: other}`.
+    A user's trainer with a different schedule declares `traits: {schedule: other}`.
     """
     rate, warmup = scenario.learning_rate, scenario.warmup_steps
     if step < warmup:
@@ -237,13 +238,13 @@ def _rate(
 ) -> None:
     scenario = trace.scenario
     if trace.traits.schedule == "other":
-        if not tally.observed:  # else see `own_schedule`
+        if not tally.observed:  # otherwise `compare_schedule` judges it
             tally.miss(
                 "the schedule is not one that is known here (traits: schedule: other): the "
                 "learning rate was not judged"
             )
         return
-    if scenario.workload == "own":  # other numbers of workers may have other rates: see F-DP-005
+    if scenario.workload == "own":  # other numbers of workers may have other rates: F-DP-005
         first = evidence.any_rank(next(by_rank for _, by_rank in evidence.ranks_by_step(trace)))
         scenario = scenario.with_(learning_rate=first.learning_rate)
     expected, allowed = expected_rate(scenario, update.step), relative * scenario.learning_rate
@@ -261,7 +262,7 @@ def _clipping(
             missing.ask(tally, f"clip_norm={scenario.clip_norm}, and {why}", facts.NORMS)
         return
     if not (math.isfinite(update.grad_norm) and math.isfinite(update.applied_norm)):
-        return  # for F-DP-003 to judge
+        return  # F-DP-003 judges this
     norm = closeness.norm_l2(update.gradient)
     if norm is not None:
         message = "the norm is not that of the averaged gradient"
@@ -299,9 +300,8 @@ def _moved(
 ) -> bool:
     """Check, element by element, that each tensor moved as the optimizer's formula says.
 
-    Those that are stepped `twice` are left out.
-
-    Return True if tensors were compared, among them all with a gradient or that may have moved.
+    Tensors in `twice`, which are stepped twice, are left out. Return whether tensors were compared,
+    among them all that have a gradient or that may have moved.
     """
     before = rule.weights
     before = {**before, **update.edited}
@@ -354,7 +354,10 @@ def _movement(
 
 
 def _absent(traces: Sequence[Trace]) -> str:
-    """Return why there is no rule to judge steps by, if the optimizer is one of the user's own."""
+    """Return why there is no rule to judge steps by; "" if there is one, or if runs clip.
+
+    The reason is that the optimizer is the user's own.
+    """
     clips = any(trace.traits.clip_norm is not None for trace in traces)
     if clips or {trace.traits.rule for trace in traces} != {"own"}:
         return ""
@@ -372,20 +375,21 @@ def _may_have_moved(before: Tensors, after: Tensors, name: str) -> bool:
 
 # Test whether the learning rate of a script's own schedule is a function of the step alone.
 #
-# Its closed form is unknown here. Its values are compared with those of the same steps in the same
-# run made again, and on one worker. A schedule that follows a metric must get the same on all
-# ranks. Runs on other numbers of workers are compared up to where their metrics differ.
+# Its closed form is unknown here. Its values are compared with those of the same steps in a
+# repetition of the run, and on one worker. A schedule that follows a metric must get the same
+# metric on all ranks. Runs on different numbers of workers are compared up to the step where their
+# metrics differ.
 
 RATE_BOUND = 1e-6  # relative: the product of a few float64 numbers
 METRIC_BOUND = 1e-3  # relative: an evaluation of the same samples differs by rounding
 
 
 def compare_schedule(tally: Tally, runs: Traces) -> None:
-    """Compare the rates of the base with the witnesses'. One that differs is missing, not wrong.
+    """Compare the base's rates with the witnesses'. A rate that differs is missing, not wrong.
 
-    Some scripts scale the rate by the number of workers. Where one worker has smaller batches, it
-    has more steps in an epoch, and rightly a longer schedule: F-DP-005 compares it with batches of
-    the same size.
+    Some scripts scale the rate by the number of workers. If one worker has smaller batches, it has
+    more steps in an epoch, and rightly a longer schedule. F-DP-005 compares it with batches of the
+    same size.
     """
     base = runs.base
     if base is None or base.traits.schedule != "other":
@@ -405,9 +409,10 @@ def compare_schedule(tally: Tally, runs: Traces) -> None:
 
 
 def compare_metrics(tally: Tally, trace: Trace) -> None:
-    """Check that the schedules of all ranks follow one metric, as their rates part otherwise.
+    """Check that the schedules of all ranks follow the same metric.
 
-    They may part much later: where the metric of one rank still improves, and another's does not.
+    With different metrics their rates differ sooner or later: perhaps much later, once the metric
+    of one rank still improves and another's does not.
     """
     for _, by_rank in evidence.ranks_by_step(trace):
         known = {rank: u.metric for rank, u in sorted(by_rank.items()) if u.metric is not None}
@@ -430,7 +435,7 @@ def compare_metrics(tally: Tally, trace: Trace) -> None:
 
 
 def _compare_rates(tally: Tally, base: Trace, other: Trace, divided: float) -> None:
-    """Compare the rates of two runs; those of `base` are `divided` by what its gradients aren't."""
+    """Compare the rates of two runs; `base` divides by `divided` in its rate, not its gradients."""
     expected = evidence.updates(other)
     is_same = other.scenario.world_size == base.scenario.world_size
     for step, by_rank in evidence.ranks_by_step(base):
@@ -457,7 +462,7 @@ def _follow_others(model: Update, update: Update) -> bool:
 
 
 def _told(*rates: tuple[Scenario, float]) -> str:
-    """Return two runs' rates in the same words whichever of the two is judged.
+    """Return the two runs' rates in the same words, whichever of the two runs is judged.
 
     Among runs on different numbers of workers, a repeated run is named like the first.
     """
@@ -471,7 +476,7 @@ def _told(*rates: tuple[Scenario, float]) -> str:
 
 
 def tell_notes(tally: Tally, trace: Trace) -> None:
-    """Note each such fact of a run, once."""
+    """Note facts of a user's run that are worth a look: schedule steps, and weight decay."""
     if trace.scenario.workload == "own":
         for fact in (*_schedule(trace), *_decay(trace)):
             tally.note(fact)
@@ -495,7 +500,7 @@ def _schedule(trace: Trace) -> Iterator[str]:
 
 
 def _decay(trace: Trace) -> Iterator[str]:
-    """Yield the tensors of one dimension that are decayed, if others of one dimension are not."""
+    """Yield the one-dimensional tensors that are decayed, if other one-dimensional ones are not."""
     starts = [start for start in trace.of(Start) if start.shapes and start.decayed]
     if not starts:
         return
@@ -513,9 +518,10 @@ def _decay(trace: Trace) -> Iterator[str]:
 
 
 def judge_doubled(tally: Tally, trace: Trace) -> Set[str]:
-    """Check that no tensor is stepped twice; return those that are; their steps follow no rule.
+    """Check that no tensor is stepped twice. Return the names of those that are.
 
-    Two parameters of one memory may be right: plain SGD adds their gradients.
+    The steps of these tensors follow no rule. Two parameters in the same memory may be right with
+    plain SGD, which adds their gradients.
     """
     noticed = trace.of(Noticed)
     twice = {name for event in noticed for name in event.doubled}

@@ -1,4 +1,4 @@
-"""F-FT-006 to F-FT-008: what a fine-tuning learns: which tokens, with which weights, how often.
+"""F-FT-006 to F-FT-008: which tokens a fine-tuning run learns, with which weights, and how often.
 
 Source: finetune-v1, equations completion, class_weight.
 """
@@ -18,14 +18,14 @@ from entrenar_py.shared.trace import Encoded, Shard, Taught, Trace, Weighed
 from entrenar_py.shared.verdict import Tally
 
 NO_CLASS = -1
-# A class's weight is rounded once to float32, and a sum of them in float64 never matters.
+# A class's weight is rounded once to float32. The rounding of their sum in float64 is negligible.
 WEIGHT_ROUNDING = 2.0**-23
-_POWERS = {"none": 0.0, "inverse": -1.0, "sqrt_inverse": -0.5}  # of a share
+_POWERS = {"none": 0.0, "inverse": -1.0, "sqrt_inverse": -0.5}  # of a class's fraction
 _ADVICE = "a fine-tuning with the option facts: [samples] records it"
 
 
 def plan_tokens(invariant: Invariant) -> list[Scenario]:
-    """Plan each task: chats of one and two turns, with marks and without; texts, and classes."""
+    """Plan each task: chats of one and two turns, with and without marks; texts; and classes."""
     several: list[dict[str, Any]] = [
         {"task": "instruct"},
         {"task": "instruct", "marks": True},
@@ -36,13 +36,13 @@ def plan_tokens(invariant: Invariant) -> list[Scenario]:
 
 
 def plan_classes(invariant: Invariant) -> list[Scenario]:
-    """Plan each kind of class weight."""
+    """Plan each type of class weight."""
     options = {"task": "classify", "facts": ["samples"]}
     return [planned(options={**options, "class_weights": kind}) for kind in _POWERS]
 
 
 def plan_copies(invariant: Invariant) -> list[Scenario]:
-    """Plan two epochs and a half of rows with a repeated rarer class."""
+    """Plan two and a half epochs of rows in which the rarer class is repeated."""
     options = {"task": "classify", "oversample": True, "facts": ["samples"]}
     return [planned(num_steps=5, options=options)]
 
@@ -51,7 +51,7 @@ def plan_copies(invariant: Invariant) -> list[Scenario]:
 
 
 def compare_tokens(tally: Tally, trace: Trace) -> None:
-    """Compare tokens, tokens to predict, and what the loss depended on, with the stock template."""
+    """Compare tokens, tokens to predict, and what the loss depends on with the stock template."""
     samples = {event.sample: event for event in trace.of(Encoded)}
     for event in samples.values():
         _as_stock(tally, trace, event)
@@ -97,7 +97,7 @@ def _first_apart(tokens: Sequence[int], other: Sequence[int]) -> int | None:
 
 
 def _learned(tally: Tally, trace: Trace, sample: Encoded, event: Taught) -> None:
-    """Compare the states that a loss depended on with those before the tokens to predict."""
+    """Compare the states that a loss depends on with those that predict the due tokens."""
     length = len(sample.tokens)
     due = {length - 1} if sample.label != NO_CLASS else {p - 1 for p in sample.completion}
     extra, lacking = sorted(set(event.positions) - due), sorted(due - set(event.positions))
@@ -120,7 +120,7 @@ def _learned(tally: Tally, trace: Trace, sample: Encoded, event: Taught) -> None
 
 
 def compare_class_weights(tally: Tally, trace: Trace) -> None:
-    """Compare the classes' weights, and each shard's sum of them, with the written formula."""
+    """Compare the classes' weights, and each shard's sum of them, with the documented formula."""
     label_of = {event.sample: event.label for event in trace.of(Encoded)}
     for event in trace.of(Weighed):
         counts = Counter(label for label in label_of.values() if label != NO_CLASS)
@@ -143,7 +143,7 @@ def compare_class_weights(tally: Tally, trace: Trace) -> None:
 
 
 def _weights(counts: Mapping[int, int], kind: str) -> dict[int, float]:
-    """Return the share of each class to the power asked for; their mean over samples is 1."""
+    """Return each class's fraction to the power of `kind`, scaled to mean 1 over the samples."""
     number = sum(counts.values())
     raw = {label: (count / number) ** _POWERS[kind] for label, count in counts.items()}
     mean = sum(raw[label] * count for label, count in counts.items()) / number
@@ -154,7 +154,7 @@ def _weights(counts: Mapping[int, int], kind: str) -> dict[int, float]:
 
 
 def compare_copies(tally: Tally, trace: Trace) -> None:
-    """Check that copies make all classes as frequent, and that each copy is drawn as a sample."""
+    """Check that copies make all classes equally frequent, and each copy is drawn as a sample."""
     samples = trace.of(Encoded)
     labelled = [event for event in samples if event.label != NO_CLASS]
     if len({event.row for event in labelled}) == len(labelled):
@@ -173,7 +173,7 @@ def compare_copies(tally: Tally, trace: Trace) -> None:
 
 
 def _each_once(tally: Tally, trace: Trace) -> None:
-    """Check that each sample is drawn once in each epoch that was made to its end."""
+    """Check that each sample is drawn once in each epoch that was completed."""
     drawn: dict[int, Counter[int]] = {}
     last = 0
     for _, shards in sorted(evidence.shards(trace).items()):

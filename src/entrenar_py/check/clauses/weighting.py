@@ -41,12 +41,15 @@ RELATIVE = 1e-5  # the default tolerance; a float32 sum of n terms is off by up 
 
 
 def judge(invariant: Invariant, runs: Traces) -> Finding:
-    """Judge by shards and oracle that losses and gradients are means over samples (or tokens)."""
+    """Judge that losses and gradients are means over samples or tokens, not means of means.
+
+    They are judged by the shards that a run recorded, and by the oracle's run.
+    """
     tally = missing.tally_for(invariant, runs)
     runs = evidence.usable_runs(runs, tally)
     changed: list[bool] = []
     relative = RELATIVE if invariant.tolerance is None else invariant.tolerance
-    # A worker that is given others' batches may divide by the number of its own tokens.
+    # If a worker was given the batches of several, it may divide by the number of its own tokens.
     judged = [trace for trace in runs if not explanations.is_given(trace)]
     for trace in judged:
         missing.require_updates(tally, trace)
@@ -77,9 +80,9 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
 
 
 def _at_epochs_ends(tally: Tally, runs: Traces, trace: Trace) -> None:
-    """Check the gradients of a run with short epochs, with what a script does between them.
+    """Check the gradients of a run with short epochs, in which work between epochs runs.
 
-    Whatever is open there is open in the longer runs, too.
+    What stays open in this run also stays open in the longer runs, and is not reported again.
     """
     trial = Tally(tally.invariant, observed=tally.observed)
     compared = Compared(runs=runs, model=trace, trace=trace)
@@ -90,9 +93,9 @@ def _at_epochs_ends(tally: Tally, runs: Traces, trace: Trace) -> None:
 
 
 def _left_in_alone(tally: Tally, runs: Traces) -> None:
-    """Check the run on one worker, if several clear no gradients and what they add up is unknown.
+    """Check the run on one worker if several don't clear gradients, and shards have none.
 
-    That run shows by itself that the gradient of a step holds those of the steps before.
+    That run shows by itself that a step's gradient still contains those of earlier steps.
     """
     model = parity.model_of(runs)
     if model is None or not tally.observed:
@@ -126,18 +129,18 @@ def _weighted_loss(tally: Tally, trace: Trace, relative: float, unknown: Collect
             continue
         sums = [shard.loss_sum for shard in shards[step] if shard.loss_sum is not None]
         if not sums and trace.traits.losses == "backward":
-            continue  # nothing reports a loss, and gradients decide
+            continue  # nothing reports a loss, so gradients decide
         if len(sums) < len(shards[step]):
             missing.ask(tally, f"the micro-batches of step {step} have no loss", facts.LOSS)
             continue
         mean = sum(sums) / weight
         # Losses may have both signs: rounding is relative to their sizes, not to their sum.
         size = sum(map(abs, sums)) / weight
-        if not math.isfinite(mean):  # for F-DP-003 to judge
+        if not math.isfinite(mean):  # F-DP-003 judges this
             continue
         for update in by_rank.values():
             if update.loss is None:
-                continue  # no reported loss, so none that is weighted wrongly
+                continue  # no loss was reported, so none is weighted wrongly
             place = evidence.place(trace, update)
             message = "the step's weight is not its shards'"
             tally.close(weight, update.weight, 1e-9 * abs(weight), message, **place)
@@ -146,9 +149,9 @@ def _weighted_loss(tally: Tally, trace: Trace, relative: float, unknown: Collect
 
 
 def _changed_gradient(tally: Tally, *, is_one_workers: bool) -> None:
-    """Note, or count as missing, what a script does to gradients between sum and optimizer.
+    """Note, or count as missing, that a script changes gradients between sum and optimizer.
 
-    If one worker, which adds up nothing, applies the same, their sum has the right weighting.
+    If one worker, which adds up nothing, applies the same gradient, the sum is weighted rightly.
     """
     if is_one_workers:
         tally.note(
@@ -164,14 +167,15 @@ def _changed_gradient(tally: Tally, *, is_one_workers: bool) -> None:
 
 
 def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> list[bool]:
-    """Check that the averaged gradient is the sum of the shards' gradients divided by one number.
-
-    Return, of each step with a gradient that a user's script may have changed on purpose, whether a
-    run on one worker shows that it was added up correctly.
+    """Check that the averaged gradient is the sum of the shards' gradients over one number.
 
     That number must be the same for all tensors. In all steps it must be the same, or the same
-    multiple of the step's weight, except if the trait `clipping: other` says that gradients were
-    recorded clipped. This needs no second run. Shards may record their sums with a common factor.
+    multiple of the step's weight, unless the trait `clipping: other` says that gradients were
+    recorded after clipping. This needs no second run. Shards may record their sums with a common
+    factor.
+
+    Return one value for each step with a gradient that a user's script may have changed on purpose:
+    whether a run on one worker would show that it was added up correctly.
     """
     if why := rounding_bounds.rounded_away(trace):
         tally.miss(why)
@@ -203,7 +207,7 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> li
         mean = evidence.vectors(_by_micro_batch(trace, update))
         if total and mean is not None and trace.scenario.workload == "own":
             total = _without_taken(tally, total, mean, step)
-            # No micro-batch used the others: the script may have set their gradients to zero.
+            # No micro-batch used these tensors: the script may have set their gradients to zero.
             total |= {n: np.zeros(v.shape) for n, v in mean.items() if n not in total}
         if total and mean is not None and step_sums.shapes(total) == step_sums.shapes(mean):
             for names in _apart(by_rank, shards[step], mean):
@@ -223,9 +227,9 @@ def _lacks_first_passes(trace: Trace, shards: Sequence[Shard]) -> bool:
 def _apart(
     by_rank: Mapping[int, Update], shards: Sequence[Shard], gradient: Collection[str]
 ) -> list[list[str]]:
-    """Return the tensors of a step's gradient, apart where they have losses of their own.
+    """Return the tensors of a step's gradient, in one list for each separate loss.
 
-    Each of two networks may be clipped by its own norm. Tensors of no loss are among the first.
+    Two networks may each be clipped by its own norm. Tensors of no loss are in the first list.
     """
     names: list[list[str]] = []
     for part in step_sums.parts(by_rank, shards):
@@ -238,7 +242,10 @@ def _apart(
 
 
 def _is_rounded(tally: Tally, trace: Trace) -> bool:
-    """Return whether sums are rounded to 16 bits where float32 is declared: a counterexample."""
+    """Return whether sums are rounded to 16 bits although float32 is declared.
+
+    If they are, report a counterexample.
+    """
     if trace.traits.compressed != "float32":
         return False
     rounded = rounding_bounds.undeclared_format(trace, rounding_bounds.GRADIENT_BOUND)
@@ -250,7 +257,7 @@ def _is_rounded(tally: Tally, trace: Trace) -> bool:
 
 
 def _by_micro_batch(trace: Trace, update: Update) -> Tensors:
-    """Return the gradient without tensors if ranks don't know each micro-batch's part of them."""
+    """Return the gradient without the tensors for which no micro-batch's part is known."""
     if not trace.traits.shared:
         return update.gradient
     return {n: t for n, t in update.gradient.items() if update.summed.get(n) != ()}
@@ -279,8 +286,8 @@ def _without_taken(
 class _Divisions:
     """The numbers by which a run divides sums of gradients to average them, step by step.
 
-    `limit` is the size at which elements are clipped, or None. `first` is the first step's divisor,
-    as it is and divided by the step's weight, by the first tensor that was divided by it. `changed`
+    `limit` is the size at which elements are clipped, or None. `first` maps the first tensor of
+    each loss to the divisor of the first step, as it is and divided by the step's weight. `changed`
     is what `_summed_gradient` returns.
     """
 
@@ -340,7 +347,7 @@ class _Divisions:
                 else f"the applied gradient of {name} {explanation.words}"
             )
             self.tally.check(name not in off, message, tensor=name, **place)
-        is_mixed = not off and not loss_terms.are_one_mean(shards)  # else shares of a penalty
+        is_mixed = not off and not loss_terms.are_one_mean(shards)  # else parts of a penalty
         for name in [name for name in mean if name in update.mixed and is_mixed]:
             message = (
                 f"the applied gradient of {name} holds that of the pass before its weights were "
@@ -348,7 +355,7 @@ class _Divisions:
             )
             self.tally.check(False, message, tensor=name, **place)
         if self.trace.traits.clipping == "other":
-            return  # clipping may have changed each step's recorded gradient by another factor
+            return  # clipping may have changed each recorded gradient by a different factor
         divided = divisor, divisor / (update.weight or 1.0)
         first = self.first.setdefault(next(iter(mean)), divided)
         is_alike = any(
@@ -385,10 +392,11 @@ class _Divisions:
         divisor: float,
         off: Collection[str],
     ) -> tuple[Collection[str], Explanation | None]:
-        """Return what the gradient of the tensors `off` is, and which tensors that explains.
+        """Return which tensors are `off`, and what explains their gradient; None if nothing does.
 
-        Large tensors that are wrong may have set the divisor: those of others are tried, too.
-        Elements that may be clipped are left out if the gradient has no explanation otherwise.
+        Large tensors that are wrong may have determined the divisor, so those of other tensors are
+        tried, too. Elements that may be clipped are left out if the gradient has no explanation
+        otherwise.
         """
         step = accumulation.Applied(self.trace, update, total, mean, divisor, off, self.bound)
         if (explanation := explanations.first(accumulation.LIST, step)) is not None:
@@ -415,7 +423,8 @@ class _Divisions:
     def _is_open(self, explanation: Explanation | None, update: Update) -> bool:
         """Return whether a user's script may have changed the gradient on purpose.
 
-        A gradient that was reported by `obs.reduced()` is that of the whole batch, so it may not.
+        A gradient that was reported by `obs.reduced()` is that of the whole batch, so it is not
+        open.
         """
         declared = self.trace.scenario.workload != "own" or update.grad_norm is not None
         if explanation is not None and not explanation.is_wrong:
@@ -431,7 +440,7 @@ def _has_one_part(shards: Sequence[Shard]) -> bool:
 
 
 def _note_kept(tally: Tally, trace: Trace) -> None:
-    """Note gradients that were not cleared, as they may be too small to be seen in the sum."""
+    """Note gradients that were not cleared, since they may be too small to show in the sum."""
     for update in trace.standing.of(Update):
         if update.kept:
             names = listed([*update.kept], most=2)
@@ -441,7 +450,9 @@ def _note_kept(tally: Tally, trace: Trace) -> None:
 
 
 def _none_dropped(tally: Tally, trace: Trace) -> None:
-    """Check that not every other step clears a micro-batch's gradient before it is applied.
+    """Check that micro-batches' gradients are not cleared before they are applied.
+
+    It is wrong if it happens in at least half of the steps, and in two or more.
 
     A script may drop a micro-batch now and then on purpose, after a loss that is too large.
     """
@@ -451,7 +462,7 @@ def _none_dropped(tally: Tally, trace: Trace) -> None:
         step: dropped
         for step, by_rank in sorted(by_step.items())
         if (dropped := step_sums.dropped(by_rank, shards.get(step, ())))
-        and step_sums.are_apart(shards[step])  # else several losses of the same samples
+        and step_sums.are_apart(shards[step])  # otherwise several losses of the same samples
     }
     if not lost:
         return
@@ -470,17 +481,17 @@ def _none_dropped(tally: Tally, trace: Trace) -> None:
     tally.check(False, message, tensor=tensor, **evidence.place(trace, first[0]))
 
 
-# --- what each reported loss counts ---------------------------------------------------------------
+# --- how much each reported loss counts -----------------------------------------------------------
 
 # Judge how much each micro-batch's reported loss counts in the gradient that is applied.
 #
-# A backward pass begins at some number. Its derivative by the mean loss that the script reports
-# (the shard's `slope`), divided by the number that gradients are divided by, is what the micro-
-# batch counts. It should be the micro-batch's share of the step's samples or tokens. Clipping, and
-# terms other than the loss, change this for all micro-batches by one factor.
+# A backward pass begins at some number. Divide its derivative by the mean loss that the script
+# reports (the shard's `slope`) by the number that gradients are divided by: this is how much the
+# micro-batch counts. It should be the micro-batch's fraction of the step's samples or tokens.
+# Clipping, and terms other than the loss, change it by the same factor for all micro-batches.
 
-# A slope has the loss's precision, which may be bfloat16: 2^-8. A wrong share is off by more, as
-# weights are counts: 17 samples weighted as 16 are off by 6 %.
+# A slope has the precision of the loss, which may be bfloat16: 2^-8. A wrong fraction is off by
+# more, since weights are counts: 17 samples weighted as 16 are off by 6 %.
 BOUND = 0.02
 
 
@@ -516,7 +527,7 @@ def _told(by_rank: Mapping[int, Update], shards: Sequence[Shard]) -> list[Shard]
 
 
 def _shares(tally: Tally, trace: Trace, counting: Sequence[Shard]) -> None:
-    """Check that all micro-batches of a step count as much as their samples (or tokens)."""
+    """Check that each micro-batch of a step counts as much as its samples or tokens."""
     weight = sum(shard.weight for shard in counting)
     slope = sum(shard.slope or 0.0 for shard in counting)
     for shard in counting:
@@ -532,7 +543,7 @@ def _shares(tally: Tally, trace: Trace, counting: Sequence[Shard]) -> None:
 
 
 def _factor(trace: Trace, by_rank: Mapping[int, Update], counting: Sequence[Shard]) -> float | None:
-    """Return how many times the gradient of the step's mean loss was applied; None if unknown."""
+    """Return how many times the mean loss's gradient was applied; None if unknown."""
     update = evidence.any_rank(by_rank)
     applied = evidence.vectors(update.gradient)
     total = step_sums.total(by_rank, counting)
@@ -551,9 +562,9 @@ def _alike(
     factor_of: Mapping[int, float],
     counted: Mapping[int, Sequence[Shard]],
 ) -> None:
-    """Check that steps of more, or larger, micro-batches than usual are divided by more, too.
+    """Check that steps with more or larger micro-batches than usual are divided by more.
 
-    Clipping changes the factor of a step by anything, but hardly by this.
+    Clipping may change the factor of a step by any number, but hardly by exactly this one.
     """
     usual = _usual(factor_of)
     if usual is None:
@@ -598,9 +609,9 @@ def _sizes(shards: Sequence[Shard]) -> tuple[float, float]:
 
 
 def _common(tally: Tally, trace: Trace, factor_of: Mapping[int, float]) -> None:
-    """Check that the mean loss's gradient is not applied several times over, the same in all steps.
+    """Check that the mean loss's gradient is not applied several times over in all steps.
 
-    A factor that varies is clipping. One below 1 may be the weight of one of several losses.
+    A factor that varies is clipping. A factor below 1 may be the weight of one of several losses.
     """
     if len(factor_of) < 2:
         return

@@ -1,8 +1,7 @@
-"""F-WP-001 to F-WP-005, F-WP-007: messages arrive as sent, and bad bytes and peers are refused.
+"""F-WP-001 to F-WP-005, F-WP-007: messages arrive as sent; bad bytes and peers are refused.
 
 Whatever faults strike workers and messages, the run ends with the right weights. Averages for
-workers of the original system follow from the shards' gradients alone.
-Source: wire-protocol-v1.
+workers of the original system depend only on the shards' gradients. Source: wire-protocol-v1.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from entrenar_py.shared.trace import Admission, Carried, Heard, Refused, Trace
 from entrenar_py.shared.verdict import Finding, Tally
 
 # The memory that reading a message may take in addition to its payload. A header has at most 2 MiB.
-# It is held as received, as bytes and as text, which makes 6 MiB. Its values (65,536 numbers, or as
-# many small objects that are then refused) take up to 5 MiB more.
+# It is held as received, as bytes and as text, which makes 6 MiB. Its values (65,536 numbers, or
+# the same number of small objects that are then refused) take up to 5 MiB more.
 BESIDE_BYTES = 12 * 2**20
 REFUSAL = "ProtocolError"
 
 
 def plan_exchanges(invariant: Invariant) -> list[Scenario]:
-    """Plan three seeds: each cuts messages into other pieces, and damages other bits."""
+    """Plan three seeds. Each cuts messages into different pieces, and damages different bits."""
     return [probe("wire", seed=seed) for seed in range(3)]
 
 
 def plan_admission(invariant: Invariant) -> list[Scenario]:
-    """Plan three seeds, and a training to which every kind of stranger connects."""
+    """Plan three seeds, and a training run to which every type of stranger connects."""
     faults = tuple(stranger(value, step=2) for value in STRANGERS)
     visited = probe("parameter_server_simulated", world_size=3, num_steps=5, faults=faults)
     return [*plan_exchanges(invariant), visited]
@@ -47,7 +46,7 @@ def compare_round_trip(tally: Tally, trace: Trace) -> None:
 
 
 def compare_refusal(tally: Tally, trace: Trace) -> None:
-    """Check that everything malformed gave a ProtocolError."""
+    """Check that every malformed message was refused with a ProtocolError."""
     for refused in trace.of(Refused):
         what = f"{refused.case} gave {refused.error or 'a message'}"
         place = {"tensor": refused.case, "scenario": trace.scenario}
@@ -55,7 +54,7 @@ def compare_refusal(tally: Tally, trace: Trace) -> None:
 
 
 def compare_memory(tally: Tally, trace: Trace) -> None:
-    """Check that reading takes little memory beyond the payload, and a refusal little at all."""
+    """Check the memory that reading takes beyond the payload, and that a refusal takes."""
     for carried in trace.of(Carried):
         num_bytes = carried.allocated_bytes
         what = f"reading {carried.message} with {carried.payload_bytes} bytes took {num_bytes}"
@@ -79,7 +78,7 @@ def compare_admission(tally: Tally, trace: Trace) -> None:
 
 
 def plan_faults(invariant: Invariant) -> list[Scenario]:
-    """Plan one run for each kind of fault at messages in either direction; and one with several."""
+    """Plan one run for each type of fault, at messages in both directions; and one with several."""
     system = "parameter_server_simulated"
     usual = probe(system, world_size=3, num_steps=5, optimizer="momentum")
     singles = [
@@ -149,7 +148,7 @@ ROUNDINGS_MAX = 1.0  # in the unit of `Heard.roundings`
 
 
 def plan_averages(invariant: Invariant) -> list[Scenario]:
-    """Plan two seeds of terms and orders, and as many shards as workers, or more."""
+    """Plan two seeds of terms and orders, each with as many shards as workers, and with more."""
     sizes: dict[str, Any] = {"num_samples": 23, "batch_size": 10, "num_steps": 4}
     return [
         probe("averaging", world_size=world_size, num_shards=num_shards, seed=seed, **sizes)
@@ -159,7 +158,7 @@ def plan_averages(invariant: Invariant) -> list[Scenario]:
 
 
 def compare_averages(tally: Tally, trace: Trace) -> None:
-    """Check that everyone heard the right average, with the same bits under every schedule."""
+    """Check that all workers received the right average, with the same bits in every schedule."""
     first: dict[tuple[int, str], Heard] = {}
     for heard in trace.of(Heard):
         what = f"the average of {heard.part} in step {heard.step}, with {heard.case}"
