@@ -1,10 +1,10 @@
-"""Explain a gradient that is not the sum of its step's micro-batches by what else was recorded.
+"""Explain, by other records, a gradient that is not the sum of its step's micro-batches.
 
-Each explanation is exact within rounding: the gradient of an earlier step is still in it, a
-micro-batch is missing, one rank's samples are all that it has, a tensor has a factor of its own.
+Each explanation is exact within rounding: the gradient still contains that of an earlier step, a
+micro-batch is missing, only one rank's samples are in it, or a tensor has a factor of its own.
 Scripts also change gradients on purpose (noise, centralisation, a limit for each layer). Such a
-gradient has no explanation here, and is no counterexample. A script that adds gradients up in a
-buffer of its own is read as if it used the parameters' own (`seen_through`).
+gradient has no explanation here, and is no counterexample. If a script adds up gradients in its own
+buffer, they are read as if it used the parameters' gradients (`seen_through`).
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ from entrenar_py.shared.wording import listed
 Vector = NDArray[np.float64]
 Vectors = Mapping[str, NDArray[Any]]
 
-# Gradients that are nearer to a combination of each other can't be told apart in a sum. It is the
-# smallest eigenvalue of their cosines.
+# The smallest eigenvalue of the cosines of gradients. Below this, one gradient is so close to a
+# combination of the others that they can't be distinguished in a sum.
 _APART = 5e-7
-_EVEN = 1e-3  # numbers by which gradients are added are equal if they differ by less
+_EVEN = 1e-3  # relative: factors of gradients in a sum that differ by less are equal
 # Short vectors are multiples of each other by chance.
 _TELLING_MIN = 3
 _ELEMENTS_MIN = 8  # of all tensors together
-_FAR = 10.0  # bounds, beyond which a gradient is another one
+_FAR = 10.0  # bounds: a gradient further away is a different one
 
 
 @dataclass(frozen=True)
 class Applied:
-    """The gradient that a rank applied in a step: `off` are the tensors that need an explanation.
+    """The gradient that a rank applied in a step. `off` are the tensors that need an explanation.
 
-    `total` are the sums over the step's micro-batches, `mean` what was applied, and `divisor` the
-    number that the other tensors' sums were divided by.
+    `total` are the sums over the step's micro-batches, and `mean` is the applied gradient.
+    `divisor` is the number that divided the sums of the other tensors. `bound` is the relative
+    rounding error.
     """
 
     trace: Trace
@@ -53,7 +54,7 @@ class Applied:
     bound: float
 
     def by_other_divisors(self) -> Iterator[Applied]:
-        """Yield the step with each divisor by which some tensors are exactly their sums."""
+        """Yield the step with each divisor that makes some tensors exactly their sums."""
         size = float(np.linalg.norm(step_sums.joined(self.mean, self.mean)))
         for divisor in step_sums.divisors(self.total, self.mean, self.bound):
             off = step_sums.off(self.total, self.mean, divisor, self.bound * divisor * size)
@@ -62,7 +63,7 @@ class Applied:
 
     @property
     def applied(self) -> Vector:
-        """The gradient of the tensors in `off`, flat."""
+        """The applied gradient of the tensors in `off`, as one flat vector."""
         return self.flat(self.mean)
 
     @property
@@ -85,7 +86,7 @@ class Applied:
         )
 
     def sum_of(self, shards: Sequence[Shard]) -> Vector | None:
-        """Return the sum of the shards' gradients, or None if values are unknown or differ."""
+        """Return the sum of the shards' gradients; None if values or shapes don't allow it."""
         total: Vector | None = None
         for shard in shards:
             values = evidence.vectors(shard.gradient)
@@ -98,7 +99,10 @@ class Applied:
         return total
 
     def earlier(self) -> Update | None:
-        """Return the same rank's update of the step before, if it has the same tensors."""
+        """Return the same rank's update of the step before, if it has the tensors in `off`.
+
+        Return None otherwise.
+        """
         before = _before(self.trace, self.update)
         known = None if before is None else evidence.vectors(before.gradient)
         if known is None or not known.keys() >= set(self.off) or not self._fits(known):
@@ -112,7 +116,8 @@ class Applied:
     def is_whole(self) -> bool:
         """True if the applied gradient is a multiple of the sum over all micro-batches.
 
-        A part of them may have the same sum: the others have no gradient for these tensors.
+        Then a part of the micro-batches explains nothing: it may have the same sum, if the others
+        have no gradient for these tensors.
         """
         return self.is_times(self.sum_of(self.shards))
 
@@ -164,9 +169,9 @@ def moved_without_pass(trace: Trace, update: Update) -> tuple[str, str] | None:
 
 
 def is_kept(trace: Trace, update: Update, total: Vectors, mean: Vectors, bound: float) -> bool:
-    """Return whether some tensor's applied gradient may be the one before plus this step's.
+    """Return whether a tensor's applied gradient may be the one before plus this step's.
 
-    `total` are the sums over the step's micro-batches, and `mean` what was applied.
+    `total` are the sums over the step's micro-batches, and `mean` is the applied gradient.
     """
     before = _before(trace, update)
     known = None if before is None else evidence.vectors(before.gradient)
@@ -182,10 +187,11 @@ def is_kept(trace: Trace, update: Update, total: Vectors, mean: Vectors, bound: 
 def of_evaluation(
     by_rank: Mapping[int, Update], shards: Sequence[Shard], bound: float
 ) -> tuple[str, Explanation] | None:
-    """Return a tensor with an applied gradient that holds passes in evaluation mode, too.
+    """Return a tensor with an applied gradient that contains passes in evaluation mode; or None.
 
-    A script evaluates, or looks at gradients, and clears nothing before it trains on. Both kinds of
-    passes together must have the applied gradient, and those in training mode must not.
+    A script evaluates, or inspects gradients, and does not clear them before it trains again. The
+    passes of both modes together must have the applied gradient, and the passes in training mode
+    alone must not.
     """
     passes = step_sums.held(by_rank, shards)
     training = [shard for shard in passes if not shard.evaluating]
@@ -213,7 +219,7 @@ def _before(trace: Trace, update: Update) -> Update | None:
 
 
 def _again(step: Applied) -> Explanation | None:
-    """The applied gradient has the bits of the one that was applied before."""
+    """The applied gradient has the same bits as the one that was applied before."""
     before, now = step.earlier(), step.update.gradient
     if before is None or not step.applied.any():
         return None
@@ -226,7 +232,7 @@ def _again(step: Applied) -> Explanation | None:
 
 
 def _kept(step: Applied) -> Explanation | None:
-    """The applied gradient is a sum of this step's and of the one that was applied before."""
+    """The applied gradient is a sum of this step's gradient and the one applied before."""
     before, own = step.earlier(), step.sum_of(step.shards)
     if before is None or own is None:
         return None
@@ -236,8 +242,9 @@ def _kept(step: Applied) -> Explanation | None:
     if parts is None:
         return None
     kept = [name for name in step.off if name in step.update.kept]
-    # What is left is either not reduced again, or added over ranks. Clipping shortens all of it, so
-    # without a record of what was cleared only 1 is certain. Momentum by hand has another factor.
+    # The part that is left is either not reduced again, or added over ranks. Clipping shortens all
+    # of it, so without a record of what was cleared only the factor 1 is certain. Momentum that is
+    # written by hand has a different factor.
     share = parts[0] / parts[1]
     natural = any(
         abs(share - number) <= step.bound * number for number in (1, step.trace.scenario.world_size)
@@ -261,9 +268,9 @@ def _late(step: Applied) -> Explanation | None:
 
 
 def _left(step: Applied) -> Explanation | None:
-    """The last backward passes before this step's are in the applied gradient, too.
+    """The applied gradient also contains the last backward passes before this step's.
 
-    They came after the step before, as those of another loss do, or were applied there.
+    They came after the step before, as those of a separate loss do, or were applied in it.
     """
     number, own = step.update.step - 1, step.flat(step.total)
     before = step.earlier()
@@ -292,7 +299,7 @@ def _left(step: Applied) -> Explanation | None:
 
 
 def _carried(step: Applied) -> Explanation | None:
-    """The last micro-batches come in with the next step's, in place of its own last ones."""
+    """The last micro-batches of a step are applied in the next, instead of its own last ones."""
     number = step.update.step - 1
     before, own = _by_rank(step.shards_of(number)), _by_rank(step.shards)
     most = max(map(len, own.values()), default=0)
@@ -309,9 +316,9 @@ def _carried(step: Applied) -> Explanation | None:
 
 
 def _is_natural(step: Applied, kept: float, own: float) -> bool:
-    """Return whether a gradient that was applied before is in this one without another factor.
+    """Return whether a gradient that was applied before is contained without a factor of its own.
 
-    It is not reduced again, or added over ranks.
+    It may be not reduced again, or added over ranks.
     """
     numbers = (own, own * step.trace.scenario.world_size, 1.0)
     return any(abs(kept - number) <= _EVEN * number for number in numbers)
@@ -363,11 +370,11 @@ def _one_rank(step: Applied) -> Explanation | None:
 
 
 def _uneven_parts(step: Applied) -> Explanation | None:
-    """One rank's part, or one micro-batch's of all ranks, counts twice, or not at all."""
+    """One rank's part, or the same micro-batch of all ranks, counts twice or not at all."""
     by_rank = _by_rank(step.shards)
     sizes = {(len(shard.ids), shard.weight) for shard in step.shards}
     if len(sizes) != 1 or step.is_whole or step.trace.traits.losses == "backward":
-        return None  # parts of more samples or tokens count more
+        return None  # parts with more samples or tokens count more
     ranks = {f"rank {rank}'s samples": shards for rank, shards in by_rank.items()}
     columns = [*zip(*by_rank.values(), strict=False)]
     micro_batches = {f"micro-batch {n} of each rank": shards for n, shards in enumerate(columns)}
@@ -402,7 +409,7 @@ def own_factor(step: Applied) -> Explanation | None:
 
 
 def _parts(terms: Sequence[Vector], got: Vector, bound: float) -> list[float] | None:
-    """Return the positive numbers by which `terms` add up to `got` within rounding; else None."""
+    """Return the positive factors with which `terms` add up to `got` within rounding; or None."""
     norm = float(np.linalg.norm(got))
     sizes = [float(np.linalg.norm(term)) for term in terms]
     if np.count_nonzero(got) <= _TELLING_MIN * (len(terms) - 1) or not all(sizes) or not norm:
@@ -434,18 +441,20 @@ LIST = (
     _uneven_parts,
     own_factor,
 )
-# Those that hold of tensors whatever others are divided by: these may be clipped apart on purpose.
+# These hold for some tensors whatever divides the others, which may be clipped separately on
+# purpose.
 LEFT_IN = (_kept, _left)
 
 
-# --- sums that a script makes where no hook sees it -----------------------------------------------
+# --- sums that a script makes outside the hooks ---------------------------------------------------
 
 
 def seen_through(trace: Trace) -> Trace:
     """Return `trace` without `summed` in steps that applied the sum of all micro-batches.
 
-    `summed` says which micro-batches the parameters' own gradients held. A script may add them to
-    another buffer after each backward pass, clear them, and give the optimizer that buffer.
+    `summed` says which micro-batches the parameters' gradients contained. A script may add these
+    gradients to a separate buffer after each backward pass, clear them, and pass that buffer to the
+    optimizer.
 
     Passes that add to no gradient count as parts of the micro-batches that come after them.
     """
@@ -468,8 +477,8 @@ def seen_through(trace: Trace) -> Trace:
 def _without_returned(trace: Trace) -> Trace:
     """Return `trace` without passes of `torch.autograd.grad` that added to no gradient.
 
-    An inner loop or a penalty computes with it. Such a pass has no loss, while the backward pass of
-    the same step has one, which it is a part of.
+    An inner loop or a penalty uses such passes. They have no loss, and belong to the backward pass
+    of the same step, which has one.
     """
     updates, events, pending = evidence.updates(trace), [], dict[int, list[Shard]]()
     told = {(s.step, s.rank) for s in trace.of(Shard) if s.loss_sum is not None}
@@ -495,7 +504,7 @@ def _joined(shards: Sequence[Shard]) -> Shard:
 
 
 def are_applied(trace: Trace, steps: Collection[int]) -> bool:
-    """Return whether in all of `steps` the sum of all micro-batches' gradients was applied."""
+    """Return whether in each of `steps` the sum of all micro-batches' gradients was applied."""
     updates, shards = evidence.updates(trace), evidence.shards(trace)
     bound = rounding_bounds.Bounds.of({}, trace).gradient
     return all(
@@ -505,7 +514,7 @@ def are_applied(trace: Trace, steps: Collection[int]) -> bool:
 
 
 def applies_all(by_rank: Mapping[int, Update], shards: Sequence[Shard], bound: float) -> bool:
-    """Return whether the applied gradient is the sum of all shards', divided by one number."""
+    """Return whether the applied gradient is the sum of all shards' gradients over one number."""
     everything = {rank: replace(update, summed={}) for rank, update in by_rank.items()}
     total = step_sums.total(everything, shards)
     mean = evidence.vectors(evidence.any_rank(by_rank).gradient)

@@ -1,22 +1,23 @@
-"""Test whether the recorded gradients moved the weights, and undo what came between.
+"""Test whether the recorded gradients moved the weights, and undo what happened between.
 
-Gradients are read as a step begins. Some optimizers divide or reduce them in their own step:
+Gradients are read when a step begins. Some optimizers divide or reduce them in their own step:
 
-- A script may add gradients over workers or micro-batches, and take the mean only where it moves
-  the weights. Its gradients are larger than those of one worker, by one number on all tensors, and
-  its weights move as those of one worker do. Plain SGD may have the mean in its learning rate. Adam
-  moves weights alike whatever their gradients are multiplied by. So a step counts as dividing only
-  if its state agrees as well, or if it has none and moves weights in proportion to gradients.
-- An optimizer that reduces gradients itself (ZeRO by hand, Horovod) is given other ones on each
-  rank. Their mean counts as what it applies, if that is one worker's gradient, and if weights move
-  as those of one worker do.
+- A script may add gradients over workers or micro-batches, and take the mean only when it moves the
+  weights. Then its gradients are larger than those of one worker, by the same factor on all
+  tensors, while its weights move like those of one worker. With plain SGD the mean may be in the
+  learning rate. Adam moves weights by the same amount whatever factor gradients have. So a step
+  counts as dividing only if its state agrees as well, or if it has no state and moves weights in
+  proportion to gradients.
+- An optimizer that reduces gradients itself (ZeRO by hand, Horovod) gets different gradients on
+  each rank. Their mean counts as what it applies if it is one worker's gradient, and if weights
+  move like those of one worker.
 - An optimizer that shards its state moves each tensor on one rank, its owner, and sends the weights
-  to the others. So ranks agree even if nobody has reduced the gradients, and each tensor is trained
-  by the samples of its owner: that is wrong.
-- Masters in float32, or shards, are stepped in place of the weights, and are not recorded. They
+  to the others. So ranks agree even if nobody reduced the gradients, and each tensor is trained on
+  the samples of its owner: that is wrong.
+- Masters in float32, or shards, are stepped instead of the weights, and are not recorded. They
   begin as the weights do, move by the optimizer's rule, and are written back, rounded to the
-  weights' format. So they are recomputed from the first step on, and all weights have to be what
-  they round to. If they are not, nothing is known.
+  weights' dtype. So they are recomputed from the first step on, and all weights must be their
+  rounded values. If they are not, nothing is known.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ from entrenar_py.shared.verdict import Tally
 def unreduced(compared: Compared) -> str:
     """Return why a run's gradients were not reduced when the optimizer got them; "" if they were.
 
-    They differ between ranks then, and yet all ranks move a tensor to the same values.
+    In that case they differ between ranks, and yet all ranks move a tensor to the same values.
     """
     for trace in (compared.trace, compared.model):
         if rounds.are_in(trace) or common_steps.first_meeting(trace):
-            continue  # each worker steps with its own gradient, and Adam's first moves are alike
+            continue  # each worker steps with its own gradient, and Adam's first moves are the same
         if place := _reduced_later(trace):
             step, name = place
             return (
@@ -68,16 +69,16 @@ def unreduced(compared: Compared) -> str:
 
 
 def reduces_later(trace: Trace) -> bool:
-    """Return whether ranks give an optimizer different gradients, and it moves them alike."""
+    """Return whether ranks give an optimizer different gradients that move weights equally."""
     alone = rounds.are_in(trace) or common_steps.first_meeting(trace)
     return not alone and _reduced_later(trace) is not None
 
 
 def _reduced_later(trace: Trace) -> tuple[int, str] | None:
-    """Return the first step and tensor with different gradients and equal moves on ranks.
+    """Return the first step and tensor with different gradients and equal moves on all ranks.
 
-    A tensor of one number may move alike by chance: Adam's first moves are +-rate. It counts if no
-    other moved apart.
+    Return None if there is none. A tensor of one number may move equally by chance: Adam's first
+    moves are +-rate. It counts only if no other tensor moved differently.
     """
     before: Mapping[int, Tensors] = {
         start.rank: start.weights for start in reversed(trace.of(Start)) if start.step == 0
@@ -118,7 +119,7 @@ def _has_moved(name: str, before: Mapping[int, Tensors], by_rank: Mapping[int, U
 
 
 def without_gradients(compared: Compared) -> Compared:
-    """Return the comparison without gradients: losses, weights and learning rates are left."""
+    """Return the comparison without gradients: losses, weights and learning rates remain."""
     return compared.both(_without_gradients)
 
 
@@ -130,11 +131,12 @@ def _without_gradients(trace: Trace) -> Trace:
 
 
 def skipped_unseen(compared: Compared) -> str:
-    """Return why ranks may have skipped a step without a sign of it; "" if they haven't.
+    """Return why ranks may have skipped a step without a record of it; "" if they haven't.
 
-    The ranks with a value that is not finite skipped it. Others have finite values, and seem
-    to make it with more micro-batches than the step before, and all weights stay finite: an
-    optimizer that reduces gradients by itself dropped theirs, and the next step's came on top.
+    The ranks with a value that is not finite skipped the step. The other ranks have finite values,
+    and seem to take the step with more micro-batches than the step before, while all weights stay
+    finite. In that case an optimizer that reduces gradients itself dropped theirs, and those of the
+    next step were counted with them.
     """
     trace = compared.trace
     updates = evidence.updates(trace)
@@ -159,7 +161,10 @@ def skipped_unseen(compared: Compared) -> str:
 
 
 def copies_stepped(compared: Compared) -> str:
-    """Return why an update can't be recomputed if the optimizer holds copies of the weights."""
+    """Return why an update can't be recomputed if the optimizer holds copies of the weights.
+
+    Return "" if it steps the model's own weights.
+    """
     if compared.trace.traits.steps == "model":
         return ""
     return (
@@ -172,10 +177,10 @@ def copies_stepped(compared: Compared) -> str:
 
 
 _STEPS_MIN = 2  # in a single step weights may agree by chance
-_ALIKE = 0.01  # relative, L2: how far apart two runs' movements may be, roundings aside
-_APART_MIN = 10 * _ALIKE  # a factor that is nearer to 1 could not be told from none
+_ALIKE = 0.01  # relative, L2: the largest distance of two equal movements, apart from rounding
+_APART_MIN = 10 * _ALIKE  # a factor closer to 1 could not be distinguished from 1
 _ULP = 2.0**-23
-_NOISE_MAX = 0.1  # of a movement, that rounding of the weights may be
+_NOISE_MAX = 0.1  # the largest part of a movement that rounding of the weights may be
 
 
 def reduced(tally: Tally, compared: Compared) -> Compared:
@@ -187,9 +192,10 @@ def reduced(tally: Tally, compared: Compared) -> Compared:
 
 
 def _reduced(tally: Tally, trace: Trace, alone: Trace) -> Trace:
-    """Return a run with the ranks' mean gradient, if its steps are those of the run on one worker.
+    """Return a run with the ranks' mean gradient, if its steps are those of `alone`.
 
-    Ranks with unequal numbers of samples count by these, or alike.
+    Otherwise return `trace`. Ranks with unequal numbers of samples may count by these numbers, or
+    equally.
     """
     if not reduces_later(trace):
         return trace
@@ -205,7 +211,10 @@ def _reduced(tally: Tally, trace: Trace, alone: Trace) -> Trace:
 
 
 def _with_means(trace: Trace, *, is_weighted: bool) -> Trace | None:
-    """Return a run in which all ranks have the mean of their gradients; None if one is unknown."""
+    """Return a run in which all ranks have the mean of their gradients; None if one is unknown.
+
+    If `is_weighted`, each rank counts by its samples.
+    """
     means: dict[int, Tensors] = {}
     shards = evidence.shards(trace)
     for step, by_rank in evidence.ranks_by_step(trace):
@@ -231,7 +240,7 @@ def _with_means(trace: Trace, *, is_weighted: bool) -> Trace | None:
 
 
 def _mean(of_ranks: Sequence[Tensors], counts: Sequence[float]) -> Tensors | None:
-    """Return the mean of the ranks' tensors by `counts`; None if values are unknown or unlike."""
+    """Return the ranks' mean weighted by `counts`; None if values are unknown or shapes differ."""
     if any(record.values() is None for tensors in of_ranks for record in tensors.values()):
         return None
     known = [values for tensors in of_ranks if (values := evidence.vectors(tensors)) is not None]
@@ -251,7 +260,7 @@ def _mean(of_ranks: Sequence[Tensors], counts: Sequence[float]) -> Tensors | Non
 
 
 def _makes_the_steps_of(model: Trace, trace: Trace) -> bool:
-    """Return whether gradients are those of `model`, and all weights move as its own do."""
+    """Return whether gradients are those of `model`, and all weights move as in `model`."""
     expected, updates = evidence.updates(model), evidence.updates(trace)
     bounds = Bounds.of(expected, model, trace)
     movements = dict(_movements(trace)), dict(_movements(model))
@@ -269,7 +278,7 @@ def _makes_the_steps_of(model: Trace, trace: Trace) -> bool:
 
 
 def undone(tally: Tally, compared: Compared) -> Compared:
-    """Return the comparison with each gradient as the step divides it, and note that it does."""
+    """Return the comparison with gradients divided as the step divides them, and note it."""
     factor = factor_of(compared)
     if factor is None:
         return compared
@@ -286,9 +295,9 @@ def undone(tally: Tally, compared: Compared) -> Compared:
 
 
 def in_rate(compared: Compared) -> float:
-    """Return by which number the learning rates of `compared.trace` are divided; 1 for none.
+    """Return the number that divides the learning rates of `compared.trace`; 1 if none does.
 
-    Its gradients are as many times as large as those of `compared.model`.
+    Its gradients are larger than those of `compared.model` by the same number.
     """
     if compared.is_one_run or compared.trace.scenario.workload != "own":
         return 1.0
@@ -297,7 +306,7 @@ def in_rate(compared: Compared) -> float:
 
 
 def _rate_ratio(model: Trace, trace: Trace, factor: float) -> float | None:
-    """Return by which number all learning rates are divided in `trace`, if that is `factor`."""
+    """Return the number that divides all learning rates in `trace`; None if it isn't `factor`."""
     expected = evidence.updates(model)
     pairs = [
         pair
@@ -313,10 +322,10 @@ def _rate_ratio(model: Trace, trace: Trace, factor: float) -> float | None:
 
 
 def factor_of(compared: Compared) -> float | None:
-    """Return the number that the steps of `compared.trace` divide gradients by; None for none.
+    """Return the number by which the steps of `compared.trace` divide gradients; or None.
 
-    They are compared with `compared.model`; or if that is the same run, with the run on one worker
-    and the one without a turned knob.
+    The run is compared with `compared.model`. If that is the same run, it is compared with the run
+    on one worker and with the run without a turned knob.
     """
     trace = compared.trace
     models = (compared.alone, compared.runs.base) if compared.is_one_run else (compared.model,)
@@ -330,7 +339,7 @@ def factor_of(compared: Compared) -> float | None:
 
 
 def _factor(model: Trace, trace: Trace) -> float | None:
-    """Return how many times as large gradients are where weights move alike; None if not so."""
+    """Return the common factor of gradients that move weights equally; None if there is none."""
     expected, updates = evidence.updates(model), evidence.updates(trace)
     bounds = Bounds.of(expected, model, trace)
     factor, num_steps = 0.0, 0
@@ -353,14 +362,14 @@ def _factor(model: Trace, trace: Trace) -> float | None:
 
 
 def _follows_size(due: Update, update: Update, model: Trace, trace: Trace) -> bool:
-    """Return whether weights would have moved otherwise, had the step not divided."""
+    """Return whether weights would have moved differently if the step did not divide."""
     states = [_large(one.optimizer) for one in (due, update)]
     if not any(states):
         return not (
             trace.scenario.optimizer == "adamw" or rounding_bounds.is_adaptive(model, trace)
         )
     number = step_sums.ratio(states[0], states[1], _ALIKE)
-    # Momentum grows with gradients, and the learning rate makes up for both.
+    # Momentum grows with gradients, and the learning rate compensates both.
     ratio = due.learning_rate / update.learning_rate if update.learning_rate else 1.0
     return number is not None and min(abs(number - 1), abs(number - ratio)) <= _ALIKE
 
@@ -374,7 +383,7 @@ def _large(tensors: Tensors) -> Tensors:
 
 
 def _movements(trace: Trace) -> Iterator[tuple[tuple[int, int], tuple[step_sums.Vector, float]]]:
-    """Yield step and rank, with how far all tensors moved, flat, and the norm of their weights."""
+    """Yield (step, rank) with the movement of all tensors, flat, and the norm of their weights."""
     before: dict[int, Tensors] = {
         start.rank: start.weights for start in reversed(trace.of(Start)) if start.step == 0
     }
@@ -399,9 +408,9 @@ def _move_alike(
     got: tuple[step_sums.Vector, float] | None,
     unit: float = 0.0,
 ) -> bool:
-    """Return whether two movements are known to be alike, by more than roundings of the weights.
+    """Return whether two movements are equal, and clearly larger than roundings of the weights.
 
-    Of weights with the unit `unit`, roundings may be a larger part of a movement.
+    For weights with the unit roundoff `unit`, roundings may be a larger part of a movement.
     """
     if due is None or got is None or due[0].shape != got[0].shape:
         return False
@@ -414,7 +423,7 @@ def _move_alike(
 
 
 def _divided(trace: Trace, factor: float, of_rate: float) -> Trace:
-    """Return `trace` with the gradients of each step's rule, and learning rates times `of_rate`."""
+    """Return `trace` with gradients divided by `factor`, and learning rates times `of_rate`."""
 
     def shorter(norm: float | None) -> float | None:
         return None if norm is None else norm / factor
@@ -432,7 +441,7 @@ def _divided(trace: Trace, factor: float, of_rate: float) -> Trace:
     )
 
 
-# --- ranks that step tensors alone, and pass them on ----------------------------------------------
+# --- ranks that step tensors alone, and send them to the others -----------------------------------
 
 
 _OWN_ALIKE = 1e-4  # relative, L2: roundings of a sum, and of clipping
@@ -461,9 +470,9 @@ def stepped_alone(compared: Compared) -> Mapping[str, Any] | None:
 
 
 def _owners(trace: Trace, steps: list[tuple[int, Mapping[int, Update]]]) -> dict[str, int]:
-    """Return by tensor the one rank with the gradient by which all ranks move it, in every step.
+    """Return by tensor the only rank with the gradient that moves it on all ranks, in every step.
 
-    Return {} unless it is so of all tensors with gradients.
+    Return {} unless all tensors with gradients have such a rank.
     """
     names = {name for _, by_rank in steps for u in by_rank.values() for name in u.gradient}
     if not all(_are_apart(name, by_rank) for _, by_rank in steps for name in names):
@@ -484,7 +493,7 @@ def _are_apart(name: str, by_rank: Mapping[int, Update]) -> bool:
 
 
 def _followed(trace: Trace) -> dict[str, set[int]]:
-    """Return by tensor the ranks with gradients that move it by the rule, in all steps."""
+    """Return by tensor the ranks with gradients that explain its moves by the rule in all steps."""
     follows: dict[str, dict[int, bool]] = {}
     for update, expected in update_rule.followed(trace):
         rounding = update_rule.rounding(trace, update)
@@ -516,7 +525,7 @@ def _have_own_gradients(
 
 
 def _is_own(update: Update, shards: Collection[Shard], names: Collection[str]) -> bool:
-    """Return whether the gradient is a multiple of the sum of the rank's own micro-batches'."""
+    """Return whether the gradient is a multiple of the sum of the rank's own micro-batches."""
     total, applied = (
         step_sums.total({update.rank: update}, shards),
         evidence.vectors(update.gradient),
@@ -532,22 +541,22 @@ def _is_own(update: Update, shards: Collection[Shard], names: Collection[str]) -
     )
 
 
-# --- copies that an optimizer steps in place of the weights ---------------------------------------
+# --- copies that an optimizer steps instead of the weights ----------------------------------------
 
 
-# Units of a weight: the rounding of its copy, and that of a first weight if its copy has more bits.
+# Units of a weight: the rounding of its copy, and of the first weight if its copy has more bits.
 _ROUNDINGS = 2
 
 
 def follow_copies(tally: Tally, runs: Traces, trace: Trace) -> bool:
-    """Count each weight of each step that copies make by their rule, if all of them are such.
+    """Count each weight of each step that follows from copies that are stepped by their rule.
 
-    Return whether they are, in every step of every rank.
+    Return whether all weights do, in every step of every rank. Only then they are counted.
     """
     compared = reduced(tally, Compared(runs=runs, model=trace, trace=trace))
     if trace.traits.steps == "model" or trace.traits.rule != "known":
         return False
-    # Which copies have weight decay is not recorded: all of them, if not those that are known.
+    # It is not recorded which copies decay. Either those that are known do, or all.
     decayed = evidence.replaced(compared.trace, Start, lambda start: {"decayed": start.trainable})
     for decaying in (compared.trace, decayed):
         counts = [_num_followed(update, copies) for update, copies in _steps_of_copies(decaying)]
@@ -562,14 +571,14 @@ def follow_copies(tally: Tally, runs: Traces, trace: Trace) -> bool:
 
 
 def _steps_of_copies(trace: Trace) -> Iterator[tuple[Update, dict[str, Expected] | None]]:
-    """Yield each update, with the copies after it; None for them if they are unknown."""
+    """Yield each update with the copies after it; None instead of copies that are unknown."""
     rules: dict[int, Rule] = {}
     for event in trace.standing.events:
         if not isinstance(event, Update):
             update_rule.prepare(rules, event, trace)
             continue
         rule = rules.get(event.rank)
-        bare = replace(event, edited={})  # what is written back is no edit of a copy
+        bare = replace(event, edited={})  # weights that are written back are no edit of a copy
         expected = None if rule is None else dict(rule.step(bare))
         yield event, expected
         if rule is not None and expected:
@@ -578,7 +587,10 @@ def _steps_of_copies(trace: Trace) -> Iterator[tuple[Update, dict[str, Expected]
 
 
 def _num_followed(update: Update, expected: dict[str, Expected] | None) -> int:
-    """Return how many tensors are what their copies round to; 0 if any isn't, or is unknown."""
+    """Return the number of tensors that equal their rounded copies; 0 if any doesn't.
+
+    Also return 0 if a copy or a weight is unknown.
+    """
     if not expected or expected.keys() != update.gradient.keys():
         return 0
     unit = precision.unit_of(update.weights)

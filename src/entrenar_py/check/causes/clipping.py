@@ -1,7 +1,7 @@
-"""Explain a gradient that is not the whole one, clipped to the declared norm, or by its elements.
+"""Explain a gradient that is not the whole one, clipped to the declared norm or by elements.
 
-Each explanation is an error that people make, recomputed from the recorded gradients. One that fits
-names the error. Where none fits, the difference may have other causes than clipping.
+Each explanation is a common error, recomputed from the recorded gradients. If one fits, it names
+the error. If none fits, the difference may have causes other than clipping.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from entrenar_py.check.evidence.step_sums import Vectors
 from entrenar_py.shared.trace import Shard, Trace, Update
 from entrenar_py.shared.wording import listed
 
-_ALIKE = 1e-3  # factors of tensors that were scaled together, relative
-_PIECES_MAX = 8  # that are told apart by their factors
+_ALIKE = 1e-3  # relative: factors of tensors that were scaled together
+_PIECES_MAX = 8  # the most groups that factors can distinguish
 
 
 @dataclass(frozen=True, kw_only=True)
 class Clipped:
-    """The gradient `applied` in a step, with the norm `limit` to which it was to be clipped.
+    """The gradient `applied` in a step, and the norm `limit` to which it was to be clipped.
 
-    `by_rank` has the gradients of each rank's micro-batches, in their order, and `whole` their sum;
-    both are empty if they are unknown. `given` is what torch was given to clip. `sizes` has the
-    squared norm of each applied tensor. If the model is `large`, `applied` has projections.
-    `bound` is the relative rounding error.
+    `by_rank` has the gradients of each rank's micro-batches in order, and `whole` their sum; both
+    are empty if they are unknown. `given` is the gradient that was passed to torch's clipping.
+    `sizes` has the squared norm of each applied tensor. If the model is `large`, `applied` has
+    projections. `bound` is the relative rounding error.
     """
 
     applied: Vectors
@@ -48,7 +48,7 @@ class Clipped:
         return math.isclose(norm, self.limit, rel_tol=2 * self.bound + 1e-6 / self.limit)
 
     def norm(self, names: Iterable[str]) -> float:
-        """Return the L2 norm of some applied tensors together."""
+        """Return the L2 norm of the applied tensors `names` together."""
         return math.sqrt(math.fsum(self.sizes[name] for name in names))
 
 
@@ -60,10 +60,10 @@ def of_step(
     limit: float,
     bound: float,
 ) -> Clipped:
-    """Return what is known of the gradient of a step before clipping."""
+    """Return what is known of a step's gradient before clipping."""
     applied = evidence.vectors(update.gradient) or {}
     whole = step_sums.total(by_rank, shards) or {}
-    # Gradients that nothing was added to are zeros, if they were not set to None.
+    # Gradients to which nothing was added are zeros, if they were not set to None.
     idle = {n: v for n, v in applied.items() if n not in whole and not v.any()}
     whole = {**whole, **idle} if whole else {}
     if not whole or step_sums.shapes(whole) != step_sums.shapes(applied):
@@ -87,9 +87,9 @@ def of_step(
 
 
 def in_pieces(clipped: Clipped) -> Explanation | None:
-    """Find elements of one tensor that were scaled by different numbers, each to the limit.
+    """Return an explanation if parts of one tensor were scaled differently, each to the limit.
 
-    Ranks that hold pieces clip each by its own norm, unless these are added up over all ranks.
+    Ranks that hold pieces clip each piece by its own norm, unless norms are added over all ranks.
     """
     unclipped, applied = clipped.given, clipped.applied
     if clipped.large or step_sums.shapes(unclipped) != step_sums.shapes(applied):
@@ -145,7 +145,7 @@ def _by_element(clipped: Clipped) -> Explanation | None:
 
 
 def _in_groups(clipped: Clipped) -> Explanation | None:
-    """Find tensors that were clipped by a norm of their own, so that all together are too long."""
+    """Return an explanation if tensors were clipped in parts, so that all together are too long."""
     if clipped.norm(clipped.applied) <= clipped.limit * (1 + clipped.bound):
         return None
     for names in scaled_together(clipped):
@@ -157,7 +157,7 @@ def _in_groups(clipped: Clipped) -> Explanation | None:
 
 
 def _twice(clipped: Clipped) -> Explanation | None:
-    """Find a tensor that was counted twice in the norm and scaled twice by the factor."""
+    """Return an explanation if a tensor was counted twice in the norm and scaled twice."""
     groups = scaled_together(clipped)
     if len(groups) != 2 or not clipped.whole:
         return None
@@ -215,14 +215,14 @@ def is_multiple(applied: Vectors, whole: Vectors, bound: float) -> bool:
 
 
 def factor_of(clipped: Clipped, name: str) -> float:
-    """Return how many times its sum over micro-batches a tensor was applied; 0.0 if unknown."""
+    """Return the factor of a tensor's sum over micro-batches that was applied; 0.0 if unknown."""
     whole = clipped.whole[name].astype(np.float64)
     size = float(np.dot(whole, whole))
     return float(np.dot(clipped.applied[name].astype(np.float64), whole)) / size if size else 0.0
 
 
 def scaled_together(clipped: Clipped) -> list[tuple[str, ...]]:
-    """Return the tensors in groups of equal factors; each tensor alone if factors are unknown."""
+    """Return the tensors in groups with equal factors; each tensor alone if factors are unknown."""
     if not clipped.whole:
         return [(name,) for name in clipped.applied]
     groups: dict[float, list[str]] = defaultdict(list)
@@ -252,11 +252,11 @@ def _flat(vectors: Vectors) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
 
 
 def limit_of_elements(trace: Trace) -> float | None:
-    """Return a run's largest absolute gradient element if it looks like a limit, else None.
+    """Return a run's largest absolute gradient element if it looks like a limit, otherwise None.
 
-    It does if several elements have exactly that size, or if it has three digits or fewer, like
-    a number that people write. Without clipping either happens in about one of 10,000 runs. Of each
-    step one rank's gradient counts: others have the same.
+    It looks like a limit if several elements have exactly that size, or if it has at most three
+    digits, like a number in a script. Without clipping, either happens in about one of 10,000 runs.
+    In each step one rank's gradient counts, since the other ranks have the same.
     """
     counts: Counter[float] = Counter()
     for by_rank in evidence.updates(trace).values():
@@ -272,8 +272,10 @@ def limit_of_elements(trace: Trace) -> float | None:
 
 
 def explains_elements(total: Vectors, mean: Vectors, limit: float, bound: float) -> bool:
-    """Return whether `mean` is `total` divided by one number and then clipped at `limit`, within
-    `bound` times the norm of all elements. Tensors that `total` lacks have a sum of zero.
+    """Return whether `mean` is `total` divided by one number and then clipped at `limit`.
+
+    Distances are allowed up to `bound` times the norm of all elements. Tensors that `total` lacks
+    have a sum of zero.
     """
     applied = _flat(mean)
     terms = _flat({name: total.get(name, np.zeros_like(value)) for name, value in mean.items()})
@@ -291,9 +293,9 @@ def explains_elements(total: Vectors, mean: Vectors, limit: float, bound: float)
 
 
 def uncut_elements(total: Vectors, mean: Vectors, limit: float) -> tuple[Vectors, Vectors]:
-    """Return `total` and `mean` with only the elements of `mean` that were not clipped at `limit`.
+    """Return `total` and `mean` with only the elements of `mean` that were not clipped.
 
-    Tensors without such an element are left out.
+    They were clipped if their size is `limit`. Tensors without another element are left out.
     """
     free = {name: np.abs(value) != limit for name, value in mean.items()}
     names = [name for name, chosen in free.items() if chosen.any()]

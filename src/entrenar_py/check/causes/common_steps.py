@@ -1,10 +1,10 @@
-"""Find the steps that can be compared: finite, the same on every rank, and before ranks are joined.
+"""Select the steps that can be compared: finite, the same on every rank, before ranks are joined.
 
-NaN equals NaN in any trainer. A training that turns NaN by its own doing is wrong, whatever was to
-be compared of it. Ranks that have fewer batches than others may leave an epoch before these do
-(torch's `Join`), so a step's number means different steps. And local SGD brings weights together
-outside of the optimizer, in many ways: all weights or some of them, at once or step by step. Ranks
-that only lack a reduction drift apart, and nothing brings them together.
+NaN equals NaN in any trainer. A training run that produces NaN by itself is wrong, whatever was to
+be compared. Ranks with fewer batches than others may leave an epoch earlier (torch's `Join`); then
+a step's number means different steps. And local SGD synchronises weights outside the optimizer in
+many ways: all or some of them, at once or step by step. Ranks that only lack a reduction drift
+apart, and nothing synchronises them.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ def not_finite(compared: Compared) -> str:
 
 
 def broken_by_itself(compared: Compared) -> Mapping[str, Any] | None:
-    """Return the counterexample of a training with weights that are no longer finite.
+    """Return the counterexample of a training run with weights that are no longer finite.
 
-    None if that may not be its own doing: a value was planted, clipping is turned off by the
-    harness, or some weights were not finite before the first step (a mask that is a parameter).
+    Return None if something else may have caused it: a value was planted, the harness turned
+    clipping off, or some weights were not finite before the first step (a mask that is a
+    parameter).
     """
     runs = (compared.model, compared.trace)
     if any(map(_is_disturbed, runs)):
@@ -80,7 +81,7 @@ def _is_disturbed(trace: Trace) -> bool:
 
 
 def _origin(trace: Trace, step: int) -> str:
-    """Return which micro-batch was the first that was not finite, in words; "" if none was."""
+    """Return, in words, the first micro-batch that was not finite; "" if all were."""
     bad = [one for one in trace.standing.of(Shard) if not one.finite and one.step <= step]
     if not bad:
         return ""
@@ -106,7 +107,7 @@ def _advice(trace: Trace) -> str:
 
 
 def while_finite(compared: Compared) -> Compared:
-    """Return the comparison of the steps before the first after which neither run is finite."""
+    """Return the comparison of the steps in which at least one run is finite."""
     step = _first(compared)
     if step is None:
         return compared
@@ -139,7 +140,7 @@ def _is_of(event: Event, step: int) -> bool:
 
 
 def uneven(compared: Compared) -> str:
-    """Return from which step on numbers may mean other steps on some ranks; "" if they don't."""
+    """Return from which step on numbers may mean different steps on ranks; "" if they don't."""
     for run in (compared.trace, compared.model):
         if (seen := _first_uneven(run)) is None:
             continue
@@ -163,11 +164,11 @@ def while_even(compared: Compared) -> Compared:
 
 
 def _first_uneven(trace: Trace) -> tuple[int, Counter[int]] | None:
-    """Return the first step in which ranks are apart, and how many steps each made; else None.
+    """Return the first step in which ranks are apart, and how many steps each took; or None.
 
-    They are if one made fewer steps than another, and fewer backward passes. A rank that leaves
-    out steps by an error makes their passes. A run that a fault has cut short shows it by ranks
-    that are in different epochs in one step.
+    Ranks are apart if one took fewer steps than another and fewer backward passes. A rank that
+    leaves out steps by an error still makes their passes. If a fault cut the run short, ranks are
+    apart if they are in different epochs in one step.
     """
     num_updates = Counter(update.rank for update in trace.of(Update))
     passes = Counter(shard.rank for shard in trace.of(Shard))
@@ -191,14 +192,14 @@ def _is_uneven(made: Counter[int], passes: Counter[int]) -> bool:
     return passes[in_order[0]] < passes[in_order[-1]]
 
 
-# --- weights that are brought together ------------------------------------------------------------
+# --- weights that are synchronised ----------------------------------------------------------------
 
 
-NEARER = 0.95  # of the distance between two ranks, after they are brought together
+NEARER = 0.95  # of the distance of two ranks, after they are synchronised
 
 
 def brought_together(compared: Compared) -> str:
-    """Return where ranks that step alone are brought together, undeclared; "" for nowhere."""
+    """Return where ranks that step alone are synchronised without a report of it; or ""."""
     for trace in (compared.trace, compared.model):
         if rounds.are_in(trace):
             continue
@@ -220,7 +221,7 @@ def before_steps(compared: Compared) -> Compared | None:
 
 
 def first_meeting(trace: Trace) -> tuple[int, str] | None:
-    """Return the first step before which a tensor was brought together, and its name."""
+    """Return the first step before which ranks came closer in a tensor, and its name; or None."""
     before: Mapping[int, Update] = {}
     for step, by_rank in evidence.ranks_by_step(trace):
         ranks = sorted(before.keys() & by_rank.keys())

@@ -1,8 +1,8 @@
-"""Tell what tensors' names mean: the same tensor in both runs, and on each rank a whole copy of it.
+"""Test what tensor names mean: the same tensor in both runs, and a whole copy on each rank.
 
-A wrapper of the user's own puts parts into the names, and often wraps only with several workers.
-Model parallelism written by hand in plain tensors looks like data parallelism: each rank holds
-tensors of the same names and shapes, with other values.
+A user's wrapper adds parts to the names, and often wraps only with several workers. Model
+parallelism that is written by hand in plain tensors looks like data parallelism: each rank holds
+tensors of the same names and shapes, with different values.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from entrenar_py.shared.faults import JOINED, MIRRORED
 from entrenar_py.shared.trace import Event, Shard, Start, Synchronised, Trace, Update
 from entrenar_py.shared.wording import listed
 
-_SHOWN = 2  # names in a reason
+_SHOWN = 2  # the most names in a reason
 
 
 def other_names(compared: Compared) -> str:
-    """Return why the names of two runs, or of the ranks of one, don't mean the same tensors."""
+    """Return why names don't mean the same tensors in two runs, or on ranks; "" if they do."""
     for trace in (compared.trace, compared.model):
         if why := apart_on_ranks(trace):
             return why
@@ -48,7 +48,7 @@ def other_names(compared: Compared) -> str:
 
 
 def apart_on_ranks(trace: Trace) -> str:
-    """Return why ranks that declare no layout hold tensors of different names; "" if they don't."""
+    """Return why ranks without a layout hold tensors of different names; "" if they don't."""
     by_rank = names_of_ranks(trace)
     if trace.traits.shared or len(by_rank) < 2:
         return ""
@@ -65,7 +65,7 @@ def apart_on_ranks(trace: Trace) -> str:
 
 
 def names_of_ranks(trace: Trace) -> Mapping[int, Set[str]]:
-    """Return by rank the names of the weights that it holds at its first start, if recorded."""
+    """Return by rank the names of the weights at its first start, if they were recorded."""
     names: dict[int, Set[str]] = {}
     for start in trace.of(Start):
         if start.weights:
@@ -79,9 +79,9 @@ def known_names(trace: Trace) -> Set[str]:
 
 
 def aligned(model: Trace, trace: Trace) -> Trace:
-    """Return `model` with the names that `trace` has, if the two correspond in only one way.
+    """Return `model` with the names of `trace`, if the two correspond in only one way.
 
-    Otherwise return `model` as it is.
+    Otherwise return `model` unchanged.
     """
     names, like = (
         known_names(run) | {name for start in run.of(Start) for name in start.buffers}
@@ -94,10 +94,10 @@ def aligned(model: Trace, trace: Trace) -> Trace:
 
 
 def _matched(names: Set[str], like: Set[str]) -> dict[str, str] | None:
-    """Return for each of `names` the one of `like` that means the same tensor; None if unclear.
+    """Return for each of `names` the member of `like` for the same tensor; None if unclear.
 
     Names correspond if they are equal without the parts that occur in one run only, or without the
-    parts that all names of their run begin with.
+    parts with which all names of their run begin.
     """
     parts, like_parts = ({p for n in some for p in n.split(".")} for some in (names, like))
     for short, short_like in (
@@ -115,7 +115,7 @@ def _without_parts(names: Iterable[str], parts: Set[str]) -> dict[str, str]:
 
 
 def _without_beginning(names: Set[str]) -> dict[str, str]:
-    """Return names by what is left of them without the parts that all begin with."""
+    """Return each name by its rest, without the leading parts that all names share."""
     split = [name.split(".") for name in names]
     common = 0
     while split and all(len(parts) > common + 1 for parts in split):
@@ -133,8 +133,8 @@ def renamed(trace: Trace, named: Mapping[str, str]) -> Trace:
 # --- tensors that every rank holds whole ----------------------------------------------------------
 
 
-_ALIKE = 1e-3  # numbers of workers differ by more
-_SAME_LOSS = 1e-4  # relative; a loss that couples samples, or of other samples, differs by more
+_ALIKE = 1e-3  # relative: factors by numbers of workers differ by more
+_SAME_LOSS = 1e-4  # relative; a loss that couples samples, or of different samples, differs by more
 Shape = tuple[int, ...]
 _FIELDS = ("weights", "buffers", "gradient")
 
@@ -145,7 +145,7 @@ def lacking(compared: Compared) -> str:
 
 
 def without(compared: Compared) -> Compared | None:
-    """Return the comparison without the tensors that may not be copies."""
+    """Return the comparison without the tensors that may not be copies; None if none is left."""
     lost = pieces(compared).keys() | own(compared)
     if not compared.is_one_run or known_names(compared.trace) <= lost:
         return None
@@ -153,10 +153,10 @@ def without(compared: Compared) -> Compared | None:
 
 
 def pieces(compared: Compared) -> Mapping[str, tuple[Shape, Shape]]:
-    """Return by name the shapes on a rank and in the other run, for tensors where they differ.
+    """Return by name the shapes on a rank and in the other run, for tensors that differ in shape.
 
-    The other run is the model; for a single run, it is the run on one worker. Where that lacks the
-    tensor, the rank with the most elements of it shows its shape.
+    The other run is the model; for a single run, it is the run on one worker. If the other run
+    lacks the tensor, the largest shape on any rank is used.
     """
     due, shapes_of = _due_shapes(compared), _shapes(compared.trace)
     wholes = {
@@ -204,7 +204,7 @@ def _due_shapes(compared: Compared) -> dict[str, set[Shape]]:
 def _shapes(trace: Trace) -> dict[str, set[Shape]]:
     """Return the shapes of each weight on the ranks that recorded them.
 
-    Files of earlier releases have no shapes: then it is the number of elements, if known.
+    Files of earlier releases have no shapes. For these it is the number of elements, if known.
     """
     shapes: dict[str, set[Shape]] = {}
     for start in trace.of(Start):
@@ -217,16 +217,16 @@ def _shapes(trace: Trace) -> dict[str, set[Shape]]:
     return shapes
 
 
-# --- tensors of a rank's own ----------------------------------------------------------------------
+# --- tensors that belong to one rank --------------------------------------------------------------
 
 
 def own(compared: Compared) -> Set[str]:
-    """Return the tensors that each rank may have for itself, as experts and pieces are.
+    """Return the tensors that each rank may have for itself, like experts and pieces.
 
-    Ranks begin with other values of them and apply other gradients to them. A tensor that was only
-    not broadcast gets the same gradients. If shapes show that tensors are no pieces, there must be
-    others that ranks train and agree on, else nothing is synchronised. If a layout is declared, it
-    is known which ranks hold copies.
+    Ranks begin with different values for them and apply different gradients. A tensor that was only
+    not broadcast gets the same gradients. If shapes show that no tensor is a piece, ranks must also
+    train other tensors on which they agree: otherwise nothing is synchronised. If a layout is
+    declared, it is known which ranks hold copies, and none is returned.
     """
     trace = compared.trace
     starts = {s.rank: s for s in reversed(trace.of(Start)) if s.step == 0 and not s.resumed}
@@ -267,7 +267,8 @@ def _own_told(compared: Compared, names: Set[str]) -> str:
 def shared_samples(compared: Compared) -> str:
     """Return why ranks may share the samples that they draw; "" if each draws its own.
 
-    They may if all draw the same in each step, and hold other tensors, or pieces of the same.
+    They may if all draw the same samples in each step, and hold different tensors, or pieces of the
+    same tensors.
     """
     trace = compared.trace
     apart, size = bool(apart_on_ranks(trace)), trace.scenario.world_size
@@ -281,12 +282,12 @@ def shared_samples(compared: Compared) -> str:
 
 
 def summed_parts(compared: Compared) -> str:
-    """Return why a sum over a batch may rightly differ by the number of workers; "" if it may not.
+    """Return why a sum over a batch may rightly depend on the number of workers; or "".
 
-    Where a batch is cut along its rows, as torch's layers can be told, each rank's rows are taken
-    for other ones. If all ranks draw the same, a sum over the rows has each of them once per rank.
-    And if a script has the size of a worker's batch, the mean of the workers' sums is the sum over
-    as many samples as one worker has. Where that one has the share of a rank, it is the sum itself.
+    If a batch is cut by rows, as torch's layers can be told, each rank's rows look like different
+    ones. If all ranks draw the same rows, a sum over them has each row once per rank. And if a
+    script sets the size of one worker's batch, the mean of the workers' sums is the sum over one
+    worker's number of samples. On one worker with a rank's part, it is the sum itself.
     """
     trace, num_workers = compared.trace, compared.trace.scenario.world_size
     factor = _factor_of_all(compared)
@@ -317,7 +318,7 @@ def summed_parts(compared: Compared) -> str:
 
 
 def not_given(compared: Compared) -> str:
-    """Return why one worker was maybe not given all that several workers train on; "" if it was.
+    """Return why one worker may lack something that several workers train on; or "".
 
     Something that was not replaced may make the runs differ.
     """
@@ -360,7 +361,7 @@ def _is_near(factor: float, due: float) -> bool:
 
 
 def _all_draw_alike(trace: Trace) -> bool:
-    """Return whether in each step all ranks draw the same samples, and some are known."""
+    """Return whether all ranks draw the same samples in each step, and some are known."""
     drawn: dict[int, dict[int, list[int]]] = {}
     for shard in trace.of(Shard):
         drawn.setdefault(shard.step, {}).setdefault(shard.rank, []).extend(shard.ids)
@@ -371,7 +372,7 @@ def _all_draw_alike(trace: Trace) -> bool:
     )
 
 
-# --- what is left ---------------------------------------------------------------------------------
+# --- what remains ---------------------------------------------------------------------------------
 
 
 def _without(trace: Trace, names: Set[str]) -> Trace:

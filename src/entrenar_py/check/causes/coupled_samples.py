@@ -1,17 +1,17 @@
 """Test whether what a rank computes depends on which samples it has together.
 
-The loss of a batch is no sum over its samples with a load-balancing term, negatives from the batch,
-or advantages that are normalised in it. Then the ranks' gradients are right, and no combination of
-them is that of one worker. But if the script declares the samples of a loss (`loss_over`), they
-are wrong. BatchNorm and layers like it keep statistics of a rank's own samples, and rightly
-depend on how a batch is divided, too.
+The loss of a batch is not a sum over its samples if it has a load-balancing term, negatives from
+the batch, or advantages that are normalised in the batch. Then the ranks' gradients are right, and
+no combination of them is the gradient of one worker. But they are wrong if the script declares the
+samples of a loss (`loss_over`). BatchNorm and similar layers keep statistics of a rank's own
+samples, and rightly depend on how a batch is divided, too.
 
-A rank may also divide a loss by the number of its own elements: tokens, boxes, pixels. Its mean
-over the ranks is a mean of means. With one loss, the gradient of one worker shows it: it is a
-combination of the ranks'. With a second loss, which is divided rightly, no combination is. But the
-terms of both runs (`Shard.terms`) show it: a term counts as much on each rank and on one worker,
-and has as many elements on that as on all ranks together. Elements that samples have only together
-(pairs, what is mined in a batch) don't add up so.
+A rank may also divide a loss by the number of its own elements: tokens, boxes, pixels. The mean
+over ranks is then a mean of means. With one loss, the gradient of one worker shows this: it is a
+combination of the ranks' gradients. With a second loss, which is divided rightly, no combination
+is. But the terms of both runs (`Shard.terms`) show it: a term counts as much on each rank as on one
+worker, and one worker has as many elements as all ranks together. The numbers of elements that
+samples only have together (pairs, mined negatives) don't add up in this way.
 """
 
 from __future__ import annotations
@@ -33,21 +33,22 @@ from entrenar_py.shared.trace import Shard, Trace, Update
 from entrenar_py.shared.verdict import Tally
 from entrenar_py.shared.wording import listed
 
-# A share of the usual distance of two gradients. What float32 leaves is far below it.
+# A fraction of the usual distance of two gradients. The float32 error is far below it.
 SHARE = 0.2
 
 
 def lacking(compared: Compared) -> str:
-    """Return in which step samples may act on each other; "" if they don't, or cuts are equal.
+    """Return in which step samples may influence each other; "" if they don't.
 
-    A gradient that is not reduced, is weighted wrongly or has a factor is a combination of the
-    micro-batches'. If losses agree and gradients don't, these are wrong.
+    Also return "" if batches are divided equally. A gradient that is not reduced, is weighted
+    wrongly or has a factor is a combination of the micro-batches' gradients. If losses agree and
+    gradients don't, the gradients are wrong.
     """
     model, trace = compared.model, compared.trace
     broken = compared.difference
     step = None if broken is None else broken.step
     if step is None or step >= rounding_bounds.ROUNDING_STEPS:
-        return ""  # of a later step only combinations are judged
+        return ""  # in later steps only combinations are judged
     if _cuts(trace, step) == _cuts(model, step):
         return ""
     if _is_declared_equal(model, trace, step):
@@ -65,10 +66,10 @@ def lacking(compared: Compared) -> str:
 
 
 def broken(compared: Compared) -> Mapping[str, Any] | None:
-    """Return the counterexample of a loss over padding, None if samples act on each other.
+    """Return the counterexample of a loss over padding; None if samples influence each other.
 
-    Its batches have as many elements a sample as the longest one of them, so a sample that is
-    batched with longer ones has more.
+    Such batches have as many elements per sample as their longest sample. So a sample in a batch
+    with longer ones has more elements.
     """
     model, trace = compared.model, compared.trace
     both = [evidence.shards(run) for run in (model, trace)]
@@ -101,7 +102,7 @@ def _joined(
 
 
 def _is_padded(whole: Shard, parts: Sequence[Shard]) -> bool:
-    """Return whether each term has as many elements a sample as the longest of the parts."""
+    """Return whether each term has as many elements per sample as the longest of the parts."""
     numbers = [len(shard.terms) for shard in (whole, *parts)]
     if len({*numbers}) > 1 or not numbers[0]:
         return False
@@ -159,7 +160,7 @@ def _cuts_of_all_ranks(trace: Trace, step: int) -> list[set[int]]:
 
 
 def _losses_agree(model: Trace, trace: Trace, step: int) -> bool:
-    """Return whether the step's loss is known in both runs, and the same within rounding."""
+    """Return whether the step's loss is known in both runs, and equal within rounding."""
     if "backward" in (model.traits.losses, trace.traits.losses):
         return False
     runs = (evidence.with_losses(model), evidence.with_losses(trace))
@@ -189,8 +190,8 @@ def _bound(model: Trace, trace: Trace) -> float:
 def other_statistics(compared: Compared) -> str:
     """Return why two runs that divide batches differently can't be compared; "" if they can.
 
-    Buffers that follow from a rank's samples may be without effect (a counter, a monitor): then the
-    runs agree.
+    Buffers that depend on a rank's samples may have no effect (a counter, a monitor). Then the runs
+    agree.
     """
     names = _statistics(compared.trace) or _statistics(compared.model)
     if not names or _division(compared.trace) == _division(compared.model):
@@ -219,18 +220,21 @@ def _statistics(trace: Trace) -> list[str]:
 # --- losses that ranks divide by numbers of their own ---------------------------------------------
 
 
-_PLACES_MIN = 2  # micro-batches: one alone may have such numbers by chance
+_PLACES_MIN = 2  # micro-batches: in a single one such numbers may be chance
 
 
 class _Term(NamedTuple):
-    """Losses that count alike: the number of their elements, and how much all of them count."""
+    """Losses that count equally: the number of their elements, and the weight of their mean."""
 
     size: float
     whole: float
 
 
 class _Place(NamedTuple):
-    """A micro-batch of a step on each rank, and the counts of a term that each has for itself."""
+    """A micro-batch of a step on each rank, with each rank's count of a term's elements.
+
+    `is_own`: each rank divides the term by its own count.
+    """
 
     shards: Sequence[Shard]
     counts: Sequence[float]
@@ -238,7 +242,7 @@ class _Place(NamedTuple):
 
 
 def judge_rank_means(tally: Tally, trace: Trace, model: Trace) -> None:
-    """Count as missing what ranks mean that divide by numbers of their own.
+    """Count it as missing if ranks divide a loss by the number of their own elements.
 
     DETR adds up the boxes of all ranks, and YOLO takes each rank's mean: both are on purpose.
     `model` is the run on one worker.
@@ -268,7 +272,7 @@ def judge_rank_means(tally: Tally, trace: Trace, model: Trace) -> None:
 
 
 def _places(trace: Trace, model: Trace) -> Iterator[_Place]:
-    """Yield places where ranks have unlike numbers of elements, and one worker has their sum."""
+    """Yield places with unequal numbers of elements on ranks, and their sum on one worker."""
     alone, shards = evidence.shards(model), evidence.shards(trace)
     for step, by_rank in evidence.ranks_by_step(trace):
         if not _is_plain_sum(by_rank, shards.get(step, ())):
@@ -280,7 +284,7 @@ def _places(trace: Trace, model: Trace) -> Iterator[_Place]:
 
 
 def _place(whole: Shard, parts: Sequence[Shard]) -> _Place | None:
-    """Return a micro-batch of the same samples with other numbers of elements in its parts."""
+    """Return a micro-batch of the same samples with unequal numbers of elements in its parts."""
     ids = Counter(id_ for part in parts for id_ in part.ids)
     if not ids or ids != Counter(whole.ids):
         return None
@@ -298,9 +302,9 @@ def _place(whole: Shard, parts: Sequence[Shard]) -> _Place | None:
 
 
 def _terms(shard: Shard) -> list[_Term]:
-    """Return a micro-batch's terms, in order, those with one share as one; unknown ones left out.
+    """Return a micro-batch's known terms in order; terms with the same share are joined.
 
-    A loss may be added sample by sample.
+    They may be one loss that is added sample by sample.
     """
     counts: dict[float, float] = {}
     for count, share, *_ in shard.terms:
@@ -310,7 +314,7 @@ def _terms(shard: Shard) -> list[_Term]:
 
 
 def _is_plain_sum(by_rank: Mapping[int, Update], shards: Sequence[Shard]) -> bool:
-    # A script may weight gradients by numbers of elements if they are added as they are.
+    # A script may weight gradients by numbers of elements if they are added without division.
     total = step_sums.total(by_rank, shards)
     applied = evidence.vectors(evidence.any_rank(by_rank).gradient)
     if total is None or applied is None or total.keys() != applied.keys():

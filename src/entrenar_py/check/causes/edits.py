@@ -1,12 +1,13 @@
-"""Weights that something other than the optimizer changed, and what explains it.
+"""Weights that something other than the optimizer changed, and what explains the change.
 
-A script that changes them in every step means to: then it is only noted. What it changes in some
-steps needs an explanation, each an exact one of all tensors that changed. Benign ones win ties.
+If a script changes weights in every step, it does so on purpose, which is only noted. Changes in
+some steps need an explanation, which must be exact for all tensors that changed. If several fit, a
+benign one is chosen.
 
-What a script writes on purpose to tensors that require no gradient (a memory, a codebook) looks
-like no error. Two things that people do by mistake follow exactly from what was recorded: adapters
-are added to the weights that they adapt and stay in use, and weight decay by hand shrinks all
-tensors of a network, frozen ones among them.
+What a script writes on purpose to tensors that require no gradient (a memory, a codebook) does not
+look like an error. Two common mistakes follow exactly from the records. Adapters are added to the
+weights that they adapt and stay in use. And weight decay by hand shrinks all tensors of a network,
+including frozen ones.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from entrenar_py.shared.verdict import Tally
 from entrenar_py.shared.wording import counted, listed, named
 
 Values = NDArray[np.float64]
-_TELLING_MIN = 4  # numbers that are all a multiple of others, and not by chance
-_ROUND_SHARE = 1e-3  # of a distance, that rounding may look like
+_TELLING_MIN = 4  # elements that are multiples of others, but not by chance
+_ROUND_SHARE = 1e-3  # of a distance: a difference that may be rounding
 _AVERAGE = re.compile(r"ema|average|avg|shadow|polyak|teacher", re.IGNORECASE)
 _ROUNDINGS = 16.0  # of a tensor's norm: weights that were swapped out and back, or averaged
 
 
 @dataclass(frozen=True)
 class Edit:
-    """The weights `before` that `rank` had after its last step, and those that came `after` it.
+    """The weights `before` that `rank` had after its last step, and those `after` an edit.
 
-    `update` is the step that was made with `after`, and `peers` are the weights that other ranks
-    had before. `last` are the weights after the edit before this one; if there is none, those at
-    the start and after each step. `averages` are the labels of the averages that the rank keeps.
+    `update` is the step that was taken with `after`, and `peers` are the weights that other ranks
+    had before. `last` are the weights after the previous edit; if there was none, those at the
+    start and after each step. `averages` are the labels of the averages that the rank keeps.
     """
 
     trace: Trace
@@ -59,14 +60,14 @@ class Edit:
                 yield name, was.astype(np.float64), now.astype(np.float64)
 
     def is_in(self, tensors: Tensors) -> bool:
-        """Return whether the tensors that were changed are those of `tensors` now, bit for bit."""
+        """Return whether the changed tensors are now those of `tensors`, bit for bit."""
         return all(
             name in tensors and tensors[name].digest == record.digest
             for name, record in self.after.items()
         )
 
 
-Explain = Callable[[Edit], str]  # returns what became of the weights, "" if it doesn't explain
+Explain = Callable[[Edit], str]  # returns what happened to the weights, or ""
 
 
 def judge(tally: Tally, trace: Trace) -> None:
@@ -75,7 +76,7 @@ def judge(tally: Tally, trace: Trace) -> None:
         return
     if _has_climbed(tally, trace):
         return
-    begun = {start.step for start in trace.of(Start)}  # what is loaded or broadcast there is late
+    begun = {start.step for start in trace.of(Start)}  # in these, a load or broadcast is only late
     edits = [edit for edit in _edits(trace) if not _is_put_back(edit)]
     if any(edit.update.step in begun for edit in edits):
         tally.note("weights changed outside of the optimizer between the first pass and its step")
@@ -98,7 +99,7 @@ def judge(tally: Tally, trace: Trace) -> None:
     elif harm := _explained(_with_averages(edits, trace), _HARMFUL):
         _tell_harm(tally, trace, edits, harm)
     elif trace.scenario.world_size == 1 and trace.traits.starts != "one":
-        # What brings ranks together is seen where there are several, in the run on these.
+        # Edits that synchronise ranks show in the run on several workers.
         tally.note(f"{changes}, first step {steps[0]}: the run on several workers tells how")
     else:
         tally.miss(
@@ -109,7 +110,7 @@ def judge(tally: Tally, trace: Trace) -> None:
 
 
 def _has_climbed(tally: Tally, trace: Trace) -> bool:
-    """Check that weights which were moved along a gradient are put back before the step."""
+    """Check that weights that were moved along a gradient are restored before the step."""
     climbed = [update for update in trace.standing.of(Update) if update.climbed]
     for update in climbed[:1]:
         message = (
@@ -129,7 +130,7 @@ def _tell_harm(tally: Tally, trace: Trace, edits: Sequence[Edit], harm: str) -> 
 
 
 def _edits(trace: Trace) -> list[Edit]:
-    """Return what was changed between two steps, of the tensors that have a gradient."""
+    """Return what was changed between two steps, among the tensors that have a gradient."""
     edits: list[Edit] = []
     starts = {(start.step, start.rank): start.weights for start in trace.standing.of(Start)}
     weights_of: dict[int, Tensors] = {}
@@ -184,7 +185,7 @@ def _is_put_back(edit: Edit) -> bool:
 
 
 def _constrained(edit: Edit) -> str:
-    """Explain an edit in which each tensor was held to something that its own values show."""
+    """Explain an edit in which each tensor was constrained, as its own values show."""
     telling = [(n, was, now) for n, was, now in edit.values() if was.size >= _TELLING_MIN]
     for name, was, now in telling:
         shape = edit.trace.shapes.get(name, was.shape)
@@ -204,7 +205,7 @@ def _is_bounded(was: Values, now: Values) -> bool:
 
 
 def _is_rescaled(was: Values, now: Values) -> bool:
-    """Return whether the whole tensor, or each row or column, is a positive multiple of itself."""
+    """Return whether the tensor, or each row or column, became a positive multiple of itself."""
     axes = [None, *((axis,) for axis in range(was.ndim))] if was.ndim > 1 else [None]
     for kept in axes:
         summed = tuple(axis for axis in range(was.ndim) if kept is None or axis not in kept)
@@ -219,9 +220,9 @@ def _is_rescaled(was: Values, now: Values) -> bool:
 
 
 def _looks_ahead(edit: Edit) -> str:
-    """Explain an edit that goes back a part of the way to the weights after the last one.
+    """Explain an edit that goes part of the way back to the weights after the previous edit.
 
-    Before the first one, slow weights are those at the start, or after the step that made them.
+    Before the first edit, the slow weights are those at the start, or after an earlier step.
     """
     way = {name: edit.before[name] for name in edit.after}
     for weights in edit.last:
@@ -245,10 +246,10 @@ def _averaged(edit: Edit) -> str:
 
 
 def _brought_together(edit: Edit) -> str:
-    """Explain an edit that leaves of all distances between ranks that had parted the same share.
+    """Explain an edit that leaves the same fraction of every distance between ranks.
 
-    So each rank went the same part of its way to one place, which none of them had: the mean, or
-    what an outer optimizer made of it.
+    So each rank went the same fraction of the way to one point that no rank held: the mean, or what
+    an outer optimizer made of it.
     """
     made = evidence.updates(edit.trace)[edit.update.step]
     peers = [(edit.peers[rank], made[rank].edited) for rank in edit.peers if rank in made]
@@ -265,9 +266,9 @@ def _brought_together(edit: Edit) -> str:
 def _share_left(
     name: str, own: tuple[Values, Values], peer: tuple[Tensors, Tensors]
 ) -> float | None:
-    """Return which share of a tensor's distance from another rank's an edit leaves.
+    """Return the fraction of a tensor's distance from another rank's that an edit leaves.
 
-    None if it doesn't leave the same share of every element, or no smaller one.
+    Return None if the fraction differs between elements, or if distances don't shrink.
     """
     there = [of[name].values() for of in peer if name in of]
     others = [values for values in there if values is not None and values.shape == own[0].shape]
@@ -300,7 +301,7 @@ def _are_near(was: Values, now: Values, record: TensorRecord) -> bool:
 
 
 def _left_in(edit: Edit) -> str:
-    """Explain an edit that leaves an average in the model, that was put in for some use."""
+    """Explain an edit that leaves an average in the model, where it was put for some use."""
     for label in edit.averages:
         copy = {name: edit.update.extra.get(f"{label}/{name}") for name in edit.after}
         known = {name: record for name, record in copy.items() if record is not None}
@@ -313,9 +314,10 @@ def _left_in(edit: Edit) -> str:
 
 
 def _drawn_to_an_average(edit: Edit) -> str:
-    """Explain an edit that goes a part of the way to what is called an average, and stays.
+    """Explain an edit that goes part of the way to an average, which itself does not move.
 
-    What a script keeps to go back to (a lookahead's slow weights) moves, too, or has another name.
+    Weights to which a script goes back (a lookahead's slow weights) move, too, or have a different
+    name.
     """
     made = evidence.updates(edit.trace).get(edit.update.step - 1, {})
     earlier = made[edit.update.rank].extra if edit.update.rank in made else {}
@@ -341,7 +343,7 @@ def _drawn_to_an_average(edit: Edit) -> str:
 
 
 def _of_an_earlier_step(edit: Edit) -> str:
-    """Explain an edit that brings back the weights of an earlier step, without the optimizer's."""
+    """Explain an edit that restores an earlier step's weights, but not the optimizer's state."""
     rank, step = edit.update.rank, edit.update.step
     updates = evidence.updates(edit.trace)
     earlier = {
@@ -357,7 +359,7 @@ def _of_an_earlier_step(edit: Edit) -> str:
 
 
 def _counts_on(before: Update | None, update: Update) -> bool:
-    """Return whether the optimizer's own count of steps goes on, as far as it keeps one."""
+    """Return whether the optimizer's own count of steps continues, as far as it keeps one."""
     counts = [
         [one.optimizer[name].values() for name in one.optimizer if name.endswith("/step")]
         for one in (before, update)
@@ -395,14 +397,14 @@ _HARMFUL: tuple[Explain, ...] = (_left_in, _of_an_earlier_step, _of_rank_0)
 
 _UNIT = 16 * precision.FLOAT32  # of a product of adapters and a sum
 _ROUNDING = 4 * precision.FLOAT32  # of a sum and a difference
-_SHRUNK_LEAST = 0.9  # of a weight, after one step's decay
+_SHRUNK_LEAST = 0.9  # the smallest factor of a weight in one step's decay
 _ALIKE = 1e-5
-_PARTS_MAX = 3  # of a name, below the module that holds a weight and its adapters
+_PARTS_MAX = 3  # parts of a name below the module that holds a weight and its adapters
 
 
 @dataclass(frozen=True)
 class Moves:
-    """The moves of the frozen tensors `names` of one rank, from `start` on over its `updates`."""
+    """The moves of the frozen tensors `names` of one rank, from `start` through `updates`."""
 
     trace: Trace
     start: Start
@@ -410,9 +412,9 @@ class Moves:
     names: Sequence[str]
 
     def of(self, name: str) -> Iterator[tuple[Update, Tensors, Values, Values]]:
-        """Yield each move of a tensor: the step's update, all weights before it, and both values.
+        """Yield each move of a tensor: the update, all weights before it, and the values.
 
-        Nothing is yielded of moves without values.
+        The values are those before and after. Moves without recorded values are skipped.
         """
         held = [self.start.weights, *(update.weights for update in self.updates)]
         for update, (before, after) in zip(self.updates, pairwise(held), strict=True):
@@ -424,7 +426,7 @@ class Moves:
 
 
 def explained(moves: Moves) -> Explanation | None:
-    """Return what all moves follow from, if there is one."""
+    """Return the explanation that all moves follow from, or None."""
     return _rounded(moves) or _merged(moves) or _shrunk(moves)
 
 
@@ -439,7 +441,7 @@ def _rounded(moves: Moves) -> Explanation | None:
 
 
 def _merged(moves: Moves) -> Explanation | None:
-    """Adapters were added to the weights that they adapt, and go on as they are, or start over."""
+    """Adapters were added to the weights that they adapt, and continue, or start over from zero."""
     merges = [_merge(moves, name) for name in moves.names]
     known = [merge for merge in merges if merge is not None]
     if not known or len(known) < len(merges):
@@ -458,9 +460,10 @@ def _merged(moves: Moves) -> Explanation | None:
 
 
 def _merge(moves: Moves, name: str) -> tuple[str, str, bool] | None:
-    """Return the adapters that a tensor moves by multiples of, and whether they were emptied.
+    """Return the adapters with a product that moves a tensor, and whether they were emptied.
 
-    None if there are none, or if the script changed them otherwise as they were merged.
+    Return None if there are none, or if the script changed the adapters in a different way when
+    they were merged.
     """
     shapes = moves.trace.shapes
     shape, moved = shapes.get(name, ()), [*moves.of(name)]
@@ -494,7 +497,7 @@ def _share_a_module(name: str, other: str) -> bool:
 def _products(
     update: Update, before: Tensors, pair: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Values]:
-    """Yield the products that may be in a weight: of the adapters before the step, and after it."""
+    """Yield the products that may be in a weight: of the adapters before and after the step."""
     for held in (before, update.weights):
         values = [held[name].values() if name in held else None for name in pair]
         factors = [

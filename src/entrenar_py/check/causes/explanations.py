@@ -1,17 +1,18 @@
-"""Explanations of a relation that fails: one record, and how one is chosen from a closed list.
+"""Explanations of a relation that fails: their record, and how one is chosen from closed lists.
 
-Where a relation between recorded numbers fails, a script may be wrong, or the relation may
-presuppose something that doesn't hold. One exact equation decides: if the numbers follow from the
-right ones by an error that people make, within rounding and on all tensors, nothing else has to be
-looked for. The lists are by kind of relation: `accumulation.LIST` for a gradient that is not the
-sum of its micro-batches', `clipping.LIST` for one that was not clipped as a whole, and `difference`
-below for two runs. What an optimizer divides (`applied_gradients.undone`) and explanations with
+If a relation between recorded numbers fails, a script may be wrong, or the relation may presuppose
+something that doesn't hold. One exact equation decides: if the numbers follow from the right ones
+by a common error, within rounding and on all tensors, no other cause needs to be searched for.
+There is a list for each type of relation: `accumulation.LIST` for a gradient that is not the sum of
+its micro-batches, `clipping.LIST` for one that was not clipped as a whole, and `difference` below
+for two runs. What an optimizer divides (`applied_gradients.undone`) and explanations with
 `is_wrong=False` are benign: they come first.
 
 Whatever a script does wrong in adding up micro-batches, each tensor's gradient is some combination
-of theirs. Samples that act on each other, other masks, and noise leave none. So combinations tell
-an error from another training. They also tell what came with the reduction or after it: the part of
-one tensor that no micro-batch gave (`changes`), which is seen even where rounding is large.
+of their gradients. If samples influence each other, or masks or noise differ, there is no such
+combination. So combinations distinguish an error from a different training run. They also show what
+was added in the reduction or after it: the part of one tensor that no micro-batch gave (`changes`).
+It shows even if rounding is large.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from entrenar_py.shared.faults import OF_RECORDS
 from entrenar_py.shared.trace import Shard, Tensors, Trace, Update
 from entrenar_py.shared.wording import listed
 
-_TENSORS_MIN = 2  # with a factor, or without one; a single tensor may have it by chance
+_TENSORS_MIN = 2  # with a factor, or without: a single tensor may have it by chance
 _ELEMENTS_MIN = 16  # of all tensors together
-_ALIKE = 0.02  # shares closer than this are alike: counts of samples differ by more
+_ALIKE = 0.02  # relative: shares closer than this are equal, since counts of samples differ by more
 _TELLING_MIN = 3  # elements: shorter vectors are multiples of each other by chance
 
 
@@ -44,8 +45,7 @@ _TELLING_MIN = 3  # elements: shorter vectors are multiples of each other by cha
 class Explanation:
     """An equation that fits, in `words` that follow what fails, and a `tensor` that shows it.
 
-    `is_wrong` is False if a right script may do this on purpose; `advice` then says what settles
-    it.
+    `is_wrong` is False if a correct script may do this on purpose. Then `advice` says what decides.
     """
 
     words: str
@@ -58,15 +58,16 @@ E = TypeVar("E")
 
 
 def first(explain: Iterable[Callable[[E], Explanation | None]], evidence: E) -> Explanation | None:
-    """Return the first explanation that fits, or None. Benign ones stand first in each list."""
+    """Return the first explanation that fits, or None. Benign ones come first in each list."""
     return next(filter(None, (one(evidence) for one in explain)), None)
 
 
 def difference(model: Trace, trace: Trace, step: int, bound: float) -> Explanation | None:
-    """Return why the gradients of two runs differ in `step`, if nothing that is random can be why.
+    """Return why the gradients of two runs differ in `step`, if nothing random can be the cause.
 
-    They follow from each other by a simple factor on all tensors, or on some. Or both follow from
-    the micro-batches of one run, which then compute what those of the other do.
+    Return None otherwise. Either they follow from each other by a simple factor on all tensors, or
+    on some. Or both are combinations of the micro-batches of one run, which are then computed
+    correctly. `bound` is the allowed relative distance.
     """
     expected, updates_of = evidence.updates(model).get(step), evidence.updates(trace).get(step)
     if not expected or not updates_of:
@@ -82,7 +83,7 @@ def difference(model: Trace, trace: Trace, step: int, bound: float) -> Explanati
     if (factor := _by_factor(gaps, trace, bound)) is not None:
         return factor
     if is_given(model) and step_sums.ratio(due, got, bound) is not None:
-        return None  # one worker may divide by a number of its own samples, which was not replaced
+        return None  # one worker may divide by its own number of samples, which wasn't replaced
     return _by_shares(due, got, trace, step, bound)
 
 
@@ -92,19 +93,19 @@ def _gaps(due: Tensors, got: Tensors) -> dict[str, closeness.Gap]:
 
 
 def is_given(model: Trace) -> bool:
-    """Return whether one worker was given the batches of several in place of its own."""
+    """Return whether one worker was given the batches of several instead of its own."""
     return any(fault.kind in OF_RECORDS for fault in model.scenario.faults)
 
 
 def _by_factor(gaps: dict[str, closeness.Gap], trace: Trace, bound: float) -> Explanation | None:
-    """Return the factor that all tensors have, or that some have while others agree."""
+    """Return the factor of all tensors, or of some while others agree; None if there is none."""
     times, telling = {}, 0
     for name, gap in gaps.items():
         factor = factors.ratio(gap.expected, gap.got, bound)
         if factor is None:
             if gap.distance > bound * gap.size:
                 return None
-            factor = 1.0  # of rounding noise
+            factor = 1.0  # the factor of rounding noise
         telling += int((gap.expected != 0).sum()) >= _TELLING_MIN
         times[name] = factor
     changed = {name: factor for name, factor in times.items() if abs(factor - 1) > bound}
@@ -130,7 +131,7 @@ def _by_factor(gaps: dict[str, closeness.Gap], trace: Trace, bound: float) -> Ex
 def _by_shares(
     due: Tensors, got: Tensors, trace: Trace, step: int, bound: float
 ) -> Explanation | None:
-    """Return that both gradients are combinations of the same micro-batches', if they are."""
+    """Return that both gradients are combinations of the same micro-batches; or None."""
     shards = [s for s in evidence.shards(trace).get(step, ()) if s.gradient or s.ids]
     goals = evidence.vectors(due), evidence.vectors(got)
     if goals[0] is None or goals[1] is None:
@@ -155,16 +156,16 @@ def _are_alike(shares: step_sums.Vector, counts: Sequence[float]) -> bool:
 # --- combinations of the micro-batches' gradients -------------------------------------------------
 
 
-# Elements of a tensor, a micro-batch, that no combination meets by chance.
+# elements of a tensor per micro-batch; no combination fits this many by chance
 _LARGE = 4
 
 
 def is_combination(goal: Vectors, shards: Sequence[Shard], bound: float) -> bool | None:
     """Return whether each tensor of `goal` is a combination of the shards'; None if unknown.
 
-    The same combination is tried for all tensors, and that of each large one: a bug may concern
-    some tensors only, by a factor. Tensors that a shard lacks are left out. `bound` is the relative
-    L2 distance that is allowed.
+    The same combination is tested on all tensors, and so is the combination of each large tensor: a
+    bug may affect only some tensors, by a factor. Tensors that a shard lacks are left out. `bound`
+    is the allowed relative L2 distance.
     """
     terms = _terms_of_goal(goal, shards)
     if terms is None:
@@ -176,9 +177,10 @@ def is_combination(goal: Vectors, shards: Sequence[Shard], bound: float) -> bool
 
 
 def shares_of_combination(goal: Vectors, shards: Sequence[Shard], bound: float) -> Vector | None:
-    """Return the shares of the shards in the one combination that all tensors of `goal` are.
+    """Return the shares of the shards in the one combination that gives all of `goal`.
 
-    None if there is none, if it is unknown, or if so few elements are one by chance.
+    Return None if there is none, if it is unknown, or if there are so few elements that it may be
+    chance.
     """
     terms = _terms_of_goal(goal, shards)
     if terms is None or terms.keys() != goal.keys():
@@ -193,7 +195,7 @@ def shares_of_combination(goal: Vectors, shards: Sequence[Shard], bound: float) 
 
 
 def _terms_of_goal(goal: Vectors, shards: Sequence[Shard]) -> dict[str, Vector] | None:
-    """Return by tensor what the shards gave: [size, num_shards]; None if unknown or not finite."""
+    """Return by tensor the shards' gradients, [size, num_shards]; None if unknown or not finite."""
     given = [evidence.vectors(shard.gradient) for shard in shards]
     known = [vectors for vectors in given if vectors]
     if not known or len(known) < len(given):
@@ -223,23 +225,24 @@ def _fits_shares(
 # --- how much each micro-batch counts -------------------------------------------------------------
 
 
-# Gradients of more micro-batches than this are added up by rank.
+# If there are more micro-batches than this, gradients are added up by rank.
 _APART_MAX = 8
-# After many steps two right runs have other weights, and no gradient of one is quite a sum of the
-# other's. What that leaves unexplained is this many times smaller than the error of wrong shares.
+# After many steps two correct runs hold different weights, and no gradient of one is exactly a sum
+# of the other's. The error of wrong shares must be this many times larger than what stays
+# unexplained.
 _TELLING = 10.0
-# A later gradient must be so many times further off (absolute, L2) than any before it. Rounding
-# differences grow with the trajectory, and wrong shares come at once.
+# A later gradient must be this many times further off (absolute, L2) than any before it. Rounding
+# differences grow along the trajectory, while wrong shares appear at once.
 _JUMP = 10.0
-_EXPLAINED = 1e-3  # relative, L2: the most that may be left
-_DIRECTIONS = 2  # elements for each micro-batch, so that no gradient is a sum of theirs by chance
+_EXPLAINED = 1e-3  # relative, L2: the most that may stay unexplained
+_DIRECTIONS = 2  # elements per micro-batch, so that no gradient is a sum of theirs by chance
 
 
 def explain_shares(trace: Trace, update: Update, due: Tensors, bound: float) -> str:
-    """Return how much the step's micro-batches would have to count to give `due`; "" if unknown.
+    """Return how much the step's micro-batches would have to count to give `due`; or "".
 
     `due` is the right gradient. It is explained if it is a sum of the micro-batches' gradients with
-    other shares than in the applied one, within `bound` (relative, L2).
+    shares that differ from those in the applied one, within `bound` (relative, L2).
     """
     by_rank = evidence.updates(trace).get(update.step, {})
     fit = _fit_of_shares(by_rank, evidence.shards(trace).get(update.step, ()), update, due, bound)
@@ -248,11 +251,11 @@ def explain_shares(trace: Trace, update: Update, due: Tensors, bound: float) -> 
 
 @dataclass(frozen=True)
 class LaterSteps:
-    """Explains gradients of `trace` after the first steps, by those of `model`.
+    """Explains gradients of `trace` after the first steps by those of `model`.
 
-    Two right runs have slightly other weights after many steps. That moves a gradient out of the
-    sums of others, and hardly within them, unless each sample has a direction of its own. So a
-    gradient must also be further off than the bounds, and than it was in any step before.
+    Two correct runs hold slightly different weights after many steps. That moves a gradient out of
+    the sums of others, but hardly within them, unless each sample has a direction of its own. So a
+    gradient must also be further off than the bounds, and further than in any step before.
     """
 
     model: Trace
@@ -261,9 +264,9 @@ class LaterSteps:
     def explain(self, update: Update, bound: float, floor: float) -> str:
         """Return how much the micro-batches of the update's step would have to count.
 
-        Return "" if that is unknown, or if the runs may have come apart by rounding alone: if the
-        gradient is not further off than `bound` (relative, L2) and `floor` (absolute). The gradient
-        of a model that has learned its data is only rounding.
+        Return "" if that is unknown, or if rounding alone may explain the distance: if the gradient
+        is not further off than `bound` (relative, L2) and `floor` (absolute). The gradient of a
+        model that has learned its data is only rounding.
         """
         step = update.step
         due, shards = evidence.any_rank(self._due[step]).gradient, self._shards.get(step, ())
@@ -296,10 +299,10 @@ class LaterSteps:
 
 
 class _Fit(NamedTuple):
-    """A gradient as a sum of micro-batches', with other shares than in the applied one.
+    """A gradient as a sum of micro-batches', with shares that differ from the applied ones.
 
-    `unexplained` is the distance of the two, and `off` that of the nearest multiple of the applied
-    gradient, both relative to the gradient's norm, its `size`.
+    `unexplained` is the distance of the gradient from this sum, and `off` its distance from the
+    nearest multiple of the applied gradient. Both are relative to the gradient's norm, `size`.
     """
 
     words: str
@@ -352,7 +355,7 @@ def _fit_of_shares(
 
 
 def _parts_of_step(shards: Sequence[Shard]) -> Mapping[str, list[Shard]]:
-    """Return the micro-batches by rank, or one by one if ranks have several, but not many."""
+    """Return the micro-batches by rank, or one by one if ranks have a few each."""
     kept = [shard for shard in shards if shard.gradient]
     by_rank = len(kept) > _APART_MAX or len({shard.rank for shard in kept}) == len(kept)
     parts: dict[str, list[Shard]] = {}
@@ -387,20 +390,20 @@ def _meaning(times: NDArray[Any], weights: Sequence[float]) -> str:
 # --- parts of a gradient that no micro-batch gave -------------------------------------------------
 
 
-# A change counts if it is so many times that of most tensors: where sums are rounded, all change.
+# A change counts if it is this many times that of most tensors: if sums are rounded, all change.
 _OUTLYING = 8.0
-_ROUNDS = 10  # of a fit: in each, tensors count the less the further they are off
-_ROUNDED = 2.0**-20  # a relative distance below which tensors count alike
-# The largest standard error of the share of a change that is found in the difference of two runs.
+_ROUNDS = 10  # of a fit: in each, tensors count less the further off they are
+_ROUNDED = 2.0**-20  # a relative distance below which tensors count equally
+# The largest standard error of a change as a fraction of the difference of two runs.
 _ERROR_MAX = 0.1
-# The most numbers of a tensor that count as independent, and the fewest that tell anything.
+# The most elements of a tensor that count as independent, and the fewest that show anything.
 _INDEPENDENT, _NUMBERS_MIN = 32, 4
 
 
 class Change(NamedTuple):
-    """A part of a tensor's gradient that no micro-batch gave, and what the gradient is without it.
+    """A part of a tensor's gradient that no micro-batch gave, and the gradient without it.
 
-    `relative` is its norm as a share of the gradient's.
+    `relative` is the norm of this part divided by the gradient's.
     """
 
     right: Vector
@@ -412,8 +415,8 @@ def changes(trace: Trace, update: Update, model: Update, bound: float) -> dict[s
     """Return the tensors with a part in their gradient that no micro-batch gave.
 
     `model` is the update of the other run. A part counts if it is larger than `bound`, relative to
-    the tensor's norm, and if the two runs differ by it. Each micro-batch may count by any share
-    that is the same for all tensors.
+    the tensor's norm, and if the two runs differ by it. Each micro-batch may count by any share, as
+    long as it is the same for all tensors.
     """
     applied, other = evidence.vectors(update.gradient), evidence.vectors(model.gradient)
     bound = allowed_change(update, bound)
@@ -440,7 +443,7 @@ def changes(trace: Trace, update: Update, model: Update, bound: float) -> dict[s
 
 
 def allowed_change(update: Update, bound: float) -> float:
-    """Return `bound` for the tensors of `update`, which may be projections."""
+    """Return `bound` for the tensors of `update`, widened if they are projections."""
     is_sketched = any(record.sketch for record in update.gradient.values())
     return closeness.PROJECTED * bound if is_sketched else bound
 
@@ -448,9 +451,9 @@ def allowed_change(update: Update, bound: float) -> float:
 def _terms_of_step(
     by_rank: Mapping[int, Update], shards: Sequence[Shard], applied: Vectors
 ) -> Vectors | None:
-    """Return by tensor what each micro-batch gave: float64 [size, num_micro_batches].
+    """Return by tensor what each micro-batch gave, float64 [size, num_micro_batches].
 
-    None if that is unknown, or if a tensor has another size.
+    Return None if that is unknown, or if sizes of a tensor differ.
     """
     batches = []
     for shard in step_sums.held(by_rank, shards):
@@ -469,10 +472,11 @@ def _terms_of_step(
 
 
 def _changes(applied: Vectors, terms: Vectors) -> dict[str, Change]:
-    """Return by tensor what is not the combination of `terms` that fits most tensors.
+    """Return by tensor what the combination of `terms` that fits most tensors leaves.
 
-    Its sum of the tensors' relative distances is the least, so a few changed tensors don't move it.
-    A tensor's norm is taken to be at least 1 / NOISE_SHARE of the norm of all, and of its terms.
+    The combination has the least sum of the tensors' relative distances, so a few changed tensors
+    don't move it. A tensor's norm is taken to be at least 1 / NOISE_SHARE of the norm of all
+    tensors, and of its terms.
     """
     whole = math.sqrt(sum(_norm(vector) ** 2 for vector in applied.values()))
     sizes = {
@@ -500,7 +504,7 @@ def _changes(applied: Vectors, terms: Vectors) -> dict[str, Change]:
 
 
 def _is_in_difference(change: Vector, applied: Vector, other: Vector | None) -> bool:
-    """Return whether the gradients of two runs differ by a change, and by no more that matters."""
+    """Return whether the gradients of two runs differ by `change`, and hardly by anything else."""
     if other is None or other.shape != change.shape or change.size < _NUMBERS_MIN:
         return False
     difference = applied - other.astype(np.float64)

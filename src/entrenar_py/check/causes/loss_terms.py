@@ -1,13 +1,13 @@
-"""Judge by which numbers micro-batches' losses are divided, where a script doesn't report them.
+"""Judge by which numbers micro-batches' losses are divided, if a script doesn't report them.
 
-What `backward` is called on is a sum of terms, each over a number of elements (`Shard.terms`, as
-autograd's graph shows them). Over a step the elements have to count as those of one mean do, or as
-those of one sum. A mean is also shown by a division by the number of micro-batches: another factor
-may be the weight of one of several losses.
+The number on which `backward` is called is a sum of terms, each over a number of elements
+(`Shard.terms`, read from autograd's graph). Over a step, the elements must count as those of one
+mean, or as those of one sum. A division by the number of micro-batches also shows a mean. Any other
+factor may be the weight of one of several losses.
 
-A script that divides by nothing may mean the sum of its micro-batches' means. So that stays open,
-unless they are batches of one loader and ranks take the mean: a sum and a mean are not both meant.
-A script may divide by the number of micro-batches where its engine does, too: it divides twice.
+A script that divides by nothing may want the sum of its micro-batches' means, so that stays open.
+But if the micro-batches come from one loader and ranks take the mean, a sum is not meant. A script
+may also divide by the number of micro-batches although its engine does: then it divides twice.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from entrenar_py.shared.trace import Shard, Trace, Update
 from entrenar_py.shared.verdict import Tally
 from entrenar_py.shared.wording import listed, named
 
-Parts = list[tuple[Mapping[int, Update], list[Shard]]]  # of each step: updates, micro-batches
-_PAIR = 2  # micro-batches; a 2 is recorded twice only if the script's text has it as their number
-_STEPS_MIN = 3  # in which two numbers are hardly in proportion by chance
-_BOUND = 1e-3  # numbers are Python's, or a float32's; counts that differ do so by more
+Parts = list[tuple[Mapping[int, Update], list[Shard]]]  # for each step: updates, micro-batches
+_PAIR = 2  # micro-batches; a 2 is recorded twice only if the script's text uses it as their number
+_STEPS_MIN = 3  # in fewer steps, two sequences of numbers may be in proportion by chance
+_BOUND = 1e-3  # relative: numbers are Python's or float32; different counts differ by more
 
 
 @dataclass(frozen=True)
 class _Term:
-    """`count` elements (0: unknown) that count `share` each, 1 if it isn't known how many.
+    """A term of a loss: `count` elements (0 if unknown) that count `share` each.
 
-    `divisors` are the numbers that it was divided by, but for that of a mean over its elements. A
-    mean times the number of its elements is their sum.
+    If the count is unknown, `share` is that of the whole term. `divisors` are the numbers that
+    divided the term, without the one that makes it a mean over its elements. A mean times the
+    number of its elements is their sum.
     """
 
     count: float
@@ -53,7 +54,7 @@ class _Term:
 
     @property
     def whole(self) -> float:
-        """The weight of its mean."""
+        """The weight of the term's mean."""
         return self.share * (self.count or 1.0)
 
     def is_divided_by(self, number: int, *, times: int = 1) -> bool:
@@ -62,7 +63,7 @@ class _Term:
 
 @dataclass(frozen=True)
 class _Step:
-    """The terms of a step's micro-batches, by rank and micro-batch; each has as many terms."""
+    """The terms of a step's micro-batches, by rank and micro-batch. All have as many terms."""
 
     update: Update
     by_rank: Mapping[int, Sequence[Sequence[_Term]]]
@@ -71,12 +72,12 @@ class _Step:
 
     @property
     def sizes(self) -> set[int]:
-        """The number of micro-batches of the ranks."""
+        """The numbers of micro-batches that ranks have."""
         return {len(micro_batches) for micro_batches in self.by_rank.values()}
 
     @property
     def columns(self) -> list[list[_Term]]:
-        """The terms of all micro-batches, term by term."""
+        """The terms of all micro-batches, one list for each term."""
         every = [terms for micro_batches in self.by_rank.values() for terms in micro_batches]
         return [[*column] for column in zip(*every, strict=True)]
 
@@ -87,7 +88,7 @@ class _Step:
 
     @property
     def num_elements(self) -> float:
-        """The number of elements of the first terms together, 0 if it is unknown."""
+        """The number of elements of all first terms together; 0 if it is unknown."""
         counts = [term.count for term in self.columns[0]]
         return sum(counts) if all(counts) else 0.0
 
@@ -95,7 +96,7 @@ class _Step:
         """Return whether each term is divided by the number of its rank's micro-batches."""
         columns = self.columns
         numbers = [len(own) for own in self.by_rank.values() for _ in own]
-        # A mean of two losses is divided by 2, as two micro-batches are.
+        # A mean of two losses is divided by 2, and so are two micro-batches.
         is_mean = all(alike(column[0].whole, columns[0][0].whole) for column in columns)
         return all(
             term.is_divided_by(number, times=1 + (is_mean and 1 < number == len(columns)))
@@ -108,7 +109,7 @@ class _Step:
         (number, *others), (terms, *further) = self.sizes, self.columns
         ranks = len(self.by_rank)
         is_averaged = self.divisor is not None and alike(self.divisor, ranks)
-        # Halves of halves count as a mean over two ranks does that are added up.
+        # Halves of halves count like a mean over two ranks that are added up.
         is_known = self.parts() and not (number == ranks == _PAIR and is_averaged)
         if others or further or number < _PAIR or is_known:
             return False
@@ -116,7 +117,7 @@ class _Step:
         return all(twice) and bool(self._parts_of(number * self.total))
 
     def is_sum_of_means(self) -> bool:
-        """Return whether ranks' sums of whole means of unlike samples are averaged."""
+        """Return whether ranks' sums of whole means over different samples are averaged."""
         number, ranks = max(self.sizes), len(self.by_rank)
         terms = [term for column in self.columns for term in column]
         wholes = (t.count > 1 and t.is_mean and not t.divisors and alike(t.whole, 1) for t in terms)
@@ -133,18 +134,20 @@ class _Step:
         )
 
     def parts(self) -> set[str]:
-        """Return over what the micro-batches together are one mean: all ranks, each rank, or both.
+        """Return for what the micro-batches together are one mean: `all` ranks, or `each` rank.
 
-        `applied` if they are one after the division of what is applied.
+        `applied` if they are one mean after the division of what is applied.
         """
         if self._is_weight():
             return set()
         return self._parts_of(self.total) or self._parts_of(self._total_of_labels())
 
     def _total_of_labels(self) -> float:
-        """Return how much all means count as shares of the labels before they are shifted.
+        """Return the weight of all means as shares of the labels before they are shifted.
 
-        Each row has one label more then, which is no target (`Trainer` divides by this number).
+        Before the shift each row has one more label, which is no target (`Trainer` divides by this
+        number). Return NaN if there are several terms, or if elements are unknown or count
+        unequally.
         """
         if len(self.columns) > 1 or not self.num_elements or not self.is_even():
             return math.nan
@@ -156,7 +159,7 @@ class _Step:
         return {name for name, number in known.items() if alike(total, number)}
 
     def is_even(self) -> bool:
-        """Return whether all elements of a term count alike, as far as their numbers are known."""
+        """Return whether all elements of a term count equally, as far as is known."""
         return all(
             alike(term.share, column[0].share) or not (term.count and column[0].count)
             for column in self.columns
@@ -168,13 +171,13 @@ class _Step:
         return self.sizes == {2} and not any(term.divisors or not term.is_mean for term in terms)
 
     def wholes(self, rank: int | None = None) -> list[float]:
-        """Return how much the means of each term together count, of one rank or of all."""
+        """Return the summed weight of each term's means, for one rank or for all."""
         own = self.by_rank.values() if rank is None else [self.by_rank[rank]]
         every = [terms for micro_batches in own for terms in micro_batches]
         return [sum(term.whole for term in column) for column in zip(*every, strict=True)]
 
     def shares_of_sum(self) -> list[float] | None:
-        """Return how much an element of each term counts, if all of them are sums; else None."""
+        """Return how much an element of each term counts if all terms are sums; otherwise None."""
         columns = self.columns
         is_sum = all(not term.is_mean for column in columns for term in column)
         even = all(alike(term.share, column[0].share) for column in columns for term in column)
@@ -182,7 +185,7 @@ class _Step:
 
 
 def are_all(shards: Sequence[Shard], *, means: bool) -> bool:
-    """Return whether all losses are known to be means over elements, or else known to be sums."""
+    """Return whether all losses are known to be means over elements, or with `means=False` sums."""
     return bool(shards) and all(
         shard.terms and all(_Term.of(term, len(shard.ids)).is_mean is means for term in shard.terms)
         for shard in shards
@@ -190,7 +193,7 @@ def are_all(shards: Sequence[Shard], *, means: bool) -> bool:
 
 
 def are_one_mean(shards: Sequence[Shard]) -> bool:
-    """Return whether each rank's losses count as one loss together: as shares of it."""
+    """Return whether each rank's losses together count as one loss."""
     wholes: dict[int, list[list[float]]] = {}
     for shard in shards:
         own = [_Term.of(term, len(shard.ids)).whole for term in shard.terms]
@@ -201,7 +204,7 @@ def are_one_mean(shards: Sequence[Shard]) -> bool:
 
 
 def judge(tally: Tally, trace: Trace) -> None:
-    """Judge a run step by step, if its losses are what `backward` is called on."""
+    """Judge a run step by step, if its losses are those on which `backward` is called."""
     if trace.traits.losses != "backward":
         return
     for parts in _networks(trace).values():
@@ -220,7 +223,10 @@ def judge(tally: Tally, trace: Trace) -> None:
 
 
 def require_other_numbers(tally: Tally, runs: Sequence[Trace]) -> None:
-    """Count as missing how much losses count, if ranks add up as many micro-batches in all runs."""
+    """Count as missing how losses count, if ranks always add up the same number.
+
+    Different numbers would show by which number losses are divided.
+    """
     known = [(run, _networks(run)) for run in runs if run.traits.losses == "backward"]
     for run, networks in known:
         for parts in networks.values():
@@ -248,7 +254,7 @@ def require_other_numbers(tally: Tally, runs: Sequence[Trace]) -> None:
 
 
 def _open(steps: Sequence[_Step]) -> str:
-    """Return what is open about losses of known `steps`, none if they are unknown."""
+    """Return what stays open about the losses of `steps`, which are [] if losses are unknown."""
     if not steps:
         return (
             "by which number it divides their losses is unknown without {accumulation} in the "
@@ -265,7 +271,7 @@ def _open(steps: Sequence[_Step]) -> str:
 
 
 def _is_known(tally: Tally, trace: Trace, parts: Parts) -> bool:
-    """Return whether each step is a mean, or all are sums with elements that count alike."""
+    """Return whether each step is a mean, or all are sums with elements that count equally."""
     steps = [*_steps(parts)]
     if not steps or len(steps) < len(parts):
         return False
@@ -289,7 +295,7 @@ def are_means_of_steps(trace: Trace) -> bool:
 
 
 def _are_of_step(steps: Sequence[_Step]) -> bool:
-    """Return whether elements count the less the more of them a step has."""
+    """Return whether elements count less the more elements a step has."""
     return (
         len({step.num_elements for step in steps}) > 1
         and all(step.num_elements and step.is_even() for step in steps)
@@ -302,9 +308,10 @@ def _are_of_step(steps: Sequence[_Step]) -> bool:
 
 
 def _own_elements(tally: Tally, trace: Trace, steps: Sequence[_Step]) -> None:
-    """Check that ranks which add up micro-batches by their elements don't count alike as wholes.
+    """Check that ranks with unequal numbers of elements don't count equally.
 
-    A rank that does so with its own micro-batches, of unlike numbers, has each element count alike.
+    It applies to ranks that add up micro-batches of unequal sizes so that each of their elements
+    counts equally.
     """
     if trace.traits.loss_over == "micro-batch" or not _are_of_ranks(steps):
         return
@@ -326,7 +333,7 @@ def _own_elements(tally: Tally, trace: Trace, steps: Sequence[_Step]) -> None:
 
 
 def _are_of_ranks(steps: Sequence[_Step]) -> bool:
-    """Return whether each rank takes one mean over micro-batches of unlike numbers of elements."""
+    """Return whether each rank takes one mean over micro-batches of unequal numbers of elements."""
     first = steps[0].wholes(min(steps[0].by_rank)) if steps else []
     ranks = [(step.by_rank[rank], step.wholes(rank)) for step in steps for rank in step.by_rank]
     return (
@@ -354,8 +361,8 @@ def _count(micro_batches: Sequence[Sequence[_Term]]) -> float:
 def _divided_afterwards(tally: Tally, trace: Trace, steps: Sequence[_Step]) -> None:
     """Check that gradients of sums over elements are divided by the elements of the whole step.
 
-    They may also be divided by one number in all steps. Other numbers are wrong if they are counts
-    of elements that the script may have taken for those of the step.
+    They may also be divided by one number in all steps. Different numbers are wrong if they are
+    counts of elements that the script may have confused with those of the step.
     """
     got = [step.divisor or math.nan for step in steps]
     if not _are_sums(steps) or not all(step.num_elements for step in steps):
@@ -411,9 +418,9 @@ def _are_in_proportion(numbers: Sequence[float], others: Sequence[float]) -> boo
 
 
 def _are_of_unlike_loaders(parts: Parts) -> bool:
-    """Return whether each of a rank's micro-batches is of a loader of its own, in every step.
+    """Return whether each of a rank's micro-batches comes from its own loader, in every step.
 
-    They are several losses, not shares of one. A loader's epoch has a number that no other's has.
+    They are several losses, not parts of one. A loader's epoch has a number of its own.
     """
     epochs = [
         [[shard.epoch for shard in held if shard.rank == rank] for rank in by_rank]
@@ -425,10 +432,10 @@ def _are_of_unlike_loaders(parts: Parts) -> bool:
 
 
 def _adds_up_means(tally: Tally, trace: Trace, parts: Parts) -> bool:
-    """Report means of one loader's batches that are added up, while ranks take the mean.
+    """Report means of one loader's batches that are added up while ranks take the mean.
 
     Return whether there are any. Batches of several loaders, or the parts of a loss over the same
-    samples, may be meant to be added up. Without a loader there may be several sources, such as
+    samples, may be added up on purpose. Without a loader there may be several sources, such as
     tasks, unless one line selects the rows of all micro-batches.
     """
     if trace.traits.sample_ids == "content" and not trace.traits.one_source:
@@ -454,7 +461,7 @@ def _adds_up_means(tally: Tally, trace: Trace, parts: Parts) -> bool:
 
 
 def _divided_twice(tally: Tally, trace: Trace, parts: Parts) -> None:
-    """Check that no step's losses are divided by the number of its micro-batches once too often."""
+    """Check that no step divides losses by the number of its micro-batches once too often."""
     for step in filter(_Step.is_divided_twice, _steps(parts)):
         number = max(step.sizes)
         tally.check(
@@ -468,9 +475,9 @@ def _divided_twice(tally: Tally, trace: Trace, parts: Parts) -> None:
 
 
 def _rows(tally: Tally, trace: Trace, step: _Step) -> None:
-    """Check that means over other numbers of samples count as their samples do.
+    """Check that means over different numbers of samples count as their samples do.
 
-    A script may rightly want other numbers of tokens to count alike.
+    A script may rightly want different numbers of tokens to count equally.
     """
     columns = step.columns
     if len(columns) != 1 or trace.traits.loss_over == "micro-batch":
@@ -498,7 +505,7 @@ def _rows(tally: Tally, trace: Trace, step: _Step) -> None:
 
 
 def _short_steps(tally: Tally, trace: Trace, steps: Sequence[_Step]) -> None:
-    """Check that steps of more or fewer micro-batches than usual are divided by their own number.
+    """Check that steps with an unusual number of micro-batches are divided by their own number.
 
     The usual number is that of most steps, which are divided by it.
     """
@@ -533,13 +540,13 @@ def _short_steps(tally: Tally, trace: Trace, steps: Sequence[_Step]) -> None:
 def _cut_windows(tally: Tally, trace: Trace, steps: Sequence[_Step]) -> None:
     """Check that a mean over the elements of several micro-batches is applied in one step.
 
-    If an engine steps early, each of several steps has some of them, divided by the elements of
-    all: together they count as much as full steps do.
+    If an engine steps early, each of several steps has some of the micro-batches, divided by the
+    elements of all. Together these steps count as much as full steps.
     """
     known = all(len(step.sizes) == 1 and step.num_elements and step.is_even() for step in steps)
     usual = max((max(step.sizes) for step in steps), default=0)
     whole = [step for step in steps if max(step.sizes) == usual]
-    # Else a constant by which all steps divide looks like the elements of a window.
+    # Otherwise a constant that divides all steps looks like the elements of a window.
     if not (known and _are_of_step(whole)):
         return
     full, window = [step.wholes() for step in whole], list[_Step]()
@@ -579,7 +586,7 @@ def _divided(step: _Step, number: int) -> float | None:
 
 
 def _networks(trace: Trace) -> dict[str, Parts]:
-    """Return what is added up in each step, by the first tensor that gets a gradient of it.
+    """Return what is added up in each step, by the first tensor that gets its gradient.
 
     Networks that are trained in turn have losses of their own.
     """
@@ -595,8 +602,8 @@ def _networks(trace: Trace) -> dict[str, Parts]:
 def _steps(parts: Parts) -> Iterator[_Step]:
     """Yield the steps in which the terms of each micro-batch are known.
 
-    A loss that was multiplied by zero keeps a rank in step that has no batch. It adds nothing to a
-    sum; whether a mean counts it is unknown.
+    A rank without a batch multiplies a loss by zero to keep in step. That adds nothing to a sum;
+    whether a mean counts it is unknown.
     """
     for by_rank, of_step in parts:
         counted = _counted(of_step)
@@ -632,5 +639,5 @@ def _applied_divisor(
 
 
 def alike(one: float, other: float) -> bool:
-    """Return whether two shares or counts are equal, but for a float32's rounding."""
+    """Return whether two shares or counts are equal, except for float32 rounding."""
     return abs(one - other) <= _BOUND * abs(other)

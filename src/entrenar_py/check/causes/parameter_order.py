@@ -1,15 +1,16 @@
-"""Compare two runs: in one the optimizer got the parameters of each group in another order.
+"""Compare two runs that give the optimizer each group's parameters in different orders.
 
-The rule of an optimizer of the script's own is unknown, and one worker steps by it, too, so no
-other pair of runs shows its mistakes. But a step follows from weights and gradients, and not from
-the order in which a loop comes to the parameters. So the steps that begin with the same bits are
-compared. What adds up parameters (a norm to clip by, a flat buffer) is rounded otherwise in another
-order: such a step is the same within rounding, and the runs are two trainings from there on.
+The rule of a script's own optimizer is unknown, and one worker steps by it, too, so no other pair
+of runs shows its mistakes. But a step follows from weights and gradients, and not from the order in
+which a loop visits the parameters. So steps that begin with the same bits are compared. Sums over
+parameters (a norm to clip by, a flat buffer) are rounded differently in a different order. Such a
+step is the same within rounding, and from there on the runs are two different training runs.
 
-A larger difference alone is no mistake. Rates, decay, bits or turns may go by place by design, and
-noise is drawn for one tensor after the other. It is wrong if one of `_MISTAKES` explains all of it,
-in both orders: a counter in Adam's corrections that each tensor moves on, or a momentum of other
-tensors. What an optimizer keeps then follows from the gradients so far. All else is noted.
+A larger difference alone is no mistake. Rates, decay, bits or turns may depend on the place by
+design, and noise is drawn for one tensor after the other. A difference is wrong if one of
+`_MISTAKES` explains all of it, in both orders: a counter in Adam's corrections that each tensor
+increments, or a momentum of different tensors. What an optimizer keeps then follows from the
+gradients so far. All other differences are only noted.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from entrenar_py.shared.verdict import Tally
 from entrenar_py.shared.wording import counted
 
 Groups = Sequence[tuple[str, ...]]  # the names of each group's tensors
-# Movements of a tensor, or momenta of all tensors: float64 [2, size], in the usual order and in
-# the other one.
+# Movements of a tensor, or momenta of all tensors: float64 [2, size], in the usual order and in the
+# changed order.
 Both = NDArray[np.float64]
-# From the index of a group, a place among its tensors with gradients, and a tensor's size.
+# Called with the index of a group, a place among its tensors with gradients, and a tensor's size.
 Key = Callable[[int, int, int], Hashable]
 
-_ALIKE = 5e-3  # of a movement: how far two may be apart. Some are computed in 16 bits
-_ROUNDINGS = 4  # of a weight, in which its movement ends
-_EXPLAINED = 2e-2  # of a number: how far it may be from that of an equation
-_CORRECTED_MIN = 0.1  # how far from 1 a factor must be that corrections explain
-_TELLING_MIN = 16  # elements that differ: so many do for no other reason
-_SHARES = (0.8, 0.9, 0.95, 0.98, 0.99, 0.999)  # of a momentum, that a step keeps: many name none
+_ALIKE = 5e-3  # of a movement: the largest distance of two. Some are computed in 16 bits
+_ROUNDINGS = 4  # units of a weight, to which its movement is rounded
+_EXPLAINED = 2e-2  # relative: the largest distance of a number from an equation's
+_CORRECTED_MIN = 0.1  # the least distance from 1 of a factor that corrections explain
+_TELLING_MIN = 16  # elements that differ: this many have no other cause
+_SHARES = (0.8, 0.9, 0.95, 0.98, 0.99, 0.999)  # of a momentum, kept by a step: many name none
 _BEFORE = "with the parameters of each group in another order: "
 
 _COUNTED = "the step is counted once for each parameter, and not once for all"
@@ -54,10 +55,10 @@ _MOMENTA: Mapping[str, Key] = {
 
 
 def is_wanted(trace: Trace) -> bool:
-    """Return whether a run like `trace` is to be made in another order.
+    """Return whether a run like `trace` is to be repeated in a different order.
 
-    It is for optimizers of the script's own classes, built for this training. Two layers, each with
-    a weight and a bias, are the least that has another order.
+    This is for optimizers of the script's own classes that were created for this training run. Two
+    layers, each with a weight and a bias, are the least that has a different order.
     """
     is_fresh = all(start.step == 0 and not start.resumed for start in trace.of(Start))
     is_own = trace.traits.rule == "own" and trace.traits.steps == "model"
@@ -66,10 +67,10 @@ def is_wanted(trace: Trace) -> bool:
 
 
 def compare(tally: Tally, runs: Traces) -> None:
-    """Check that each tensor moves alike in both orders, up to the first step where one doesn't."""
+    """Check that each tensor moves the same in both orders, up to the first step that differs."""
     pair = runs.witnesses.get(REORDERED, ())
     if len(pair) != 2 or any(run.end.status == "failed" for run in pair):
-        return  # a class may demand an order
+        return  # a class may require an order
     orders = [*map(_groups, pair)]
     if orders[0] == orders[1] or [*map(sorted, orders[0])] != [*map(sorted, orders[1])]:
         tally.note(f"{_BEFORE}the script puts them in its own")
@@ -108,7 +109,7 @@ def compare(tally: Tally, runs: Traces) -> None:
 
 
 def _groups(trace: Trace) -> Groups:
-    """Return the tensors of each group, as they are in the first step of the first rank."""
+    """Return the tensors of each group, as in the first step of the first rank."""
     rules = [*trace.of(Ruled)]
     return [e.names for e in rules if (e.step, e.rank) == (rules[0].step, rules[0].rank)]
 
@@ -142,7 +143,7 @@ def _begin_alike(before: Tensors, began: Tensors, update: Update, other: Update)
 
 
 def _moves(before: Tensors, update: Update, other: Update) -> Iterator[tuple[str, Both]]:
-    """Yield how each tensor with a gradient moves, as far as that is known."""
+    """Yield how each tensor with a gradient moves in both runs, as far as that is known."""
     for name in update.gradient.keys() & before.keys():
         places = before, update.weights, other.weights
         vectors = [tensors[name].vector() if name in tensors else None for tensors in places]
@@ -156,7 +157,7 @@ def _apart(both: Both) -> float:
 
 
 def _wrong(before: Tensors, moves: Mapping[str, Both]) -> set[str]:
-    """Return the tensors that move otherwise in the other order, by more than rounding."""
+    """Return the tensors that move differently in the changed order, by more than rounding."""
     unit, wrong = precision.unit_of(before), set[str]()
     for name, both in moves.items():
         size = math.sqrt(before[name].square() or 0.0)
@@ -178,7 +179,7 @@ def _cause(
 ) -> str:
     """Return which mistake explains all movements in both orders; "" if none is known to.
 
-    `gradients` are those of each step so far, with this one.
+    `gradients` are those of each step up to this one.
     """
     if not moves.keys() <= {name for names in orders[0] for name in names}:
         return ""
@@ -200,7 +201,7 @@ def _cause(
 def _visits(
     gradients: Sequence[Tensors], groups: Groups
 ) -> Iterator[tuple[Tensors, str, int, int]]:
-    """Yield each tensor that an optimizer comes to: the step's gradients, name, group and place."""
+    """Yield each tensor that an optimizer visits: the step's gradients, name, group and place."""
     for step in gradients:
         for index, names in enumerate(groups):
             for place, name in enumerate(name for name in names if name in step):
@@ -208,7 +209,7 @@ def _visits(
 
 
 def _counts(gradients: Sequence[Tensors], groups: Groups, key: Key) -> Mapping[str, int]:
-    """Return where a counter is as the last step comes to each tensor."""
+    """Return the value of each tensor's counter when the last step visits it."""
     counters = Counter[Hashable]()
     counts = {}
     for _, name, index, place in _visits(gradients, groups):
@@ -221,7 +222,7 @@ def _counts(gradients: Sequence[Tensors], groups: Groups, key: Key) -> Mapping[s
 def _are_corrections(
     moves: Mapping[str, Both], counts: Sequence[Mapping[str, int]], constants: Mapping[str, Any]
 ) -> bool:
-    """Return whether each movement is multiplied by what Adam's corrections of the counts are."""
+    """Return whether the counts' bias corrections in Adam explain each movement."""
     betas = constants.get("betas")
     if not (isinstance(betas, list | tuple) and len(betas) == 2):
         return False
@@ -241,14 +242,14 @@ def _are_corrections(
 
 
 def _shares(constants: Mapping[str, Any]) -> set[float]:
-    """Return which shares of a momentum a step may keep: constants, and what is usual."""
+    """Return which fractions of a momentum a step may keep: the constants, and usual values."""
     several = [v if isinstance(v, list | tuple) else (v,) for v in constants.values()]
     values = [value for entries in several for value in entries if isinstance(value, float)]
     return {*_SHARES, *(value for value in values if 0.5 <= value < 1)}
 
 
 def _vector(tensors: Tensors, name: str) -> NDArray[np.float64]:
-    """Return the elements of a tensor; of a sketch none, since it says nothing of each of them."""
+    """Return the elements of a tensor; none for a sketch, which does not have each of them."""
     values = tensors[name].values()
     return np.zeros(0) if values is None else values.astype(np.float64)
 
@@ -256,7 +257,7 @@ def _vector(tensors: Tensors, name: str) -> NDArray[np.float64]:
 def _momenta(
     gradients: Sequence[Tensors], groups: Groups, key: Key, share: float
 ) -> Mapping[str, NDArray[np.float64]]:
-    """Return what a tensor's buffer has as the last step comes to it; nothing if that can't be."""
+    """Return each tensor's buffer when the last step visits it; {} if sizes don't fit."""
     buffers: dict[Hashable, NDArray[np.float64]] = {}
     momenta: dict[str, NDArray[np.float64]] = {}
     for step, name, index, place in _visits(gradients, groups):
@@ -270,11 +271,12 @@ def _momenta(
 
 
 def _follow(moves: Both, gradient: NDArray[np.float64], momenta: Both) -> bool:
-    """Return whether all elements move by gradient and momentum as in SGD, or by signs as in Lion.
+    """Return whether gradient and momentum explain all moves, as in SGD, or as in Lion by signs.
 
-    In SGD movements differ by one multiple of what momenta differ by. By signs, one multiple of
-    momentum, added to the gradient, has the sign of each element in both orders: each element says
-    how large it is at least, or at most. Some must differ that have no other reason to.
+    In SGD the movements of the two orders differ by one multiple of the difference of the momenta.
+    In Lion one multiple of the momentum, added to the gradient, has the sign of each element in
+    both orders: each element gives a lower or an upper limit of the multiple. Some elements must
+    differ that have no other reason to.
     """
     shift = momenta[1] - momenta[0]
     factor = factors.ratio(shift, moves[1] - moves[0], bound=_EXPLAINED)
@@ -284,7 +286,7 @@ def _follow(moves: Both, gradient: NDArray[np.float64], momenta: Both) -> bool:
         return False
     signs = -np.sign(moves)
     towards, kept = signs * gradient, signs * momenta
-    # What has neither gradient nor momentum moves by decay alone, if at all.
+    # Elements with neither gradient nor momentum move by decay alone, if at all.
     if ((np.maximum(kept, towards) <= 0) & (kept + towards < 0)).any():
         return False
     multiples = -towards / np.where(kept == 0, 1.0, kept)

@@ -1,10 +1,11 @@
-"""The presuppositions of comparing a user's runs: one table, tested on the runs themselves.
+"""What comparing a user's runs presupposes: one table, tested on the runs themselves.
 
-A comparison counts only if each of its presuppositions holds. Where one fails, it is reported as
-missing, with the call that settles it, unless one exact equation explains the difference, which
-then can't come from that. Nothing is presupposed of the harness's own trainers, which are known. To
-add a presupposition, add a row and name it in the comparisons that make it. Those that two plain
-runs of the command settle are tested here; the others have modules of their own.
+A comparison counts only if all its presuppositions hold. If one fails, it is reported as missing,
+with the call that settles it. The exception is a difference that one exact equation explains, which
+then can't come from the presupposition. Nothing is presupposed about the harness's own trainers,
+which are known. To add a presupposition, add a row and name it in the comparisons that make it.
+Presuppositions that two plain runs of the command settle are tested here; the others have modules
+of their own.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from entrenar_py.check.evidence.run_names import Words, run_name
 from entrenar_py.shared.trace import Shard, Start, Trace, Update
 from entrenar_py.shared.verdict import Counterexample, Tally
 
-# Two draws of the same weights are about 1.4 apart, relative to their norm. Weights that were
-# drawn alike and changed since (decayed, rounded) are far closer.
+# Two independent draws of the same weights are about 1.4 apart, relative to their norm. Weights
+# that were drawn the same and changed since (decayed, rounded) are far closer.
 OTHER_DRAW = 0.5
 _SEED = (
     "seed the script alike in every run, before it draws anything: torch.manual_seed(...), or "
@@ -45,7 +46,10 @@ _SEED = (
 
 
 def plain_runs_apart(compared: Compared) -> str:
-    """Return why two plain runs of the command don't agree within rounding; "" if they do."""
+    """Return why two plain runs of the command don't agree within rounding; "" if they do.
+
+    A plain run has nothing changed by the harness.
+    """
     if not compared.plain_runs:
         return ""
     first, second = compared.plain_runs
@@ -61,7 +65,7 @@ def plain_runs_apart(compared: Compared) -> str:
 
 
 def agree_within_rounding(compared: Compared) -> bool:
-    """Return whether the two runs draw alike, and agree within rounding."""
+    """Return whether the two runs draw the same, and agree within rounding."""
     first, second = compared.model, compared.trace
     return not unseeded(first, second) and _beyond_rounding(compared, first, second) is None
 
@@ -71,7 +75,7 @@ def _beyond_rounding(compared: Compared, first: Trace, second: Trace) -> Counter
     finite = common_steps.while_finite(Compared(runs=compared.runs, model=first, trace=second))
     first, second = finite.model, finite.trace
     trial = Tally("")
-    # Chaos from the first step on is no reason why the same operations give other results.
+    # Chaos from the first step on does not explain why the same operations give different results.
     known = compared.sensitivity
     sensitivity = UNKNOWN if known.is_chaotic(0) else known
     for rank in sorted({update.rank for update in second.of(Update)}):
@@ -112,7 +116,7 @@ _PLAIN = Words(run="the first of them", its="the first one's", before="", elsewh
 
 
 def drawn_apart(compared: Compared) -> str:
-    """Return what a command without a seed draws differently in every run; "" for nothing."""
+    """Return what a command without a seed draws differently in every run; or ""."""
     if compared.trace.traits.seeded:
         return ""
     why = unseeded(compared.model, compared.trace)
@@ -127,7 +131,7 @@ def unseeded(first: Trace, second: Trace) -> str:
 
 
 def samples_apart(compared: Compared) -> str:
-    """Return why two plain runs of the command draw other samples; "" if they don't."""
+    """Return why two plain runs of the command draw different samples; "" if they don't."""
     if not compared.plain_runs:
         return ""
     why = _other_samples(*compared.plain_runs)
@@ -143,9 +147,9 @@ def samples_drawn_apart(compared: Compared) -> str:
 
 
 def drawn_anew(compared: Compared) -> str:
-    """Return why a script that seeds nothing may draw other numbers after a stop; "" if it doesn't.
+    """Return why a script that seeds nothing may draw different numbers after a stop; or "".
 
-    Its runs have seeds of the harness's, and begin alike; after a stop they would be new ones.
+    The harness seeds its runs, so they begin the same. After a stop they would have new seeds.
     """
     if not compared.trace.traits.unseeded:
         return ""
@@ -189,9 +193,10 @@ def _samples(trace: Trace) -> dict[int, Counter[int]]:
 
 
 def other_beginning(compared: Compared) -> str:
-    """Return why the runs begin with weights that were drawn independently; "" if they don't.
+    """Return why the runs begin with independently drawn weights; "" if they don't.
 
-    Weights that differ but were drawn alike are left to the comparison: the trainer changed them.
+    Weights that differ but were drawn the same are left to the comparison: the trainer changed
+    them.
     """
     starts, model_starts = (_first_starts(run) for run in (compared.trace, compared.model))
     if not starts or not model_starts:
@@ -342,7 +347,7 @@ def _strictly(presupposition: Presupposition) -> Presupposition:
     return replace(presupposition, left=lambda _: None)
 
 
-# Comparison, as a reader would call it -> its presuppositions, in the order of their tests.
+# Comparison, as a reader would call it -> its presuppositions, in the order of the tests.
 WITH_ONE_WORKER = "several workers with one"
 WITH_A_KNOB = "a turned knob with its usual value"
 RESUMED = "a resumed run with the straight one"
@@ -366,7 +371,7 @@ _TWO_RUNS = (
     STATISTICS,
 )
 _BY_SAMPLE = (SAME_CONTENTS, NOTHING_BY_RANK, SUM_OVER_SAMPLES)
-# What other runs can settle, in which nothing is drawn at random, or all ranks have one share.
+# What other runs can settle, in which nothing is drawn at random, or all ranks have the same part.
 _CONTROLLED = (STATISTICS, *_BY_SAMPLE, THEIR_BATCHES)
 POISONED = "a step at a value that is not finite, with its skipping or halting"
 COMPARISONS: Mapping[str, tuple[Presupposition, ...]] = {
@@ -392,9 +397,10 @@ COMPARISONS: Mapping[str, tuple[Presupposition, ...]] = {
 
 
 def comparable(tally: Tally, comparison: str, compared: Compared) -> Compared | None:
-    """Return what can be compared of two runs, or None; count as missing why the rest can't.
+    """Return what can be compared of two runs, or None. Count as missing why the rest can't.
 
-    Tensors of `compared.model` get the names that they have in `compared.trace`.
+    `comparison` is a key of COMPARISONS. Tensors of `compared.model` get the names that they have
+    in `compared.trace`.
     """
     if compared.trace.scenario.workload != "own":
         return compared
@@ -431,7 +437,7 @@ def comparable(tally: Tally, comparison: str, compared: Compared) -> Compared | 
 def _uncompressed(tally: Tally, compared: Compared) -> Compared:
     """Return the comparison before the step from which on a hook compresses gradients, if any.
 
-    If it always does, or never, that is all.
+    If the hook always compresses, or never, return `compared` unchanged.
     """
     traits = compared.trace.traits
     step = traits.compressed_from
@@ -450,16 +456,17 @@ def _uncompressed(tally: Tally, compared: Compared) -> Compared:
 
 
 def are_comparable(comparison: str, compared: Compared) -> bool:
-    """Return whether something can be compared of two runs, and nothing speaks against it."""
+    """Return whether something can be compared of two runs, and nothing is missing or broken."""
     trial = Tally("", observed=True)
     left = comparable(trial, comparison, compared)
     return left is not None and trial.broken is None and not trial.missing
 
 
 def are_prevented(comparison: str, compared: Compared, *, masked: bool) -> bool:
-    """Return whether random numbers or coupled samples alone keep two runs from being compared.
+    """Return whether only random numbers or coupled samples keep two runs from being compared.
 
-    `masked`: their dropout draws other masks. If the runs differ by one equation, nothing does.
+    `masked`: their dropout draws different masks. If one equation explains the difference, nothing
+    prevents the comparison.
     """
     compared = aligned(compared)
     lacking = [one for one in COMPARISONS[comparison] if one.lacking(compared)]

@@ -1,7 +1,7 @@
 """Test whether draws, samples or their contents depend on the rank or on how a batch is split.
 
-Then another number of workers, or of micro-batches, may train differently. A number of a sample
-may also mean one of the rank's own data, and batches may be cut otherwise on one worker.
+If they do, a different number of workers, or of micro-batches, may train differently. The id of a
+sample may also number the rank's own data, and one worker may cut batches differently.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from entrenar_py.shared.faults import CONTROLLED
 from entrenar_py.shared.trace import Drawn, Selection, Shard, Trace, Update
 from entrenar_py.shared.wording import counted
 
-# Relative distance of what the model is given of a sample in two runs. In later steps it may come
-# from another model, with weights that rounding has moved apart.
+# The relative distance of what the model is given for a sample in two runs. In later steps it may
+# come from a different model, with weights that rounding has moved apart.
 CONTENTS_BOUND = 1e-5
 CONTENTS_BOUND_MOVED = 1e-3
 _COARSE_UNITS = 16  # in 16 bits: roundings of that precision
@@ -37,7 +37,7 @@ PLACES: Mapping[str, str] = {
     "gradient": "between the backward pass and the step (noise on gradients, or the next batch)",
     "step": "in optimizer.step()",
 }
-# Draws there can change only what the model is given.
+# Draws at these places can change only what the model is given.
 _BEFORE_THE_BATCH = ("between", "loader")
 _REMEDY = (
     "turn it off for this check; or draw before the forward pass, for the whole batch on every "
@@ -53,7 +53,7 @@ _Numbers = tuple[str, str, str]  # generator, and its state before and after
 
 
 def other_contents(compared: Compared) -> str:
-    """Return which sample has other contents in the two runs, and why it may; "" for none."""
+    """Return which sample has different contents in the two runs, and why; "" for none."""
     if compared.is_one_run:
         return ""
     expected = _contents(compared.model)
@@ -74,7 +74,7 @@ def other_contents(compared: Compared) -> str:
 
 
 def _drawn_before(trace: Trace) -> str:
-    """Return in words where numbers are drawn that may be in the contents, "" for nowhere."""
+    """Return in words which draws may be in the contents; "" for none."""
     drawn = _by_place(trace)
     places = [
         f"{PLACES[where]}, from {_named(drawn[where])}"
@@ -85,19 +85,19 @@ def _drawn_before(trace: Trace) -> str:
 
 
 def drawn_by_rank(compared: Compared) -> str:
-    """Return where numbers are drawn that may differ between the runs; "" if nowhere, or without
-    an effect.
+    """Return where numbers are drawn that may differ between the runs; "" if nowhere.
 
-    Two runs with the same micro-batches on the same ranks draw the same if the generators have the
-    same states. Otherwise equal states aren't enough: masks for half of a batch, say, may leave the
-    generator in the state that masks for the whole of it do.
+    Also return "" if they have no effect. Two runs with the same micro-batches on the same ranks
+    draw the same numbers if the generators have the same states. Otherwise equal states aren't
+    enough: masks for half a batch may leave the generator in the same state as masks for the whole
+    batch.
     """
     if compared.is_one_run:
         return ""
     model, trace = compared.model, compared.trace
     alike = _micro_batches(model) == _micro_batches(trace)
     known = _all_known(model) and _all_known(trace)
-    # In runs with common numbers only draws of a few numbers, and unknown ones, are seen.
+    # In runs with common numbers, only draws of a few numbers, and unknown ones, are recorded.
     are_common = any(fault.kind in CONTROLLED for fault in trace.scenario.faults)
     drawn, expected = _by_place(trace), _by_place(model)
     for where in PLACES:
@@ -124,8 +124,8 @@ def drawn_by_rank(compared: Compared) -> str:
 def noise_on_gradients(trace: Trace) -> str:
     """Return which random numbers may have changed gradients before the step; "" for none.
 
-    If the gradient that is applied is still the sum of its micro-batches', the numbers were drawn
-    for something else, such as the next batch.
+    If the applied gradient is still the sum of its micro-batches, the numbers were drawn for
+    something else, such as the next batch.
     """
     drawn = _by_place(trace).get("gradient")
     if not drawn or accumulation.are_applied(trace, {step for step, _ in drawn}):
@@ -146,7 +146,10 @@ def _contents(trace: Trace) -> Contents:
 
 
 def are_alike(due: tuple[float, ...], got: tuple[float, ...], bound: float) -> bool:
-    """Return whether a sample has the same contents, or tensors of sizes that can't be compared."""
+    """Return whether a sample has the same contents, or contents that can't be compared.
+
+    `due` and `got` have three numbers for each tensor: its size, norm and sum.
+    """
     if len(due) != len(got) or len(due) % 3:
         return True
     for at in range(0, len(due), 3):
@@ -160,9 +163,9 @@ def are_alike(due: tuple[float, ...], got: tuple[float, ...], bound: float) -> b
 
 
 def _all_known(trace: Trace) -> bool:
-    """Return whether what the model was given is known of every sample in the first steps.
+    """Return whether the contents of every sample in the first steps are known.
 
-    The id of a sample may be a digest of it.
+    The id of a sample may be a digest of its contents.
     """
     if trace.traits.sample_ids == "content":
         return not missing.unknown_steps(trace) & {*range(ROUNDING_STEPS)}
@@ -191,7 +194,7 @@ _Draws = Mapping[tuple[int, int], list[_Numbers]]
 
 
 def _one(mine: _Draws, theirs: _Draws) -> bool:
-    """Return whether all ranks of both runs drew the same in each step."""
+    """Return whether all ranks of both runs drew the same numbers in each step."""
     by_step: dict[int, list[list[_Numbers]]] = defaultdict(list)
     for (step, _), numbers in (*mine.items(), *theirs.items()):
         by_step[step].append(numbers)
@@ -216,14 +219,14 @@ def named(generator: str) -> str:
     return f"the generator {generator}"
 
 
-# --- samples by their numbers ---------------------------------------------------------------------
+# --- samples by their ids -------------------------------------------------------------------------
 
 
 def of_own_data(compared: Compared) -> str:
-    """Return which number stands for other samples on two ranks, as it seems; "" for none.
+    """Return which id seems to stand for different samples on two ranks; "" for none.
 
-    It does if both draw it in an epoch, with other contents. If a sampler splits the data between
-    the ranks, or the script selects each rank's part of it, numbers mean the same on all ranks.
+    It does if both ranks draw it in an epoch, with different contents. If a sampler splits the data
+    between the ranks, or the script selects each rank's part of it, ids mean the same on all ranks.
     """
     runs = (compared.trace,) if compared.is_one_run else (compared.model, compared.trace)
     return next((why for run in runs if (why := _apart(run))), "")
@@ -249,7 +252,7 @@ def _apart(trace: Trace) -> str:
 
 
 def are_ordered_otherwise(compared: Compared) -> bool:
-    """Return whether two runs have the same number of samples in a step, and others in each."""
+    """Return whether all steps have the same number of samples in both runs, but different ones."""
     samples, others = _batches(compared.model), _batches(compared.trace)
     common = sorted(samples.keys() & others.keys())
     return bool(common) and all(
@@ -259,17 +262,17 @@ def are_ordered_otherwise(compared: Compared) -> bool:
 
 
 def other_batches(compared: Compared) -> str:
-    """Return why two runs may rightly have different batches; "" if theirs should be the same.
+    """Return why two runs may rightly have different batches; "" if these should be the same.
 
-    Each rank may have a part of the data, from which it draws its share of each batch, or a seed of
-    its own, and one worker may have another sampler than several.
+    Each rank may have a part of the data, from which it draws its part of each batch, or a seed of
+    its own. And one worker may have a different sampler than several.
     """
     samples, others = _batches(compared.model), _batches(compared.trace)
     common = sorted(samples.keys() & others.keys())
     if not common or any(samples[step] == others[step] for step in common):
         return ""
     if "content" in (compared.model.traits.sample_ids, compared.trace.traits.sample_ids):
-        return ""  # rows with noise or padding in them: `contents` says what is not known
+        return ""  # rows with noise or padding: the clause reports what is unknown
     if left_out(compared.model, compared.trace):
         return ""
     workers = counted(compared.trace.scenario.world_size, "worker")
@@ -290,7 +293,7 @@ def other_batches(compared: Compared) -> str:
 
 
 def _why_unlike(compared: Compared) -> str:
-    """Return the likely cause of other batches on another number of workers."""
+    """Return the likely cause of different batches with a different number of workers."""
     ranks: dict[int, set[int]] = defaultdict(set)  # by sample
     epochs: set[int] = set()
     for run in (compared.model, compared.trace):
@@ -308,10 +311,10 @@ def _why_unlike(compared: Compared) -> str:
 
 
 def left_out(whole: Trace, fewer: Trace) -> dict[int, list[int]]:
-    """Return by step the samples of `whole` that `fewer` lacks, if batches are cut alike in both.
+    """Return by step the samples of `whole` that `fewer` lacks, if both cut the same batches.
 
-    They are if no step of `fewer` draws anything else, and a step that is not the last of an epoch
-    of `whole` draws less: the last batch of an epoch may be cut short. Otherwise return nothing.
+    They do if no step of `fewer` draws anything else, and a step that is not the last of an epoch
+    of `whole` draws less: the last batch of an epoch may be cut short. Otherwise return {}.
     """
     if whole.traits.epochs == "untold":
         return {}

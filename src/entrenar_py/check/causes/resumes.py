@@ -1,10 +1,10 @@
 """Compare a resumed run with the run without stops: its state, samples, draws and sums.
 
-Checkpoints of users' trainers are not recorded. What a rank had before is
+Checkpoints of users' trainers are not recorded. The state that a rank had before the stop is
 recorded after the optimizer's step. A script may change it between two steps (clamp weights, reset
-moments). So a difference counts only if the next step then ends elsewhere than in the run without
-stops. Findings on samples say where the resumed run goes on, if it is a place that the other run
-has been to.
+moments). So a difference counts only if the next step then ends differently than in the run without
+stops. Findings on samples say where in the data the resumed run continues, if the other run has
+been at that place.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from entrenar_py.shared.trace import (
 from entrenar_py.shared.verdict import Tally
 from entrenar_py.shared.wording import listed, named
 
-# Number formats that moments are cast to when they are loaded for parameters of that format.
-_MANTISSAS = {"bfloat16": 16, "float16": 13}  # name -> how many bits of float32's it has not
+# dtypes to which moments are cast when they are loaded for parameters of that dtype
+_MANTISSAS = {"bfloat16": 16, "float16": 13}  # name -> how many bits of float32's mantissa it lacks
 
 
 @dataclass(frozen=True)
 class Resume:
     """The start of a rank after a stop, and what all ranks had until then.
 
-    `begun` are the first starts by rank, `updates` those before the stop by rank and step.
+    `begun` are the first starts by rank, and `updates` those before the stop by rank and step.
     """
 
     start: Start
@@ -50,11 +50,11 @@ class Resume:
 
     @property
     def before(self) -> Update | None:
-        """The rank's last update before the step with which it goes on; None if unknown."""
+        """The rank's last update before the step at which it continues; None if unknown."""
         return self.updates.get(self.start.rank, {}).get(self.start.step - 1)
 
     def history(self, part: str, name: str) -> Iterator[tuple[TensorRecord | None, str]]:
-        """Yield what a tensor may have been restored from, each with words that say so."""
+        """Yield what a tensor may have been restored from, each with words for it."""
         rank, step = self.start.rank, self.start.step
         first, own = self.begun.get(rank), self.updates.get(rank, {})
         if self.before is not None:
@@ -97,10 +97,10 @@ def _go_on_from(updates: dict[int, Update], event: Synchronised) -> None:
 
 
 def compare_state(tally: Tally, straight: Trace | None, trace: Trace, parts: Sequence[str]) -> None:
-    """Compare `parts` of each resume's state with those of its rank before the stop, bit for bit.
+    """Compare `parts` of each resume's state with the rank's state before the stop, bit for bit.
 
-    A rank without optimizer state before has none to restore. Local buffers are those of the
-    lowest rank, which people save for all.
+    A rank without optimizer state before the stop has none to restore. Local buffers are compared
+    on the lowest rank, since scripts save these for all ranks.
     """
     gone_on = (evidence.updates(straight) if straight else {}), evidence.updates(trace)
     recorded = missing.recorded(trace)
@@ -132,9 +132,9 @@ def compare_state(tally: Tally, straight: Trace | None, trace: Trace, parts: Seq
 
 
 def _kept(straight: Update | None, resumed: Update | None, start: Start) -> tuple[Tensors, Tensors]:
-    """Return the buffers with which the first step was made in both runs, where they are known.
+    """Return the buffers with which both runs took the first step, as far as they are known.
 
-    Those are left out that the script changed between the start and the step.
+    Buffers that the script changed between the start and the step are left out.
     """
     if straight is None or resumed is None:
         return {}, {}
@@ -179,7 +179,7 @@ _WORDS = {"weights": "weights", "optimizer": "optimizer state"}
 def _how_it_differs(
     due: TensorRecord, got: TensorRecord, history: Iterator[tuple[TensorRecord | None, str]]
 ) -> str:
-    """Return in words what a tensor was restored as, as far as that can be told."""
+    """Return in words what a tensor was restored as, as far as that is known."""
     left, right = due.elements(), got.elements()
     if left is not None and right is not None and left.any() and not right.any():
         return "is zero: it was not restored"
@@ -211,10 +211,10 @@ Place = tuple[int, int, int]  # step, rank, number of the shard
 
 
 def compare_data(tally: Tally, straight: Trace, trace: Trace) -> bool:
-    """Compare samples and random numbers of each shard; return whether the samples can be compared.
+    """Compare samples and random numbers of each shard. Return whether samples are comparable.
 
-    They can't if the sampler draws with replacement and the resumed run draws others: that may be
-    on purpose.
+    They aren't if the sampler draws with replacement and the resumed run draws different samples:
+    that may be on purpose.
     """
     bare = missing.bare_fields(tally, straight, trace)
     expected = {_place(shard): shard for shard in straight.of(Shard)}
@@ -223,7 +223,7 @@ def compare_data(tally: Tally, straight: Trace, trace: Trace) -> bool:
         if model is None:
             continue
         where = evidence.place(trace, shard)
-        is_told = tally.would_keep(shard.step)  # words are sought for the counterexample only
+        is_told = tally.would_keep(shard.step)  # words are needed for the counterexample only
         if shard.ids != model.ids and "ids" not in bare:
             is_sought = shard.ids and (is_told or trace.traits.replacement)
             same = (model for model in expected.values() if model.ids == shard.ids)
@@ -246,7 +246,7 @@ def compare_data(tally: Tally, straight: Trace, trace: Trace) -> bool:
 
 
 def _same_numbers(tally: Tally, straight: Trace, trace: Trace) -> None:
-    """Compare what a script draws outside of the forward pass: noise, timesteps, augmentation."""
+    """Compare what a script draws outside the forward pass: noise, timesteps, augmentation."""
     expected = {_stream(drawn): drawn for drawn in straight.standing.of(Drawn) if _counts(drawn)}
     for drawn in trace.standing.of(Drawn):
         model = expected.get(_stream(drawn))
@@ -263,7 +263,7 @@ def _same_numbers(tally: Tally, straight: Trace, trace: Trace) -> None:
         owner = owner or _late(straight, trace, drawn)
         where, generator = random_draws.PLACES[drawn.where], random_draws.named(drawn.generator)
         tally.check(
-            model.after == drawn.after,  # before it the generator may have had to be restored
+            model.after == drawn.after,  # the generator may have had to be restored before it
             f"after the resume other random numbers are drawn {where}, from {generator}{owner}",
             step=drawn.step,
             rank=drawn.rank,
@@ -272,9 +272,9 @@ def _same_numbers(tally: Tally, straight: Trace, trace: Trace) -> None:
 
 
 def _late(straight: Trace, trace: Trace, drawn: Drawn) -> str:
-    """Return in words that a generator may have been restored too late, if it draws before, too.
+    """Return in words that a generator may have been restored too late; "" otherwise.
 
-    It does if its state isn't the one that it had after the draw before.
+    It may if it also draws between the steps: if its state is not the one after its draw before.
     """
     resumes = {(start.step, start.rank) for start in trace.of(Start) if start.resumed}
     owner = drawn.rank, drawn.generator
@@ -304,7 +304,7 @@ def _place(shard: Shard) -> Place:
 
 
 def _goes_on(shard: Shard, seen: Shard | None, trace: Trace) -> str:
-    """Return in words where the resumed run goes on in the data, as far as that is known."""
+    """Return in words where in the data the resumed run continues, as far as that is known."""
     back = [start.step for start in trace.of(Start) if start.resumed and start.step <= shard.step]
     if seen is None or shard.step not in back:
         return ""
@@ -323,9 +323,9 @@ def _goes_on(shard: Shard, seen: Shard | None, trace: Trace) -> str:
 
 
 def _other_order(straight: Trace, model: Shard, shard: Shard) -> str:
-    """Return in words how the samples differ from those of the `model`, one by one.
+    """Return in words how the samples differ from those of the `model`.
 
-    New samples are said to be from the past or the rest of the epoch only if epochs are known.
+    Only if epochs are known, samples are reported as drawn again, or as the rest of the epoch.
     """
     lost = [id_ for id_ in model.ids if id_ not in shard.ids]
     new = [id_ for id_ in shard.ids if id_ not in model.ids]
@@ -368,12 +368,12 @@ def _owner(expected: Mapping[Place, Shard], shard: Shard) -> str:
 # --- the order of a sum over ranks ----------------------------------------------------------------
 
 
-# Of the sum of the terms' norms: one rounding for each rank's term, and some for their division.
+# Of the sum of the terms' norms: one rounding for each rank's term, and some for the division.
 _ROUNDINGS = 2.0**-20
 
 
 def summed_alike(tally: Tally, straight: Trace, trace: Trace) -> tuple[Trace, Trace]:
-    """Return both runs without the steps from the first on that added in another order.
+    """Return both runs without the steps from the first that added in a different order.
 
     If there is one, count it as missing.
     """
@@ -422,7 +422,7 @@ def _is_rounding(expected: Tensors, got: Tensors, terms: list[Shard]) -> bool:
     if due is None or now is None or due.keys() != now.keys() or not size:
         return False
     whole = math.fsum(norm or math.inf for norm in norms)
-    # The terms are divided as their sum is, by one number that is not known.
+    # The terms are divided like their sum, by one number that is unknown.
     total = np.sqrt(
         sum(np.square(_sum_of(terms, name)).sum() for name in due)  # float64
     )

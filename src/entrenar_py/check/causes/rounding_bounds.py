@@ -1,20 +1,20 @@
 """Bounds of comparisons: how far rounding may move two correct runs apart.
 
-Two right runs add the same terms in different orders. So they differ by roundings, and no two runs
-of different numbers of workers have the same bits. Three things widen the bound of a comparison,
-and each is seen in the runs themselves, never chosen:
+Two correct runs add the same terms in different orders. So they differ by roundings, and no two
+runs on different numbers of workers have the same bits. Three things widen the bound of a
+comparison. Each is measured in the runs themselves, never chosen:
 
 - `Bounds`: the arithmetic of the coarsest run. The bounds of float32 were derived from the number
-  of terms and measured over thousands of scenarios; they grow with a rounding in 16 bits, and for
-  later steps under Adam, which moves an element of rounding noise as far as any other.
-- `sent_in`: the format in which gradients pass between ranks, declared or visible in their sums.
+  of terms and measured over thousands of scenarios. They are larger for 16 bits, and for later
+  steps under Adam, which moves an element of rounding noise as far as any other.
+- `sent_in`: the dtype in which gradients pass between ranks, as declared or as their sums show.
 - `Sensitivity`: a ReLU, a maximum or a router near its kink turns one rounding into a whole term,
   and a learning rate that is far too high doubles every difference in every step. No static bound
-  allows for that. So where two runs differ by little, a third shows what rounding does: the run on
-  one worker, its first weights nudged by some roundings (`Fault` of kind `nudged_weights`). How far
-  it is from the run that was not nudged is the sensitivity, step by step.
+  allows for that. So if two runs differ by little, a third shows what rounding does: the run on one
+  worker, with its first weights nudged by some roundings (`Fault` of kind `nudged_weights`). Its
+  distance from the run without the nudge is the sensitivity, step by step.
 
-A wider static bound was the alternative. It would hide wrong gradients in all trainings for the
+A wider static bound was the alternative. It would hide wrong gradients in all training runs for the
 sake of the few that are chaotic.
 """
 
@@ -41,11 +41,12 @@ from entrenar_py.shared.trace import Shard, Start, Tensors, Trace, Update
 GRADIENT_BOUND = 1e-4
 
 
-# The same for a loss: n u, since its terms have one sign and don't cancel. Largest seen: 2.3e-7.
+# The same for a loss: n u, since its terms have one sign and don't cancel. The largest measured was
+# 2.3e-7.
 LOSS_BOUND = 2e-5
 
 
-# A share of the largest loss (or gradient) in the first steps. A later one below it is only
+# A fraction of the largest loss (or gradient) in the first steps. A later one below it is only
 # rounding: the data are learned. Weights are off by some u |w|. A gradient is about proportional to
 # their distance from the minimum, so it is off by some u times the largest: 16 u.
 LEARNED_AWAY = 2.0**-20
@@ -55,23 +56,23 @@ LEARNED_AWAY = 2.0**-20
 START_BOUND = 2.0**-20
 
 
-# After the first steps rounding differences grow with the trajectory, faster than any static bound
-# allows. Later steps are judged by the published bound only.
+# After the first steps, rounding differences grow along the trajectory, faster than any static
+# bound allows. Later steps are judged by the published bound only.
 ROUNDING_STEPS = 4
 
 
-# Adam's first step is +-rate even where a gradient is rounding noise. Weights then differ by up to
-# twice the rate, and later gradients with them: by 9.5e-4 by step 3 in 700 random scenarios. This
-# bound still detects a gradient that is stale, doubled or of another step.
+# Adam's first step is +-rate even for a gradient that is rounding noise. Weights then differ by up
+# to twice the rate, and later gradients with them: by 9.5e-4 by step 3 in 700 random scenarios.
+# This bound still detects a gradient that is stale, doubled or of a different step.
 ADAM_GRADIENT_BOUND = 1e-2
 
 
 ADAM_LOSS_BOUND = 1e-3
 
 
-# For runs in 16 bits, in roundings of that precision. A gradient goes through every layer twice,
-# and the rounding of each number depends on the order of a sum. The largest seen in 4 seeds of 4
-# scripts in bfloat16, with autocast and without: 5 for a gradient, 1.1 for a loss.
+# For runs in 16 bits, in roundings of that precision. A gradient passes through every layer twice,
+# and the rounding of each number depends on the order of a sum. The largest measured in 4 seeds of
+# 4 scripts in bfloat16, with and without autocast: 5 for a gradient, 1.1 for a loss.
 COARSE_GRADIENT_UNITS = 16
 
 
@@ -81,8 +82,8 @@ COARSE_LOSS_UNITS = 4
 def rounded_away(trace: Trace) -> str:
     """Return why the run's gradients can't be compared within rounding; "" if they can.
 
-    Gradients sent in 16 bits can be compared within the rounding of 16 bits. If nobody says that
-    they are, elements show it, and a sketch of a large tensor has few of them.
+    Gradients sent in 16 bits can be compared within the rounding of 16 bits. If nobody declares
+    this, only elements show it, and a sketch of a large tensor has few elements.
     """
     compressed = trace.traits.compressed
     if not compressed and _is_sketched(trace) and (seen := sent_in(trace)):
@@ -104,9 +105,9 @@ def _is_sketched(trace: Trace) -> bool:
 
 
 def sent_in(trace: Trace) -> str:
-    """Return what compresses gradients on their way between ranks, as declared or as sums show it.
+    """Return what compresses gradients between ranks, as declared or as their sums show.
 
-    A script may round them to 16 bits by hand. "" if nothing does.
+    Return "" if nothing does. A script may round them to 16 bits by hand.
     """
     return trace.traits.compressed or undeclared_format(trace, GRADIENT_BOUND)
 
@@ -123,7 +124,7 @@ class Bounds:
     start: float
     loss_floor: float  # absolute: a smaller distance is only rounding
     gradient_floor: float
-    adam: bool  # if a run uses it, weights can't be compared
+    adam: bool  # if a run uses Adam, weights can't be compared
 
     def gradient_at(self, step: int) -> float:
         """Return the allowed relative distance of two gradients of a step."""
@@ -165,20 +166,20 @@ def _largest(sizes: Iterable[float]) -> float:
 # --- gradients that ranks rounded to 16 bits before they added them -------------------------------
 
 
-_STEPS = 4  # to look at
+_STEPS = 4  # to inspect
 _TELLING_MIN = 16  # elements, which hardly look rounded by chance
-_EXACT = 2.0**-18  # an element that is off by a smaller share of its terms was not rounded
-_EXACT_MOST = 0.5  # the largest share of such elements in a tensor that was rounded
-_ONE_FACTOR = 0.8  # the share of the squared errors that one factor would explain, and chance not
-# The smallest number of a format, below which rounding is absolute; bfloat16 has float32's.
+_EXACT = 2.0**-18  # an element that is off by a smaller fraction of its terms was not rounded
+_EXACT_MOST = 0.5  # the largest fraction of such elements in a tensor that was rounded
+_ONE_FACTOR = 0.8  # of the squared errors: the part that one factor explains, but chance doesn't
+# The smallest number of a dtype, below which rounding is absolute; bfloat16 has float32's.
 _SMALLEST = {"float16": 2.0**-24, "bfloat16": 2.0**-126}
 
 
 def undeclared_format(trace: Trace, bound: float) -> str:
-    """Return the format, `float16` or `bfloat16`, to which a run's sums were rounded unseen.
+    """Return the dtype to which a run's sums were rounded undeclared: `float16` or `bfloat16`.
 
-    "" if none was, if none can be told, or if local gradients have that format themselves. `bound`
-    is the relative L2 distance up to which a sum in float32 is not rounded any further.
+    Return "" if there is none, if it is unknown, or if local gradients have that dtype themselves.
+    `bound` is the relative L2 distance up to which a sum in float32 was not rounded further.
     """
     if precision.unit(trace) > precision.FLOAT32:
         return ""
@@ -193,7 +194,7 @@ def undeclared_format(trace: Trace, bound: float) -> str:
 
 
 def format_of_step(shards: list[Shard], by_rank: Mapping[int, Update], bound: float) -> str | None:
-    """Return the format of a step's sums, "" if they were not rounded; None if it is neither.
+    """Return the dtype of a step's sums; "" if they were not rounded, None if nothing fits.
 
     Sums that are off by less than `bound`, all tensors together, were not rounded.
     """
@@ -228,14 +229,14 @@ def format_of_step(shards: list[Shard], by_rank: Mapping[int, Update], bound: fl
 def _divisor(whole: Vectors, applied: Vectors) -> float | None:
     sums = np.concatenate([whole[name] for name in applied])
     means = np.concatenate([value.astype(np.float64) for value in applied.values()])
-    with np.errstate(invalid="ignore"):  # of gradients that are not finite there is none
+    with np.errstate(invalid="ignore"):  # for gradients that are not finite there is none
         ratios = sums[means != 0] / means[means != 0]
     number = float(np.median(ratios)) if ratios.size else 0.0
     return number if number and math.isfinite(number) else None
 
 
 def _fits(name: str, off: Vectors, local: Mapping[int, Vectors]) -> bool:
-    """Return whether `off` is what rounding each rank's term, each sum and the divisor explains."""
+    """Return whether rounding each rank's term, each sum and the divisor explains `off`."""
     roundings = (2 * len(local) + 1) * precision.SIXTEEN[name][0]
     floor = len(local) * _SMALLEST[name]
     terms = {n: np.sum([np.abs(sums[n]) for sums in local.values()], axis=0) for n in off}
@@ -252,9 +253,9 @@ def _fits(name: str, off: Vectors, local: Mapping[int, Vectors]) -> bool:
 
 
 def _is_random(gap: Vector, whole: Vector, terms: Vector) -> bool:
-    """Return whether errors are scattered over elements as those of roundings are.
+    """Return whether errors are scattered over elements like rounding errors.
 
-    True if none was rounded, or if there are too few to tell.
+    Also return True if no element was rounded, or if there are too few elements.
     """
     there = terms > 0
     gap, whole, terms = gap[there], whole[there], terms[there]
@@ -274,15 +275,15 @@ def _size(vectors: Vectors) -> float:
 # --- optimizers of an unknown rule ----------------------------------------------------------------
 
 
-# The share of a move that gradient and weight may leave unexplained: rounding, but no sign of it.
+# The fraction of a move that gradient and weight may leave unexplained: rounding, but not signs.
 _UNEXPLAINED = 1e-2
 
 
 def is_adaptive(*runs: Trace) -> bool:
     """Return whether users' optimizers of an unknown rule move weights out of proportion.
 
-    One run in which they are seen to move in proportion is enough: in others the gradients may not
-    be reduced yet when they are recorded.
+    One run with moves in proportion to gradients is enough to say no: in others the gradients may
+    not be reduced yet when they are recorded.
     """
     unknown = [run for run in runs if run.traits.rule != "known" and run.scenario.workload == "own"]
     return bool(unknown) and not any(map(_is_proportional, unknown))
@@ -301,9 +302,9 @@ def _is_proportional(trace: Trace) -> bool:
 
 
 def _unexplained(name: str, before: Tensors, update: Update) -> float | None:
-    """Return the share of a tensor's move that no multiples of its gradient and weight explain.
+    """Return the fraction of a tensor's move that its gradient and weight don't explain.
 
-    None if values are unknown, or too few to tell.
+    Return None if values are unknown, or if there are too few.
     """
     held = (before.get(name), update.weights.get(name), update.gradient[name])
     values = [None if record is None else record.values() for record in held]
@@ -319,15 +320,15 @@ def _unexplained(name: str, before: Tensors, update: Update) -> float | None:
     return float(np.linalg.norm(moved - terms @ factors) / np.linalg.norm(moved))
 
 
-# --- how far rounding alone moves a training ------------------------------------------------------
+# --- how far rounding alone moves a training run --------------------------------------------------
 
 
 # Roundings by which each weight is nudged. Two orders of adding differ by a few roundings at each
-# kink. More of them meet a kink wherever those few may: a single one decides by chance. In 16 bits
-# each operation rounds by so much that one is like the runs' own.
+# kink. More roundings meet a kink wherever those few may, while a single one decides by chance. In
+# 16 bits each operation rounds by so much that one rounding is like the runs' own.
 _ROUNDINGS = 256
 _ROUNDINGS_OF_16_BITS = 1
-# Two runs may be this much further apart than the nudged one.
+# Two runs may be this many times further apart than the nudged run is from its original.
 MARGIN = 4.0
 # A relative distance of a nudged run above which nothing is left to compare.
 CHAOTIC = 0.1
@@ -335,10 +336,10 @@ CHAOTIC = 0.1
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """The relative distances of a nudged run from the same one without that: by part, then by step.
+    """The relative distances of a nudged run from the same run without the nudge.
 
-    Each is the largest of all tensors. Parts are `loss`, `gradient`, `weights` and `buffers`. All
-    is empty if no run was nudged.
+    They are by part, then by step; each is the largest of all tensors. Parts are `loss`,
+    `gradient`, `weights` and `buffers`. `moved` is empty if no run was nudged.
     """
 
     moved: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
@@ -346,16 +347,16 @@ class Sensitivity:
     def allowed(self, part: str, step: int, bound: float) -> float:
         """Return the allowed relative distance of two runs in `part` of `step`: at least `bound`.
 
-        Steps that the nudged run did not make are like the last one that it made.
+        For steps that the nudged run did not take, its last step counts.
         """
         return max(bound, MARGIN * self._until(part, step))
 
     def is_chaotic(self, step: int) -> bool:
-        """Return whether rounding alone can make two gradients of `step` unlike."""
+        """Return whether rounding alone can make two gradients of `step` entirely different."""
         return self._until("gradient", step) > CHAOTIC
 
     def in_words(self, num_steps: int, bound: float) -> str:
-        """Return how far rounding moves the first steps, if by more than `bound`; else ""."""
+        """Return how far rounding moves the first steps, if by more than `bound`; otherwise ""."""
         for step in range(num_steps):
             if self.is_chaotic(step):
                 return (
@@ -387,13 +388,13 @@ def sensitivity_of(runs: Runs[Trace]) -> Sensitivity:
 
 
 def nudge(trace: Trace) -> float:
-    """Return by what share of itself to nudge each weight of a training like that of `trace`."""
+    """Return by which fraction to nudge each weight of a training run like `trace`."""
     unit = precision.unit(trace)
     return unit * (_ROUNDINGS if unit <= precision.FLOAT32 else _ROUNDINGS_OF_16_BITS)
 
 
 def may_be_rounding(model: Trace, trace: Trace) -> bool:
-    """Return whether two runs that differ are near enough to each other for rounding to be why.
+    """Return whether two runs that differ are so close that rounding may be the cause.
 
     They are if their first gradients are.
     """

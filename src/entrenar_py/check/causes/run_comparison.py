@@ -1,13 +1,13 @@
-"""Compare a run with a reference run (`model`), and say what such a comparison presupposes.
+"""Compare a run with a reference run (`model`), and define what a comparison presupposes.
 
-The reference is the same training on a single device, or with the script's knobs at their usual
+The reference is the same training run on a single device, or with the script's knobs at their usual
 values. Samples must be the same. Then the first `ROUNDING_STEPS` steps are compared within rounding
-by loss, gradient, weights and buffers, tensor by tensor. Later ones have drifted apart by more than
-any static bound allows. There only the learning rates, the published tolerance of losses, and an
-error that comes at once (`explanations.LaterSteps`) are judged.
+by loss, gradient, weights and buffers, tensor by tensor. Later steps have drifted apart by more
+than any static bound allows. In these only the learning rates, the published tolerance of losses,
+and an error that appears at once (`explanations.LaterSteps`) are judged.
 
 A difference is a counterexample only if nothing else explains it. `Compared` is the pair of runs
-that a clause judges, with what is known of both: where they differ, and by which one equation.
+that a clause judges, with what is known of both: where they differ, and which equation explains it.
 `Presupposition` is a row of the table in `presuppositions`: a test on such a pair. This module
 judges no clause by itself.
 """
@@ -42,11 +42,11 @@ from entrenar_py.shared.verdict import Counterexample, Tally
 
 PUBLISHED_FROM_STEP = 100
 
-# Two numbers of workers differ by more.
+# Factors by two numbers of workers differ by more.
 FACTOR_BOUND = 1e-3
 
-# That is a share of a gradient's terms. Where these are so many times as large as their sum, the
-# same rounding is so much more of the sum.
+# Terms that are this many times as large as their sum: a rounding of the terms is then a larger
+# part of the sum.
 CANCELLED_MIN = 8
 
 _NOTHING = (
@@ -73,10 +73,10 @@ def compare(
     *,
     sensitivity: Sensitivity = UNKNOWN,
 ) -> int:
-    """Compare the first steps within rounding; and if `tolerance` is not None, losses from step 100
-    on within it. Return the number of averaged gradients compared.
+    """Compare the first steps within rounding. Return the number of averaged gradients compared.
 
-    Where the training's `sensitivity` was measured, more is allowed than rounding alone.
+    If `tolerance` is not None, also compare losses from step 100 on within it. If the training
+    run's `sensitivity` was measured, more is allowed than rounding alone.
     """
     if not missing.require_updates(tally, model, trace):
         return 0
@@ -129,9 +129,9 @@ def compare(
 def _comparable(
     comparison: _Comparison, model: Trace, apart: int | None
 ) -> Iterator[tuple[int, Mapping[int, Update]]]:
-    """Yield the steps that both runs made of the same samples, with the updates of each rank.
+    """Yield the steps that both runs took with the same samples, with the updates by rank.
 
-    Samples that are unknown, or known by their rows alone, are the same if the gradients are. Stop
+    Samples that are unknown, or known only by their rows, are the same if the gradients are. Stop
     at step `apart`, which only one of the runs skipped: the runs differ from there on.
     """
     tally, words, trace = comparison.tally, comparison.words, comparison.trace
@@ -156,7 +156,7 @@ def _comparable(
             and step >= ROUNDING_STEPS
             and (step in unknown or (is_by_rows and samples[step] != model_samples[step]))
         ):
-            return  # of the first steps, too, the gradients told that samples are the same
+            return  # in the first steps, too, only gradients showed that samples are the same
         elif step in unknown or not samples.get(step) or not model_samples.get(step):
             missing.ask(tally, f"the samples of step {step} are unknown", facts.IDS_IN_BOTH)
         elif samples[step] != model_samples[step]:
@@ -168,9 +168,10 @@ def _comparable(
 
 
 def _other_rate(model: Trace, due: Update, trace: Trace, got: Update) -> str:
-    """Return why one worker with the batches of several may have another rate; "" if it has not.
+    """Return why one worker with the batches of several may have a different rate; or "".
 
-    A script that has the size of a worker's batch may derive its rate from their number.
+    A script that sets the size of one worker's batch may derive its rate from the number of
+    workers.
     """
     if not any(fault.kind == MERGED for fault in model.scenario.faults):
         return ""
@@ -190,7 +191,7 @@ def _other_rate(model: Trace, due: Update, trace: Trace, got: Update) -> str:
 def steps_alike(model: Trace, trace: Trace) -> set[int]:
     """Return the first steps with averaged gradients that agree within rounding.
 
-    So their samples are the same ones, whatever is known of them.
+    Their samples are the same, whatever is known of them.
     """
     expected, alike = evidence.updates(model), set[int]()
     bounds = Bounds.of(expected, model, trace)
@@ -207,11 +208,11 @@ def steps_alike(model: Trace, trace: Trace) -> set[int]:
 
 
 def steps_combined(model: Trace, trace: Trace) -> set[int]:
-    """Return the first steps in which the gradient of `model` is a sum of the micro-batches' of
-    `trace`, each times a number.
+    """Return the first steps in which `model`'s gradient combines micro-batches of `trace`.
 
-    So their samples are the same ones, however `trace` adds up, if rows alone name them: padding is
-    in rows, and what is cut off for the longest. Gradients of other samples leave no such sum.
+    It is a sum of their gradients, each times a number. So the samples are the same, however
+    `trace` adds up, if samples are known only by rows, which contain padding or are cut off.
+    Gradients of different samples leave no such sum.
     """
     expected, shards = evidence.updates(model), evidence.shards(trace)
     bounds = Bounds.of(expected, model, trace)
@@ -227,9 +228,10 @@ def steps_combined(model: Trace, trace: Trace) -> set[int]:
 
 
 def tells(*runs: Trace, floor: float = 0.0) -> bool:
-    """Return whether some gradient of the first steps, of one of `runs`, is longer than `floor`.
+    """Return whether a gradient of the first steps, in any of `runs`, is longer than `floor`.
 
-    Gradients that are all zero are alike in any trainer. One of unknown length may tell.
+    Gradients that are all zero are the same in any trainer. A gradient of unknown length counts as
+    longer.
     """
     norms = (
         closeness.norm_l2(update.gradient)
@@ -253,7 +255,8 @@ class _Comparison:
     def first_step(self, model: Update, update: Update, due: Set[str], gaps: missing.Gaps) -> bool:
         """Compare the loss and the parts of one of the first steps, within rounding.
 
-        Parts in `due` not compared are added to `gaps`. Return whether the gradient was compared.
+        Parts in `due` that can't be compared are added to `gaps`. Return whether the gradient was
+        compared.
         """
         self.losses(model, update)
         compared = self.tensors(model, update)
@@ -266,7 +269,7 @@ class _Comparison:
         """Check that no micro-batch counts too much in a step after the first ones.
 
         Nothing else is judged there: rounding differences have grown by then. A short last batch
-        often comes late. All ranks apply the same gradient: the update is that of one.
+        often comes late. All ranks apply the same gradient, so one rank's update is enough.
         """
         if not self.tally.would_keep(update.step):
             return
@@ -277,7 +280,7 @@ class _Comparison:
             self.tally.check(False, message, **evidence.place(self.trace, update))
 
     def losses(self, model: Update, update: Update, tolerance: float | None = None) -> None:
-        """Compare the losses within `tolerance`, or if it is None, within rounding."""
+        """Compare the losses within the relative `tolerance`; if it is None, within rounding."""
         if model.loss is None or update.loss is None:
             if model.loss != update.loss:
                 why = f"the loss of step {model.step} is known in one run only"
@@ -295,9 +298,10 @@ class _Comparison:
         self.tally.close(model.loss, update.loss, gap, message, **place)
 
     def tensors(self, model: Update, update: Update) -> set[str]:
-        """Compare one rank's gradient, weights and buffers. Return the parts compared or left out.
+        """Compare one rank's gradient, weights and buffers. Return the parts that are done.
 
-        Under Adam, weights are left out, and a user's buffers, too, which may depend on weights.
+        These were compared or left out. Under Adam, weights are left out, and also a user's
+        buffers, which may depend on weights.
         """
         done = {"weights"} if self.bounds.adam else set()
         if done and self.trace.scenario.workload == "own":
@@ -328,9 +332,9 @@ class _Comparison:
         return done
 
     def before_clipping(self, model: Update, update: Update, message: str) -> None:
-        """Check that gradients weren't a number of workers times as large when they were clipped.
+        """Check that gradients before clipping are not multiplied by the number of workers.
 
-        Where all of them are longer than the norm, sums over workers and means are clipped alike.
+        If all gradients are longer than the norm, clipping makes sums over workers equal to means.
         """
         times = step_sums.ratio(model.unclipped, update.unclipped, FACTOR_BOUND)
         workers = self.trace.scenario.world_size
@@ -341,9 +345,9 @@ class _Comparison:
             self.tally.check(False, words, **evidence.place(self.trace, update))
 
     def cancelled(self, update: Update) -> dict[str, float]:
-        """Return how many times terms are as large as their sum, of tensors that lose most of them.
+        """Return how many times larger terms are than their sum, for tensors that mostly cancel.
 
-        In float32 the bound has room for that.
+        Return {} in float32, since its bound has room for this.
         """
         if self.bounds.gradient <= GRADIENT_BOUND:
             return {}
@@ -353,7 +357,7 @@ class _Comparison:
         return {name: size for name, size in times.items() if size > CANCELLED_MIN}
 
     def sums(self, model: Update, update: Update, message: str) -> None:
-        """Check, where much is allowed, that no tensor's gradient was changed beyond its terms."""
+        """Check that no tensor's gradient was changed beyond its terms, if bounds are wide."""
         place = evidence.place(self.trace, update)
         bound = explanations.allowed_change(update, GRADIENT_BOUND)
         for name, change in explanations.changes(self.trace, update, model, GRADIENT_BOUND).items():
@@ -371,9 +375,9 @@ class _Comparison:
     def ends(self, apart: int | None, dropped: int | None, *, rests: bool, is_enough: bool) -> None:
         """Report where the comparison ended early, and how closely steps were compared.
 
-        It ends at a step that only one of the runs skipped (`apart`), or in which one alone drops a
-        batch (`dropped`) that the other trains on, by a loss of its own. That is a note if enough
-        was compared before.
+        It ends at a step that only one of the runs skipped (`apart`), or in which only one drops a
+        batch that the other trains on, because of its loss (`dropped`). `rests`: the judged run
+        skipped step `apart`. `is_enough`: enough was compared before, so that this is only noted.
         """
         report = self.tally.note if is_enough else self.tally.miss
         before, model = self.words.before, self.words.run
@@ -393,7 +397,7 @@ class _Comparison:
             report(f"{before}{reason}")
 
     def steps(self, model: Trace) -> None:
-        """Check that the run made every step that `model` made."""
+        """Check that the run took every step that `model` took."""
         lacking = evidence.updates(model).keys() - evidence.updates(self.trace).keys()
         if lacking and model.end.status == "halted":
             self.tally.miss(f"{self.words.run} halted: {model.end.reason}")
@@ -420,7 +424,7 @@ class _Comparison:
 def _samples(trace: Trace) -> dict[int, Counter[int]]:
     """Return step -> how often each sample was used in it.
 
-    A step with inputs that were made of earlier samples has those of the step before.
+    A step with inputs that were made from earlier samples has those of the step before.
     """
     samples: dict[int, Counter[int]] = {}
     for step, shards in sorted(evidence.shards(trace).items()):
@@ -448,7 +452,7 @@ def _has_values(trace: Trace, part: str) -> bool:
 class Compared:
     """Two runs that a check compares: `trace` is judged by `model`.
 
-    They are the same trace where ranks or steps of one run are compared with each other. `runs` are
+    They are the same trace if ranks or steps of one run are compared with each other. `runs` are
     all runs that the check was given.
     """
 
@@ -474,14 +478,14 @@ class Compared:
 
     @property
     def sensitivity(self) -> Sensitivity:
-        """The distance by which rounding alone moves this training, as far as it was measured."""
+        """The distance by which rounding alone moves this training run, if it was measured."""
         return rounding_bounds.sensitivity_of(self.runs)
 
     @cached_property
     def difference(self) -> Counterexample | None:
         """The place where the runs differ by more than rounding; None if they don't.
 
-        Where they don't, a presupposition that fails was without effect.
+        If they don't, a presupposition that fails had no effect.
         """
         tried = Tally("", observed=True)
         compare(tried, self.model, self.trace, None, sensitivity=self.sensitivity)
@@ -499,7 +503,7 @@ class Compared:
 
     @property
     def alone(self) -> Trace | None:
-        """The run on one worker, None if there is none."""
+        """The run on one worker; None if there is none."""
         return next(iter((*self.runs.of(ALONE), *self.runs.witnesses.get(ALONE, ()))), None)
 
 
@@ -508,10 +512,10 @@ class Presupposition:
     """A condition of comparing two tensors, losses or orders of samples.
 
     `says` completes "a comparison presupposes that ...". `lacking` tests it on the runs: it returns
-    why it fails or is unknown, and the call that settles it, or "" if it holds. `left` returns what
-    can still be compared where it fails, or None for nothing. If a difference that has an
-    explanation can't come from this, `is_explained` is true. `broken` returns the counterexample
-    of a training in which it fails by the script's own doing, None where that isn't certain.
+    why the condition fails or is unknown, and the call that settles it; "" if it holds. `left`
+    returns what can still be compared if it fails, or None. `is_explained` is true if a difference
+    that has an explanation can't come from this condition. `broken` returns the counterexample of a
+    training run in which it fails by the script's own fault; None if that isn't certain.
     """
 
     says: str

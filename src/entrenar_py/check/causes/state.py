@@ -1,13 +1,13 @@
 """Compare training state that must be equal, part by part, and say which rank is wrong.
 
-The parts are weights, optimizer state and buffers. The holders of a state are ranks, at their start
-or after a step, and checkpoints. Of two ranks that differ, what they recorded in the step decides:
-the gradients that they applied, their learning rates, and whether their updates follow from these.
-Where it does not, both ranks may be wrong.
+The parts are weights, optimizer state and buffers. A state is held by a rank, at its start or after
+a step, or by a checkpoint. If two ranks differ, what they recorded in the step decides: the
+gradients that they applied, their learning rates, and whether their updates follow from these. If
+it does not decide, either rank may be wrong.
 
-Buffers that follow from a rank's own samples, such as BatchNorm's running statistics, may
-differ between ranks. But a rank's own must be the same in two runs, and after a resume. That is
-judged for the lowest rank: people save its buffers for all.
+Buffers that depend on a rank's own samples, such as BatchNorm's running statistics, may differ
+between ranks. But one rank's buffers must be the same in two runs, and after a resume. That is
+judged for the lowest rank, since scripts save its buffers for all ranks.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Comparison:
         self._gaps.tell(self._tally)
 
     def is_sharded(self, by_rank: ByRank) -> bool:
-        """Return whether the optimizer state is sharded over ranks (ZeRO-1), and note it if so.
+        """Return whether optimizer state is sharded over ranks (ZeRO-1), and note it if so.
 
         It is sharded if no rank has all of it. If one rank has, the others lost what they lack.
         """
@@ -65,7 +65,7 @@ class Comparison:
     def compare(
         self, part: str, expected: Holder, got: Holder, message: str, *, sharded: bool, step: int
     ) -> None:
-        """Compare a part of two states. Of sharded optimizer state compare what both hold."""
+        """Compare a part of two states. For sharded optimizer state, compare what both hold."""
         left, right = getattr(expected, part), getattr(got, part)
         bare = got if left else expected
         if bool(left) != bool(right) and missing.is_unknown(self._recorded, bare, part):
@@ -82,8 +82,8 @@ class Comparison:
     def compare_ranks(self, step: int, by_rank: ByRank, parts: Sequence[str]) -> None:
         """Compare each rank with the state that most ranks hold, to name the rank that deviates.
 
-        Of two ranks either may deviate, unless what they recorded in the step tells which. A rank
-        with an unknown part is counted as missing.
+        Of two ranks either may deviate, unless their records of the step decide. A rank with an
+        unknown part is counted as missing.
         """
         if len(by_rank) < 2:
             return
@@ -110,7 +110,10 @@ class Comparison:
     def _known(
         self, part: str, step: int, by_rank: ByRank, tensors_of: Mapping[int, Tensors]
     ) -> dict[int, Tensors]:
-        """Return `tensors_of` for the ranks with a known part: {} if none recorded it."""
+        """Return `tensors_of` for the ranks with a known part; {} if none recorded it.
+
+        Count the other ranks as missing.
+        """
         anyone = any(tensors_of.values())
         if not (anyone or self._is_due(part, by_rank)):
             return {}
@@ -124,9 +127,10 @@ class Comparison:
         return known
 
     def _is_due(self, part: str, by_rank: ByRank) -> bool:
-        """Return whether ranks must hold a part: weights always, other parts after a step only.
+        """Return whether ranks must hold a part: weights always, other parts only after a step.
 
-        Those are optimizer state, if the workers keep any, and parts that any update recorded.
+        Other parts are optimizer state, if the workers keep any, and parts that any update
+        recorded.
         """
         if part == "weights":
             return True
@@ -176,7 +180,7 @@ class Comparison:
 def keys_in_pieces(trace: Trace) -> set[str]:
     """Return the keys of a user's optimizer state that ranks may hold in pieces (ZeRO-1).
 
-    They have another number of elements than their parameter, and differ between ranks.
+    These have a different number of elements than their parameter, and differ between ranks.
     """
     if trace.scenario.workload != "own":
         return set()
@@ -218,7 +222,7 @@ _GRADIENT_BOUND = rounding_bounds.GRADIENT_BOUND
 
 @dataclass(frozen=True)
 class Blame:
-    """The rank that is known to be wrong, or None, and the reason in words ("" for none)."""
+    """The rank that is known to be wrong, or None, and the reason in words, or ""."""
 
     rank: int | None = None
     words: str = ""
@@ -251,7 +255,7 @@ def _by_edit(trace: Trace, step: int, name: str, pair: tuple[int, int]) -> Blame
 
 
 def _by_gradient(trace: Trace, step: int, name: str, pair: tuple[int, int]) -> Blame | None:
-    """Compare the applied gradients with each other, and with what the micro-batches gave."""
+    """Compare the applied gradients with each other, and with those of the micro-batches."""
     by_rank = evidence.updates(trace)[step]
     left, right = (_vector(by_rank[rank].gradient, name) for rank in pair)
     if left is None or right is None or left.shape != right.shape:
@@ -277,7 +281,7 @@ def _by_gradient(trace: Trace, step: int, name: str, pair: tuple[int, int]) -> B
 
 
 def _follows(trace: Trace, step: int, name: str, rank: int) -> str:
-    """Return whether a rank applied the gradient of `all` samples, or of its `own`; "" if neither.
+    """Return whether a rank applied the gradient of `all` samples, or of its `own`; or "".
 
     The gradient may have a positive factor.
     """
@@ -355,13 +359,13 @@ def _vector(tensors: Tensors, name: str) -> Vector | None:
 # --- buffers that follow from the samples of a rank -----------------------------------------------
 
 
-_AGREED_MIN = 2  # steps in which ranks with other samples don't agree by chance
+_AGREED_MIN = 2  # steps; in fewer, ranks with different samples may agree by chance
 
 
 def tell_local_buffers(tally: Tally, trace: Trace) -> None:
-    """Note which buffers are not compared between ranks; report those that began to differ."""
+    """Note which buffers are not compared between ranks. Report those that began to differ."""
     names: dict[str, None] = {}
-    agreed: dict[str, int] = {}  # name -> steps after which all ranks had the same
+    agreed: dict[str, int] = {}  # name -> steps after which all ranks had the same value
     for step, by_rank in evidence.ranks_by_step(trace):
         if len(by_rank) < 2:
             continue
@@ -383,7 +387,7 @@ def tell_local_buffers(tally: Tally, trace: Trace) -> None:
 
 
 def compare_local_buffers(tally: Tally, model: Trace, trace: Trace, message: str) -> None:
-    """Compare the lowest rank's local buffers after each step that both runs made."""
+    """Compare the lowest rank's local buffers after each step that both runs took."""
     expected = evidence.updates(model)
     for step, by_rank in evidence.ranks_by_step(trace):
         lowest = evidence.any_rank(by_rank)
@@ -407,14 +411,17 @@ def _is_float(name: str, by_rank: Mapping[int, Update]) -> bool:
     return evidence.any_rank(by_rank).local[name].dtype.startswith("float")
 
 
-# --- weights that are no good beginning -----------------------------------------------------------
+# --- weights that are no good start ---------------------------------------------------------------
 
 
 _INITIALISE = "initialise every parameter after to_empty() (reset_parameters), or load a checkpoint"
 
 
 def judge_first_weights(tally: Tally, traces: Iterable[Trace]) -> None:
-    """Check that no run trains from weights with a NaN or Inf. Report one that stopped at them."""
+    """Check that no run trains from weights with a NaN or Inf.
+
+    Report a run that stopped at them.
+    """
     for trace in traces:
         for look, words in (("nan", "NaN"), ("inf", "Inf")):
             places = _places(trace, look)
@@ -433,10 +440,10 @@ def judge_first_weights(tally: Tally, traces: Iterable[Trace]) -> None:
 
 
 def tell_peculiar(tally: Tally, trace: Trace) -> None:
-    """Note matrices that start from zero, and report what looks uninitialised.
+    """Note matrices that start from zero, and report tensors that look uninitialised.
 
-    A matrix may rightly be zero (LoRA's B, the last layer of a block). All matrices may not, since
-    then none of several layers has a gradient.
+    A matrix may rightly be zero (LoRA's B, the last layer of a block). But if all matrices of
+    several layers are zero, no layer gets a gradient.
     """
     unwritten = _places(trace, "uninitialised")
     if unwritten:

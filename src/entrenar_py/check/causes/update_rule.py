@@ -1,12 +1,13 @@
 """Recompute optimizer steps in float64, from the recorded gradients and weights.
 
-The formulas are those of torch.optim, written from the papers as torch documents them, and
-independently of every trainer here. A rule changes a tensor's `Moments`, and returns by how much
-the weight moves against the gradient, and the sum of the absolute values of that move's terms:
-rounding is proportional to it. The constants are torch's defaults. A user's trainer declares others
-in its trace's `traits`: momentum, dampening, nesterov, betas, eps, and `decay: coupled` for an Adam
-where decay is a part of the gradient; or its events say them (`Ruled`). Rounding noise in the
-recorded gradient makes no difference here, so this finds errors under Adam that parity can't.
+The formulas are those of torch.optim, written from the papers as torch documents them,
+independently of every trainer here. A rule changes a tensor's `Moments`. It returns how far the
+weight moves against the gradient, and the sum of the absolute values of the terms of that move, to
+which rounding is proportional. The constants are torch's defaults. A user's trainer declares
+different ones in its trace's `traits` (momentum, dampening, nesterov, betas, eps, and `decay:
+coupled` for an Adam with decay as a part of the gradient) or in its events (`Ruled`). Rounding
+noise in the recorded gradient makes no difference here, so this detects errors under Adam that
+parity can't.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Move = tuple[Vector, Vector]
 
 @dataclass
 class Moments:
-    """The optimizer's state of one tensor. `size` is `first`, but of the terms' absolute values.
+    """The optimizer's state of one tensor. `size` is `first` with absolute values of the terms.
 
     `steps` counts the steps in which the tensor had a gradient, as torch's optimizers do. `third`
     and `product` are the state of rules that keep more.
@@ -58,7 +59,8 @@ class Moments:
 class Constants:
     """The constants of a torch parameter group, with torch's defaults for those that it lacks.
 
-    `decays` is True if weight decay shrinks the weight apart from the gradient.
+    `decoupled_weight_decay` is True if weight decay shrinks the weight separately from the
+    gradient.
     """
 
     weight_decay: float = 0.0
@@ -76,18 +78,18 @@ class Constants:
     initial_accumulator_value: float = 0.0
     rho: float = 0.9
     momentum_decay: float = 4e-3
-    roundings: float = 1.0  # by how much more a move may be off, for constants in float32
+    roundings: float = 1.0  # the factor of the allowed error of a move, for constants in float32
 
 
 @dataclass(frozen=True)
 class TensorRule:
-    """The rule by which an optimizer of torch's steps one tensor."""
+    """The rule by which one of torch's optimizers steps one tensor."""
 
     kind: str
     constants: Constants
 
     def move(self, moments: Moments, gradient: Vector, weight: Vector, rate: float) -> Move:
-        """Return the move against the gradient in one step, with the size of its terms."""
+        """Return the move against the gradient in one step, and the size of its terms."""
         group, decay = self.constants, self.constants.weight_decay
         moments.steps += 1
         gradient = -gradient if group.maximize else gradient
@@ -126,7 +128,7 @@ def are_known(trace: Trace) -> bool:
 
 
 def are_derived(trace: Trace) -> bool:
-    """Return whether an optimizer is of a class of the user's, which is derived from torch's."""
+    """Return whether an optimizer is of a user's class that is derived from torch's."""
     return any(event.derived for event in trace.of(Ruled))
 
 
@@ -187,7 +189,7 @@ def _radam(group: Constants, moments: Moments, gradient: Vector, size: Vector) -
     whole = 2 / (1 - beta2) - 1
     length = whole - 2 * step * beta2**step / (1 - beta2**step)
     factor: Vector | float = 1.0
-    if length > 5:  # else the move is not divided by anything
+    if length > 5:  # otherwise nothing divides the move
         shares = (length - 4) * (length - 2) * whole / ((whole - 4) * (whole - 2) * length)
         factor = math.sqrt(shares * (1 - beta2**step)) / (np.sqrt(second) + group.eps)
     scale = np.asarray(factor / correction)
@@ -210,7 +212,7 @@ def _rmsprop(group: Constants, moments: Moments, gradient: Vector, size: Vector)
         moments.third = group.alpha * moments.third + (1 - group.alpha) * gradient
         kept = np.maximum(second - np.square(moments.third), 0.0)
     root = np.sqrt(kept) + group.eps
-    # The difference of two squares is off by as much as the larger one is.
+    # The difference of two squares is off by as much as the larger one.
     size = size * (np.asarray(second) / np.where(kept > 0, kept, 1.0) if group.centered else 1.0)
     if not group.momentum:
         return gradient / root, size / root
@@ -252,7 +254,7 @@ _RULES: Mapping[str, Callable[[Constants, Moments, Vector, Vector], Move]] = {
 
 
 # w - rate * g in float32 has two roundings of the result, u = 2^-24 each, and a third in fused
-# forms. `allowed` adds one rounding for each step that is summed in the moments.
+# forms. `rounding` adds one for each step that is summed in the moments.
 UPDATE_ULPS = 8
 
 
@@ -265,11 +267,11 @@ class Expected:
 
 
 def _of_betas(traits: Traits, betas: tuple[float, float]) -> float:
-    """Return by how much more Adam's move may be off, as a part of `allowed`, for its constants.
+    """Return the factor of the allowed error of Adam's move, for the precision of its constants.
 
-    In float32 a beta is off by one rounding of 1, and 1 - beta by as much, which is more of it the
-    smaller it is. Both are in the moments, and their powers in what these are divided by; half of
-    the second moment's counts, since its root is taken.
+    In float32 a beta is off by one rounding of 1, and so is 1 - beta, for which this is a larger
+    relative error the smaller it is. Both are in the moments, and their powers are in the divisors
+    of these. Half of the second moment's error counts, since its root is taken.
     """
     if traits.betas_in == "float64":
         return 1.0
@@ -281,7 +283,8 @@ class Rule:
     """One rank's optimizer, followed from update to update.
 
     `known` is False if the moments are unknown, for example after a gap in the recorded updates.
-    `unknown` are tensors that have moved in a step without a recorded gradient of them.
+    `unknown` are tensors that moved in a step without a recorded gradient. `saved` has the moments
+    at each checkpoint, by step.
     """
 
     scenario: Scenario
@@ -309,7 +312,7 @@ class Rule:
         return followed or self.is_stateless
 
     def kind(self, name: str) -> str:
-        """Return the name of the rule by which a tensor is stepped."""
+        """Return the name of the rule that steps a tensor."""
         if self.traits.rule == "known" or name not in self.ruled:
             return self.scenario.optimizer
         return self.ruled[name].kind
@@ -356,7 +359,7 @@ class Rule:
                 yield name, self._expected(name, rule, wide, gradient, rate)
 
     def _rule_of(self, name: str) -> TensorRule | None:
-        """Return the rule that steps a tensor; None if it is unknown, or which tensors decay."""
+        """Return the rule that steps a tensor; None if the rule or its weight decay is unknown."""
         traits, decay = self.traits, self.scenario.weight_decay
         if traits.rule != "known":
             return self.ruled.get(name)
@@ -389,8 +392,8 @@ class Rule:
 def after(rules: Mapping[int, Rule], start: Start, trace: Trace) -> Rule:
     """Return the rule of the rank that starts: a new one, or after a resume its earlier one.
 
-    A rank that resumes from a checkpoint has the moments that it had when that was written. A rank
-    that joins has the moments of the others.
+    A rank that resumes from a checkpoint has the moments that it had when the checkpoint was
+    written. A rank that joins has the moments of the others.
     """
     own = rules.get(start.rank)
     if own is not None and start.resumed:
@@ -415,7 +418,7 @@ def after(rules: Mapping[int, Rule], start: Start, trace: Trace) -> Rule:
 
 
 def prepare(rules: dict[int, Rule], event: Event, trace: Trace) -> None:
-    """Change the ranks' rules as `event` demands: a start, a checkpoint or a synchronisation."""
+    """Change the ranks' rules as `event` requires: a start, a checkpoint or a synchronisation."""
     if isinstance(event, Start):
         rules[event.rank] = after(rules, event, trace)
     elif isinstance(event, Ruled):
@@ -433,7 +436,7 @@ def prepare(rules: dict[int, Rule], event: Event, trace: Trace) -> None:
 
 
 def start_of(trace: Trace, step: int, rank: int) -> Start | None:
-    """Return the start from which `rank` made `step`, its first one; None if it has none."""
+    """Return the start from which `rank` took `step` as its first one; None if there is none."""
     starts = (start for start in trace.standing.of(Start) if start.rank == rank)
     return next((start for start in starts if start.step == step), None)
 
@@ -454,7 +457,7 @@ def allowed(rounding: float, expected: Expected) -> Vector:
 
 
 def followed(trace: Trace) -> Iterator[tuple[Update, dict[str, Expected]]]:
-    """Yield each update of a rank that has started, with what its rule makes of tensors."""
+    """Yield each update of a rank that has started, with the tensors that its rule expects."""
     rules: dict[int, Rule] = {}
     for event in trace.standing.events:
         if not isinstance(event, Update):

@@ -1,13 +1,14 @@
 """Averages and copies of a model's weights, recognised by how they move.
 
-An average a follows weights w by a + c (w - a), with one share c of the way for all its tensors,
-that may differ from move to move (a warm-up, a mean of all steps). What was recorded with a step is
-the average before its move after that step. Lists of gradients, and snapshots, don't move so.
+An average a follows weights w by a + c (w - a). All its tensors move by the same fraction c of the
+way, which may differ from move to move (a warm-up, a mean of all steps). An average that is
+recorded with a step has not made its move after that step yet. Lists of gradients, and snapshots,
+don't move in this way.
 
-A module that trains nothing may move all the same, as a teacher does in training mode: its
-normalisations compute with a batch's statistics, and its dropout draws masks, so its outputs change
-from step to step. A copy of the model may be renewed after the last step that was seen, as a target
-network is.
+A module that trains nothing may still change, like a teacher in training mode. Its normalisations
+compute with a batch's statistics, and its dropout draws masks, so its outputs change from step to
+step. A copy of the model may be renewed after the last step that was recorded, like a target
+network.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from entrenar_py.check.evidence import closeness, precision
 from entrenar_py.shared.trace import Declared, Start, TensorRecord, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Tally
 
-Shares = Mapping[int, float]  # step -> the share of the way that an average moves after it
+Shares = Mapping[int, float]  # step -> the fraction of the way that an average moves after it
 Event = Start | Update
 Life = Sequence[Event]
 Holder = tuple[str, int]  # an average's label, and the rank that keeps it
 
 _ROUNDINGS = 8.0  # of an element, in a product and a sum
-_SEEN = 4.0  # times as far as rounding moves it: a shorter move shows nothing
-_WHOLE = 1 - 1e-4  # a move that goes so far is a copy
+_SEEN = 4.0  # times the error of rounding: a shorter move shows nothing
+_WHOLE = 1 - 1e-4  # a move that goes this far is a copy
 _ALIKE = 1e-3
 
 
 def of(trace: Trace) -> dict[Holder, Shares]:
-    """Return the averages that a script keeps, with the shares of their moves.
+    """Return the averages that a script keeps, with the fractions of their moves.
 
-    Those are averages that the script declares, and copies with no other moves than those of one.
+    These are averages that the script declares, and copies that only move like an average.
     """
     declared = {label for event in trace.of(Declared) for label in event.averages}
     averages: dict[Holder, Shares] = {}
@@ -51,12 +52,12 @@ def of(trace: Trace) -> dict[Holder, Shares]:
 
 
 def follow_others(start: Start, updates: Sequence[Update], names: Sequence[str]) -> set[str]:
-    """Return those of `names` that move as averages or copies of trained tensors of the model do.
+    """Return the members of `names` that move like averages or copies of trained tensors.
 
-    What a tensor follows has the same last parts of its name, and the same size.
+    The followed tensor has the same last parts of its name, and the same size.
     """
     lives: list[list[Event]] = [[start, *updates]]
-    # The beginnings of names of both -> name -> what it may follow.
+    # The beginnings of both names -> name -> the tensor that it may follow.
     pairs: dict[tuple[str, str], dict[str, str]] = {}
     for name in names:
         for other, end in _sources(name, start):
@@ -66,7 +67,7 @@ def follow_others(start: Start, updates: Sequence[Update], names: Sequence[str])
 
 
 def _all_follow(lives: Sequence[Life], pairs: Mapping[str, str]) -> bool:
-    """Return whether tensors move together, always a share of the way to what they follow."""
+    """Return whether tensors move together, always part of the way to what they follow."""
     moves = [
         share(
             {n: at.weights[n] for n in pairs if n in at.weights},
@@ -93,7 +94,7 @@ def _sources(name: str, start: Start) -> Iterator[tuple[str, str]]:
 def compare_resumed(tally: Tally, straight: Trace, trace: Trace) -> None:
     """Compare the averages after a resume with those of the run without stops, bit for bit.
 
-    Of each it is the lowest rank's, which people save for all.
+    Each average is compared on the lowest rank, which scripts save for all ranks.
     """
     begun = min((start.step for start in trace.of(Start) if start.resumed), default=None)
     if begun is None:
@@ -110,7 +111,8 @@ def compare_resumed(tally: Tally, straight: Trace, trace: Trace) -> None:
             update = updates[step][rank]
             due, got = (_held(one.extra, label) for one in (expected[step][rank], update))
             if due and not _moves_after(trace, label, rank):
-                # It may be the checkpoint that was loaded, in place of an average made later.
+                # It may be the checkpoint that was loaded, and not an average that was created
+                # later.
                 tally.note(f"{label}, an average of the weights, was not seen after the resume")
                 break
             words = _words(straight, trace, (label, rank), shares[label, rank], step)
@@ -154,9 +156,10 @@ def _words(straight: Trace, trace: Trace, holder: Holder, shares: Shares, step: 
 def compare_ranks(tally: Tally, trace: Trace) -> None:
     """Compare averages between ranks that hold the same weights.
 
-    Other ones are a counterexample only where the script declares the average: often just one
-    rank's is saved and used. After a resume only that one may be restored. Statistics of batches
-    that an average follows, too, are those of each rank's own samples.
+    Averages that differ are a counterexample only if the script declares the average: often only
+    one rank's is saved and used. After a resume only that one may be restored, so nothing is
+    compared. Statistics of batches in an average are left out: they are those of each rank's own
+    samples.
     """
     if any(start.resumed for start in trace.of(Start)):
         return
@@ -224,7 +227,7 @@ def _followed(before: Event, after: Event) -> tuple[Tensors, Tensors]:
 
 
 def _shares(lives: Sequence[Life], label: str) -> dict[int, float] | None:
-    """Return the shares of a copy's moves; None if one isn't the move of an average."""
+    """Return step -> the fraction of a copy's move; None if a move isn't that of an average."""
     shares: dict[int, float] = {}
     for before, after in _moves(lives):
         copies = [
@@ -240,9 +243,10 @@ def _shares(lives: Sequence[Life], label: str) -> dict[int, float] | None:
 
 
 def share(before: Tensors, after: Tensors, followed: Sequence[Tensors]) -> float | None:
-    """Return the share of the way to one of `followed` that tensors move; None if they don't.
+    """Return the fraction of the way to one of `followed` that tensors move; or None.
 
-    The share is 0 if they don't move, or by no more than their rounding.
+    Return 0 if they don't move, or by no more than rounding, and None if they move in a different
+    way.
     """
     if before.keys() != after.keys() or _same(before, after):
         return 0.0
@@ -282,12 +286,12 @@ def _same(one: Tensors, other: Tensors) -> bool:
 
 
 STATISTICS = ("running_mean", "running_var")
-_MASKS = "masks of "  # the beginning of the names of their numbers
+_MASKS = "masks of "  # the prefix of the names of their counts
 _EVAL = "it is in training mode, call eval() on it, also after train() on a module that holds it"
 
 
 def compare_modules(tally: Tally, trace: Trace) -> None:
-    """Check that statistics stay where the parameters of their module do."""
+    """Check that running statistics don't move if the parameters of their module don't."""
     names = {name for start in trace.of(Start) for name in start.weights}
     of_ranks = {rank: _moved(lives) for rank, lives in _lives(trace).items()}
     for rank, moved in of_ranks.items():
@@ -320,7 +324,7 @@ def compare_modules(tally: Tally, trace: Trace) -> None:
 
 
 def _drawn_masks(tally: Tally, trace: Trace, moved: Mapping[str, Event | None]) -> None:
-    """Check that a module with weights that stay draws no dropout masks."""
+    """Check that a module with weights that don't change draws no dropout masks."""
     for name, event in moved.items():
         label, _, counted = name.removeprefix(_MASKS).partition("/")
         own = [at for other, at in moved.items() if other.startswith(f"{label}/")]
@@ -345,7 +349,7 @@ def _is_statistic(name: str) -> bool:
 
 
 def _moved(lives: list[list[Event]]) -> dict[str, Event | None]:
-    """Return each tensor outside of the model, with the first event after it moved in a life."""
+    """Return each tensor outside the model, with the first event after it moved in a life."""
     moved: dict[str, Event | None] = {}
     for life in (life for life in lives if isinstance(life[0], Start)):
         digests: dict[str, str] = {}
