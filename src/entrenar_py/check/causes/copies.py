@@ -284,10 +284,10 @@ def shared_samples(compared: Compared) -> str:
 def summed_parts(compared: Compared) -> str:
     """Return why a sum over a batch may rightly depend on the number of workers; or "".
 
-    If a batch is cut by rows, as torch's layers can be told, each rank's rows look like different
-    ones. If all ranks draw the same rows, a sum over them has each row once per rank. And if a
-    script sets the size of one worker's batch, the mean of the workers' sums is the sum over one
-    worker's number of samples. On one worker with a rank's part, it is the sum itself.
+    Torch's layers can be told that a batch is cut by rows. Then each rank's rows count as different
+    ones. If all ranks draw the same rows, a sum over them contains each row once per rank. And if a
+    script sets the size of one worker's batch, the mean of the workers' sums is a sum over one
+    worker's number of samples. If one worker has a rank's part, its sum is the same.
     """
     trace, num_workers = compared.trace, compared.trace.scenario.world_size
     factor = _factor_of_all(compared)

@@ -38,7 +38,7 @@ SHARE = 0.2
 
 
 def lacking(compared: Compared) -> str:
-    """Return in which step samples may influence each other; "" if they don't.
+    """Return why, and in which step, samples may influence each other; "" if they don't.
 
     Also return "" if batches are divided equally. A gradient that is not reduced, is weighted
     wrongly or has a factor is a combination of the micro-batches' gradients. If losses agree and

@@ -1,4 +1,4 @@
-"""Judge by which numbers micro-batches' losses are divided, if a script doesn't report them.
+"""Judge the numbers that divide micro-batches' losses, if a script doesn't report them.
 
 The number on which `backward` is called is a sum of terms, each over a number of elements
 (`Shard.terms`, read from autograd's graph). Over a step, the elements must count as those of one
@@ -225,7 +225,8 @@ def judge(tally: Tally, trace: Trace) -> None:
 def require_other_numbers(tally: Tally, runs: Sequence[Trace]) -> None:
     """Count as missing how losses count, if ranks always add up the same number.
 
-    Different numbers would show by which number losses are divided.
+    The number is that of a rank's micro-batches in a step. Different numbers would show what
+    divides the losses.
     """
     known = [(run, _networks(run)) for run in runs if run.traits.losses == "backward"]
     for run, networks in known:

@@ -4,13 +4,13 @@ The rule of a script's own optimizer is unknown, and one worker steps by it, too
 of runs shows its mistakes. But a step follows from weights and gradients, and not from the order in
 which a loop visits the parameters. So steps that begin with the same bits are compared. Sums over
 parameters (a norm to clip by, a flat buffer) are rounded differently in a different order. Such a
-step is the same within rounding, and from there on the runs are two different training runs.
+step is the same within rounding, but later steps can't be compared.
 
 A larger difference alone is no mistake. Rates, decay, bits or turns may depend on the place by
-design, and noise is drawn for one tensor after the other. A difference is wrong if one of
-`_MISTAKES` explains all of it, in both orders: a counter in Adam's corrections that each tensor
-increments, or a momentum of different tensors. What an optimizer keeps then follows from the
-gradients so far. All other differences are only noted.
+design, and noise is drawn for one tensor after the other. A difference is wrong if one of the known
+mistakes explains all of it, in both orders: a counter in Adam's corrections that each tensor
+increments (`_COUNTERS`), or a momentum of a different tensor (`_MOMENTA`). What an optimizer keeps
+then follows from the gradients so far. All other differences are only noted.
 """
 
 from __future__ import annotations

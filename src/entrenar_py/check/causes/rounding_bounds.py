@@ -388,7 +388,7 @@ def sensitivity_of(runs: Runs[Trace]) -> Sensitivity:
 
 
 def nudge(trace: Trace) -> float:
-    """Return by which fraction to nudge each weight of a training run like `trace`."""
+    """Return the fraction of itself by which to nudge each weight of a run like `trace`."""
     unit = precision.unit(trace)
     return unit * (_ROUNDINGS if unit <= precision.FLOAT32 else _ROUNDINGS_OF_16_BITS)
 

@@ -85,7 +85,7 @@ def _is_undecided(audit: Audit) -> bool:
 
 
 def first_open(trace: Trace) -> float:
-    """Return the first step in which a wrong shard, or its rank, escaped all audits.
+    """Return the first step with a wrong shard that no audit saw, by a rank that none caught.
 
     Return inf if there is no such step.
     """

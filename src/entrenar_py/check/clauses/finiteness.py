@@ -157,9 +157,9 @@ def _is_lost(trace: Trace, planted: Injected) -> bool:
 def _is_perhaps_dropped(trace: Trace, culprit: Shard | Injected) -> bool:
     """Return whether the script may have discarded the non-finite gradient.
 
-    A pass for the generator of a GAN leaves gradients in the discriminator. Once optimizers have
-    taken turns, the gradients of later passes are not recorded without `observe`'s line for them.
-    Of a sharded model no gradients of passes are recorded at all.
+    A pass for the generator of a GAN leaves gradients in the discriminator. For a script without
+    the line `observe`, the gradients of passes are unknown once optimizers have taken turns: the
+    record lacks those of later passes. For a sharded model it has none at all.
     """
     if not isinstance(culprit, Shard) or culprit.gradient or trace.traits.losses != "backward":
         return False

@@ -263,9 +263,10 @@ def is_by_chance(compared: Compared) -> bool:
 
 
 def is_ordered_otherwise(compared: Compared) -> bool:
-    """Return whether ranks draw their own samples in step 0, and one worker as many different ones.
+    """Return whether ranks draw their own samples in step 0, and one worker different ones.
 
-    Ranks that draw the same samples hold parts of a model, and must have the same.
+    One worker must draw the same number of samples. Ranks that draw the same samples hold parts of
+    a model, and must have the same.
     """
     runs = (compared.model, compared.trace)
     if any(run.scenario.workload != "own" or run.traits.sample_ids == "content" for run in runs):

@@ -29,7 +29,7 @@ DRAWING = ("mlp", "decoder", "decoder_full", "own")  # workloads in which dropou
 
 
 def judge(invariant: Invariant, runs: Traces) -> Finding:
-    """Judge that dropout differs by step and shard, orders by epoch, and that ranks start alike."""
+    """Judge that dropout differs by step and shard, orders by epoch, and first weights agree."""
     tally = missing.tally_for(invariant, runs)
     for trace in runs:
         state.tell_peculiar(tally, trace)

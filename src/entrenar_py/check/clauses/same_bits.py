@@ -34,7 +34,10 @@ _ADVICE = (
 
 
 def judge_worker_count(invariant: Invariant, runs: Traces) -> Finding:
-    """Judge trainers that promise the same bits for any number of workers; others are missing."""
+    """Judge trainers that promise the same bits for any number of workers.
+
+    A trainer that doesn't promise them is counted as missing.
+    """
     tally = missing.tally_for(invariant, runs)
     runs = evidence.usable_runs(runs, tally)
     for trace in runs:

@@ -354,7 +354,7 @@ def _movement(
 
 
 def _absent(traces: Sequence[Trace]) -> str:
-    """Return why there is no rule to judge steps by; "" if there is one, or if runs clip.
+    """Return why no rule can judge the steps; "" if one can, or if a run declares clipping.
 
     The reason is that the optimizer is the user's own.
     """
