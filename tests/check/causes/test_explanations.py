@@ -92,7 +92,7 @@ def centred(gradient: Tensors, _: Trace) -> Tensors:
     [
         (all_halved, "all tensors have the factor 1/2"),
         (some_tripled, "hidden2.weight has the factor 3 (world_size)"),
-        (of_one_rank, "micro-batches count otherwise"),
+        (of_one_rank, "micro-batches count differently"),
     ],
 )
 def test_random_draws_are_no_excuse_for_one_equation(change: Change, words: str) -> None:

@@ -239,9 +239,9 @@ def test_networks_that_are_trained_in_turn_have_numbers_of_their_own() -> None:
 def test_means_over_other_numbers_of_tokens_stay_open() -> None:
     """Equal numbers of samples with other numbers of tokens may rightly count alike."""
     means: tuple[Terms, Terms] = (((7.0, 1 / 14, 2.0, 7.0),), ((5.0, 1 / 10, 2.0, 5.0),))
-    assert "those of 5, 7 elements count alike" in left_open("weighting", run(*means))
+    assert "those of 5, 7 elements count equally" in left_open("weighting", run(*means))
     declared = traces.was(run(*means), loss_over="micro-batch")
-    assert "count alike" not in reason(declared)
+    assert "count equally" not in reason(declared)
 
 
 def of_tokens(counts: Mapping[int, Sequence[int]], divisors: Mapping[int, Sequence[int]]) -> Trace:

@@ -202,7 +202,7 @@ def test_a_name_that_means_other_tensors_on_ranks() -> None:
         weights = {**event.weights, names[0]: traces.values(1.0, 2.0, 3.0, 4.0, 5.0)}
         trace = altered(trace, Start, {"rank": 1}, weights=weights)
     others = {name: f"stage{number}" for number, name in enumerate(names)}
-    assert "the name means other tensors there" in undecided(
+    assert "the name means different tensors" in undecided(
         replicas(trace, copies.renamed(alone, others))
     )
 

@@ -286,7 +286,7 @@ def undone(tally: Tally, compared: Compared) -> Compared:
     ratio = _rate_ratio(compared.model, trace, factor)
     note = (
         f"in {run_name(trace)} gradients are {factor:.4g} times as large as in the run that it is "
-        "compared with, and weights move alike: the optimizer's "
+        "compared with, and weights move the same: the optimizer's "
         + ("learning rate is divided by that" if ratio else "step divides them by itself")
     )
     tally.note(note)

@@ -206,8 +206,8 @@ def brought_together(compared: Compared) -> str:
         if place := first_meeting(trace):
             step, name = place
             return (
-                f"in {run_name(trace)} each rank steps with a gradient of its own, and {name} is "
-                f"brought nearer to the others' outside of the optimizer, before step {step}: if "
+                f"in {run_name(trace)} each rank steps with a gradient of its own, and {name} "
+                f"moves closer to the others' outside of the optimizer, before step {step}: if "
                 "workers are meant to step alone (local SGD, DiLoCo), call obs.synchronised(...) "
                 "where they get the same weights, and check by local-sgd-v1.yaml; if not, reduce "
                 "the gradients"

@@ -178,7 +178,7 @@ def _pieces_told(compared: Compared, shapes_of: Mapping[str, tuple[Shape, Shape]
     if model is None or name not in _due_shapes(compared):
         return (
             f"in {run_name(compared.trace)} {name} has {_elements(shape)} on one rank, on another "
-            f"{_elements(due)}: the name means other tensors there; if each rank has a part of "
+            f"{_elements(due)}: the name means different tensors; if each rank has a part of "
             "the model, give observe() a module in which its tensors have names of their own "
             '(stages.1.0.weight), and say layout={"pp": 2}'
         )
@@ -276,8 +276,8 @@ def shared_samples(compared: Compared) -> str:
         return ""
     axis, other = ("pp", 'or "ep" for "pp"') if apart else ("tp", "for parts of each layer")
     return (
-        "all ranks draw the same samples, and hold other tensors of the model: if they share it, "
-        f'say so, observe(..., layout={{"{axis}": {size}}}), {other}'
+        "all ranks draw the same samples, and hold different tensors of the model: if they share "
+        f'it, say so, observe(..., layout={{"{axis}": {size}}}), {other}'
     )
 
 
@@ -326,7 +326,7 @@ def not_given(compared: Compared) -> str:
         return ""
     workers = compared.trace.scenario.world_size
     return (
-        f"one worker draws other samples than {workers} workers, and trains otherwise though its "
+        f"one worker draws other samples than {workers} workers, and trains differently though its "
         "model was given theirs: the script may be wrong, or something else follows from its "
         "samples; divide the global batch by the number of workers ({share:GLOBAL} in the command "
         "does), and draw it alike"

@@ -201,7 +201,7 @@ def other_statistics(compared: Compared) -> str:
         return ""
     return (
         f"buffers follow from the samples of a rank ({listed(names, most=2)}), and the runs differ "
-        "where they may have an effect: another division of the batch is another training; use "
+        "where they may have an effect: a different division of the batch is a different run; use "
         "statistics of all ranks (SyncBatchNorm), or if the script's own layers do, declare "
         f'observe(..., synchronised_buffers=("{names[0]}",))'
     )
@@ -266,7 +266,7 @@ def judge_rank_means(tally: Tally, trace: Trace, model: Trace) -> None:
     tally.miss(
         f"each rank divides one of its losses by the number of its own elements, {shown}, and one "
         f"worker by that of all (step {first.shards[0].step}): right if each rank's mean is meant, "
-        'observe(..., loss_over="micro-batch"), wrong if each element is to count alike: add the '
+        'observe(..., loss_over="micro-batch"), wrong if each element is to count equally: add the '
         "number up over ranks, by an all-reduce"
     )
 

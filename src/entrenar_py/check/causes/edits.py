@@ -376,8 +376,8 @@ def _counts_on(before: Update | None, update: Update) -> bool:
 def _of_rank_0(edit: Edit) -> str:
     if edit.update.rank and edit.is_in(edit.peers.get(0, {})):
         return (
-            f"became rank 0's on rank {edit.update.rank}, which had other ones: ranks had parted, "
-            "and what this one learned is lost"
+            f"became rank 0's on rank {edit.update.rank}, which had different ones: ranks had "
+            "diverged, and what this rank learned is lost"
         )
     return ""
 
@@ -453,7 +453,7 @@ def _merged(moves: Moves) -> Explanation | None:
     if any(are_emptied for *_, are_emptied in known):
         return None
     return Explanation(
-        f"it {movement}, which go on next to it: adapters were merged into what they adapt, to "
+        f"it {movement}, which stay in use: adapters were merged into what they adapt, to "
         "save or to serve it, and not taken out",
         tensor=moves.names[0],
     )

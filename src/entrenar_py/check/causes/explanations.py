@@ -143,7 +143,7 @@ def _by_shares(
     counts = ([1.0] * len(shards), [s.weight for s in shards], [float(len(s.ids)) for s in shards])
     if not any(_are_alike(shares, count) for count in counts):
         return None
-    return Explanation("micro-batches count otherwise")
+    return Explanation("micro-batches count differently")
 
 
 def _are_alike(shares: step_sums.Vector, counts: Sequence[float]) -> bool:
@@ -345,7 +345,7 @@ def _fit_of_shares(
         sum(shard.weight for shard in part) for part in _parts_of_step(applied_shards).values()
     ]
     words = (
-        f"it is right if samples count otherwise, those of {listed(counts, most=8)} as much"
+        f"it is right if samples count differently, those of {listed(counts, most=8)} as much"
         f"{_meaning(times, weights)}"
     )
     is_telling = np.count_nonzero(goal) >= _DIRECTIONS * len(terms)

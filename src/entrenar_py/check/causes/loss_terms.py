@@ -264,9 +264,9 @@ def _open(steps: Sequence[_Step]) -> str:
     if all(step.is_divided() or step.parts() for step in steps):
         counts = sorted({term.count for term in steps[0].columns[0]})
         return (
-            f"those of {listed([f'{count:g}' for count in counts], most=3)} elements count alike: "
-            'right if that is meant, observe(..., loss_over="micro-batch"), wrong if each element '
-            "is to count alike"
+            f"those of {listed([f'{count:g}' for count in counts], most=3)} elements count equally"
+            ': right if that is meant, observe(..., loss_over="micro-batch"), wrong if each '
+            "element is to count equally"
         )
     return "each counts as a whole: right if their sum is meant, wrong if their mean is"
 

@@ -86,7 +86,7 @@ def compare(tally: Tally, runs: Traces) -> None:
         cause = _cause(moves, gradients, orders, _constants(pair[0])) if wrong else ""
         if wrong and not cause:
             tally.note(
-                f"{_BEFORE}in step {update.step}, {', '.join(sorted(wrong))} move otherwise. No "
+                f"{_BEFORE}in step {update.step}, {', '.join(sorted(wrong))} move differently. No "
                 "equation shows a mistake, so that may be meant"
             )
             break
@@ -94,8 +94,8 @@ def compare(tally: Tally, runs: Traces) -> None:
             due, got = np.linalg.norm(both, axis=1)
             tally.check(
                 name not in wrong,
-                f"{_BEFORE}{name} moves otherwise, from the same weights and gradients: {cause}; a "
-                "step must not depend on the order of the parameters",
+                f"{_BEFORE}{name} moves differently, from the same weights and gradients: {cause}; "
+                "a step must not depend on the order of the parameters",
                 tensor=name,
                 expected=f"a movement of norm {due:.6g}",
                 got=f"one of {got:.6g}, {_apart(both):.2g} apart",

@@ -120,7 +120,7 @@ def drawn_apart(compared: Compared) -> str:
     if compared.trace.traits.seeded:
         return ""
     why = unseeded(compared.model, compared.trace)
-    return why and f"two runs of the command are not seeded alike: {why}: {_SEED}"
+    return why and f"two runs of the command are not seeded the same: {why}: {_SEED}"
 
 
 def unseeded(first: Trace, second: Trace) -> str:

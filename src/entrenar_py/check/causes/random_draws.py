@@ -305,8 +305,8 @@ def _why_unlike(compared: Compared) -> str:
     if len(epochs) > 1 and all(len(drawn) == 1 for drawn in ranks.values()):
         return "each rank draws from a part of the data"
     return (
-        "one worker may have another order than several (another sampler, another seed), or each "
-        "rank an order of its own"
+        "one worker may have a different order (a different sampler or seed), or each "
+        "rank may have an order of its own"
     )
 
 

@@ -381,7 +381,7 @@ def tell_local_buffers(tally: Tally, trace: Trace) -> None:
     if names:
         tally.note(
             f"not compared between ranks, as a rank's own samples may change them: "
-            f"{listed([*names], most=4)}; if all ranks change them alike, declare "
+            f"{listed([*names], most=4)}; if all ranks change them in the same way, declare "
             f"{_declaration(next(iter(names)))}"
         )
 
@@ -459,7 +459,7 @@ def tell_peculiar(tally: Tally, trace: Trace) -> None:
     if len(zero) > 1 and not _other_matrices(trace, zero):
         tally.miss(
             f"all matrices are zero before the first step ({listed(zero, most=3)}), so that no "
-            f"layer behind another has a gradient: {_INITIALISE}"
+            f"layer that follows another has a gradient: {_INITIALISE}"
         )
     else:
         tally.note(f"zero before the first step: {listed(zero, most=3)}")

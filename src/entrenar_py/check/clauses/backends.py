@@ -103,7 +103,9 @@ def _judge_attempts(tally: Tally, trace: Trace) -> None:
     for position, attempt in enumerate(attempts):
         last = position == len(attempts) - 1
         if attempt.served:
-            tally.check(last, f"{attempt.backend} served and the chain went on", scenario=scenario)
+            tally.check(
+                last, f"{attempt.backend} served and the chain continued", scenario=scenario
+            )
             tally.check(
                 attempt.backend not in doomed,
                 f"{attempt.backend} served although it was made to fail",

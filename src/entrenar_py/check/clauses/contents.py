@@ -37,8 +37,8 @@ def judge(tally: Tally, trace: Trace, alone: Trace | None) -> None:
     """
     missing.require_ids(tally, trace)
     tally.note(
-        "samples have no ids: told apart by what the model was given, so a sample that is given "
-        "twice isn't told from one that is in the data twice"
+        "samples have no ids: distinguished by what the model was given, so one that is given "
+        "twice looks like one that is in the data twice"
     )
     _apart_in_groups(tally, trace, alone)
     owned = _own if trace.traits.shared else list[Shard]
@@ -129,7 +129,9 @@ def _rows_again(
             if is_same and not _are_doubled(whole):
                 tally.note(f"{what}, in the run on one worker, too, which may have the same bug")
             else:
-                missing.ask(tally, f"{what}: given twice, or alike", facts.IDS)
+                missing.ask(
+                    tally, f"{what}: given twice, or different samples with equal rows", facts.IDS
+                )
             return
         if again:
             seen = again

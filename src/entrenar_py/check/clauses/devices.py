@@ -256,7 +256,7 @@ def compare_repetition(tally: Tally, trace: Trace) -> None:
             before.results,
             step.results,
             f"step {step.step} had the same input as step {before.step} ({step.given}) and gave "
-            "another result",
+            "a different result",
             **evidence.place(trace, step),
         )
     if first and not repeated:
@@ -374,7 +374,7 @@ ROWS = (
         id="F-WGPU-004",
         decides="each operation on a device, alone, is off by what rounding explains",
         spoken_of="wgpu wgsl kernel operation accuracy",
-        judge=judge_each(compare_operations, "no operation was tried on a device"),
+        judge=judge_each(compare_operations, "no operation was tested on a device"),
         plan=plan_operations,
         tolerance_kinds=("ulp",),
     ),
@@ -413,7 +413,7 @@ ROWS = (
         name="device_refusals",
         id="F-WGPU-009",
         decides="what a device has no kernel for is refused, by operation and line",
-        judge=judge_each(compare_refusals, "nothing was asked that has no kernel"),
+        judge=judge_each(compare_refusals, "no operation without a kernel was requested"),
         plan=plan_refusals,
     ),
 )

@@ -124,7 +124,7 @@ def compare_cover(tally: Tally, trace: Trace) -> None:
     taught = {event.sample: set(event.positions) for event in trace.of(Taught)}
     for sample in sorted(drawn):
         of_rows = {position for sample_id, position in rows if sample_id == sample}
-        message = f"the loss of sample {sample} depends on other states than its rows are of"
+        message = f"the loss of sample {sample} depends on different states than those of its rows"
         place = {"sample_ids": (sample,), "scenario": trace.scenario}
         tally.equal(sorted(of_rows), sorted(taught.get(sample, ())), message, **place)
     for shard in trace.of(Shard):
@@ -168,9 +168,9 @@ def compare_shards(tally: Tally, trace: Trace) -> None:
         tally.miss("no pair of stages was recorded, one stopped and one not")
         return
     for number, (one, other) in enumerate(zip(first.digests, last.digests, strict=False)):
-        message = f"shard {number} has other bytes after the stage was stopped and went on"
+        message = f"shard {number} has different bytes after the stage was stopped and resumed"
         tally.equal(one, other, message, tensor="shard", scenario=trace.scenario)
-    message = "another number of shards exists after the stage was stopped and continued"
+    message = "a different number of shards exists after the stage was stopped and continued"
     tally.equal(
         len(first.digests), len(last.digests), message, tensor="shard", scenario=trace.scenario
     )

@@ -303,7 +303,9 @@ def _compare(tally: Tally, peer: Trace, trace: Trace) -> None:
     if apart:
         tally.miss(f"the runs begin with other weights, in {apart[0]}: they can't be compared")
         return
-    tally.equal(sorted(theirs), sorted(ours), "other steps were made", scenario=trace.scenario)
+    tally.equal(
+        sorted(theirs), sorted(ours), "the runs took different steps", scenario=trace.scenario
+    )
     before = first.weights, other.weights
     for step, by_rank in evidence.ranks_by_step(trace):
         if step not in theirs:
@@ -331,7 +333,7 @@ def _losses(
         tally.miss(f"the values of weights and gradients of step {update.step} were not recorded")
         return
     allowed = 2 * LOSS_BOUND * abs(model.loss) + SECOND_ORDER * reach
-    message = f"the loss is not the peer's: rounding and other weights explain {allowed:.3g}"
+    message = f"the loss is not the peer's: rounding and different weights explain {allowed:.3g}"
     tally.close(model.loss, update.loss, allowed, message, **evidence.place(trace, update))
 
 

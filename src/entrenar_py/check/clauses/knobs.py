@@ -65,7 +65,7 @@ def _changes_nothing(took_effect: Effect) -> Callable[[Tally, Pair, Compared], i
         model, trace = compared.model, compared.trace
         masked = trace.scenario.dropout and not same_masks(model, trace)
         if masked and compared.explanation is None:
-            why = "dropout draws other masks: run the script without dropout"
+            why = "dropout draws different masks: run the script without dropout"
             tally.miss(f"{pair.words.before}{why}")
             return None
         if not took_effect(tally, pair, model, trace):

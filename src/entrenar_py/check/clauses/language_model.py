@@ -265,7 +265,7 @@ def _documents(tally: Tally, trace: Trace) -> str:
     if not packed:
         return "no argument of the model shows several documents in a row"
     shown, rereads = packed[0].shown, _moving(trace, "earlier")
-    what = f"a document sees another one of its row, though {shown or 'a mask'} parts them"
+    what = f"a document sees a different one of its row, though {shown or 'a mask'} parts them"
     _stays(tally, trace, rereads, what)
     crossing = [event for event in trace.of(Scored) if event.crossing]
     several = sum(event.tokens_crossing for event in crossing) > len(crossing)

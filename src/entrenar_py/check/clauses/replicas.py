@@ -455,7 +455,7 @@ def _compare_loaded(
     for part in _parts(comparison.trace):
         message = f"rank {start.rank} resumed with other {part} than were saved"
         comparison.compare(part, saved, start, message, sharded=sharded, step=saved.step)
-    message = f"rank {start.rank} resumed at another position than was saved"
+    message = f"rank {start.rank} resumed at a different position than the saved one"
     place = evidence.place(comparison.trace, start)
     tally.equal(dict(saved.progress), dict(start.progress), message, **place)
 

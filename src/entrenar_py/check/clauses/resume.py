@@ -44,7 +44,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         if not _resumed(trace):
             continue
         if option := trace.environment.get("resumed_by"):
-            tally.note(f"the stopped run was told to go on as the script has it: {option}")
+            tally.note(f"the stopped run was resumed by the script's own option: {option}")
         left = presuppositions.comparable(tally, presuppositions.RESUMED, compared)
         if left is not None:
             missing.require_moves(tally, left.model)

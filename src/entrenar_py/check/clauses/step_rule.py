@@ -177,7 +177,10 @@ def _begins_anew(
     goes_on, is_anew = (_trial(trace, each, update, twice) for each in tried)
     if goes_on or not is_anew:
         return False
-    told = f"the optimizer's state was emptied before step {update.step}, and the steps go on so"
+    told = (
+        f"the optimizer's state was emptied before step {update.step}, and the steps continue from "
+        "there"
+    )
     if not any("state was emptied" in note for note in tally.notes):
         tally.note(told)
     return True
@@ -538,7 +541,7 @@ def judge_doubled(tally: Tally, trace: Trace) -> Set[str]:
             tally.note(f"{name} and {others[0]} are parameters of the same memory: SGD steps both")
             continue
         else:
-            cause = f"{others[0]} is another parameter of the same memory"
+            cause = f"{others[0]} is a second parameter in the same memory"
         place = evidence.place(trace, update)
         message = f"{name} moves twice in each step: {cause}"
         tally.check(False, message, tensor=name, **place)

@@ -209,7 +209,7 @@ ROWS = (
         id="F-WP-004",
         decides="a worker that proves the secret and agrees on the run is let in, and no other",
         spoken_of="authentication secret join handshake",
-        judge=judge_each(compare_admission, "nobody asked to join"),
+        judge=judge_each(compare_admission, "no peer requested to join"),
         plan=plan_admission,
     ),
     Check(
