@@ -238,7 +238,7 @@ def test_weights_after_a_resume() -> None:
     ("noticed", "optimizer", "words"),
     [
         ({"doubled": ("a",)}, "sgd", "the optimizer's parameters have it twice"),
-        ({"doubled": ("a", "b"), "shared": (("a", "b"),)}, "adamw", "of the same memory"),
+        ({"doubled": ("a", "b"), "shared": (("a", "b"),)}, "adamw", "in the same memory"),
         ({"doubled": ("a", "b"), "shared": (("a", "b"),)}, "sgd", ""),
     ],
 )

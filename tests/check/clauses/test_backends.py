@@ -126,7 +126,7 @@ def test_a_fault_that_never_struck_is_inconclusive() -> None:
         ),
         (
             chain_trace(NO_CUDA, BY_WGPU, BY_CPU, RESULT, faults=(CUDA,)),
-            "wgpu served and the chain went",
+            "wgpu served and the chain continued",
         ),
         (chain_trace(NO_CUDA, NO_WGPU, BY_CPU, replace(RESULT, finite=False)), "does not confirm"),
         (chain_trace(NO_CUDA, NO_WGPU, BY_CPU, replace(RESULT, error_f64=0.5)), "off by 0.5"),

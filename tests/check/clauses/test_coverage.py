@@ -590,7 +590,7 @@ def test_epochs_that_grow_and_are_not_told() -> None:
             [[[1, 3], [2, 6]], [[5, 7], [0, 4]], [[7, 1], [4, 6]]], "a part of the data", id="parts"
         ),
         pytest.param(
-            [[[1, 3], [2, 6]], [[5, 7], [0, 4]], [[2, 1], [4, 6]]], "another order", id="order"
+            [[[1, 3], [2, 6]], [[5, 7], [0, 4]], [[2, 1], [4, 6]]], "a different order", id="order"
         ),
     ],
 )
@@ -642,4 +642,6 @@ def test_another_order_on_one_worker_is_judged_by_itself() -> None:
     assert any("another order of samples" in note for note in held.notes)
     twice = [[[1, 3], [2, 6]], [[5, 7], [0, 3]], steps[2]]
     assert broken(both(in_epochs(run(twice), 0, 0, 1), alone)).step == 1
-    assert "one worker may have another order" in undecided(both(run(steps[:1]), run([[ALL[0]]])))
+    assert "one worker may have a different order" in undecided(
+        both(run(steps[:1]), run([[ALL[0]]]))
+    )

@@ -340,7 +340,7 @@ def test_a_resume_restores_the_position() -> None:
     trace = altered(traces.run(STOPPED), Start, where, progress={"step": 0})
     found = falsified("optimizer_state", trace)
     assert (found.step, found.rank) == (4, 1)
-    assert "another position" in found.message
+    assert "a different position" in found.message
 
 
 def test_the_state_of_copies_is_not_recorded() -> None:

@@ -274,7 +274,8 @@ def _same_numbers(tally: Tally, straight: Trace, trace: Trace) -> None:
 def _late(straight: Trace, trace: Trace, drawn: Drawn) -> str:
     """Return in words that a generator may have been restored too late; "" otherwise.
 
-    It may if it also draws between the steps: if its state is not the one after its draw before.
+    It may if its state before the step's draw is not the one after its earlier draw: then it also
+    draws between the steps.
     """
     resumes = {(start.step, start.rank) for start in trace.of(Start) if start.resumed}
     owner = drawn.rank, drawn.generator
