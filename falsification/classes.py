@@ -93,6 +93,7 @@ INFERRED: dict[str, tuple[str, ...]] = {
 }
 # What stays as it was if one thing is turned -> the like.
 TURNED: dict[str, tuple[str, ...]] = {
+    "parameters of a group in another order": ("orders: ",),
     "random numbers alike for all samples, one order, mirrored ranks": ("controlled: ", "made: "),
     "batches of all workers at once, or replayed": ("fed: ", "own draws: "),
     "micro-batches in another order, a step that is not full": (

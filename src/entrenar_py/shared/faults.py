@@ -34,6 +34,8 @@ KINDS: dict[str, str] = {
     "shortened_epochs": "each epoch of a user's script ends after `value` batches of a rank; the "
     "last one counts as having the samples of all that are left out",
     "more_steps": "a user's script is ended after `value` optimizer steps, more than others",
+    "reordered_groups": "an optimizer of a user's own class is built with the parameters of each "
+    "group in another order",
     "leave": "worker `rank` dies while it computes step `step`; its shards go to the others",
     "join": "worker `rank` comes (back) before step `step` with the full state",
     "kill": "worker `rank` is killed (SIGKILL) at message `at` of step `step`",
@@ -64,7 +66,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "corrupt_worker": ("step", "rank", "value"),
     **dict.fromkeys(("nudged_weights", "merged_batches", "shortened_epochs"), ("step", "value")),
     **dict.fromkeys(("replayed_batches", "replayed_in_turn"), ("step", "value")),
-    **dict.fromkeys(("common_numbers", "common_order"), ("step",)),
+    **dict.fromkeys(("common_numbers", "common_order", "reordered_groups"), ("step",)),
     "more_steps": ("step", "value"),
     **dict.fromkeys(("mirrored_ranks", "repeated_share"), ("step", "value")),
     **dict.fromkeys(("leave", "join"), ("step", "rank")),
@@ -112,8 +114,10 @@ JOINED = (MERGED, *OF_RECORDS)
 OF_LOADERS = (SHORTENED, MERGED)
 # In a user's script only: it is ended later, since it writes its first checkpoint later.
 LONGER = "more_steps"
+# In a user's script only: a step must not depend on the order of the parameters.
+REORDERED = "reordered_groups"
 # What holds for a whole run.
-LASTING = (*CONTROLLED, *OF_LOADERS, *OF_RECORDS, LONGER)
+LASTING = (*CONTROLLED, *OF_LOADERS, *OF_RECORDS, LONGER, REORDERED)
 # Runs with these only show how others can be compared, or what these are too short for.
 OF_WITNESSES = (NUDGED, *LASTING)
 
@@ -264,24 +268,19 @@ class Fault:
         return _SCHEMA.load(record)
 
 
-def are_nudged(planned: Iterable[Fault]) -> bool:
-    """Return whether a run with these faults shows what rounding does."""
-    return any(fault.kind == NUDGED for fault in planned)
+def has_kind(planned: Iterable[Fault], *kinds: str) -> bool:
+    """Return whether one of these faults is of one of these kinds."""
+    return any(fault.kind in kinds for fault in planned)
 
 
 def are_of_witnesses(planned: Iterable[Fault]) -> bool:
     """Return whether a run with these faults is no run to be judged by itself: see OF_WITNESSES."""
-    return any(fault.kind in OF_WITNESSES for fault in planned)
+    return has_kind(planned, *OF_WITNESSES)
 
 
 def steps_of(planned: Iterable[Fault]) -> int | None:
     """Return after how many steps a run with these faults is ended, None if as usual."""
     return next((int(fault.value or 0) for fault in planned if fault.kind == LONGER), None)
-
-
-def are_shortened(planned: Iterable[Fault]) -> bool:
-    """Return whether a run with these faults has epochs of a few batches."""
-    return any(fault.kind == SHORTENED for fault in planned)
 
 
 _SCHEMA = Schema(Fault, what="fault", forms=UNCHECKED, sparse=True)

@@ -17,6 +17,7 @@ from entrenar_py.check.evidence.needs import (
     ALONE,
     CONTROLLED,
     NUDGED,
+    REORDERED,
     REPEATED,
     SHORTENED,
     Runs,
@@ -449,6 +450,8 @@ def test_witnesses_are_found_among_stored_runs() -> None:
     nudge = Fault(kind="nudged_weights", step=0, value="1e-6")
     stored["nudged"] = stored["alone"].with_(faults=(nudge,))
     stored["common"] = usual.with_(faults=(Fault(kind="common_numbers", step=0),))
+    order = Fault(kind="reordered_groups", step=0)
+    stored["reordered"] = stored["alone"].with_(faults=(order,))
     short = Fault(kind="shortened_epochs", step=0, value="2")
     stored["short"] = usual.with_(faults=(short,))
     for name in stored:
@@ -457,6 +460,7 @@ def test_witnesses_are_found_among_stored_runs() -> None:
             ALONE: ("alone",),
             REPEATED: ("usual", "again"),
             NUDGED: ("alone", "nudged"),
+            REORDERED: ("alone", "reordered"),
             CONTROLLED: ("common",),
             SHORTENED: ("short",),
         }, name

@@ -45,6 +45,7 @@ KNOBS = {
     "replayed": "-replayed-of-",
     "short-epochs": "with epochs of two steps",
     "longer": "with more steps",
+    "reordered": "in another order",
 }
 KINDS = ("found", "open", "undeclared", "left alone", "exit 0", "exit 4")
 # Bugs that a line leaves open, since it says that samples are drawn with replacement, or comes

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from entrenar_py.check.command import placeholders, run_plan
-from entrenar_py.check.evidence.needs import ALONE, KILLED, RESUMED, turned
+from entrenar_py.check.command.run_settings import RunSettings
+from entrenar_py.check.evidence.needs import ALONE, KILLED, REORDERED, RESUMED, turned
 from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.shared.trace import End, Trace, Traits
+from entrenar_py.shared.trace import End, Ruled, Trace, Traits
 
 NEEDS = (ALONE, RESUMED, turned("accumulation"))
 
@@ -137,6 +139,18 @@ def test_no_worker_is_killed_that_nobody_starts_again(restarts: str, is_killed: 
     """The first run shows whether the launcher restarts workers; a launch is saved."""
     names = plan(needs=(KILLED,)).others(usual(num_steps=8, restarts=restarts))
     assert ("2-workers-killed" in names) is is_killed
+
+
+def test_an_optimizer_of_ones_own_is_built_in_another_order() -> None:
+    """On one worker, which suffices; and only if the optimizer's rule is nobody else's."""
+    rule = Ruled(step=0, rank=0, rule="", names=(*"abcd",), constants={}, derived=True)
+    first = usual(num_steps=8, rule="own")
+    own = replace(first, events=(rule, *first.events))
+    told = plan(needs=(ALONE, REORDERED))
+    order = RunSettings(world_size=1, seed=0, faults=(Fault(kind="reordered_groups", step=0),))
+    assert told.others(own) == {"1-worker-reordered": order}
+    assert told.others(first) == {}
+    assert plan(needs=(ALONE,)).others(own) == {}
 
 
 SAVED = {"saves": "weights", "saved_after": (4, 8)}

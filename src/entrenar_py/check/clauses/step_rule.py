@@ -15,13 +15,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from entrenar_py.check import evidence
-from entrenar_py.check.causes import applied_gradients, edits, presuppositions, update_rule
+from entrenar_py.check.causes import (
+    applied_gradients,
+    edits,
+    parameter_order,
+    presuppositions,
+    update_rule,
+)
 from entrenar_py.check.causes.run_comparison import Compared
 from entrenar_py.check.clauses import clipping, knobs, plans
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
 from entrenar_py.check.evidence import closeness, factors, facts, missing, run_names
-from entrenar_py.check.evidence.needs import ALONE, REPEATED, SHORTENED, Traces, turned
+from entrenar_py.check.evidence.needs import ALONE, REORDERED, REPEATED, SHORTENED, Traces, turned
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Noticed, Ruled, Start, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Finding, Tally
@@ -40,6 +46,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
     knobs.compare(tally, runs)
     if tally.observed:
         compare_schedule(tally, runs)
+        parameter_order.compare(tally, runs)
         for trace in (*runs, *runs.witnesses.get(SHORTENED, ())):
             compare_metrics(tally, trace)
     for trace in runs:
@@ -141,6 +148,11 @@ def _follow(tally: Tally, trace: Trace) -> None:
         tally.miss(
             f"nothing was recomputed: the run {evidence.skip_words(rested)}, and made no other step"
         )
+
+
+def is_recomputed(trace: Trace) -> bool:
+    """Return whether an optimizer of the user's steps by the rule of torch's that it is made of."""
+    return update_rule.are_known(trace) and _is_as_derived(trace)
 
 
 def _is_as_derived(trace: Trace) -> bool:
@@ -537,7 +549,7 @@ ROWS = (
         plan=plans.step_rules,
         explores=True,
         needs=(turned("clip"),),
-        witnesses=(REPEATED, ALONE, SHORTENED),
+        witnesses=(REPEATED, ALONE, SHORTENED, REORDERED),
         tolerance_kinds=("relative",),
         takes_tolerance=True,
         takes_turned=True,

@@ -22,7 +22,6 @@ from entrenar_py.check.evidence.needs import (
     ALONE,
     CONTROLLED,
     KILLED,
-    NUDGED,
     REPEATED,
     RESUMED,
     SAVED,
@@ -35,7 +34,8 @@ from entrenar_py.check.harness import companions, judgement, plan
 from entrenar_py.check.harness.judgement import Listener, ignore
 from entrenar_py.check.harness.plan import Task
 from entrenar_py.check.reports.report import Entry, NotApplying
-from entrenar_py.shared.faults import MERGED, OF_RECORDS, are_of_witnesses, are_shortened, steps_of
+from entrenar_py.shared.faults import LONGER, MERGED, OF_RECORDS, are_of_witnesses, has_kind
+from entrenar_py.shared.faults import SHORTENED as SHORTENED_EPOCHS
 from entrenar_py.shared.trace import Trace
 from entrenar_py.shared.verdict import Verdict, inconclusive
 from entrenar_py.shared.wording import counted, listed
@@ -247,8 +247,8 @@ def _witnesses(runs: Mapping[Path, Run]) -> dict[Need, tuple[Path, ...]]:
     """Return the files of the runs that show whether others can be compared, if there are any.
 
     REPEATED: two runs that should be equal. ALONE: the run on one worker. NUDGED: a run, and the
-    same run with nudged weights. CONTROLLED: all runs with equal random numbers or shares.
-    SHORTENED: those with short epochs, or more steps.
+    same run with nudged weights. REORDERED: the like, with parameters in another order. CONTROLLED:
+    all runs with equal random numbers or shares. SHORTENED: those with short epochs, or more steps.
     """
     plain = {run.settings: file for file, run in runs.items() if run.settings.is_witness}
     pairs = [(replace(again, repeat=0), again) for again in plain if again.repeat]
@@ -256,14 +256,17 @@ def _witnesses(runs: Mapping[Path, Run]) -> dict[Need, tuple[Path, ...]]:
     changed = [(replace(run, faults=()), run) for run in plain if run.faults]
     changed = [pair for pair in changed if pair[0] in plain]
     alone = [run for run in plain if run.is_plain and run.world_size == 1 and not run.repeat]
-    short = [run for run in plain if are_shortened(run.faults) or steps_of(run.faults)]
-    others = {run for run in plain if run.is_plain or run.is_nudged}
-    controlled = [run for run in plain if run not in others and run not in short]
+    short = [run for run in plain if has_kind(run.faults, SHORTENED_EPOCHS, LONGER)]
+    known = {run for run in plain if has_kind(run.faults, *companions.PAIRED.values())}
+    known |= {run for run in plain if run.is_plain} | {*short}
     witnesses = {
         REPEATED: twice,
         ALONE: alone,
-        NUDGED: next((pair for pair in changed if pair[1].is_nudged), ()),
-        CONTROLLED: controlled,
+        **{
+            need: next((pair for pair in changed if has_kind(pair[1].faults, kind)), ())
+            for need, kind in companions.PAIRED.items()
+        },
+        CONTROLLED: [run for run in plain if run not in known],
         SHORTENED: short,
     }
     return {need: tuple(plain[run] for run in some) for need, some in witnesses.items()}

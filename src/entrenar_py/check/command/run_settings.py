@@ -17,7 +17,7 @@ from entrenar_py.check.evidence.needs import (
     Need,
     Runs,
 )
-from entrenar_py.shared.faults import LONGER, Fault, are_nudged, are_of_witnesses
+from entrenar_py.shared.faults import LONGER, Fault, are_of_witnesses
 from entrenar_py.shared.scenario import Scenario
 
 
@@ -81,11 +81,6 @@ class RunSettings:
     def is_unstruck(self) -> bool:
         """True if nothing was made to go wrong."""
         return not (self.faults or self.stops)
-
-    @property
-    def is_nudged(self) -> bool:
-        """True if the first weights were moved by some roundings."""
-        return are_nudged(self.faults)
 
     @property
     def is_witness(self) -> bool:

@@ -38,7 +38,7 @@ from entrenar_py.shared.faults import (
     REPEATED,
     REPLAYED,
     Fault,
-    are_shortened,
+    has_kind,
 )
 from entrenar_py.shared.faults import NUDGED as NUDGED_WEIGHTS
 from entrenar_py.shared.faults import SHORTENED as SHORTENED_EPOCHS
@@ -108,7 +108,7 @@ class Shortening:
         """
         if not self._is_wanted or settings.repeat or settings.stops:
             return {}
-        if are_shortened(settings.faults):
+        if has_kind(settings.faults, SHORTENED_EPOCHS):
             self._is_wanted = False
             is_enough = _is_whole(recorded) or _is_whole(self._usual)
             return {} if is_enough else self._longer(settings)

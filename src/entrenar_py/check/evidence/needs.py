@@ -56,6 +56,9 @@ SHORTENED = Need(
     name="shortened",
     says="the same run, in which an epoch ends: after two steps, by its loaders, or by more steps",
 )
+REORDERED = Need(
+    name="reordered", says="the same run, its optimizer built with the parameters in another order"
+)
 ORACLE = Need(name="oracle", says="the same training on one device, by the independent trainer")
 PEER = Need(name="peer", says="the same fine-tuning by transformers.Trainer with peft")
 SINGLE = Need(name="single", says="the same fine-tuning by one worker, without ranks")

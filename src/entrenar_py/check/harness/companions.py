@@ -20,6 +20,7 @@ from entrenar_py.check.evidence.needs import (
     ON_CPU,
     ORACLE,
     PEER,
+    REORDERED,
     REPEATED,
     RESUMED,
     SHORTENED,
@@ -35,6 +36,8 @@ from entrenar_py.shared.faults import SILENT, SURVIVED
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.systems import SYSTEMS, unplaced
 
+# A run, and the same run with this fault.
+PAIRED: Mapping[Need, str] = {NUDGED: faults.NUDGED, REORDERED: faults.REORDERED}
 _WORKERS = (1, 2, 3, 4, 5, 8)
 _POWERS_OF_TWO = (1, 2, 4, 8)
 # Need -> the field of a scenario that makes the run killed or resumed; the base's is empty.
@@ -225,12 +228,11 @@ def _witnesses(subject: Scenario, scenarios: Mapping[K, Scenario]) -> dict[Need,
     """Return the runs of a user's trainer that show whether others can be compared, if any.
 
     REPEATED: two runs that should be equal. ALONE: the run on one worker. NUDGED: a run, and the
-    same run with nudged weights. CONTROLLED: all runs with equal random numbers or shares.
-    SHORTENED: those with short epochs, or more steps.
+    same run with nudged weights. REORDERED: the like, with parameters in another order. CONTROLLED:
+    all runs with equal random numbers or shares. SHORTENED: those with short epochs, or more steps.
 
     A run on one worker is also found if it had another batch.
     """
-    nudged = {key: run for key, run in scenarios.items() if faults.are_nudged(run.faults)}
     others = {k: run for k, run in scenarios.items() if not faults.are_of_witnesses(run.faults)}
     undisturbed = plain(run_names.unturned(subject), repeat=0)
     keys = {scenario: key for key, scenario in others.items()}
@@ -239,27 +241,26 @@ def _witnesses(subject: Scenario, scenarios: Mapping[K, Scenario]) -> dict[Need,
     if again := _nearest(subject, undisturbed.with_(repeat=1), REPEATED, others):
         first = keys.get(others[again[0]].with_(repeat=0))
         twice = () if first is None else (first, again[0])
-    pair: tuple[K, ...] = ()
-    for key, scenario in nudged.items():
-        meant = undisturbed.with_(world_size=scenario.world_size)
-        if still := _nearest(subject, meant, ALONE, others):
-            pair = still[0], key
-            break
-    longer = {key for key, run in scenarios.items() if faults.steps_of(run.faults)}
-    shortened = {key for key, run in scenarios.items() if faults.are_shortened(run.faults)}
-    short = tuple(
-        key for key, run in scenarios.items() if key in longer | shortened and not run.stops
-    )
-    controlled = tuple(
-        key for key in scenarios if key not in {*nudged, *others, *shortened, *longer}
-    )
+
+    def with_faults(*kinds: str) -> list[K]:
+        return [key for key, run in scenarios.items() if faults.has_kind(run.faults, *kinds)]
+
+    def pair(kind: str) -> tuple[K, ...]:
+        for key in with_faults(kind):
+            meant = undisturbed.with_(world_size=scenarios[key].world_size)
+            if still := _nearest(subject, meant, ALONE, others):
+                return still[0], key
+        return ()
+
+    short = with_faults(faults.SHORTENED, faults.LONGER)
+    known = {*others, *short, *with_faults(*PAIRED.values())}
     once = () if alone is None else (alone[0],)
     return {
         ALONE: once,
         REPEATED: twice,
-        NUDGED: pair,
-        CONTROLLED: controlled,
-        SHORTENED: short,
+        **{need: pair(kind) for need, kind in PAIRED.items()},
+        CONTROLLED: tuple(key for key in scenarios if key not in known),
+        SHORTENED: tuple(key for key in short if not scenarios[key].stops),
     }
 
 

@@ -1,0 +1,293 @@
+"""Compare two runs: in one the optimizer got the parameters of each group in another order.
+
+The rule of an optimizer of the script's own is unknown, and one worker steps by it, too, so no
+other pair of runs shows its mistakes. But a step follows from weights and gradients, and not from
+the order in which a loop comes to the parameters. So the steps that begin with the same bits are
+compared. What adds up parameters (a norm to clip by, a flat buffer) is rounded otherwise in another
+order: such a step is the same within rounding, and the runs are two trainings from there on.
+
+A larger difference alone is no mistake. Rates, decay, bits or turns may go by place by design, and
+noise is drawn for one tensor after the other. It is wrong if one of `_MISTAKES` explains all of it,
+in both orders: a counter in Adam's corrections that each tensor moves on, or a momentum of other
+tensors. What an optimizer keeps then follows from the gradients so far. All else is noted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from entrenar_py.check import evidence
+from entrenar_py.check.evidence import closeness, factors, precision
+from entrenar_py.check.evidence.needs import REORDERED, Traces
+from entrenar_py.shared.trace import Ruled, Start, Tensors, Trace, Update
+from entrenar_py.shared.verdict import Tally
+from entrenar_py.shared.wording import counted
+
+Groups = Sequence[tuple[str, ...]]  # the names of each group's tensors
+# Movements of a tensor, or momenta of all tensors: float64 [2, size], in the usual order and in
+# the other one.
+Both = NDArray[np.float64]
+# From the index of a group, a place among its tensors with gradients, and a tensor's size.
+Key = Callable[[int, int, int], Hashable]
+
+_ALIKE = 5e-3  # of a movement: how far two may be apart. Some are computed in 16 bits
+_ROUNDINGS = 4  # of a weight, in which its movement ends
+_EXPLAINED = 2e-2  # of a number: how far it may be from that of an equation
+_CORRECTED_MIN = 0.1  # how far from 1 a factor must be that corrections explain
+_TELLING_MIN = 16  # elements that differ: so many do for no other reason
+_SHARES = (0.8, 0.9, 0.95, 0.98, 0.99, 0.999)  # of a momentum, that a step keeps: many name none
+_BEFORE = "with the parameters of each group in another order: "
+
+_COUNTED = "the step is counted once for each parameter, and not once for all"
+_COUNTERS: Sequence[Key] = (lambda *_: 0, lambda group, *_: group)
+_MOMENTA: Mapping[str, Key] = {
+    "its momentum is not its own: it is kept by place, and places slip where a tensor has no "
+    "gradient": lambda group, place, _: (group, place),
+    "tensors of one size share their momentum": lambda _, __, size: size,
+}
+
+
+def is_wanted(trace: Trace) -> bool:
+    """Return whether a run like `trace` is to be made in another order.
+
+    It is for optimizers of the script's own classes, built for this training. Two layers, each with
+    a weight and a bias, are the least that has another order.
+    """
+    is_fresh = all(start.step == 0 and not start.resumed for start in trace.of(Start))
+    is_own = trace.traits.rule == "own" and trace.traits.steps == "model"
+    several = any(event.derived and len(event.names) > 3 for event in trace.of(Ruled))
+    return is_fresh and is_own and several
+
+
+def compare(tally: Tally, runs: Traces) -> None:
+    """Check that each tensor moves alike in both orders, up to the first step where one doesn't."""
+    pair = runs.witnesses.get(REORDERED, ())
+    if len(pair) != 2 or any(run.end.status == "failed" for run in pair):
+        return  # a class may demand an order
+    orders = [*map(_groups, pair)]
+    if orders[0] == orders[1] or [*map(sorted, orders[0])] != [*map(sorted, orders[1])]:
+        tally.note(f"{_BEFORE}the script puts them in its own")
+        return
+    gradients: list[Tensors] = []
+    num_steps = 0
+    for (before, update), (began, other) in zip(*map(_steps, pair), strict=False):
+        if not _begin_alike(before, began, update, other):
+            break
+        gradients.append(update.gradient)
+        moves = {name: both for name, both in _moves(before, update, other) if both.any()}
+        wrong = _wrong(before, moves)
+        cause = _cause(moves, gradients, orders, _constants(pair[0])) if wrong else ""
+        if wrong and not cause:
+            tally.note(
+                f"{_BEFORE}in step {update.step}, {', '.join(sorted(wrong))} move otherwise. No "
+                "equation shows a mistake, so that may be meant"
+            )
+            break
+        for name, both in sorted(moves.items()):
+            due, got = np.linalg.norm(both, axis=1)
+            tally.check(
+                name not in wrong,
+                f"{_BEFORE}{name} moves otherwise, from the same weights and gradients: {cause}; a "
+                "step must not depend on the order of the parameters",
+                tensor=name,
+                expected=f"a movement of norm {due:.6g}",
+                got=f"one of {got:.6g}, {_apart(both):.2g} apart",
+                **evidence.place(pair[0], update),
+            )
+        if wrong:
+            break
+        num_steps += bool(moves)
+    if num_steps:
+        tally.note(f"{_BEFORE}{counted(num_steps, 'step')} the same")
+
+
+def _groups(trace: Trace) -> Groups:
+    """Return the tensors of each group, as they are in the first step of the first rank."""
+    rules = [*trace.of(Ruled)]
+    return [e.names for e in rules if (e.step, e.rank) == (rules[0].step, rules[0].rank)]
+
+
+def _constants(trace: Trace) -> Mapping[str, Any]:
+    return next((event.constants for event in trace.of(Ruled) if event.constants), {})
+
+
+def _steps(trace: Trace) -> Iterator[tuple[Tensors, Update]]:
+    """Yield the weights before each step of the first rank, and its update."""
+    weights: Tensors = {}
+    for _, by_rank in evidence.ranks_by_step(trace):
+        update = evidence.any_rank(by_rank)
+        if not weights:
+            weights = next((s.weights for s in trace.of(Start) if s.rank == update.rank), {})
+        weights = {**weights, **update.edited}
+        yield weights, update
+        weights = {**weights, **update.weights}
+
+
+def _begin_alike(before: Tensors, began: Tensors, update: Update, other: Update) -> bool:
+    """Return whether a step has the same weights, gradients and rates in both runs."""
+    pairs = (before, began), (update.gradient, other.gradient)
+    return (
+        update.step == other.step
+        and update.finite
+        and other.finite
+        and all(evidence.digests(left) == evidence.digests(right) for left, right in pairs)
+        and closeness.first_unlike_rates(update, other) is None
+    )
+
+
+def _moves(before: Tensors, update: Update, other: Update) -> Iterator[tuple[str, Both]]:
+    """Yield how each tensor with a gradient moves, as far as that is known."""
+    for name in update.gradient.keys() & before.keys():
+        places = before, update.weights, other.weights
+        vectors = [tensors[name].vector() if name in tensors else None for tensors in places]
+        known = [v.astype(np.float64) for v in vectors if v is not None]
+        if len({v.shape for v in known}) == 1 and len(known) == len(vectors):
+            yield name, np.stack(known[1:]) - known[0]
+
+
+def _apart(both: Both) -> float:
+    return float(np.linalg.norm(both[1] - both[0]))
+
+
+def _wrong(before: Tensors, moves: Mapping[str, Both]) -> set[str]:
+    """Return the tensors that move otherwise in the other order, by more than rounding."""
+    unit, wrong = precision.unit_of(before), set[str]()
+    for name, both in moves.items():
+        size = math.sqrt(before[name].square() or 0.0)
+        allowed = _ALIKE * float(np.linalg.norm(both[0])) + _ROUNDINGS * unit * size
+        scale = 1.0 if before[name].sketch is None else closeness.PROJECTED
+        if _apart(both) > allowed * scale:
+            wrong.add(name)
+    return wrong
+
+
+# --- mistakes -------------------------------------------------------------------------------------
+
+
+def _cause(
+    moves: Mapping[str, Both],
+    gradients: Sequence[Tensors],
+    orders: Sequence[Groups],
+    constants: Mapping[str, Any],
+) -> str:
+    """Return which mistake explains all movements in both orders; "" if none is known to.
+
+    `gradients` are those of each step so far, with this one.
+    """
+    if not moves.keys() <= {name for names in orders[0] for name in names}:
+        return ""
+    for key in _COUNTERS:
+        if _are_corrections(moves, [_counts(gradients, order, key) for order in orders], constants):
+            return _COUNTED
+    for words, key in _MOMENTA.items():
+        for share in sorted(_shares(constants)):
+            momenta = [_momenta(gradients, order, key, share) for order in orders]
+            if all(moves.keys() <= known.keys() for known in momenta) and _follow(
+                np.hstack([*moves.values()]),
+                np.concatenate([_vector(gradients[-1], name) for name in moves]),
+                np.stack([np.concatenate([known[name] for name in moves]) for known in momenta]),
+            ):
+                return words
+    return ""
+
+
+def _visits(
+    gradients: Sequence[Tensors], groups: Groups
+) -> Iterator[tuple[Tensors, str, int, int]]:
+    """Yield each tensor that an optimizer comes to: the step's gradients, name, group and place."""
+    for step in gradients:
+        for index, names in enumerate(groups):
+            for place, name in enumerate(name for name in names if name in step):
+                yield step, name, index, place
+
+
+def _counts(gradients: Sequence[Tensors], groups: Groups, key: Key) -> Mapping[str, int]:
+    """Return where a counter is as the last step comes to each tensor."""
+    counters = Counter[Hashable]()
+    counts = {}
+    for _, name, index, place in _visits(gradients, groups):
+        which = key(index, place, 0)
+        counters[which] += 1
+        counts[name] = counters[which]
+    return counts
+
+
+def _are_corrections(
+    moves: Mapping[str, Both], counts: Sequence[Mapping[str, int]], constants: Mapping[str, Any]
+) -> bool:
+    """Return whether each movement is multiplied by what Adam's corrections of the counts are."""
+    betas = constants.get("betas")
+    if not (isinstance(betas, list | tuple) and len(betas) == 2):
+        return False
+
+    def correction(count: int) -> float:
+        return math.sqrt(1.0 - float(betas[1]) ** count) / (1.0 - float(betas[0]) ** count)
+
+    num_telling = 0
+    for name, both in moves.items():
+        usual, turned = (correction(count_of[name]) for count_of in counts)
+        if np.linalg.norm(both[1] - both[0] * turned / usual) > _EXPLAINED * np.linalg.norm(
+            both[1]
+        ):
+            return False
+        num_telling += abs(turned / usual - 1.0) > _CORRECTED_MIN
+    return num_telling > 1
+
+
+def _shares(constants: Mapping[str, Any]) -> set[float]:
+    """Return which shares of a momentum a step may keep: constants, and what is usual."""
+    several = [v if isinstance(v, list | tuple) else (v,) for v in constants.values()]
+    values = [value for entries in several for value in entries if isinstance(value, float)]
+    return {*_SHARES, *(value for value in values if 0.5 <= value < 1)}
+
+
+def _vector(tensors: Tensors, name: str) -> NDArray[np.float64]:
+    """Return the elements of a tensor; of a sketch none, since it says nothing of each of them."""
+    values = tensors[name].values()
+    return np.zeros(0) if values is None else values.astype(np.float64)
+
+
+def _momenta(
+    gradients: Sequence[Tensors], groups: Groups, key: Key, share: float
+) -> Mapping[str, NDArray[np.float64]]:
+    """Return what a tensor's buffer has as the last step comes to it; nothing if that can't be."""
+    buffers: dict[Hashable, NDArray[np.float64]] = {}
+    momenta: dict[str, NDArray[np.float64]] = {}
+    for step, name, index, place in _visits(gradients, groups):
+        gradient = _vector(step, name)
+        which = key(index, place, gradient.size)
+        momenta[name] = momentum = buffers.get(which, np.zeros_like(gradient))
+        if momentum.shape != gradient.shape or not gradient.size:
+            return {}
+        buffers[which] = share * momentum + (1 - share) * gradient
+    return momenta
+
+
+def _follow(moves: Both, gradient: NDArray[np.float64], momenta: Both) -> bool:
+    """Return whether all elements move by gradient and momentum as in SGD, or by signs as in Lion.
+
+    In SGD movements differ by one multiple of what momenta differ by. By signs, one multiple of
+    momentum, added to the gradient, has the sign of each element in both orders: each element says
+    how large it is at least, or at most. Some must differ that have no other reason to.
+    """
+    shift = momenta[1] - momenta[0]
+    factor = factors.ratio(shift, moves[1] - moves[0], bound=_EXPLAINED)
+    if factor is not None and factor < 0 and np.count_nonzero(shift) >= _TELLING_MIN:
+        return True
+    if (moves[0] * moves[1] < 0).sum() < _TELLING_MIN:
+        return False
+    signs = -np.sign(moves)
+    towards, kept = signs * gradient, signs * momenta
+    # What has neither gradient nor momentum moves by decay alone, if at all.
+    if ((np.maximum(kept, towards) <= 0) & (kept + towards < 0)).any():
+        return False
+    multiples = -towards / np.where(kept == 0, 1.0, kept)
+    least = multiples[(kept > 0) & (towards < 0)].max(initial=0.0)
+    most = multiples[(kept < 0) & (towards > 0)].min(initial=math.inf)
+    return bool(least <= most * (1 + _EXPLAINED))
