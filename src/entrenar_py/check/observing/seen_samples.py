@@ -111,6 +111,13 @@ class Batch:
             return [places[row].popleft() for row in rows] if certain else None
         return None
 
+    def is_within(self, rows: list[Row]) -> bool:
+        """Return whether all unused positions have different contents, which are among `rows`."""
+        for column in self._rows()[:1]:
+            unused = {column[place] for place in self.left}
+            return bool(unused) and len(unused) == len(self.left) and unused.issubset(rows)
+        return False
+
     def _rows(self) -> list[list[Row]]:
         if self._columns is None:
             found = map(contents.rows_of, contents.tensors_in(self.content))
@@ -380,6 +387,12 @@ class SeenSamples(Samples):
         for rows in columns:
             for batch, places in self._holding(rows):
                 self._use(self._batches.newest(batch), places)
+                return True
+            # A discriminator is given a batch and, in one tensor with it, what a generator made.
+            within = [b for b in self._batches.pending if b.ids is not None and b.is_within(rows)]
+            if len({batch.ids for batch in within}) == 1:
+                batch = self._batches.newest(within[0])
+                self._use(batch, batch.left)
                 return True
         others = [tensor for tensor in tensors if largest / 2 <= tensor[0].numel() < largest]
         for rows in filter(None, map(contents.telling_rows, others)):
