@@ -128,18 +128,18 @@ def page() -> str:
 INTRODUCTION = """\
 # Faults on real processes
 
-Look up how a run ends when a worker is killed, frozen or cut off, lies, or has its bytes damaged,
-at each message of a step. `entrenar-check --contract wire-protocol-v1.yaml` plays such faults in
-virtual time; the tables here are of real processes.
+This page shows how a run ends when a worker is killed, frozen or disconnected, lies, or sends
+damaged bytes, at each message of a step. `entrenar-check --contract wire-protocol-v1.yaml` plays
+such faults in virtual time; these tables are of real processes.
 
 Three worker processes train over TCP on one machine. One is killed (SIGKILL), frozen (SIGSTOP, then
-SIGCONT), cut off, damaged, or lies; or a stranger connects. A killed worker is started again, and
-gets the whole state. The last column compares the final weights, by digest, with those of the
+SIGCONT), disconnected or damaged, or lies; or a stranger connects. A killed worker restarts, and
+gets the whole state. The last column compares the digest of the final weights with that of the
 undisturbed run in one process. `docs/fault_table.py` has the scenarios, and `make docs` writes this
 page.
 
-The column "seen" is of one run. Whether the coordinator or the worker notices first is a race. In
-the last two rows of the first table a gradient is wrong, and finite: there all shards are audited.
+The column "seen" is from one run. Whether the coordinator or the worker notices first is a race. In
+the last two rows of the first table a gradient is finite but wrong: there all shards are audited.
 
 ## A parameter server
 """

@@ -17,23 +17,23 @@ HEAD = """\
 
 <!-- Written by `python -m docs.field_page`; a test says when it is out of date. -->
 
-See what entrenar-check says of well-known training scripts, as they are published, and why each of
-its verdicts is right. `make field` does it again, and fails if a verdict differs. The scripts are
-not copied into this project: a recipe in `tests/field/recipes/` names repository and commit, the
-lines to add, the data and the command.
+This page has the verdicts of entrenar-check on well-known training scripts, as they are published,
+and the reason why each verdict is right. `make field` repeats the runs, and fails if a verdict
+differs. The scripts are not copied into this project: a recipe in `tests/field/recipes/` names
+repository and commit, the lines to add, the data and the command.
 
-No contract is named, as in a plain call, so a break of F-DP-003 is advice: torch steps with a NaN
-by default. So is one of F-TI-007 by rounding on GPUs. Rows of a language model name
-`language-model-v1.yaml`.
+No contract is named, as in a plain call. So a falsified F-DP-003 is advice: torch steps with a NaN
+by default. A falsified F-TI-007 that comes from rounding on GPUs is, too. Rows of a language
+model name `language-model-v1.yaml`.
 
 Each verdict that is not "held" is explained as one of these:
 
-- **defect**: the script does what nobody wants. It is reproduced in at most thirty lines without
-  entrenar-check.
+- **defect**: the script does something that nobody wants. It is reproduced in at most thirty lines
+  without entrenar-check.
 - **default**: the script or library does as documented, and the contract asks for more.
-- **property**: a design to which the comparison of the clause does not apply.
+- **property**: the clause's comparison does not apply to the script's design.
 - **not declared**: a declaration, or an option of the command, would settle it.
-- **limit of the tool**: nothing that a user can say would settle it.
+- **limit of the tool**: no declaration could settle it.
 """
 
 

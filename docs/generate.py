@@ -13,6 +13,7 @@ from docs import cli_reference, finetune_schema, kill_matrix_page, original_wire
 from entrenar_py.check import kill_matrix
 from entrenar_py.check.causes.presuppositions import COMPARISONS
 from entrenar_py.check.clauses import CHECKS, Check
+from entrenar_py.check.clauses.knobs import KNOBS
 from entrenar_py.check.contract import Invariant
 from entrenar_py.check.contract.rules import RULES
 from entrenar_py.check.kill_matrix import Row
@@ -112,7 +113,7 @@ PAYLOADS = {
     "": "",
     "state": "weights, optimizer state, position",
     "events": "trace events, JSON lines",
-    "scenario": "one JSON object",
+    "plan": "one JSON object",
     "block": "float32, one per parameter of the block",
     "file": "the bytes of the piece",
     "hidden states": "one number per row, token and feature",
@@ -236,14 +237,21 @@ def service(page: str) -> str:
 
 
 def your_trainer(page: str) -> str:
-    """Return `page` with the current table of what comparisons presuppose."""
+    """Return `page` with the current tables of knobs, and of what comparisons presuppose."""
     made: dict[str, list[str]] = {}
     for comparison, presupposed in COMPARISONS.items():
         for one in presupposed:
             made.setdefault(one.says, []).append(comparison)
     rows = [(says, "; ".join(comparisons)) for says, comparisons in made.items()]
-    table = _table(("presupposed", "by comparisons of"), rows)
-    return _filled(page, {"presuppositions": table})
+    knobs = [
+        (f"`{{{name}}}`", knob.usual, knob.turned_to or ", ".join(knob.others), knob.expected)
+        for name, knob in KNOBS.items()
+    ]
+    tables = {
+        "presuppositions": _table(("presupposed", "by comparisons of"), rows),
+        "knobs": _table(("placeholder", "usual", "turned to", "expected"), knobs),
+    }
+    return _filled(page, tables)
 
 
 def auto(page: str) -> str:
@@ -321,8 +329,9 @@ def _planned(check: Check, clause: Invariant) -> str:
 def fields() -> str:
     """Return a row per field of a scenario, with its default in a contract."""
     rows = [
-        (f"`{field.name}`", _holds(field), _default(field), MEANINGS[field.name])
-        for field in dataclasses.fields(Scenario)
+        (f"`{name}`", _holds(field), _default(field), MEANINGS[name])
+        for name in next(scenario.expand({})).to_dict()
+        if (field := Scenario.__dataclass_fields__[name])
     ]
     return _table(("field", "holds", "left out", "means"), rows)
 

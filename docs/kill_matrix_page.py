@@ -29,11 +29,11 @@ def _lines(
     yield "<!-- Written by `make docs`; a test says when it is out of date. -->"
     yield ""
     yield (
-        "See which bugs the checks find, and where. `entrenar-check --mutants` plants each bug in "
-        "a trainer, most of them bugs that shipped in well-known projects; their code is in "
-        "`falsification/`. A mutant is *killed* if every clause whose `mutants` name it is "
-        "falsified, and the finding names the planted place. Correct trainers that work in "
-        "another way (benign variants) must raise no alarm."
+        "This page shows which bugs the checks find, and where. `entrenar-check --mutants` plants "
+        "each bug in a trainer. Most of these bugs were shipped in well-known projects; their code "
+        "is in `falsification/`. A mutant is *killed* if every clause that names it in `mutants` "
+        "is falsified, and the finding names the planted place. Correct trainers that work "
+        "differently (benign variants) must raise no alarm."
     )
     yield ""
     yield f"{matrix.summary(rows)}."

@@ -199,7 +199,7 @@ def rolled_back(self: coordinator.Trainer) -> str:
         self.workers[rank] = self.new_worker(rank, tensors)
         self.workers[rank].state = deepcopy(state)
         self.record_start(self.workers[rank], 2, resumed=True)
-    for step in range(2, self.scenario.num_steps):
+    for step in range(2, self.plan.num_steps):
         self.step(step)
     return "completed"
 

@@ -118,10 +118,10 @@ def counted_with_the_first(
 
 def divided_by_the_last_weight(self: Server, block: int) -> tuple[float, float] | str:
     """Divides a block by the weight of the block that was averaged before it."""
-    before = self._total[1]
+    before = self.reduction.total[1]
     reduced = _reduce(self, block)
     if before and not isinstance(reduced, str):
-        self._vector[self.blocks.part(block)] *= np.float32(reduced[1] / before)
+        self.reduction.part(block)[:] *= np.float32(reduced[1] / before)
     return reduced
 
 

@@ -55,8 +55,8 @@ def prefetched(path: Path, setup: Setup, replicas: list[Replica]) -> sharding.Po
 def reshuffled(self: trainer.Trainer, step: int) -> None:
     """Draws the epoch's order again on resume, from another state of the generator."""
     _stop_and_resume(self, step)
-    rng = self.scenario.rng("order", self.position.epoch, self.position.offset)
-    self._visit = self.position.epoch, sharding.order(self.scenario.num_samples, rng)
+    rng = self.plan.rng("order", self.position.epoch, self.position.offset)
+    self._visit = self.position.epoch, sharding.order(self.plan.num_samples, rng)
 
 
 def since_resume(self: trainer.Trainer, step: int) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def one_too_far(visit: sharding.Ids, position: sharding.Position, batch_size: in
 
 def one_step_short(self: coordinator.Trainer) -> str:
     """Leaves the last step out, and reports completed."""
-    self.scenario = self.scenario.with_(num_steps=self.scenario.num_steps - 1)
+    self.plan = self.plan.with_(num_steps=self.plan.num_steps - 1)
     return _train(self)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.mutants import Variant
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.scenario import Scenario, TrainingPlan
 from entrenar_py.train.arithmetic import optimizer, reduction, sharding
 from entrenar_py.train.arithmetic.tensors import Array, Batch
 from entrenar_py.train.coordinator import replicas
@@ -85,7 +85,7 @@ def merge_then_resume(self: Server) -> int:
     """Adds the adapters to the weights before a run goes on, and leaves them in."""
     step = _restore(self)
     held = self.replica.replica.arrays
-    for name, layer in layers_with_adapters(self.workload.module):  # type: ignore[attr-defined]
+    for name, layer in layers_with_adapters(self.replicas.workload.module):  # type: ignore[attr-defined]
         a, b = (held[f"{name}.lora_{half}.default.weight"] for half in "AB")
         with torch.no_grad():
             layer.base_layer.weight += layer.scaling["default"] * torch.from_numpy(b @ a)
@@ -241,34 +241,34 @@ def number_of_samples(self: workload.Finetuning, ids: Sequence[int]) -> float:
 
 def share_of_the_first(self: Any, rank: int, world_size: int) -> range:
     """Gives each rank the shards of the first."""
-    return range(len(sharding.cut(range(self.scenario.num_shards), world_size)[0]))
+    return range(len(sharding.cut(range(self.plan.num_shards), world_size)[0]))
 
 
 class _MasksByRank:
-    """A scenario that draws dropout's masks by the rank that computes."""
+    """A plan that draws dropout's masks by the rank that computes."""
 
-    def __init__(self, scenario: Scenario, rank: int) -> None:
-        self._scenario, self._rank = scenario, rank
+    def __init__(self, plan: TrainingPlan, rank: int) -> None:
+        self._plan, self._rank = plan, rank
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._scenario, name)
+        return getattr(self._plan, name)
 
     def rng(self, *stream: str | int) -> np.random.Generator:
         """Return a stream; that of dropout depends on the rank."""
         by_rank = (self._rank,) if stream[0] == "dropout" else ()
-        return self._scenario.rng(*stream, *by_rank)
+        return self._plan.rng(*stream, *by_rank)
 
 
 def masks_by_rank(
     self: replicas.Replicas, worker: replicas.Worker, step: int, shard: int, ids: sharding.Ids
 ) -> reduction.Node:
     """Draws the masks of a shard by the rank that happens to compute it."""
-    scenario = self.scenario
-    self.scenario = _MasksByRank(scenario, worker.rank)  # type: ignore[assignment]
+    plan = self.plan
+    self.plan = _MasksByRank(plan, worker.rank)  # type: ignore[assignment]
     try:
         return _compute(self, worker, step, shard, ids)
     finally:
-        self.scenario = scenario
+        self.plan = plan
 
 
 def forget_moments(self: Server) -> int:

@@ -26,7 +26,7 @@ def without_orphans(
     self: trainer.Trainer, step: int
 ) -> Iterator[tuple[replicas.Worker, Sequence[int]]]:
     """Does not reassign the shards of a dead worker."""
-    run_of = sharding.runs(range(self.scenario.num_shards), list(self.workers))
+    run_of = sharding.runs(range(self.plan.num_shards), list(self.workers))
     for fault in self._faults("leave", step):
         del run_of[self._leave(fault, step)]
     yield from self._pairs(run_of)
@@ -87,7 +87,7 @@ def join_without_moments(self: trainer.Trainer, fault: Fault, step: int) -> None
 
 def join_afresh(self: trainer.Trainer, fault: Fault, step: int) -> None:
     """Starts a joining worker from the initial weights."""
-    join_with(self, fault, step, self.workload.initial(self.scenario.rng("initial")))
+    join_with(self, fault, step, self.workload.initial(self.plan.rng("initial")))
 
 
 _LEAVE = Fault(kind="leave", rank=1, step=1)

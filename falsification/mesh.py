@@ -174,7 +174,7 @@ def state_without_moments(self: Member, message: Message) -> Buffer:
     """Hands on the weights without the moments."""
     if not isinstance(message, State):
         return _payload(self, message)
-    worker = self.workers[self.rank]
+    worker = self.worker
     moments = worker.state
     worker.state = {name: np.zeros_like(vector) for name, vector in moments.items()}
     try:

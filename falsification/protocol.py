@@ -90,11 +90,11 @@ def enter_where_it_was(self: Worker, welcome: Welcome) -> list[Effect]:
 
 def keep_own_state(self: Member, welcome: Welcome, payload: Buffer) -> None:
     """Keeps the worker's state from when its connection was lost."""
-    if not self.workers:
+    if not self.replicas.workers:
         _load(self, welcome, payload)
         return
     self.recorder.drain()
-    self.record_start(self.workers[self.rank], welcome.step)
+    self.replicas.record_start(self.worker, welcome.step)
 
 
 def halt_for_one(self: Coordinator, peer: Peer, message: Message, now: float) -> list[Effect]:
@@ -132,10 +132,9 @@ def weights_alone(self: Server, message: Message) -> frames.Buffer:
 
 def remembered(self: Server, step: int) -> None:
     """Makes the step, and keeps the state from before it for `state_before`."""
-    stands = checkpoint.Progress(position=self.position, schedule_step=self.schedule_step)
     arrays, moments = self.replica.replica.arrays, self.replica.state
-    specs, kind = self.workload.specs, self.scenario.optimizer
-    _before[self] = bytes(checkpoint.dump_state(specs, kind, stands, arrays, moments))
+    specs, kind = self.replicas.layout.specs, self.plan.optimizer
+    _before[self] = bytes(checkpoint.dump_state(specs, kind, self.replicas.stands, arrays, moments))
     _apply_average(self, step)
 
 

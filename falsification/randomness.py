@@ -6,16 +6,16 @@ import numpy as np
 import torch
 
 from entrenar_py.shared.mutants import Variant
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.scenario import Scenario, TrainingPlan
 from entrenar_py.systems import textbook as trainer
 from entrenar_py.systems.textbook import Replica, Setup
 from entrenar_py.train.arithmetic import engine, sharding
 
 from .subjects import TEXTBOOK, TRAINING, reference, textbook
 
-_rng, _build_replica = Scenario.rng, trainer.build_replica
+_rng, _build_replica = TrainingPlan.rng, trainer.build_replica
 _masks, _drop = trainer.masks, engine.Dropout.__call__
-_RNG = "entrenar_py.shared.scenario.Scenario.rng"
+_RNG = "entrenar_py.shared.scenario.TrainingPlan.rng"
 
 # One generator for the whole process, as in a trainer without seeds.
 _process = np.random.default_rng(0)

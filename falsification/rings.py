@@ -93,7 +93,7 @@ def keeps_its_partial(self: Member, step: int) -> None:
     """Makes worker 1's step with its partial sum of the first block."""
     if self.rank == 1:
         assert isinstance(self.exchange, RingExchange)
-        blocks.average(self.exchange.passing[0], self.scale, out=self.held.part(0))
+        blocks.average(self.exchange.passing[0], self.replicas.scale, out=self.held.part(0))
     _make_held(self, step)
 
 

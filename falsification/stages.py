@@ -14,6 +14,7 @@ from entrenar_py.shared.mutants import Variant
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.train.arithmetic import optimizer, reduction, sharding
 from entrenar_py.train.coordinator import replicas
+from entrenar_py.train.coordinator.member import Member
 from entrenar_py.train.coordinator.server import Server
 from entrenar_py.train.model import blocks, masks
 from entrenar_py.train.stages import member, stage_model, stage_step
@@ -21,7 +22,8 @@ from entrenar_py.train.wire.frames import Buffer
 from entrenar_py.train.wire.messages import Message
 
 from .finetuning import WORKLOAD, clip_halves, unshifted
-from .subjects import SERVER, TRAINING
+from .subjects import MEMBER as WORKER
+from .subjects import REPLICAS, SERVER, TRAINING
 
 PIPELINE = "entrenar_py.train.stages"
 MEMBER = f"{PIPELINE}.member.StageMember"
@@ -32,7 +34,7 @@ COPIES = [[[0, 2], [0, 2], [2, 4]]]  # two workers share the first stage's shard
 
 _receive, _shorten = member.StageMember.receive, stage_model.shorten
 _backward, _enter = stage_step.TorchStage.backward, stage_model.Stage._enter
-_hold, _restore = member.StageMember.hold, Server.restore
+_hold, _restore = Member.hold, Server.restore
 _step, _guard = optimizer.step, replicas.Replicas.guard
 
 
@@ -147,18 +149,18 @@ def one_more(module: nn.Module, own: range) -> None:
 
 def not_strictly(self: Server) -> int:
     """Resumes with one layer's adapters as they were before the training."""
-    step, first = _restore(self), self.initial()
+    step, first = _restore(self), self.replicas.initial()
     for name, array in self.replica.replica.arrays.items():
         if ".layers.1." in name and step:
             array[...] = first[name]
     return step
 
 
-def step_alone(self: member.StageMember, message: Any, payload: Buffer) -> None:
+def step_alone(self: Member, message: Any, payload: Buffer) -> None:
     """Uses new weights once they are there, though another stage may not have its own."""
     _hold(self, message, payload)
     if set(self.held.blocks.order()) <= set(self.held.there):
-        self.workers[self.rank].replica.copy_from(self.held.vector)
+        self.worker.replica.copy_from(self.held.vector)
 
 
 def equal_shards(ids: sharding.Ids, num_shards: int) -> list[sharding.Ids]:
@@ -248,7 +250,7 @@ VARIANTS = (
         name="lp-nan-to-num",
         summary="a stage replaces NaN in its gradient by 0",
         source="the earlier framework",
-        plants={f"{MEMBER}.guard": nan_to_0},
+        plants={f"{REPLICAS}.Replicas.guard": nan_to_0},
         scenario=staged(faults=(Fault(kind="non_finite_gradient", step=1, rank=0, value="nan"),)),
         invariants=("F-LP-004",),
         place={"step": 1},
@@ -284,7 +286,7 @@ VARIANTS = (
         name="lp-step-alone",
         summary="a stage makes a step though another one died before it had its weights",
         source="classic",
-        plants={f"{MEMBER}.hold": step_alone},
+        plants={f"{WORKER}.Member.hold": step_alone},
         scenario=staged(faults=(Fault(kind="kill", step=0, rank=0, at="Weights"),)),
         invariants=("F-LP-007",),
         place={"step": 0},

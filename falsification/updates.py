@@ -51,28 +51,29 @@ def says_nothing(
 
 def clipped_block_by_block(self: Server, step: int) -> tuple[float, float]:
     """Clips each block by its own norm, as if it were the whole gradient."""
-    average, limit = self.average_held(), self.scenario.clip_norm
+    average, limit = self.average_held(), self.plan.clip_norm
     clipped = average.clipped.copy()
-    for block in self.blocks.order():
-        part = average.mean[: self.layout.num_trainable][self.blocks.part(block)]
-        clipped[self.blocks.part(block)] = optimizer.clip(part, optimizer.norm_l2(part), limit)
+    blocks, gradient = self.reduction.blocks, average.mean[: self.replicas.layout.num_trainable]
+    for block in blocks.order():
+        part = gradient[blocks.part(block)]
+        clipped[blocks.part(block)] = optimizer.clip(part, optimizer.norm_l2(part), limit)
     self._average = lambda: replace(average, clipped=clipped)
     return _prepare(self, step)
 
 
 def made_in_place(self: Server, step: int) -> tuple[float, float]:
     """Makes the step on the server's own state, before any worker has the new weights."""
-    self.move(self.replica, self.average_held())
-    self.replica.replica.copy_to(self._vector)
-    return self._total
+    self.replicas.move(self.replica, self.average_held())
+    self.replica.replica.copy_to(self.reduction.vector)
+    return self.reduction.total
 
 
 def in_use_already(self: Server, step: int) -> None:
     """Only moves on to the next samples on commit, because `made_in_place` changed the state."""
-    if not workers.by_server(self.scenario):
+    if not workers.by_server(self.plan):
         _apply(self, step)
         return
-    self.advance(len(self.batch()))
+    self.replicas.advance(len(self.replicas.batch()))
 
 
 # --- what is kept -----------------------------------------------------------------------------
@@ -81,7 +82,7 @@ def in_use_already(self: Server, step: int) -> None:
 def restored_without_moments(self: Server) -> int:
     """Resumes from a checkpoint without the moments."""
     step = _restore(self)
-    if workers.by_server(self.scenario):
+    if workers.by_server(self.plan):
         self.replica.state = {n: np.zeros_like(one) for n, one in self.replica.state.items()}
     return step
 
@@ -90,7 +91,7 @@ def moments_left_behind(self: Server, step: int) -> None:
     """Uses the prepared weights with the old moments."""
     before = self.replica.state
     _apply(self, step)
-    if workers.by_server(self.scenario):
+    if workers.by_server(self.plan):
         self.replica.state, self._beside.state = before, self.replica.state  # type: ignore[union-attr]
 
 
@@ -100,7 +101,7 @@ def moments_left_behind(self: Server, step: int) -> None:
 def weights_in_use_sent(self: Server, step: int) -> tuple[float, float]:
     """Prepares the step, and sends the old weights."""
     total = _prepare(self, step)
-    self.replica.replica.copy_to(self._vector)
+    self.replica.replica.copy_to(self.reduction.vector)
     return total
 
 

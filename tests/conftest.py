@@ -22,6 +22,7 @@ from entrenar_py.shared.errors import BackendUnavailable
 from entrenar_py.shared.mutants import Variant
 from entrenar_py.shared.verdict import Finding
 from tests import pile
+from tests.command_line import contract_file
 
 OF_CHECKPOINTS = ("finetuned", "finetuned_by_stages", "distilled")  # systems
 VARIANTS_AT_ONCE = 6  # of the kill matrix, that a process takes; but all of a kind that takes long
@@ -142,6 +143,19 @@ def _rows(variants: list[Variant]) -> list[tuple[str, str, Finding]]:
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
     """The variants as every clause that judges them found them, shared by the run's processes."""
     return _matrix(pile.shared_folder(tmp_path_factory))
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Run a test in a folder of its own, as counterexamples are saved below the current one."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def contract(own_folder: Path) -> str:
+    """Return a contract with two clauses that hold, with one scenario each."""
+    return contract_file(own_folder)
 
 
 @pytest.fixture(scope="session")

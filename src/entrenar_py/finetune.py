@@ -1,4 +1,4 @@
-"""What torchrun runs: `torchrun --nproc_per_node=N -m entrenar_py.finetune run.yaml`."""
+"""The module for torchrun: `torchrun --nproc_per_node=N -m entrenar_py.finetune run.yaml`."""
 
 import os
 import sys

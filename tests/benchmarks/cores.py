@@ -54,7 +54,6 @@ def loaded(folder: Path) -> tuple[Finetuning, Engine]:
 
 
 def shards(first: int, last: int) -> list[list[int]]:
-    """Return the rows of each shard."""
     return [list(range(ROWS * shard, ROWS * shard + ROWS)) for shard in range(first, last)]
 
 
@@ -90,8 +89,7 @@ def by_processes(folder: Path, num_shards: int, number: int, steps: int) -> dict
     gate, told, size = context.Barrier(number), context.Queue(), num_shards // number
     made = [
         context.Process(
-            target=process,
-            args=(folder, shards(rank * size, (rank + 1) * size), steps, gate, told),
+            target=process, args=(folder, shards(rank * size, (rank + 1) * size), steps, gate, told)
         )
         for rank in range(number)
     ]
@@ -157,9 +155,7 @@ def main() -> None:
 
                 told("shards, threads of Python", number, best(side_by_side, given.steps))
             told(
-                "shards, processes",
-                number,
-                by_processes(folder, given.shards, number, given.steps),
+                "shards, processes", number, by_processes(folder, given.shards, number, given.steps)
             )
 
 

@@ -14,8 +14,6 @@ import argparse
 import json
 import os
 import resource
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -33,7 +31,7 @@ from entrenar_py.train.distill.production import Stage
 from entrenar_py.train.distill.shards import File, Rows, ShardWriter
 from entrenar_py.train.finetune import settings_file
 from entrenar_py.train.model import preparation
-from tests.benchmarks import gpu_finetune
+from tests.benchmarks import commands, gpu_finetune
 
 PIECE = 4_000  # rows made at a time
 OF_SAMPLE = 100  # rows
@@ -233,18 +231,16 @@ def of_student(given: argparse.Namespace) -> dict[str, Any]:
             "logits": str(folder / "shards"),
             "top_k": given.top_k,
         }
-        command = [sys.executable, "-m", "entrenar_py.entrenar"]
         path = configured(folder, given, distill=section)
-        _run([*command, "distill", "logits", str(path), "--backend", given.backend])
+        commands.run("distill", "logits", str(path), "--backend", given.backend)
         found: dict[str, list[float]] = {"with": [], "without": []}
         for number in range(given.runs):
             for kind in found:
                 more = {"distill": section} if kind == "with" else {}
                 path = configured(folder, given, output=f"{kind}-{number}", **more)
-                _run([*command, "finetune", str(path), "--backend", given.backend])
-                records = map(json.loads, (folder / f"{kind}-{number}" / "metrics.jsonl").open())
-                steps = [one["step_ms"] for one in records if one["what"] == "step"]
-                found[kind].append(median(steps[UNCOUNTED:]))
+                commands.run("finetune", str(path), "--backend", given.backend)
+                steps = commands.steps(folder / f"{kind}-{number}")[UNCOUNTED:]
+                found[kind].append(median(one["step_ms"] for one in steps))
         return {
             "device": _device(given.backend),
             "shape": given.shape,
@@ -252,12 +248,6 @@ def of_student(given: argparse.Namespace) -> dict[str, Any]:
             **{f"{kind}_ms": [round(one, 1) for one in times] for kind, times in found.items()},
             "ratio": round(median(found["with"]) / median(found["without"]), 3),
         }
-
-
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(done.stdout[-2000:] + done.stderr[-2000:])
 
 
 def main() -> None:

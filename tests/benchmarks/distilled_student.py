@@ -20,15 +20,9 @@ from typing import Any
 
 import torch
 
-ENTRENAR = (sys.executable, "-m", "entrenar_py.entrenar")
+from tests.benchmarks.commands import ENTRENAR, run
+
 EPOCHS_OF_TEACHER = 6
-
-
-def run(*command: str) -> None:
-    """Run a command; end with what it said if it fails."""
-    done = subprocess.run([*ENTRENAR, *command], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(done.stdout[-2000:] + done.stderr[-2000:])
 
 
 def configuration(folder: Path, **changes: Any) -> Path:

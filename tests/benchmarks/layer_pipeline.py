@@ -31,11 +31,11 @@ from typing import Any
 import torch
 
 from entrenar_py.train.wire import pipeline
-from tests.benchmarks import gpu_finetune
+from tests.benchmarks import commands, gpu_finetune
+from tests.benchmarks.commands import ENTRENAR
 from tests.train.wire_io.fakes import free_port
 
 UNCOUNTED = 4  # steps before the clock starts
-ENTRENAR = (sys.executable, "-m", "entrenar_py.entrenar")
 
 
 def checkpoint(folder: Path, given: argparse.Namespace) -> None:
@@ -77,11 +77,7 @@ def settings(folder: Path, output: str, given: argparse.Namespace, **more: Any) 
 
 
 def ours(
-    folder: Path,
-    output: str,
-    given: argparse.Namespace,
-    *,
-    of_worker: Sequence[str] = ENTRENAR,
+    folder: Path, output: str, given: argparse.Namespace, *, of_worker: Sequence[str] = ENTRENAR
 ) -> dict[str, Any]:
     """Train by a coordinator and workers, which `of_worker` starts; return what was measured."""
     secret, address = folder / "secret", f"127.0.0.1:{free_port()}"
@@ -113,8 +109,7 @@ def theirs(folder: Path, output: str, given: argparse.Namespace) -> dict[str, An
 
 def measured(output: Path) -> dict[str, Any]:
     """Return the time of a step, and the last loss."""
-    records = [json.loads(line) for line in (output / "metrics.jsonl").open()]
-    steps = [one for one in records if one["what"] == "step"]
+    steps = commands.steps(output)
     times = [one["step_ms"] for one in steps[UNCOUNTED:]]
     idle = [one["idle_share"] for one in steps[UNCOUNTED:] if "idle_share" in one]
     found = {"step_ms": round(median(times), 1), "loss": steps[-1]["loss"]}

@@ -33,7 +33,8 @@ from safetensors.numpy import load_file
 
 from entrenar_py.train.wire import pipeline
 from tests.benchmarks import gpu_finetune, layer_pipeline
-from tests.benchmarks.layer_pipeline import ENTRENAR, UNCOUNTED
+from tests.benchmarks.commands import ENTRENAR, steps
+from tests.benchmarks.layer_pipeline import UNCOUNTED
 from tests.train.wire_io.fakes import free_port
 
 EVERY_S = 0.05  # between two looks at a process
@@ -178,12 +179,6 @@ def busy_ms(folder: Path) -> list[float]:
             passes = pipeline.decode(times_us)
             found[rank].append(sum(one.ended - one.began for one in passes) / 1000)
     return [round(median(found[rank]), 1) for rank in sorted(found, key=int)]
-
-
-def steps(output: Path) -> list[dict[str, Any]]:
-    """Return the records of a run's steps."""
-    records = [json.loads(line) for line in (output / "metrics.jsonl").open()]
-    return [one for one in records if one["what"] == "step"]
 
 
 def main() -> None:

@@ -67,12 +67,7 @@ def reducing(num_elements: int, world_size: int) -> Iterator[Step]:
     port, ends, processes = free_port(), [], []
     for rank in range(world_size):
         ours, theirs = context.Pipe()
-        job = {
-            "rank": rank,
-            "world_size": world_size,
-            "port": port,
-            "num_elements": num_elements,
-        }
+        job = {"rank": rank, "world_size": world_size, "port": port, "num_elements": num_elements}
         ours.send_bytes(json.dumps(job).encode())
         process = context.Process(target=gloo.main, args=(theirs,), daemon=True)
         process.start()

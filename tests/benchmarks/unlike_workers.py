@@ -61,11 +61,7 @@ def _row(topology: str, shard_ms: tuple[float, float], right: str) -> bool:
     """Print a row; return whether its digest is `right` and its steps are short enough."""
     with tempfile.TemporaryDirectory() as folder, cluster(Path(folder)) as run:
         run.configure(
-            TRAINING,
-            topology=topology,
-            wait_for=2,
-            metrics="metrics.jsonl",
-            ledger="ledger.jsonl",
+            TRAINING, topology=topology, wait_for=2, metrics="metrics.jsonl", ledger="ledger.jsonl"
         )
         serving = run.coordinator()
         with ExitStack() as workers:

@@ -51,7 +51,6 @@ def falsified(step: int | None = None, rank: int | None = None) -> Finding:
 
 
 def row(variant: Variant, finding: Finding, *, invariant: str = "F-DP-001") -> Row:
-    """Return the row of `variant` judged by `invariant`."""
     return Row(variant=variant, invariant=invariant, finding=finding)
 
 
@@ -212,7 +211,7 @@ def test_contracts_and_catalogue_agree() -> None:
     }
     written = {name: sorted(clause.mutants) for name, clause in kill_matrix.invariants().items()}
     assert written == claims
-    assert len(written) == 90
+    assert len(written) >= 90, "no clause was lost"
     assert all(written.values())
 
 
@@ -233,7 +232,8 @@ def test_a_benign_variant_is_judged_by_every_clause_of_training() -> None:
     tried = ("F-TI-008", "F-DP-001")
     judges = kill_matrix.judges(replace(BENIGN, tried=tried), kill_matrix.invariants())
     assert tuple(judges[:2]) == tried
-    assert len(judges) == len(set(judges)) == 13
+    of_training = [check.id for check in checks.CHECKS.values() if check.explores]
+    assert sorted(judges) == sorted(of_training)
     assert not {"F-DP-004", "F-WGPU-001", "F-HET-001", "F-HET-002"} & set(judges)
 
 
@@ -289,11 +289,7 @@ def test_rows_are_told_as_they_come() -> None:
     ],
 )
 def test_show(
-    variant: Variant,
-    finding: Finding,
-    code: int,
-    words: str,
-    monkeypatch: pytest.MonkeyPatch,
+    variant: Variant, finding: Finding, code: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The exit code is 0 only if all rows are right. Each wrong row is explained on a line."""
     clause = replace(kill_matrix.invariants()["F-DP-001"], mutants=())

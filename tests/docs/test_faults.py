@@ -16,7 +16,6 @@ NUM_SYSTEMS = len(TABLED)
 
 
 def rows_of(part: str) -> list[list[str]]:
-    """Return the cells of the table of one part."""
     lines = [line for line in part.splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines][1:]
 

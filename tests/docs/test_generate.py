@@ -11,7 +11,7 @@ from entrenar_py.check import kill_matrix
 from entrenar_py.check.clauses import CHECKS
 from entrenar_py.check.kill_matrix import Row
 from entrenar_py.shared import mutants
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.scenario import expand
 from entrenar_py.train.service import config
 from entrenar_py.train.wire import messages, phases
 from falsification import classes
@@ -118,23 +118,17 @@ def test_every_check_and_field_has_a_row() -> None:
     fields = [row.strip("|\n ").split(" | ") for row in generate.fields().splitlines()[2:]]
     for rows, names in (
         (generate.checks(), tuple(CHECKS)),
-        (fields, tuple(Scenario.__dataclass_fields__)),
+        (fields, tuple(next(expand({})).to_dict())),
     ):
         assert [row[0] for row in rows] == [f"`{name}`" for name in names]
         assert all(cell.strip() for row in rows for cell in row)
-    assert set(generate.MEANINGS) == set(Scenario.__dataclass_fields__)
+    assert set(generate.MEANINGS) == set(next(expand({})).to_dict())
 
 
 def test_every_key_of_a_configuration_has_a_row() -> None:
     """Each key has a row in the table of its mapping."""
     page = generate.SERVICE.read_text("utf-8")
     assert generate.service(page) == page, "say `make docs`"
-    tables = (
-        config.TRAINING,
-        config.SERVICE,
-        config.CHECKPOINT,
-        config.TLS,
-        config.TIMING,
-    )
+    tables = (config.TRAINING, config.SERVICE, config.CHECKPOINT, config.TLS, config.TIMING)
     names = [name for table in tables for name in table]
     assert [row.split("`")[1] for row in page.splitlines() if row.startswith("| `")] == names

@@ -28,6 +28,7 @@ from entrenar_py.shared.trace import End, Event, Halt, Injected, Membership, Sha
 from falsification import schedules
 from falsification.schedules import Attempt
 from tests.systems.between import Between
+from tests.traces import altered
 
 NUM_SCHEDULES = 30  # of a test run, of each system; `make soak` tries thousands
 BETWEEN = range(280, 300)  # seeds: in a few, blocks are averaged when somebody is lost
@@ -213,8 +214,7 @@ def _without(kind: type[Update | Halt | Shard], step: int) -> Callable[[Trace], 
 
 def _changed(kind: type[Event], **changes: object) -> Callable[[Trace], Trace]:
     def change(run: Trace) -> Trace:
-        events = (replace(e, **changes) if isinstance(e, kind) else e for e in run.events)
-        return replace(run, events=tuple(events))
+        return altered(run, kind, {}, **changes)
 
     return change
 

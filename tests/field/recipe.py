@@ -10,10 +10,11 @@ To add one:
 3. Give a `Trial` for `--auto` and one for the line, as small as the script's own options allow.
    `edits` that don't find their line are an error.
 4. `python -m tests.field.run NAME --clones DIR --keep DIR` prints each verdict that no `Expected`
-   explains. Find out why it is so, then explain it: `kind` and `because` for readers who know torch
-   but not this project, `words` from the reason. A defect or default needs a `reproduction` of at
-   most thirty lines in `tests/field/reproductions/`. It runs in the script's folder, without the
-   harness, prints what it saw and exits 0 if that is the defect.
+   explains. Find out why it is so, then explain it by `defect`, `default`, `by_design`,
+   `undeclared` or `limit`: `because` for readers who know torch but not this project, `words` from
+   the reason. A defect or default needs a `reproduction` of at most thirty lines in
+   `tests/field/reproductions/`. It runs in the script's folder, without the harness, prints what it
+   saw and exits 0 if that is the defect.
 5. `--record` writes the results, and `python -m docs.field_page` the page. After a conflict in
    docs/field.md run the latter again.
 """
@@ -23,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,7 +42,7 @@ class Kind(StrEnum):
     LIMIT = "limit of the tool"  # nothing that a user can say would settle it
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Edit:
     """A change of one line of theirs: what is added after it, or stands in its place.
 
@@ -65,6 +67,14 @@ class Expected:
     because: str
     reproduction: str = ""  # file name
     known: str = ""  # https://... of the thread in which others report it
+
+
+# A script's doing is falsified as a rule, and what can't be compared is inconclusive.
+defect = partial(Expected, kind=Kind.DEFECT, verdict="falsified")
+default = partial(Expected, kind=Kind.DEFAULT, verdict="falsified")
+by_design = partial(Expected, kind=Kind.PROPERTY, verdict="inconclusive")
+undeclared = partial(Expected, kind=Kind.UNDECLARED, verdict="inconclusive")
+limit = partial(Expected, kind=Kind.LIMIT, verdict="inconclusive")
 
 
 @dataclass(frozen=True, kw_only=True)

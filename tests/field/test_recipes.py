@@ -86,10 +86,10 @@ def test_an_edit_that_finds_no_line_is_an_error(tmp_path: Path) -> None:
     """The error names repository, file and line; an edit that finds it keeps indentation."""
     recipe = Recipe(name="x", title="x", repository="a/b", commit="0" * 40, trials=())
     (tmp_path / "t.py").write_text("if True:\n    step()\n")
-    change(recipe, Edit(file="t.py", line="step()", add="obs()"), tmp_path)
+    change(recipe, Edit("t.py", "step()", add="obs()"), tmp_path)
     assert (tmp_path / "t.py").read_text() == "if True:\n    step()\n    obs()\n"
     with pytest.raises(Mismatch, match=r"a/b 00000000: t\.py has 0 lines 'leap\(\)', 1 is needed"):
-        change(recipe, Edit(file="t.py", line="leap()", add="obs()"), tmp_path)
+        change(recipe, Edit("t.py", "leap()", add="obs()"), tmp_path)
 
 
 def test_a_difference_is_told() -> None:

@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-from tests.field.recipe import Expected, Kind
+from tests.field.recipe import default, limit, undeclared
 
-STEPS_AT_NAN = Expected(
+STEPS_AT_NAN = default(
     clause="F-DP-003",
     verdict="advice",
-    kind=Kind.DEFAULT,
     words="after a non-finite value",
     because="A NaN was planted in one gradient of one rank. The all-reduce gives it to all ranks, "
     "and neither torch's optimizers nor `clip_grad_norm_` stop at it by default.",
     reproduction="nan_in_one_gradient.py",
 )
-ROUNDING_ON_GPUS = Expected(
+ROUNDING_ON_GPUS = default(
     clause="F-TI-007",
     verdict="advice",
-    kind=Kind.DEFAULT,
     words="kernels may add in any order",
     because="The kernel for the gradient of a convolution adds in any order, unless deterministic "
     "algorithms are asked for. Two runs agree within rounding.",
     reproduction="gpu_kernels_in_any_order.py",
 )
-SAVES_LATER = Expected(
+SAVES_LATER = undeclared(
     clause="F-TI-003",
-    verdict="inconclusive",
-    kind=Kind.UNDECLARED,
     words="may write one later",
     because="The script saves its first checkpoint after more steps than were made here.",
 )
 IN_PIECES = tuple(
-    Expected(
+    limit(
         clause=clause,
-        verdict="inconclusive",
-        kind=Kind.LIMIT,
         words=words,
         because="Weights in pieces are brought together for the script's own passes only, so the "
         "model is passed nothing again.",

@@ -96,7 +96,6 @@ def _authority() -> tuple[TemporaryDirectory[str], Path, Path]:
 
 
 def certificate() -> tuple[Path, Path]:
-    """Return a certificate and its key."""
     return _authority()[1:]
 
 
@@ -262,7 +261,7 @@ def _state() -> tuple[dict[str, Any], dict[str, Any]]:
     arrays = checkpoint.as_arrays(
         tensors=server.replica.replica.arrays, optimizer=server.replica.state
     )
-    progress = {**server.progress(1), "scenario": server.scenario.to_dict()}
+    progress = {**server.replicas.progress(1), "plan": server.plan.to_dict()}
     return dict(arrays), progress
 
 
@@ -300,7 +299,8 @@ CHECKPOINTS: Mapping[str, Make] = {
     "offset text": partial(saved, offset="x"),
     "schedule": partial(saved, schedule_step=-1),
     "schedule text": partial(saved, schedule_step={}),
-    "scenario": partial(saved, scenario=7),
+    "plan": partial(saved, plan=7),
+    "scenario": partial(saved, plan=None, scenario=7),
     "nan": _first(_filled(float("nan"))),
     "inf": _first(_filled(float("inf"))),
     "shape": _first(lambda array: array.reshape(-1)[:-1].copy()),

@@ -246,9 +246,7 @@ def main() -> int:
 
     from entrenar_py.check import doctor
     from entrenar_py.check.cli import session  # noqa: F401
-    from entrenar_py.train.service import (
-        worker,  # noqa: F401
-    )
+    from entrenar_py.train.service import worker  # noqa: F401
 
     torch.set_num_threads(1)
     doctor.examine = visit_nothing  # takes seconds, and devices

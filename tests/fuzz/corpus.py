@@ -73,7 +73,7 @@ def seeds() -> Mapping[str, list[bytes]]:
         "read_trace": ["".join(f"{line}\n" for line in trace.dump_lines(_trace())).encode()],
         "read_contract": [
             path.read_bytes()
-            for folder in ("contracts", "tests/contract/data")
+            for folder in ("contracts", "tests/check/contract/data")
             for path in sorted((TOP / folder).glob("*.yaml"))
         ],
         "read_configuration": [CONFIGURATION, b"[tool.entrenar-check]\n" + CONFIGURATION],
@@ -130,7 +130,7 @@ exclude = [
 
 def part_of_a_worker() -> list[Said]:
     """Return all messages that a well-behaved worker 1 sends, from its admission to the end."""
-    vector = bytes(Server(SCENARIO).vector_bytes)
+    vector = bytes(Server(SCENARIO).replicas.vector_bytes)
     said: list[Said] = [(Loaded(step=0), b"")]
     for step in range(SCENARIO.num_steps):
         node = TreeNode(step=step, round=0, block=0, level=LEVEL, index=INDEX, loss=1.0, weight=4.0)
@@ -149,7 +149,7 @@ def part_of_a_coordinator() -> list[Said]:
     for step in range(SCENARIO.num_steps):
         average = Average(step=step, round=0, block=0, loss=1.0, weight=8.0)
         said += [(Assign(step=step, shards=SHARDS), b""), (Heartbeat(), b"")]
-        said += [(average, bytes(server.vector_bytes)), (Commit(step=step), b"")]
+        said += [(average, bytes(server.replicas.vector_bytes)), (Commit(step=step), b"")]
     return [*said, (Shutdown(problem=None), b"")]
 
 
@@ -161,7 +161,7 @@ def _odd_words() -> list[Said]:
 def _odd_orders() -> list[Said]:
     halt = Halt(step=0, reason="non-finite")
     weights = Weights(step=0, block=0, loss=1.0, weight=8.0)
-    whole = bytes(Server(SCENARIO).vector_bytes)
+    whole = bytes(Server(SCENARIO).replicas.vector_bytes)
     ends = [(Refuse(reason="full", retry=True), b""), (Shutdown(problem="lost"), b"")]
     return [(halt, b""), (weights, whole), *ends]
 

@@ -144,12 +144,10 @@ def hello_of(rank: int | None) -> Hello:
 
 
 def proved(hello: Hello) -> Hello:
-    """Return `hello` with the proof of a worker that knows the secret."""
     return replace(hello, proof=terms.proof_of_worker(SECRET, CHALLENGE, hello))
 
 
 def session_key(hello: Hello) -> bytes:
-    """Return the key of the session that `hello` opens."""
     return terms.session_key(SECRET, CHALLENGE, hello)
 
 

@@ -307,7 +307,7 @@ def read_checkpoint(data: bytes) -> None:
     server = Server(scenario.Scenario(system="parameter_server", **TRAINING))
     server.checkpoint_path = _written(sealed)
     with suppress(CheckpointError):
-        assert 0 <= server.restore() <= server.scenario.num_steps
+        assert 0 <= server.restore() <= server.plan.num_steps
 
 
 def read_rank_file(data: bytes) -> None:

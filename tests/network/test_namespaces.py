@@ -74,10 +74,7 @@ def _trouble(network: Network, how: str) -> dict[str, Any]:
     worker = str(RANK)
     match how:
         case "unplugged":
-            return {
-                "strikes": lambda: network.unplug(worker),
-                "ends": lambda: network.plug(worker),
-            }
+            return {"strikes": lambda: network.unplug(worker), "ends": lambda: network.plug(worker)}
         case "deaf":
             return {
                 "strikes": lambda: network.swallow(HOME, worker),

@@ -45,7 +45,6 @@ class Staff:
         forkserver.ensure_running()
 
     def give(self, job: bytes) -> Hand:
-        """Give `job` to the process of its rank."""
         given = json.loads(job)
         rank = given["rank"]
         if rank in self.routes:

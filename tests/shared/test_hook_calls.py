@@ -14,7 +14,6 @@ class Twice(torch.optim.SGD):
     """An optimizer whose step calls that of its base class."""
 
     def step(self, closure: Any = None) -> Any:
-        """Make a step of SGD."""
         return super().step(closure)
 
 

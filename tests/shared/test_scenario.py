@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.faults import Fault
-from entrenar_py.shared.scenario import CHOICES, DEFAULTS, PARTS_MAX, Scenario, expand
+from entrenar_py.shared.scenario import (
+    CHOICES,
+    DEFAULTS,
+    PARTS_MAX,
+    Scenario,
+    TrainingPlan,
+    expand,
+)
 from tests.shared.trace.samples import nested
 
 USUAL: dict[str, Any] = {"system": "reference", "workload": "linear", "world_size": 2, "seed": 0}
@@ -148,6 +155,25 @@ def test_faults_must_lie_inside_the_run(place: dict[str, Any], message: str) -> 
     """A fault on a rank, step or shard that is not there is refused."""
     with pytest.raises(UsageError, match=message):
         USUAL_SCENARIO.with_(faults=(Fault(**place),))
+
+
+def test_a_plan_has_nothing_of_the_harness() -> None:
+    """It comes back from JSON, from a scenario of an earlier release, and as a scenario."""
+    scenario = Scenario.from_dict({**USUAL, "system": "mesh"})
+    plan = TrainingPlan.from_dict(scenario.to_dict())
+    record = json.loads(json.dumps(plan.to_dict()))
+    assert not {"system", "faults", "stops", "repeat", "mutant"} & set(record)
+    assert TrainingPlan.from_dict(record) == plan
+    assert hash(plan) != hash(scenario)
+    assert Scenario.of(plan) == scenario == Scenario.of(scenario)
+    assert scenario.with_(system="mesh_simulated").trainer == plan.trainer
+
+
+@pytest.mark.parametrize("used", [{"mutant": "m"}, {"stops": [1]}, {"repeat": 1}])
+def test_a_scenario_that_is_more_than_a_plan(used: dict[str, Any]) -> None:
+    """What no trainer reads is refused by its name."""
+    with pytest.raises(UsageError, match=f"plan key='{next(iter(used))}'"):
+        TrainingPlan.from_dict({**USUAL, **used})
 
 
 @given(st.sampled_from(sorted(Scenario.__dataclass_fields__)), json_values)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,10 @@ from entrenar_py.shared.trace import Audit, Saved, Start, Tensors, Trace, Update
 from entrenar_py.shared.workers import Outer
 from entrenar_py.train.arithmetic import checkpoint
 from entrenar_py.train.wire.messages import Applied, Average, Message, Weights, Welcome
-from tests.check.clauses import traces
+from tests import traces
 from tests.systems import by_hand, stars
 from tests.systems.stars import MESH_SIMULATED, REAL, SIMULATED, STEP, subject
+from tests.traces import altered
 
 TAKEN = Fault(kind="stranger", step=2, rank=1, value="taken_rank")
 ONE_TOO_MANY = Fault(kind="stranger", step=2, value="one_too_many")
@@ -67,7 +67,6 @@ def struck(system: str, kind: str, at: str) -> Scenario:
 
 
 def in_workers(trace: Trace) -> list[Tensors]:
-    """Return the optimizer states that workers recorded."""
     recorded = [one.optimizer for one in trace.of(Start)]
     recorded += [one.optimizer for one in trace.of(Update)]
     return [one for one in recorded if one]
@@ -183,11 +182,9 @@ def test_a_worker_with_a_state_of_its_own_is_not_passed_over() -> None:
     """If one worker records moments, the clause doesn't hold without those of the others."""
     trace = traces.run(served(SIMULATED))
     moments = next(one.weights for one in trace.of(Update))
-    events = tuple(
-        replace(one, optimizer=moments) if isinstance(one, Update) and one.rank == 1 else one
-        for one in trace.events
+    finding = traces.judge(
+        "replica_identity", [altered(trace, Update, {"rank": 1}, optimizer=moments)]
     )
-    finding = traces.judge("replica_identity", [replace(trace, events=events)])
     assert finding.verdict.name == "INCONCLUSIVE"
     assert "ranks 0, 2 recorded no optimizer" in finding.reason
 
@@ -204,7 +201,7 @@ def at_work() -> by_hand.Hands:
 
 
 def _averaged(hands: by_hand.Hands) -> None:
-    for block in hands.server.blocks.order():
+    for block in hands.server.reduction.blocks.order():
         hands.server.complete(block)
         assert not isinstance(hands.server.reduce(block), str)
 
@@ -213,7 +210,7 @@ def _states(hands: by_hand.Hands) -> list[bytes]:
     """Return the whole state of all, with the server's moments."""
     server = hands.server.replica
     everything = [*server.replica.arrays.values(), *server.state.values()]
-    members = [member.workers[rank] for rank, member in hands.members.items()]
+    members = [member.worker for member in hands.members.values()]
     arrays = [array for one in members for array in one.replica.arrays.values()]
     return [array.tobytes() for array in (*everything, *arrays)]
 
@@ -221,7 +218,7 @@ def _states(hands: by_hand.Hands) -> list[bytes]:
 def _sent(hands: by_hand.Hands) -> list[Weights]:
     """Return the server's messages of a step that it has prepared."""
     loss, weight = hands.server.prepare(0)
-    order = hands.server.blocks.order()
+    order = hands.server.reduction.blocks.order()
     return [Weights(step=0, block=block, loss=loss, weight=weight) for block in order]
 
 
@@ -239,7 +236,7 @@ def test_nobody_s_state_changes_before_the_commit() -> None:
     assert _states(hands) == before
     by_hand.commit(hands, 0)
     weights = [one.weights for one in hands.server.recorder.of(Update)]
-    assert weights == [stars.expected(hands.server.scenario)[0]] * 3
+    assert weights == [stars.expected(hands.server.plan)[0]] * 3
     assert _states(hands) != before
 
 
@@ -259,10 +256,10 @@ def test_a_worker_gets_no_moments() -> None:
     """A welcome has the size of one for an optimizer without a state."""
     hands = at_work()
     welcome = by_hand.welcome_of(hands.server, 1, 0)
-    specs = hands.server.workload.specs
+    specs = hands.server.replicas.workload.specs
     assert len(hands.server.payload(welcome)) == checkpoint.state_bytes(specs, "sgd")
     assert hands.members[1].sizes()[Welcome] == checkpoint.state_bytes(specs, "sgd")
-    assert hands.members[1].workers[1].state == {}
+    assert hands.members[1].worker.state == {}
     assert set(hands.server.replica.state) == {"momentum"}
 
 
@@ -286,7 +283,9 @@ def test_what_the_server_alone_knows_is_recorded_by_it() -> None:
     by_hand.tell(hands, 0, Applied(step=0))
     (kept,) = hands.server.recorder.of(Update)
     (model,) = (
-        one for one in traces.run(_reference(hands.server.scenario)).of(Update) if one.step == 0
+        one
+        for one in traces.run(_reference(Scenario.of(hands.server.plan))).of(Update)
+        if one.step == 0
     )
     assert kept.gradient == model.gradient
     names = ("grad_norm", "applied_norm", "learning_rate", "loss", "weights", "buffers")
@@ -305,7 +304,7 @@ def test_what_does_not_come_down_in_this_run_is_refused(by_server: bool) -> None
     other: Message = (
         by_hand.average_of(0, 0) if by_server else Weights(step=0, block=0, loss=1.0, weight=1.0)
     )
-    payload = bytes(hands.server.blocks.num_bytes(0))
+    payload = bytes(hands.server.reduction.blocks.num_bytes(0))
     due = (Weights if by_server else Average).__name__
     with pytest.raises(
         ProtocolError, match=f"{type(other).__name__}: this run.s coordinator sends {due}"
@@ -329,7 +328,7 @@ def test_weights_that_are_wrong_are_refused(
     hands = by_hand.met(served(SIMULATED))
     message = Weights(step=0, block=0, loss=float(loss), weight=weight)
     with pytest.raises(ProtocolError, match=why):
-        hands.members[0].require(message, bytes(hands.server.blocks.num_bytes(0) + more))
+        hands.members[0].require(message, bytes(hands.server.reduction.blocks.num_bytes(0) + more))
 
 
 # --- what can be asked for --------------------------------------------------------------------

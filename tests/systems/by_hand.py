@@ -41,7 +41,9 @@ def met(scenario: Scenario) -> Hands:
 
 def join(hands: Hands, rank: int, step: int) -> None:
     """Have worker `rank` take the server's state before `step`."""
-    member = hands.members[rank] = Member(hands.server.scenario)
+    plan = hands.server.plan
+    faults = plan.faults if isinstance(plan, Scenario) else ()
+    member = hands.members[rank] = Member(plan, faults=faults)
     welcome = welcome_of(hands.server, rank, step)
     member.load(welcome, bytearray(hands.server.payload(welcome)))
     hands.server.joined(Joined(rank, step, late=step > 0))
@@ -50,7 +52,7 @@ def join(hands: Hands, rank: int, step: int) -> None:
 
 def welcome_of(server: Server, rank: int, step: int, *, resumed: bool = False) -> Welcome:
     """Return the welcome that the coordinator would send to worker `rank` before `step`."""
-    blocks = server.blocks.count
+    blocks = server.reduction.blocks.count
     return Welcome(rank=rank, step=step, blocks=blocks, resumed=resumed, proof=PROOF)
 
 
@@ -83,13 +85,13 @@ def deliver(hands: Hands, rank: int, step: int, shards: tuple[int, ...]) -> None
 
 def shards_of(hands: Hands) -> dict[int, tuple[int, ...]]:
     """Return the shards that each member computes."""
-    shards = range(hands.server.scenario.num_shards)
+    shards = range(hands.server.plan.num_shards)
     return {rank: tuple(run) for rank, run in sharding.runs(shards, hands.members).items()}
 
 
 def make(hands: Hands, step: int) -> None:
     """Have all members make `step`, whose shards are all delivered."""
-    for block in hands.server.blocks.order():
+    for block in hands.server.reduction.blocks.order():
         average(hands, step, block)
     commit(hands, step)
 

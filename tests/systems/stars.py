@@ -10,7 +10,7 @@ from entrenar_py.shared.faults import LIE_PLACES, PLACES, Fault
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Admission, Injected, Membership, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Verdict
-from tests.check.clauses import traces
+from tests import traces
 
 REAL, SIMULATED = "parameter_server", "parameter_server_simulated"
 MESH, MESH_SIMULATED = "mesh", "mesh_simulated"

@@ -16,7 +16,7 @@ from entrenar_py.shared.errors import SystemFailure, UsageError
 from entrenar_py.shared.faults import KINDS, NEEDED, OF_WITNESSES, OPTIONAL, Fault
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.systems import SYSTEMS
-from entrenar_py.train import reference
+from entrenar_py.systems import reference
 
 GONE = Fault(kind="absent", backend="wgpu")
 USUAL = Scenario(system="reference", workload="linear", world_size=1, seed=0, num_steps=1)

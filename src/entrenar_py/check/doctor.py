@@ -153,7 +153,6 @@ def _lacks(scenario: Scenario, backends: Sequence[Found]) -> tuple[list[str], li
 
 
 def _too_few(scenario: Scenario, found: Sequence[Found]) -> Iterator[str]:
-    """Yield a text if there are too few GPUs: on CUDA torch's trainers need one for each rank."""
     num_gpus = sum(one.serves and _kind(one.name) == "cuda" for one in found)
     own = bool(SYSTEMS[scenario.system].only) and scenario.backends[0] == "cuda"
     if own and scenario.world_size > num_gpus:
@@ -227,7 +226,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _add(table: Table, *cells: str) -> None:
-    """Add a row; the cells are escaped, as devices and drivers choose their own names."""
+    # Devices and drivers choose their own names.
     table.add_row(*map(escaping.line, cells))
 
 

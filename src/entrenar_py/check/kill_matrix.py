@@ -109,7 +109,7 @@ def all_right(rows: Sequence[Row]) -> bool:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """Return a line: how many mutants were rightly killed, how many benign variants were silent."""
+    """Return a line: how many mutants were killed rightly, how many benign variants were silent."""
     right: dict[str, bool] = {}
     for row in rows:
         right[row.variant.name] = right.get(row.variant.name, True) and row.right
@@ -159,7 +159,6 @@ def benign_table(rows: Sequence[Row]) -> Table:
 
 
 def _table(*titles: str, long: Sequence[str]) -> Table:
-    """Return an empty table. Its `long` columns wrap; the others stay on one line."""
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for title in titles:
         shown.add_column(title, no_wrap=title not in long, overflow="fold")
@@ -262,7 +261,6 @@ def show(console: Console) -> int:
 
 
 def _explores(clause: Invariant, system: str) -> bool:
-    """Return whether `system` is a trainer, and the clause's check has its id and fits any run."""
     check = checks.bind(clause)
     if check is None or check.id != clause.id or system not in systems.TRAINERS:
         return False

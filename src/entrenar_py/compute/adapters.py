@@ -46,7 +46,7 @@ _KERNEL = """
 
 @dataclass(frozen=True)
 class Probe:
-    """How a child fared: `doing` is what it began last, `failure` how it died, "" if it lived."""
+    """The fate of a child: `doing` is what it began last, `failure` how it died, "" if it lived."""
 
     doing: str = ""
     failure: str = ""

@@ -68,7 +68,7 @@ def versions() -> dict[str, str]:
 
 
 def found() -> list[Found]:
-    """Return the CPU, every GPU of torch and every wgpu adapter, or why there is none of a kind."""
+    """Return the CPU, every GPU of torch and every wgpu adapter, or why a kind has none."""
     return [*_examined("cpu", _host_memory()), *_cuda(), *_wgpu()]
 
 

@@ -1,1 +1,1 @@
-"""What the checker and the trainer both speak: traces, scenarios, verdicts, errors, files."""
+"""What the checker and the trainer share: traces, scenarios, verdicts, errors, files."""

@@ -41,7 +41,8 @@ class Schema(Generic[T]):
     """The JSON form of one dataclass. Error messages call the dataclass `what`.
 
     `forms` adds Forms to FORMS, or replaces some of them. Its keys are names in annotations, or
-    whole annotations. With `sparse`, `dump` omits fields that have their default values.
+    whole annotations. Fields that the dataclass derives from others are no part of it. With
+    `sparse`, `dump` omits fields that have their default values.
     """
 
     def __init__(
@@ -54,11 +55,12 @@ class Schema(Generic[T]):
     ) -> None:
         self.kind, self._what = kind, what
         known = {**FORMS, **(forms or {})}
-        of_field = {field.name: _composed(str(field.type), known) for field in fields(kind)}  # type: ignore[arg-type]
+        own = [field for field in fields(kind) if field.init]  # type: ignore[arg-type]
+        of_field = {field.name: _composed(str(field.type), known) for field in own}
         self._readers = {name: form.read for name, form in of_field.items()}
         self._writers = [(name, form.write) for name, form in of_field.items()]
-        self._usual = {field.name: field.default for field in fields(kind)} if sparse else None  # type: ignore[arg-type]
-        self._required = {field.name for field in fields(kind) if not _has_default(field)}  # type: ignore[arg-type]
+        self._usual = {field.name: field.default for field in own} if sparse else None
+        self._required = {field.name for field in own if not _has_default(field)}
 
     def dump(self, value: T) -> dict[str, Any]:
         """Return the fields of `value` in their order, converted to what JSON can hold.

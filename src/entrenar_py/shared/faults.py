@@ -50,7 +50,7 @@ KINDS: dict[str, str] = {
     "lie": "worker `rank` says something untrue at message `at` of step `step`: `value`",
     "stranger": "a stranger connects in step `step`, and must not be let in: `value`",
     "restart": "the coordinator dies at message `at` of step `step`; another takes its checkpoint",
-    "absent": "backend `backend` is not there",
+    "absent": "backend `backend` is missing",
     "init_error": "backend `backend` fails when it is opened",
     "out_of_memory": "backend `backend` runs out of memory while computing",
     "non_finite_output": "backend `backend` returns a result with a NaN in it",

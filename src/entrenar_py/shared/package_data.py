@@ -1,4 +1,4 @@
-"""What comes with the package: contracts, counterexamples, and pyproject.toml's extras.
+"""Files of the package: contracts, counterexamples, and the extras of pyproject.toml.
 
 Files are inside an installed package, and at the top of a checkout. Extras are the libraries that
 only some commands need.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-from importlib import metadata
 from pathlib import Path
 
 from entrenar_py.shared.errors import UsageError, did_you_mean
@@ -94,6 +93,8 @@ DISTRIBUTION = "entrenar-py"
 
 def extra_requirements(extra: str) -> list[str]:
     """Return what an extra requires, such as `tensorboard>=2.18`; [] if nothing is installed."""
+    from importlib import metadata  # reads e-mail's modules, which `--help` can do without
+
     marked = re.compile(rf"\bextra == ['\"]{re.escape(extra)}['\"]")
     try:
         lines = metadata.requires(DISTRIBUTION) or []

@@ -1,4 +1,4 @@
-"""How long a run makes no progress, on a machine that may have too much to do.
+"""Measures how long a run makes no progress, on a machine that may be overloaded.
 
 A clock on the wall says little about a run: on an overloaded machine an import of seconds takes
 minutes. So what is counted is time without progress, and of that only what the run had of the
@@ -46,7 +46,7 @@ def of_this_process() -> tuple[int, int]:
 
 
 def interval_s(seconds: float) -> float:
-    """Return the seconds between two looks of a patience of so many `seconds`."""
+    """Return the seconds between two looks of a patience of this many `seconds`."""
     return min(LOOK_S, seconds / LOOKS_MIN)
 
 

@@ -15,7 +15,6 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib import metadata
 from types import FrameType
 
 import entrenar_py
@@ -92,6 +91,8 @@ def _note(number: int, frame: FrameType | None) -> None:
 
 def environment() -> dict[str, str]:
     """Return versions and platform of this process, and the wgpu adapters that it has opened."""
+    from importlib import metadata  # reads e-mail's modules, which `--help` can do without
+
     import numpy as np
     import torch
 

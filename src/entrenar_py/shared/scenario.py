@@ -1,13 +1,14 @@
-"""The complete description of one run: equal scenarios give equal runs.
+"""The complete description of one run: equal plans, and equal scenarios, give equal runs.
 
-A Scenario holds every number that a system needs, and is the only source of randomness
-(`Scenario.rng`). Its streams have names, which say what is drawn and not which worker draws it. So
-the draws don't change with the number of workers, and a run on one worker is a baseline for one on
-eight. What a run turned out to be stands in the traits of its trace.
+A TrainingPlan holds every number that a trainer needs, and is the only source of randomness
+(`TrainingPlan.rng`). Its streams have names, which say what is drawn and not which worker draws it.
+So the draws don't change with the number of workers, and a run on one worker is a baseline for one
+on eight. A Scenario is a plan that the harness tries on one of its systems, with faults and planted
+bugs; no trainer reads those. What a run turned out to be stands in the traits of its trace.
 
-The record is frozen, validates itself, and has a digest: a run is known by its scenario, in memory,
-as the name of its file, and in a saved counterexample. It names backends (`cuda`, `wgpu`, `cpu`,
-and `wgpu:1` for the second device of a kind); `entrenar_py.compute` opens them.
+Both records are frozen, validate themselves, and have a digest: a run is known by it, in memory, as
+the name of its file, and in a saved counterexample. They name backends (`cuda`, `wgpu`, `cpu`, and
+`wgpu:1` for the second device of a kind); `entrenar_py.compute` opens them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from entrenar_py.shared.codec import UNCHECKED, Form, Schema
 from entrenar_py.shared.errors import UsageError
@@ -65,26 +66,24 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scenario:
-    """One run, as it was requested.
+class TrainingPlan:
+    """One training, as a trainer needs to know it.
 
-    A global batch of `batch_size` samples is cut into `num_shards` logical shards. A worker owns
-    consecutive shards and computes each in `accumulation` micro-batches. `num_samples` is the size
-    of the data set. Each epoch is a permutation of it, and the last batch of an epoch is short
-    rather than dropped or padded. `clip_norm` is the largest L2 norm of the averaged gradient
-    (None: no clipping). `warmup_steps` of linear warm-up come before `schedule` decays over
-    `num_steps`. Before each step in `stops` the run is checkpointed, thrown away and resumed.
-    `width` is the hidden width of `mlp`, and the length of `vectors`. `repeat` tells two runs of
-    one scenario apart; nothing in a run depends on it. `detail="values"` records tensors in
-    addition to their digests. `backends` are assigned to the workers in turn; `auto` is the first
-    of the fallback chain that works when the run starts. `options` belong to the system (the shape
-    of a matrix product, say). What a run turned out to be is in the traits of its trace.
-    `systems.require_possible` refuses what a system can't do.
+    `trainer` shares the work among workers: `parameter_server`, `mesh`, `ring`, or a strategy of
+    torchrun's ranks. A global batch of `batch_size` samples is cut into `num_shards` logical
+    shards. A worker owns consecutive shards and computes each in `accumulation` micro-batches.
+    `num_samples` is the size of the data set. Each epoch is a permutation of it, and the last batch
+    of an epoch is short rather than dropped or padded. `clip_norm` is the largest L2 norm of the
+    averaged gradient (None: no clipping). `warmup_steps` of linear warm-up come before `schedule`
+    decays over `num_steps`. `width` is the hidden width of `mlp`, and the length of `vectors`.
+    `backends` are assigned to the workers in turn; `auto` is the first of the fallback chain that
+    works when the run starts. `detail="values"` records tensors in addition to their digests.
+    `options` belong to the trainer.
 
     Raises UsageError when a value is out of range.
     """
 
-    system: str
+    trainer: str
     workload: str
     world_size: int
     seed: int
@@ -102,17 +101,13 @@ class Scenario:
     dropout: float = 0.0
     width: int = 16
     backends: tuple[str, ...] = ("cpu",)
-    faults: tuple[Fault, ...] = ()
-    stops: tuple[int, ...] = ()
-    repeat: int = 0
     detail: str = "digests"
-    mutant: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
             _whole(name, getattr(self, name), at_least=1)
-        for name in ("seed", "warmup_steps", "repeat"):
+        for name in ("seed", "warmup_steps"):
             _whole(name, getattr(self, name), at_least=0)
         for name, allowed in CHOICES.items():
             value = getattr(self, name)
@@ -120,20 +115,8 @@ class Scenario:
                 raise UsageError.of(name, value, f"allowed are {', '.join(allowed)}")
         self._check_numbers()
         self._check_sizes()
-        for name in _SEQUENCES:
-            if not isinstance(getattr(self, name), tuple):
-                raise UsageError.of(name, getattr(self, name), "use a tuple")
+        _require_tuple("backends", self.backends)
         self._check_texts()
-        for stop in self.stops:
-            _whole("stop", stop, at_least=1)
-            if stop >= self.num_steps:
-                raise UsageError(
-                    f"stops={list(self.stops)} with num_steps={self.num_steps}: "
-                    f"a stop lies between step 1 and step {self.num_steps - 1}",
-                    field="stops",
-                )
-        for fault in self.faults:
-            self._check_fault(fault)
 
     def _check_numbers(self) -> None:
         for name in ("learning_rate", "weight_decay", "dropout"):
@@ -169,10 +152,8 @@ class Scenario:
             )
 
     def _check_texts(self) -> None:
-        if not isinstance(self.system, str):
-            raise UsageError.of("system", self.system, "use the name of a system")
-        if not isinstance(self.mutant, str | None):
-            raise UsageError.of("mutant", self.mutant, "use the name of a mutant, or null for none")
+        if not isinstance(self.trainer, str):
+            raise UsageError.of("trainer", self.trainer, "use the name of a trainer")
         if not self.backends or not all(isinstance(name, str) for name in self.backends):
             raise UsageError.of("backends", list(self.backends), "use a list of one name or more")
         if not isinstance(self.options, Mapping):
@@ -185,22 +166,8 @@ class Scenario:
                 "options", self.options, f"JSON can't hold them ({error}); use text and numbers"
             ) from error
 
-    def _check_fault(self, fault: Fault) -> None:
-        if not isinstance(fault, Fault):
-            raise UsageError(f"fault {fault!r}: use Fault, or Fault.from_dict for a mapping")
-        for name, limit in (
-            ("rank", self.world_size),
-            ("shard", self.num_shards),
-            ("step", self.num_steps),
-        ):
-            value = getattr(fault, name)
-            if value is not None and not 0 <= value < limit:
-                raise UsageError(
-                    f"fault {fault.kind} {name}={value}: the scenario has {name}s 0 to {limit - 1}"
-                )
-
-    def with_(self, **changes: Any) -> Scenario:
-        """Return a copy with `changes`; UsageError if the result is not a valid scenario."""
+    def with_(self, **changes: Any) -> Self:
+        """Return a copy with `changes`; UsageError if the result is not valid."""
         return replace(self, **changes)
 
     def backend_of(self, rank: int) -> str:
@@ -221,21 +188,100 @@ class Scenario:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields, converted to what JSON can hold."""
-        return _SCHEMA.dump(self)
+        return _PLAN.dump(self)
 
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Scenario:
-        """Return the scenario that `record` describes; UsageError names a wrong key."""
-        return _SCHEMA.load(record)
+    def from_dict(cls, record: Mapping[str, Any]) -> Self:
+        """Return the plan that `record` describes; UsageError names a wrong key."""
+        return cast(Self, _PLAN.load(plan_record(record)))
 
     @cached_property
     def digest(self) -> str:
-        """Return 32 hex digits that identify this scenario."""
+        """Return 32 hex digits that identify this plan."""
         text = json.dumps(self.to_dict(), sort_keys=True)
         return str(_blake3(text.encode()).hexdigest(16))
 
     def __hash__(self) -> int:
         return hash(self.digest)
+
+
+_SIMULATED = "_simulated"  # the end of a system's name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario(TrainingPlan):
+    """A plan that the harness tries on `system`, which a trainer of the same name may be.
+
+    Before each step in `stops` the run is checkpointed, thrown away and resumed. `repeat` tells two
+    runs of one scenario apart; nothing in a run depends on it. `mutant` is a planted bug. `options`
+    belong to the system (the shape of a matrix product, say). What a run turned out to be is in the
+    traits of its trace. `systems.require_possible` refuses what a system can't do.
+
+    Raises UsageError when a value is out of range.
+    """
+
+    trainer: str = field(init=False, repr=False)  # the system, simulated or not
+    system: str
+    faults: tuple[Fault, ...] = ()
+    stops: tuple[int, ...] = ()
+    repeat: int = 0
+    mutant: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.system, str):
+            raise UsageError.of("system", self.system, "use the name of a system")
+        object.__setattr__(self, "trainer", self.system.removesuffix(_SIMULATED))
+        super().__post_init__()
+        _whole("repeat", self.repeat, at_least=0)
+        for name in ("faults", "stops"):
+            _require_tuple(name, getattr(self, name))
+        if not isinstance(self.mutant, str | None):
+            raise UsageError.of("mutant", self.mutant, "use the name of a mutant, or null for none")
+        for stop in self.stops:
+            _whole("stop", stop, at_least=1)
+            if stop >= self.num_steps:
+                raise UsageError(
+                    f"stops={list(self.stops)} with num_steps={self.num_steps}: "
+                    f"a stop lies between step 1 and step {self.num_steps - 1}",
+                    field="stops",
+                )
+        for fault in self.faults:
+            self._check_fault(fault)
+
+    def _check_fault(self, fault: Fault) -> None:
+        if not isinstance(fault, Fault):
+            raise UsageError(f"fault {fault!r}: use Fault, or Fault.from_dict for a mapping")
+        for name, limit in (
+            ("rank", self.world_size),
+            ("shard", self.num_shards),
+            ("step", self.num_steps),
+        ):
+            value = getattr(fault, name)
+            if value is not None and not 0 <= value < limit:
+                raise UsageError(
+                    f"fault {fault.kind} {name}={value}: the scenario has {name}s 0 to {limit - 1}"
+                )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields in the order in which reports show them, as JSON can hold them."""
+        record = _SCHEMA.dump(self)
+        last = {name: record.pop(name) for name in ("detail", "mutant", "options")}
+        return {"system": record.pop("system"), **record, **last}
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Self:
+        """Return the scenario that `record` describes; UsageError names a wrong key."""
+        return cast(Self, _SCHEMA.load(record))
+
+    @classmethod
+    def of(cls, plan: TrainingPlan) -> Scenario:
+        """Return `plan` as a system of its trainer's name would run it, without faults."""
+        if isinstance(plan, Scenario):
+            return plan
+        record = plan.to_dict()
+        return cls.from_dict({"system": record.pop("trainer"), **record})
+
+    __hash__ = TrainingPlan.__hash__  # a dataclass would hash its fields, and options can't be
 
 
 _OPTIONS_DEPTH = json_text.DEPTH_MAX // 2  # files have them within other objects
@@ -245,21 +291,40 @@ _POSITIVE = (
     *("world_size", "num_shards", "num_samples", "batch_size", "num_steps"),
     *("accumulation", "width"),
 )
-_SEQUENCES = ("faults", "stops", "backends")
+_FORMS = {**UNCHECKED, "Mapping[str, Any]": Form(lambda options: options, dict)}
+_PLAN = Schema(TrainingPlan, what="plan", forms=_FORMS)
 _SCHEMA = Schema(
     Scenario,
     what="scenario",
-    forms={
-        **UNCHECKED,
-        "Fault": Form(Fault.from_dict, Fault.to_dict),
-        "Mapping[str, Any]": Form(lambda options: options, dict),
-    },
+    forms={**_FORMS, "Fault": Form(Fault.from_dict, Fault.to_dict)},
 )
+# What earlier releases wrote of a run that had none of it.
+_UNUSED: Mapping[str, Any] = {"faults": [], "stops": [], "repeat": 0, "mutant": None}
+
+
+def plan_record(record: Any) -> Any:
+    """Return the record of a plan as this release writes it.
+
+    Earlier releases described a production run by a scenario.
+    """
+    if not isinstance(record, Mapping) or "system" not in record:
+        return record
+    rest = {
+        name: value
+        for name, value in record.items()
+        if name not in _UNUSED or value != _UNUSED[name]
+    }
+    return {"trainer": rest.pop("system"), **rest}
 
 
 def _whole(name: str, value: Any, *, at_least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
         raise UsageError.of(name, value, f"use a whole number >= {at_least}")
+
+
+def _require_tuple(name: str, value: Any) -> None:
+    if not isinstance(value, tuple):
+        raise UsageError.of(name, value, "use a tuple")
 
 
 def _is_finite_and_not_negative(value: Any) -> bool:
@@ -268,6 +333,7 @@ def _is_finite_and_not_negative(value: Any) -> bool:
     return number and 0 <= value <= sys.float_info.max
 
 
+_SEQUENCES = ("faults", "stops", "backends")
 # Defaults in a contract's `scenarios` for the fields that have none in Scenario.
 DEFAULTS: Mapping[str, Any] = {
     "system": "reference",

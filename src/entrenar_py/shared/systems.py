@@ -17,6 +17,7 @@ from entrenar_py.shared.scenario import (
     BACKENDS,
     DEFAULTS,
     Scenario,
+    TrainingPlan,
     backend_kind,
     backends_in_words,
 )
@@ -112,7 +113,7 @@ _OVER_TORCH = System(
 # The systems by name. The module of the same name in `room` has `run`, unless `room` is a module.
 SYSTEMS: dict[str, System] = {
     "reference": System(
-        room="train",
+        room="systems",
         what="the deterministic data-parallel trainer, all workers in this process",
         faults=_TRAINING_FAULTS,
         options=(_TERMS,),
@@ -307,21 +308,22 @@ def require_trainer(name: str | None, backends: Collection[str]) -> None:
         SYSTEMS[name or DEFAULTS["system"]].require_backend(backend, "")
 
 
-def traits_of(scenario: Scenario) -> Traits:
-    """Return the traits of a run of `scenario`; its system must be one of SYSTEMS."""
-    traits = SYSTEMS[scenario.system].traits
-    if workers.by_server(scenario):
+def traits_of(plan: TrainingPlan) -> Traits:
+    """Return the traits of a run of `plan`; its trainer must be one of SYSTEMS."""
+    traits = SYSTEMS[plan.trainer].traits
+    if workers.by_server(plan):
         return replace(traits, updates="server")
     return traits
 
 
-def require_possible(scenario: Scenario) -> None:
-    """Raise UsageError if the system of `scenario` can't run it as written.
+def require_possible(plan: TrainingPlan) -> None:
+    """Raise UsageError if the system of a scenario, or the trainer of a plan, can't run it.
 
     The error names the first backend, option, number of workers or shards, fault, or place of a
     fault that is not possible. Whether this machine has the backends is not checked, nor what
     takes the workload itself: `entrenar_py.systems.require_workload` does that.
     """
+    scenario = Scenario.of(plan)
     require("system", scenario.system, tuple(SYSTEMS))
     system, where = SYSTEMS[scenario.system], f" on system {scenario.system}"
     for backend in scenario.backends:

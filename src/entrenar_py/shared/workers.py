@@ -8,25 +8,25 @@ synchronises workers that have stepped alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.faults import MOVING, SERVED_PLACES, Fault
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.scenario import Scenario, TrainingPlan
 
 _FREE = "use an earlier step"
 _ORDER = ("join", "leave")  # joins come first in a step, then leaves, then all other faults
 
 
-def initial_ranks(scenario: Scenario) -> list[int]:
+def initial_ranks(world_size: int, faults: Sequence[Fault]) -> list[int]:
     """Return the ranks present at the start: all but those that first join."""
     first: dict[int | None, str] = {}
-    for fault in _in_order(scenario):
+    for fault in _in_order(faults):
         if fault.kind in _ORDER:
             first.setdefault(fault.rank, fault.kind)
-    return [rank for rank in range(scenario.world_size) if first.get(rank) != "join"]
+    return [rank for rank in range(world_size) if first.get(rank) != "join"]
 
 
 def require_possible(scenario: Scenario) -> None:
@@ -36,10 +36,10 @@ def require_possible(scenario: Scenario) -> None:
     one worker must always remain.
     """
     _require_nobody_moved(scenario)
-    present = initial_ranks(scenario)
+    present = initial_ranks(scenario.world_size, scenario.faults)
     if not present:
         raise UsageError("faults join for every rank: one worker must be there from the start")
-    for fault in _in_order(scenario):
+    for fault in _in_order(scenario.faults):
         if fault.value == "one_too_many" and len(present) < scenario.world_size:
             there = f"{len(present)} of {scenario.world_size} workers are present; use a full step"
             raise UsageError(f"fault stranger value=one_too_many step={fault.step}: {there}")
@@ -75,12 +75,12 @@ def _require_nobody_moved(scenario: Scenario) -> None:
             )
 
 
-def _in_order(scenario: Scenario) -> list[Fault]:
+def _in_order(faults: Sequence[Fault]) -> list[Fault]:
     def turn(fault: Fault) -> tuple[int, int]:
         place = _ORDER.index(fault.kind) if fault.kind in _ORDER else len(_ORDER)
         return fault.step or 0, place
 
-    return sorted(scenario.faults, key=turn)
+    return sorted(faults, key=turn)
 
 
 OPTION = "updates"
@@ -89,17 +89,17 @@ WORKERS, SERVER = "workers", "server"
 _STATELESS = "sgd"
 
 
-def by_server(scenario: Scenario) -> bool:
+def by_server(plan: TrainingPlan) -> bool:
     """Return whether the server makes the steps; by default the workers do."""
-    who = scenario.options.get(OPTION, WORKERS)
+    who = plan.options.get(OPTION, WORKERS)
     if who not in (WORKERS, SERVER):
         raise UsageError.of(OPTION, who, f"use {WORKERS} or {SERVER}")
     return bool(who == SERVER)
 
 
-def optimizer_of_workers(scenario: Scenario) -> str:
+def optimizer_of_workers(plan: TrainingPlan) -> str:
     """Return the name of the optimizer that workers have: `sgd` if the server steps."""
-    return _STATELESS if by_server(scenario) else scenario.optimizer
+    return _STATELESS if by_server(plan) else plan.optimizer
 
 
 def places_of_faults(scenario: Scenario, usual: tuple[str, ...]) -> tuple[str, ...]:

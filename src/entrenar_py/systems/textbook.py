@@ -366,7 +366,7 @@ def train(scenario: Scenario, recorder: Recorder) -> str:
     setup = Setup(scenario, models.model_of(scenario), recorder, Devices(scenario, recorder))
     for rank in range(scenario.world_size):
         setup.devices.of(rank)  # fails before training starts if a device is missing
-    ranks = workers.initial_ranks(scenario)
+    ranks = workers.initial_ranks(scenario.world_size, scenario.faults)
     replicas = [build_replica(setup, rank) for rank in ranks]
     broadcast(replicas)
     position = sharding.Position()

@@ -13,34 +13,29 @@ from pathlib import Path
 
 from entrenar_py.shared import trace, workers
 from entrenar_py.shared.faults import Fault
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.train.arithmetic import checkpoint, reduction, sharding
 from entrenar_py.train.coordinator.replicas import Replicas, Worker
-
-
-def run(scenario: Scenario) -> trace.Trace:
-    """Train as `scenario` says; the trace promises `bitwise`, or `draws` if backends differ."""
-    trainer = Trainer(scenario)
-    status = trainer.train()
-    promises = ("bitwise",) if trainer.devices.alike else ("draws",)
-    return trainer.recorder.finish(promises=promises, status=status)
 
 
 class Trainer(Replicas):
     """One run with every worker in this process."""
 
-    def __init__(self, scenario: Scenario) -> None:
-        super().__init__(scenario)
+    def __init__(
+        self, plan: TrainingPlan, *, faults: Sequence[Fault] = (), stops: Sequence[int] = ()
+    ) -> None:
+        super().__init__(plan, faults=faults)
+        self._stops = stops
         initial = self.initial()
-        ranks = workers.initial_ranks(scenario)
+        ranks = workers.initial_ranks(plan.world_size, faults)
         self.workers = {rank: self.new_worker(rank, initial) for rank in ranks}
 
     def train(self) -> str:
         """Run all steps; return `completed`, or `halted` if a non-finite value stopped training."""
         for worker in self.workers.values():
             self.record_start(worker, step=0)
-        for step in range(self.scenario.num_steps):
-            if step in self.scenario.stops:
+        for step in range(self.plan.num_steps):
+            if step in self._stops:
                 self._stop_and_resume(step)
             for fault in self._faults("join", step):
                 self._join(fault, step)
@@ -53,7 +48,7 @@ class Trainer(Replicas):
     def step(self, step: int) -> bool:
         """Make `step`, the next one; if a value is not finite, record a Halt and return False."""
         ids = self.batch()
-        shards = sharding.cut(ids, self.scenario.num_shards)
+        shards = sharding.cut(ids, self.plan.num_shards)
         nodes: list[reduction.Node] = []
         halt: trace.Halt | None = None
         for worker, run in self._assignments(step):
@@ -63,18 +58,18 @@ class Trainer(Replicas):
                 halt = halt or self.guard(leaf, worker, step, shard, shards[shard])
                 leaves.append(leaf)
             if halt is None:
-                nodes += reduction.fold(leaves, self.scenario.num_shards)
+                nodes += reduction.fold(leaves, self.plan.num_shards)
         if halt is not None:
             self.recorder.emit(halt)
             return False
-        total = reduction.root(nodes, self.scenario.num_shards)
+        total = reduction.root(nodes, self.plan.num_shards)
         self.apply(step, total)
         self.advance(len(ids))
         return True
 
     def _assignments(self, step: int) -> Iterator[tuple[Worker, Sequence[int]]]:
         """Yield each worker with its shards; the shards of a worker that dies go to the others."""
-        run_of = sharding.runs(range(self.scenario.num_shards), list(self.workers))
+        run_of = sharding.runs(range(self.plan.num_shards), list(self.workers))
         for fault in self._faults("leave", step):
             orphaned = run_of.pop(self._leave(fault, step))
             yield from self._pairs(sharding.runs(orphaned, list(self.workers)))
@@ -97,8 +92,7 @@ class Trainer(Replicas):
     def _join(self, fault: Fault, step: int) -> None:
         rank = self._rank_of(fault)
         donor = next(iter(self.workers.values()))
-        worker = self.new_worker(rank, donor.replica.arrays)
-        worker.state = {name: vector.copy() for name, vector in donor.state.items()}
+        worker = self.new_worker(rank, donor.replica.arrays, donor.state)
         self.workers = dict(sorted({**self.workers, rank: worker}.items()))
         self.record_fault(fault, step)
         self.recorder.emit(trace.Membership(step=step, rank=rank, change="joined"))
@@ -117,19 +111,16 @@ class Trainer(Replicas):
             ranks, self.workers = list(self.workers), {}
             arrays, progress = checkpoint.load(path)
         for rank in ranks:
-            worker = self.new_worker(rank, checkpoint.group_of(arrays, "tensors"))
-            saved = checkpoint.group_of(arrays, "optimizer")  # in any order, unlike `state`
-            worker.state = {name: saved[name].copy() for name in worker.state}
-            self.workers[rank] = worker
-        self.position = sharding.Position(progress["epoch"], progress["offset"])
-        self.schedule_step = progress["schedule_step"]
+            groups = (checkpoint.group_of(arrays, name) for name in ("tensors", "optimizer"))
+            self.workers[rank] = self.new_worker(rank, *groups)
+        self.go_to(progress)
         for worker in self.workers.values():
             self.record_start(worker, step, resumed=True)
 
     # --- small things ---------------------------------------------------------------------------
 
     def _faults(self, kind: str, step: int) -> list[Fault]:
-        return [f for f in self.scenario.faults if f.kind == kind and f.step == step]
+        return [f for f in self.faults if f.kind == kind and f.step == step]
 
     def _rank_of(self, fault: Fault) -> int:
         assert fault.rank is not None, "faults.NEEDED has it"

@@ -14,7 +14,7 @@ from entrenar_py.check.clauses import CHECKS, weighting
 from entrenar_py.check.evidence.needs import ALONE, SHORTENED, Runs
 from entrenar_py.shared.trace import Event, Shard, Trace, Update
 from entrenar_py.shared.verdict import Tally, Verdict
-from tests.check.clauses import traces
+from tests import traces
 from tests.check.clauses.micro_batch_traces import (
     MICRO_BATCHES,
     SHAPES,
@@ -25,6 +25,7 @@ from tests.check.clauses.micro_batch_traces import (
     times,
     trace_of,
 )
+from tests.traces import altered, falsified, left_open
 
 FIRST = summed(0)
 SECOND = summed(1, which=slice(-1, None))
@@ -63,7 +64,7 @@ def test_what_is_exact_and_wrong_is_a_counterexample(
     applied: Vectors, changes: dict[str, Any], words: str
 ) -> None:
     """The first step that has it is named, and what it could mean."""
-    broken = traces.broken(traces.judge("weighting", [trace_of([FIRST, applied], **changes)]))
+    broken = falsified("weighting", trace_of([FIRST, applied], **changes))
     assert broken.step == 1
     assert broken.rank == 0
     assert words in broken.message
@@ -89,22 +90,21 @@ NOISE = plus(summed(1), times(0.1, summed(2)))
 )
 def test_what_may_be_on_purpose_is_left_open(applied: Vectors) -> None:
     """Scripts change gradients as they like; without obs.reduced() that is no counterexample."""
-    finding = traces.judge("weighting", [trace_of([FIRST, applied])])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "obs.reduced()" in finding.reason or "F-DP-001" in finding.reason
+    reason = left_open("weighting", trace_of([FIRST, applied]))
+    assert "obs.reduced()" in reason or "F-DP-001" in reason
 
 
 def test_a_declared_sum_must_be_the_sum() -> None:
     """A gradient that obs.reduced() recorded is that of the whole batch."""
     trace = trace_of([FIRST, MEANS], grad_norm=1.0, applied_norm=1.0)
-    assert traces.judge("weighting", [trace]).verdict is Verdict.FALSIFIED
+    falsified("weighting", trace)
 
 
 def test_a_step_without_a_backward_pass() -> None:
     """A step without micro-batches that applies the earlier gradient again is told as that."""
     trace = trace_of([FIRST, FIRST, summed(2)])
     events = [e for e in trace.events if not isinstance(e, Shard) or e.step != 1]
-    broken = traces.broken(traces.judge("weighting", [replace(trace, events=tuple(events))]))
+    broken = falsified("weighting", replace(trace, events=tuple(events)))
     assert broken.step == 1
     assert "stepped without a backward pass since step 0" in broken.message
 
@@ -133,7 +133,7 @@ def test_a_step_that_only_makes_the_optimizers_state() -> None:
     trace = trace_of([FIRST, zero, summed(2)])
     events = [e for e in trace.events if not isinstance(e, Shard) or e.step != 1]
     probe = replace(trace, events=tuple(events))
-    broken = traces.broken(traces.judge("weighting", [probe]))
+    broken = falsified("weighting", probe)
     assert (broken.step, broken.tensor) == (1, "a")
     assert "moved without a backward pass" in broken.message
     before = traces.one(probe, Update, step=0).weights
@@ -177,7 +177,7 @@ def test_micro_batches_that_were_dropped_are_no_part_of_the_sum() -> None:
     assert any("its samples count in no step" in note for note in finding.notes)
     often = trace_of([FIRST, summed(1, which=last), summed(2, which=last)])
     events = [_holding(event, held, {1, 2}) for event in often.events]
-    broken = traces.broken(traces.judge("weighting", [replace(often, events=tuple(events))]))
+    broken = falsified("weighting", replace(often, events=tuple(events)))
     assert (broken.step, broken.shard) == (1, 0)
     assert "cleared between the micro-batches" in broken.message
 
@@ -193,14 +193,15 @@ def test_a_tensor_that_some_micro_batches_have_no_gradient_for() -> None:
     """A part of a model that only the last micro-batch trains, clipped apart, lacks no other."""
     last = times(0.37, summed(1, which=slice(-1, None)))
     trace = trace_of([FIRST, {**summed(1), "b": last["b"]}])
-    events = [
-        replace(event, gradient={"a": event.gradient["a"]})
-        if isinstance(event, Shard) and event.step == 1 and event.shard % MICRO_BATCHES == 0
-        else event
-        for event in trace.events
-    ]
-    finding = traces.judge("weighting", [replace(trace, events=tuple(events))])
-    assert finding.verdict is Verdict.INCONCLUSIVE
+    left_open(
+        "weighting",
+        altered(
+            trace,
+            Shard,
+            {"step": 1, "shard": lambda shard: shard % MICRO_BATCHES == 0},
+            gradient=lambda event: {"a": event.gradient["a"]},
+        ),
+    )
 
 
 def test_gradients_of_an_evaluation_are_not_to_be_applied() -> None:
@@ -210,7 +211,7 @@ def test_gradients_of_an_evaluation_are_not_to_be_applied() -> None:
     cleared is in no sum.
     """
     many = _evaluating(trace_of([summed(0), summed(1), summed(2)]), {1})
-    broken = traces.broken(traces.judge("weighting", [many]))
+    broken = falsified("weighting", many)
     assert broken.step == 1
     assert "2 backward passes in evaluation mode, and of 2 in training mode" in broken.message
     alike = _evaluating(trace_of([summed(0), summed(1), summed(2)]), {0, 1})
@@ -223,13 +224,12 @@ def test_gradients_of_an_evaluation_are_not_to_be_applied() -> None:
 
 def _evaluating(trace: Trace, numbers: set[int]) -> Trace:
     """Return `trace` with the micro-batches `numbers` of each rank's step 1 in evaluation mode."""
-    events = [
-        replace(event, evaluating=True)
-        if isinstance(event, Shard) and event.step == 1 and event.shard % MICRO_BATCHES in numbers
-        else event
-        for event in trace.events
-    ]
-    return replace(trace, events=tuple(events))
+    return altered(
+        trace,
+        Shard,
+        {"step": 1, "shard": lambda shard: shard % MICRO_BATCHES in numbers},
+        evaluating=True,
+    )
 
 
 def test_a_change_that_one_worker_makes_too() -> None:
@@ -244,7 +244,7 @@ def test_a_change_that_one_worker_makes_too() -> None:
         (rescaled, [times(2, one, "b") for one in rescaled], Verdict.FALSIFIED),
     ):
         runs = Runs(trace_of(applied), {ALONE: (_on_one_worker(of_one_worker),)})
-        finding = CHECKS["weighting"].judge(traces.clause("weighting"), runs)
+        finding = traces.judge("weighting", runs)
         assert finding.verdict is verdict, finding.reason
 
 
@@ -275,8 +275,7 @@ def test_one_worker_shows_what_several_never_clear(kept: dict[str, int], is_foun
     piled = [FIRST, plus(FIRST, summed(1)), plus(plus(FIRST, summed(1)), summed(2))]
     alone = trace_of(piled, kept={"a": 0, "b": 0})
     several = trace_of(piled, kept=kept)
-    bare = [replace(e, gradient={}) if isinstance(e, Shard) else e for e in several.events]
-    runs = Runs(replace(several, events=(*bare,)), {ALONE: (alone,)})
+    runs = Runs(altered(several, Shard, {}, gradient={}), {ALONE: (alone,)})
     tally = Tally("F-TI-001", observed=True)
     weighting._left_in_alone(tally, runs)
     assert (tally.broken is not None) is is_found
@@ -297,7 +296,7 @@ def test_sums_of_its_own(factor: float) -> None:
     """The optimizer got all micro-batches, clipped or not."""
     whole = [times(factor, summed(step)) for step in range(STEPS)]
     before = trace_of(whole, **SECOND_PASSES)
-    assert traces.judge("weighting", [before]).verdict is Verdict.FALSIFIED
+    falsified("weighting", before)
     finding = traces.judge("weighting", [accumulation.seen_through(before)])
     assert finding.verdict is not Verdict.FALSIFIED
     assert finding.compared > 0
@@ -307,19 +306,15 @@ def test_micro_batches_that_are_cleared() -> None:
     """The optimizer got the last one alone."""
     last = trace_of([summed(step, which=slice(1, None)) for step in range(STEPS)], **SECOND_PASSES)
     assert accumulation.seen_through(last) is last
-    assert traces.judge("weighting", [last]).verdict is Verdict.FALSIFIED
+    falsified("weighting", last)
 
 
 def test_gradients_that_are_asked_for_are_no_micro_batches() -> None:
     """`torch.autograd.grad` in an inner loop adds to nothing; its samples are the micro-batch's."""
     last = trace_of([summed(step, which=slice(1, None)) for step in range(STEPS)], **SECOND_PASSES)
-    events = [
-        replace(event, loss_sum=1.0 if event.shard % 2 else None)
-        if isinstance(event, Shard)
-        else event
-        for event in last.events
-    ]
-    seen = accumulation.seen_through(replace(last, events=tuple(events)))
+    seen = accumulation.seen_through(
+        altered(last, Shard, {}, loss_sum=lambda event: 1.0 if event.shard % 2 else None)
+    )
     assert {shard.shard for shard in seen.of(Shard) if shard.step} == {1, 3}
     drawn = {shard.step: {*shard.ids} for shard in last.of(Shard) if shard.rank == 0}
     kept = {shard.step: {*shard.ids} for shard in seen.of(Shard) if shard.rank == 0}

@@ -10,23 +10,21 @@ import numpy as np
 import pytest
 
 from entrenar_py.check import evidence
-from entrenar_py.check.clauses import CHECKS
 from entrenar_py.check.evidence.needs import ALONE, Runs
 from entrenar_py.shared.trace import Shard, Start, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Finding, Verdict
-from tests.check.clauses import traces
+from tests import traces
 from tests.check.clauses.micro_batch_traces import (
     LOCAL,
     SHAPES,
     STEPS,
     Vectors,
     plus,
-    records,
     summed,
     times,
     trace_of,
 )
-from tests.check.clauses.traces import scenario
+from tests.traces import altered, records, scenario, undecided
 
 
 def own(world_size: int, optimizer: str) -> Trace:
@@ -39,13 +37,7 @@ def own(world_size: int, optimizer: str) -> Trace:
 
 def undivided(trace: Trace, factor: float = 3.0, *names: str) -> Trace:
     """Return a run whose gradients are not divided when the optimizer gets them."""
-    events = [
-        replace(event, gradient=_times(event.gradient, factor, names))
-        if isinstance(event, Update)
-        else event
-        for event in trace.events
-    ]
-    return replace(trace, events=tuple(events))
+    return altered(trace, Update, {}, gradient=lambda event: _times(event.gradient, factor, names))
 
 
 def _times(tensors: Tensors, factor: float, names: tuple[str, ...]) -> Tensors:
@@ -71,9 +63,8 @@ def further(trace: Trace, factor: float = 3.0) -> Trace:
 
 
 def judged(check: str, trace: Trace, alone: Trace) -> Finding:
-    """Return the finding on a run, with the one on one worker."""
     runs = Runs(trace, {ALONE: (alone,)})
-    return CHECKS[check].judge(traces.clause(check), runs)
+    return traces.judge(check, runs)
 
 
 @pytest.mark.parametrize("check", ["parity", "weighting"])
@@ -105,17 +96,13 @@ def test_a_learning_rate_that_makes_up_for_sums_is_right(grown: float) -> None:
     """Gradients are added and the rate is divided: plain SGD, or momentum that grows with them."""
 
     def rated(trace: Trace, divided: float) -> Trace:
-        events = [
-            replace(
-                event,
-                learning_rate=event.learning_rate / divided,
-                optimizer=_times(event.optimizer, grown, ()) if grown > 1 else {},
-            )
-            if isinstance(event, Update)
-            else event
-            for event in trace.events
-        ]
-        return replace(trace, events=tuple(events))
+        return altered(
+            trace,
+            Update,
+            {},
+            learning_rate=lambda event: event.learning_rate / divided,
+            optimizer=lambda event: _times(event.optimizer, grown, ()) if grown > 1 else {},
+        )
 
     alone = own(1, "sgd") if grown == 1 else own(1, "momentum")
     trace = own(3, "sgd") if grown == 1 else own(3, "momentum")
@@ -130,15 +117,10 @@ def test_a_learning_rate_that_makes_up_for_sums_is_right(grown: float) -> None:
 def test_adam_s_weights_do_not_tell_what_divides_gradients() -> None:
     """Its weights move alike whatever the gradients are multiplied by, and its state does not."""
     trace = undivided(own(3, "adamw"))
-    events: list[Any] = [
-        replace(e, optimizer=_times(e.optimizer, 3.0, ())) if isinstance(e, Update) else e
-        for e in trace.events
-    ]
-    scaled = replace(trace, events=tuple(events))
+    scaled = altered(trace, Update, {}, optimizer=lambda e: _times(e.optimizer, 3.0, ()))
     broken = traces.broken(judged("parity", scaled, own(1, "adamw")))
     assert "3 times as large (world_size" in broken.message
-    bare = [replace(e, optimizer={}) if isinstance(e, Update) else e for e in trace.events]
-    without = replace(trace, events=tuple(bare))
+    without = altered(trace, Update, {}, optimizer={})
     assert judged("parity", without, own(1, "adamw")).verdict is Verdict.FALSIFIED
 
 
@@ -162,20 +144,16 @@ def _is_late(event: Any) -> bool:
 def unreduced(trace: Trace, by: float = 0.5) -> Trace:
     """Return a run whose two ranks give the optimizer gradients of their own, of the same mean."""
     signs = {0: 1.0, 1: -1.0}
-    events = [
-        replace(
-            event,
-            gradient={
-                name: traces.values(*(v * (1 + by * signs[event.rank])))
-                for name, record in event.gradient.items()
-                if (v := record.values()) is not None
-            },
-        )
-        if isinstance(event, Update)
-        else event
-        for event in trace.events
-    ]
-    return replace(trace, events=tuple(events))
+    return altered(
+        trace,
+        Update,
+        {},
+        gradient=lambda event: {
+            name: traces.values(*(v * (1 + by * signs[event.rank])))
+            for name, record in event.gradient.items()
+            if (v := record.values()) is not None
+        },
+    )
 
 
 @pytest.mark.parametrize("check", ["parity", "weighting"])
@@ -239,9 +217,9 @@ def test_copies_are_followed_from_the_first_step(check: str, bits: int) -> None:
 @pytest.mark.parametrize("bits", [8, 24])
 def test_copies_that_follow_no_rule_stay_open(bits: int) -> None:
     """A rate that is a third larger is seen through the rounding of the weights."""
-    finding = judged("step_rule", coarse(own(2, "adamw"), 4 / 3, bits), own(1, "adamw"))
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "the optimizer steps copies of the model's weights" in finding.reason
+    assert "the optimizer steps copies of the model's weights" in undecided(
+        judged("step_rule", coarse(own(2, "adamw"), 4 / 3, bits), own(1, "adamw"))
+    )
 
 
 # --- steps alone ----------------------------------------------------------------------------------

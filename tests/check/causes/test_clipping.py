@@ -9,7 +9,7 @@ import pytest
 
 from entrenar_py.check.causes import clipping
 from entrenar_py.shared.trace import Update
-from tests.check.clauses import traces
+from tests import traces
 
 
 @pytest.mark.parametrize(

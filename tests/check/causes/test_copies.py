@@ -8,8 +8,8 @@ from entrenar_py.check.causes import copies
 from entrenar_py.check.causes.run_comparison import Compared
 from entrenar_py.check.evidence.needs import Runs
 from entrenar_py.shared.trace import Start
-from tests.check.clauses import traces
-from tests.check.clauses.traces import scenario
+from tests import traces
+from tests.traces import scenario
 
 
 @pytest.mark.parametrize(

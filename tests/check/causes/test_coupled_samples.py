@@ -10,7 +10,7 @@ import pytest
 from entrenar_py.check.causes import coupled_samples
 from entrenar_py.shared.trace import Shard, Trace
 from entrenar_py.shared.verdict import Tally
-from tests.check.clauses import traces
+from tests import traces
 from tests.check.clauses.micro_batch_traces import STEPS, plus, summed, times, trace_of
 
 Terms = tuple[tuple[float, ...], ...]

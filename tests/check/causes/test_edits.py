@@ -11,9 +11,10 @@ import pytest
 from entrenar_py.check.causes import edits
 from entrenar_py.shared.trace import Update
 from entrenar_py.shared.verdict import Tally
-from tests.check.clauses import traces
+from tests import traces
 from tests.check.clauses.averaged_traces import Averaged, drawn, trained
 from tests.check.clauses.micro_batch_traces import Vectors
+from tests.traces import broken
 
 Edit = Callable[[Averaged, int], Vectors | None]
 
@@ -44,10 +45,9 @@ ERRORS = {
 @pytest.mark.parametrize("words", ERRORS)
 def test_an_error_that_explains_all_edits_is_named(words: str) -> None:
     """With the step, the rank and a tensor."""
-    broken = judged(Averaged(edit=ERRORS[words])).broken
-    assert broken is not None
-    assert (broken.step, broken.rank, broken.tensor) == (2, 0, "a")
-    assert f"before step 2 a, b {words}" in broken.message
+    found = broken(judged(Averaged(edit=ERRORS[words])))
+    assert (found.step, found.rank, found.tensor) == (2, 0, "a")
+    assert f"before step 2 a, b {words}" in found.message
 
 
 def test_weights_that_stay_uphill() -> None:
@@ -64,10 +64,9 @@ def test_the_weights_of_rank_0() -> None:
     """Ranks had parted, and one gets the other's weights."""
     first = Averaged()
     second = Averaged(rank=1, weights=drawn(98), edit=at(2, lambda rank: first.history[rank.made]))
-    broken = judged(first, second).broken
-    assert broken is not None
-    assert (broken.step, broken.rank) == (2, 1)
-    assert "became rank 0's on rank 1" in broken.message
+    found = broken(judged(first, second))
+    assert (found.step, found.rank) == (2, 1)
+    assert "became rank 0's on rank 1" in found.message
 
 
 def test_a_broadcast_that_comes_late() -> None:

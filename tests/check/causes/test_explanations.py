@@ -15,18 +15,18 @@ from entrenar_py.check.causes.rounding_bounds import Sensitivity
 from entrenar_py.shared.faults import OF_RECORDS, Fault
 from entrenar_py.shared.trace import Drawn, Shard, Start, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Tally, Verdict
+from tests import traces
 from tests.check.causes.test_presuppositions import own, parity
-from tests.check.clauses import traces
 from tests.check.clauses.micro_batch_traces import (
     LOCAL,
     STEPS,
     Vectors,
     plus,
-    records,
     summed,
     times,
     trace_of,
 )
+from tests.traces import altered, broken, records, undecided
 
 Change = Callable[[Tensors, Trace], Tensors]
 
@@ -50,7 +50,6 @@ def drawing(trace: Trace) -> Trace:
 
 
 def applied(trace: Trace, change: Change) -> Trace:
-    """Return a run with another applied gradient in step 0."""
     gradient = change(traces.one(trace, Update, step=0, rank=0).gradient, trace)
     return traces.altered(trace, Update, {"step": 0}, gradient=gradient)
 
@@ -106,14 +105,13 @@ def test_random_draws_are_no_excuse_for_one_equation(change: Change, words: str)
 @pytest.mark.parametrize("change", [masked, masked_and_halved, centred])
 def test_what_no_equation_explains_may_come_from_random_draws(change: Change) -> None:
     """A right script whose masks depend on the rank is not falsified."""
-    finding = parity(applied(drawing(own(3)), change), own(1))
-    assert finding.verdict is Verdict.INCONCLUSIVE, finding
-    assert "in the model's forward pass" in finding.reason
+    assert "in the model's forward pass" in undecided(
+        parity(applied(drawing(own(3)), change), own(1))
+    )
 
 
 @pytest.mark.parametrize(
-    ("change", "verdict"),
-    [(all_halved, Verdict.FALSIFIED), (masked, Verdict.INCONCLUSIVE)],
+    ("change", "verdict"), [(all_halved, Verdict.FALSIFIED), (masked, Verdict.INCONCLUSIVE)]
 )
 def test_dropout_is_no_excuse_either(change: Change, verdict: Verdict) -> None:
     """Runs whose masks may differ are compared where their gradients follow from each other."""
@@ -133,8 +131,7 @@ def test_shares_that_may_be_drawn_are_left_open() -> None:
     for name in traces.one(trace, Shard, step=0).gradient:
         parts = [s.gradient[name].values() for s in trace.of(Shard) if s.step == 0]
         total[name] = traces.values(*np.sum([part for part in parts if part is not None], axis=0))
-    finding = parity(applied(trace, lambda *_: evidence.times(total, 0.2)), own(1))
-    assert finding.verdict is Verdict.INCONCLUSIVE, finding
+    undecided(parity(applied(trace, lambda *_: evidence.times(total, 0.2)), own(1)))
 
 
 def test_few_elements_are_multiples_by_chance() -> None:
@@ -142,14 +139,11 @@ def test_few_elements_are_multiples_by_chance() -> None:
     trace, alone = own(3), own(1)
     kept = {"hidden1.bias"}
     small = [
-        replace(
+        altered(
             run,
-            events=tuple(
-                replace(e, gradient={n: r for n, r in e.gradient.items() if n in kept})
-                if isinstance(e, Update | Shard)
-                else e
-                for e in run.events
-            ),
+            Update | Shard,
+            {},
+            gradient=lambda e: {n: r for n, r in e.gradient.items() if n in kept},
         )
         for run in (applied(trace, all_halved), alone)
     ]
@@ -263,7 +257,6 @@ OFF = np.where(np.arange(SIZE) == 7, 0.02, 0.0)
 
 
 def sum_of_shares(*terms: Vectors, shares: tuple[float, ...] = (1.0,) * 4) -> dict[str, Any]:
-    """Return a sum of gradients, each with its share."""
     parts = [*zip(terms, shares, strict=False)]
     return {name: np.sum([share * one[name] for one, share in parts], axis=0) for name in NAMES}
 
@@ -364,10 +357,9 @@ def test_a_tensor_in_16_bits() -> None:
 
 def test_a_change_below_what_rounding_makes() -> None:
     """It is found all the same, at its tensor and element."""
-    broken = compared(with_row(RIGHT)).broken
-    assert broken is not None
-    assert (broken.step, broken.tensor, broken.element) == (0, "b", 7)
-    assert "in what none of its micro-batches gave, allowed 0.0001" in broken.message
+    found = broken(compared(with_row(RIGHT)))
+    assert (found.step, found.tensor, found.element) == (0, "b", 7)
+    assert "in what none of its micro-batches gave, allowed 0.0001" in found.message
     assert compared(RIGHT).broken is None
 
 

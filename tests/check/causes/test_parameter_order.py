@@ -15,8 +15,8 @@ from entrenar_py.check.evidence.needs import REORDERED, Runs
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.trace import Event, Ruled, Start, Trace, Traits, Update
 from entrenar_py.shared.verdict import Tally
-from tests.check.clauses import traces
-from tests.check.clauses.micro_batch_traces import Vectors, records
+from tests import traces
+from tests.check.clauses.micro_batch_traces import Vectors
 
 SUBJECT = traces.scenario(system="command", workload="own", world_size=1, num_steps=3)
 REORDERED_SUBJECT = SUBJECT.with_(faults=(Fault(kind="reordered_groups", step=0),))
@@ -154,7 +154,7 @@ def made(order: str, rule: Rule, frozen: str = "", **changes: Any) -> Trace:
     """
     weights = {name: value.copy() for name, value in FIRST.items()}
     events: list[Event] = [
-        Start(step=0, rank=0, weights=records(weights), trainable=(*"abcd",)),
+        Start(step=0, rank=0, weights=traces.records(weights), trainable=(*"abcd",)),
         *(
             Ruled(
                 step=0, rank=0, rule="", names=(*names,), constants={"betas": BETAS}, derived=True
@@ -175,8 +175,8 @@ def made(order: str, rule: Rule, frozen: str = "", **changes: Any) -> Trace:
             weight=4,
             learning_rate=0.1,
             finite=True,
-            weights=records(weights),
-            gradient=records(given),
+            weights=traces.records(weights),
+            gradient=traces.records(given),
         )
         events.append(replace(update, **(changes if step == 1 else {})))
     subject = SUBJECT if order.startswith("a") else REORDERED_SUBJECT
@@ -288,10 +288,10 @@ def test_runs_in_one_order_say_nothing() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"gradient": records(GRADIENTS[0])},
+        {"gradient": traces.records(GRADIENTS[0])},
         {"learning_rate": 0.2},
         {"finite": False},
-        {"edited": records({"a": np.ones(50)})},
+        {"edited": traces.records({"a": np.ones(50)})},
     ],
     ids=["gradients", "rates", "not finite", "weights"],
 )

@@ -26,8 +26,8 @@ from entrenar_py.check.harness import companions
 from entrenar_py.shared.faults import MERGED, MIRRORED, Fault
 from entrenar_py.shared.trace import Injected, Noticed, Shard, Start, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Finding, Verdict
-from tests.check.clauses import traces
-from tests.check.clauses.traces import altered, scenario
+from tests import traces
+from tests.traces import altered, falsified, left_open, scenario, undecided
 
 SUBJECT = scenario(detail="values", clip_norm=None)
 
@@ -55,14 +55,14 @@ def parity(trace: Trace, alone: Trace, *again: Trace) -> Finding:
     """Return the finding of F-DP-005 on a run, with two plain runs as witnesses if given."""
     witnesses = {REPEATED: (trace, *again)} if again else {}
     runs = Runs(trace, {ALONE: (alone,)}, witnesses=witnesses)
-    return CHECKS["parity"].judge(traces.clause("parity"), runs)
+    return traces.judge("parity", runs)
 
 
 def replicas(trace: Trace, alone: Trace | None) -> Finding:
     """Return the finding of F-DP-001 on a run, with the run on one worker as a witness."""
     witnesses = {} if alone is None else {ALONE: (alone,)}
     runs = Runs(trace, witnesses=witnesses)
-    return CHECKS["replica_identity"].judge(traces.clause("replica_identity"), runs)
+    return traces.judge("replica_identity", runs)
 
 
 @pytest.mark.parametrize("prefix", [("module",), ("wrapped", "model"), ("0",)])
@@ -81,10 +81,9 @@ def test_names_that_don_t_correspond_are_not_compared() -> None:
     """Tensors of other names in the run on one worker are no difference: the reason names them."""
     many, alone = own(), own(1)
     first = min(copies.known_names(many))
-    finding = parity(copies.renamed(many, {first: "head.scale"}), alone)
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "head.scale" in finding.reason
-    assert "give observe() the same module" in finding.reason
+    reason = undecided(parity(copies.renamed(many, {first: "head.scale"}), alone))
+    assert "head.scale" in reason
+    assert "give observe() the same module" in reason
 
 
 def test_ranks_that_hold_other_tensors_are_not_compared() -> None:
@@ -95,10 +94,9 @@ def test_ranks_that_hold_other_tensors_are_not_compared() -> None:
         name = sorted(start.weights)[rank]
         kept = {key: record for key, record in start.weights.items() if key != name}
         trace = altered(trace, Start, {"rank": rank}, weights=kept)
-    finding = replicas(trace, None)
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "ranks 0 and 1 hold tensors of different names" in finding.reason
-    assert 'layout={"pp"' in finding.reason
+    reason = undecided(replicas(trace, None))
+    assert "ranks 0 and 1 hold tensors of different names" in reason
+    assert 'layout={"pp"' in reason
 
 
 def test_two_plain_runs_that_differ_make_no_comparison_count() -> None:
@@ -107,10 +105,9 @@ def test_two_plain_runs_that_differ_make_no_comparison_count() -> None:
     The reason says what differs, and how to seed it.
     """
     many, again, alone = own(), own(seed=5), own(1, seed=6)
-    finding = parity(many, alone, again)
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "two plain runs of the command differ: they begin with other weights" in finding.reason
-    assert "torch.manual_seed" in finding.reason
+    reason = undecided(parity(many, alone, again))
+    assert "two plain runs of the command differ: they begin with other weights" in reason
+    assert "torch.manual_seed" in reason
 
 
 def test_gradients_that_are_all_zero_are_never_held() -> None:
@@ -119,22 +116,16 @@ def test_gradients_that_are_all_zero_are_never_held() -> None:
     many, alone = map(traces.without_gradients, runs)
     beside = Runs(many, {ALONE: (alone,)}, witnesses={REPEATED: (many, many)})
     for check in ("parity", "weighting"):
-        finding = CHECKS[check].judge(traces.clause(check), beside)
-        assert finding.verdict is Verdict.INCONCLUSIVE, finding
-        assert "all gradients of the first steps are zero" in finding.reason
+        assert "all gradients of the first steps are zero" in left_open(check, *beside)
     assert parity(runs[0], alone).verdict is Verdict.FALSIFIED
     first = min(copies.known_names(alone))
     assert parity(*(_without_one(run, first) for run in runs)).verdict is Verdict.HELD
 
 
 def _without_one(trace: Trace, name: str) -> Trace:
-    events = (
-        replace(event, gradient=changed(event.gradient, name, times=0.0))
-        if isinstance(event, Shard | Update)
-        else event
-        for event in trace.events
+    return altered(
+        trace, Shard | Update, {}, gradient=lambda event: changed(event.gradient, name, times=0.0)
     )
-    return replace(trace, events=tuple(events))
 
 
 def test_weights_that_never_move_are_never_held() -> None:
@@ -147,13 +138,10 @@ def test_weights_that_never_move_are_never_held() -> None:
         ("replica_identity", [own(2)]),
         ("resume", traces.family("resume", subject)),
     ):
-        still = traces.judge(check, [*map(traces.without_motion, runs)])
-        assert still.verdict is Verdict.INCONCLUSIVE, still
-        assert "no weight moves in 6 steps" in still.reason
-        begun = traces.judge(check, [traces.without_motion(run, until=3) for run in runs])
-        assert begun.verdict is Verdict.HELD, begun
+        assert "no weight moves in 6 steps" in left_open(check, *map(traces.without_motion, runs))
+        traces.held(check, *[traces.without_motion(run, until=3) for run in runs])
     parted = of_ranks(traces.without_motion(own(2)), "weights", min(copies.known_names(own(2))))
-    assert traces.broken(traces.judge("replica_identity", [parted])).step == 0
+    assert falsified("replica_identity", parted).step == 0
 
 
 def test_weights_that_were_drawn_apart_are_not_compared() -> None:
@@ -162,9 +150,9 @@ def test_weights_that_were_drawn_apart_are_not_compared() -> None:
     Weights that were drawn alike, and changed before the first step, are a difference.
     """
     many, alone = own(), own(1, seed=6)
-    finding = parity(many, alone)
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "the run on 3 workers begins with other weights than the run on 1 w" in finding.reason
+    assert "the run on 3 workers begins with other weights than the run on 1 w" in undecided(
+        parity(many, alone)
+    )
     name = max(copies.known_names(many))
     weights = changed(traces.one(many, Start, rank=0).weights, name, times=0.9)
     place = traces.broken(parity(altered(many, Start, {}, weights=weights), own(1)))
@@ -214,9 +202,9 @@ def test_a_name_that_means_other_tensors_on_ranks() -> None:
         weights = {**event.weights, names[0]: traces.values(1.0, 2.0, 3.0, 4.0, 5.0)}
         trace = altered(trace, Start, {"rank": 1}, weights=weights)
     others = {name: f"stage{number}" for number, name in enumerate(names)}
-    finding = replicas(trace, copies.renamed(alone, others))
-    assert finding.verdict is Verdict.INCONCLUSIVE, finding
-    assert "the name means other tensors there" in finding.reason
+    assert "the name means other tensors there" in undecided(
+        replicas(trace, copies.renamed(alone, others))
+    )
 
 
 def of_ranks(trace: Trace, part: str, name: str, kind: type[Start | Update] = Update) -> Trace:
@@ -240,9 +228,7 @@ def test_a_tensor_of_each_rank_s_own_is_not_taken_for_a_copy() -> None:
     place = traces.broken(replicas(unsent, alone))
     assert (place.step, place.rank, place.tensor) == (-1, 1, name)
     expert = of_ranks(unsent, "gradient", name)
-    finding = replicas(expert, alone)
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert f"each rank begins with its own {name}" in finding.reason
+    assert f"each rank begins with its own {name}" in undecided(replicas(expert, alone))
     assert replicas(traces.was(expert, shared=True), alone).verdict is Verdict.FALSIFIED
     for other in copies.known_names(expert) - {name}:
         expert = of_ranks(of_ranks(expert, "weights", other), "gradient", other)
@@ -255,10 +241,9 @@ def test_gradients_that_the_optimizer_reduces_are_not_compared() -> None:
     """Ranks with other gradients and the same weights reduce in the step: weights are compared."""
     name = max(copies.known_names(own()))
     trace, alone = of_ranks(own(), "gradient", name), own(1)
-    finding = parity(trace, alone)
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert f"hand different gradients of {name} to the optimizer in step 0" in finding.reason
-    assert "obs.reduced()" in finding.reason
+    reason = undecided(parity(trace, alone))
+    assert f"hand different gradients of {name} to the optimizer in step 0" in reason
+    assert "obs.reduced()" in reason
     assert replicas(trace, alone).verdict is Verdict.HELD
     for rank in range(3):
         weights = changed(traces.one(trace, Update, rank=rank, step=1).weights, name, by=1.0)
@@ -275,16 +260,20 @@ def test_a_skipped_step_that_ranks_did_not_see(dropped: bool) -> None:
     trace = own()
     nan = Injected(fault={"kind": "non_finite_gradient"}, step=2, rank=1)
     again = [replace(s, shard=s.shard + 9) for s in trace.of(Shard) if s.step == 2 and s.rank != 1]
-    events = (*trace.events[:-1], *(again if dropped else ()), nan, trace.events[-1])
-    run = altered(replace(trace, events=events), Update, {"step": 2, "rank": 1}, gradient={})
-    finding = CHECKS["finiteness"].judge(traces.clause("finiteness"), Runs(run))
+    run = altered(
+        traces.also(trace, *(again if dropped else ()), nan),
+        Update,
+        {"step": 2, "rank": 1},
+        gradient={},
+    )
+    finding = traces.judge("finiteness", Runs(run))
     assert finding.verdict is (Verdict.INCONCLUSIVE if dropped else Verdict.FALSIFIED)
     assert not dropped or "call obs.skipped() on every rank" in finding.reason
 
 
 def rule(trace: Trace) -> Finding:
     """Return the finding of F-TI-008 on a run."""
-    return CHECKS["step_rule"].judge(traces.clause("step_rule"), Runs(trace))
+    return traces.judge("step_rule", Runs(trace))
 
 
 def test_a_step_of_copies_is_not_recomputed() -> None:
@@ -292,9 +281,9 @@ def test_a_step_of_copies_is_not_recomputed() -> None:
     name = max(copies.known_names(own()))
     lagging = of_ranks(own(), "weights", name)
     assert rule(lagging).verdict is Verdict.FALSIFIED
-    finding = rule(traces.was(lagging, steps="copies"))
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "steps copies of the model's weights" in finding.reason
+    assert "steps copies of the model's weights" in undecided(
+        rule(traces.was(lagging, steps="copies"))
+    )
 
 
 def turned_nan(trace: Trace, clipping: str = "other") -> Trace:
@@ -360,11 +349,11 @@ def test_a_command_without_a_seed_need_not_repeat_itself(seeded: bool) -> None:
     """Other weights in a second run are a finding only if the command was told a seed."""
     first, again = own(), replace(own(seed=5), scenario=own().scenario.with_(repeat=1))
     runs = Runs(first, {REPEATED: (traces.was(again, seeded=seeded),)})
-    finding = CHECKS["determinism"].judge(traces.clause("determinism"), runs)
+    finding = traces.judge("determinism", runs)
     assert finding.verdict is (Verdict.FALSIFIED if seeded else Verdict.INCONCLUSIVE)
     assert seeded or "begin with other weights" in finding.reason
     calm = Runs(first, {REPEATED: (replace(first, scenario=again.scenario),)})
-    assert CHECKS["determinism"].judge(traces.clause("determinism"), calm).verdict is Verdict.HELD
+    traces.held("determinism", *calm)
 
 
 def test_ranks_that_share_a_model_may_share_their_samples() -> None:
@@ -379,7 +368,7 @@ def test_ranks_that_share_a_model_may_share_their_samples() -> None:
     ]
     trace = replace(trace, events=(*kept[:-1], *shared, kept[-1]))
     for run, verdict in ((trace, Verdict.FALSIFIED), (halved(trace), Verdict.INCONCLUSIVE)):
-        finding = CHECKS["coverage"].judge(traces.clause("coverage"), Runs(run, {ALONE: (alone,)}))
+        finding = traces.judge("coverage", Runs(run, {ALONE: (alone,)}))
         assert finding.verdict is verdict, finding
     assert 'layout={"tp": 3}' in finding.reason
 
@@ -397,19 +386,14 @@ def test_rows_that_ranks_draw_alike_may_be_parts_of_a_sum(
         doubled = {n: changed(update.gradient, n, times=2.0)[n] for n in update.gradient}
         where = {"step": update.step, "rank": update.rank}
         many = altered(many, Update, where, gradient=doubled)
-    events = [replace(e, terms=(term,)) if isinstance(e, Shard) else e for e in many.events]
-    many = traces.was(replace(many, events=tuple(events)), shared=True, losses="backward")
+    many = traces.was(altered(many, Shard, {}, terms=(term,)), shared=True, losses="backward")
     compared = Compared(runs=Runs(many), model=alone, trace=many)
     assert bool(copies.summed_parts(compared)) is is_open
 
 
 @pytest.mark.parametrize(
     ("since", "is_wrong", "verdict"),
-    [
-        (2, False, Verdict.HELD),
-        (2, True, Verdict.FALSIFIED),
-        (0, False, Verdict.INCONCLUSIVE),
-    ],
+    [(2, False, Verdict.HELD), (2, True, Verdict.FALSIFIED), (0, False, Verdict.INCONCLUSIVE)],
 )
 def test_gradients_are_compared_until_a_hook_compresses_them(
     since: int, is_wrong: bool, verdict: Verdict
@@ -477,19 +461,15 @@ def test_sums_over_workers_that_clipping_hides(times: float, verdict: Verdict) -
     """Gradients that are longer than the norm are clipped alike, and were sums before."""
 
     def unclipped(run: Trace, times: float) -> Trace:
-        events = (
-            replace(
-                event,
-                unclipped={
-                    name: traces.values(*(times * values))
-                    for name, values in (evidence.vectors(event.gradient) or {}).items()
-                },
-            )
-            if isinstance(event, Update)
-            else event
-            for event in run.events
+        return altered(
+            run,
+            Update,
+            {},
+            unclipped=lambda event: {
+                name: traces.values(*(times * values))
+                for name, values in (evidence.vectors(event.gradient) or {}).items()
+            },
         )
-        return replace(run, events=tuple(events))
 
     finding = parity(unclipped(own(2), times), unclipped(own(1), 1.0))
     assert finding.verdict is verdict

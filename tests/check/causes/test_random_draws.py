@@ -16,22 +16,14 @@ from entrenar_py.check.evidence.needs import Runs
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Drawn, End, Event, Shard, Trace, Traits
 from entrenar_py.shared.verdict import Counterexample, Tally
+from tests import traces
+from tests.traces import broken
 
 
 def shard(rank: int, ids: Sequence[int], *, moved: float = 0.0, size: float = 2.0) -> Shard:
     """Return a micro-batch of step 0, whose samples are given to the model `moved` away."""
     numbers = tuple((size, 1.0 + moved, 0.5 * id_) for id_ in ids)
-    return Shard(
-        step=0,
-        epoch=0,
-        rank=rank,
-        shard=0,
-        ids=tuple(ids),
-        loss_sum=None,
-        weight=1.0,
-        finite=True,
-        contents=numbers,
-    )
+    return traces.shard(0, rank, ids=tuple(ids), loss_sum=None, contents=numbers)
 
 
 def drawn(rank: int, before: str, after: str, where: str = "batch", **fields: Any) -> Drawn:
@@ -145,10 +137,9 @@ def judged(
 def test_ranks_that_draw_the_same_for_other_samples() -> None:
     """It is a bug where a worker alone draws more numbers for more samples."""
     two = [*TWO, drawn(0, "a", "b"), drawn(1, "a", "b")]
-    broken = judged(two, [*ALONE, drawn(0, "a", "c")]).broken
-    assert broken is not None
-    assert (broken.step, broken.rank) == (0, 1)
-    assert "the same random numbers as rank 0" in broken.message
+    found = broken(judged(two, [*ALONE, drawn(0, "a", "c")]))
+    assert (found.step, found.rank) == (0, 1)
+    assert "the same random numbers as rank 0" in found.message
     assert judged(two, [*ALONE, drawn(0, "a", "b")]).broken is None, "for the whole batch"
     assert judged(two).broken is None, "unknown"
     seeded = [*TWO, drawn(0, "a", "b"), drawn(1, "a", "d")]
@@ -181,11 +172,10 @@ def test_a_generator_that_is_seeded_alike_later() -> None:
     own = [drawn(0, "a", "b"), drawn(1, "x", "y")]
     alike = [drawn(rank, "p", "q", step=2) for rank in range(2)]
     two = [*TWO, *(replace(one, step=2) for one in TWO), *own]
-    broken = judged([*two, *alike]).broken
-    assert broken is not None
-    assert (broken.step, broken.rank) == (2, 1)
-    assert "in step 0 each drew its own" in broken.message
-    assert "generator of its own" in broken.message
+    found = broken(judged([*two, *alike]))
+    assert (found.step, found.rank) == (2, 1)
+    assert "in step 0 each drew its own" in found.message
+    assert "generator of its own" in found.message
     of_batch = [drawn(rank, "a", "b") for rank in range(2)]
     assert judged([*two[:4], *of_batch, *alike]).broken is None, "alike from the beginning"
 
@@ -195,10 +185,9 @@ def test_a_state_that_comes_again() -> None:
     own = [drawn(0, "a", "b"), drawn(1, "x", "y")]
     again = [replace(one, step=2) for one in own]
     other = [replace(shard(rank, (4 + rank, 6 + rank)), step=2) for rank in range(2)]
-    broken = judged([*TWO, *other, *own, *again]).broken
-    assert broken is not None
-    assert (broken.step, broken.rank) == (2, 0)
-    assert "in step 2 as in step 0" in broken.message
+    found = broken(judged([*TWO, *other, *own, *again]))
+    assert (found.step, found.rank) == (2, 0)
+    assert "in step 2 as in step 0" in found.message
     same = [replace(one, step=2) for one in TWO]
     assert judged([*TWO, *same, *own, *again]).broken is None, "drawn from the sample's number"
     once = [drawn(rank, "a", "b", step=step) for step in (0, 2) for rank in range(2)]
@@ -213,9 +202,8 @@ def test_dropout_is_for_samples() -> None:
     assert shared.broken is None
     assert any("right for a number that the whole batch shares" in note for note in shared.notes)
     again = [forward[0], drawn(0, "a", "b", "forward", step=1)]
-    broken = judged([*TWO, *again], dropout=0.1).broken
-    assert broken is not None
-    assert "seeded again" in broken.message
+    found = broken(judged([*TWO, *again], dropout=0.1))
+    assert "seeded again" in found.message
 
 
 @pytest.mark.parametrize(("before", "step"), [(("b", "c"), 0), (("x", "y"), 1)])
@@ -223,9 +211,8 @@ def test_masks_of_other_lengths(before: tuple[str, str], step: int) -> None:
     """Ranks that began in one state draw one stream, though they seldom end in one state."""
     two = [*TWO, drawn(0, "a", "b", "forward"), drawn(1, "a", "c", "forward")]
     two += [drawn(r, before[r], "d", "forward", step=1) for r in range(2)]
-    broken = judged(two, dropout=0.1).broken
-    assert broken is not None
-    assert (broken.step, broken.rank) == (step, 1)
+    found = broken(judged(two, dropout=0.1))
+    assert (found.step, found.rank) == (step, 1)
 
 
 def test_the_beginning_of_equal_draws_is_sought_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,9 +245,8 @@ def test_workers_of_a_loader() -> None:
         drawn(0, "a", "b", "loader", worker=1, ids=(2,)),
         drawn(0, "a", "b", "loader", worker=0, ids=(2,), step=2),
     ):
-        broken = judged([*TWO, first, other]).broken
-        assert broken is not None
-        assert "worker_init_fn" in broken.message
+        found = broken(judged([*TWO, first, other]))
+        assert "worker_init_fn" in found.message
     for other in (
         drawn(0, "a", "c", "loader", worker=1, ids=(2,)),  # seeded anew for each sample
         drawn(0, "a", "b", "loader", worker=0, ids=(0,), step=2),  # the same samples again
@@ -271,10 +257,9 @@ def test_workers_of_a_loader() -> None:
 
 def test_layers_that_are_computed_again() -> None:
     """Their masks must be those of the forward pass."""
-    broken = judged([*TWO, drawn(1, "a", "b", "recomputed", step=2)], dropout=0.1).broken
-    assert broken is not None
-    assert (broken.step, broken.rank) == (2, 1)
-    assert "computed again" in broken.message
+    found = broken(judged([*TWO, drawn(1, "a", "b", "recomputed", step=2)], dropout=0.1))
+    assert (found.step, found.rank) == (2, 1)
+    assert "computed again" in found.message
 
 
 def test_evaluation_mode() -> None:
@@ -291,8 +276,7 @@ def test_evaluation_mode() -> None:
         "the model is in evaluation mode from step 1 on, with dropout off: call model.train() "
         "after model.eval()"
     ]
-    left = modes([*TWO, *(replace(one, evaluated=True) for one in off)], dropout=0.1).broken
-    assert left is not None, "an evaluation is no reason to train on without dropout"
+    left = broken(modes([*TWO, *(replace(one, evaluated=True) for one in off)], dropout=0.1))
     assert (left.step, left.rank) == (1, 0)
     assert "as the evaluation before it left it" in left.message
     always = modes([*off, *(replace(one, step=2) for one in off)], dropout=0.1)

@@ -14,8 +14,8 @@ from entrenar_py.check.evidence.needs import SAVED, Runs
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import End, Event, Shard, Start, Tensors, Trace, Update, record_tensor
 from entrenar_py.shared.verdict import Finding, Tally, Verdict
-from tests.check.clauses import traces
-from tests.check.clauses.traces import clause, scenario, values, was
+from tests import traces
+from tests.traces import clause, scenario, values, was
 
 SUBJECT = scenario(system="command", workload="own", world_size=1, num_steps=2)
 MOMENTS = {"a/m": values(1.0, 2.001), "b/m": values(3.0, 4.0)}
@@ -23,17 +23,7 @@ MOVED = {"a/m": values(5.0, 6.0), "b/m": values(7.0, 8.0)}
 
 
 def update(step: int, optimizer: Tensors) -> Update:
-    """Return an update with this state of the optimizer."""
-    return Update(
-        step=step,
-        rank=0,
-        loss=1.0,
-        weight=1.0,
-        learning_rate=0.1,
-        finite=True,
-        weights={"a": values(step), "b": values(step)},
-        optimizer=optimizer,
-    )
+    return traces.update(step, weights={"a": values(step), "b": values(step)}, optimizer=optimizer)
 
 
 def stopped(restored: Tensors, after: Tensors, held: Tensors = MOMENTS) -> Trace:
@@ -68,7 +58,7 @@ def test_what_was_restored_is_held() -> None:
     ("restored", "tensor", "words"),
     [
         ({}, "a/m", "it has none, so none was loaded"),
-        ({"a/m": MOMENTS["a/m"]}, "b/m", "b/m is not there any more"),
+        ({"a/m": MOMENTS["a/m"]}, "b/m", "b/m is missing now"),
         ({**MOMENTS, "a/m": values(0.0, 0.0)}, "a/m", "is zero: it was not restored"),
         ({**MOMENTS, "a/m": values(1.0, 2.0)}, "a/m", "was rounded to bfloat16"),
         ({**MOMENTS, "a/m": values(1.0, 2.5)}, "a/m", "a/m differs"),
@@ -113,19 +103,7 @@ DRAWN_STRAIGHT = ((0, 1), (2, 3), (4, 5), (6, 7))
 
 def run(batches: Sequence[tuple[int, ...]], *, resumed: bool = False) -> Trace:
     """Return a run whose steps have the samples `batches`, and which may be resumed at step 1."""
-    shards = [
-        Shard(
-            step=step,
-            epoch=EPOCHS[step],
-            rank=0,
-            shard=0,
-            ids=ids,
-            loss_sum=1.0,
-            weight=1.0,
-            finite=True,
-        )
-        for step, ids in enumerate(batches)
-    ]
+    shards = [traces.shard(step, epoch=EPOCHS[step], ids=ids) for step, ids in enumerate(batches)]
     again = [Start(step=1, rank=0, weights={}, resumed=True)] if resumed else []
     return traces.hand_written(shards[0], *again, *shards[1:], subject=COMMAND)
 
@@ -193,30 +171,11 @@ def _tensors(value: float) -> Tensors:
 
 
 def _shard(step: int, rank: int, term: float) -> Shard:
-    return Shard(
-        step=step,
-        epoch=0,
-        rank=rank,
-        shard=rank,
-        ids=(rank,),
-        loss_sum=None,
-        weight=1.0,
-        finite=True,
-        gradient=_tensors(term),
-    )
+    return traces.shard(step, rank, shard=rank, ids=(rank,), loss_sum=None, gradient=_tensors(term))
 
 
 def _update(step: int, rank: int, value: float) -> Update:
-    return Update(
-        step=step,
-        rank=rank,
-        loss=None,
-        weight=1.0,
-        learning_rate=0.1,
-        finite=True,
-        weights=_tensors(value),
-        gradient=_tensors(value),
-    )
+    return traces.update(step, rank, loss=None, weights=_tensors(value), gradient=_tensors(value))
 
 
 def test_steps_from_the_first_rounding_on_are_left_out() -> None:

@@ -14,8 +14,8 @@ from entrenar_py.check.evidence import precision
 from entrenar_py.check.evidence.needs import NUDGED, Runs
 from entrenar_py.shared.trace import Trace, Update, record_tensor
 from entrenar_py.shared.verdict import Tally
-from tests.check.clauses import traces
-from tests.check.clauses.traces import scenario
+from tests import traces
+from tests.traces import scenario
 
 PLAIN = traces.run(traces.scenario(detail="values"))
 BOUND = rounding_bounds.GRADIENT_BOUND

@@ -11,9 +11,10 @@ import pytest
 
 from entrenar_py.check.causes import run_comparison
 from entrenar_py.shared.faults import Fault
-from entrenar_py.shared.trace import End, Event, Shard, Start, Trace, Traits, Update, record_tensor
+from entrenar_py.shared.trace import Event, Shard, Start, Trace, Update, record_tensor
 from entrenar_py.shared.verdict import Tally
-from tests.check.clauses.traces import scenario
+from tests import traces
+from tests.traces import broken, in_bfloat16, scenario
 
 Vector = np.ndarray[Any, np.dtype[np.float32]]
 BATCH, ROWS, STEPS = 4, 8, 60
@@ -51,15 +52,14 @@ def regression(
             off = inputs[rows] @ weights - targets[rows]
             terms.append((inputs[rows].T @ off / np.float32(len(rows))).astype(np.float32))
             events.append(
-                Shard(
-                    step=step,
+                traces.shard(
+                    step,
+                    rank,
                     epoch=step * BATCH // ROWS,
-                    rank=rank,
                     shard=rank,
                     ids=tuple(int(row) for row in rows),
                     loss_sum=None,
                     weight=float(len(rows)),
-                    finite=True,
                     gradient=record(terms[-1]),
                 )
             )
@@ -75,13 +75,12 @@ def regression(
             change = first / np.float32(1 - 0.9 ** (step + 1)) / scale
         weights = weights - np.float32(rate) * change
         events += [
-            Update(
-                step=step,
-                rank=rank,
+            traces.update(
+                step,
+                rank,
                 loss=None,
                 weight=float(BATCH),
                 learning_rate=rate,
-                finite=True,
                 weights=record(weights),
                 gradient=record(gradient),
             )
@@ -98,22 +97,15 @@ def regression(
         num_steps=STEPS,
         detail="values",
     )
-    return Trace(
-        scenario=subject,
-        environment={},
-        promises=(),
-        traits=Traits(),
-        events=(*events, End(status="completed")),
-    )
+    return traces.hand_written(*events, subject=subject)
 
 
 def record(values: Vector) -> Mapping[str, Any]:
     """Return one tensor's record with values."""
-    return {"w": record_tensor(values, values=True)}
+    return traces.records({"w": values})
 
 
 def judged(trace: Trace, model: Trace) -> Tally:
-    """Return what the comparison of two runs comes to."""
     tally = Tally("", observed=True)
     run_comparison.compare(tally, model, trace, None)
     return tally
@@ -139,8 +131,7 @@ def test_a_mean_of_means_in_a_later_step(optimizer: str) -> None:
     """It is found in its step, where gradients come apart at once."""
     model = regression(1, optimizer=optimizer)
     trace = regression(2, optimizer=optimizer, uneven_step=9)
-    found = judged(trace, model).broken
-    assert found is not None
+    found = broken(judged(trace, model))
     assert found.step == 9
     assert found.message.endswith("which could mean: a mean of means")
 
@@ -173,8 +164,7 @@ def test_a_batch_that_one_run_alone_leaves_out_ends_the_comparison() -> None:
 def test_a_rate_that_follows_from_the_number_of_workers() -> None:
     """It is an error, unless one worker had to load the batches of two to have as large ones."""
     model, trace = regression(1, rate=0.02), regression(2, rate=0.04)
-    found = judged(trace, model).broken
-    assert found is not None
+    found = broken(judged(trace, model))
     assert found.message.startswith("the learning rate is not the single device's")
     merged = Fault(kind="merged_batches", step=0, value="2")
     model = replace(model, scenario=model.scenario.with_(faults=(merged,)))
@@ -183,12 +173,6 @@ def test_a_rate_that_follows_from_the_number_of_workers() -> None:
     assert tally.missing[0].startswith(
         "one worker steps with learning rate 0.02 in step 0, 2 with 0.04: if it follows from"
     )
-
-
-def in_bfloat16(values: np.ndarray[Any, np.dtype[Any]]) -> Vector:
-    """Return numbers rounded to bfloat16."""
-    bits = values.astype(np.float32).view(np.uint32) + np.uint32(0x8000)
-    return (bits & np.uint32(0xFFFF0000)).view(np.float32)
 
 
 def one_step(num_ranks: int, *, times: float = 1.0) -> Trace:
@@ -229,6 +213,5 @@ def one_step(num_ranks: int, *, times: float = 1.0) -> Trace:
 def test_rounding_to_16_bits_is_a_share_of_terms_and_not_of_their_sum() -> None:
     """Terms that cancel leave it as large as their sum. A wrong factor is seen in other tensors."""
     assert judged(one_step(2), one_step(1)).broken is None
-    found = judged(one_step(2, times=2.0), one_step(1)).broken
-    assert found is not None
+    found = broken(judged(one_step(2, times=2.0), one_step(1)))
     assert (found.tensor, "twice" in found.message) == ("w", True)

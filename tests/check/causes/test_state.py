@@ -15,9 +15,9 @@ from entrenar_py.check.clauses import step_rule
 from entrenar_py.check.evidence.needs import Runs
 from entrenar_py.shared.trace import Noticed, Shard, Start, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Tally, Verdict
-from tests.check.clauses import traces
-from tests.check.clauses.micro_batch_traces import SHAPES, records, summed, times, trace_of
-from tests.check.clauses.traces import altered, broken, one, scenario, values
+from tests import traces
+from tests.check.clauses.micro_batch_traces import SHAPES, summed, times, trace_of
+from tests.traces import altered, falsified, left_open, one, records, scenario, values
 
 SUBJECT = scenario(optimizer="momentum")
 BAD = values(1.0, 2.0)
@@ -27,7 +27,10 @@ def sharing(*held: Tensors) -> Trace:
     """Return a run of one step after which each rank holds this optimizer state."""
     subject = scenario(world_size=len(held), optimizer="momentum")
     weights = {"w": values(1.0)}
-    updates = [traces.updated(0, rank, weights, tensors) for rank, tensors in enumerate(held)]
+    updates = [
+        traces.update(0, rank, weights=weights, optimizer=tensors)
+        for rank, tensors in enumerate(held)
+    ]
     return traces.hand_written(*updates, subject=subject)
 
 
@@ -45,8 +48,7 @@ A, B, C, D = ({name: values(1.0)} for name in "abcd")
 )
 def test_sharded_optimizer_state(held: tuple[Tensors, ...]) -> None:
     """With ZeRO-1, each rank keeps its own tensors' state, and shared tensors are compared."""
-    finding = traces.judge("replica_identity", [sharing(*held)])
-    assert finding.verdict is Verdict.HELD
+    finding = traces.held("replica_identity", sharing(*held))
     assert finding.notes == (
         "optimizer state is sharded over ranks: only what two of them hold was compared",
     )
@@ -64,7 +66,7 @@ def test_sharded_optimizer_state(held: tuple[Tensors, ...]) -> None:
 )
 def test_sharding_excuses_no_loss(held: tuple[Tensors, ...], rank: int, tensor: str) -> None:
     """A tensor that one rank lacks and all others hold was lost; two that differ are found."""
-    found = broken(traces.judge("replica_identity", [sharing(*held)]))
+    found = falsified("replica_identity", sharing(*held))
     assert (found.rank, found.tensor) == (rank, tensor)
 
 
@@ -85,7 +87,7 @@ def test_what_one_rank_never_recorded(part: str) -> None:
 def test_a_first_step_that_was_skipped(check: str) -> None:
     """State recorded after other steps, but not after a rank's first, was not made in it."""
     trace = altered(traces.run(SUBJECT), Update, {"step": 0, "rank": 1}, optimizer={})
-    found = broken(traces.judge(check, [trace]))
+    found = falsified(check, trace)
     assert (found.step, found.rank) == (0, 1)
 
 
@@ -93,10 +95,9 @@ def test_a_first_step_that_was_skipped(check: str) -> None:
 def test_a_blind_rank_hides_no_other(part: str) -> None:
     """Two ranks that differ are found, even if the third recorded no weights."""
     trace = altered(traces.run(SUBJECT), Update, {"rank": 2}, weights={})
-    tensors = getattr(one(trace, Update, step=3, rank=1), part)
-    bad = traces.swapped(tensors, next(iter(tensors)), BAD)
-    apart = altered(trace, Update, {"step": 3, "rank": 1}, **{part: bad})
-    found = broken(traces.judge("replica_identity", [apart]))
+    name = next(iter(getattr(one(trace, Update, step=3, rank=1), part)))
+    apart = altered(trace, Update, {"step": 3, "rank": 1}, **traces.swapping(part, name, BAD))
+    found = falsified("replica_identity", apart)
     assert (found.step, found.rank) == (3, 1)
 
 
@@ -112,9 +113,10 @@ def test_ranks_that_lack_the_same_are_told_together() -> None:
 def test_state_that_no_rank_has_after_some_step() -> None:
     """Buffers recorded after some steps must be recorded after every step."""
     trace = altered(traces.run(SUBJECT), Update, {"step": 4}, buffers={})
-    finding = traces.judge("replica_identity", [trace])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert finding.reason == "ranks 0, 1, 2 recorded no buffers in step 4: record Update.buffers"
+    assert (
+        left_open("replica_identity", trace)
+        == "ranks 0, 1, 2 recorded no buffers in step 4: record Update.buffers"
+    )
 
 
 # --- culprit --------------------------------------------------------------------------------------
@@ -187,29 +189,18 @@ def begun(*, num_steps: int = 1, optimizer: str = "sgd", **noticed: Any) -> Trac
     """Return a run of one worker that noticed something of its matrices a and b."""
     weights = {"a": values(1.0, 2.0), "b": values(0.0, 0.0)}
     shapes = {"a": (1, 2), "b": (2, 1), "c": (3,)}
-    start = Start(step=0, rank=0, weights=weights, trainable=("a", "b"), shapes=shapes)
+    held = [weights] * (num_steps + 1)
+    start, *steps = traces.reaching(held, trainable=("a", "b"), shapes=shapes)
     seen = Noticed(step=0, rank=0, **noticed)
-    updates = [
-        Update(
-            step=step,
-            rank=0,
-            loss=1.0,
-            weight=1.0,
-            learning_rate=0.1,
-            finite=True,
-            weights=weights,
-        )
-        for step in range(num_steps)
-    ]
     subject = traces.scenario(world_size=1, optimizer=optimizer)
-    return traces.hand_written(start, seen, *updates, subject=subject)
+    return traces.hand_written(start, seen, *steps, subject=subject)
 
 
 @pytest.mark.parametrize("look", ["nan", "inf"])
 def test_weights_that_are_not_finite(look: str) -> None:
     """A run that trains from a NaN breaks F-DP-003 before its first step."""
     trace = begun(peculiar={"a": look})
-    found = traces.broken(traces.judge("finiteness", [trace]))
+    found = falsified("finiteness", trace)
     assert (found.step, found.rank, found.tensor) == (-1, 0, "a")
     tally = Tally("F-DP-003")
     state.judge_first_weights(tally, [begun(num_steps=0, peculiar={"a": look})])
@@ -238,9 +229,8 @@ def test_peculiar_weights(peculiar: dict[str, str], missing: str, note: str) -> 
 def test_weights_after_a_resume() -> None:
     """A run that resumes has trained: its weights are not judged as first ones."""
     trace = begun(peculiar={"a": "uninitialised"})
-    events = [replace(e, step=3) if isinstance(e, Noticed) else e for e in trace.events]
     tally = Tally("F-TI-005")
-    state.tell_peculiar(tally, replace(trace, events=tuple(events)))
+    state.tell_peculiar(tally, altered(trace, Noticed, {}, step=3))
     assert tally.missing == []
 
 
@@ -272,23 +262,18 @@ def run(*buffers: Sequence[float], gradient: float = 1.0, alone: bool = False) -
         events.append(Start(step=0, rank=rank, weights={"w": values(1.0)}, trainable=("w",)))
         for step, value in enumerate(own):
             events += [
-                Shard(
-                    step=step,
-                    epoch=0,
-                    rank=rank,
+                traces.shard(
+                    step,
+                    rank,
                     shard=rank,
                     ids=(2 * step, 2 * step + 1) if alone else (2 * step + rank,),
                     loss_sum=None,
-                    weight=1.0,
-                    finite=True,
                 ),
-                Update(
-                    step=step,
-                    rank=rank,
+                traces.update(
+                    step,
+                    rank,
                     loss=None,
                     weight=2.0,
-                    learning_rate=0.1,
-                    finite=True,
                     weights={"w": values(1.0 - step)},
                     local={"mean": values(value)},
                     gradient={"w": values(gradient)},

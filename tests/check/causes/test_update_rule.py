@@ -24,14 +24,13 @@ from entrenar_py.shared.trace import (
     record_tensor,
 )
 from entrenar_py.shared.verdict import Verdict
-from tests.check.clauses import traces
-from tests.check.clauses.traces import hand_written, scenario, values
+from tests import traces
+from tests.traces import falsified, hand_written, scenario, values
 
 NUM_STEPS, RATE, DECAY, CLIP = 6, 0.05, 0.1, 0.5
 
 
 def record(tensor: torch.Tensor | None) -> Tensors:
-    """Return a tensor called `w`, with its values."""
     assert tensor is not None
     return {"w": record_tensor(tensor.detach().numpy().copy(), values=True)}
 
@@ -271,8 +270,8 @@ def test_declared_constants_are_used(constants: dict[str, Any]) -> None:
     trace = _trained(constants)
     traits = {"decay": "coupled"} if "weight_decay" in constants else constants
     declared = traces.was(trace, **traits)
-    assert traces.judge("step_rule", [declared]).verdict is Verdict.HELD
-    assert traces.judge("step_rule", [trace]).verdict is Verdict.FALSIFIED
+    traces.held("step_rule", declared)
+    falsified("step_rule", trace)
 
 
 def test_a_schedule_of_ones_own() -> None:
@@ -311,13 +310,8 @@ def _trained(constants: dict[str, Any]) -> Trace:
         optimizer.step()
         norm = float(np.linalg.norm(gradient.astype(np.float64)))
         events.append(
-            Update(
-                step=step,
-                rank=0,
-                loss=1.0,
-                weight=1.0,
-                learning_rate=0.1,
-                finite=True,
+            traces.update(
+                step,
                 weights={"w": record_tensor(weight.detach().numpy(), values=True)},
                 gradient={"w": record_tensor(gradient, values=True)},
                 grad_norm=norm,
@@ -398,15 +392,8 @@ def stepped(momenta: Sequence[float], *, wrong: int | None = None, **how: Any) -
         weight -= 0.1 * buffer * (2 if step == wrong else 1)
         events += [
             ruled("SGD", {"momentum": momentum, "weight_decay": 0}, step=step, **how),
-            Update(
-                step=step,
-                rank=0,
-                loss=None,
-                weight=1.0,
-                learning_rate=0.1,
-                finite=True,
-                weights={"w": values(weight)},
-                gradient={"w": values(slopes[step])},
+            traces.update(
+                step, loss=None, weights={"w": values(weight)}, gradient={"w": values(slopes[step])}
             ),
         ]
     made = traces.hand_written(*events, subject=subject)
@@ -415,7 +402,7 @@ def stepped(momenta: Sequence[float], *, wrong: int | None = None, **how: Any) -
 
 def test_a_cycle_of_momentum_is_followed() -> None:
     """Constants that change from step to step are those of the step."""
-    assert traces.judge("step_rule", [stepped([0.9, 0.8, 0.7, 0.8])]).verdict is Verdict.HELD
+    traces.held("step_rule", stepped([0.9, 0.8, 0.7, 0.8]))
     finding = traces.judge("step_rule", [stepped([0.9, 0.8, 0.7, 0.8], wrong=2)])
     assert (traces.broken(finding).step, traces.broken(finding).tensor) == (2, "w")
     assert "twice as large" in traces.broken(finding).message

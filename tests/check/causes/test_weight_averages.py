@@ -11,10 +11,10 @@ import pytest
 from entrenar_py.check.causes import weight_averages
 from entrenar_py.shared.trace import Start, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Tally
+from tests import traces
 from tests.check.clauses import averaged_traces
 from tests.check.clauses.averaged_traces import STEPS, Averaged, drawn, trained
-from tests.check.clauses.micro_batch_traces import records
-from tests.check.clauses.traces import values
+from tests.traces import altered, broken, records, values
 
 
 def test_an_average_is_known_by_its_shares() -> None:
@@ -42,13 +42,19 @@ def test_what_is_no_average(share: Callable[[int], float]) -> None:
 def test_a_list_that_moves_otherwise_is_no_average() -> None:
     """A list of gradients has the shapes of the weights, too."""
     trace = trained(Averaged())
-    events = [
-        replace(event, extra={f"grads/{n}": one for n, one in records(drawn(event.step)).items()})
-        if isinstance(event, Update)
-        else event
-        for event in trace.events
-    ]
-    assert weight_averages.of(replace(trace, events=tuple(events))) == {}
+    assert (
+        weight_averages.of(
+            altered(
+                trace,
+                Update,
+                {},
+                extra=lambda event: {
+                    f"grads/{n}": one for n, one in records(drawn(event.step)).items()
+                },
+            )
+        )
+        == {}
+    )
 
 
 def count(rank: Averaged) -> None:
@@ -76,7 +82,7 @@ def nothing(_: Averaged) -> None:
             "after step 3 it moves 0.9 of the way to the weights, not 0.25, as it did after",
         ),
         (average, 3, "it is as it was before the first step: it was not restored"),
-        (made_anew, 3, "the weights with which the run resumed: it was made anew from them"),
+        (made_anew, 3, "the weights with which the run resumed: it was made again from them"),
     ],
 )
 def test_a_resume_that_loses_a_part_of_an_average(
@@ -208,16 +214,7 @@ def run(
         return Start(step=step, rank=0, weights=held, extra=extra(step), resumed=step > 0)
 
     updates = [
-        Update(
-            step=step,
-            rank=0,
-            loss=None,
-            weight=1.0,
-            learning_rate=0.1,
-            finite=True,
-            weights={"a": values(step + 1.0)},
-            extra=extra(step + 1),
-        )
+        traces.update(step, loss=None, weights={"a": values(step + 1.0)}, extra=extra(step + 1))
         for step in range(len(weights) - 1)
     ]
     middle = [start(resumed)] if resumed else []
@@ -232,10 +229,9 @@ def judged(trace: Trace) -> Tally:
 
 def test_a_teacher_in_training_mode() -> None:
     """Its statistics move, and it has no tensor that trains."""
-    broken = judged(run([1, 1, 1], [0, 0, 0.5])).broken
-    assert broken is not None
-    assert (broken.step, broken.rank, broken.tensor) == (1, 0, MEAN)
-    assert "running statistics of teacher moved" in broken.message
+    found = broken(judged(run([1, 1, 1], [0, 0, 0.5])))
+    assert (found.step, found.rank, found.tensor) == (1, 0, MEAN)
+    assert "running statistics of teacher moved" in found.message
 
 
 @pytest.mark.parametrize(
@@ -265,10 +261,9 @@ MASKS = "masks of teacher/num_masks"
 def test_dropout_of_a_teacher() -> None:
     """It draws masks, whether it has the model's form or not; none, or on its way, it is right."""
     for name in (WEIGHT, "teacher/a"):
-        broken = judged(renamed(run([1, 1, 1], [0, 2, 4], name=name))).broken
-        assert broken is not None
-        assert (broken.step, broken.rank, broken.tensor) == (0, 0, "teacher")
-        assert broken.message.startswith("dropout of teacher draws masks, and nothing of it trains")
+        found = broken(judged(renamed(run([1, 1, 1], [0, 2, 4], name=name))))
+        assert (found.step, found.rank, found.tensor) == (0, 0, "teacher")
+        assert found.message.startswith("dropout of teacher draws masks, and nothing of it trains")
     still = judged(renamed(run([1, 1, 1], [0, 0, 0])))
     moving = judged(renamed(run([1, 2, 3], [0, 2, 4])))
     assert (still.broken, still.compared) == (None, 1)
@@ -291,10 +286,7 @@ def of_rank(rank: int, trace: Trace) -> Sequence[Start | Update]:
     return [replace(e, rank=rank) for e in trace.events if isinstance(e, Start | Update)]
 
 
-@pytest.mark.parametrize(
-    ("means", "is_wrong"),
-    [([0, 0, 0.5], True), ([0, 0, 0], False)],
-)
+@pytest.mark.parametrize(("means", "is_wrong"), [([0, 0, 0.5], True), ([0, 0, 0], False)])
 def test_an_average_that_one_rank_moves_and_another_uses(
     means: Sequence[float], is_wrong: bool
 ) -> None:

@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from entrenar_py.shared.trace import Declared, End, Event, Start, Tensors, Trace, Traits, Update
-from tests.check.clauses.micro_batch_traces import Vectors, records
-from tests.check.clauses.traces import scenario
+from entrenar_py.shared.trace import Declared, Event, Start, Tensors, Trace, Update
+from tests import traces
+from tests.check.clauses.micro_batch_traces import Vectors
+from tests.traces import records, scenario
 
 SHAPES = {"a": (3, 4), "b": (6,)}
 STEPS = 6
 
 
 def drawn(step: int) -> dict[str, Any]:
-    """Return the movement of a step."""
     generator = np.random.default_rng(step)
     sizes = {name: int(np.prod(shape)) for name, shape in SHAPES.items()}
     return {n: 0.1 * generator.normal(size=s).astype(np.float32) for n, s in sizes.items()}
@@ -72,13 +72,12 @@ class Averaged:
             self.weights = {**self.weights, **edited}
         self.weights = {n: v - drawn(number)[n] for n, v in self.weights.items()}
         self.made += 1
-        update = Update(
-            step=number,
-            rank=self.rank,
+        update = traces.update(
+            number,
+            self.rank,
             loss=None,
             weight=4.0,
             learning_rate=1.0,
-            finite=True,
             weights=records(self.weights),
             gradient=records(drawn(number)),
             optimizer=records({f"{n}/step": np.full(1, self.made) for n in self.weights}),
@@ -93,7 +92,6 @@ class Averaged:
 
 
 def trained(*ranks: Averaged) -> Trace:
-    """Return a run of the ranks."""
     events: list[Event] = [rank.start() for rank in ranks]
     events += [rank.step(step) for step in range(STEPS) for rank in ranks]
     return trace_of(events, len(ranks))
@@ -127,7 +125,4 @@ def trace_of(events: Sequence[Event], world_size: int, **changes: Any) -> Trace:
         detail="values",
         **changes,
     )
-    end = End(status="completed")
-    return Trace(
-        scenario=subject, environment={}, promises=(), traits=Traits(), events=(*events, end)
-    )
+    return traces.hand_written(*events, subject=subject)

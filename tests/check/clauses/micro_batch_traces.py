@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from entrenar_py.shared.trace import End, Event, Shard, Start, Trace, Traits, Update, record_tensor
-from tests.check.clauses.traces import scenario
+from entrenar_py.shared.trace import Event, Start, Trace
+from tests import traces
+from tests.traces import records, scenario
 
 STEPS, RANKS, MICRO_BATCHES = 3, 2, 2
 SHAPES = {"a": 6, "b": 4}
@@ -65,15 +66,13 @@ def trace_of(
     ]
     for step, gradient in enumerate(applied):
         events += [
-            Shard(
-                step=step,
-                epoch=0,
-                rank=rank,
+            traces.shard(
+                step,
+                rank,
                 shard=rank * MICRO_BATCHES + number,
                 ids=(4 * step + 2 * rank + number,),
                 loss_sum=weight,
                 weight=weight,
-                finite=True,
                 gradient=records(given),
                 slope=slopes[rank][number] if slopes else None,
                 terms=terms[rank][number] if terms else (),
@@ -82,35 +81,21 @@ def trace_of(
             for number, given in enumerate(of_rank)
         ]
         events += [
-            Update(
-                step=step,
-                rank=rank,
+            traces.update(
+                step,
+                rank,
                 loss=None,
                 weight=4 * weight,
-                learning_rate=0.1,
-                finite=True,
                 weights=records({n: np.full(size, step) for n, size in SHAPES.items()}),
                 gradient=records(gradient),
-                **(changes if step else {}),
+                **changes if step else {},
             )
             for rank in range(RANKS)
         ]
-    return Trace(
-        scenario=subject,
-        environment={},
-        promises=(),
-        traits=Traits(clipping="other"),
-        events=(*events, End(status="completed")),
-    )
-
-
-def records(vectors: Vectors) -> dict[str, Any]:
-    """Return records with values, in float32."""
-    return {n: record_tensor(v.astype(np.float32), values=True) for n, v in vectors.items()}
+    return traces.was(traces.hand_written(*events, subject=subject), clipping="other")
 
 
 def plus(*terms: Vectors) -> Vectors:
-    """Return the sum of gradients."""
     return {name: np.sum([term[name] for term in terms], axis=0) for name in SHAPES}
 
 

@@ -13,7 +13,8 @@ from entrenar_py.shared.faults import SILENT, Fault
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Audit, End, Halt, Injected, Membership, Trace, Update
 from entrenar_py.shared.verdict import Verdict
-from tests.check.clauses import traces
+from tests import traces
+from tests.traces import falsified, held
 
 WRONG = Fault(kind="corrupt_gradient", step=1, rank=1, shard=2, value="0.5")
 AUDITED = Scenario(
@@ -30,7 +31,6 @@ LASTING = Fault(kind="corrupt_worker", step=1, rank=1, value="0.5")
 
 
 def judged(*runs: Trace) -> tuple[Verdict, str]:
-    """Return verdict and reason."""
     finding = traces.judge("audits", list(runs))
     return finding.verdict, finding.reason
 
@@ -43,8 +43,7 @@ def ran(scenario: Scenario = CAUGHT) -> list[Trace]:
 @pytest.mark.parametrize("subject", [AUDITED, CAUGHT, AUDITED.with_(faults=(LASTING,))])
 def test_who_is_caught_rightly(subject: Scenario) -> None:
     """With every shard audited, only culprits are named, and all updates and the end agree."""
-    finding = traces.judge("audits", ran(subject))
-    assert finding.verdict is Verdict.HELD, finding.reason
+    finding = held("audits", *ran(subject))
     assert finding.compared > 3 * 4 + 3 * 2
 
 
@@ -59,8 +58,7 @@ def test_what_was_never_audited_is_open() -> None:
 def test_later_weights_are_open_after_a_slip() -> None:
     """If a permanently wrong worker is caught late, the weights after its first slip stay open."""
     some = AUDITED.with_(options={"audit_share": 0.2}, faults=(LASTING,), num_steps=12)
-    finding = traces.judge("audits", ran(some))
-    assert finding.verdict is Verdict.HELD, finding.reason
+    finding = held("audits", *ran(some))
     assert finding.notes[0].startswith("a wrong gradient in step 1 was not audited")
 
 
@@ -116,7 +114,7 @@ def test_a_wrong_audit(at: dict[str, Any], changes: dict[str, Any], reason: str)
 def test_too_few_audits() -> None:
     """A step with fewer audits than the scenario requests is falsified."""
     run, model = ran()
-    found = traces.broken(traces.judge("audits", [traces.without(run, Audit, step=0), model]))
+    found = falsified("audits", traces.without(run, Audit, step=0), model)
     assert (found.message, found.step) == ("step 0: 0 of 4 shards were audited", 0)
 
 
@@ -125,7 +123,7 @@ def test_other_weights_and_lost_steps() -> None:
     run, model = ran()
     other = traces.run(AUDITED.with_(seed=1)).of(Update)[0].weights
     found = traces.altered(run, Update, {"step": 1, "rank": 2}, weights=other)
-    assert traces.broken(traces.judge("audits", [found, model])).step == 1
+    assert falsified("audits", found, model).step == 1
     assert judged(traces.without(run, Update, step=2), model)[1] == "steps [2] were never made"
 
 
@@ -158,7 +156,7 @@ def test_who_disagrees_is_asked_once_more() -> None:
     (open_,) = audits.undecided(run)
     place = {"step": open_.step, "shard": open_.shard}
     once = traces.altered(run, Audit, place, ranks=open_.ranks[:3], alike=open_.alike[:3])
-    found = traces.broken(traces.judge("audits", [once, model]))
+    found = falsified("audits", once, model)
     assert found.message.endswith("and were not both asked again")
 
 

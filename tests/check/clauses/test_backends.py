@@ -11,15 +11,11 @@ from entrenar_py import compute, systems
 from entrenar_py.check.clauses import backends
 from entrenar_py.check.clauses.backends import (
     ORDER,
-    judge_chains,
-    judge_manifests,
     plan_chains,
     plan_manifests,
 )
-from entrenar_py.check.contract import Invariant
 from entrenar_py.compute import Backend
 from entrenar_py.compute.on_torch import open_cpu
-from entrenar_py.shared.config.problems import Position
 from entrenar_py.shared.errors import BackendUnavailable
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
@@ -37,17 +33,11 @@ from entrenar_py.shared.trace import (
     Trace,
 )
 from entrenar_py.shared.verdict import Verdict
-from tests.check.clauses import traces
-from tests.check.clauses.traces import broken, several
+from tests import traces
+from tests.traces import broken, falsified, left_open
 
 # --- chains ---------------------------------------------------------------------------------------
 
-INVARIANT = Invariant(
-    id="F-DP-004",
-    name="fallback",
-    statement="always a finite result",
-    position=Position("c.yaml", 1, 1),
-)
 CUDA, WGPU, CPU = (Fault(kind="out_of_memory", backend=name) for name in ORDER)
 NO_CUDA = Attempt(backend="cuda", served=False, reason="cuda is full")
 NO_WGPU = Attempt(backend="wgpu", served=False, reason="wgpu is full")
@@ -86,8 +76,7 @@ def chain_trace(
     if struck:
         events = (*(Injected(fault=fault.to_dict()) for fault in faults), *events)
     status = "halted" if any(isinstance(event, Halt) for event in events) else "completed"
-    end = End(status=status)
-    return Trace(scenario=scenario, environment={}, promises=(), events=(*events, end))
+    return traces.hand_written(*events, subject=scenario, end=End(status=status))
 
 
 def test_honest_chains_hold() -> None:
@@ -95,7 +84,7 @@ def test_honest_chains_hold() -> None:
     served = chain_trace(NO_CUDA, NO_WGPU, BY_CPU, RESULT)
     halted = chain_trace(NO_CUDA, NO_WGPU, NO_CPU, HALT, faults=(CUDA, WGPU, CPU))
     short = chain_trace(NO_WGPU, BY_CPU, RESULT, faults=(WGPU,), order=("wgpu", "cpu"))
-    finding = judge_chains(INVARIANT, several([served, halted, short]))
+    finding = traces.judge("fallback", [served, halted, short])
     assert (finding.verdict, finding.reason) == (Verdict.HELD, "")
     assert finding.compared > 10
 
@@ -103,7 +92,7 @@ def test_honest_chains_hold() -> None:
 def test_own_failures_and_software_are_noted() -> None:
     """A backend that failed without a planned fault is noted, and so is a software adapter."""
     result = replace(RESULT, backend="wgpu")
-    finding = judge_chains(INVARIANT, several([chain_trace(NO_CUDA, BY_WGPU, result, faults=())]))
+    finding = traces.judge("fallback", [chain_trace(NO_CUDA, BY_WGPU, result, faults=())])
     assert finding.verdict is Verdict.HELD
     assert finding.notes == ("cuda failed by itself: cuda is full", "software adapter llvmpipe")
 
@@ -111,18 +100,15 @@ def test_own_failures_and_software_are_noted() -> None:
 def test_stand_ins_are_noted() -> None:
     """A note says which device was simulated."""
     played = replace(NO_CUDA, device="stand-in, for backend cuda: no driver")
-    finding = judge_chains(INVARIANT, several([chain_trace(played, NO_WGPU, BY_CPU, RESULT)]))
+    finding = traces.judge("fallback", [chain_trace(played, NO_WGPU, BY_CPU, RESULT)])
     assert finding.notes == ("cuda was simulated by a stand-in, for backend cuda: no driver",)
 
 
 def test_a_fault_that_never_struck_is_inconclusive() -> None:
     """A planned fault that never struck is named, and makes the run inconclusive."""
-    finding = judge_chains(
-        INVARIANT,
-        several([chain_trace(NO_CUDA, NO_WGPU, BY_CPU, RESULT, struck=False, faults=(WGPU,))]),
-    )
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "the planned out_of_memory of wgpu never struck, in a chain of cuda" in finding.reason
+    calm = chain_trace(NO_CUDA, NO_WGPU, BY_CPU, RESULT, struck=False, faults=(WGPU,))
+    reason = left_open("fallback", calm)
+    assert "the planned out_of_memory of wgpu never struck, in a chain of cuda" in reason
 
 
 @pytest.mark.parametrize(
@@ -166,37 +152,33 @@ def test_a_fault_that_never_struck_is_inconclusive() -> None:
 )
 def test_dishonest_chains_are_falsified(wrong: Trace, message: str) -> None:
     """Skipped backends, faked results, crashes and missing reasons are each falsified."""
-    finding = judge_chains(INVARIANT, several([wrong]))
-    assert finding.verdict is Verdict.FALSIFIED
-    assert message in finding.reason
-    assert finding.counterexample is not None
-    assert finding.counterexample.scenario == wrong.scenario.to_dict()
+    found = falsified("fallback", wrong)
+    assert message in found.message
+    assert found.scenario == wrong.scenario.to_dict()
 
 
 @pytest.mark.parametrize(
-    ("traces", "reason"),
+    ("runs", "reason"),
     [
         ([], "no run of the backend chain was recorded"),
         ([chain_trace(faults=(), system="reference")], "system reference shows no fallback"),
         ([replace(chain_trace(), events=())], "the trace has no end event"),
     ],
 )
-def test_nothing_to_compare_is_inconclusive(traces: list[Trace], reason: str) -> None:
+def test_nothing_to_compare_is_inconclusive(runs: list[Trace], reason: str) -> None:
     """No trace, another system's trace, and a failed run are inconclusive, with a reason."""
-    finding = judge_chains(INVARIANT, several(traces))
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert reason in finding.reason
+    assert reason in left_open("fallback", *runs)
 
 
 def test_plan_covers_every_fault() -> None:
     """Each backend, each pair and all three fail in every way, and after no working backend."""
     planned = [
         tuple((fault.backend, fault.kind) for fault in scenario.faults)
-        for scenario in plan_chains(INVARIANT)
+        for scenario in plan_chains(traces.clause("fallback"))
     ]
     assert [len(faults) for faults in planned] == [0] + [1] * 12 + [2] * 48 + [3] * 64 + [1, 2] * 3
     assert len(set(planned)) == len(planned)
-    for scenario in plan_chains(INVARIANT):
+    for scenario in plan_chains(traces.clause("fallback")):
         failing = tuple(fault.backend for fault in scenario.faults)
         assert scenario.backends[: len(failing)] == failing
         assert scenario.backends[-1] == "cpu"
@@ -212,9 +194,8 @@ def test_the_plan_holds_on_any_machine(gpus: str, monkeypatch: pytest.MonkeyPatc
     for name in ("cuda", "wgpu") if gpus != "real" else ():
         present = partial(replace, open_cpu(), name=name)
         monkeypatch.setitem(compute.BACKENDS, name, present if gpus == "present" else no_device)
-    finding = judge_chains(
-        INVARIANT, several([systems.run(scenario) for scenario in plan_chains(INVARIANT)])
-    )
+    planned = plan_chains(traces.clause("fallback"))
+    finding = traces.judge("fallback", [systems.run(scenario) for scenario in planned])
     assert (finding.verdict, finding.reason) == (Verdict.HELD, "")
     played = any("simulated by a stand-in" in note for note in finding.notes)
     assert gpus == "real" or played == (gpus == "absent")
@@ -222,12 +203,6 @@ def test_the_plan_holds_on_any_machine(gpus: str, monkeypatch: pytest.MonkeyPatc
 
 # --- manifests ------------------------------------------------------------------------------------
 
-SAME_ORDER = Invariant(
-    id="F-HET-001",
-    name="manifest",
-    statement="identical on every backend",
-    position=Position("c.yaml", 1, 1),
-)
 WEIGHT, BIAS = ("weight", (3, 2), "float32"), ("bias", (3,), "float32")
 ON_CPU = Manifest(backend="cpu", entries=(WEIGHT, BIAS))
 ON_WGPU = Manifest(backend="wgpu", entries=(WEIGHT, BIAS), device="llvmpipe", software=True)
@@ -237,12 +212,12 @@ NO_DRIVER = Attempt(backend="cuda", served=False, reason="no driver")
 def manifest_trace(*events: Event, status: str = "completed") -> Trace:
     scenario = Scenario(system="manifest", workload="mlp", world_size=1, seed=0)
     end = End(status=status, reason="it crashed" if status == "failed" else "")
-    return Trace(scenario=scenario, environment={}, promises=(), events=(*events, end))
+    return traces.hand_written(*events, subject=scenario, end=end)
 
 
 def test_equal_manifests_hold() -> None:
     """Equal manifests hold; a skipped backend and a software adapter are named."""
-    finding = judge_manifests(SAME_ORDER, several([manifest_trace(ON_CPU, ON_WGPU, NO_DRIVER)]))
+    finding = traces.judge("manifest", [manifest_trace(ON_CPU, ON_WGPU, NO_DRIVER)])
     assert (finding.verdict, finding.compared) == (Verdict.HELD, 4)
     assert finding.notes == ("skipped: cuda (no driver)", "software adapter llvmpipe")
 
@@ -250,12 +225,12 @@ def test_equal_manifests_hold() -> None:
 def test_the_models_word_is_no_backend() -> None:
     """The model's manifest is compared first wherever it stands, and is no backend's."""
     declared = replace(ON_CPU, backend="model")
-    held = judge_manifests(SAME_ORDER, several([manifest_trace(ON_CPU, ON_WGPU, declared)]))
+    held = traces.judge("manifest", [manifest_trace(ON_CPU, ON_WGPU, declared)])
     assert (held.verdict, held.compared) == (Verdict.HELD, 6)
-    alone = judge_manifests(SAME_ORDER, several([manifest_trace(declared, ON_CPU)]))
+    alone = traces.judge("manifest", [manifest_trace(declared, ON_CPU)])
     assert "given: cpu; skipped: none" in alone.reason
     both = [replace(manifest, entries=(WEIGHT,)) for manifest in (ON_CPU, ON_WGPU)]
-    finding = judge_manifests(SAME_ORDER, several([manifest_trace(declared, *both)]))
+    finding = traces.judge("manifest", [manifest_trace(declared, *both)])
     assert finding.reason == "gradient 1 on cpu is not the one on model"
 
 
@@ -274,24 +249,21 @@ def test_different_manifests_are_falsified(
     entries: tuple[tuple[str, tuple[int, ...], str], ...], position: int, tensor: str
 ) -> None:
     """Order, shape, dtype, name, and length each falsify; the first difference is named."""
-    finding = judge_manifests(
-        SAME_ORDER, several([manifest_trace(ON_CPU, replace(ON_WGPU, entries=entries))])
-    )
-    assert finding.verdict is Verdict.FALSIFIED
+    finding = traces.judge("manifest", [manifest_trace(ON_CPU, replace(ON_WGPU, entries=entries))])
+    found = broken(finding)
     assert finding.reason == f"gradient {position} on wgpu is not the one on cpu"
-    assert finding.counterexample is not None
-    assert finding.counterexample.tensor == tensor
+    assert found.tensor == tensor
 
 
 def test_no_gradients_at_all_is_falsified() -> None:
     """Two empty manifests are equal but falsified, since no gradient was produced."""
     empty = [replace(manifest, entries=()) for manifest in (ON_CPU, ON_WGPU)]
-    finding = judge_manifests(SAME_ORDER, several([manifest_trace(*empty)]))
+    finding = traces.judge("manifest", [manifest_trace(*empty)])
     assert finding.reason == "cpu produced no gradient at all"
 
 
 @pytest.mark.parametrize(
-    ("traces", "reason"),
+    ("runs", "reason"),
     [
         ([], "no gradient manifest was recorded"),
         ([manifest_trace(ON_CPU, NO_DRIVER)], "given: cpu; skipped: cuda (no driver)"),
@@ -300,17 +272,16 @@ def test_no_gradients_at_all_is_falsified() -> None:
         ([manifest_trace(ON_CPU, ON_WGPU), manifest_trace(ON_CPU)], "two backends are needed"),
     ],
 )
-def test_too_few_backends_are_inconclusive(traces: list[Trace], reason: str) -> None:
+def test_too_few_backends_are_inconclusive(runs: list[Trace], reason: str) -> None:
     """Fewer than two backends in a run are inconclusive, and skipped backends are named."""
-    finding = judge_manifests(SAME_ORDER, several(traces))
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert reason in finding.reason
+    assert reason in left_open("manifest", *runs)
 
 
 def test_plan_covers_every_workload() -> None:
     """The plan has every workload's gradient on every backend."""
-    assert [s.workload for s in plan_manifests(SAME_ORDER)] == ["linear", "mlp", "decoder"]
-    assert {s.backends for s in plan_manifests(SAME_ORDER)} == {("cpu", "wgpu", "cuda")}
+    planned = plan_manifests(traces.clause("manifest"))
+    assert [one.workload for one in planned] == ["linear", "mlp", "decoder"]
+    assert {one.backends for one in planned} == {("cpu", "wgpu", "cuda")}
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -328,22 +299,13 @@ def measured(
 ) -> Trace:
     """Return a run with this measurement of worker 0, in units large enough to be judged."""
     peak, baseline, estimate, budget = (UNIT * n for n in (peak, baseline, estimate, budget))
-    return traces.hand_written(
-        Memory(
-            rank=0,
-            backend="cpu",
-            peak_bytes=peak,
-            baseline_bytes=baseline,
-            estimate_bytes=estimate,
-            budget_bytes=budget,
-        ),
-        subject=traces.scenario(world_size=world_size),
-    )
+    facts = {"peak_bytes": peak, "baseline_bytes": baseline, "budget_bytes": budget}
+    memory = Memory(rank=0, backend="cpu", estimate_bytes=estimate, **facts)
+    return traces.hand_written(memory, subject=traces.scenario(world_size=world_size))
 
 
 @pytest.mark.parametrize(
-    "trace",
-    [measured(), measured(budget=900), measured(estimate=400), measured(estimate=600)],
+    "trace", [measured(), measured(budget=900), measured(estimate=400), measured(estimate=600)]
 )
 def test_within_budget_and_foreseen(trace: Trace) -> None:
     """A peak within the budget, and an estimate of 1 to 1.5 times the growth, hold."""
@@ -363,7 +325,7 @@ def test_within_budget_and_foreseen(trace: Trace) -> None:
 )
 def test_over_budget_or_unforeseen(trace: Trace, message: str, got: int) -> None:
     """A peak over the budget, or an estimate that is too low or too high, names the rank."""
-    found = broken(traces.judge("memory", [trace]))
+    found = falsified("memory", trace)
     assert (found.rank, found.got) == (0, str(got * UNIT))
     assert message in found.message
 
@@ -377,9 +339,9 @@ def test_small_models_are_bounded_only(peak: int) -> None:
 
 def test_every_rank_is_asked_for() -> None:
     """A rank without a measurement is named, and the run is inconclusive."""
-    finding = traces.judge("memory", [measured(world_size=3)])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert finding.reason == "the memory of ranks [1, 2] was not measured"
+    assert (
+        left_open("memory", measured(world_size=3)) == "the memory of ranks [1, 2] was not measured"
+    )
     nothing = traces.judge("memory", [traces.hand_written()])
     assert nothing.reason.startswith("no worker's memory was measured: F-HET-002 is decided by a")
 
@@ -414,7 +376,7 @@ def on_device(*, peak: int = 9, estimate: int = 9, reported: int | None = None) 
 def test_on_a_device_little_stands_out() -> None:
     """An estimate of 9 MiB on a device is compared with the memory that was needed."""
     assert traces.judge("memory", [on_device()]).verdict is Verdict.HELD
-    assert traces.judge("memory", [on_device(peak=5)]).verdict is Verdict.FALSIFIED
+    falsified("memory", on_device(peak=5))
     assert traces.judge("memory", [on_device(peak=3, estimate=7)]).verdict is Verdict.HELD
 
 
@@ -431,8 +393,7 @@ def test_a_device_that_is_not_there_is_noted() -> None:
         Attempt(backend="wgpu", served=False, reason="no adapter"),
         subject=traces.scenario(world_size=1, backends=("wgpu",)),
     )
-    finding = traces.judge("memory", [absent])
-    assert finding.verdict is Verdict.INCONCLUSIVE
+    left_open("memory", absent)
     together = traces.judge("memory", [absent, measured()])
     assert together.verdict is Verdict.HELD
     assert "not measured: wgpu (no adapter)" in together.notes

@@ -13,10 +13,11 @@ from entrenar_py.check.causes import explanations, rounding_bounds
 from entrenar_py.check.causes.clipping import Clipped
 from entrenar_py.check.causes.explanations import Explanation
 from entrenar_py.check.clauses import clipping
-from entrenar_py.shared.trace import Shard, Start, Tensors, Trace, Traits, Update, record_tensor
+from entrenar_py.shared.trace import Shard, Start, Tensors, Trace, Traits, Update
 from entrenar_py.shared.verdict import Tally, Verdict
-from tests.check.clauses import traces
+from tests import traces
 from tests.check.clauses.micro_batch_traces import Vectors, summed, times, trace_of
+from tests.traces import broken, records
 
 LIMIT = 0.5
 Batches = Sequence[Sequence[Vectors]]  # of each rank
@@ -34,7 +35,6 @@ def batches(seed: int) -> Batches:
 
 
 def added(parts: Sequence[Vectors]) -> Vectors:
-    """Return the sum of gradients."""
     return {name: np.sum([part[name] for part in parts], axis=0) for name in SIZES}
 
 
@@ -58,14 +58,6 @@ def clipped(vectors: Vectors, limit: float = LIMIT) -> Vectors:
     return multiplied(vectors, min(1.0, limit / (length(vectors) + 1e-6)))
 
 
-def recorded(vectors: Vectors) -> Tensors:
-    """Return records in float32."""
-    return {
-        name: record_tensor(value.astype(np.float32), values=True)
-        for name, value in vectors.items()
-    }
-
-
 def run(step: Callable[[Batches], Vectors], *, reduced: bool = False, seeds: int = 4) -> Trace:
     """Return a run whose steps apply what `step` returns; with `reduced`, norms are recorded."""
     events: list[Shard | Update] = []
@@ -74,29 +66,23 @@ def run(step: Callable[[Batches], Vectors], *, reduced: bool = False, seeds: int
         applied, whole = step(ranks), mean(ranks)
         for rank, own in enumerate(ranks):
             events += [
-                Shard(
-                    step=number,
-                    epoch=0,
-                    rank=rank,
+                traces.shard(
+                    number,
+                    rank,
                     shard=2 * rank + at,
                     ids=(4 * number + 2 * rank + at,),
                     loss_sum=None,
-                    weight=1.0,
-                    finite=True,
-                    gradient=recorded(batch),
+                    gradient=records(batch),
                 )
                 for at, batch in enumerate(own)
             ]
         events += [
-            Update(
-                step=number,
-                rank=rank,
+            traces.update(
+                number,
+                rank,
                 loss=None,
                 weight=4.0,
-                learning_rate=0.1,
-                finite=True,
-                weights={},
-                gradient=recorded(whole if reduced else applied),
+                gradient=records(whole if reduced else applied),
                 grad_norm=length(whole) if reduced else None,
                 applied_norm=length(applied) if reduced else None,
             )
@@ -159,8 +145,7 @@ ERRORS: Mapping[str, Callable[[Batches], Vectors]] = {
 @pytest.mark.parametrize("words", ERRORS)
 def test_errors(words: str) -> None:
     """Each error is found in the first step, and named."""
-    found = judged(run(ERRORS[words])).broken
-    assert found is not None
+    found = broken(judged(run(ERRORS[words])))
     assert words in found.message
     assert found.step == 0
 
@@ -175,18 +160,14 @@ def early(clip: Callable[[Sequence[Vectors]], Vectors]) -> Callable[[Batches], V
     [
         ("each rank clipped its own", lambda own: clipped(added(own))),
         ("each micro-batch's gradient was clipped", lambda own: added([*map(clipped, own)])),
-        (
-            "clipped after each micro-batch",
-            lambda own: clipped(added([clipped(own[0]), own[1]])),
-        ),
+        ("clipped after each micro-batch", lambda own: clipped(added([clipped(own[0]), own[1]]))),
     ],
 )
 def test_clipped_before_the_reduction(
     words: str, clip: Callable[[Sequence[Vectors]], Vectors]
 ) -> None:
     """What is clipped before it is added has another direction."""
-    found = judged(run(early(clip))).broken
-    assert found is not None
+    found = broken(judged(run(early(clip))))
     assert words in found.message
 
 
@@ -224,8 +205,7 @@ def test_directions_are_known_until_gradients_are_compressed(since: int) -> None
     right = sent(run(lambda ranks: clipped(mean(ranks))))
     assert right.broken is None
     assert bool(right.missing) is (since == 0)
-    wrong = sent(run(early(lambda own: clipped(added(own))))).broken
-    assert wrong is not None
+    wrong = broken(sent(run(early(lambda own: clipped(added(own))))))
     assert "each rank clipped its own" in wrong.message
 
 
@@ -234,7 +214,7 @@ def test_no_direction_is_known_if_steps_rest_until_gradients_are_compressed(*, r
     """A step applies nothing if the loss scale is too large, and later ones are compressed."""
     recorded_run = run(lambda ranks: clipped(mean(ranks)))
     facts: dict[str, Any] = {"compressed": "PowerSGD", "compressed_from": 1}
-    first, second = (recorded({name: np.full(1, at) for name in SIZES}) for at in (0.0, 1.0))
+    first, second = (records({name: np.full(1, at) for name in SIZES}) for at in (0.0, 1.0))
     begun = [Start(step=0, rank=rank, trainable=tuple(SIZES), weights=first) for rank in (0, 1)]
     events = [
         replace(event, weights=second)
@@ -259,8 +239,7 @@ def test_nothing_to_clip() -> None:
 
 def test_norms_that_the_script_showed() -> None:
     """With `obs.reduced()` the length is known, and a shorter gradient is an error."""
-    found = judged(run(lambda ranks: multiplied(clipped(mean(ranks)), 0.7), reduced=True)).broken
-    assert found is not None
+    found = broken(judged(run(lambda ranks: multiplied(clipped(mean(ranks)), 0.7), reduced=True)))
     assert "has not the length min(norm, clip_norm=0.5)" in found.message
     scaled = judged(run(lambda ranks: multiplied(mean(ranks), 2.0**-10), reduced=True))
     assert scaled.broken is None
@@ -332,7 +311,7 @@ def called(made: Trace, unclipped: Callable[[Update], Tensors], *, source: str =
 
 def whole_of(update: Update) -> Tensors:
     """Return the gradient of a step before it is clipped."""
-    return recorded(mean(batches(update.step)))
+    return records(mean(batches(update.step)))
 
 
 @pytest.mark.parametrize("source", ["calls", "line"])
@@ -366,7 +345,7 @@ def test_gradients_that_are_zeros_when_they_are_clipped() -> None:
     """They were cleared just before, and what is applied came after that: nothing to divide by."""
 
     def cleared(update: Update) -> Tensors:
-        return recorded(multiplied(mean(batches(update.step)), 0.0))
+        return records(multiplied(mean(batches(update.step)), 0.0))
 
     tally = judged(called(run(mean), cleared))
     assert tally.finding(nothing="").verdict is Verdict.INCONCLUSIVE

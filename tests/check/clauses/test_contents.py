@@ -10,14 +10,13 @@ import pytest
 
 from entrenar_py.check import evidence
 from entrenar_py.check.causes.run_comparison import Compared
-from entrenar_py.check.clauses import CHECKS
 from entrenar_py.check.evidence.needs import ALONE, Runs
 from entrenar_py.shared.scenario import OBSERVED
 from entrenar_py.shared.trace import Event, Shard, Trace, Update
 from entrenar_py.shared.verdict import Verdict
+from tests import traces
 from tests.check.causes.test_presuppositions import changed, own, parity
-from tests.check.clauses import traces
-from tests.check.clauses.traces import altered, broken, scenario
+from tests.traces import altered, falsified, left_open, scenario, undecided
 
 SUBJECT = scenario(workload="linear", world_size=2, num_shards=2, num_samples=12, batch_size=4)
 
@@ -33,16 +32,16 @@ def given_alike(**traits: Any) -> Trace:
 @pytest.mark.parametrize("traits", [{}, {"shared": True}])
 def test_replicas_are_given_the_same_rows(traits: dict[str, Any]) -> None:
     """Ranks with shards of their own are to be given other rows, as under fully_shard."""
-    found = broken(traces.judge("coverage", [given_alike(**traits)]))
+    found = falsified("coverage", given_alike(**traits))
     assert found.message.startswith("ranks 0, 1 are given the same rows in every step, though")
     assert (found.step, found.rank) == (0, 1)
 
 
 def test_nothing_shows_how_ranks_are_arranged() -> None:
     """Ranks may share the work on the rows if nothing shows that they don't."""
-    finding = traces.judge("coverage", [given_alike(arranged="guessed")])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "whether they share the work on them is not known" in finding.reason
+    assert "whether they share the work on them is not known" in left_open(
+        "coverage", given_alike(arranged="guessed")
+    )
 
 
 def test_ranks_share_a_shard() -> None:
@@ -57,7 +56,7 @@ def test_ranks_that_share_a_shard_are_given_other_rows() -> None:
     alone = traces.was(traces.run(SUBJECT.with_(world_size=1)), sample_ids="content", shared=True)
     trace = altered(trace, Shard, {"rank": 1}, shard=0)
     for runs, is_open in ((Runs(trace), True), (Runs(trace, witnesses={ALONE: (alone,)}), False)):
-        finding = CHECKS["coverage"].judge(traces.clause("coverage"), runs)
+        finding = traces.judge("coverage", runs)
         assert ("call obs.samples(ids) on all of them" in finding.reason) is is_open
 
 
@@ -88,10 +87,9 @@ def test_rows_with_other_contents_are_not_called_other_samples() -> None:
         for run in (trace, alone)
     )
     for check in ("coverage", "parity"):
-        finding = CHECKS[check].judge(traces.clause(check), Runs(trace, {ALONE: (alone,)}))
-        assert finding.verdict is Verdict.INCONCLUSIVE
-        assert "other rows" in finding.reason
-        assert "other samples" not in finding.reason
+        reason = left_open(check, *Runs(trace, {ALONE: (alone,)}))
+        assert "other rows" in reason
+        assert "other samples" not in reason
 
 
 @pytest.mark.parametrize(("factor", "verdict"), [(1.0, "held"), (2.0, "inconclusive")])
@@ -115,7 +113,7 @@ def test_other_rows_with_the_same_gradients_are_the_same_samples(
         replace(run, scenario=run.scenario.with_(system=OBSERVED, workload="own"))
         for run in (trace, alone)
     )
-    finding = CHECKS["coverage"].judge(traces.clause("coverage"), Runs(trace, {ALONE: (alone,)}))
+    finding = traces.judge("coverage", Runs(trace, {ALONE: (alone,)}))
     assert finding.verdict.value == verdict, finding.reason
 
 
@@ -145,7 +143,7 @@ def test_other_rows_whose_gradients_add_up_are_the_same_samples(
         replace(run, scenario=run.scenario.with_(system=OBSERVED, workload="own"), promises=())
         for run in (trace, alone)
     )
-    finding = CHECKS["parity"].judge(traces.clause("parity"), Runs(trace, {ALONE: (alone,)}))
+    finding = traces.judge("parity", Runs(trace, {ALONE: (alone,)}))
     assert finding.verdict.value == verdict, finding.reason
 
 
@@ -162,7 +160,7 @@ def test_rows_that_come_again_on_one_worker_too() -> None:
             trace = altered(trace, Shard, {"step": step, "shard": shard}, ids=again)
             alone = altered(alone, Shard, {"step": step, "shard": shard}, ids=again)
     for runs, is_open in ((Runs(trace), True), (Runs(trace, witnesses={ALONE: (alone,)}), False)):
-        finding = CHECKS["coverage"].judge(traces.clause("coverage"), runs)
+        finding = traces.judge("coverage", runs)
         assert ("rows come again in step 1" in finding.reason) is is_open, finding.reason
 
 
@@ -199,10 +197,10 @@ def test_rows_that_one_worker_is_given_in_passes(
     """If one worker is given each row once in a pass, so are several, in any order."""
     alone, trace = in_passes(1, PASS), in_passes(2, batches)
     runs = Runs(trace, {ALONE: (alone,)}, witnesses={ALONE: (alone,)})
-    finding = CHECKS["coverage"].judge(traces.clause("coverage"), runs)
+    finding = traces.judge("coverage", runs)
     assert finding.verdict.value == verdict, finding.reason
     assert words in finding.reason
-    without = CHECKS["coverage"].judge(traces.clause("coverage"), Runs(trace))
+    without = traces.judge("coverage", Runs(trace))
     assert without.verdict is not Verdict.FALSIFIED, without.reason
 
 
@@ -221,7 +219,7 @@ def test_rows_that_come_as_often_in_a_pass_in_another_order(
     """Rows may be drawn anew in each pass (neighbours of a node), and one of them come twice."""
     alone, trace = in_passes(1, (*PASS, *AGAIN)), in_passes(2, batches)
     runs = Runs(trace, {ALONE: (alone,)}, witnesses={ALONE: (alone,)})
-    finding = CHECKS["coverage"].judge(traces.clause("coverage"), runs)
+    finding = traces.judge("coverage", runs)
     assert finding.verdict.value == verdict, finding.reason
 
 
@@ -249,7 +247,7 @@ def test_a_pass_that_is_cut_short(
         for trace in (one, two)
     )
     runs = Runs(two, {ALONE: (one,)}, witnesses={ALONE: (one,)})
-    finding = CHECKS["coverage"].judge(traces.clause("coverage"), runs)
+    finding = traces.judge("coverage", runs)
     assert finding.verdict.value == verdict, finding.reason
 
 
@@ -262,7 +260,7 @@ def test_ranks_that_do_the_same_share_no_work(is_same: bool, verdict: str) -> No
         gradient = mine.gradient if is_same else other.gradient
         at = {"step": step, "shard": other.shard}
         trace = altered(trace, Shard, at, gradient=gradient, loss_sum=mine.loss_sum)
-    finding = CHECKS["coverage"].judge(traces.clause("coverage"), Runs(trace))
+    finding = traces.judge("coverage", Runs(trace))
     assert finding.verdict.value == verdict, finding.reason
     assert "ranks 0, 1 are given the same rows in every step" in finding.reason
 
@@ -278,9 +276,7 @@ def test_micro_batches_that_come_twice_on_one_worker_are_no_order() -> None:
         for shard in range(2):
             at = {"step": step, "shard": shard}
             trace = altered(trace, Shard, at, ids=batch[2 * shard : 2 * shard + 2])
-    finding = CHECKS["coverage"].judge(
-        traces.clause("coverage"), Runs(trace, witnesses={ALONE: (alone,)})
-    )
+    finding = traces.judge("coverage", Runs(trace, witnesses={ALONE: (alone,)}))
     assert "rows come again in step 1" in finding.reason
 
 
@@ -302,13 +298,12 @@ def test_rows_that_come_again_in_whole_passes(
 ) -> None:
     """A trainer may go several times through what it has played, and then play again."""
     trace = in_passes(2, (*batches, (90, 91, 92, 93)))
-    finding = CHECKS["coverage"].judge(traces.clause("coverage"), Runs(trace))
+    finding = traces.judge("coverage", Runs(trace))
     assert ("before all others came" in finding.reason) is is_open, finding.reason
 
 
 @pytest.mark.parametrize(
-    ("other", "verdict"),
-    [((20, 21), "falsified"), ((21, 20), "held"), ((20, 29), "held")],
+    ("other", "verdict"), [((20, 21), "falsified"), ((21, 20), "held"), ((20, 29), "held")]
 )
 def test_ranks_that_select_rows_by_the_same_random_numbers(
     other: tuple[int, ...], verdict: str
@@ -325,7 +320,7 @@ def test_ranks_that_select_rows_by_the_same_random_numbers(
         again = tuple(behind + row for row in other)
         if step > 2:  # rank 1 is two steps behind rank 0
             trace = altered(trace, Shard, {"step": step, "shard": 1}, ids=again)
-    finding = CHECKS["coverage"].judge(traces.clause("coverage"), Runs(trace))
+    finding = traces.judge("coverage", Runs(trace))
     assert finding.verdict.value == verdict, finding.reason
     if verdict == "falsified":
         assert "rank 1 selects for step 3 the rows that rank 0 selects for step 1" in finding.reason
@@ -337,9 +332,7 @@ def test_rows_that_are_selected_at_random_come_as_often_as_they_do() -> None:
     alone = in_passes(1, (*BLOCK, *PASS))
     for selects, verdict in (("train.py:9", "held"), ("", "inconclusive")):
         model, other = (traces.was(one, selects=selects) for one in (trace, alone))
-        finding = CHECKS["coverage"].judge(
-            traces.clause("coverage"), Runs(model, {ALONE: (other,)})
-        )
+        finding = traces.judge("coverage", Runs(model, {ALONE: (other,)}))
         assert finding.verdict.value == verdict, finding.reason
 
 
@@ -355,15 +348,12 @@ def coupled(trace: Trace, step: int, *, loss: float | None = None) -> Trace:
             continue
         if isinstance(event, Update):
             shards = [shard for shard in trace.of(Shard) if shard.step == event.step]
-            whole = Shard(
-                step=event.step,
-                rank=0,
+            whole = traces.shard(
+                event.step,
                 epoch=shards[0].epoch,
-                shard=0,
                 ids=tuple(id_ for shard in shards for id_ in shard.ids),
                 loss_sum=sum(shard.loss_sum or 0.0 for shard in shards),
                 weight=sum(shard.weight for shard in shards),
-                finite=True,
                 gradient=event.gradient,
             )
             if event.step == step:
@@ -377,10 +367,9 @@ def coupled(trace: Trace, step: int, *, loss: float | None = None) -> Trace:
 
 def test_a_loss_that_couples_samples_is_not_compared() -> None:
     """No combination of the ranks' gradients is that of one worker, and the loss is another."""
-    finding = parity(own(2), coupled(own(1), 0, loss=99.0))
-    assert finding.verdict is Verdict.INCONCLUSIVE, finding
-    assert "may not be a sum over its samples" in finding.reason
-    assert 'observe(..., loss_over="batch")' in finding.reason
+    reason = undecided(parity(own(2), coupled(own(1), 0, loss=99.0)))
+    assert "may not be a sum over its samples" in reason
+    assert 'observe(..., loss_over="batch")' in reason
 
 
 def over_elements(trace: Trace, counts: dict[frozenset[int], int]) -> Trace:
@@ -433,9 +422,9 @@ def test_a_declared_loss_is_compared(over: str) -> None:
 def test_micro_batches_of_all_ranks_are_compared_if_they_are_the_same() -> None:
     """If each micro-batch has a loss of its own, all runs have to cut the same ones."""
     several, alone = own(2), coupled(own(1), 0, loss=99.0)
-    finding = parity(declared(several, "micro-batch"), declared(alone, "micro-batch"))
-    assert finding.verdict is Verdict.INCONCLUSIVE, finding
-    assert "cut different ones: cut the same" in finding.reason
+    assert "cut different ones: cut the same" in undecided(
+        parity(declared(several, "micro-batch"), declared(alone, "micro-batch"))
+    )
     assert traces.broken(parity(declared(several, "batch"), declared(alone, "batch"))).step == 0
 
 
@@ -443,9 +432,9 @@ def test_micro_batches_of_all_ranks_are_compared_if_they_are_the_same() -> None:
 def test_runs_that_declare_their_losses_differently(over: tuple[str, str]) -> None:
     """The reason says so, and not that micro-batches are cut otherwise."""
     several, alone = own(2), coupled(own(1), 0, loss=99.0)
-    finding = parity(declared(several, over[0]), declared(alone, over[1]))
-    assert finding.verdict is Verdict.INCONCLUSIVE, finding
-    assert "the runs declare loss_over differently: declare the same" in finding.reason
+    assert "the runs declare loss_over differently: declare the same" in undecided(
+        parity(declared(several, over[0]), declared(alone, over[1]))
+    )
 
 
 def test_the_difference_of_two_runs_is_looked_for_once() -> None:

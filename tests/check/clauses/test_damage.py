@@ -16,8 +16,8 @@ from entrenar_py.check.clauses import CHECKS, Check
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.trace import Event, TensorRecord, Tensors, Trace
 from entrenar_py.shared.verdict import Finding, Verdict
-from tests.check.clauses import traces
-from tests.check.clauses.traces import scenario, values
+from tests import traces
+from tests.traces import scenario, values
 
 TRAINING = [check for check in CHECKS.values() if check.explores]
 SUBJECTS = (
@@ -93,7 +93,6 @@ def edited(data: DataObject, event: Event) -> Event:
 
 
 def families(check: Check) -> Callable[[], list[list[Trace]]]:
-    """Return the traces of every subject of `check`."""
     return lambda: [traces.family(check.name, subject) for subject in SUBJECTS]
 
 

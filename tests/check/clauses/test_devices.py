@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 
 from entrenar_py.check.clauses import CHECKS, devices
-from entrenar_py.check.clauses.devices import judge_products, plan_products
-from entrenar_py.check.contract import Invariant
+from entrenar_py.check.clauses.devices import plan_products
 from entrenar_py.check.evidence.needs import ON_CPU
 from entrenar_py.check.harness import companions
 from entrenar_py.compute.wgpu import program
-from entrenar_py.shared.config.problems import Position
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import (
     Declined,
@@ -27,22 +25,14 @@ from entrenar_py.shared.trace import (
     Product,
     Stepped,
     Trace,
-    Update,
     record_tensor,
 )
 from entrenar_py.shared.verdict import Finding, Verdict
-from tests.check.clauses import traces
-from tests.check.clauses.traces import several
+from tests import traces
+from tests.traces import falsified, held, left_open
 
 # --- products -------------------------------------------------------------------------------------
 
-INVARIANT = Invariant(
-    id="F-WGPU-001",
-    name="gpu_matmul",
-    statement="the product matches the CPU",
-    position=Position("c.yaml", 1, 1),
-    tolerance=1e-4,
-)
 OF_PRODUCTS = Scenario(system="matmul", workload="linear", world_size=1, seed=0)
 RIGHT = Product(
     backend="wgpu",
@@ -64,13 +54,13 @@ RIGHT = Product(
 
 def product_trace(*events: Event, status: str = "completed", reason: str = "") -> Trace:
     end = End(status=status, reason=reason)
-    return Trace(scenario=OF_PRODUCTS, environment={}, promises=(), events=(*events, end))
+    return traces.hand_written(*events, subject=OF_PRODUCTS, end=end)
 
 
 def test_right_products_hold() -> None:
     """Right products hold, the stated one by both bounds, and a software adapter is noted."""
     elsewhere = replace(RIGHT, shape=(3, 1024, 2), result_shape=(3, 2), stated=False, error_cpu=9.0)
-    finding = judge_products(INVARIANT, several([product_trace(RIGHT, elsewhere)]))
+    finding = traces.judge("matmul", [product_trace(RIGHT, elsewhere)], 1e-4)
     assert (finding.verdict, finding.compared) == (Verdict.HELD, 4 + 3)
     assert finding.notes == ("software adapter llvmpipe (Vulkan)",)
 
@@ -88,32 +78,23 @@ def test_right_products_hold() -> None:
 )
 def test_wrong_products_are_falsified(wrong: Product, message: str) -> None:
     """Each kind of wrong product is falsified, with shape, layout and element in the message."""
-    finding = judge_products(INVARIANT, several([product_trace(RIGHT), product_trace(wrong)]))
-    assert finding.verdict is Verdict.FALSIFIED
-    assert finding.counterexample is not None
-    assert message in finding.counterexample.message
-    assert finding.counterexample.scenario == OF_PRODUCTS.to_dict()
+    found = falsified("matmul", product_trace(RIGHT), product_trace(wrong), tolerance=1e-4)
+    assert message in found.message
+    assert found.scenario == OF_PRODUCTS.to_dict()
 
 
 def test_element_of_the_counterexample() -> None:
     """The counterexample names the element that broke its bound."""
-    found = judge_products(
-        INVARIANT, several([product_trace(replace(RIGHT, error_f64=1.0))])
-    ).counterexample
-    assert found is not None
+    found = falsified("matmul", product_trace(replace(RIGHT, error_f64=1.0)), tolerance=1e-4)
     assert (found.place(), found.expected, found.got) == ("tensor product[5]", "<= 0.0002", "1")
 
 
 def test_absolute_tolerance_applies_where_stated() -> None:
     """The tolerance applies to the stated shape only. Without one a note says so."""
     unstated = replace(RIGHT, stated=False, error_cpu=1.0)
-    hardware = judge_products(
-        INVARIANT, several([product_trace(replace(unstated, software=False))])
-    )
+    hardware = traces.judge("matmul", [product_trace(replace(unstated, software=False))], 1e-4)
     assert (hardware.verdict, hardware.notes) == (Verdict.HELD, ())
-    finding = judge_products(
-        replace(INVARIANT, tolerance=None), several([product_trace(replace(RIGHT, error_cpu=1.0))])
-    )
+    finding = traces.judge("matmul", [product_trace(replace(RIGHT, error_cpu=1.0))])
     assert finding.verdict is Verdict.HELD
     assert "the clause has no tolerance: only the float32 bound was checked" in finding.notes
 
@@ -122,7 +103,7 @@ NO_PRODUCT = "no matrix product was computed on a GPU: F-WGPU-001 is decided by 
 
 
 @pytest.mark.parametrize(
-    ("traces", "reason"),
+    ("runs", "reason"),
     [
         ([], NO_PRODUCT),
         ([product_trace()], NO_PRODUCT),
@@ -130,21 +111,20 @@ NO_PRODUCT = "no matrix product was computed on a GPU: F-WGPU-001 is decided by 
         ([product_trace(RIGHT), product_trace(status="failed", reason="no adapter")], "no adapter"),
     ],
 )
-def test_no_product_is_inconclusive(traces: list[Trace], reason: str) -> None:
+def test_no_product_is_inconclusive(runs: list[Trace], reason: str) -> None:
     """No trace, no product, the CPU alone, or no adapter is inconclusive, with a reason."""
-    finding = judge_products(INVARIANT, several(traces))
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert finding.reason.startswith(reason)
+    assert left_open("matmul", *runs, tolerance=1e-4).startswith(reason)
 
 
 def test_plan_covers_the_hard_cases() -> None:
     """The plan holds the stated shape, transposed views, ragged tiles, long sums, large values."""
-    options = [scenario.options for scenario in plan_products(INVARIANT)]
+    planned = plan_products(traces.clause("matmul"))
+    options = [scenario.options for scenario in planned]
     assert {"m": 64, "k": 64, "n": 64} in options
     assert {o.get("k") for o in options} >= {1, 15, 17, 31, 67, 512, 1024}
     assert {o.get("layout") for o in options} >= {"a_transposed", "b_transposed", "both_transposed"}
     assert any(o.get("magnitude", 1) > 1 for o in options)
-    assert all(scenario.backends == ("wgpu",) for scenario in plan_products(INVARIANT))
+    assert all(scenario.backends == ("wgpu",) for scenario in planned)
 
 
 # --- operations -----------------------------------------------------------------------------------
@@ -181,7 +161,7 @@ REFUSED = Declined(
 def operations_trace(*events: Event, status: str = "completed", reason: str = "") -> Trace:
     """Return a run of a probe."""
     end = End(status=status, reason=reason)
-    return Trace(scenario=OF_OPERATIONS, environment={}, promises=(), events=(*events, end))
+    return traces.hand_written(*events, subject=OF_OPERATIONS, end=end)
 
 
 @pytest.mark.parametrize(
@@ -192,9 +172,7 @@ def test_right_results_hold(check: str, compared: int) -> None:
     """Exact results, preserved NaNs and a refusal hold. Without an adapter all is inconclusive."""
     finding = traces.judge(check, [operations_trace(EXACT, KEPT, REFUSED)])
     assert (finding.verdict, finding.compared) == (Verdict.HELD, compared), finding
-    missing = traces.judge(check, [operations_trace(status="failed", reason="no adapter")])
-    assert missing.verdict is Verdict.INCONCLUSIVE
-    assert "no adapter" in missing.reason
+    assert "no adapter" in left_open(check, operations_trace(status="failed", reason="no adapter"))
 
 
 @pytest.mark.parametrize(
@@ -213,28 +191,27 @@ def test_right_results_hold(check: str, compared: int) -> None:
 )
 def test_wrong_results_are_found(check: str, wrong: Event, message: str) -> None:
     """A wrong result is named by its operation or case."""
-    found = traces.broken(traces.judge(check, [operations_trace(EXACT, KEPT, wrong)]))
+    found = falsified(check, operations_trace(EXACT, KEPT, wrong))
     assert message in found.message
 
 
 def test_elements_without_a_bound_are_told_of() -> None:
     """A note says how many elements have no bound."""
-    finding = traces.judge("device_operations", [operations_trace(replace(EXACT, num_bounded=1))])
-    assert finding.verdict is Verdict.HELD
+    finding = held("device_operations", operations_trace(replace(EXACT, num_bounded=1)))
     assert "relu: result 0: 2 of 3 elements have no bound" in finding.notes
 
 
 def test_what_is_right_need_not_be_refused() -> None:
     """A device may compute a case that another device refuses."""
     taken = replace(REFUSED, error=None, right=True, submissions=1)
-    assert traces.judge("device_refusals", [operations_trace(taken)]).verdict is Verdict.HELD
+    held("device_refusals", operations_trace(taken))
 
 
 def test_nans_that_reach_nothing_show_nothing() -> None:
     """A NaN that reaches no result, as in a comparison, makes the run inconclusive."""
-    finding = traces.judge("device_finiteness", [operations_trace(EXACT, replace(KEPT, reached=0))])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "no NaN reached a result" in finding.reason
+    assert "no NaN reached a result" in left_open(
+        "device_finiteness", operations_trace(EXACT, replace(KEPT, reached=0))
+    )
 
 
 # --- training ----------------------------------------------------------------------------------
@@ -243,11 +220,7 @@ SHORT = CHECKS["device_training"].plan(traces.clause("device_training"))[0].with
 
 
 def trained(scenario: Scenario, *losses: float) -> Trace:
-    """Return a run with these losses."""
-    updates = [
-        Update(step=step, rank=0, loss=loss, weight=7.0, learning_rate=0.1, finite=True, weights={})
-        for step, loss in enumerate(losses)
-    ]
+    updates = [traces.update(step, loss=loss, weight=7.0) for step, loss in enumerate(losses)]
     return replace(operations_trace(*updates), scenario=scenario)
 
 
@@ -285,9 +258,9 @@ def test_losses_that_are_missing_are_missing(losses: tuple[float, ...]) -> None:
 
 def test_a_device_without_the_cpu_beside_it_is_inconclusive() -> None:
     """Without the run on the CPU there is nothing to compare with."""
-    finding = traces.judge("device_training", [trained(SHORT, 2.0, 1.5, 1.0)], 1e-4)
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "no run on the CPU" in finding.reason
+    assert "no run on the CPU" in left_open(
+        "device_training", trained(SHORT, 2.0, 1.5, 1.0), tolerance=1e-4
+    )
 
 
 def test_training_is_planned_for_a_hundred_steps() -> None:
@@ -353,14 +326,13 @@ CHECKED = ("device_cost", "device_steps", "device_repetition", "device_compilati
 def steps_trace(*events: Event, status: str = "completed", reason: str = "") -> Trace:
     """Return a run of the probe."""
     end = End(status=status, reason=reason)
-    return Trace(scenario=OF_STEPS, environment={}, promises=(), events=(*events, end))
+    return traces.hand_written(*events, subject=OF_STEPS, end=end)
 
 
 @pytest.mark.parametrize("check", CHECKED)
 def test_right_steps_hold(check: str) -> None:
     """The first step of a size may compile and upload freely. A software adapter is noted."""
-    finding = traces.judge(check, [steps_trace(FIRST, AGAIN, NEAR)])
-    assert finding.verdict is Verdict.HELD, finding
+    finding = held(check, steps_trace(FIRST, AGAIN, NEAR))
     assert finding.compared > 0
     assert finding.notes == ("software adapter llvmpipe (Vulkan)",)
 
@@ -368,9 +340,7 @@ def test_right_steps_hold(check: str) -> None:
 @pytest.mark.parametrize("check", CHECKED)
 def test_a_run_without_an_adapter_is_inconclusive(check: str) -> None:
     """The reason repeats the message of the adapter's library."""
-    finding = traces.judge(check, [steps_trace(status="failed", reason="no adapter")])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "no adapter" in finding.reason
+    assert "no adapter" in left_open(check, steps_trace(status="failed", reason="no adapter"))
 
 
 @pytest.mark.parametrize(
@@ -387,9 +357,7 @@ def test_a_run_without_an_adapter_is_inconclusive(check: str) -> None:
 )
 def test_no_later_step_is_inconclusive(check: str, events: tuple[Event, ...], reason: str) -> None:
     """Steps made once each, and results without a bound, are inconclusive."""
-    finding = traces.judge(check, [steps_trace(*events)])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert reason in finding.reason
+    assert reason in left_open(check, steps_trace(*events))
 
 
 @pytest.mark.parametrize(
@@ -409,9 +377,7 @@ def test_no_later_step_is_inconclusive(check: str, events: tuple[Event, ...], re
 def test_a_step_that_costs_more_is_found(changed: dict[str, Any], message: str) -> None:
     """A step that costs more is named, with its cost."""
     wrong = replace(AGAIN, **changed)
-    found = traces.broken(
-        traces.judge("device_cost", [steps_trace(FIRST, AGAIN, replace(wrong, step=2))])
-    )
+    found = falsified("device_cost", steps_trace(FIRST, AGAIN, replace(wrong, step=2)))
     assert (found.step, message in found.message) == (2, True), found
 
 
@@ -420,15 +386,14 @@ def test_many_dispatches_are_submitted_in_parts(dispatches: int, submissions: in
     """The backend submits as many together as the check allows, so that it isn't waited for."""
     assert program.DISPATCHES == devices.DISPATCHES
     long = replace(AGAIN, step=2, dispatches=dispatches, submissions=submissions)
-    right = traces.judge("device_cost", [steps_trace(FIRST, AGAIN, long)])
-    assert right.verdict is Verdict.HELD
+    held("device_cost", steps_trace(FIRST, AGAIN, long))
 
 
 @pytest.mark.parametrize("changed", [{"compiled": 2}, {"traced": 60}])
 def test_a_step_that_is_compiled_again_is_found(changed: dict[str, Any]) -> None:
     """A later step that compiles shaders or traces the model is falsified."""
     wrong = replace(AGAIN, step=2, earlier=2, **changed)
-    found = traces.broken(traces.judge("device_compilation", [steps_trace(FIRST, AGAIN, wrong)]))
+    found = falsified("device_compilation", steps_trace(FIRST, AGAIN, wrong))
     assert found.step == 2
     assert "step 3 of 3 samples of mlp" in found.message
 
@@ -437,11 +402,9 @@ def test_other_bits_are_found() -> None:
     """Equal inputs must give equal bits; other inputs need not."""
     other = {**ONES, "w": record_tensor(np.zeros(3, np.float32))}
     elsewhere = replace(AGAIN, step=2, given="samples 3 to 6", results=other)
-    assert (
-        traces.judge("device_repetition", [steps_trace(FIRST, AGAIN, elsewhere)]).verdict == "held"
-    )
+    held("device_repetition", steps_trace(FIRST, AGAIN, elsewhere))
     wrong = replace(elsewhere, given=FIRST.given)
-    found = traces.broken(traces.judge("device_repetition", [steps_trace(FIRST, AGAIN, wrong)]))
+    found = falsified("device_repetition", steps_trace(FIRST, AGAIN, wrong))
     assert (found.step, found.tensor) == (2, "w")
 
 
@@ -459,5 +422,5 @@ def test_a_result_that_rounding_does_not_explain_is_found(
 ) -> None:
     """An error in one element, in all together, or a non-finite result is falsified."""
     wrong = replace(NEAR, **changed)
-    found = traces.broken(traces.judge("device_steps", [steps_trace(FIRST, AGAIN, wrong)]))
+    found = falsified("device_steps", steps_trace(FIRST, AGAIN, wrong))
     assert (found.step, found.tensor, found.element) == (1, "w", element)

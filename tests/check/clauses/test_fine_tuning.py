@@ -24,7 +24,8 @@ from entrenar_py.shared.trace import (
     Update,
 )
 from entrenar_py.shared.verdict import Finding, Verdict
-from tests.check.clauses import traces
+from tests import traces
+from tests.traces import falsified, left_open
 
 # --- weights --------------------------------------------------------------------------------------
 
@@ -90,13 +91,13 @@ def test_a_merged_weight_is_right_within_rounding() -> None:
     """Another order of roundings is right, a change of some roundings is not."""
     exact = (BASE + SCALE * (B.astype(np.float64) @ A)).astype(np.float32)
     for right in (merged(), exact):
-        assert traces.judge("merged_model", [adapted(merged=right)]).verdict is Verdict.HELD
+        traces.held("merged_model", adapted(merged=right))
     off = merged()
     off[1, 2] *= 1 + 2.0**-18
-    assert traces.broken(traces.judge("merged_model", [adapted(merged=off)])).element == 7
+    assert falsified("merged_model", adapted(merged=off)).element == 7
     twice = traces.judge("merged_model", [adapted(merged=merged(SCALE**2))])
     assert "3 times (alpha / rank) B A" in twice.reason
-    assert traces.judge("merged_model", [traces.hand_written()]).verdict is Verdict.INCONCLUSIVE
+    left_open("merged_model", traces.hand_written())
 
 
 def test_outputs_of_the_merged_model_are_judged_too() -> None:
@@ -115,19 +116,19 @@ def test_outputs_of_the_merged_model_are_judged_too() -> None:
         )
         return traces.hand_written(event)
 
-    assert traces.judge("merged_model", [logits(0.9)]).verdict is Verdict.HELD
-    assert traces.broken(traces.judge("merged_model", [logits(1.1)])).tensor == "logits"
+    traces.held("merged_model", logits(0.9))
+    assert falsified("merged_model", logits(1.1)).tensor == "logits"
 
 
 def test_what_is_added_has_the_rank() -> None:
     """A third direction of a hundredth is seen, noise of the last bit is not."""
-    assert traces.judge("adapter_rank", [adapted()]).verdict is Verdict.HELD
+    traces.held("adapter_rank", adapted())
     third = merged() + np.float32(0.01) * np.outer(np.arange(4), np.arange(5)[::-1]).astype("f4")
     broken = traces.judge("adapter_rank", [adapted(merged=third)])
     assert "singular value 3" in traces.broken(broken).message
     wide = traces.judge("adapter_rank", [adapted(a=np.vstack([A, A]), b=np.hstack([B, B]))])
     assert "has 4 rows, rank 2" in traces.broken(wide).message
-    assert traces.judge("adapter_rank", [traces.hand_written()]).verdict is Verdict.INCONCLUSIVE
+    left_open("adapter_rank", traces.hand_written())
 
 
 def test_adapters_begin_as_nothing() -> None:
@@ -137,23 +138,15 @@ def test_adapters_begin_as_nothing() -> None:
         return traces.altered(adapted(**changes), Adapted, {}, when="start")
 
     for half in ({"a": np.zeros_like(A)}, {"b": np.zeros_like(B)}):
-        assert traces.judge("adapter_start", [start(**half)]).verdict is Verdict.HELD
-    assert traces.broken(traces.judge("adapter_start", [start()])).tensor == "q"
-    assert traces.judge("adapter_start", [adapted()]).verdict is Verdict.INCONCLUSIVE
+        traces.held("adapter_start", start(**half))
+    assert falsified("adapter_start", start()).tensor == "q"
+    left_open("adapter_start", adapted())
 
 
 def test_what_is_read_is_the_last_step() -> None:
     def updates(*numbers: float) -> list[Update]:
         return [
-            Update(
-                step=step,
-                rank=0,
-                loss=1.0,
-                weight=1.0,
-                learning_rate=0.1,
-                finite=True,
-                weights={"a": traces.values(number), "b": traces.values(number)},
-            )
+            traces.update(step, weights={"a": traces.values(number), "b": traces.values(number)})
             for step, number in enumerate(numbers)
         ]
 
@@ -185,7 +178,7 @@ def test_weights_in_nf4_are_the_stock_ones() -> None:
     other = judged(due=True, held={**codes, "scales": traces.values(3)})
     assert "q has other scales than" in traces.broken(other).message
     assert judged(due=True, held={"codes": codes["codes"]}).verdict is Verdict.FALSIFIED
-    assert traces.judge("nf4_weights", [traces.hand_written()]).verdict is Verdict.INCONCLUSIVE
+    left_open("nf4_weights", traces.hand_written())
 
 
 # --- steps ----------------------------------------------------------------------------------------
@@ -196,31 +189,24 @@ SUBJECT = traces.scenario(
 GRADIENTS = np.array([[3.0, 4.0], [1.0, -2.0], [0.5, 0.25]], np.float32)
 
 
-def kept(array: np.ndarray[Any, Any]) -> trace.Tensors:
-    return {"w": trace.record_tensor(np.ascontiguousarray(array), values=True)}
-
-
 def run(
     gradients: np.ndarray[Any, Any] = GRADIENTS, losses: tuple[float, ...] = (3, 2, 1)
 ) -> Trace:
     """Return a run of plain SGD with these gradients."""
     weights = np.ones(2, np.float32)
     events: list[trace.Event] = [
-        Start(step=0, rank=0, weights=kept(weights), trainable=("w",), decayed=())
+        Start(step=0, rank=0, weights=traces.records({"w": weights}), trainable=("w",), decayed=())
     ]
     for step, (gradient, loss) in enumerate(zip(gradients, losses, strict=True)):
         weights = weights - np.float32(0.1) * gradient
         norm = float(np.linalg.norm(gradient.astype(np.float64)))
         events.append(
-            Update(
-                step=step,
-                rank=0,
+            traces.update(
+                step,
                 loss=float(loss),
                 weight=2.0,
-                learning_rate=0.1,
-                finite=True,
-                weights=kept(weights),
-                gradient=kept(gradient),
+                weights=traces.records({"w": weights}),
+                gradient=traces.records({"w": gradient}),
                 grad_norm=norm,
                 applied_norm=norm,
             )
@@ -255,7 +241,7 @@ def test_a_first_gradient_must_agree() -> None:
 
 def test_a_step_must_follow_from_its_gradient() -> None:
     ours = run()
-    moved = kept(np.array([0.71, 0.6], np.float32))
+    moved = traces.records({"w": np.array([0.71, 0.6])})
     wrong = traces.altered(ours, Update, {"step": 0}, weights=moved)
     broken = traces.broken(judged(wrong, run()))
     assert (broken.step, broken.tensor, broken.element) == (0, "w", 0)
@@ -264,7 +250,7 @@ def test_a_step_must_follow_from_its_gradient() -> None:
 
 def test_what_can_not_be_compared_is_open() -> None:
     ours = run()
-    other = traces.altered(run(), Start, {}, weights=kept(np.zeros(2, np.float32)))
+    other = traces.altered(run(), Start, {}, weights=traces.records({"w": np.zeros(2)}))
     for peers in ((), (other,), (traces.failed(SUBJECT),), (traces.without(run(), Start),)):
         assert judged(ours, *peers).verdict is Verdict.INCONCLUSIVE, peers
     bare = traces.altered(ours, Update, {"step": 1}, gradient={}, loss=None)
@@ -292,10 +278,9 @@ def test_float64_is_judged_by_what_rounding_explains() -> None:
         )
         return traces.hand_written(event)
 
-    assert traces.judge("textbook_steps", [steps(1.0)]).verdict is Verdict.HELD
-    assert traces.broken(traces.judge("textbook_steps", [steps(1.1)])).step == 1
-    other = traces.judge("textbook_steps", [steps(9.0, of="merged model")])
-    assert other.verdict is Verdict.INCONCLUSIVE
+    traces.held("textbook_steps", steps(1.0))
+    assert falsified("textbook_steps", steps(1.1)).step == 1
+    left_open("textbook_steps", steps(9.0, of="merged model"))
 
 
 # --- adapters of several ranks --------------------------------------------------------------------
@@ -308,15 +293,7 @@ def of_strategy(**arrays: np.ndarray[tuple[int], np.dtype[np.float32]]) -> trace
 
 
 def single() -> Trace:
-    made = Update(
-        step=3,
-        rank=0,
-        loss=1.0,
-        weight=1.0,
-        learning_rate=0.1,
-        finite=True,
-        weights=of_strategy(w=LAST),
-    )
+    made = traces.update(3, weights=of_strategy(w=LAST))
     return traces.hand_written(Start(step=0, rank=0, weights=of_strategy(w=FIRST)), made)
 
 

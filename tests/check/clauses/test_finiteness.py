@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from entrenar_py.check.clauses import CHECKS
 from entrenar_py.check.evidence.needs import REPEATED, Runs
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.trace import End, Halt, Injected, Saved, Shard, Start, Trace, Update
 from entrenar_py.shared.verdict import Verdict
-from tests.check.clauses import traces
-from tests.check.clauses.traces import altered, broken, scenario, values, without
+from tests import traces
+from tests.traces import altered, falsified, held, left_open, scenario, values, without
 
 NAN = Fault(kind="non_finite_gradient", step=2, rank=1, value="nan")
 CALM = scenario()
@@ -29,7 +28,7 @@ def swallowed() -> Trace:
 
 def test_training_that_goes_on_is_falsified() -> None:
     """An update in the step of a NaN is falsified, with the NaN's place."""
-    found = broken(traces.judge("finiteness", [swallowed()]))
+    found = falsified("finiteness", swallowed())
     assert (found.step, found.rank) == (2, 1)
     assert "updated in step 2" in found.message
 
@@ -40,17 +39,17 @@ def test_a_micro_batch_that_was_skipped_is_not_known() -> None:
     subject = trace.scenario.with_(workload="own", system="command")
     known = replace(trace, scenario=subject)
     known = altered(known, Shard, {"step": 2, "rank": 1}, ids=(10,))
-    assert traces.judge("finiteness", [known]).verdict is Verdict.FALSIFIED
+    falsified("finiteness", known)
     own = altered(known, Shard, {"step": 2, "rank": 1}, ids=(), unknown="a stream")
-    finding = traces.judge("finiteness", [own])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "the micro-batch of step 2 in which a value was planted is not" in finding.reason
+    assert "the micro-batch of step 2 in which a value was planted is not" in left_open(
+        "finiteness", own
+    )
     update = traces.one(own, Update, step=2, rank=1)
     weights = {name: replace(one, digest="0" * 32) for name, one in update.weights.items()}
     alone = altered(own, Update, {"step": 2, "rank": 1}, weights=weights)
-    assert traces.judge("finiteness", [alone]).verdict is Verdict.FALSIFIED
+    falsified("finiteness", alone)
     without_rank = without(own, Shard, step=2, rank=1)
-    assert traces.judge("finiteness", [without_rank]).verdict is Verdict.FALSIFIED
+    falsified("finiteness", without_rank)
 
 
 def test_a_gradient_that_no_optimizer_applies() -> None:
@@ -62,9 +61,9 @@ def test_a_gradient_that_no_optimizer_applies() -> None:
     subject = trace.scenario.with_(workload="own", system="command")
     turns = altered(replace(trace, scenario=subject), Shard, {"step": 2}, gradient={})
     turns = altered(turns, Shard, {"step": 2, "rank": 1}, finite=False)
-    finding = traces.judge("finiteness", [turns])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "may be one that no optimizer applies, since several take turns" in finding.reason
+    assert "may be one that no optimizer applies, since several take turns" in left_open(
+        "finiteness", turns
+    )
     sharded = altered(turns, Shard, {}, gradient={})
     assert "take turns" not in traces.judge("finiteness", [sharded]).reason
     halted = without(turns, Update, step=2)
@@ -84,16 +83,14 @@ def test_a_value_in_a_pass_that_trains_nothing(is_changed: bool, verdict: Verdic
     if is_changed:
         weights = {**update.weights, name: replace(update.weights[name], digest="0" * 32)}
         struck = altered(struck, Update, {"step": 2, "rank": 0}, weights=weights)
-    finding = CHECKS["finiteness"].judge(
-        traces.clause("finiteness"), Runs(struck, witnesses={REPEATED: tuple(plain)})
-    )
+    finding = traces.judge("finiteness", Runs(struck, witnesses={REPEATED: tuple(plain)}))
     assert finding.verdict is verdict
     assert ("trains nothing" in finding.reason) is not is_changed
 
 
 def test_a_nan_without_a_halt() -> None:
     """A run that stops without a Halt does not name its culprit, and is falsified."""
-    found = broken(traces.judge("finiteness", [without(traces.run(POISONED), Halt)]))
+    found = falsified("finiteness", without(traces.run(POISONED), Halt))
     assert (found.step, found.rank) == (2, 1)
     assert "training went on" in found.message
 
@@ -101,7 +98,7 @@ def test_a_nan_without_a_halt() -> None:
 @pytest.mark.parametrize("wrong", [{"step": 1}, {"rank": 0}, {"shard": 4}])
 def test_the_halt_names_the_place(wrong: dict[str, int | None]) -> None:
     """A halt that names another step, worker or shard is falsified."""
-    found = broken(traces.judge("finiteness", [altered(traces.run(POISONED), Halt, {}, **wrong)]))
+    found = falsified("finiteness", altered(traces.run(POISONED), Halt, {}, **wrong))
     assert "another place" in found.message
     assert (found.step, found.rank) == (2, 1)
 
@@ -117,15 +114,16 @@ def test_the_halt_names_the_place(wrong: dict[str, int | None]) -> None:
 def test_what_the_halt_does_not_name_is_missing(unnamed: dict[str, Any], missing: str) -> None:
     """Fields that a halt does not name are missing, and the reason lists them."""
     trace = traces.run(scenario(faults=(replace(NAN, step=1),)))
-    finding = traces.judge("finiteness", [altered(trace, Halt, {}, **unnamed)])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert finding.reason == f"the halt in step 1 does not name {missing}: record them in it"
+    assert (
+        left_open("finiteness", altered(trace, Halt, {}, **unnamed))
+        == f"the halt in step 1 does not name {missing}: record them in it"
+    )
 
 
 def test_a_halt_that_names_half_a_wrong_place() -> None:
     """The part of the place that a halt names must be right."""
     trace = altered(traces.run(POISONED), Halt, {}, rank=None, shard=4)
-    assert "another place" in broken(traces.judge("finiteness", [trace])).message
+    assert "another place" in falsified("finiteness", trace).message
 
 
 def test_the_halt_names_the_tensor() -> None:
@@ -135,20 +133,20 @@ def test_the_halt_names_the_tensor() -> None:
     )
     for fault, right in ((NAN, "hidden1.weight"), (named, "hidden2.bias")):
         trace = traces.run(scenario(faults=(fault,)))
-        assert traces.judge("finiteness", [trace]).verdict is Verdict.HELD
+        held("finiteness", trace)
         wrong = altered(trace, Halt, {}, tensor="output.weight")
-        found = broken(traces.judge("finiteness", [wrong]))
+        found = falsified("finiteness", wrong)
         assert (found.step, found.rank, found.tensor) == (2, 1, right)
         assert (found.expected, found.got) == (right, "output.weight")
     unknown = without(wrong, Start)
-    assert broken(traces.judge("finiteness", [unknown])).tensor == "hidden2.bias"
+    assert falsified("finiteness", unknown).tensor == "hidden2.bias"
     unplanted = without(wrong, Injected)
-    assert traces.judge("finiteness", [unplanted]).verdict is Verdict.HELD
+    held("finiteness", unplanted)
 
 
 def test_the_halt_names_the_samples() -> None:
     """The halt must name the samples of the bad shard."""
-    found = broken(traces.judge("finiteness", [altered(traces.run(POISONED), Halt, {}, ids=(99,))]))
+    found = falsified("finiteness", altered(traces.run(POISONED), Halt, {}, ids=(99,)))
     assert "other samples" in found.message
     assert found.got == "(99,)"
 
@@ -156,14 +154,14 @@ def test_the_halt_names_the_samples() -> None:
 def test_of_several_bad_shards_any_may_be_named() -> None:
     """If several shards overflow at once, the halt may name any of them."""
     trace = altered(traces.run(POISONED), Shard, {"step": 2}, finite=False)
-    assert traces.judge("finiteness", [trace]).verdict is Verdict.HELD
+    held("finiteness", trace)
 
 
 def test_no_checkpoint_after_the_value() -> None:
     """A checkpoint written after a NaN is falsified."""
     trace = traces.run(POISONED)
     late = Saved(step=3, rank=0, weights={})
-    found = broken(traces.judge("finiteness", [replace(trace, events=(*trace.events, late))]))
+    found = falsified("finiteness", replace(trace, events=(*trace.events, late)))
     assert "checkpoint" in found.message
 
 
@@ -171,7 +169,7 @@ def test_a_halt_without_cause() -> None:
     """A halt of a run with finite shards is falsified, with the place it names."""
     calm = traces.run(CALM)
     halt = Halt(step=3, reason="nerves", rank=2, shard=4, tensor="output.bias")
-    found = broken(traces.judge("finiteness", [replace(calm, events=(halt, *calm.events))]))
+    found = falsified("finiteness", replace(calm, events=(halt, *calm.events)))
     assert (found.step, found.rank, found.shard, found.tensor) == (3, 2, 4, "output.bias")
     assert "nerves" in found.message
 
@@ -182,7 +180,7 @@ def test_a_halt_without_cause() -> None:
 def test_finite_shards_give_finite_updates(wrong: dict[str, float]) -> None:
     """An overflow in the sum or the step of finite shards is found, with step and rank."""
     trace = altered(traces.run(CALM), Update, {"step": 4, "rank": 2}, **wrong)
-    found = broken(traces.judge("finiteness", [trace]))
+    found = falsified("finiteness", trace)
     assert (found.step, found.rank) == (4, 2)
 
 
@@ -193,7 +191,7 @@ BAD = values(1.0, math.nan)
 def test_a_shard_whose_flag_lies(lie: dict[str, Any]) -> None:
     """A non-finite loss or gradient counts, even if the shard's flag says finite."""
     trace = altered(traces.run(CALM), Shard, {"step": 3, "shard": 1}, **lie)
-    found = broken(traces.judge("finiteness", [trace]))
+    found = falsified("finiteness", trace)
     assert (found.step, found.shard) == (3, 1)
 
 
@@ -202,20 +200,20 @@ def test_an_update_whose_flag_lies(part: str) -> None:
     """The first recorded NaN of an update is named, whatever its flag says."""
     tensors = {"v": values(1.0), "w": BAD}
     trace = altered(traces.run(CALM), Update, {"step": 4, "rank": 2}, **{part: tensors})
-    found = broken(traces.judge("finiteness", [trace]))
+    found = falsified("finiteness", trace)
     assert (found.step, found.rank, found.tensor, found.element) == (4, 2, "w", 1)
 
 
 def test_an_update_before_the_fault_must_be_finite() -> None:
     """A non-finite update before the halt is falsified."""
     trace = altered(traces.run(POISONED), Update, {"step": 1, "rank": 0}, loss=math.inf)
-    assert broken(traces.judge("finiteness", [trace])).step == 1
+    assert falsified("finiteness", trace).step == 1
 
 
 def test_unknown_norms_are_no_alarm() -> None:
     """A trainer need not record its gradient norm."""
     trace = altered(traces.run(CALM), Update, {}, grad_norm=None)
-    assert traces.judge("finiteness", [trace]).verdict is Verdict.HELD
+    held("finiteness", trace)
 
 
 @pytest.mark.parametrize("kind", ["non_finite_gradient", "non_finite_loss"])
@@ -225,17 +223,14 @@ def test_halts_at_the_fault_hold(kind: str, system: str) -> None:
     fault = Fault(kind=kind, step=2, rank=2, value="inf")
     trace = traces.run(scenario(system=system, faults=(fault,)))
     assert trace.of(Injected)
-    assert traces.judge("finiteness", [trace]).verdict is Verdict.HELD
+    held("finiteness", trace)
 
 
 def test_an_unknown_fault_is_no_culprit() -> None:
     """A fault record without a kind, from a foreign trainer, is ignored."""
     trace = traces.run(CALM)
     odd = Injected(fault={"what": "a meteorite"})
-    assert (
-        traces.judge("finiteness", [replace(trace, events=(odd, *trace.events))]).verdict
-        is Verdict.HELD
-    )
+    held("finiteness", replace(trace, events=(odd, *trace.events)))
 
 
 def test_a_halt_in_a_step_without_shards() -> None:
@@ -243,9 +238,7 @@ def test_a_halt_in_a_step_without_shards() -> None:
     trace = traces.run(POISONED)
     bare = replace(trace, events=tuple(e for e in trace.events if not isinstance(e, Injected)))
     bare = without(replace(bare, scenario=CALM), Shard, step=2)
-    finding = traces.judge("finiteness", [bare])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "with finite=False for the one at fault" in finding.reason
+    assert "with finite=False for the one at fault" in left_open("finiteness", bare)
 
 
 def halting(**named: Any) -> Trace:
@@ -265,11 +258,9 @@ def test_a_halt_of_a_rank_that_recorded_no_shard() -> None:
         (without(without(halting(), Shard, step=2, rank=1), Start), "rank 1 recorded no shard"),
         (halting(rank=1, shard=9), "no shard of rank 1 was recorded"),
     ):
-        finding = traces.judge("finiteness", [trace])
-        assert finding.verdict is Verdict.INCONCLUSIVE
-        assert f"the run halted in step 2: {unknown}: record" in finding.reason
+        assert f"the run halted in step 2: {unknown}: record" in left_open("finiteness", trace)
     for trace in (halting(rank=1), halting()):
-        assert "every shard was finite" in broken(traces.judge("finiteness", [trace])).message
+        assert "every shard was finite" in falsified("finiteness", trace).message
 
 
 def test_shards_that_one_rank_did_not_record() -> None:
@@ -278,13 +269,9 @@ def test_shards_that_one_rank_did_not_record() -> None:
         without(traces.run(CALM), Shard, rank=1),
         without(traces.run(CALM), Shard, step=3, rank=2),
     ):
-        finding = traces.judge("finiteness", [bare])
-        assert finding.verdict is Verdict.INCONCLUSIVE
-        assert "record a Shard with" in finding.reason
+        assert "record a Shard with" in left_open("finiteness", bare)
 
 
 def test_updates_without_shards() -> None:
     """Finite updates without shards are inconclusive: a gradient may have lost its NaN."""
-    finding = traces.judge("finiteness", [without(traces.run(CALM), Shard)])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "record a Shard with" in finding.reason
+    assert "record a Shard with" in left_open("finiteness", without(traces.run(CALM), Shard))

@@ -31,10 +31,10 @@ from entrenar_py.shared.trace import (
     record_tensor,
 )
 from entrenar_py.shared.verdict import Finding, Verdict
+from tests import traces
 from tests.check.causes.test_presuppositions import SUBJECT, own, replicas
-from tests.check.clauses import traces
 from tests.check.clauses.test_parity import oracle
-from tests.check.clauses.traces import altered, broken, clause, judge, one, run, without
+from tests.traces import altered, broken, clause, judge, left_open, one, records, run, without
 
 NAMES = ("outer_agreement", "outer_schedule", "outer_step", "outer_parity", "outer_finiteness")
 
@@ -63,8 +63,7 @@ def test_a_right_run_holds(trace: Trace) -> None:
     """Every clause holds, each after comparisons."""
     model = run(oracle(trace.scenario))
     for name in NAMES:
-        finding = judge(name, [trace, model])
-        assert finding.verdict is Verdict.HELD, (name, finding)
+        finding = traces.held(name, trace, model)
         assert finding.compared
 
 
@@ -100,9 +99,7 @@ def test_without_values_the_rule_is_not_compared(trace: Trace) -> None:
     """Weights recorded as digests only can't be compared with the rule."""
     at = {"step": 1, "rank": 1}
     bare = {n: replace(r, data=None) for n, r in one(trace, Update, **at).weights.items()}
-    assert judge("outer_step", [altered(trace, Update, at, weights=bare)]).verdict is (
-        Verdict.INCONCLUSIVE
-    )
+    left_open("outer_step", altered(trace, Update, at, weights=bare))
 
 
 def test_a_round_that_was_not_ended(trace: Trace) -> None:
@@ -116,7 +113,7 @@ def test_a_collective_within_a_round(trace: Trace) -> None:
     chatty = altered(trace, Synchronised, {"step": 1, "rank": 0}, collectives_alone=1)
     assert _place(judge("outer_schedule", [chatty])) == (1, 0)
     silent = altered(trace, Synchronised, {}, collectives_alone=None)
-    assert judge("outer_schedule", [silent]).verdict is Verdict.INCONCLUSIVE
+    left_open("outer_schedule", silent)
 
 
 def test_a_nan_that_nobody_minded(trace: Trace) -> None:
@@ -132,7 +129,7 @@ def test_a_nan_that_nobody_minded(trace: Trace) -> None:
     ]
     end = End(status="halted", reason="NaN")
     halted = replace(bad, events=(*early, halt, end))
-    assert judge("outer_finiteness", [halted]).verdict is Verdict.HELD
+    traces.held("outer_finiteness", halted)
     moved = replace(bad, events=(*early, one(trace, Update, step=1, rank=1), halt, end))
     assert _place(judge("outer_finiteness", [moved])) == (1, 1)
 
@@ -140,9 +137,7 @@ def test_a_nan_that_nobody_minded(trace: Trace) -> None:
 def test_parity_asks_for_rounds_of_one_step(trace: Trace) -> None:
     """A run with longer rounds is inconclusive, since it is another training."""
     longer = replace(trace, scenario=trace.scenario.with_(options={"inner_steps": 2}))
-    finding = judge("outer_parity", [longer])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "only with optimizer=sgd" in finding.reason
+    assert "only with optimizer=sgd" in left_open("outer_parity", longer)
 
 
 def test_what_presupposes_common_steps_does_not_apply(trace: Trace) -> None:
@@ -166,7 +161,7 @@ LAST = SUBJECT.num_steps - 1
 
 def judged_apart(check: str, trace: Trace) -> Finding:
     """Return the finding of a check on one run."""
-    return CHECKS[check].judge(traces.clause(check), Runs(trace))
+    return traces.judge(check, Runs(trace))
 
 
 def kept(event: Event, *, passes: bool) -> bool:
@@ -345,7 +340,7 @@ def ran(
     held: list[Vectors] = [begun, begun]
     before: Vectors = begun
     events: list[Event] = [
-        Start(step=0, rank=rank, weights=recorded(begun), trainable=(*SIZES,)) for rank in (0, 1)
+        Start(step=0, rank=rank, weights=records(begun), trainable=(*SIZES,)) for rank in (0, 1)
     ]
     edited: list[Vectors] = [{}, {}]
     for step in range(NUM_STEPS):
@@ -364,29 +359,25 @@ def ran(
         for rank, count in enumerate(samples):
             ids = tuple(range(sum(samples[:rank]), sum(samples[: rank + 1])))
             events.append(
-                Shard(
-                    step=step,
+                traces.shard(
+                    step,
+                    rank,
                     epoch=step,
-                    rank=rank,
                     shard=rank,
                     ids=ids,
-                    loss_sum=1.0,
                     weight=count,
-                    finite=True,
-                    gradient=recorded(slopes[rank]),
+                    gradient=records(slopes[rank]),
                 )
             )
         events += [
-            Update(
-                step=step,
-                rank=rank,
+            traces.update(
+                step,
+                rank,
                 loss=None,
                 weight=sum(samples),
-                learning_rate=0.1,
-                finite=True,
-                weights=recorded(held[rank]),
-                gradient=recorded(own[rank]),
-                edited=recorded(edited[rank]),
+                weights=records(held[rank]),
+                gradient=records(own[rank]),
+                edited=records(edited[rank]),
             )
             for rank in (0, 1)
         ]
@@ -404,13 +395,7 @@ def ran(
     return local_sgd.seen(traces.hand_written(*events, subject=subject))
 
 
-def recorded(vectors: Vectors) -> Tensors:
-    """Return the records of tensors, with their values."""
-    return {name: record_tensor(v.astype(np.float32), values=True) for name, v in vectors.items()}
-
-
 def judged(check: str, trace: Trace) -> Finding:
-    """Return the finding as the harness makes it."""
     return judgement.judge(traces.clause(check), CHECKS[check], Runs(trace)).finding
 
 

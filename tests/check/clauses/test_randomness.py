@@ -12,11 +12,12 @@ from entrenar_py.shared.faults import MERGED, Fault
 from entrenar_py.shared.scenario import OBSERVED, Scenario
 from entrenar_py.shared.trace import End, Event, Shard, Start, Trace, Update
 from entrenar_py.shared.verdict import Verdict
-from tests.check.clauses import traces
-from tests.check.clauses.traces import altered, broken, scenario
+from tests import traces
+from tests.traces import altered, broken, falsified, held, left_open, scenario
 
 SUBJECT = scenario(dropout=0.3)
 NUM_RANKS = 2
+OTHER_BIAS = traces.swapping("weights", "output.bias", traces.values(1.0))
 
 
 def shared(ids: Sequence[int]) -> list[list[int]]:
@@ -40,25 +41,10 @@ def two_epochs(
         for rank, ids in enumerate(by_rank):
             for part in range(2):
                 step = epoch * 2 + part
-                shard = Shard(
-                    step=step,
-                    epoch=epoch,
-                    rank=rank,
-                    shard=0,
-                    ids=tuple(ids[part * 3 : part * 3 + 3]),
-                    loss_sum=1.0,
-                    weight=3.0,
-                    finite=True,
+                shard = traces.shard(
+                    step, rank, epoch=epoch, ids=tuple(ids[part * 3 : part * 3 + 3]), weight=3.0
                 )
-                update = Update(
-                    step=step,
-                    rank=rank,
-                    loss=1.0,
-                    weight=6.0,
-                    learning_rate=0.1,
-                    finite=True,
-                    weights={},
-                )
+                update = traces.update(step, rank, weight=6.0)
                 events += [shard, update]
     subject = Scenario(
         system="textbook",
@@ -79,16 +65,14 @@ OTHER = (2, 9, 6, 0, 11, 5, 1, 10, 4, 7, 3, 8)
 @pytest.mark.parametrize("share", [shared, strided])
 def test_the_same_order_in_every_epoch(share: Callable[[Sequence[int]], list[list[int]]]) -> None:
     """A sampler that is not told the epoch repeats its first order."""
-    found = broken(traces.judge("randomness", [two_epochs(SHUFFLED, SHUFFLED, share)]))
+    found = falsified("randomness", two_epochs(SHUFFLED, SHUFFLED, share))
     assert found.step == 2
     assert len(found.sample_ids) == 12
     assert found.message.endswith("could mean: sampler.set_epoch(epoch) is never called")
 
 
 @pytest.mark.parametrize("share", [shared, strided])
-def test_other_orders_and_no_shuffling(
-    share: Callable[[Sequence[int]], list[list[int]]],
-) -> None:
+def test_other_orders_and_no_shuffling(share: Callable[[Sequence[int]], list[list[int]]]) -> None:
     """A new order holds, and so does no shuffling, in whatever way ranks share the data."""
     padded = (*ASCENDING[:-1], ASCENDING[0])  # as torch's sampler does, with 11 samples
     for first, second in ((SHUFFLED, OTHER), (ASCENDING, ASCENDING), (padded, padded)):
@@ -159,7 +143,7 @@ def test_a_sampler_without_an_end_begins_each_order_anew(
     right = traces.judge("randomness", [endless((*SHUFFLED, *OTHER), share)])
     assert right.verdict is not Verdict.FALSIFIED
     assert "no two epochs" not in right.reason
-    found = broken(traces.judge("randomness", [endless((*SHUFFLED, *SHUFFLED), share)]))
+    found = falsified("randomness", endless((*SHUFFLED, *SHUFFLED), share))
     assert found.step == 1
     assert "in the order of epoch 0" in found.message
 
@@ -221,7 +205,7 @@ def test_two_shards_with_one_mask() -> None:
     trace = traces.run(SUBJECT)
     first = traces.one(trace, Shard, step=1, shard=0)
     changed = altered(trace, Shard, {"step": 1, "shard": 4}, draws=first.draws)
-    found = broken(traces.judge("randomness", [changed]))
+    found = falsified("randomness", changed)
     assert (found.step, found.rank, found.shard) == (1, 2, 4)
     assert "shard 0 of step 1 (rank 0)" in found.message
 
@@ -231,17 +215,14 @@ def test_a_mask_again_in_a_later_step() -> None:
     trace = traces.run(SUBJECT)
     first = traces.one(trace, Shard, step=0, shard=2)
     changed = altered(trace, Shard, {"step": 3, "shard": 2}, draws=first.draws)
-    found = broken(traces.judge("randomness", [changed]))
+    found = falsified("randomness", changed)
     assert (found.step, found.shard) == (3, 2)
 
 
 def test_ranks_that_start_apart() -> None:
     """Initial weights that ranks draw differently are found at step -1."""
     trace = traces.run(SUBJECT)
-    weights = traces.swapped(trace.of(Start)[0].weights, "output.bias", traces.values(1.0))
-    found = broken(
-        traces.judge("randomness", [altered(trace, Start, {"rank": 1}, weights=weights)])
-    )
+    found = falsified("randomness", altered(trace, Start, {"rank": 1}, **OTHER_BIAS))
     assert (found.step, found.rank, found.tensor) == (-1, 1, "output.bias")
 
 
@@ -249,16 +230,16 @@ def test_masks_that_depend_on_the_workers() -> None:
     """A trainer that promises bits draws a shard's masks alike for any number of workers."""
     many, one = traces.family("randomness", SUBJECT)
     changed = altered(many, Shard, {"step": 2, "shard": 1}, draws="other")
-    found = broken(traces.judge("randomness", [one, changed]))
+    found = falsified("randomness", one, changed)
     assert (found.step, found.shard, found.got) == (2, 1, "other")
     free = [replace(trace, promises=()) for trace in (one, changed)]
-    assert traces.judge("randomness", free).verdict is Verdict.HELD
+    held("randomness", *free)
 
 
 def test_nothing_random() -> None:
     """One worker, one epoch and no dropout are inconclusive."""
     subject = scenario(world_size=1, num_steps=2)
-    assert traces.judge("randomness", [traces.run(subject)]).verdict is Verdict.INCONCLUSIVE
+    left_open("randomness", traces.run(subject))
 
 
 @pytest.mark.parametrize("width", [1, 2])
@@ -266,25 +247,21 @@ def test_nothing_random() -> None:
 def test_small_masks_do_not_collide(system: str, width: int) -> None:
     """Masks of two elements are often equal, but the recorded draws are not."""
     subject = scenario(system=system, dropout=0.3, width=width, num_shards=12, batch_size=6)
-    finding = traces.judge("randomness", traces.family("randomness", subject))
-    assert finding.verdict is Verdict.HELD
+    held("randomness", *traces.family("randomness", subject))
 
 
 def test_initial_weights_that_were_not_recorded() -> None:
     """Ranks without initial weights are missing; two that differ are still found."""
     trace = traces.run(SUBJECT)
-    other = traces.swapped(trace.of(Start)[0].weights, "output.bias", traces.values(1.0))
     for bare in (
         traces.without(trace, Start, rank=2),
         altered(trace, Start, {"rank": 2}, weights={}),
     ):
-        finding = traces.judge("randomness", [bare])
-        assert finding.verdict is Verdict.INCONCLUSIVE
-        assert finding.reason == (
+        assert left_open("randomness", bare) == (
             "initial weights of rank 2 were not recorded: record Start.weights on every rank"
         )
-        apart = altered(bare, Start, {"rank": 1}, weights=other)
-        found = broken(traces.judge("randomness", [apart]))
+        apart = altered(bare, Start, {"rank": 1}, **OTHER_BIAS)
+        found = falsified("randomness", apart)
         assert (found.step, found.rank, found.tensor) == (-1, 1, "output.bias")
     first = altered(trace, Start, {"rank": 0}, weights={})
     assert "weights of rank 0" in traces.judge("randomness", [first]).reason
@@ -293,13 +270,13 @@ def test_initial_weights_that_were_not_recorded() -> None:
 def test_draws_of_the_model_that_nobody_recorded() -> None:
     """Unrecorded draws are unknown, not different."""
     many, one = traces.family("randomness", SUBJECT)
-    finding = traces.judge("randomness", [many, altered(one, Shard, {}, draws=None)])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "record Shard.draws" in finding.reason
+    assert "record Shard.draws" in left_open(
+        "randomness", many, altered(one, Shard, {}, draws=None)
+    )
 
 
 def test_draws_that_nobody_recorded() -> None:
     """With dropout and unrecorded draws the run is inconclusive."""
-    finding = traces.judge("randomness", [altered(traces.run(SUBJECT), Shard, {}, draws=None)])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "dropout=0.3 and no shard drew a random number: record Shard.draws" in finding.reason
+    assert "dropout=0.3 and no shard drew a random number: record Shard.draws" in left_open(
+        "randomness", altered(traces.run(SUBJECT), Shard, {}, draws=None)
+    )

@@ -15,7 +15,8 @@ from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import End, Membership, Reduced, Shard, Start, Trace, Traffic, Update
 from entrenar_py.shared.verdict import Finding, Verdict
 from entrenar_py.train.arithmetic import blocks, reduction
-from tests.check.clauses import traces
+from tests import traces
+from tests.traces import altered, left_open, undecided
 
 REAL = ("parameter_server", "mesh", "ring")
 SIMULATED = tuple(f"{name}_simulated" for name in REAL)
@@ -49,8 +50,7 @@ def test_right_reductions_hold(check: str, system: str, world_size: int) -> None
     subjects = small(system, world_size)
     assert len(subjects) == 4
     for subject in subjects:
-        finding = traces.judge(check, traces.family(check, subject))
-        assert finding.verdict is Verdict.HELD, finding
+        finding = traces.held(check, *traces.family(check, subject))
         assert finding.compared > (0 if check == "reduction_ends" else world_size)
 
 
@@ -62,8 +62,7 @@ def test_real_ones_hold_where_no_block_fits_into_a_socket(system: str) -> None:
     ]
     assert subject.options["block_bytes"] > 10 * subject.options["socket_bytes"]
     for check in CHECKED:
-        finding = traces.judge(check, traces.family(check, subject))
-        assert finding.verdict is Verdict.HELD, finding
+        traces.held(check, *traces.family(check, subject))
 
 
 def test_the_plan_of_a_bound_statement_is_small() -> None:
@@ -181,9 +180,7 @@ def test_copies_are_no_needless_traffic() -> None:
     """With audits the traffic clause is inconclusive, and all others hold."""
     whole = small("parameter_server_simulated", 3)[0]
     run = traces.run(whole.with_(options={**whole.options, "audit_share": 0.5}))
-    finding = judged("reduction_traffic", run)
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert finding.reason.startswith("audited shards are sent twice")
+    assert undecided(judged("reduction_traffic", run)).startswith("audited shards are sent twice")
 
 
 @pytest.mark.parametrize("status", ["failed", "halted"])
@@ -196,7 +193,7 @@ def test_a_run_that_does_not_end(status: str) -> None:
     assert "not finished after 60 s" in found.message
     if status == "failed":
         for check in CHECKED[:3]:
-            assert traces.judge(check, [stuck]).verdict is Verdict.INCONCLUSIVE
+            left_open(check, stuck)
 
 
 def test_a_worker_that_was_given_up() -> None:
@@ -232,9 +229,9 @@ def test_nothing_at_all(check: str) -> None:
     other = traces.run(traces.scenario(num_steps=2))
     crashed = traces.failed(RIGHT)
     for found in ([], [other], [crashed]):
-        assert traces.judge(check, found).verdict is Verdict.INCONCLUSIVE
+        left_open(check, *found)
     if check == "reduction_bits":
-        assert traces.judge(check, [traces.run(RIGHT)]).verdict is Verdict.INCONCLUSIVE
+        left_open(check, traces.run(RIGHT))
 
 
 def test_a_run_that_never_began_is_not_called_stuck() -> None:
@@ -242,7 +239,7 @@ def test_a_run_that_never_began_is_not_called_stuck() -> None:
     bare = traces.without(traces.run(RIGHT), Start)
     end = End(status="failed", reason="workers did not come")
     bare = replace(bare, events=(*bare.events[:-1], end))
-    assert traces.judge("reduction_ends", [bare]).verdict is Verdict.INCONCLUSIVE
+    left_open("reduction_ends", bare)
 
 
 @pytest.mark.parametrize(
@@ -254,18 +251,15 @@ def test_a_clause_may_say_how_far_an_average_may_be_off(
 ) -> None:
     """A clause's own tolerance, of its kind, replaces the rounding bound."""
     run = traces.family("reduction_mean", RIGHT)[0]
-    off = [
-        replace(event, roundings=15.0, error=1.5e-6) if isinstance(event, Reduced) else event
-        for event in run.events
-    ]
     clause = replace(traces.clause("reduction_mean"), tolerance_kind=kind)
     for tolerance, verdict in ((holds, Verdict.HELD), (breaks, Verdict.FALSIFIED)):
         allowing = replace(clause, tolerance=tolerance)
-        finding = reductions.judge_mean(allowing, Runs(replace(run, events=tuple(off))))
+        finding = reductions.judge_mean(
+            allowing, Runs(altered(run, Reduced, {}, roundings=15.0, error=1.5e-6))
+        )
         assert finding.verdict is verdict, finding
-    unmeasured = [replace(e, error=None) if isinstance(e, Reduced) else e for e in run.events]
     finding = reductions.judge_mean(
-        replace(clause, tolerance=1.0), Runs(replace(run, events=tuple(unmeasured)))
+        replace(clause, tolerance=1.0), Runs(altered(run, Reduced, {}, error=None))
     )
     assert (finding.verdict is Verdict.INCONCLUSIVE) == (kind == "absolute")
 
@@ -288,8 +282,7 @@ def test_vectors_that_a_clause_states_are_averaged(system: str) -> None:
         options={"terms": terms, "block_bytes": 12},
     )
     for check in CHECKED:
-        finding = traces.judge(check, traces.family(check, subject))
-        assert finding.verdict is Verdict.HELD, finding
+        traces.held(check, *traces.family(check, subject))
     update = traces.family("reduction_mean", subject)[0].of(Update)[0]
     values = update.gradient["vector"].values()
     assert values is not None
@@ -307,13 +300,7 @@ def subject(system: str, **changes: object) -> Scenario:
 
 
 def expected(system: str, ranks: tuple[int, ...] = (0, 0, 1, 2)) -> reductions.Bytes | None:
-    """Return the expected bytes if `ranks` computed a shard each."""
-    shards = [
-        Shard(
-            step=0, epoch=0, rank=rank, shard=shard, ids=(), loss_sum=0.0, weight=1.0, finite=True
-        )
-        for shard, rank in enumerate(ranks)
-    ]
+    shards = [traces.shard(0, rank, shard=shard, loss_sum=0.0) for shard, rank in enumerate(ranks)]
     return reductions.expected_bytes(traces.hand_written(*shards, subject=subject(system)))
 
 

@@ -16,7 +16,8 @@ from entrenar_py.check.evidence.needs import Runs
 from entrenar_py.check.harness import companions
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.verdict import Verdict
-from tests.check.clauses import traces
+from tests import traces
+from tests.traces import held, left_open, undecided
 
 CONTRACTS = sorted((Path(__file__).parents[3] / "contracts").glob("*.yaml"))
 TRAINING = [check for check in CHECKS.values() if check.explores]
@@ -27,8 +28,7 @@ def test_every_plan_holds_on_the_reference(check: Check) -> None:
     """The unbroken reference trainer holds on every plan, after real comparisons."""
     clause = traces.clause(check.name)
     runs = [trace for one in check.plan(clause) for trace in traces.family(check.name, one)]
-    finding = traces.judge(check.name, runs)
-    assert finding.verdict is Verdict.HELD, finding
+    finding = held(check.name, *runs)
     assert finding.compared > 0
 
 
@@ -44,8 +44,7 @@ def test_no_trace_is_inconclusive(check: Check) -> None:
 @pytest.mark.parametrize("check", CHECKS.values(), ids=lambda check: check.name)
 def test_a_trace_without_events_is_inconclusive(check: Check) -> None:
     """A completed run without recorded events is inconclusive."""
-    finding = check.judge(traces.clause(check.name), Runs(traces.hand_written()))
-    assert finding.verdict is Verdict.INCONCLUSIVE
+    undecided(check.judge(traces.clause(check.name), Runs(traces.hand_written())))
 
 
 @pytest.mark.parametrize("check", TRAINING, ids=lambda check: check.name)
@@ -53,9 +52,7 @@ def test_a_failed_run_is_inconclusive_and_named(check: Check) -> None:
     """One crashed run among good ones prevents HELD, and its reason is repeated."""
     clause = traces.clause(check.name)
     good = traces.family(check.name, check.plan(clause)[0])
-    finding = traces.judge(check.name, [*good, traces.failed(traces.scenario())])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "out of luck" in finding.reason
+    assert "out of luck" in left_open(check.name, *good, traces.failed(traces.scenario()))
 
 
 @pytest.mark.parametrize("check", CHECKS.values(), ids=lambda check: check.name)

@@ -12,14 +12,13 @@ from entrenar_py.check.clauses import CHECKS, resume
 from entrenar_py.check.evidence import closeness
 from entrenar_py.shared.trace import End, Event, Shard, Start, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Counterexample, Tally, Verdict
-from tests.check.clauses import traces
-from tests.check.clauses.traces import altered, broken, scenario, values, without
+from tests import traces
+from tests.traces import altered, broken, falsified, left_open, scenario, undecided, values, without
 
 SUBJECT = scenario(stops=(2, 4), dropout=0.3, optimizer="momentum", schedule="cosine")
 
 
 def pair() -> tuple[Trace, Trace]:
-    """Return the stopped run and the straight one."""
     stopped, straight = traces.family("resume", SUBJECT)
     return stopped, straight
 
@@ -29,7 +28,7 @@ def test_other_samples_after_the_resume() -> None:
     stopped, straight = pair()
     shard = traces.one(stopped, Shard, step=3, shard=1)
     at = {"step": 3, "shard": 1}
-    found = broken(traces.judge("resume", [altered(stopped, Shard, at, ids=(11,)), straight]))
+    found = falsified("resume", altered(stopped, Shard, at, ids=(11,)), straight)
     assert (found.step, found.rank, found.shard) == (3, shard.rank, 1)
     assert set(found.sample_ids) == {11} ^ set(shard.ids)
 
@@ -42,14 +41,14 @@ def test_another_order_of_the_same_samples() -> None:
     assert len(shard.ids) > 1
     at = {"step": 3, "shard": 0}
     turned = altered(stopped, Shard, at, ids=shard.ids[::-1])
-    assert broken(traces.judge("resume", [turned, straight])).sample_ids == shard.ids[::-1]
+    assert falsified("resume", turned, straight).sample_ids == shard.ids[::-1]
 
 
 def test_other_random_numbers() -> None:
     """A random stream that was not restored is found."""
     stopped, straight = pair()
     changed = altered(stopped, Shard, {"step": 4, "shard": 0}, draws="other")
-    found = broken(traces.judge("resume", [changed, straight]))
+    found = falsified("resume", changed, straight)
     assert (found.step, found.shard, found.got) == (4, 0, "other")
 
 
@@ -63,10 +62,9 @@ def test_what_a_script_that_seeds_nothing_draws_after_a_stop(unseeded: bool) -> 
     expected = Verdict.INCONCLUSIVE if unseeded else Verdict.FALSIFIED
     assert finding.verdict is expected, finding.reason
     assert ("seeds nothing" in finding.reason) is unseeded
-    whole = traces.judge(
-        "resume", [_of_a_script(trace, unseeded=unseeded) for trace in (stopped, straight)]
+    traces.held(
+        "resume", *[_of_a_script(trace, unseeded=unseeded) for trace in (stopped, straight)]
     )
-    assert whole.verdict is Verdict.HELD, whole.reason
 
 
 def _of_a_script(trace: Trace, *, unseeded: bool) -> Trace:
@@ -78,12 +76,9 @@ def _of_a_script(trace: Trace, *, unseeded: bool) -> Trace:
 def test_another_state(part: str) -> None:
     """State that was not restored is found in the first step after the resume."""
     stopped, straight = pair()
-    tensors = getattr(stopped.of(Update)[0], part)
-    name = next(iter(tensors))
-    bad = {part: traces.swapped(tensors, name, traces.values(0.0))}
-    found = broken(
-        traces.judge("resume", [altered(stopped, Update, {"step": 2, "rank": 1}, **bad), straight])
-    )
+    name = next(iter(getattr(stopped.of(Update)[0], part)))
+    bad = traces.swapping(part, name, traces.values(0.0))
+    found = falsified("resume", altered(stopped, Update, {"step": 2, "rank": 1}, **bad), straight)
     assert (found.step, found.rank, found.tensor) == (2, 1, name)
 
 
@@ -91,7 +86,7 @@ def test_another_learning_rate() -> None:
     """A schedule that restarts is found, even if nothing else differs."""
     stopped, straight = pair()
     changed = altered(stopped, Update, {"step": 5, "rank": 2}, learning_rate=0.05)
-    found = broken(traces.judge("resume", [changed, straight]))
+    found = falsified("resume", changed, straight)
     assert (found.step, found.rank, found.got) == (5, 2, "0.05")
     assert "another learning rate, 0.05 and not " in found.message
 
@@ -107,18 +102,16 @@ def test_a_rate_is_looked_for_in_other_steps_only_where_it_is_wrong(
 
     monkeypatch.setattr(closeness, "step_of_rate", step_of_rate)
     stopped, straight = pair()
-    assert traces.judge("resume", [stopped, straight]).verdict is Verdict.HELD
+    traces.held("resume", stopped, straight)
     assert not sought
     changed = altered(stopped, Update, {"step": 4}, learning_rate=0.05)
-    broken(traces.judge("resume", [changed, straight]))
+    falsified("resume", changed, straight)
     assert sought == [0.05]
 
 
 def test_the_straight_run_is_needed() -> None:
     """A stopped run without the straight one is inconclusive."""
-    finding = traces.judge("resume", [traces.run(SUBJECT)])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "record one with stops=() in its scenario" in finding.reason
+    assert "record one with stops=() in its scenario" in left_open("resume", traces.run(SUBJECT))
     other = traces.run(SUBJECT.with_(stops=(), num_steps=5))
     finding = traces.judge("resume", [traces.run(SUBJECT), other])
     assert finding.reason.endswith("the nearest other trace differs in num_steps (5, needed 6)")
@@ -127,9 +120,9 @@ def test_the_straight_run_is_needed() -> None:
 def test_a_run_is_not_compared_with_itself() -> None:
     """A run that resumed, without a planned stop in its scenario, is no straight run."""
     stopped, _ = pair()
-    finding = traces.judge("resume", [replace(stopped, scenario=SUBJECT.with_(stops=()))])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "must say so by stops=(2,) in its scenario" in finding.reason
+    assert "must say so by stops=(2,) in its scenario" in left_open(
+        "resume", replace(stopped, scenario=SUBJECT.with_(stops=()))
+    )
 
 
 @pytest.mark.parametrize("silent", [0, 1])
@@ -141,9 +134,7 @@ def test_what_one_run_did_not_record(silent: int, field: str, unknown: object) -
     for check in ("resume", "determinism"):
         finding = traces.judge(check, [replace(one, scenario=SUBJECT) for one in runs])
         assert finding.verdict is not Verdict.FALSIFIED, finding
-    finding = traces.judge("resume", runs)
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert f"record Shard.{field} in both" in finding.reason
+    assert f"record Shard.{field} in both" in left_open("resume", *runs)
 
 
 def test_a_resume_that_was_planned_and_not_seen() -> None:
@@ -153,9 +144,7 @@ def test_a_resume_that_was_planned_and_not_seen() -> None:
         (without(stopped, Start, resumed=True, step=4), "to stop before step 4, and no resume was"),
         (without(stopped, Update, rank=1), "rank 1 recorded step 0 in one run only"),
     ):
-        finding = traces.judge("resume", [bare, straight])
-        assert finding.verdict is Verdict.INCONCLUSIVE
-        assert missing in finding.reason
+        assert missing in left_open("resume", bare, straight)
 
 
 @pytest.mark.parametrize("part", ["optimizer", "buffers"])
@@ -164,31 +153,28 @@ def test_state_that_is_gone_after_the_resume(part: str) -> None:
     stopped, straight = pair()
     for step in (2, 3, 4, 5):
         stopped = altered(stopped, Update, {"step": step}, **{part: {}})
-    found = broken(traces.judge("resume", [stopped, straight]))
+    found = falsified("resume", stopped, straight)
     assert found.step == 2
     assert f"({part}): only expected holds" in found.message
 
 
 def test_a_run_without_stops_shows_nothing() -> None:
     """Two straight runs are inconclusive."""
-    finding = traces.judge("resume", [traces.run(scenario())])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "stopped and resumed" in finding.reason
+    assert "stopped and resumed" in left_open("resume", traces.run(scenario()))
 
 
 @pytest.mark.parametrize("system", ["reference", "textbook"])
 def test_a_resume_after_a_loss_holds(system: str) -> None:
     """A resume with fewer workers than at the start holds, and so does a moved shard."""
     subject = scenario(system=system, stops=(4,), faults=(traces.leave(0, 2),), dropout=0.2)
-    finding = traces.judge("resume", traces.family("resume", subject))
-    assert finding.verdict is Verdict.HELD, finding
+    traces.held("resume", *traces.family("resume", subject))
 
 
 def test_a_shard_that_moved_is_left_to_its_step() -> None:
     """A shard computed by another worker after the resume is judged by the step's sum."""
     stopped, straight = pair()
     moved = altered(stopped, Shard, {"step": 5, "shard": 0}, rank=2)
-    assert traces.judge("resume", [moved, straight]).verdict is Verdict.HELD
+    traces.held("resume", moved, straight)
 
 
 # --- whether there is anything to resume from -----------------------------------------------------
@@ -246,7 +232,6 @@ def test_steps_beyond_those_of_the_straight_run(ended: dict[str, str], verdict: 
 
 
 def script(run: Trace) -> Trace:
-    """Return a run as one of a script."""
     own = run.scenario.with_(system="command", workload="own")
     return replace(run, scenario=own, promises=())
 
@@ -285,7 +270,6 @@ STOPPED = OF_A_COMMAND.with_(stops=(2,))
 
 
 def start(weight: float, step: int) -> Start:
-    """Return the start of a life with this weight."""
     return Start(step=step, rank=0, weights={"w": values(weight)}, resumed=step > 0)
 
 
@@ -293,25 +277,8 @@ def steps(*numbers: int, ahead: int = 0) -> list[Event]:
     """Return shard and update of each step; after step n the weight is n + 1 + `ahead`."""
     events: list[Event] = []
     for step in numbers:
-        shard = Shard(
-            step=step,
-            epoch=0,
-            rank=0,
-            shard=0,
-            ids=(step,),
-            loss_sum=1.0,
-            weight=1.0,
-            finite=True,
-        )
-        update = Update(
-            step=step,
-            rank=0,
-            loss=1.0,
-            weight=1.0,
-            learning_rate=0.1,
-            finite=True,
-            weights={"w": values(step + 1.0 + ahead)},
-        )
+        shard = traces.shard(step, ids=(step,))
+        update = traces.update(step, weights={"w": values(step + 1.0 + ahead)})
         events += [shard, update]
     return events
 
@@ -344,9 +311,7 @@ def test_a_run_that_differed_before_the_stop(
     kind: type[Event], changes: dict[str, Any], words: str
 ) -> None:
     """What differs before the stop is no fault of the resume: inconclusive, with the reason."""
-    finding = judged(altered(RESUMED, kind, {"step": 1}, **changes))
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert words in finding.reason
+    assert words in undecided(judged(altered(RESUMED, kind, {"step": 1}, **changes)))
 
 
 def test_a_step_that_is_not_the_weights() -> None:
@@ -356,24 +321,20 @@ def test_a_step_that_is_not_the_weights() -> None:
     assert finding.verdict is Verdict.FALSIFIED
     assert "its count of steps is 1, and 2 were made" in finding.reason
     told = [start(0.0, 0), *steps(0, 1), start(2.0, 8), *steps(8, 9)]
-    finding = judged(traces.hand_written(*told, subject=STOPPED))
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "observe(..., step=2)" in finding.reason
+    assert "observe(..., step=2)" in undecided(judged(traces.hand_written(*told, subject=STOPPED)))
 
 
 @pytest.mark.parametrize(
     ("weight", "words"),
     [
-        (0.0, "the script began anew, with its initial weights"),
+        (0.0, "the script started over, with its initial weights"),
         (9.0, "with weights of no earlier step"),
     ],
 )
 def test_a_script_that_begins_anew(weight: float, words: str) -> None:
     """A script that has no checkpoint yet, or doesn't say its step, is asked for it."""
     anew = [start(0.0, 0), *steps(0, 1), start(weight, 0), *steps(0, 1, 2, 3)]
-    finding = judged(traces.hand_written(*anew, subject=STOPPED))
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert words in finding.reason
+    assert words in undecided(judged(traces.hand_written(*anew, subject=STOPPED)))
 
 
 @pytest.mark.parametrize(
@@ -411,9 +372,7 @@ def test_an_older_checkpoint_is_a_resume() -> None:
 def test_more_steps_than_without_a_stop() -> None:
     """Steps beyond those of the other run are missing: {steps} may count those of a launch."""
     longer = [start(0.0, 0), *steps(0, 1), start(2.0, 2), *steps(2, 3, 4, 5)]
-    finding = judged(traces.hand_written(*longer, subject=STOPPED))
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "2 steps more" in finding.reason
+    assert "2 steps more" in undecided(judged(traces.hand_written(*longer, subject=STOPPED)))
 
 
 def test_a_script_that_does_not_heed_its_number_of_steps() -> None:
@@ -441,16 +400,7 @@ OTHER_CONSTANTS = "what the optimizer was made with"
 
 def update(step: int, weights: Tensors) -> Update:
     """Return an update that ends with `weights`; its gradient is always the same."""
-    return Update(
-        step=step,
-        rank=0,
-        loss=1.0,
-        weight=1.0,
-        learning_rate=0.1,
-        finite=True,
-        weights=weights,
-        gradient={"a": values(1.0, 1.0)},
-    )
+    return traces.update(step, weights=weights, gradient={"a": values(1.0, 1.0)})
 
 
 def resumed(after: Tensors, *, begun: Tensors = BEGUN, held: Tensors = TRAINED) -> Trace:
@@ -470,7 +420,6 @@ STRAIGHT_STEPS = traces.hand_written(
 
 
 def found(trace: Trace) -> Counterexample:
-    """Return the counterexample of the first step after the resume."""
     tally = Tally("")
     resume.compare_first_steps(tally, STRAIGHT_STEPS, trace)
     assert tally.broken is not None

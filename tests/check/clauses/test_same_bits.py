@@ -13,85 +13,70 @@ from entrenar_py.check.evidence.needs import COUNTS
 from entrenar_py.check.harness import companions
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.trace import Attempt, End, Membership, Shard, Start, Trace, Update
-from entrenar_py.shared.verdict import Verdict
-from tests.check.clauses import traces
-from tests.check.clauses.traces import altered, broken, one, scenario, without
+from tests import traces
+from tests.traces import altered, falsified, held, left_open, one, scenario, without
 
 SUBJECT = scenario()
 BAD = traces.values(1.0)
 
 
 def pair() -> tuple[Trace, Trace]:
-    """Return two runs of SUBJECT."""
     first, second = traces.family("determinism", SUBJECT)
     return first, second
+
+
+def counts() -> tuple[Trace, Trace]:
+    """Return SUBJECT's run, and that of one worker."""
+    return traces.run(SUBJECT), traces.run(SUBJECT.with_(world_size=1))
 
 
 @pytest.mark.parametrize("part", ["gradient", "weights", "buffers"])
 def test_other_bits_with_more_workers(part: str) -> None:
     """A tensor that differs on one rank of the larger run is named."""
-    many = traces.run(SUBJECT)
-    tensors = getattr(many.of(Update)[0], part)
-    name = next(iter(tensors))
-    at = {"step": 3, "rank": 2}
-    many = altered(many, Update, at, **{part: traces.swapped(tensors, name, BAD)})
-    one = traces.run(SUBJECT.with_(world_size=1))
-    found = broken(traces.judge("worker_count", [many, one]))
+    many, one = counts()
+    found = falsified("worker_count", with_bad(many, {"step": 3, "rank": 2}, part), one)
     assert (found.step, found.rank) == (3, 2)
     assert found.message.startswith(f"3 workers give other bits than 1 ({part})")
 
 
+def with_bad(trace: Trace, at: dict[str, Any], part: str) -> Trace:
+    """Return a run in which the first tensor of a part of an update is another one."""
+    name = next(iter(getattr(one(trace, Update, **at), part)))
+    return altered(trace, Update, at, **traces.swapping(part, name, BAD))
+
+
 def test_another_loss_with_more_workers() -> None:
     """A difference in the last bit of a loss is found."""
-    many, one = traces.run(SUBJECT), traces.run(SUBJECT.with_(world_size=1))
+    many, one = counts()
     loss = many.of(Update)[0].loss or 0.0
-    at = {"step": 0, "rank": 1}
-    many = altered(many, Update, at, loss=math.nextafter(loss, 9.0))
-    found = broken(traces.judge("worker_count", [one, many]))
+    off = altered(many, Update, {"step": 0, "rank": 1}, loss=math.nextafter(loss, 9.0))
+    found = falsified("worker_count", one, off)
     assert (found.step, found.rank, found.expected) == (0, 1, str(loss))
 
 
 def test_steps_of_one_run_only() -> None:
     """A run that makes fewer steps is falsified, with the first step it lacks."""
-    many, one = traces.run(SUBJECT), traces.run(SUBJECT.with_(world_size=1))
-    found = broken(traces.judge("worker_count", [one, without(many, Update, step=4)]))
-    assert found.step == 4
+    many, one = counts()
+    assert falsified("worker_count", one, without(many, Update, step=4)).step == 4
 
 
-def test_one_world_size_compares_nothing() -> None:
-    """Runs with the same number of workers are inconclusive."""
-    finding = traces.judge("worker_count", list(pair()))
-    assert finding.verdict is Verdict.INCONCLUSIVE
-
-
-def test_a_planted_value_is_another_training() -> None:
-    """A run halted by a NaN is not compared with runs without one."""
+def test_what_worker_counts_are_not_compared() -> None:
+    """Runs on as many workers, a run halted by a NaN with one that went on, and trainers that
+    promise rounding only, which parity judges.
+    """
+    left_open("worker_count", *pair())
     fault = Fault(kind="non_finite_gradient", step=1, rank=1, value="nan")
-    family = traces.family("worker_count", scenario(faults=(fault,)))
-    assert traces.judge("worker_count", family).verdict is Verdict.HELD
-
-
-def test_world_sizes_fit_shards_and_samples() -> None:
-    """No scenario of the family has more workers than shards or samples."""
-    few = scenario(world_size=2, num_shards=4, num_samples=3, batch_size=3)
-    assert [s.world_size for s in companions.of((COUNTS,), few)] == [2, 1, 3]
+    held("worker_count", *traces.family("worker_count", scenario(faults=(fault,))))
+    runs = [traces.run(scenario(system="textbook", world_size=n)) for n in (1, 3)]
+    assert "promises rounding, not bits" in left_open("worker_count", *runs)
 
 
 def test_two_runs_differ_in_an_update() -> None:
     """A repetition with another gradient is found."""
     first, second = pair()
-    gradient = traces.swapped(traces.one(second, Update, step=2).gradient, "output.bias", BAD)
-    changed = altered(second, Update, {"step": 2, "rank": 1}, gradient=gradient)
-    found = broken(traces.judge("determinism", [first, changed]))
-    assert (found.step, found.rank, found.tensor) == (2, 1, "output.bias")
-
-
-def test_ranks_that_differ_alike_in_both() -> None:
-    """A rank is compared with itself: ranks that differ from each other may repeat exactly."""
-    weights = traces.swapped(traces.one(pair()[1], Update, step=2).weights, "output.bias", BAD)
-    place = {"step": 2, "rank": 1}
-    first, second = (altered(one, Update, place, weights=weights) for one in pair())
-    assert traces.judge("determinism", [first, second]).verdict is Verdict.HELD
+    found = falsified("determinism", first, with_bad(second, {"step": 2, "rank": 1}, "gradient"))
+    assert (found.step, found.rank) == (2, 1)
+    assert found.tensor in second.of(Update)[0].gradient
 
 
 @pytest.mark.parametrize(
@@ -101,44 +86,49 @@ def test_two_runs_differ_in_a_shard(change: dict[str, object]) -> None:
     """Samples, loss, random draws and local gradient of every shard must repeat."""
     first, second = pair()
     changed = altered(second, Shard, {"step": 4, "shard": 3}, **change)
-    found = broken(traces.judge("determinism", [first, changed]))
+    found = falsified("determinism", first, changed)
     assert (found.step, found.shard) == (4, 3)
 
 
-def test_the_order_of_recording_is_free() -> None:
-    """The events of several processes may be recorded in another order in each run."""
+def test_what_need_not_repeat() -> None:
+    """The order of recording, the worker that computes a shard, and what ranks differ in alike.
+
+    Two runs that halt at the same NaN are equal.
+    """
     first, second = pair()
-    shuffled = replace(second, events=(*reversed(second.events[:-1]), second.events[-1]))
-    assert traces.judge("determinism", [first, shuffled]).verdict is Verdict.HELD
-
-
-def test_a_shard_may_move_to_another_worker() -> None:
-    """A shard may be computed by another worker in the second run."""
-    first, second = pair()
-    moved = altered(second, Shard, {"step": 1, "shard": 4}, rank=0)
-    assert traces.judge("determinism", [first, moved]).verdict is Verdict.HELD
-
-
-def test_a_nan_repeats() -> None:
-    """Two runs that halt at the same NaN are equal."""
+    *events, end = second.events
+    held("determinism", first, replace(second, events=(*reversed(events), end)))
+    held("determinism", first, altered(second, Shard, {"step": 1, "shard": 4}, rank=0))
+    held("determinism", *(with_bad(run, {"step": 2, "rank": 1}, "weights") for run in pair()))
     fault = Fault(kind="non_finite_loss", step=1, rank=1, value="nan")
-    finding = traces.judge("determinism", traces.family("determinism", scenario(faults=(fault,))))
-    assert finding.verdict is Verdict.HELD
+    held("determinism", *traces.family("determinism", scenario(faults=(fault,))))
 
 
 def test_one_run_repeats_nothing() -> None:
     """A single run is inconclusive."""
-    finding = traces.judge("determinism", [traces.run(SUBJECT)])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "run twice" in finding.reason
+    assert "run twice" in left_open("determinism", traces.run(SUBJECT))
 
 
-def test_without_the_promise_nothing_is_said() -> None:
-    """A trainer that promises rounding only is not judged here, but by parity."""
-    runs = [traces.run(scenario(system="textbook", world_size=n)) for n in (1, 3)]
-    finding = traces.judge("worker_count", runs)
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "promises rounding, not bits" in finding.reason
+def test_what_runs_did_not_record() -> None:
+    """Samples of a step or all shards' gradients, of one run only; weights or steps, of both."""
+    first, second = pair()
+    short = without(second, Shard, step=3)
+    reason = "only one run has micro-batches of step 3: record a Shard of each step in both"
+    assert reason in left_open("determinism", first, short)
+    many, one = counts()
+    bare = altered(one, Shard, {}, gradient={})
+    assert "record Shard.gradient in both" in left_open("worker_count", many, bare)
+    bare, other = (altered(run, Update, {}, weights={}) for run in pair())
+    reason = "neither run recorded the weights of step 0: record Update.weights in both"
+    assert reason in left_open("determinism", bare, other)
+    reason = "record an Update for every rank and step"
+    assert reason in left_open("determinism", *(without(run, Update) for run in pair()))
+
+
+def test_world_sizes_fit_shards_and_samples() -> None:
+    """No scenario of the family has more workers than shards or samples."""
+    few = scenario(world_size=2, num_shards=4, num_samples=3, batch_size=3)
+    assert [s.world_size for s in companions.of((COUNTS,), few)] == [2, 1, 3]
 
 
 def test_the_devices_that_served_are_named() -> None:
@@ -156,10 +146,8 @@ def test_what_one_run_did_not_record(part: str, silent: int) -> None:
     """A part that only one run recorded is missing, not different."""
     runs = list(pair())
     runs[silent] = altered(runs[silent], Update, {}, **{part: {}})
-    finding = traces.judge("determinism", runs)
-    assert finding.verdict is Verdict.INCONCLUSIVE
     assert (
-        finding.reason
+        left_open("determinism", *runs)
         == f"one run only recorded the {part} of step 0: record Update.{part} in both"
     )
 
@@ -171,35 +159,9 @@ def test_state_that_is_gone(part: str, silent: int) -> None:
     subject = scenario(optimizer="momentum")
     runs = list(traces.family("determinism", subject))
     runs[silent] = altered(runs[silent], Update, {"step": 4}, **{part: {}})
-    found = broken(traces.judge("determinism", runs))
+    found = falsified("determinism", *runs)
     assert found.step == 4
     assert f"({part}): only" in found.message
-
-
-def test_shards_that_one_run_did_not_record() -> None:
-    """Samples of a step, or gradients of all shards, that only one run recorded are missing."""
-    first, second = pair()
-    finding = traces.judge("determinism", [first, without(second, Shard, step=3)])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "only one run has micro-batches of step 3: record a Shard of each step in both" in (
-        finding.reason
-    )
-    many, one = traces.run(SUBJECT), traces.run(SUBJECT.with_(world_size=1))
-    finding = traces.judge("worker_count", [many, altered(one, Shard, {}, gradient={})])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "record Shard.gradient in both" in finding.reason
-
-
-def test_two_runs_that_recorded_no_weights() -> None:
-    """Equal losses without weights are inconclusive, and so are runs without steps."""
-    bare = [altered(run, Update, {}, weights={}) for run in pair()]
-    for found, missing in (
-        (bare, "neither run recorded the weights of step 0: record Update.weights in both"),
-        ([without(run, Update) for run in pair()], "record an Update for every rank and step"),
-    ):
-        finding = traces.judge("determinism", found)
-        assert finding.verdict is Verdict.INCONCLUSIVE
-        assert missing in finding.reason
 
 
 def test_the_run_that_is_missing_is_named() -> None:
@@ -228,7 +190,7 @@ def test_rounding_on_a_gpu_is_named_and_only_advice() -> None:
     ]:
         loss = traces.one(second, Update, step=step).loss or 0.0
         changed = altered(second, Update, {"step": step}, loss=changes(loss, 9.0))
-        found = broken(traces.judge("determinism", [first, changed]))
+        found = falsified("determinism", first, changed)
         messages[name] = found.message
         assert bool(CHECKS["determinism"].advice(found)) == (name == "rounding")
     assert "kernels may add in any order" in messages.pop("rounding")
@@ -239,16 +201,12 @@ def test_rounding_on_a_gpu_is_named_and_only_advice() -> None:
 def test_what_no_kernel_does_is_no_advice_on_a_gpu(kind: str) -> None:
     """Steps, random numbers and buffers of two runs don't differ by an order of additions."""
     first, second = (replace(one, environment={"accelerator": "a GPU"}) for one in pair())
-    if kind == "a step less":
-        second = without(second, Update, step=2)
-    elif kind == "other draws":
-        second = altered(second, Shard, {"step": 2, "shard": 3}, draws="other")
-    else:
-        buffers = traces.one(second, Update, step=2).buffers
-        changed = traces.swapped(buffers, next(iter(buffers)), BAD)
-        second = altered(second, Update, {"step": 2}, buffers=changed)
-    found = broken(traces.judge("determinism", [first, second]))
-    assert not CHECKS["determinism"].advice(found)
+    changed = {
+        "a step less": without(second, Update, step=2),
+        "other draws": altered(second, Shard, {"step": 2, "shard": 3}, draws="other"),
+        "a buffer": with_bad(second, {"step": 2}, "buffers"),
+    }
+    assert not CHECKS["determinism"].advice(falsified("determinism", first, changed[kind]))
 
 
 # --- recovery -------------------------------------------------------------------------------------
@@ -267,14 +225,14 @@ def test_lost_samples_are_named() -> None:
     disturbed, calm = disturbed_pair()
     shard = traces.one(disturbed, Shard, step=2, shard=0)
     lost = altered(disturbed, Shard, {"step": 2, "shard": 0}, ids=(), weight=0.0)
-    found = broken(traces.judge("recovery", [lost, calm]))
+    found = falsified("recovery", lost, calm)
     assert (found.step, found.rank, found.sample_ids) == (2, 1, shard.ids)
 
 
 def test_a_lost_step_is_named() -> None:
     """A step given up after a worker was lost is found."""
     disturbed, calm = disturbed_pair()
-    found = broken(traces.judge("recovery", [without(disturbed, Update, step=4), calm]))
+    found = falsified("recovery", without(disturbed, Update, step=4), calm)
     assert (found.step, found.rank) == (4, 1)
 
 
@@ -284,7 +242,7 @@ def test_a_run_that_ends_with_its_worker() -> None:
     ended = disturbed
     for step in (2, 3, 4, 5):
         ended = without(ended, Update, step=step)
-    found = broken(traces.judge("recovery", [ended, calm], tolerance=0))
+    found = falsified("recovery", ended, calm, tolerance=0)
     assert found.step == 2
 
 
@@ -292,8 +250,7 @@ def test_the_dead_do_not_update() -> None:
     """An update by a worker that left is falsified."""
     disturbed, calm = disturbed_pair()
     ghost = replace(disturbed.of(Update)[-1], step=2, rank=1)
-    events = (*disturbed.events[:-1], ghost, disturbed.events[-1])
-    found = broken(traces.judge("recovery", [replace(disturbed, events=events), calm]))
+    found = falsified("recovery", traces.also(disturbed, ghost), calm)
     assert (found.step, found.rank) == (2, 1)
     assert "yet updated" in found.message
 
@@ -312,27 +269,23 @@ def test_the_loss_comes_back_in_time(within: int, verdict: str) -> None:
 def test_a_short_run_is_judged_at_its_end() -> None:
     """In a run with fewer steps left than the tolerance, the last loss decides."""
     disturbed, calm = disturbed_pair()
-    found = broken(
-        traces.judge("recovery", [altered(disturbed, Update, {"step": 5}, loss=9.0), calm])
-    )
+    found = falsified("recovery", altered(disturbed, Update, {"step": 5}, loss=9.0), calm)
     assert (found.step, found.got) == (5, "9.0")
 
 
 def test_a_promise_of_bits_is_kept_through_the_loss() -> None:
     """A trainer that promises bits keeps them after losing a worker."""
     disturbed, calm = traces.family("recovery", DISTURBED)
-    right = traces.one(disturbed, Update, step=3).gradient
-    bad = traces.swapped(right, "output.bias", traces.values(0.0))
-    changed = altered(disturbed, Update, {"step": 3, "rank": 2}, gradient=bad)
-    found = broken(traces.judge("recovery", [changed, calm]))
+    bad = traces.swapping("gradient", "output.bias", traces.values(0.0))
+    found = falsified("recovery", altered(disturbed, Update, {"step": 3, "rank": 2}, **bad), calm)
     assert (found.step, found.rank, found.tensor) == (3, 2, "output.bias")
 
 
 def test_the_undisturbed_run_is_needed() -> None:
     """Without the undisturbed run the check is inconclusive."""
-    finding = traces.judge("recovery", [traces.run(DISTURBED)])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "record one with faults=() in its scenario" in finding.reason
+    assert "record one with faults=() in its scenario" in left_open(
+        "recovery", traces.run(DISTURBED)
+    )
     other = traces.run(DISTURBED.with_(faults=(), seed=9))
     finding = traces.judge("recovery", [traces.run(DISTURBED), other])
     assert finding.reason.endswith("the nearest other trace differs in seed (9, needed 4)")
@@ -341,9 +294,9 @@ def test_the_undisturbed_run_is_needed() -> None:
 def test_a_run_is_not_compared_with_itself() -> None:
     """A run that a worker left, unplanned by its scenario, is no undisturbed run."""
     disturbed, _ = disturbed_pair()
-    finding = traces.judge("recovery", [replace(disturbed, scenario=scenario())])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "by faults=(Fault(kind='leave', rank=1, step=2),) in its scenario" in finding.reason
+    assert "by faults=(Fault(kind='leave', rank=1, step=2),) in its scenario" in left_open(
+        "recovery", replace(disturbed, scenario=scenario())
+    )
 
 
 @pytest.mark.parametrize("silent", [0, 1])
@@ -354,9 +307,7 @@ def test_samples_and_steps_that_one_run_did_not_record(silent: int) -> None:
         (without(runs[silent], Shard), "record Shard.ids in both runs"),
         (without(runs[silent], Update), "record an Update for every rank and step"),
     ):
-        finding = traces.judge("recovery", [*runs[:silent], changed, *runs[silent + 1 :]])
-        assert finding.verdict is Verdict.INCONCLUSIVE
-        assert missing in finding.reason
+        assert missing in left_open("recovery", *runs[:silent], changed, *runs[silent + 1 :])
 
 
 @pytest.mark.parametrize("step", [3, 5])
@@ -364,8 +315,7 @@ def test_the_dead_make_no_later_step(step: int) -> None:
     """An update by a rank in a step after it left is falsified."""
     disturbed, calm = disturbed_pair()
     ghost = replace(one(disturbed, Update, step=step, rank=0), rank=1)
-    events = (*disturbed.events[:-1], ghost, disturbed.events[-1])
-    found = broken(traces.judge("recovery", [replace(disturbed, events=events), calm]))
+    found = falsified("recovery", traces.also(disturbed, ghost), calm)
     assert (found.step, found.rank) == (step, 1)
 
 
@@ -377,7 +327,7 @@ def test_a_run_that_halts_with_its_worker(last: int) -> None:
     kept = [e for e in disturbed.events[:-1] if getattr(e, "step", 0) <= last]
     kept = [e for e in kept if not (isinstance(e, Update | Shard) and e.step == last)]
     halted = replace(disturbed, promises=(), events=(*kept, End(status="halted")))
-    found = broken(traces.judge("recovery", [halted, calm]))
+    found = falsified("recovery", halted, calm)
     assert (found.step, found.rank) == (last, 1)
     assert "has other samples" in found.message
 
@@ -387,19 +337,17 @@ def test_samples_of_a_step_that_nobody_recorded() -> None:
     for silent in (0, 1):
         runs = list(disturbed_pair())
         runs[silent] = without(runs[silent], Shard, step=4)
-        finding = traces.judge("recovery", runs)
-        assert finding.verdict is Verdict.INCONCLUSIVE
-        assert "the samples of step 4 are unknown" in finding.reason
+        assert "the samples of step 4 are unknown" in left_open("recovery", *runs)
         runs[0] = altered(runs[0], Shard, {"step": 3, "rank": 2}, ids=(), weight=0.0)
-        assert broken(traces.judge("recovery", runs)).step == 3
+        assert falsified("recovery", *runs).step == 3
 
 
 def test_steps_that_the_undisturbed_run_lacks() -> None:
     """Steps that the undisturbed run lacks, or all, are missing."""
     disturbed, calm = disturbed_pair()
-    finding = traces.judge("recovery", [disturbed, without(calm, Update, step=4)], tolerance=0)
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "the undisturbed run has no step 4" in finding.reason
+    assert "the undisturbed run has no step 4" in left_open(
+        "recovery", disturbed, without(calm, Update, step=4), tolerance=0
+    )
     halted = replace(calm, events=(End(status="halted"),))
     finding = traces.judge("recovery", [disturbed, halted])
     assert finding.reason == "the undisturbed run made no step"
@@ -409,10 +357,10 @@ def test_a_departure_that_was_planned_and_not_seen() -> None:
     """If one of two planned departures was not recorded, it was not judged."""
     subject = scenario(faults=(traces.leave(1, 2), traces.leave(2, 4)))
     disturbed, calm = traces.family("recovery", subject)
-    assert traces.judge("recovery", [disturbed, calm]).verdict is Verdict.HELD
-    finding = traces.judge("recovery", [without(disturbed, Membership, rank=2), calm])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert finding.reason.startswith("rank 2 was to leave, and no departure was recorded: record")
+    held("recovery", disturbed, calm)
+    assert left_open("recovery", without(disturbed, Membership, rank=2), calm).startswith(
+        "rank 2 was to leave, and no departure was recorded: record"
+    )
 
 
 def test_no_loss_shows_no_recovery() -> None:
@@ -421,16 +369,14 @@ def test_no_loss_shows_no_recovery() -> None:
     joined = scenario(faults=(traces.join(2, 3),))
     calm_too = without(disturbed, Membership)
     for family in ([calm_too, calm], traces.family("recovery", joined)):
-        finding = traces.judge("recovery", family)
-        assert finding.verdict is Verdict.INCONCLUSIVE
-        assert "no worker left" in finding.reason
+        assert "no worker left" in left_open("recovery", *family)
 
 
 def test_a_halted_run_is_not_compared_with_the_undisturbed_one() -> None:
     """A run that also halts at a NaN is not compared with the undisturbed one."""
     fault = Fault(kind="non_finite_loss", step=4, rank=0, value="nan")
     family = traces.family("recovery", scenario(faults=(traces.leave(1, 2), fault)))
-    assert traces.judge("recovery", family).verdict is Verdict.INCONCLUSIVE
+    left_open("recovery", *family)
 
 
 def test_dropout_per_rank_is_off_its_own_trajectory() -> None:
@@ -439,32 +385,28 @@ def test_dropout_per_rank_is_off_its_own_trajectory() -> None:
     """
     subject = scenario(system="textbook", dropout=0.3, faults=(traces.leave(1, 2),))
     family = traces.family("recovery", subject)
-    finding = traces.judge("recovery", family[:2])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert finding.reason.endswith("so that losses differ: use dropout 0 in both runs")
-    finding = traces.judge("recovery", family)
-    assert finding.verdict is Verdict.HELD
+    assert left_open("recovery", *family[:2]).endswith(
+        "so that losses differ: use dropout 0 in both runs"
+    )
+    finding = held("recovery", *family)
     assert any("without dropout only" in note for note in finding.notes)
-    assert traces.judge("recovery", [*family[:2], family[3]]).verdict is Verdict.INCONCLUSIVE
+    left_open("recovery", *family[:2], family[3])
     other = traces.family("recovery", subject.with_(dropout=0.0, seed=9))
-    finding = traces.judge("recovery", [*family[:2], *other])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "use dropout 0 in both runs" in finding.reason
+    assert "use dropout 0 in both runs" in left_open("recovery", *family[:2], *other)
 
 
 def test_the_textbook_trainer_recovers() -> None:
     """A trainer that promises no bits holds within the published bound."""
     subject = scenario(system="textbook", faults=(traces.leave(1, 2),))
-    finding = traces.judge("recovery", traces.family("recovery", subject))
-    assert finding.verdict is Verdict.HELD
+    held("recovery", *traces.family("recovery", subject))
 
 
 def test_a_calm_run_that_diverged_decides_nothing() -> None:
     """A NaN in the undisturbed run makes the comparison inconclusive."""
     disturbed, calm = disturbed_pair()
-    finding = traces.judge("recovery", [disturbed, altered(calm, Update, {}, loss=math.nan)])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "not finite" in finding.reason
+    assert "not finite" in left_open(
+        "recovery", disturbed, altered(calm, Update, {}, loss=math.nan)
+    )
 
 
 # --- whether any worker could come back -----------------------------------------------------------
@@ -502,5 +444,5 @@ def test_a_worker_that_came_back_is_judged() -> None:
     """A second start after the loss is a recovery, whether it has a checkpoint or not."""
     dead = killed(saves="nothing")
     again = [event for event in dead.events if isinstance(event, Start)]
-    back = replace(dead, events=(*dead.events[:-1], *again, dead.events[-1]))
+    back = traces.also(dead, *again)
     assert CHECKS["recovery"].absent([traces.observed(saves="nothing"), back]) == ""

@@ -9,7 +9,8 @@ import pytest
 
 from entrenar_py.shared.trace import Encoded, Event, Shard, Taught, Update, Weighed
 from entrenar_py.shared.verdict import Verdict
-from tests.check.clauses import traces
+from tests import traces
+from tests.traces import undecided
 
 CHAT = Encoded(
     sample=0,
@@ -24,22 +25,11 @@ ROW = replace(CHAT, predicted=(), completion=(), label=0)
 
 
 def shard(*ids: int, step: int = 0, weight: float = 2.0, epoch: int = 0) -> Shard:
-    return Shard(
-        step=step,
-        epoch=epoch,
-        rank=0,
-        shard=0,
-        ids=ids,
-        loss_sum=1.0,
-        weight=weight,
-        finite=True,
-    )
+    return traces.shard(step, epoch=epoch, ids=ids, weight=weight)
 
 
 def update(step: int) -> Update:
-    return Update(
-        step=step, rank=0, loss=1.0, weight=1.0, learning_rate=0.1, finite=True, weights={}
-    )
+    return traces.update(step)
 
 
 def judged(check: str, *events: Event, **fields: Any) -> Any:
@@ -146,6 +136,4 @@ def test_copies_are_samples(
 
 
 def test_rows_without_copies_say_nothing() -> None:
-    finding = judged("oversampled", *classes(0, 1), *epochs((0, 1)))
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "no repeated row" in finding.reason
+    assert "no repeated row" in undecided(judged("oversampled", *classes(0, 1), *epochs((0, 1))))

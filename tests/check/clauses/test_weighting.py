@@ -5,24 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 
 from entrenar_py.shared.trace import Event, Shard, TensorRecord, Trace, Update
 from entrenar_py.shared.verdict import Verdict
-from tests.check.clauses import micro_batch_traces, traces
-from tests.check.clauses.micro_batch_traces import (
-    SHAPES,
-    STEPS,
-    Vectors,
+from tests import traces
+from tests.check.clauses import micro_batch_traces
+from tests.check.clauses.micro_batch_traces import SHAPES, STEPS, Vectors, summed, times, trace_of
+from tests.traces import (
+    altered,
+    broken,
+    falsified,
+    held,
+    in_bfloat16,
+    left_open,
     records,
-    summed,
-    times,
-    trace_of,
+    scenario,
+    without,
 )
-from tests.check.clauses.traces import altered, broken, scenario, without
 
 SUBJECT = scenario(detail="values")
 
@@ -38,7 +40,7 @@ def test_a_mean_of_means_is_found() -> None:
     trace = traces.run(scenario(num_shards=3))
     wrong = mean_of_means(trace, 1)
     changed = altered(trace, Update, {"step": 1, "rank": 2}, loss=wrong)
-    found = broken(traces.judge("weighting", [changed]))
+    found = falsified("weighting", changed)
     assert (found.step, found.rank, found.got) == (1, 2, repr(wrong))
     assert "weighted mean" in found.message
 
@@ -46,7 +48,7 @@ def test_a_mean_of_means_is_found() -> None:
 def test_a_weight_that_is_not_the_shards() -> None:
     """A rank that counts only its own samples is found."""
     changed = altered(traces.run(SUBJECT), Update, {"step": 2, "rank": 1}, weight=1.0)
-    found = broken(traces.judge("weighting", [changed]))
+    found = falsified("weighting", changed)
     assert (found.step, found.rank, found.expected, found.got) == (2, 1, "2.0", "1.0")
 
 
@@ -54,38 +56,34 @@ def test_a_weight_that_is_not_the_shards() -> None:
 def test_gradients_are_the_single_devices(step: int) -> None:
     """A gradient weighted unlike the loss is found in its step, also in a short batch."""
     own, *others = traces.family("weighting", SUBJECT)
-    right = traces.one(own, Update, step=step).gradient
-    gradient = traces.swapped(right, "hidden1.bias", traces.values(1, 2, 3))
-    changed = altered(own, Update, {"step": step, "rank": 1}, gradient=gradient)
-    found = broken(traces.judge("weighting", [changed, *others]))
+    bad = traces.swapping("gradient", "hidden1.bias", traces.values(1, 2, 3))
+    changed = altered(own, Update, {"step": step, "rank": 1}, **bad)
+    found = falsified("weighting", changed, *others)
     assert (found.step, found.rank, found.tensor) == (step, 1, "hidden1.bias")
 
 
 def test_tokens_are_weighted() -> None:
     """A language model's loss is a mean over tokens, since its lines differ in length."""
     subject = scenario(workload="decoder", num_samples=5, num_steps=1, detail="values")
-    finding = traces.judge("weighting", traces.family("weighting", subject))
-    assert finding.verdict is Verdict.HELD
+    held("weighting", *traces.family("weighting", subject))
 
 
 def test_a_loss_that_overflowed_is_left_to_finiteness() -> None:
     """A non-finite loss is judged by F-DP-003, not here."""
     trace = altered(traces.run(SUBJECT), Shard, {"step": 3, "shard": 0}, loss_sum=math.nan)
-    assert traces.judge("weighting", [trace]).verdict is Verdict.INCONCLUSIVE
+    left_open("weighting", trace)
 
 
 def test_without_an_oracle_the_gradient_is_unknown() -> None:
     """Losses alone don't show the weighting of gradients."""
-    finding = traces.judge("weighting", [traces.run(SUBJECT)])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "the gradient's weighting is unknown" in finding.reason
+    assert "the gradient's weighting is unknown" in left_open("weighting", traces.run(SUBJECT))
 
 
 def test_without_shards_nothing_is_known() -> None:
     """A trainer without recorded shard losses is inconclusive."""
     trace = traces.run(SUBJECT)
     bare = replace(trace, events=tuple(e for e in trace.events if not isinstance(e, Shard)))
-    assert traces.judge("weighting", [bare]).verdict is Verdict.INCONCLUSIVE
+    left_open("weighting", bare)
 
 
 def test_what_was_not_recorded() -> None:
@@ -101,9 +99,7 @@ def test_what_was_not_recorded() -> None:
         ([without(own, Shard), *others], "no micro-batch of steps 0, 1, 2, 3, 4"),
         ([altered(own, Shard, {}, weight=0.0), *others], "no weight: record Shard.weight"),
     ):
-        finding = traces.judge("weighting", found)
-        assert finding.verdict is Verdict.INCONCLUSIVE
-        assert missing in finding.reason
+        assert missing in left_open("weighting", *found)
 
 
 def test_one_comparison_excuses_no_gap() -> None:
@@ -119,38 +115,29 @@ def test_one_comparison_excuses_no_gap() -> None:
         ([altered(own, Shard, {"step": 4}, gradient={}), oracle], "step 4 could not be added"),
         ([without(own, Shard, rank=1), oracle], "rank 1 made steps without a micro-batch"),
     ):
-        finding = traces.judge("weighting", found)
-        assert finding.verdict is Verdict.INCONCLUSIVE
-        assert missing in finding.reason
+        assert missing in left_open("weighting", *found)
 
 
 def test_gradients_of_copies_are_not_the_models() -> None:
     """An optimizer of copies applies gradients that the model's parameters don't have."""
     own, *others = traces.family("weighting", SUBJECT)
     bare = traces.was(altered(own, Update, {}, gradient={}), steps="copies")
-    finding = traces.judge("weighting", [bare, *others])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "the optimizer steps copies of the model's weights" in finding.reason
+    assert "the optimizer steps copies of the model's weights" in left_open(
+        "weighting", bare, *others
+    )
 
 
 def test_a_gradient_of_samples_without_names_counts() -> None:
     """A shard without sample ids still counts in the sum."""
     own, *others = traces.family("weighting", SUBJECT)
     unnamed = altered(own, Shard, {"step": 1, "shard": 0}, ids=())
-    finding = traces.judge("weighting", [unnamed, *others])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "the samples of step 1 are unknown" in finding.reason
+    assert "the samples of step 1 are unknown" in left_open("weighting", unnamed, *others)
 
 
 def _digests(event: Event) -> Event:
     if not isinstance(event, Update):
         return event
     return replace(event, gradient={n: TensorRecord(r.digest) for n, r in event.gradient.items()})
-
-
-def in_bfloat16(vector: Any) -> Any:
-    bits = vector.astype(np.float32).view(np.uint32) + np.uint32(0x8000)
-    return (bits & np.uint32(0xFFFF0000)).view(np.float32)
 
 
 def sent_in_bfloat16() -> Trace:
@@ -170,7 +157,7 @@ def test_sums_in_bfloat16_are_compared_within_its_rounding() -> None:
     assert traces.judge("weighting", [right]).verdict is not Verdict.FALSIFIED
     declared = traces.was(right, compressed="float32")
     words = "sums of gradients are rounded to 16 bits, and float32 is declared"
-    assert words in broken(traces.judge("weighting", [declared])).message
+    assert words in falsified("weighting", declared).message
 
 
 def two_networks(factor: float) -> Trace:
@@ -292,7 +279,7 @@ def test_losses_of_single_samples_may_be_added() -> None:
 
 def test_means_that_are_added() -> None:
     """Where each loss is a mean of 8, two of them are not to be added."""
-    broken = traces.broken(traces.judge("weighting", [run(WHOLE, weight=8.0)]))
+    broken = falsified("weighting", run(WHOLE, weight=8.0))
     assert (broken.step, broken.got) == (0, "2")
     assert "in every step 2 times the gradient of the mean loss is applied" in broken.message
 
@@ -329,7 +316,7 @@ def test_steps_of_other_sizes(kept: int, words: str) -> None:
         {"step": 1, "rank": 1},
         gradient=records(total),
     )
-    broken = traces.broken(traces.judge("weighting", [broken_run]))
+    broken = falsified("weighting", broken_run)
     assert broken.step == 1
     assert f"{2 * kept} micro-batches are divided by the number that 4" in broken.message
     assert words in broken.message

@@ -22,7 +22,8 @@ from entrenar_py.shared.trace import (
     Update,
 )
 from entrenar_py.shared.verdict import Finding, Verdict
-from tests.check.clauses import traces
+from tests import traces
+from tests.traces import held
 
 SUBJECT = Scenario(system="wire", workload="linear", world_size=1, seed=0)
 CARRIED = Carried(
@@ -84,8 +85,7 @@ def test_wrong(check: str, event: Event, place: str, said: str) -> None:
 def test_the_real_wire_holds(check: str) -> None:
     """The probe's plan holds: every message, and many cases that differ by seed."""
     runs: list[Trace] = [traces.run(one) for one in CHECKS[check].plan(traces.clause(check))]
-    finding = traces.judge(check, runs)
-    assert finding.verdict is Verdict.HELD, finding.reason
+    finding = held(check, *runs)
     assert finding.compared >= 36
     probes = [one for one in runs if one.scenario.system == "wire"]
     assert len({str(one.of(Refused)) for one in probes}) == len(probes) == 3
@@ -108,15 +108,13 @@ CUT = CALM.with_(faults=(Fault(kind="cut", rank=1, step=1, at="TreeNode"),))
 
 
 def judged_endurance(*runs: Trace) -> tuple[Verdict, str]:
-    """Return verdict and reason."""
     finding = traces.judge("endurance", list(runs))
     return finding.verdict, finding.reason
 
 
 def test_a_disturbed_run_that_ends_alike_holds() -> None:
     """Every update of the disturbed run is compared."""
-    finding = traces.judge("endurance", traces.family("endurance", CUT))
-    assert finding.verdict is Verdict.HELD
+    finding = held("endurance", *traces.family("endurance", CUT))
     assert finding.compared > 6
 
 
@@ -177,13 +175,7 @@ SCENARIO = Scenario(
     num_steps=2,
 )
 ORDERED = Heard(
-    case="in order",
-    step=1,
-    part="block 0",
-    digest="a",
-    poisoned=False,
-    roundings=0.5,
-    element=3,
+    case="in order", step=1, part="block 0", digest="a", poisoned=False, roundings=0.5, element=3
 )
 BACKWARDS = replace(ORDERED, case="backwards")
 POISONED = replace(ORDERED, case="a NaN", poisoned=True, digest=None, roundings=None, element=None)

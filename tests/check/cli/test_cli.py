@@ -17,26 +17,9 @@ from entrenar_py.shared.errors import SystemFailure
 from entrenar_py.shared.page import arguments as file_arguments
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Trace
-from tests.command_line import (
-    check,
-    contract_file,
-    launch,
-    repeat_a_sample,
-    report,
-    verdicts,
-)
+from tests.command_line import check, contract_file, launch, repeat_a_sample, report, verdicts
 
-
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give each test its own working folder, in which counterexamples are saved."""
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture
-def contract(tmp_path: Path) -> str:
-    """Return a contract with two clauses that hold, with one scenario each."""
-    return contract_file(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 # --- exit codes -------------------------------------------------------------------------------
@@ -45,12 +28,7 @@ def contract(tmp_path: Path) -> str:
 @pytest.mark.parametrize("formats", [(), ("--json", "r.json"), ("--junit", "r.xml"), ("--quiet",)])
 @pytest.mark.parametrize(
     ("code", "arguments"),
-    [
-        (0, ()),
-        (1, ("--world-size", "3")),
-        (4, ("--timeout", "1e-9")),
-        (5, ("--severity", "P2")),
-    ],
+    [(0, ()), (1, ("--world-size", "3")), (4, ("--timeout", "1e-9")), (5, ("--severity", "P2"))],
 )
 def test_exit_codes(
     contract: str,
@@ -89,7 +67,7 @@ def test_a_crashed_check_and_a_crashed_run_are_inconclusive(
         raise ZeroDivisionError("a bug")
 
     with monkeypatch.context() as patch:
-        patch.setattr("entrenar_py.train.reference.run", bug)
+        patch.setattr("entrenar_py.systems.reference.run", bug)
         assert check("--contract", contract, "--examples", 0) == 4
         assert "did not run to an end: ZeroDivisionError: a bug" in capsys.readouterr().out
     broken = replace(checks.CHECKS["coverage"], judge=bug)

@@ -17,7 +17,7 @@ from entrenar_py.check.project import configuration
 from entrenar_py.check.reports.report import Entry
 from entrenar_py.shared import package_data
 from entrenar_py.shared.verdict import Counterexample, Finding, Verdict, inconclusive
-from tests.check.clauses import traces
+from tests import traces
 from tests.conftest import shipped_invariants
 
 TASKS = judging.tasks([shipped_invariants()[name] for name in ("F-DP-001", "F-DP-003")])

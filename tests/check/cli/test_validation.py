@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import pytest
 
 from entrenar_py.check.contract.rules import RULES
 from tests.check.contract.validation.written import KERNEL, written
-from tests.command_line import check
+from tests.command_line import check, report
 
 SCHEMA = Path(__file__).parents[3] / "docs" / "validation-schema-v2.json"
 BROKEN = KERNEL.replace("[a paper]", "[]").replace(", if_fails: no division", "")
@@ -28,12 +26,6 @@ def broken(tmp_path: Path) -> Path:
 def kept(tmp_path: Path) -> Path:
     """Return a contract without findings."""
     return written(tmp_path, KERNEL, "kept-v1.yaml")
-
-
-def record(path: Path) -> dict[str, Any]:
-    """Return the contents of a JSON file."""
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
 
 
 @pytest.mark.parametrize(
@@ -98,7 +90,7 @@ def test_several_contracts(
     assert check(*both, "--json", tmp_path / "v.json") == 2
     verdicts = [line.split(",")[0] for line in capsys.readouterr().out.splitlines()]
     assert verdicts == ["c-v1.yaml: not valid", "kept-v1.yaml: valid"]
-    found = record(tmp_path / "v.json")
+    found = report(tmp_path / "v.json")
     assert [one["valid"] for one in found["contracts"]] == [False, True]
 
 
@@ -107,8 +99,8 @@ def test_json(broken: Path, tmp_path: Path) -> None:
     unread = written(tmp_path, "metadata: [", "unread.yaml")
     arguments = ("--contract", broken, "--contract", unread, "--validate", "--suppress", ASIDE)
     assert check(*arguments, "--json", tmp_path / "v.json") == 2
-    found = record(tmp_path / "v.json")
-    jsonschema.Draft202012Validator(record(SCHEMA)).validate(found)
+    found = report(tmp_path / "v.json")
+    jsonschema.Draft202012Validator(report(SCHEMA)).validate(found)
     first, second = found["contracts"]
     assert (first["valid"], first["judged_as"], first["counts"]["suppressed"]) == (
         True,
@@ -126,7 +118,7 @@ def test_sarif(broken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir(tmp_path)
     arguments = ("--contract", broken, "--validate", "--suppress", ASIDE, "--strict")
     assert check(*arguments, "--sarif", "v.sarif") == 2
-    (run,) = record(tmp_path / "v.sarif")["runs"]
+    (run,) = report(tmp_path / "v.sarif")["runs"]
     rules = run["tool"]["driver"]["rules"]
     assert [rule["id"] for rule in rules] == [rule.id for rule in RULES]
     assert all(rule["help"]["text"] and rule["shortDescription"]["text"] for rule in rules)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from entrenar_py.check.clauses import CHECKS
 from entrenar_py.check.command import judging, run_plan, runs
+from entrenar_py.check.command.run_settings import Run
 from entrenar_py.check.harness.plan import Task
 from entrenar_py.shared.verdict import Finding
 from tests.conftest import shipped_invariants
@@ -47,7 +48,7 @@ def record(
     *,
     witnesses: bool = False,
     **changes: object,
-) -> dict[Path, runs.Run]:
+) -> dict[Path, Run]:
     """Return, by file, the runs of a command that the checks in `wanted` need.
 
     With `witnesses` also those that show what comparisons presuppose, as for a user's command.
@@ -68,7 +69,7 @@ def _tasks() -> list[Task]:
     return judging.tasks([*shipped_invariants().values()])
 
 
-def findings(recorded: dict[Path, runs.Run], wanted: Collection[str] = ()) -> dict[str, Finding]:
+def findings(recorded: dict[Path, Run], wanted: Collection[str] = ()) -> dict[str, Finding]:
     """Return the findings on the runs, by check."""
     found = {}
     for task in _tasks():

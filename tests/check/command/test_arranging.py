@@ -14,6 +14,7 @@ from entrenar_py.check.evidence.needs import ALONE
 from entrenar_py.check.rank_files.rank_file import RankFile
 from entrenar_py.shared import trace
 from entrenar_py.shared.trace import Start, Update, record_tensor
+from tests import traces
 
 WHOLE = np.random.default_rng(1).standard_normal((4, 3)).astype(np.float32)
 
@@ -25,22 +26,9 @@ def launch(command: Sequence[str], *, folder: Path, **settings: object) -> Ended
         file = RankFile(folder, {"rank": rank, "world_size": world_size, "values": True})
         rows = WHOLE[rank * 4 // world_size :][: 4 // world_size]
         weights = {"weight": record_tensor(rows.reshape(-1), values=True)}
-        shard = trace.Shard(
-            step=0, epoch=0, rank=rank, shard=0, ids=(3, 4), loss_sum=1.0, weight=2, finite=True
-        )
+        shard = traces.shard(0, rank, ids=(3, 4), weight=2)
         start = Start(step=0, rank=rank, weights=weights, shapes={"weight": rows.shape})
-        update = Update(
-            step=0,
-            rank=rank,
-            loss=0.5,
-            weight=2,
-            learning_rate=0.1,
-            gradient=weights,
-            grad_norm=None,
-            applied_norm=None,
-            finite=True,
-            weights=weights,
-        )
+        update = traces.update(0, rank, loss=0.5, weight=2, gradient=weights, weights=weights)
         file.append([start, shard, update])
         file.close()
     (folder / OUTPUT).touch()

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from entrenar_py.check.clauses import CHECKS
-from entrenar_py.check.command import run_plan, runs
+from entrenar_py.check.command import run_plan
+from entrenar_py.check.command.run_settings import Run
 from entrenar_py.check.observing.auto import Settings
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.verdict import Verdict
@@ -241,7 +242,7 @@ def test_what_comes_at_the_end_of_an_epoch_is_seen(tmp_path: Path) -> None:
     assert {run.trace.scenario.num_steps for run in recorded.values()} == {24}
 
 
-def alone(text: str, folder: Path) -> dict[Path, runs.Run]:
+def alone(text: str, folder: Path) -> dict[Path, Run]:
     """Return the runs of a script, by path, on one worker in a folder of its own, for F-TI-003."""
     place = folder / "place"
     place.mkdir()

@@ -9,7 +9,8 @@ import numpy as np
 from entrenar_py.check.command.run_trace import Beginnings, first_step
 from entrenar_py.shared import trace
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.shared.trace import End, Start, Tensors, Trace, Update
+from entrenar_py.shared.trace import Tensors, Trace
+from tests import traces
 
 SCENARIO = Scenario(
     system="command",
@@ -29,28 +30,8 @@ def weights(value: float) -> Tensors:
 
 def run(values: Sequence[float], step: int = 0) -> Trace:
     """Return a run that begins with the first of `values` and reaches the others."""
-    updates = [
-        Update(
-            step=step + number,
-            rank=0,
-            loss=None,
-            weight=1.0,
-            finite=True,
-            learning_rate=0.1,
-            weights=weights(value),
-        )
-        for number, value in enumerate(values[1:])
-    ]
-    return Trace(
-        scenario=SCENARIO,
-        environment={},
-        promises=(),
-        events=(
-            Start(step=step, rank=0, weights=weights(values[0])),
-            *updates,
-            End(status="completed"),
-        ),
-    )
+    steps = traces.reaching([*map(weights, values)], begin=step, loss=None)
+    return traces.hand_written(*steps, subject=SCENARIO)
 
 
 def test_a_run_that_begins_where_another_was_has_failed() -> None:

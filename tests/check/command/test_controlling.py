@@ -12,8 +12,8 @@ from entrenar_py.check.command.witnesses import Controlling, Shortening
 from entrenar_py.check.evidence.needs import CONTROLLED, NUDGED, SHORTENED
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.trace import Trace
+from tests import traces
 from tests.check.causes.test_presuppositions import own
-from tests.check.clauses import traces
 from tests.check.clauses.test_parity import (
     COUPLED,
     MASKED,

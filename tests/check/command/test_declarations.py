@@ -9,10 +9,9 @@ import pytest
 
 from entrenar_py.check.command import judging
 from entrenar_py.check.command.judging import tasks
-from entrenar_py.check.command.run_settings import RunSettings
-from entrenar_py.check.command.runs import Run
+from entrenar_py.check.command.run_settings import Run, RunSettings
 from entrenar_py.shared.verdict import Verdict
-from tests.check.clauses import traces
+from tests import traces
 from tests.conftest import shipped_invariants
 
 SAVES, RESTARTS, COPIES = "F-TI-003", "F-DP-006", "F-DP-001"

@@ -13,6 +13,7 @@ from entrenar_py.check.command.run_settings import RunSettings
 from entrenar_py.check.rank_files import notes
 from entrenar_py.check.rank_files.rank_file import STACK_SUFFIX, RankTrace
 from entrenar_py.shared.trace import Event, Injected, Shard, Update
+from tests import traces
 
 NAN = {"kind": "non_finite_gradient", "step": 1, "rank": 1, "value": "nan"}
 LEAVE = {"kind": "leave", "step": 1, "rank": 1}
@@ -27,15 +28,7 @@ def rank(number: int, *, ended: bool = True, problem: str = "", world_size: int 
 def steps(*made: int) -> list[Update]:
     """Return the updates of ranks 0, 1, ... that made these numbers of steps."""
     return [
-        Update(
-            step=step,
-            rank=number,
-            loss=None,
-            weight=1.0,
-            learning_rate=0.1,
-            finite=True,
-            weights={},
-        )
+        traces.update(step, number, loss=None)
         for number, num_steps in enumerate(made)
         for step in range(num_steps)
     ]
@@ -221,9 +214,7 @@ def test_a_last_launch_that_recorded_nothing(
 def passes(*made: int) -> list[Shard]:
     """Return the backward passes of ranks 0, 1, ... that made so many."""
     return [
-        Shard(
-            step=step, epoch=0, rank=number, shard=0, ids=(), loss_sum=0.0, weight=1.0, finite=True
-        )
+        traces.shard(step, number, loss_sum=0.0)
         for number, num_passes in enumerate(made)
         for step in range(num_passes)
     ]

@@ -85,7 +85,6 @@ class Folder:
         self.parents: warm.Parents | None = None
 
     def has(self, name: str, text: str) -> Path:
-        """Write a file."""
         (self.path / name).parent.mkdir(exist_ok=True)
         (self.path / name).write_text(text)
         return self.path / name
@@ -232,10 +231,7 @@ def test_packages_that_can_not_be_imported_ahead(
 
 @pytest.mark.parametrize(
     ("words", "why"),
-    [
-        (("TZ=UTC",), "TZ is set otherwise for ranks"),
-        (("-X", "dev"), "ranks are started by"),
-    ],
+    [(("TZ=UTC",), "TZ is set otherwise for ranks"), (("-X", "dev"), "ranks are started by")],
 )
 def test_ranks_that_would_differ_are_not_forked(
     words: tuple[str, ...], why: str, folder: Folder

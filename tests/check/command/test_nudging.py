@@ -36,11 +36,7 @@ def test_a_run_is_nudged_once() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "trace"),
-    [
-        (ONE, PLAIN),
-        (ONE, moved([1.0, 1.0])),
-        (replace(TWO, turn=Turn("clip", "0.1")), NEAR),
-    ],
+    [(ONE, PLAIN), (ONE, moved([1.0, 1.0])), (replace(TWO, turn=Turn("clip", "0.1")), NEAR)],
     ids=["equal", "unlike", "clipped"],
 )
 def test_no_run_is_nudged(settings: RunSettings, trace: object) -> None:

@@ -17,11 +17,10 @@ from entrenar_py.check.project import commands
 from entrenar_py.check.reports.report import Entry
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.verdict import Finding, Verdict
-from tests.check.clauses.traces import clause
+from tests.traces import clause
 
 
 def entry(verdict: Verdict, reason: str) -> Entry:
-    """Return the finding of a clause."""
     invariant = clause("parity")
     found = Finding(invariant=invariant.id, verdict=verdict, compared=1, reason=reason)
     return Entry(invariant=invariant, finding=found, num_scenarios=1, num_explored=0, elapsed_s=0.0)

@@ -20,7 +20,7 @@ from entrenar_py.check.observing import RATES
 from entrenar_py.check.rank_files.layout import Layout
 from entrenar_py.shared.faults import COMMON, REPLAYED, Fault
 from entrenar_py.shared.trace import Update
-from tests.check.clauses import traces
+from tests import traces
 
 FIRST = RunSettings(world_size=2, seed=0)
 SECOND, THIRD = (replace(FIRST, repeat=number) for number in (1, 2))
@@ -40,7 +40,6 @@ def plan(folder: Path, launch: Callable[..., Ended], *options: str) -> Plan:
 
 
 def ended(folder: Path, *, is_forked: bool = True, seconds: float = 1.0) -> Ended:
-    """Return the end of a run."""
     output = folder / "output.txt"
     return Ended(code=0, seconds=seconds, tail=(), output=output, num_left=0, is_forked=is_forked)
 
@@ -86,11 +85,7 @@ def test_a_run_waits_for_the_batches_that_it_is_given(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "how"),
-    [
-        ((), {}),
-        (("--standalone",), {"is_forked": False}),
-        (("--standalone",), {"seconds": 60.0}),
-    ],
+    [((), {}), (("--standalone",), {"is_forked": False}), (("--standalone",), {"seconds": 60.0})],
 )
 def test_runs_that_may_disturb_each_other(
     options: tuple[str, ...], how: dict[str, Any], tmp_path: Path

@@ -11,7 +11,7 @@ from entrenar_py.check.command.witnesses import Shortening
 from entrenar_py.check.evidence.needs import NUDGED, SHORTENED
 from entrenar_py.shared.faults import steps_of
 from entrenar_py.shared.trace import End, Event, Shard, Trace
-from tests.check.clauses import traces
+from tests import traces
 from tests.check.clauses.micro_batch_traces import STEPS, summed, trace_of
 
 TWO = RunSettings(world_size=2, seed=0)

@@ -11,13 +11,13 @@ from entrenar_py.check.clauses import CHECKS, language_model
 from entrenar_py.check.clauses import knobs as knob_table
 from entrenar_py.check.command import judging, run_plan, runs
 from entrenar_py.check.command.launch import OUTPUT, Ended
-from entrenar_py.check.command.run_settings import RunSettings
+from entrenar_py.check.command.run_settings import Run, RunSettings
 from entrenar_py.check.contract import Binding, Position
 from entrenar_py.shared.verdict import Verdict
 from falsification.twins import Twin, family
-from tests.check.clauses import traces
-from tests.check.clauses.traces import clause, scenario
+from tests import traces
 from tests.check.command import scripts, twins, zygote
+from tests.traces import clause, scenario
 
 # What no run of the example says anything about, or not enough: why is in its reason.
 OPEN = {
@@ -123,6 +123,6 @@ def test_knobs_that_a_command_does_not_have() -> None:
     """An entry has the missing knobs that its check compares runs by."""
     trace = traces.hand_written(subject=scenario(system="command", workload="own"))
     (task,) = [one for one in judging.tasks([clause("parity")]) if one.check is not None]
-    run = runs.Run(settings=RunSettings(world_size=2, seed=0), trace=trace)
+    run = Run(settings=RunSettings(world_size=2, seed=0), trace=trace)
     (entry,) = judging.judge([task], {Path("2-workers.jsonl"): run})
     assert set(entry.untried) == set(knob_table.KNOBS)

@@ -12,15 +12,14 @@ import pytest
 
 from entrenar_py.check import cli
 from entrenar_py.check.command import judging
-from entrenar_py.check.command.run_settings import RunSettings, Turn
-from entrenar_py.check.command.runs import Run
+from entrenar_py.check.command.run_settings import Run, RunSettings, Turn
 from entrenar_py.check.evidence import run_names
 from entrenar_py.check.reports.report import Entry
 from entrenar_py.shared import package_data
 from entrenar_py.shared import trace as trace_file
 from entrenar_py.shared.trace import End, Trace, Update
 from entrenar_py.shared.verdict import Verdict
-from tests.check.clauses import traces
+from tests import traces
 from tests.conftest import shipped_invariants
 
 COPIES, SAMPLES, NAN = "F-DP-001", "F-DP-002", "F-DP-003"

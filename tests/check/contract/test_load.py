@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from entrenar_py.check import contract
-from entrenar_py.check.contract import Contract, layout
+from entrenar_py.check.contract import layout
 from entrenar_py.shared import package_data, scenario
 from entrenar_py.shared.errors import ContractError
 from tests.check.contract import known
@@ -16,12 +16,6 @@ DATA = Path(__file__).parent / "data"
 FOREIGN = DATA / "foreign-trainer-v1.yaml"
 OURS = ("distributed-training-v1.yaml", "training-integrity-v1.yaml")
 HEAD = "metadata: {version: 1, references: [a paper]}\n"
-
-
-def _load(tmp_path: Path, text: str) -> Contract:
-    path = tmp_path / "c.yaml"
-    path.write_text(text)
-    return contract.load(path, vocabulary=known.OURS)
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -116,7 +110,7 @@ def test_nothing_in_a_contract_is_executed(tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_digest_names_the_bytes(tmp_path: Path) -> None:
     """One more byte changes the digest of 32 hex digits."""
-    first, second = _load(tmp_path, HEAD), _load(tmp_path, HEAD + "\n")
+    first, second = known.load(tmp_path, HEAD), known.load(tmp_path, HEAD + "\n")
     assert len(first.digest) == len(second.digest) == 32
     assert first.digest != second.digest
 
@@ -124,20 +118,20 @@ def test_the_digest_names_the_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("word", ["bitwise", "exact"])
 def test_a_word_for_equality_is_a_tolerance(tmp_path: Path, word: str) -> None:
     """`tolerance: bitwise` is read as 0 of that kind."""
-    (clause,) = _load(tmp_path, HEAD + f"c: [{{id: A, tolerance: {word}}}]").invariants
+    (clause,) = known.load(tmp_path, HEAD + f"c: [{{id: A, tolerance: {word}}}]").invariants
     assert (clause.tolerance, clause.tolerance_kind) == (0.0, word)
 
 
 def test_a_word_for_equality_may_not_contradict_its_kind(tmp_path: Path) -> None:
     """`tolerance: exact` with another `tolerance_kind` is an error."""
     with pytest.raises(ContractError, match="tolerance is a finite number"):
-        _load(tmp_path, HEAD + "c: [{id: A, tolerance: exact, tolerance_kind: ulp}]")
+        known.load(tmp_path, HEAD + "c: [{id: A, tolerance: exact, tolerance_kind: ulp}]")
 
 
 def test_a_clause_falls_back_to_what_it_has(tmp_path: Path) -> None:
     """The name defaults to the id, the statement to the postcondition, the severity to P1."""
     text = HEAD + "c: [{id: 7, postcondition: holds, tolerance: , critical: }]"
-    (clause,) = _load(tmp_path, text).invariants
+    (clause,) = known.load(tmp_path, text).invariants
     assert (clause.id, clause.name, clause.statement) == ("7", "7", "holds")
     assert (clause.severity, clause.tolerance, clause.critical) == ("P1", None, False)
 
@@ -145,7 +139,7 @@ def test_a_clause_falls_back_to_what_it_has(tmp_path: Path) -> None:
 def test_clauses_inside_an_unknown_key_of_a_clause_are_found(tmp_path: Path) -> None:
     """Such a key is not listed as unread; other unknown keys are."""
     text = HEAD + "c: [{id: A, invariant: a, parts: [{id: B}], more: [1]}]\nfree: [[], [1]]"
-    loaded = _load(tmp_path, text)
+    loaded = known.load(tmp_path, text)
     assert [(one.id, one.group) for one in loaded.invariants] == [("A", "c"), ("B", "c.parts")]
     assert [line for line in loaded.notes if "not read" in line] == [
         f"{loaded.path}:2:45: note: clauses: not read, but kept as data: more"
@@ -156,14 +150,14 @@ def test_clauses_inside_an_unknown_key_of_a_clause_are_found(tmp_path: Path) -> 
 
 def test_a_mapping_without_id_among_clauses_is_listed_and_kept(tmp_path: Path) -> None:
     """It is not a clause, and stays in the contract as data."""
-    loaded = _load(tmp_path, HEAD + "c: [{id: A}, {name: lost}]")
+    loaded = known.load(tmp_path, HEAD + "c: [{id: A}, {name: lost}]")
     assert any("has no id" in line for line in loaded.warnings)
     assert loaded.blocks == {"c": [{"name": "lost"}]}
 
 
 def test_what_is_missing_around_clauses_is_a_warning(tmp_path: Path) -> None:
     """A missing gate, a P0 clause without a test, and a clause without a check are warnings."""
-    loaded = _load(tmp_path, HEAD + "c: [{id: A, severity: P0}]")
+    loaded = known.load(tmp_path, HEAD + "c: [{id: A, severity: P0}]")
     assert any("no qa_gate" in line for line in loaded.warnings)
     assert any("A is P0, but no falsification test" in line for line in loaded.warnings)
     assert any("A has no check here and will be inconclusive" in line for line in loaded.notes)

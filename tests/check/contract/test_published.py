@@ -26,12 +26,6 @@ def _layout(name: str) -> Contract:
     return contract.load(LAYOUTS / f"{name}.yaml", vocabulary=known.OURS)
 
 
-def _of(tmp_path: Path, text: str) -> Contract:
-    path = tmp_path / "c.yaml"
-    path.write_text(text)
-    return contract.load(path, vocabulary=known.OURS)
-
-
 def _notes(loaded: Contract) -> str:
     return "\n".join(loaded.notes)
 
@@ -63,7 +57,7 @@ def test_a_rule_begins_with_an_id_or_is_a_name_or_is_free() -> None:
 )
 def test_what_a_rule_means(tmp_path: Path, rule: str, target: str) -> None:
     """An id counts only as a whole word at the beginning of a rule."""
-    loaded = _of(
+    loaded = known.load(
         tmp_path,
         f"{HEAD}c: [{{id: A-1, name: Sums agree, invariant: i}}]\nequations: {{mean: m}}\n"
         "proof_obligations: [{id: PO-1, property: Laws hold}]\n"
@@ -74,7 +68,7 @@ def test_what_a_rule_means(tmp_path: Path, rule: str, target: str) -> None:
 
 def test_a_rule_that_can_only_be_an_id_is_a_warning(tmp_path: Path) -> None:
     """An id that no clause has is a warning with the nearest id."""
-    loaded = _of(
+    loaded = known.load(
         tmp_path,
         f"{HEAD}c: [{{id: F-DP-001, invariant: i}}]\n"
         "falsification_tests: [{id: T, rule: F-DP-01, prediction: p, if_fails: f}]\n",
@@ -114,7 +108,7 @@ def test_what_makes_an_item_a_clause(
     """A statement, a severity or the name of its list does; a status or a title doesn't."""
     outer, _, inner = block.partition(".")
     text = f"{{{inner}: [{{{item}}}]}}" if inner else f"[{{{item}}}]"
-    loaded = _of(tmp_path, f"{HEAD}{outer}: {text}\n")
+    loaded = known.load(tmp_path, f"{HEAD}{outer}: {text}\n")
     assert [one.id for one in loaded.invariants] == ["A"] * is_clause
     assert ("not clauses" in _notes(loaded)) is not is_clause
 
@@ -247,7 +241,7 @@ def test_what_criteria_name(
     """Ids, ranges, severities and tests are found; the id of something else, an issue, demands
     nothing.
     """
-    loaded = _of(
+    loaded = known.load(
         tmp_path,
         f"{HEAD}c: [{{id: F-A-001, name: first, severity: P0, description: shared words}},"
         " {id: F-A-002, name: second, description: shared words}]\n"
@@ -290,7 +284,7 @@ def _texts(value: Any) -> list[str]:
 
 def test_a_required_test_may_name_a_clause(tmp_path: Path) -> None:
     """A required test resolves to a clause as a check does; other demands stay unresolved."""
-    loaded = _of(
+    loaded = known.load(
         tmp_path,
         f"{HEAD}proof_obligations: [{{property: Sums agree}}, {{property: Sums are finite}}]\n"
         "qa_gate: {required_tests: [sums_agree, sums_are_fast], min_coverage: 1}\n",
@@ -302,16 +296,16 @@ def test_a_required_test_may_name_a_clause(tmp_path: Path) -> None:
 
 def test_a_sentence_with_a_colon_is_a_sentence(tmp_path: Path) -> None:
     """YAML reads it as a mapping. In a list of ids it stays an error."""
-    loaded = _of(tmp_path, f"{HEAD}c: [{{id: A, invariants: [so it is: a = b, and: c]}}]\n")
+    loaded = known.load(tmp_path, f"{HEAD}c: [{{id: A, invariants: [so it is: a = b, and: c]}}]\n")
     assert loaded.invariants[0].statement == "so it is: a = b; and: c"
     with pytest.raises(ContractError, match="mutants is text or a list of texts"):
-        _of(tmp_path, f"{HEAD}c: [{{id: A, mutants: [so it is: a = b]}}]\n")
+        known.load(tmp_path, f"{HEAD}c: [{{id: A, mutants: [so it is: a = b]}}]\n")
 
 
 def test_what_is_no_contract_is_refused(tmp_path: Path) -> None:
     """A mapping that has neither metadata nor a version is an error."""
     with pytest.raises(ContractError, match="no metadata"):
-        _of(tmp_path, "services: {web: {image: x}}\n")
+        known.load(tmp_path, "services: {web: {image: x}}\n")
 
 
 def test_notes_stay_notes_under_strict() -> None:

@@ -14,7 +14,7 @@ from entrenar_py.check.evidence import closeness
 from entrenar_py.shared.trace import Sketch, TensorRecord, record_sketch
 from entrenar_py.shared.trace.tensors import PROJECTIONS, SAMPLES
 from entrenar_py.shared.verdict import Counterexample, Tally
-from tests.check.clauses.traces import values
+from tests.traces import values
 
 FINITE = st.floats(-1e3, 1e3, width=32)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from entrenar_py.check.evidence import factors
-from tests.check.clauses.traces import scenario
+from tests.traces import scenario
 
 RIGHT = np.random.default_rng(0).normal(size=12).astype(np.float32)
 FOUR = scenario(system="command", workload="own", world_size=4, num_shards=12, accumulation=3)

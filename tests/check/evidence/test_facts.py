@@ -12,7 +12,7 @@ from entrenar_py.check.evidence import facts, missing
 from entrenar_py.check.evidence.facts import Fact
 from entrenar_py.shared.trace import Trace
 from entrenar_py.shared.verdict import Finding, Verdict
-from tests.check.clauses import traces
+from tests import traces
 from tests.docs import test_traces as page
 
 # What only a person who writes traces knows: events, their fields, and how tensors are recorded.

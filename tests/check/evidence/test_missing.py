@@ -7,8 +7,8 @@ from dataclasses import replace
 from entrenar_py.check.evidence import facts, missing
 from entrenar_py.shared.trace import End, Update
 from entrenar_py.shared.verdict import Tally
-from tests.check.clauses.traces import hand_written, scenario
 from tests.check.evidence.test_evidence import shard, update
+from tests.traces import hand_written, scenario
 
 
 def test_what_to_record_is_asked_for_once() -> None:

@@ -88,9 +88,7 @@ BASES = [
         world_size=2,
         faults=(Fault(kind="non_finite_gradient", step=1, rank=1, value="nan"),),
     ),
-    scenario(
-        faults=(Fault(kind="leave", rank=2, step=1), Fault(kind="join", rank=2, step=2)),
-    ),
+    scenario(faults=(Fault(kind="leave", rank=2, step=1), Fault(kind="join", rank=2, step=2))),
 ]
 
 

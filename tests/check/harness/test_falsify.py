@@ -73,7 +73,6 @@ def check_that(decide: Decide, *, explores: bool = True) -> Check:
 
 
 def task(decide: Decide, *planned: Scenario, explores: bool = True, **changes: Any) -> Task:
-    """Return a task whose check is made of `decide`."""
     check = check_that(decide, explores=explores)
     return Task(invariant=CLAUSE, check=check, planned=planned, **changes)
 
@@ -85,7 +84,6 @@ def attempt(one: Task, **wishes: Any) -> Entry:
 
 
 def held(one: Scenario) -> Verdict:
-    """Judge every scenario as held."""
     return Verdict.HELD
 
 

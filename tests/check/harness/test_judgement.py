@@ -12,8 +12,7 @@ import pytest
 from entrenar_py import systems
 from entrenar_py.check import clauses as checks
 from entrenar_py.check.command import judging
-from entrenar_py.check.command.run_settings import RunSettings
-from entrenar_py.check.command.runs import Run
+from entrenar_py.check.command.run_settings import Run, RunSettings
 from entrenar_py.check.contract import Invariant
 from entrenar_py.check.harness import judgement
 from entrenar_py.check.harness.plan import Task
@@ -24,6 +23,7 @@ from entrenar_py.shared.errors import TraceError, UsageError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Trace
 from entrenar_py.shared.verdict import Verdict
+from tests.traces import altered
 
 
 def scenario(**changes: Any) -> Scenario:
@@ -33,12 +33,10 @@ def scenario(**changes: Any) -> Scenario:
 
 
 def run(**changes: Any) -> Trace:
-    """Return the trace of `scenario`."""
     return systems.run(scenario(**changes))
 
 
 def judged(name: str, *traces: Trace, planned: tuple[Scenario, ...] = (scenario(),)) -> Entry:
-    """Return the judgement of `traces` by the check `name`."""
     clause = Invariant(id="F-X", name="x", statement="", position=Position("c.yaml", 3, 5))
     task = Task(invariant=clause, check=checks.CHECKS.get(name), planned=planned)
     files = {Path(f"{number}.jsonl"): one for number, one in enumerate(traces)}
@@ -54,12 +52,7 @@ def own(**changes: Any) -> Trace:
 
 
 def edited(one: Trace, kind: type[trace.Shard | trace.Update], **changes: Any) -> Trace:
-    """Return `one` with `changes` in every event of `kind` of rank 1."""
-    events = (
-        replace(event, **changes) if isinstance(event, kind) and event.rank == 1 else event
-        for event in one.events
-    )
-    return replace(one, events=tuple(events))
+    return altered(one, kind, {"rank": 1}, **changes)
 
 
 def test_planned_and_others() -> None:
@@ -158,13 +151,13 @@ def test_no_trace_is_its_own_baseline() -> None:
 def test_a_blind_trace_is_not_hidden_by_a_good_one(ranks: set[int]) -> None:
     """The reason names the file of the trace that lacks a fact, on one rank or on all."""
     good, blind = own(), own(seed=9)
-    events = tuple(
-        replace(one, weights={})
-        if isinstance(one, trace.Start | trace.Update) and one.rank in ranks
-        else one
-        for one in blind.events
+    entry = judged(
+        "replica_identity",
+        good,
+        altered(
+            blind, trace.Start | trace.Update, {"rank": lambda rank: rank in ranks}, weights={}
+        ),
     )
-    entry = judged("replica_identity", good, replace(blind, events=events))
     assert entry.verdict is Verdict.INCONCLUSIVE
     assert entry.finding.reason.startswith("1.jsonl: rank")
     assert "recorded no weights" in entry.finding.reason

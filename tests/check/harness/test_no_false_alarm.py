@@ -16,7 +16,7 @@ from entrenar_py.check.harness import companions
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Trace
 from entrenar_py.shared.verdict import Verdict
-from tests.check.clauses import traces
+from tests import traces
 from tests.check.clauses.scenarios import scenarios
 
 NUM_SCENARIOS = 40

@@ -28,10 +28,7 @@ LEAVE = {"kind": "leave", "rank": 0, "step": 1}
 NAN = {"kind": "non_finite_gradient", "step": 1, "value": "nan"}
 
 
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run in a folder of its own, below which counterexamples are looked for."""
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def clause(*scenarios: Mapping[str, Any], **changes: Any) -> Invariant:

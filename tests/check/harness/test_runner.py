@@ -213,7 +213,7 @@ def hang() -> NoReturn:
 
 def replace_run(monkeypatch: pytest.MonkeyPatch, run: Callable[[Scenario], trace.Trace]) -> None:
     """Let `run` be the system of SCENARIO in this process."""
-    monkeypatch.setattr("entrenar_py.train.reference.run", run)
+    monkeypatch.setattr("entrenar_py.systems.reference.run", run)
 
 
 def test_a_run_that_hangs_is_stopped_and_the_next_is_made_elsewhere(

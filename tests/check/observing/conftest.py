@@ -1,4 +1,4 @@
-"""What several tests of scripts' texts need."""
+"""What several tests of an observed script need."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from types import ModuleType
 
 import pytest
 
-from entrenar_py.check.observing import call_sites
+from entrenar_py.check.observing import FOLDER, call_sites
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder that a rank records to."""
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    return tmp_path
 
 
 @pytest.fixture

@@ -192,7 +192,6 @@ class Stateful:
         self.done = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position."""
         return {"done": self.done}
 
     def __iter__(self) -> Iterator[Tensor]:

@@ -64,30 +64,27 @@ def test_what_the_watch_refuses(changed: dict[str, Any], message: str) -> None:
         entrenar_py.observe(_MODEL, _OPTIMIZER, **changed)
 
 
-def test_what_draws_no_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("folder")
+def test_what_draws_no_samples() -> None:
     """An object that can't be iterated is refused as sampler."""
-    monkeypatch.setenv(FOLDER, str(tmp_path))
     with pytest.raises(UsageError, match="sampler=7: give the DataLoader"):
         entrenar_py.observe(_MODEL, _OPTIMIZER, sampler=7)
 
 
-def test_what_is_told_after_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_told_after_the_end(folder: Path) -> None:
     """Reports after `close` are ignored without an error; `step` may be one of numpy's integers."""
-    monkeypatch.setenv(FOLDER, str(tmp_path))
     observation = entrenar_py.observe(_MODEL, _OPTIMIZER, step=np.int64(3))  # type: ignore[arg-type]
     observation.close()
     observation.halted("too late")
     observation.close()
-    (file,) = tmp_path.glob("*.jsonl")
+    (file,) = folder.glob("*.jsonl")
     found = rank_file.load(file)
     assert (found.ended, found.problem, found.events) == (True, "", ())
 
 
-def test_an_optimizer_of_another_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.usefixtures("folder")
+def test_an_optimizer_of_another_model(caplog: pytest.LogCaptureFixture) -> None:
     """An optimizer of other parameters is only warned of, as the script may intend it."""
-    monkeypatch.setenv(FOLDER, str(tmp_path))
     entrenar_py.observe(_MODEL, _OPTIMIZER).close()
     assert not caplog.records
     stranger = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)

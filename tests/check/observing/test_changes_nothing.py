@@ -42,13 +42,11 @@ def one_thread() -> Iterator[None]:
 
 
 def digest(tensors: Any) -> str:
-    """Return a digest of the bits of tensors."""
     bits = b"".join(tensor.detach().contiguous().numpy().tobytes() for tensor in tensors)
     return hashlib.sha256(bits).hexdigest()[:16]
 
 
 def states() -> tuple[object, ...]:
-    """Return digests of the states of all generators."""
     return (
         digest([torch.get_rng_state()]),
         hashlib.sha256(np.random.get_state(legacy=False)["state"]["key"].tobytes()).hexdigest(),

@@ -40,7 +40,6 @@ class Outer(nn.Module):
         self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the model returns."""
         return cast(Tensor, self.inner(x))
 
 

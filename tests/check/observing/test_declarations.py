@@ -20,7 +20,6 @@ BUFFERS = ("norm.running_mean", "norm.running_var")
 
 
 def declared(layout: Layout | None = None, **given: Any) -> Declarations:
-    """Return the declarations of a model with NAMES and BUFFERS."""
     usual = dict.fromkeys(("frozen", "clip_norm", "reduce_dtype", "loss_over"))
     return declarations.declarations_of(
         NAMES, BUFFERS, layout, **{**usual, "synchronised_buffers": (), **given}
@@ -96,11 +95,7 @@ def test_facts() -> None:
     made = declared(
         clip_norm=torch.tensor(0.5), reduce_dtype=torch.bfloat16, loss_over="micro-batch"
     )
-    assert made.facts() == {
-        "clip_norm": 0.5,
-        "reduction": "bfloat16",
-        "loss_over": "micro-batch",
-    }
+    assert made.facts() == {"clip_norm": 0.5, "reduction": "bfloat16", "loss_over": "micro-batch"}
     usual = {"clip_norm": None, "reduction": "", "loss_over": ""}
     assert declared(clip_norm=float("inf")).facts() == usual
 

@@ -32,7 +32,8 @@ from entrenar_py.check.rank_files.layout import Layout, Piece
 from entrenar_py.check.rank_files.rank_file import RankTrace
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.faults import Fault
-from entrenar_py.shared.trace import Shard, Start, TensorRecord, Tensors, Update
+from entrenar_py.shared.trace import Shard, Start, Tensors, Update
+from tests import traces
 from tests.check.command import zygote
 
 BEGIN = """
@@ -145,13 +146,6 @@ def recorded(code: str, world_size: int, folder: Path) -> list[RankTrace]:
     return ranks
 
 
-def values(record: TensorRecord) -> list[float]:
-    """Return the elements of a tensor's record."""
-    known = record.values()
-    assert known is not None
-    return [float(one) for one in known]
-
-
 def sizes(tensors: Tensors) -> dict[str, int]:
     """Return name -> number of known elements."""
     known = {name: one.values() for name, one in tensors.items()}
@@ -192,8 +186,8 @@ def test_fully_sharded(tmp_path: Path) -> None:
     applied = states[-1]
     assert isinstance(applied, Update)
     for name, mean in applied.gradient.items():
-        terms = [np.array(values(gradient[name])) for gradient in last]
-        assert np.allclose(sum(terms) / 2, values(mean), rtol=1e-5, atol=1e-7)
+        terms = [np.array(traces.numbers(gradient[name])) for gradient in last]
+        assert np.allclose(sum(terms) / 2, traces.numbers(mean), rtol=1e-5, atol=1e-7)
 
 
 def test_fully_sharded_after_an_evaluation(tmp_path: Path) -> None:
@@ -355,8 +349,8 @@ def test_a_pipeline(tmp_path: Path) -> None:
         assert sizes(computed) == whole
         for name, record in computed.items():
             # A schedule divides by its number of micro-batches when all are there: 2.
-            right = [2 * value for value in values(applied[name])]
-            assert values(record) == pytest.approx(right, rel=1e-5)
+            right = [2 * value for value in traces.numbers(applied[name])]
+            assert traces.numbers(record) == pytest.approx(right, rel=1e-5)
     start = events[0]
     assert isinstance(start, Start)
     assert sorted(start.trainable) == sorted(whole)

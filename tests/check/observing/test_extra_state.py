@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import entrenar_py
-from entrenar_py.check.observing import FOLDER
 from entrenar_py.check.observing.extra_state import ExtraState
 from entrenar_py.check.observing.subject import Subject
-from entrenar_py.check.rank_files import rank_file
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.trace import Start, Update
+from tests.check.observing import recording
 
 
 class Copies:
@@ -138,11 +137,8 @@ def test_masks_of_a_frozen_module_are_counted() -> None:
     assert not teacher[1]._forward_hooks
 
 
-def test_averages_are_recorded_with_each_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_averages_are_recorded_with_each_step(folder: Path) -> None:
     """Also one that begins after the first step, and one whose tensors are made anew each time."""
-    monkeypatch.setenv(FOLDER, str(tmp_path))
     model = trained()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     obs = entrenar_py.observe(model, optimizer)
@@ -153,8 +149,7 @@ def test_averages_are_recorded_with_each_step(
         average = average or Copies(model.parameters(), is_list=False)
         average.move(model.parameters())
     obs.close()
-    (path,) = tmp_path.glob("*.rank.jsonl")
-    held = [e.extra for e in rank_file.load(path).events if isinstance(e, Start | Update)]
+    held = [e.extra for e in recording.recorded(folder).events if isinstance(e, Start | Update)]
     assert [extra.keys() for extra in held] == [*([set()] * 2), *([kept("shadow")] * 4)]
     assert len({extra["shadow/1.bias"].digest for extra in held[2:]}) == 4
 

@@ -29,7 +29,8 @@ from entrenar_py.check.rank_files import assembly
 from entrenar_py.check.rank_files.layout import Layout
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.trace import Shard, Start, Update
-from tests.check.observing.test_dtensors import recorded, sizes, values
+from tests import traces
+from tests.check.observing.test_dtensors import recorded, sizes
 
 # The last layer is sharded by itself. Its weight of three elements is on both ranks; the bias of
 # one is on the second rank alone. `whole` is the same training without ranks.
@@ -86,7 +87,7 @@ def test_whole_tensors_are_made_of_pieces(kept: str, strategy: str, tmp_path: Pa
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, affine=False), nn.Linear(3, 1))
     begun = {name: p.flatten().tolist() for name, p in model.named_parameters()}
-    assert {name: values(one) for name, one in states[0].weights.items()} == begun
+    assert {name: traces.numbers(one) for name, one in states[0].weights.items()} == begun
     assert isinstance(states[0], Start)
     assert dict(states[0].shapes) == {name: tuple(p.shape) for name, p in model.named_parameters()}
     for update in states[2:]:

@@ -80,7 +80,6 @@ def _next(scores: Tensor, ids: Tensor) -> Tensor:
 
 
 def of(kind: type[trace.E], events: list[Any]) -> list[trace.E]:
-    """Return the events of a kind."""
     return [event for event in events if isinstance(event, kind)]
 
 

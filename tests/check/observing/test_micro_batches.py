@@ -21,7 +21,6 @@ def micro_batches() -> MicroBatches:
 
 
 def go_through(micro_batches: MicroBatches, *ids: int, draw: bool = False) -> None:
-    """Make one micro-batch of these samples."""
     micro_batches.samples.tell(ids, None)
     micro_batches.before_forward((), [])
     if draw:

@@ -6,7 +6,6 @@ import gc
 import subprocess
 import sys
 import weakref
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,12 +17,13 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import entrenar_py
-from entrenar_py.check.observing import FAULTS, FOLDER, Observation, checkpoints, surroundings
+from entrenar_py.check.observing import FAULTS, Observation, checkpoints, surroundings
 from entrenar_py.check.observing.sources import InOrder
 from entrenar_py.check.rank_files import rank_file
 from entrenar_py.check.rank_files.rank_file import RankTrace
 from entrenar_py.shared.errors import TraceError
 from entrenar_py.shared.trace import Injected, Shard, Start, Update
+from tests.check.observing.recording import begun, of, recorded
 
 
 def test_inert() -> None:
@@ -35,13 +35,6 @@ def test_inert() -> None:
         "assert 'torch' not in sys.modules and 'blake3' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder that a rank records to."""
-    monkeypatch.setenv(FOLDER, str(tmp_path))
-    return tmp_path
 
 
 def train(
@@ -74,8 +67,7 @@ def test_a_group_that_the_script_lets_go_of_is_not_taken_down(
     assert (group() is not None) == is_kept
 
 
-def observed(folder: Path, model: nn.Module, num_steps: int = 2) -> RankTrace:
-    """Return the record of a training of `model`."""
+def trained(folder: Path, model: nn.Module, num_steps: int = 2) -> RankTrace:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
     train(model, optimizer, entrenar_py.observe(model, optimizer), num_steps)
     (path,) = sorted(folder.glob("*.rank.jsonl"))[-1:]
@@ -87,9 +79,7 @@ def test_a_checkpoint_that_is_loaded_after_a_pass_to_warm_up(
     folder: Path, *, is_read: bool
 ) -> None:
     """Training begins with what it gave, and the pass before it belongs to no step."""
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    obs = entrenar_py.observe(model, optimizer)
+    model, optimizer, obs = begun()
     model(torch.ones(3, 1)).sum().backward()
     optimizer.zero_grad()
     (folder / "last.pt").touch()
@@ -97,14 +87,13 @@ def test_a_checkpoint_that_is_loaded_after_a_pass_to_warm_up(
         checkpoints.loaded(folder / "last.pt")
     nn.init.constant_(model.weight, 4.0)
     train(model, optimizer, obs, num_steps=1)
-    (path,) = folder.glob("*.rank.jsonl")
-    record = rank_file.load(path)
+    record = recorded(folder)
     (start,) = of(Start, record)
-    known = start.weights["weight"].values()  # type: ignore[attr-defined]
+    known = start.weights["weight"].values()
     assert known is not None
     assert (known.item() == 4.0) is is_read
     (update,) = of(Update, record)
-    assert bool(update.edited) is not is_read  # type: ignore[attr-defined]
+    assert bool(update.edited) is not is_read
     assert len(of(Shard, record)) == (2 if is_read else 3)
 
 
@@ -124,35 +113,28 @@ def test_the_norm_that_a_line_does_not_say_is_that_of_the_calls(
         optimizer.step()
         optimizer.zero_grad()
     obs.close()
-    (path,) = folder.glob("*.rank.jsonl")
-    record = rank_file.load(path)
+    record = recorded(folder)
     assert (record.header["clip_norm"], record.header.get("clips")) == (declared, clips)
-    updates = [event for event in record.events if isinstance(event, Update)]
-    assert all(one.unclipped.keys() == one.gradient.keys() for one in updates)
-
-
-def of(kind: type, record: RankTrace) -> Sequence[object]:
-    """Return the events of one kind."""
-    return [event for event in record.events if isinstance(event, kind)]
+    assert all(one.unclipped.keys() == one.gradient.keys() for one in of(Update, record))
 
 
 def test_what_is_recorded(folder: Path) -> None:
     """The record has a start, each micro-batch's gradient, and the results of each step."""
     model = nn.Linear(1, 1)
     before = model.weight.item()
-    record = observed(folder, model)
+    record = trained(folder, model)
     (start,) = of(Start, record)
     assert isinstance(start, Start)
     assert start.trainable == ("weight", "bias")
     known = start.weights["weight"].values()
     assert known is not None
     assert known.tolist() == pytest.approx([before])
-    shards = [event for event in record.events if isinstance(event, Shard)]
+    shards = of(Shard, record)
     assert [(one.step, one.shard, one.ids) for one in shards] == [
         *((0, 0, (0, 1)), (0, 1, (2, 3))),
         *((1, 0, (4, 5)), (1, 1, (6, 7))),
     ]
-    updates = [event for event in record.events if isinstance(event, Update)]
+    updates = of(Update, record)
     assert [one.step for one in updates] == [0, 1]
     total = sum(one.gradient["weight"].values()[0] for one in shards[:2])  # type: ignore[index]
     applied = updates[0].gradient["weight"].values()
@@ -177,7 +159,7 @@ class Compiled(nn.Module):
 
 def test_a_wrapper_is_looked_through(folder: Path) -> None:
     """Names are those of the user's own module."""
-    (start,) = of(Start, observed(folder, Compiled(nn.Linear(1, 1))))
+    (start,) = of(Start, trained(folder, Compiled(nn.Linear(1, 1))))
     assert isinstance(start, Start)
     assert start.trainable == ("weight", "bias")
 
@@ -194,7 +176,6 @@ class Passing(torch.optim.Optimizer):
         return self.optimizer.param_groups
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step the inner optimizer."""
         self.optimizer.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -207,8 +188,7 @@ def test_an_optimizer_around_an_optimizer(folder: Path) -> None:
     model = nn.Linear(1, 1)
     optimizer = Passing(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5))
     train(model, optimizer, entrenar_py.observe(model, optimizer))
-    (path,) = folder.glob("*.rank.jsonl")
-    record = rank_file.load(path)
+    record = recorded(folder)
     assert len(of(Update, record)) == 2
     assert record.header["optimizer"] == "SGD"
 
@@ -235,9 +215,8 @@ def test_a_closure(kind: type[torch.optim.Optimizer], folder: Path) -> None:
         backward(2 * step)
         optimizer.step(lambda step=step: backward(2 * step + 1))  # type: ignore[misc]
     obs.close()
-    (path,) = folder.glob("*.rank.jsonl")
-    record = rank_file.load(path)
-    shards = [event for event in record.events if isinstance(event, Shard)]
+    record = recorded(folder)
+    shards = of(Shard, record)
     assert [(one.step, one.ids) for one in shards] == [
         *((0, (0,)), (0, (1,))),
         *((1, (2,)), (1, (3,))),
@@ -258,18 +237,16 @@ def test_micro_batches_that_are_fetched_together(folder: Path) -> None:
         model(inputs).sum().backward()
     optimizer.step()
     obs.close()
-    (path,) = folder.glob("*.rank.jsonl")
-    shards = [event for event in rank_file.load(path).events if isinstance(event, Shard)]
-    assert [one.ids for one in shards] == [(0, 1), (2, 3), (4, 5)]
+    assert [one.ids for one in of(Shard, folder)] == [(0, 1), (2, 3), (4, 5)]
 
 
 def test_random_numbers(folder: Path) -> None:
     """A forward pass that draws random numbers records the generator's state; others don't."""
     model = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5))
-    drawn = [s.draws for s in observed(folder, model).events if isinstance(s, Shard)]
+    drawn = [s.draws for s in trained(folder, model).events if isinstance(s, Shard)]
     assert len(set(drawn)) == 4
     assert None not in drawn
-    calm = observed(folder, nn.Linear(1, 1))
+    calm = trained(folder, nn.Linear(1, 1))
     assert {s.draws for s in calm.events if isinstance(s, Shard)} == {None}
 
 
@@ -277,9 +254,8 @@ def test_a_planted_value(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted value strikes once, in its step, and its micro-batch is recorded as not finite."""
     fault = '[{"kind": "non_finite_gradient", "step": 1, "value": "nan"}]'
     monkeypatch.setenv(FAULTS, fault)
-    record = observed(folder, nn.Linear(1, 1))
-    shards = [event for event in record.events if isinstance(event, Shard)]
-    assert [one.finite for one in shards] == [True, True, False, True]
+    record = trained(folder, nn.Linear(1, 1))
+    assert [one.finite for one in of(Shard, record)] == [True, True, False, True]
 
 
 def test_a_planted_value_strikes_what_is_used(
@@ -287,20 +263,17 @@ def test_a_planted_value_strikes_what_is_used(
 ) -> None:
     """If passes leave the first tensor out, another one is struck."""
     monkeypatch.setenv(FAULTS, '[{"kind": "non_finite_gradient", "step": 1, "value": "nan"}]')
-    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    obs = entrenar_py.observe(model, optimizer)
+    model, optimizer, obs = begun(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
     for step in range(2):
         obs.samples([step])
         with torch.no_grad():
             hidden = model[0](torch.ones(1, 1))
-        model.forward = model[1].forward  # type: ignore[method-assign]
+        model.forward = model[1].forward
         model(hidden).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     obs.close()
-    shards = [event for event in recorded(folder).events if isinstance(event, Shard)]
-    assert [one.finite for one in shards] == [True, False]
+    assert [one.finite for one in of(Shard, folder)] == [True, False]
 
 
 def test_a_planted_value_waits_where_one_optimizer_steps_alone(
@@ -327,17 +300,14 @@ def test_a_planted_value_waits_where_one_optimizer_steps_alone(
 
 def test_evaluation_mode(folder: Path) -> None:
     """A micro-batch that is trained in evaluation mode is recorded as such."""
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    obs = entrenar_py.observe(model, optimizer)
+    model, optimizer, obs = begun()
     for step in range(3):
         model.train(step != 1)
         obs.samples([step])
         model(torch.ones(1, 1)).sum().backward()
         optimizer.step()
     obs.close()
-    shards = [event for event in recorded(folder).events if isinstance(event, Shard)]
-    assert [one.evaluating for one in shards] == [False, True, False]
+    assert [one.evaluating for one in of(Shard, folder)] == [False, True, False]
 
 
 def test_weights_that_other_ranks_step(folder: Path) -> None:
@@ -352,14 +322,7 @@ def test_weights_that_other_ranks_step(folder: Path) -> None:
         with torch.no_grad():
             model.bias.fill_(step)  # as a broadcast does
     obs.close()
-    updates = [event for event in recorded(folder).events if isinstance(event, Update)]
-    assert [one.weights["bias"].values() for one in updates] == [0.0, 1.0]
-
-
-def recorded(folder: Path) -> RankTrace:
-    """Return the record of this rank's only life."""
-    (path,) = folder.glob("*.rank.jsonl")
-    return rank_file.load(path)
+    assert [one.weights["bias"].values() for one in of(Update, folder)] == [0.0, 1.0]
 
 
 def test_a_step_that_a_scaler_skips(folder: Path) -> None:
@@ -379,11 +342,10 @@ def test_a_step_that_a_scaler_skips(folder: Path) -> None:
         optimizer.zero_grad(set_to_none=step % 2 == 0)
     obs.close()
     record = recorded(folder)
-    shards = [event for event in record.events if isinstance(event, Shard)]
-    assert [(one.step, one.ids, one.finite) for one in shards] == [
+    assert [(one.step, one.ids, one.finite) for one in of(Shard, record)] == [
         (step, (step,), True) for step in range(4)
     ]
-    updates = [event for event in record.events if isinstance(event, Update)]
+    updates = of(Update, record)
     assert [bool(one.gradient) for one in updates] == [False, False, True, True]
     assert updates[0].weights == updates[1].weights != updates[2].weights
 
@@ -404,7 +366,7 @@ def test_several_optimizers(folder: Path) -> None:
     assert [(e.step, e.ids) for e in record.events if isinstance(e, Shard)] == [
         *((0, (0,)), (0, (1,)), (1, (2,)), (1, (3,)))
     ]
-    updates = [event for event in record.events if isinstance(event, Update)]
+    updates = of(Update, record)
     assert [one.step for one in updates] == [0, 1]
     names = ["0.weight", "0.bias", "1.weight", "1.bias"]
     assert [list(one.gradient) for one in updates] == [names, names]
@@ -436,8 +398,7 @@ def test_what_is_no_training_draws_nothing(folder: Path) -> None:
         with torch.no_grad():
             model(torch.ones(1, 1))
     obs.close()
-    shards = [event for event in recorded(folder).events if isinstance(event, Shard)]
-    assert [(one.step, one.ids) for one in shards] == [(0, (0,)), (1, (1,))]
+    assert [(one.step, one.ids) for one in of(Shard, folder)] == [(0, (0,)), (1, (1,))]
 
 
 def test_rates_that_are_tensors(folder: Path) -> None:
@@ -452,14 +413,14 @@ def test_rates_that_are_tensors(folder: Path) -> None:
 
 def test_two_lives(folder: Path) -> None:
     """A script that observes again to continue has a second file."""
-    observed(folder, nn.Linear(1, 1))
-    again = observed(folder, nn.Linear(1, 1))
+    trained(folder, nn.Linear(1, 1))
+    again = trained(folder, nn.Linear(1, 1))
     assert again.life == 1
 
 
 def test_a_file_that_was_cut_off(folder: Path) -> None:
     """A truncated file is read up to its last whole line; a file without a header is refused."""
-    whole = observed(folder, nn.Linear(1, 1))
+    whole = trained(folder, nn.Linear(1, 1))
     (path,) = folder.glob("*.rank.jsonl")
     data = path.read_bytes()
     path.write_bytes(data[: data.rindex(b"\n", 0, -1) - 10])

@@ -146,7 +146,7 @@ def test_workers_write_what_they_draw_first(recorded: Recorded, tmp_path: Any) -
     list(DataLoader(recorded.data, batch_size=1, num_workers=2))
     lines = sorted(line.rsplit(" ", 1) for line in file.read_text().splitlines())
     assert [place for place, _ in lines] == [
-        *("data.rng 0 (0,)", "data.rng 1 (1,)", "numpy 0 (0,)", "numpy 1 (1,)"),
+        *("data.rng 0 (0,)", "data.rng 1 (1,)", "numpy 0 (0,)", "numpy 1 (1,)")
     ]
     assert lines[0][1] == lines[1][1], "each worker has a copy of the data set's generator"
     assert lines[2][1] != lines[3][1], "torch seeds numpy in each worker"

@@ -19,8 +19,10 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+from entrenar_py.check.observing import batches as handed
 from entrenar_py.check.observing import mirrored_batches, samples
-from entrenar_py.check.observing.samples import Drawn, Draws, blocks_of
+from entrenar_py.check.observing.batches import blocks_of
+from entrenar_py.check.observing.samples import Drawn, Draws
 from entrenar_py.check.observing.sources import InOrder
 
 DATA = TensorDataset(torch.arange(7.0))
@@ -111,7 +113,6 @@ def test_batches_without_memory_of_their_own(watch: Any) -> None:
 
 
 def fetch(loader: Loader, fetched: queue.Queue[Any]) -> None:
-    """Put all batches of a loader into a queue."""
     for batch in loader:
         fetched.put(batch)
 
@@ -135,11 +136,7 @@ def test_a_thread_that_fetches(watch: Any) -> None:
 def test_batches_that_are_skipped(watch: Any) -> None:
     """Batches that no step is given count for none; a resumed run may begin with such."""
     loader = DataLoader(DATA, batch_size=2)
-    for copied, resumed, ids in (
-        (False, False, (4, 5)),
-        (True, True, (4, 5)),
-        (True, False, None),
-    ):
+    for copied, resumed, ids in ((False, False, (4, 5)), (True, True, (4, 5)), (True, False, None)):
         draws = watch(loader, resumed=resumed)
         batches = iter(loader)
         batch = [next(batches) for _ in range(3)][-1]
@@ -153,13 +150,13 @@ def test_a_short_batch_that_the_script_drops(watch: Any) -> None:
     loader = DataLoader(DATA, batch_size=3)
     draws = watch(loader)
     for epoch in range(2):
-        assert draws.drops_last is (epoch > 1)
+        assert draws.epochs.drops_last is (epoch > 1)
         for batch in loader:
             if len(batch[0]) == 3:
                 drawn = used(draws, batch, copied=True)
                 assert drawn is not None
                 assert drawn.epoch == epoch
-    assert draws.drops_last
+    assert draws.epochs.drops_last
 
 
 def test_parts_of_a_batch(watch: Any) -> None:
@@ -299,8 +296,8 @@ class Stream(IterableDataset[torch.Tensor]):
     [
         (DataLoaderDispatcher(DATA, batch_size=4), samples.OTHERS),
         (DataLoader(Stream(), batch_size=2), samples.STREAM),
-        (DataLoader({"a": torch.zeros(1)}, sampler=["a"]), samples.KEYS),  # type: ignore[arg-type]
-        (DataLoader(DATA, num_workers=1, in_order=False), samples.DISORDER),
+        (DataLoader({"a": torch.zeros(1)}, sampler=["a"]), handed.KEYS),  # type: ignore[arg-type]
+        (DataLoader(DATA, num_workers=2, in_order=False), handed.DISORDER),
     ],
 )
 def test_samples_that_have_no_numbers(loader: Iterable[Any], why: str, watch: Any) -> None:

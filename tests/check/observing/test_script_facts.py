@@ -13,19 +13,12 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import entrenar_py
-from entrenar_py.check.observing import COPY, FOLDER, Observation, call_sites
+from entrenar_py.check.observing import COPY, Observation, call_sites
 from entrenar_py.check.rank_files import rank_file
 from entrenar_py.check.rank_files.rank_file import RankTrace
 from entrenar_py.shared.trace import Called, Selection, Shard, Update
 
 DATA = TensorDataset(torch.arange(12.0)[:, None])
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder that a rank records to."""
-    monkeypatch.setenv(FOLDER, str(tmp_path))
-    return tmp_path
 
 
 class Script:
@@ -49,7 +42,6 @@ class Script:
 
 
 def record(folder: Path, script: Script) -> RankTrace:
-    """Return the record of a script that is over."""
     script.obs.close()
     (path,) = folder.glob("*.rank.jsonl")
     return rank_file.load(path)
@@ -132,5 +124,5 @@ def test_a_loss_is_known_without_its_scale(folder: Path) -> None:
         script.optimizer.zero_grad()
     found = record(folder, script)
     assert [(shard.step, shard.loss_sum) for shard in shards(found)] == [
-        *((0, 2.0), (1, float("inf")), (2, 2.0)),
+        *((0, 2.0), (1, float("inf")), (2, 2.0))
     ]

@@ -11,12 +11,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from entrenar_py.check.observing import mirrored_batches
+from entrenar_py.check.observing.batches import Iteration
 from entrenar_py.check.observing.seen_samples import (
     CUT,
     NO_ROWS,
+    PENDING_MAX,
     STRANGE,
     Batches,
-    Pass,
     SeenSamples,
 )
 
@@ -34,7 +35,7 @@ class Seen:
 
     def begin(self, *, last: int = 4) -> None:
         """Begin a pass over the loader, with `last` samples in the last batch."""
-        self.iterator = Pass(self.batches, self.loader)
+        self.iterator = Iteration(self.batches, self.loader)
         self.iterator.drawn([3, 1, 0, 2])
         self.iterator.drawn([7, 5, 4, 6])
         self.iterator.drawn([8, 9, 10, 11][:last])
@@ -66,7 +67,7 @@ def test_a_shortened_pass_tells_all_its_samples_with_its_last_batch() -> None:
     drawn = [*mirrored_batches.shortened(order, loader, 2)]
     assert drawn == [[0, 1], [2, 3]]
     batches = Batches()
-    iterator = Pass(batches, loader)
+    iterator = Iteration(batches, loader)
     told = []
     for index in drawn:
         iterator.drawn(index)
@@ -140,7 +141,7 @@ def test_texts_that_lost_their_last_token_in_batches_read_ahead(seen: Seen, is_m
     sources = [torch.tensor([[5, 6, 7], [8, 9, 7]]), torch.tensor([[4, 3, 5], [6, 6, 2]])]
     if is_mask:
         sources = [torch.tensor([[1, 1, 1], [1, 1, 0]]), torch.tensor([[1, 0, 0], [1, 1, 0]])]
-    seen.iterator = Pass(seen.batches, seen.loader)
+    seen.iterator = Iteration(seen.batches, seen.loader)
     for positions in ([0, 1], [2, 3]):
         seen.iterator.drawn(positions)
     for source in sources:
@@ -255,7 +256,7 @@ def test_an_evaluation_between(seen: Seen) -> None:
     seen.given(seen.yields(3, 1, 0, 2))
     batch = seen.yields(7, 5, 4, 6)
     loader: DataLoader[int] = DataLoader([0])  # type: ignore[arg-type]
-    iterator = Pass(seen.batches, loader)
+    iterator = Iteration(seen.batches, loader)
     iterator.drawn([0, 1, 2, 3])
     with torch.no_grad():
         iterator.item(other := DATA[:4])
@@ -267,7 +268,7 @@ def test_labels_of_other_batches(seen: Seen) -> None:
     """Inputs that were changed aren't looked for by the labels that a model is given with them."""
     seen.given(seen.yields(3, 1, 0, 2))
     loader: DataLoader[int] = DataLoader([0])  # type: ignore[arg-type]
-    iterator = Pass(seen.batches, loader)
+    iterator = Iteration(seen.batches, loader)
     iterator.drawn([0, 1, 2, 3])
     labels, images = torch.tensor([1, 0, 1, 0]), DATA.repeat(1, 2)
     with torch.no_grad():
@@ -376,11 +377,28 @@ def test_a_short_batch_that_the_script_leaves_out(
     seen.yields(*[8, 9, 10, 11][:size])
     if is_over:
         seen.iterator.over()
-    assert not seen.batches.drops_last
+    assert not seen.batches.epochs.drops_last
     seen.begin()
     seen.given(seen.yields(3, 1, 0, 2))
-    assert seen.batches.drops_last is dropped
+    assert seen.batches.epochs.drops_last is dropped
     assert seen.samples.facts()["drop_last"] is dropped
+
+
+def test_a_short_batch_that_the_script_leaves_out_before_a_long_evaluation(seen: Seen) -> None:
+    """It is known to be dropped, however many batches of another loader come after it."""
+    seen.begin(last=2)
+    seen.given(seen.yields(3, 1, 0, 2))
+    seen.given(seen.yields(7, 5, 4, 6))
+    seen.yields(8, 9)
+    seen.iterator.over()
+    evaluated = Iteration(seen.batches, DataLoader([0]))  # type: ignore[arg-type]
+    with torch.no_grad():
+        for _ in range(PENDING_MAX + 1):
+            evaluated.drawn([0])
+            evaluated.item(DATA[:1])
+    seen.begin()
+    seen.given(seen.yields(3, 1, 0, 2))
+    assert seen.batches.epochs.drops_last
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

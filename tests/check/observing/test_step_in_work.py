@@ -74,7 +74,6 @@ def test_weights_of_a_large_model_that_change_between_steps(
 
 
 def digest(_: str, gradient: torch.Tensor) -> str:
-    """Return a text that is equal for equal gradients."""
     return str(gradient.tolist())
 
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import entrenar_py
-from entrenar_py.check.observing import FOLDER
 from entrenar_py.check.observing.subject import Buffers
-from entrenar_py.check.rank_files import assembly, rank_file
+from entrenar_py.check.rank_files import assembly
 from entrenar_py.check.rank_files.rank_file import RankTrace
 from entrenar_py.shared.trace import Start, Tensors, Update, record_tensor
+from tests.check.observing import recording
 
 
 class Model(nn.Module):
@@ -45,9 +45,8 @@ class Model(nn.Module):
 
 
 @pytest.fixture
-def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RankTrace:
+def record(folder: Path) -> RankTrace:
     """Record two steps; after each, two buffers change, one of them by a new tensor."""
-    monkeypatch.setenv(FOLDER, str(tmp_path))
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     obs = entrenar_py.observe(model, optimizer)
@@ -59,12 +58,10 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RankTrace:
         model.average.add_(1)
         model.replaced = model.replaced + 2
     obs.close()
-    (path,) = tmp_path.glob("*.rank.jsonl")
-    return rank_file.load(path)
+    return recording.recorded(folder)
 
 
 def buffers(ranks: Iterable[RankTrace]) -> list[Tensors]:
-    """Return the buffers of each start and update of a run."""
     events = assembly.ordered([*ranks])
     return [event.buffers for event in events if isinstance(event, Start | Update)]
 

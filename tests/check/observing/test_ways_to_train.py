@@ -18,7 +18,8 @@ import entrenar_py
 from entrenar_py.check.observing import FOLDER
 from entrenar_py.check.rank_files import assembly, whole_model
 from entrenar_py.check.rank_files.rank_file import RankTrace
-from entrenar_py.shared.trace import Event, Ruled, Shard, Start, Update
+from entrenar_py.shared.trace import E, Event, Ruled, Shard, Start, Update
+from tests.check.observing.recording import begun
 
 TOO_LARGE = 2.0**127
 
@@ -38,9 +39,9 @@ def read(folder: Path) -> tuple[RankTrace, list[Event]]:
     return rank, assembly.ordered([rank])
 
 
-def updates(folder: Path) -> list[Update]:
-    """Return the updates of the only life of the only rank."""
-    return [event for event in read(folder)[1] if isinstance(event, Update)]
+def of(kind: type[E], folder: Path) -> list[E]:
+    """Return the events of one kind, of the only life of the only rank."""
+    return [event for event in read(folder)[1] if isinstance(event, kind)]
 
 
 def backward(model: nn.Module, *, scale: float = 1.0, sample: int = 9) -> None:
@@ -50,7 +51,6 @@ def backward(model: nn.Module, *, scale: float = 1.0, sample: int = 9) -> None:
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
-    """Make ordinary steps."""
     for _ in range(num_steps):
         backward(model)
         optimizer.step()
@@ -73,7 +73,7 @@ def test_an_optimizer_that_unscales(folder: Path) -> None:
         optimizer.zero_grad()
         assert step or not torch.tensor(applied).isfinite().all(), "the first is to overflow"
     obs.close()
-    skipped, made = updates(folder)
+    skipped, made = of(Update, folder)
     assert not skipped.gradient
     got = made.gradient["weight"].values()
     assert got is not None
@@ -89,7 +89,7 @@ def test_a_step_that_makes_optimizer_state_is_none(folder: Path) -> None:
     get_optimizer_state_dict(model, optimizer)
     steps(model, optimizer, 1)
     obs.close()
-    (made,) = updates(folder)
+    (made,) = of(Update, folder)
     assert made.learning_rate == 0.01
     assert set(made.gradient) == {"weight", "bias"}
 
@@ -112,10 +112,9 @@ def test_gradients_that_are_cleared_behind_the_forward_pass(folder: Path) -> Non
         scaler.step(optimizer)
         scaler.update(TOO_LARGE if step == 0 else 1.0)
     obs.close()
-    shards = [event for event in read(folder)[1] if isinstance(event, Shard)]
-    told = [(one.step, one.ids, one.loss_sum, one.finite) for one in shards]
+    told = [(one.step, one.ids, one.loss_sum, one.finite) for one in of(Shard, folder)]
     assert told == [(step, (step,), step, True) for step in range(4)]
-    assert [bool(one.gradient) for one in updates(folder)] == [False, False, True, True]
+    assert [bool(one.gradient) for one in of(Update, folder)] == [False, False, True, True]
 
 
 @pytest.mark.parametrize("again", [True, False])
@@ -124,9 +123,7 @@ def test_a_second_look_at_the_same_samples(folder: Path, again: bool) -> None:
 
     Gradients cleared between different samples are lost, and stay a finding.
     """
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    obs = entrenar_py.observe(model, optimizer)
+    model, optimizer, obs = begun()
     obs.samples([5])
     backward(model)
     optimizer.zero_grad()
@@ -135,9 +132,9 @@ def test_a_second_look_at_the_same_samples(folder: Path, again: bool) -> None:
     backward(model, sample=3)
     optimizer.step()
     obs.close()
-    shards = [event for event in read(folder)[1] if isinstance(event, Shard)]
+    shards = of(Shard, folder)
     assert [one.ids for one in shards] == ([(5,)] if again else [(5,), (6,)])
-    assert shards[-1].gradient == updates(folder)[0].gradient
+    assert shards[-1].gradient == of(Update, folder)[0].gradient
 
 
 class Climber(torch.optim.Optimizer):
@@ -150,7 +147,6 @@ class Climber(torch.optim.Optimizer):
         self.home: list[torch.Tensor] = []
 
     def moved(self) -> list[torch.Tensor]:
-        """Return the tensors in its groups."""
         return [p for group in self.param_groups for p in group["params"]]
 
     @torch.no_grad()
@@ -187,7 +183,7 @@ def test_a_wrapper_whose_inside_steps(folder: Path, clears: bool, returns: bool)
         optimizer.zero_grad()
         schedule.step()
     obs.close()
-    made = updates(folder)
+    made = of(Update, folder)
     rules = {one.rule for one in read(folder)[1] if isinstance(one, Ruled)}
     both = ("bias", "weight")
     assert [one.climbed for one in made] == [() if returns else both] * 2
@@ -198,9 +194,7 @@ def test_a_wrapper_whose_inside_steps(folder: Path, clears: bool, returns: bool)
 
 def test_weights_that_are_kept_in_bounds_after_a_step(folder: Path) -> None:
     """A bound moves a weight before the step's first pass, maybe uphill: that is no climb."""
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    obs = entrenar_py.observe(model, optimizer)
+    model, optimizer, obs = begun()
     for _ in range(2):
         for _ in range(2):
             backward(model)
@@ -209,7 +203,7 @@ def test_weights_that_are_kept_in_bounds_after_a_step(folder: Path) -> None:
         with torch.no_grad():
             model.weight.add_(1.0)  # the loss grows with it
     obs.close()
-    made = updates(folder)
+    made = of(Update, folder)
     assert [(one.climbed, one.mixed) for one in made] == [((), ())] * 2
     assert [[*one.edited] for one in made] == [[], ["weight"]]
 
@@ -231,7 +225,7 @@ def test_a_wrapper_that_steps_as_a_whole(folder: Path) -> None:
     backward(model)
     optimizer.step(lambda: backward(model))
     obs.close()
-    (update,) = updates(folder)
+    (update,) = of(Update, folder)
     assert (update.climbed, update.mixed) == ((), ())
     assert update.weights["weight"].values() == pytest.approx(model.weight.detach().numpy()[0])
 
@@ -241,32 +235,28 @@ def test_what_is_unfrozen_later(folder: Path) -> None:
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1))
     for part in (model[0], model[1]):
         part.requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    obs = entrenar_py.observe(model, optimizer)
+    model, optimizer, obs = begun(model)
     steps(model, optimizer, 1)
     model[1].requires_grad_(True)
     steps(model, optimizer, 1)
     obs.close()
-    (start,) = [event for event in read(folder)[1] if isinstance(event, Start)]
+    (start,) = of(Start, folder)
     assert (start.trainable, start.frozen) == (("2.weight", "2.bias"), ("0.weight", "0.bias"))
-    assert [next(iter(one.gradient)) for one in updates(folder)] == ["2.weight", "1.weight"]
+    assert [next(iter(one.gradient)) for one in of(Update, folder)] == ["2.weight", "1.weight"]
 
 
 def test_rates_of_groups(folder: Path) -> None:
     """Each step has the rates of tensors that differ from the first group's rate."""
     model = nn.Linear(1, 1)
-    groups: list[dict[str, Any]] = [
-        {"params": [model.weight]},
-        {"params": [model.bias], "lr": 0.0},
-    ]
+    groups: list[dict[str, Any]] = [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.0}]
     optimizer = torch.optim.SGD(groups, lr=0.5)
     obs = entrenar_py.observe(model, optimizer)
     steps(model, optimizer, 1)
     optimizer.param_groups[1]["lr"] = 0.5
     steps(model, optimizer, 1)
     obs.close()
-    assert [one.rates for one in updates(folder)] == [{"bias": 0.0}, {}]
-    assert [one.rate_of("weight") for one in updates(folder)] == [0.5, 0.5]
+    assert [one.rates for one in of(Update, folder)] == [{"bias": 0.0}, {}]
+    assert [one.rate_of("weight") for one in of(Update, folder)] == [0.5, 0.5]
 
 
 class AdamW(torch.optim.SGD):
@@ -364,9 +354,7 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_passes_within_a_backward_pass(folder: Path, reentrant: bool) -> None:
     """With reentrant checkpoints a pass and its nested passes are one micro-batch, in any order."""
-    model = Checkpointed(reentrant=reentrant)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    obs = entrenar_py.observe(model, optimizer)
+    model, optimizer, obs = begun(Checkpointed(reentrant=reentrant))
     for step in range(4):
         obs.samples([step])
         backward(model, sample=step)
@@ -374,11 +362,11 @@ def test_passes_within_a_backward_pass(folder: Path, reentrant: bool) -> None:
             optimizer.step()
             optimizer.zero_grad()
     obs.close()
-    shards = [event for event in read(folder)[1] if isinstance(event, Shard)]
+    shards = of(Shard, folder)
     assert [(one.step, one.shard, one.ids) for one in shards] == [
         (step // 2, step % 2, (step,)) for step in range(4)
     ]
-    for step, update in enumerate(updates(folder)):
+    for step, update in enumerate(of(Update, folder)):
         summed = whole_model.total(one.gradient for one in shards if one.step == step)
         assert summed.keys() == update.gradient.keys() == dict(model.named_parameters()).keys()
         for name, record in update.gradient.items():
@@ -393,9 +381,7 @@ def test_gradients_that_are_reduced_by_hand(folder: Path) -> None:
 
     That is recorded at the end of the run, too, and if the script reports it.
     """
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    obs = entrenar_py.observe(model, optimizer)
+    model, optimizer, obs = begun()
     for step in range(4):
         obs.samples([step])
         optimizer.zero_grad()
@@ -408,9 +394,9 @@ def test_gradients_that_are_reduced_by_hand(folder: Path) -> None:
         else:
             optimizer.step()
     obs.close()
-    shards = [event for event in read(folder)[1] if isinstance(event, Shard)]
+    shards = of(Shard, folder)
     assert [(one.step, one.ids) for one in shards] == [(step, (step,)) for step in range(4)]
-    assert [bool(one.gradient) for one in updates(folder)] == [False, False, True, False]
+    assert [bool(one.gradient) for one in of(Update, folder)] == [False, False, True, False]
 
 
 class Reducing(torch.optim.SGD):
@@ -436,28 +422,26 @@ def test_an_optimizer_whose_step_calls_another_of_it(folder: Path) -> None:
         applied.append(model.weight.grad.item())
         optimizer.zero_grad()
     obs.close()
-    got = [update.gradient["weight"].values() for update in updates(folder)]
+    got = [update.gradient["weight"].values() for update in of(Update, folder)]
     assert [one.item() for one in got if one is not None] == applied
 
 
 def test_hooks_of_the_script_come_before_ours(folder: Path) -> None:
     """A hook that is set after `observe` and changes gradients or weights is seen."""
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    obs = entrenar_py.observe(model, optimizer)
+    model, optimizer, obs = begun()
 
     def double(*_: object) -> None:
         assert model.weight.grad is not None
         model.weight.grad *= 2
 
     optimizer.register_step_pre_hook(double)
-    optimizer.register_step_post_hook(lambda *_: model.bias.data.fill_(3.0))  # type: ignore[arg-type]
+    optimizer.register_step_post_hook(lambda *_: model.bias.data.fill_(3.0))
     backward(model)
     assert model.weight.grad is not None
     gradient = model.weight.grad.item()
     optimizer.step()
     obs.close()
-    (update,) = updates(folder)
+    (update,) = of(Update, folder)
     values = update.gradient["weight"].values(), update.weights["bias"].values()
     assert [one.item() for one in values if one is not None] == [2 * gradient, 3.0]
 
@@ -498,4 +482,4 @@ def test_gradients_of_each_sample_by_a_transform(folder: Path) -> None:
             parameter.grad = found[name].sum(0)
         optimizer.step()
     obs.close()
-    assert [update.step for update in updates(folder)] == [0, 1]
+    assert [update.step for update in of(Update, folder)] == [0, 1]

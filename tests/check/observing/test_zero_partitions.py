@@ -124,7 +124,6 @@ class Stage3:
             parameter._z3_optimizer = self  # type: ignore[attr-defined]
 
     def get_param_id(self, parameter: Tensor) -> int:
-        """Return the key of a parameter."""
         return id(parameter)
 
     def get_local_fp32_grad_for_param(self, _: Tensor) -> Tensor:

@@ -12,9 +12,9 @@ from entrenar_py.check.project import command_line, configuration
 from entrenar_py.check.project.configuration import KEYS, Acceptance, Exclusion
 from entrenar_py.shared.config.problems import Position
 from entrenar_py.shared.errors import ContractError, UsageError
-from tests.check.clauses.traces import clause
 from tests.check.contract.validation.written import KERNEL, written
 from tests.command_line import check
+from tests.traces import clause
 
 # Options that say what is done in one call, or how it is shown: no project has a usual value.
 NOT_CONFIGURED = {
@@ -62,9 +62,7 @@ def problems(folder: Path, text: str) -> list[str]:
     return [line.partition("pyproject.toml:")[2] for line in refusal.value.problems]
 
 
-@pytest.fixture(autouse=True)
-def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def test_every_option_has_a_key_or_none_on_purpose() -> None:
@@ -179,10 +177,7 @@ steps = 4
             'contract = "c"\ncommand = "train"\nlauncher = "cold"',
             "4:1: error: launcher = 'cold': give one of forked, as-is",
         ),
-        (
-            "exclude = 3\ncontract = 'c'",
-            "2:1: error: exclude = 3: give a list of tables",
-        ),
+        ("exclude = 3\ncontract = 'c'", "2:1: error: exclude = 3: give a list of tables"),
     ],
 )
 def test_problems(tmp_path: Path, text: str, problem: str) -> None:

@@ -155,10 +155,7 @@ def test_not_applicable() -> None:
     ],
 )
 def test_refused(
-    text: str,
-    arguments: tuple[object, ...],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
+    text: str, arguments: tuple[object, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An error in the file is reported with its place, and nothing runs."""
     configure(text, base=BASE)

@@ -50,7 +50,6 @@ class Run:
 
 
 def marked(clause: str, more: str = "", *, test: str = "def test_it(): assert True") -> str:
-    """Return the source of a test with the mark."""
     return f"{MARK.format(clause, more)}\n{test}"
 
 

@@ -15,6 +15,7 @@ from entrenar_py.check.rank_files import arrangements, assembly
 from entrenar_py.check.rank_files.layout import Layout
 from entrenar_py.check.rank_files.rank_file import RankTrace
 from entrenar_py.shared.trace import Noticed, Shard, Start, TensorRecord, Update, record_tensor
+from tests import traces
 
 Values = NDArray[Any]
 Weights = Mapping[str, Values]
@@ -232,11 +233,7 @@ ROW = (3.0, 1.0, 2.0, 5.0)
 
 
 def drawing(rank: int, *steps: tuple[int, ...], samples: str = "index") -> RankTrace:
-    """Return the record of a rank that draws these samples in its steps."""
-    shards = [
-        Shard(step=step, epoch=0, rank=rank, shard=0, ids=ids, loss_sum=None, weight=1, finite=True)
-        for step, ids in enumerate(steps)
-    ]
+    shards = [traces.shard(step, rank, ids=ids, loss_sum=None) for step, ids in enumerate(steps)]
     header = {"rank": rank, "world_size": 2, "samples": samples}
     return RankTrace(life=0, header=header, events=tuple(shards), ended=True, problem="")
 
@@ -244,15 +241,11 @@ def drawing(rank: int, *steps: tuple[int, ...], samples: str = "index") -> RankT
 def given(rank: int, *parts: tuple[float, ...], life: int = 0) -> RankTrace:
     """Return the record of a rank whose model is given a row, or a part of one, in each step."""
     shards = [
-        Shard(
-            step=step,
-            epoch=0,
-            rank=rank,
-            shard=0,
+        traces.shard(
+            step,
+            rank,
             loss_sum=None,
-            weight=1,
             ids=(10 * rank + step,),
-            finite=True,
             contents=((float(len(part)), math.hypot(*part), sum(part)),),
         )
         for step, part in enumerate(parts, start=life)

@@ -22,17 +22,11 @@ from entrenar_py.shared.trace import (
     record_tensor,
 )
 from entrenar_py.shared.trace.tensors import PROJECTIONS, SAMPLES
-from tests.check.clauses.traces import values
+from tests import traces
+from tests.traces import values
 
-SHARD = Shard(step=0, epoch=0, rank=0, shard=0, ids=(1, 2), loss_sum=None, weight=2.0, finite=True)
+SHARD = traces.shard(0, ids=(1, 2), loss_sum=None, weight=2.0)
 RECORD = record_tensor(np.ones(1, np.float32), values=True)
-
-
-def elements(record: TensorRecord) -> list[float]:
-    """Return the elements of a tensor's record."""
-    found = record.values()
-    assert found is not None
-    return [float(value) for value in found]
 
 
 def recorded_by(rank: int, pieces: dict[str, Piece], *events: Event) -> RankTrace:
@@ -67,11 +61,11 @@ def four_ranks() -> list[RankTrace]:
 def test_each_rank_sees_its_own_copy() -> None:
     """A copy that ranks share is assembled from its pieces; a rank's own copy is taken as it is."""
     starts = [one for one in assembly.ordered(four_ranks()) if isinstance(one, Start)]
-    assert [elements(one.weights["up.weight"]) for one in starts] == [
+    assert [traces.numbers(one.weights["up.weight"]) for one in starts] == [
         *([1, 2, 3, 4], [1, 2, 3, 4]),
         *([1, 12, 3, 14], [1, 12, 3, 14]),
     ]
-    assert [elements(one.weights["norm.weight"]) for one in starts] == [[0], [0], [1], [0]]
+    assert [traces.numbers(one.weights["norm.weight"]) for one in starts] == [[0], [0], [1], [0]]
     assert assembly.places(four_ranks()) == {0: 0, 1: 0, 2: 1, 3: 1}
 
 
@@ -104,9 +98,7 @@ def alone(*events: Event, life: int = 0) -> RankTrace:
 
 def test_a_rank_that_is_started_again_counts_epochs_on() -> None:
     """A restarted rank counts epochs from 0; repeated steps have the weight of their new shards."""
-    update = Update(
-        step=0, rank=0, loss=None, weight=0.0, learning_rate=0.1, finite=True, weights={}
-    )
+    update = traces.update(0, loss=None, weight=0.0)
     first = alone(
         *(Start(step=0, rank=0, weights={}), SHARD, update),
         *(replace(SHARD, step=1, weight=8.0), replace(update, step=1)),
@@ -125,16 +117,7 @@ def counted(rank: int, life: int, step: int, counts: tuple[int, int]) -> RankTra
         {"n": record_tensor(np.array([count], np.int64), values=True)} for count in counts
     )
     start = Start(step=step, rank=rank, weights={}, buffers=before, resumed=step > 0)
-    made = Update(
-        step=step,
-        rank=rank,
-        loss=None,
-        weight=1.0,
-        learning_rate=0.1,
-        finite=True,
-        weights={},
-        buffers=after,
-    )
+    made = traces.update(step, rank, loss=None, buffers=after)
     return replace(
         alone(start, made, life=life), header={"rank": rank, "world_size": 2}, local=frozenset()
     )
@@ -220,21 +203,8 @@ def test_rows_whose_loss_is_multiplied_by_zero(samples: str, ids: tuple[int, ...
 
 def life(number: int, weights: Sequence[float], *, rank: int = 0, step: int = 0) -> RankTrace:
     """Return a life that begins with the first of `weights`, and makes a step to each other."""
-    events: list[Event] = [
-        Start(step=step, rank=rank, weights={"w": values(weights[0])}, resumed=step > 0)
-    ]
-    for place, weight in enumerate(weights[1:], start=step):
-        events.append(
-            Update(
-                step=place,
-                rank=rank,
-                loss=None,
-                weight=1.0,
-                learning_rate=0.1,
-                finite=True,
-                weights={"w": values(weight)},
-            )
-        )
+    held = [{"w": values(weight)} for weight in weights]
+    events = traces.reaching(held, rank=rank, begin=step, loss=None)
     header = {"rank": rank, "world_size": 2}
     return RankTrace(life=number, header=header, events=tuple(events), ended=True, problem="")
 
@@ -354,18 +324,7 @@ def test_weights_that_are_restored_in_part(second: tuple[float, float], step: in
 
 
 def _shard(step: int, ids: tuple[int, ...], rank: int = 0) -> Shard:
-    return Shard(
-        step=step,
-        epoch=0,
-        rank=rank,
-        shard=0,
-        ids=ids,
-        loss_sum=None,
-        weight=float(len(ids)),
-        finite=True,
-        draws=None,
-        gradient={},
-    )
+    return traces.shard(step, rank, ids=ids, loss_sum=None, weight=float(len(ids)))
 
 
 def test_ranks_that_name_samples_differently() -> None:

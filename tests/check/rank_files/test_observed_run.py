@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from entrenar_py.check import evidence
 from entrenar_py.check.clauses import CHECKS
 from entrenar_py.check.contract import Invariant
 from entrenar_py.check.harness import judgement
@@ -19,35 +20,28 @@ from entrenar_py.shared import trace
 from entrenar_py.shared.config.problems import Position
 from entrenar_py.shared.errors import TraceError
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.shared.trace import Event, Shard, Start, Synchronised, Update
+from entrenar_py.shared.trace import Event, Shard, Start, Synchronised
 from entrenar_py.shared.verdict import Finding, Verdict
-from tests.check.clauses.traces import run, values
+from tests import traces
+from tests.traces import altered, run, undecided, values
 
 
 def passes(*, kept: tuple[int, ...], step: int = 0) -> list[Event]:
     """Return a step of two passes of four samples, of which those `kept` were applied."""
     shards = [
-        Shard(
-            step=step,
-            epoch=0,
-            rank=0,
+        traces.shard(
+            step,
             shard=number,
             ids=tuple(range(4 * number, 4 * number + 4)),
-            loss_sum=1.0,
             weight=4.0,
-            finite=True,
             gradient={"w": values(1.0)},
         )
         for number in range(2)
     ]
-    update = Update(
-        step=step,
-        rank=0,
+    update = traces.update(
+        step,
         loss=None,
         weight=4.0,
-        learning_rate=0.1,
-        finite=True,
-        weights={},
         gradient={"w": values(1.0)},
         summed={} if kept == (0, 1) else {"w": kept},
     )
@@ -155,7 +149,6 @@ def header(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def finding_of(check: str, *paths: Path) -> Finding:
-    """Return the finding of the check on the runs in `paths`."""
     traces = judgement.load_stored(paths)
     clause = Invariant(id="F-X", name="x", statement="", position=Position("c.yaml", 3, 5))
     planned = (own_run().scenario,)
@@ -198,13 +191,14 @@ def test_files_by_a_pattern(tmp_path: Path) -> None:
 def test_a_drifting_rank_is_caught(tmp_path: Path) -> None:
     """A rank that drifts is found by step and rank, as in any run."""
     right = own_run()
-    events = tuple(
-        replace(one, weights=right.of(trace.Update)[0].weights)
-        if isinstance(one, trace.Update) and (one.rank, one.step) == (1, 2)
-        else one
-        for one in right.events
+    wrong = write(
+        tmp_path / "run",
+        0,
+        1,
+        of=altered(
+            right, trace.Update, {"rank": 1, "step": 2}, weights=right.of(trace.Update)[0].weights
+        ),
     )
-    wrong = write(tmp_path / "run", 0, 1, of=replace(right, events=events))
     finding = finding_of("replica_identity", wrong)
     assert finding.verdict is Verdict.FALSIFIED
     assert finding.counterexample is not None
@@ -223,17 +217,17 @@ def test_ranks_that_are_brought_together_now_and_then(tmp_path: Path) -> None:
 
 def test_a_rank_that_is_missing(tmp_path: Path) -> None:
     """A run with one rank missing is inconclusive, even if the others agree."""
-    finding = finding_of("replica_identity", write(tmp_path / "run", 0, of=own_run()))
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "no file of rank 1: give the files of all ranks" in finding.reason
+    assert "no file of rank 1: give the files of all ranks" in undecided(
+        finding_of("replica_identity", write(tmp_path / "run", 0, of=own_run()))
+    )
 
 
 def test_runs_mixed_in_one_folder(tmp_path: Path) -> None:
     """Two runs are not taken for one."""
     write(tmp_path / "run", 0, 1, of=own_run())
-    finding = finding_of("replica_identity", write(tmp_path / "run", 0, of=own_run(1)))
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "files of runs with 1, 2 workers: keep each run in a folder of its own" in finding.reason
+    assert "files of runs with 1, 2 workers: keep each run in a folder of its own" in undecided(
+        finding_of("replica_identity", write(tmp_path / "run", 0, of=own_run(1)))
+    )
 
 
 def test_how_it_ended(tmp_path: Path) -> None:
@@ -276,16 +270,7 @@ def test_a_file_that_no_rank_wrote(tmp_path: Path) -> None:
 def drawn(steps: Sequence[Sequence[int]], begin: int = 0) -> list[Start | Shard]:
     """Return the events of a rank that draws these samples, from step `begin` on."""
     shards = [
-        Shard(
-            step=begin + number,
-            epoch=0,
-            rank=0,
-            shard=0,
-            ids=tuple(ids),
-            loss_sum=None,
-            weight=float(len(ids)),
-            finite=True,
-        )
+        traces.shard(begin + number, ids=tuple(ids), loss_sum=None, weight=float(len(ids)))
         for number, ids in enumerate(steps)
     ]
     return [Start(step=begin, rank=0, weights={}), *shards]
@@ -293,7 +278,7 @@ def drawn(steps: Sequence[Sequence[int]], begin: int = 0) -> list[Start | Shard]
 
 def epochs_of(steps: Sequence[Sequence[int]], size: int | None, begin: int = 0) -> list[int] | None:
     """Return the epoch of each step, None if they are unknown."""
-    events = observed_run.derived_epochs(drawn(steps, begin), None if size is None else range(size))
+    events = evidence.derived_epochs(drawn(steps, begin), None if size is None else range(size))
     if events is None:
         return None
     return [event.epoch for event in events if isinstance(event, Shard)]

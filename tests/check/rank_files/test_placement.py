@@ -23,7 +23,6 @@ def drawn(*shape: int) -> Values:
 
 
 def start(named: Mapping[str, Values], rank: int = 0) -> Start:
-    """Return the first weights of a rank."""
     return Start(
         step=0,
         rank=rank,

@@ -15,6 +15,7 @@ from entrenar_py.check.reports.html import Curve, training
 from entrenar_py.check.reports.report import Report
 from entrenar_py.shared.page import html_page
 from entrenar_py.shared.scenario import Scenario
+from tests.traces import broken
 
 VOID = {"meta", "line", "circle", "polyline"}
 TAGS = {
@@ -64,7 +65,6 @@ class Page(HTMLParser):
 
     @property
     def text(self) -> str:
-        """Return all visible text."""
         return " ".join(" ".join(self.words).split())
 
 
@@ -132,10 +132,9 @@ def test_curves(full: Report) -> None:
 
 def test_the_falsified_run_is_drawn_first(full: Report) -> None:
     """Only a few trainings are drawn, the counterexample's first."""
-    broken = full.entries[3].finding.counterexample
-    assert broken is not None
-    assert broken.scenario is not None
-    scenario = Scenario.from_dict(broken.scenario)
+    found = broken(full.entries[3].finding)
+    assert found.scenario is not None
+    scenario = Scenario.from_dict(found.scenario)
     own = Curve(scenario=scenario, training=training(scenario), losses=((0, 1.0),), strange=1)
     others = [one for n in range(3, 12) for one in (curve(1, num_steps=n), curve(2, num_steps=n))]
     page = Page(html.render(replace(full, curves=(*others, own))))

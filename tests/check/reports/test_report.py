@@ -53,10 +53,7 @@ def test_interrupted_run_exits_4_or_1(full: Report, ids: tuple[str, ...], code: 
     ("ids", "reason"),
     [
         (("F-DP-001", "F-DP-004"), "exit 0: 2 held"),
-        (
-            ("F-DP-001", "F-DP-002"),
-            "exit 4: F-DP-002 inconclusive: the trace has no shard events",
-        ),
+        (("F-DP-001", "F-DP-002"), "exit 4: F-DP-002 inconclusive: the trace has no shard events"),
         (("F-DP-002", "F-DP-005"), "exit 1: F-DP-005 falsified"),
         ((), "exit 5: nothing selected: no clause of the contract is left to check"),
     ],

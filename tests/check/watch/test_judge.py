@@ -5,15 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from entrenar_py.check.watch.judge import (
-    ALL,
-    FINITENESS,
-    IDENTITY,
-    LIVENESS,
-    Judge,
-    Piece,
-    Rows,
-)
+from entrenar_py.check.watch.judge import ALL, FINITENESS, IDENTITY, LIVENESS, Judge, Piece, Rows
 from entrenar_py.shared.errors import WatchFinding
 
 
@@ -26,7 +18,6 @@ A, B = piece("a"), piece("b")
 
 
 def judge(*ranks: list[Piece], check: str = IDENTITY, patience: int = 2) -> Judge:
-    """Return a judge of one clause."""
     return Judge(ranks, {check: ALL[check]}, patience)
 
 

@@ -15,10 +15,7 @@ def configured(ranks: int, steps: int, folder: Path, batch: int, accumulation: i
     config["model"] |= {"name": "tiny-llama", "num_hidden_layers": 2, "num_attention_heads": 4}
     config["model"]["num_key_value_heads"] = 2
     config["training"] |= {"total_train_steps": steps, "seq_length": 16, "num_samples": None}
-    config["training"] |= {
-        "micro_batch_size": batch,
-        "gradient_accumulation_steps": accumulation,
-    }
+    config["training"] |= {"micro_batch_size": batch, "gradient_accumulation_steps": accumulation}
     config["dataset"]["name"] = "tiny-stories"
     saved = [int(path.name) for path in folder.iterdir() if path.name.isdigit()]
     last = str(folder / str(max(saved))) if saved else ""

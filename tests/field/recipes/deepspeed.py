@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from tests.field.recipe import Expected, Kind, Recipe, Trial
+from tests.field.recipe import Expected, Recipe, Trial, default
 from tests.field.usual import STEPS_AT_NAN
 
-_NO_RATE = Expected(
+_NO_RATE = default(
     clause="F-TI-004",
     verdict="inconclusive",
-    kind=Kind.DEFAULT,
     words="with a rate above 0",
     because="DeepSpeed's WarmupLR gives the first two of the four steps the rate 0.",
     reproduction="deepspeed_warmup_begins_twice.py",
@@ -40,29 +39,23 @@ def _zero(stage: int, expected: tuple[Expected, ...], *more: Trial) -> Recipe:
     )
 
 
-_DATA_OVER = Expected(
+_DATA_OVER = default(
     clause="F-TI-003",
-    verdict="falsified",
-    kind=Kind.DEFAULT,
     words="the data starts over",
     because="DeepSpeed's checkpoints have no position of the DataLoader that `initialize` "
     "returns. The epoch begins again.",
     reproduction="deepspeed_resumes_data_over.py",
 )
-_RATE_AHEAD = Expected(
+_RATE_AHEAD = default(
     clause="F-TI-003",
-    verdict="falsified",
-    kind=Kind.DEFAULT,
     words="the resumed run has another learning rate, 0.005 and not 0",
     because="WarmupLR gives the first two steps the rate 0. A run that is resumed after the first "
     "goes on with the rate of the third.",
     reproduction="deepspeed_warmup_begins_twice.py",
     known="https://github.com/deepspeedai/DeepSpeed/pull/5287",
 )
-_SAME_ORDER = Expected(
+_SAME_ORDER = default(
     clause="F-TI-005",
-    verdict="falsified",
-    kind=Kind.DEFAULT,
     words="epoch 1 visits its samples in the order of epoch 0",
     because="DeepSpeed's loader makes a DistributedSampler, and leaves `set_epoch` to the script: "
     "every epoch has the same order.",

@@ -10,14 +10,13 @@ from tests.field.usual import ROUNDING_ON_GPUS, STEPS_AT_NAN
 
 
 def _instead(line: str, instead: str, file: str = "train.py") -> Edit:
-    return Edit(file=file, line=line, instead=instead)
+    return Edit(file, line, instead=instead)
 
 
 # The script insists on GPUs, and its smallest model has 33 million parameters.
 _ON_CPU = (
     _instead(
-        'assert torch.cuda.is_available(), "Training currently requires at least one GPU."',
-        "pass",
+        'assert torch.cuda.is_available(), "Training currently requires at least one GPU."', "pass"
     ),
     _instead('dist.init_process_group("nccl")', 'dist.init_process_group("gloo")'),
     _instead("device = rank % torch.cuda.device_count()", 'device = "cpu"'),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.field.recipe import Expected, Kind, Recipe, Trial, of_tokens
+from tests.field.recipe import Recipe, Trial, default, defect, of_tokens
 from tests.field.usual import STEPS_AT_NAN
 
 _DISTRIBUTED, _INTEGRITY = ("distributed-training-v1.yaml",), ("training-integrity-v1.yaml",)
@@ -28,19 +28,15 @@ def _of_tokens(driver: str, *options: str, what: str = "") -> Trial:
     return of_tokens(auto, what=what)
 
 
-_EVEN_BATCHES = Expected(
+_EVEN_BATCHES = default(
     clause="F-DP-002",
-    verdict="falsified",
-    kind=Kind.DEFAULT,
     words="samples drawn again in epoch 0 by rank 1",
     because="The last batch is too short for two ranks. `even_batches`, a default of accelerate "
     "that the Trainer shares, fills it up with samples that were drawn before in the epoch.",
     reproduction="accelerate_even_batches.py",
 )
-_SAME_MASKS = Expected(
+_SAME_MASKS = default(
     clause="F-TI-005",
-    verdict="falsified",
-    kind=Kind.DEFAULT,
     words="draws the same random numbers as rank 0, for other samples",
     because="The Trainer sets the same seed on all ranks, so dropout drops the same elements on "
     "each.",
@@ -53,10 +49,8 @@ _LIGHTNING_MASKS = replace(
     "elements on each.",
     known="https://github.com/Lightning-AI/pytorch-lightning/issues/16166",
 )
-_LIGHTNING_RESUMED = Expected(
+_LIGHTNING_RESUMED = default(
     clause="F-TI-003",
-    verdict="falsified",
-    kind=Kind.DEFAULT,
     words="the data starts over",
     because="A checkpoint within an epoch has no position of a plain DataLoader. The epoch goes on "
     "with its first batches, and Lightning warns of it.",
@@ -64,29 +58,24 @@ _LIGHTNING_RESUMED = Expected(
     known="https://github.com/Lightning-AI/pytorch-lightning/issues/18780",
 )
 _PACKED = tuple(
-    Expected(
+    default(
         clause=clause,
         verdict="inconclusive",
-        kind=Kind.DEFAULT,
         words="step 3 draws other samples than the single device's",
         because="Two ranks draw some samples of the short last batch again, and one doesn't.",
     )
     for clause in ("F-DP-005", "F-TI-001")
 )
-_LIGHTNING_REST = Expected(
+_LIGHTNING_REST = defect(
     clause="F-DP-005",
-    verdict="falsified",
-    kind=Kind.DEFECT,
     words="it is half as large",
     because="The last accumulation of an epoch has one batch in place of two, and is divided by "
     "two all the same. So its step is made with half of the gradient.",
     reproduction="lightning_short_accumulation.py",
     known="https://github.com/Lightning-AI/pytorch-lightning/issues/19987",
 )
-_OTHER_ORDER = Expected(
+_OTHER_ORDER = defect(
     clause="F-TI-003",
-    verdict="falsified",
-    kind=Kind.DEFECT,
     words="after the resume other samples are drawn",
     because="`skip_first_batches` skips batches of another permutation, since that of the epoch "
     "isn't saved. After a resume within an epoch some samples come twice, and others never.",

@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from tests.field.recipe import Edit, Expected, Kind, Recipe, Trial, of_tokens
+from tests.field.recipe import Edit, Recipe, Trial, by_design, defect, of_tokens, undeclared
 from tests.field.usual import IN_PIECES, SAVES_LATER, STEPS_AT_NAN
 
 _WORDS = ("ask", "answer", "what", "is", "the", "sum", "of", "two", "red", "green", "dog", "cat")
@@ -58,19 +58,15 @@ def checkpoint(folder: Path) -> None:
 
 
 _USUAL = (STEPS_AT_NAN, SAVES_LATER)
-_NOT_RESTARTED = Expected(
+_NOT_RESTARTED = undeclared(
     clause="F-DP-006",
-    verdict="inconclusive",
-    kind=Kind.UNDECLARED,
     words="the launcher restarted no worker",
     because="litgpt starts its ranks itself, and starts none again. That this is meant can only be "
     "said: `--exclude F-DP-006`.",
 )
 _OTHER_ADAPTERS = tuple(
-    Expected(
+    by_design(
         clause=clause,
-        verdict="inconclusive",
-        kind=Kind.PROPERTY,
         words="begins with other weights than the run on 1 worker",
         because="Adapters are drawn after they were cut into pieces, so two devices draw other "
         "weights than one.",
@@ -85,8 +81,8 @@ _LORA = Trial(
 )
 # FullyShardedDataParallel, which litgpt takes for two devices, runs on GPUs only.
 _ON_CPU = Edit(
-    file="litgpt/finetune/full.py",
-    line="fabric = L.Fabric(devices=devices, num_nodes=num_nodes, strategy=strategy, "
+    "litgpt/finetune/full.py",
+    "fabric = L.Fabric(devices=devices, num_nodes=num_nodes, strategy=strategy, "
     "precision=precision, loggers=logger)",
     instead="fabric = L.Fabric(devices=devices, num_nodes=num_nodes, strategy='ddp', "
     "precision=precision, loggers=logger)",
@@ -94,28 +90,24 @@ _ON_CPU = Edit(
 # One device and two draw the same samples in a step only if nothing shuffles them.
 _IN_ORDER = (
     _ON_CPU,
-    Edit(file="litgpt/data/json_data.py", line="shuffle=True,", instead="shuffle=False,"),
+    Edit("litgpt/data/json_data.py", "shuffle=True,", instead="shuffle=False,"),
     Edit(
-        file="litgpt/finetune/full.py",
-        line='max_steps = train.max_steps or float("inf")',
-        add=(
-            "import entrenar_py\n"
-            "obs = entrenar_py.observe(\n"
-            "    model, optimizer.optimizer, sampler=train_dataloader, frozen=()\n"
-            ")"
-        ),
+        "litgpt/finetune/full.py",
+        'max_steps = train.max_steps or float("inf")',
+        add="import entrenar_py\n"
+        "obs = entrenar_py.observe(\n"
+        "    model, optimizer.optimizer, sampler=train_dataloader, frozen=()\n"
+        ")",
     ),
     Edit(
-        file="litgpt/finetune/full.py",
-        line="loss = chunked_cross_entropy(logits[..., :-1, :], targets[..., 1:])",
+        "litgpt/finetune/full.py",
+        "loss = chunked_cross_entropy(logits[..., :-1, :], targets[..., 1:])",
         add="obs.loss(loss, (targets[..., 1:] != -100).sum())",
     ),
 )
 _MEAN_OF_MEANS = tuple(
-    Expected(
+    defect(
         clause=clause,
-        verdict="falsified",
-        kind=Kind.DEFECT,
         words=words,
         because="The loss of each micro-batch is divided by its own number of tokens, then by the "
         "number of micro-batches. So tokens of short samples count more than those of long ones, "
@@ -145,10 +137,9 @@ _TO_THE_END = Trial(
     options=("--steps", "100", "--only", "F-DP-001", "--deadline", "240"),
     contracts=("distributed-training-v1.yaml",),
     expected=(
-        Expected(
+        defect(
             clause="F-DP-001",
             verdict="inconclusive",
-            kind=Kind.DEFECT,
             words="not finished after 240 s: steps made: rank 0 4",
             because="After the last epoch rank 0 generates an example. The model is in pieces, "
             "which takes all ranks, but the others go on to count tokens. So each training on "

@@ -10,7 +10,7 @@ from tests.field.usual import STEPS_AT_NAN
 
 
 def _instead(line: str, instead: str) -> Edit:
-    return Edit(file="train_gpt2.py", line=line, instead=instead)
+    return Edit("train_gpt2.py", line, instead=instead)
 
 
 # Its tokenizer would be downloaded, and its smallest model has 124 million parameters.
@@ -24,10 +24,7 @@ _SMALL = (
 # With torchrun the script insists on GPUs.
 _ON_CPU = (
     *_SMALL,
-    _instead(
-        'assert torch.cuda.is_available(), "for now i think we need CUDA for DDP"',
-        "pass",
-    ),
+    _instead('assert torch.cuda.is_available(), "for now i think we need CUDA for DDP"', "pass"),
     _instead("init_process_group(backend='nccl')", "init_process_group(backend='gloo')"),
     _instead("device = f'cuda:{ddp_local_rank}'", "device = 'cpu'"),
     _instead("torch.cuda.set_device(device)", "pass"),

@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from tests.field.recipe import Expected, Kind, Recipe, Trial, of_tokens, on_gpus
+from tests.field.recipe import Recipe, Trial, by_design, default, defect, of_tokens, on_gpus
 from tests.field.usual import STEPS_AT_NAN
 
 _COMMAND = (
@@ -43,10 +43,8 @@ def corpus(folder: Path) -> None:
     )
 
 
-_APART = Expected(
+_APART = defect(
     clause="F-DP-001",
-    verdict="falsified",
-    kind=Kind.DEFECT,
     words="each rank applied the gradient of its own samples alone",
     because="Under torchrun on CPUs no process group is made, but data and accumulation are "
     "divided by the number of ranks all the same. Two trainings run, each on half of every batch, "
@@ -54,26 +52,20 @@ _APART = Expected(
     reproduction="nanochat_cpu_ranks.py",
     known="https://github.com/karpathy/nanochat/pull/256",
 )
-_OTHER_SAMPLES = Expected(
+_OTHER_SAMPLES = by_design(
     clause="F-DP-002",
-    verdict="inconclusive",
-    kind=Kind.PROPERTY,
     words="the model is given other rows in step 0 with 1 workers than",
     because="Each rank packs rows of documents of its own, so other rows come out with another "
     "number of ranks.",
 )
-_REDUCED_INSIDE = Expected(
+_REDUCED_INSIDE = by_design(
     clause="F-DP-005",
-    verdict="inconclusive",
-    kind=Kind.PROPERTY,
     words="it reduces them itself",
     because="The optimizer is given each rank's own gradient, and its step takes the mean over "
     "ranks. What it takes the mean of is not seen, and the rule of its step (Muon) is its own.",
 )
-_RESUMED = Expected(
+_RESUMED = default(
     clause="F-TI-003",
-    verdict="falsified",
-    kind=Kind.DEFAULT,
     words="after the resume other samples are drawn",
     because="The loader's state is that of the shards it reads, not of the documents that wait "
     "in it for a row with enough place. Its text says that a resume is approximate.",
@@ -95,12 +87,7 @@ _ON_GPUS = (
     STEPS_AT_NAN,
     _RESUMED,
 )
-_AUTO = Trial(
-    name="auto",
-    command=_COMMAND,
-    options=("--steps", "4"),
-    expected=_ON_CPUS,
-)
+_AUTO = Trial(name="auto", command=_COMMAND, options=("--steps", "4"), expected=_ON_CPUS)
 
 RECIPES = (
     Recipe(
@@ -111,10 +98,6 @@ RECIPES = (
         needs=("rustbpe", "tiktoken", "pyarrow", "filelock", "requests", "wandb"),
         environment={"NANOCHAT_BASE_DIR": "base", "TORCHDYNAMO_DISABLE": "1"},
         data=corpus,
-        trials=(
-            _AUTO,
-            of_tokens(_AUTO),
-            on_gpus(_AUTO, 2, expected=_ON_GPUS),
-        ),
+        trials=(_AUTO, of_tokens(_AUTO), on_gpus(_AUTO, 2, expected=_ON_GPUS)),
     ),
 )

@@ -7,17 +7,15 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
-from tests.field.recipe import Edit, Expected, Kind, Recipe, Trial, of_tokens, on_gpus
+from tests.field.recipe import Edit, Recipe, Trial, by_design, defect, of_tokens, on_gpus
 from tests.field.usual import STEPS_AT_NAN
 
 # With torchrun the script insists on GPUs.
 _ON_CPU = (
-    Edit(file="train.py", line="device = f'cuda:{ddp_local_rank}'", instead="device = 'cpu'"),
-    Edit(file="train.py", line="torch.cuda.set_device(device)", instead="pass"),
+    Edit("train.py", "device = f'cuda:{ddp_local_rank}'", instead="device = 'cpu'"),
+    Edit("train.py", "torch.cuda.set_device(device)", instead="pass"),
     Edit(
-        file="train.py",
-        line="model = DDP(model, device_ids=[ddp_local_rank])",
-        instead="model = DDP(model)",
+        "train.py", "model = DDP(model, device_ids=[ddp_local_rank])", instead="model = DDP(model)"
     ),
 )
 _COMMAND = (
@@ -38,44 +36,37 @@ _RESUMED = " ".join(
 )
 _LINE = (
     Edit(
-        file="train.py",
-        line="ix = torch.randint(len(data) - block_size, (batch_size,))",
+        "train.py",
+        "ix = torch.randint(len(data) - block_size, (batch_size,))",
         add="get_batch.ids = ix.tolist()",
     ),
     Edit(
-        file="train.py",
-        line="raw_model = model.module if ddp else model # unwrap DDP container if needed",
-        add=(
-            "import entrenar_py\n"
-            "tied = (('transformer.wte.weight', 'lm_head.weight'),)\n"
-            "obs = entrenar_py.observe(\n"
-            "    model, optimizer, step=iter_num, frozen=(), tied=tied, clip_norm=grad_clip\n"
-            ")\n"
-            "ids = get_batch.ids"
-        ),
+        "train.py",
+        "raw_model = model.module if ddp else model # unwrap DDP container if needed",
+        add="import entrenar_py\n"
+        "tied = (('transformer.wte.weight', 'lm_head.weight'),)\n"
+        "obs = entrenar_py.observe(\n"
+        "    model, optimizer, step=iter_num, frozen=(), tied=tied, clip_norm=grad_clip\n"
+        ")\n"
+        "ids = get_batch.ids",
     ),
     Edit(
-        file="train.py",
-        line="loss = loss / gradient_accumulation_steps # scale the loss to account for "
+        "train.py",
+        "loss = loss / gradient_accumulation_steps # scale the loss to account for "
         "gradient accumulation",
-        add=(
-            "obs.samples(ids, replacement=True)\n"
-            "obs.loss(loss * gradient_accumulation_steps, Y.numel())"
-        ),
+        add="obs.samples(ids, replacement=True)\n"
+        "obs.loss(loss * gradient_accumulation_steps, Y.numel())",
     ),
-    Edit(file="train.py", line="X, Y = get_batch('train')", add="ids = get_batch.ids"),
+    Edit("train.py", "X, Y = get_batch('train')", add="ids = get_batch.ids"),
 )
-_SEEDED_BY_RANK = Expected(
+_SEEDED_BY_RANK = by_design(
     clause="F-DP-005",
-    verdict="inconclusive",
-    kind=Kind.PROPERTY,
     words="one worker draws other samples than 2 workers",
     because="Each rank draws places in the text by a seed of its own, so one worker draws others.",
 )
-_DATA_OVER = Expected(
+_DATA_OVER = defect(
     clause="F-TI-003",
     verdict="inconclusive",
-    kind=Kind.DEFECT,
     words="(those of step 0 again)",
     because="`init_from=resume` sets the seed of the start again, and no generator's state is in "
     "the checkpoint. So each resumed run trains on the batches of the start, in their order. It is "

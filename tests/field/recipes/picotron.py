@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from tests.field.recipe import Edit, Expected, Kind, Recipe, Trial
+from tests.field.recipe import Edit, Recipe, Trial, default, defect
 from tests.field.usual import STEPS_AT_NAN
 
 # `use_cpu` is an option of the configuration, and this line was forgotten.
 _ON_CPU = (
     Edit(
-        file="picotron/utils.py",
-        line="param_counts = torch.tensor(local_num_params, device='cuda')",
+        "picotron/utils.py",
+        "param_counts = torch.tensor(local_num_params, device='cuda')",
         instead="param_counts = torch.tensor(local_num_params)",
     ),
 )
@@ -59,19 +59,15 @@ def llama(folder: Path) -> None:
         file.write_text(f"{name} = None\n")
 
 
-_STARTS_OVER = Expected(
+_STARTS_OVER = defect(
     clause="F-TI-003",
-    verdict="falsified",
-    kind=Kind.DEFECT,
     words="the data starts over",
     because="A checkpoint has weights, optimizer state and counters, but not the place in the "
     "data. After a resume training begins with the first batch again.",
     reproduction="picotron_resume.py",
 )
-_PADDED = Expected(
+_PADDED = default(
     clause="F-DP-002",
-    verdict="falsified",
-    kind=Kind.DEFAULT,
     words="samples drawn again in epoch 0 by rank 1: [0]",
     because="The stories make an odd number of blocks, which two ranks can't share evenly. torch's "
     "`DistributedSampler` gives the last rank the first block again, by default.",

@@ -4,41 +4,36 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.field.recipe import Edit, Expected, Kind, Recipe, Trial, on_gpus
+from tests.field.recipe import Edit, Recipe, Trial, by_design, defect, on_gpus
 from tests.field.usual import STEPS_AT_NAN
 
 EXAMPLES = "pytorch/examples"
 COMMIT = "77f55b912142e11fcfdf5b530231fb9c52f181e8"
 _TORCHRUN = "multigpu_torchrun.py"
 _ON_CPU = (
+    Edit(_TORCHRUN, 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))', instead="pass"),
     Edit(
-        file=_TORCHRUN,
-        line='torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))',
-        instead="pass",
-    ),
-    Edit(
-        file=_TORCHRUN,
-        line='init_process_group(backend="nccl")',
+        _TORCHRUN,
+        'init_process_group(backend="nccl")',
         instead='init_process_group(backend="gloo")',
     ),
-    Edit(file=_TORCHRUN, line="self.model = model.to(self.gpu_id)", instead="self.model = model"),
+    Edit(_TORCHRUN, "self.model = model.to(self.gpu_id)", instead="self.model = model"),
     Edit(
-        file=_TORCHRUN,
-        line="self.model = DDP(self.model, device_ids=[self.gpu_id])",
+        _TORCHRUN,
+        "self.model = DDP(self.model, device_ids=[self.gpu_id])",
         instead="self.model = DDP(self.model)",
     ),
-    Edit(file=_TORCHRUN, line="source = source.to(self.gpu_id)", instead="pass"),
-    Edit(file=_TORCHRUN, line="targets = targets.to(self.gpu_id)", instead="pass"),
-    Edit(file=_TORCHRUN, line='loc = f"cuda:{self.gpu_id}"', instead='loc = "cpu"'),
+    Edit(_TORCHRUN, "source = source.to(self.gpu_id)", instead="pass"),
+    Edit(_TORCHRUN, "targets = targets.to(self.gpu_id)", instead="pass"),
+    Edit(_TORCHRUN, 'loc = f"cuda:{self.gpu_id}"', instead='loc = "cpu"'),
 )
 _COMMAND = (
     *("torchrun", "--standalone", "--nproc_per_node={world_size}"),
     *(_TORCHRUN, "2", "1", "--batch_size", "{share:32}"),
 )
-_NOTHING_MOVES = Expected(
+_NOTHING_MOVES = defect(
     clause="F-TI-004",
     verdict="inconclusive",
-    kind=Kind.DEFECT,
     words="weight never moved and its gradient was zero in all steps on rank 0",
     because="`cross_entropy` of a single output is 0 whatever the weights, and so are all "
     "gradients: the tutorial trains nothing.",
@@ -49,10 +44,8 @@ _NONE_MOVES = tuple(
     for clause in ("F-DP-001", "F-TI-008")
 )
 _OWN_DATA = tuple(
-    Expected(
+    by_design(
         clause=clause,
-        verdict="inconclusive",
-        kind=Kind.PROPERTY,
         words="reaches the model with other contents",
         because="`MyTrainDataset` draws its data by `torch.rand`, and the script sets no seed. So "
         "each rank makes data of its own: a sample has other contents on rank 1 than on one "
@@ -60,10 +53,9 @@ _OWN_DATA = tuple(
     )
     for clause in ("F-DP-005", "F-TI-001")
 )
-_EPOCH_AGAIN = Expected(
+_EPOCH_AGAIN = defect(
     clause="F-TI-003",
     verdict="inconclusive",
-    kind=Kind.DEFECT,
     words="at which step it goes on can't be told",
     because="Where a resumed run goes on is seen from weights, and none ever moves. In fact each "
     "resume trains an epoch again: the snapshot has the number of the last epoch as the number of "
@@ -75,13 +67,7 @@ _AUTO = Trial(
     command=_COMMAND,
     edits=_ON_CPU,
     options=("--steps", "4"),
-    expected=(
-        STEPS_AT_NAN,
-        _NOTHING_MOVES,
-        *_NONE_MOVES,
-        *_OWN_DATA,
-        _EPOCH_AGAIN,
-    ),
+    expected=(STEPS_AT_NAN, _NOTHING_MOVES, *_NONE_MOVES, *_OWN_DATA, _EPOCH_AGAIN),
 )
 RECIPES = (
     Recipe(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.field.recipe import Expected, Kind, Recipe, Trial
+from tests.field.recipe import Recipe, Trial, defect
 
-_SHUFFLED = Expected(
+_SHUFFLED = defect(
     clause="F-DP-005",
     verdict="inconclusive",
-    kind=Kind.DEFECT,
     words="no combination of the micro-batches' gradients",
     because="The backward pass of `all_gather` gives gradients to gloo as they lie in memory. That "
     "of a transposed tensor comes back with its elements in another order, and nothing says so. "

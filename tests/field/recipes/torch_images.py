@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.field.recipe import Expected, Kind, Recipe, Trial
+from tests.field.recipe import Recipe, Trial, default, defect
 from tests.field.recipes.torch_ddp_tutorial import COMMIT, EXAMPLES
 
 RECIPES = (
@@ -24,20 +24,16 @@ RECIPES = (
                 contracts=("distributed-training-v1.yaml",),
                 options=("--steps", "2", "--exclude", "F-DP-003,F-DP-006"),
                 expected=(
-                    Expected(
+                    defect(
                         clause="F-DP-001",
-                        verdict="falsified",
-                        kind=Kind.DEFECT,
                         words="each rank applied the gradient of its own samples alone",
                         because="`DistributedDataParallel` is put around the model only if there "
                         "is a GPU. Without one the script joins the process group, divides the "
                         "data, and each process trains a model of its own.",
                         reproduction="imagenet_without_ddp.py",
                     ),
-                    Expected(
+                    default(
                         clause="F-DP-002",
-                        verdict="falsified",
-                        kind=Kind.DEFAULT,
                         words="samples drawn again in epoch 0 by rank 1: [",
                         because="ImageNet has 1281167 pictures, which two ranks can't share "
                         "evenly. torch's `DistributedSampler` gives the last rank the first "

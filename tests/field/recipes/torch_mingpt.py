@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-from tests.field.recipe import Edit, Expected, Kind, Recipe, Trial, of_tokens, on_gpus
+from tests.field.recipe import Edit, Recipe, Trial, defect, of_tokens, on_gpus, undeclared
 from tests.field.recipes.torch_ddp_tutorial import COMMIT, EXAMPLES
 
 _ON_CPU = (
-    Edit(file="main.py", line="return has_gpu and gpu_count >= min_gpus", instead="return True"),
+    Edit("main.py", "return has_gpu and gpu_count >= min_gpus", instead="return True"),
+    Edit("main.py", "acc = torch.accelerator.current_accelerator()", instead="acc = 'cpu'"),
+    Edit("main.py", "torch.accelerator.set_device_index(rank)", instead="pass"),
     Edit(
-        file="main.py",
-        line="acc = torch.accelerator.current_accelerator()",
-        instead="acc = 'cpu'",
-    ),
-    Edit(file="main.py", line="torch.accelerator.set_device_index(rank)", instead="pass"),
-    Edit(
-        file="trainer.py",
-        line="self.acc = torch.accelerator.current_accelerator()",
+        "trainer.py",
+        "self.acc = torch.accelerator.current_accelerator()",
         instead="self.acc = 'cpu'",
     ),
+    Edit("trainer.py", "self.model = model.to(self.local_rank)", instead="self.model = model"),
     Edit(
-        file="trainer.py",
-        line="self.model = model.to(self.local_rank)",
-        instead="self.model = model",
-    ),
-    Edit(
-        file="trainer.py",
-        line="self.model = DDP(self.model, device_ids=[self.local_rank])",
+        "trainer.py",
+        "self.model = DDP(self.model, device_ids=[self.local_rank])",
         instead="self.model = DDP(self.model)",
     ),
-    Edit(file="trainer.py", line="source = source.to(self.local_rank)", instead="pass"),
-    Edit(file="trainer.py", line="targets = targets.to(self.local_rank)", instead="pass"),
+    Edit("trainer.py", "source = source.to(self.local_rank)", instead="pass"),
+    Edit("trainer.py", "targets = targets.to(self.local_rank)", instead="pass"),
 )
 _COMMAND = (
     *("torchrun", "--standalone", "--nproc_per_node={world_size}", "main.py"),
@@ -38,54 +30,44 @@ _COMMAND = (
     *("trainer_config.batch_size={share:16}", "trainer_config.data_loader_workers=0"),
 )
 _EXPECTED = (
-    Expected(
+    defect(
         clause="F-DP-002",
-        verdict="falsified",
-        kind=Kind.DEFECT,
         words="rank 1 trains on other samples than rank 0",
         because="`random_split` is called on each rank without a seed. So each rank has a training "
         "set of its own, and trains on samples that other ranks test on.",
         reproduction="split_by_every_rank.py",
     ),
-    Expected(
+    defect(
         clause="F-TI-008",
-        verdict="falsified",
-        kind=Kind.DEFECT,
         words="clipped while it was still scaled",
         because="`clip_grad_norm_` comes before `GradScaler.unscale_`. So the norm is clipped to 1 "
         "divided by the scale, a step is made with 1.5e-5, and AdamW hides it.",
         reproduction="clipped_while_scaled.py",
         known="https://github.com/pytorch/examples/issues/1196",
     ),
-    Expected(
+    defect(
         clause="F-DP-005",
         verdict="inconclusive",
-        kind=Kind.DEFECT,
         words="give all runs the same data",
         because="Follows from the split: two workers train on more samples than one.",
         reproduction="split_by_every_rank.py",
     ),
-    Expected(
+    defect(
         clause="F-TI-001",
         verdict="inconclusive",
-        kind=Kind.DEFECT,
         words="give all runs the same data",
         because="Follows from the split, too.",
         reproduction="split_by_every_rank.py",
     ),
-    Expected(
+    undeclared(
         clause="F-TI-003",
-        verdict="inconclusive",
-        kind=Kind.UNDECLARED,
         words="the script seeds nothing, so what it draws after a stop is new",
         because="The script sets no seed, and no generator's state is in its snapshot.",
     ),
 )
 
-_NOT_CAUSAL = Expected(
+_NOT_CAUSAL = defect(
     clause="F-LM-001",
-    verdict="falsified",
-    kind=Kind.DEFECT,
     words="it sees later ones",
     because="The mask of a causal model, ones on and below the diagonal, is given to "
     "`nn.MultiheadAttention`, which adds a mask of floats to the scores. So earlier tokens count "

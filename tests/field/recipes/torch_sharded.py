@@ -4,31 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.field.recipe import Edit, Expected, Kind, Recipe, Trial, on_gpus
+from tests.field.recipe import Edit, Expected, Recipe, Trial, by_design, defect, on_gpus, undeclared
 from tests.field.recipes.torch_ddp_tutorial import COMMIT, EXAMPLES
 from tests.field.usual import STEPS_AT_NAN
 
 _LAUNCH = ("torchrun", "--standalone", "--nproc_per_node={world_size}")
-_ON_CPU = (
-    Edit(
-        file="log_utils.py", line="return has_gpu and gpu_count >= min_gpus", instead="return True"
-    ),
-)
+_ON_CPU = (Edit("log_utils.py", "return has_gpu and gpu_count >= min_gpus", instead="return True"),)
 
 
-_NOT_CLEARED = Expected(
+_NOT_CLEARED = defect(
     clause="F-TI-001",
-    verdict="falsified",
-    kind=Kind.DEFECT,
     words="gradients not cleared since step 0",
     because="The loop never calls `zero_grad`, so each step applies all gradients so far.",
     reproduction="gradients_pile_up.py",
     known="https://github.com/pytorch/examples/pull/1424",
 )
-_NEEDS_TWO = Expected(
+_NEEDS_TWO = by_design(
     clause="F-DP-002",
-    verdict="inconclusive",
-    kind=Kind.PROPERTY,
     words="AssertionError: TP examples require even number of GPUs",
     because="The script insists on an even number of workers, so there is no run on one.",
 )
@@ -42,10 +34,8 @@ _TP = (
 _SP = (
     STEPS_AT_NAN,
     _NOT_CLEARED,
-    Expected(
+    undeclared(
         clause="F-DP-002",
-        verdict="inconclusive",
-        kind=Kind.UNDECLARED,
         words="share the work on a batch and are given different rows in step 0",
         because="Each rank draws rows of its own, and only `obs.samples` tells whether they are "
         "parts of one batch. Besides, the script sets no seed, so two runs draw other inputs.",
@@ -55,7 +45,7 @@ _SP = (
 
 def _on_cpu(file: str) -> tuple[Edit, ...]:
     line = "device_type = torch.accelerator.current_accelerator().type"
-    return (*_ON_CPU, Edit(file=file, line=line, instead="device_type = 'cpu'"))
+    return (*_ON_CPU, Edit(file, line, instead="device_type = 'cpu'"))
 
 
 def _parallel(name: str, title: str, file: str, expected: tuple[Expected, ...]) -> Recipe:
@@ -80,14 +70,10 @@ _FSDP2 = Trial(
     name="auto",
     command=(*_LAUNCH, "example.py"),
     edits=(
+        Edit("example.py", "return has_gpu and gpu_count >= min_gpus", instead="return True"),
         Edit(
-            file="example.py",
-            line="return has_gpu and gpu_count >= min_gpus",
-            instead="return True",
-        ),
-        Edit(
-            file="example.py",
-            line="torch.distributed.init_process_group(backend=backend, device_id=device)",
+            "example.py",
+            "torch.distributed.init_process_group(backend=backend, device_id=device)",
             instead="torch.distributed.init_process_group(backend=backend)",
         ),
     ),
@@ -100,19 +86,15 @@ _FSDP2 = Trial(
             because="With such weights gradients are not finite in the first step, and neither "
             "`clip_grad_norm_` nor the optimizer stops at that.",
         ),
-        Expected(
+        defect(
             clause="F-DP-002",
-            verdict="falsified",
-            kind=Kind.DEFECT,
             words="are given the same rows in every step",
             because="All ranks set the same seed, and then each draws its batch. So all ranks "
             "train on the same samples, and several GPUs learn what one would.",
             reproduction="same_data_by_one_seed.py",
         ),
-        Expected(
+        defect(
             clause="F-TI-005",
-            verdict="falsified",
-            kind=Kind.DEFECT,
             words="weights are not finite from step 0 on",
             because="`Transformer.reset_parameters` leaves its layers out, after `to_empty` has "
             "given them memory that nobody wrote. Here new memory is filled with large numbers; "
@@ -136,10 +118,7 @@ RECIPES = (
         commit=COMMIT,
         folder="distributed/FSDP2",
         # glibc fills new memory with 2.7e23, so that each run finds the same in it.
-        environment={
-            "MALLOC_PERTURB_": "153",
-            "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0",
-        },
+        environment={"MALLOC_PERTURB_": "153", "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"},
         trials=(_FSDP2, _FSDP2_ON_GPUS),
     ),
     _parallel("torch-tp", "tensor parallelism", "tensor_parallel_example.py", _TP),

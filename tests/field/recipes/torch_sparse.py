@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from tests.field.recipe import Expected, Kind, Recipe, Trial
+from tests.field.recipe import Recipe, Trial, defect
 from tests.field.usual import STEPS_AT_NAN
 
 _LAUNCH = ("torchrun", "--standalone", "--nproc_per_node={world_size}")
 _IN_PLACE = tuple(
-    Expected(
+    defect(
         clause=clause,
-        verdict="falsified",
-        kind=Kind.DEFECT,
         words="half as large",
         because="The gradient of `Embedding(sparse=True)` shares its memory with that of the "
         "layer's output. DistributedDataParallel divides it in place by the number of ranks. If "

@@ -2,44 +2,38 @@
 
 from __future__ import annotations
 
-from tests.field.recipe import Edit, Expected, Kind, Recipe, Trial
+from tests.field.recipe import Edit, Recipe, Trial, default, defect, undeclared
 from tests.field.usual import STEPS_AT_NAN
 
 _COMMAND = ("python", "torchft_launch.py", "{world_size}", "{steps}")
 _SMALL = (
     # In place of a download, and of a layer of 1 GB that is to slow it down.
     Edit(
-        file="train_ddp.py",
-        line="trainset = torchvision.datasets.CIFAR10(",
+        "train_ddp.py",
+        "trainset = torchvision.datasets.CIFAR10(",
         instead="trainset = torchvision.datasets.FakeData(",
     ),
     Edit(
-        file="train_ddp.py",
-        line='root="./cifar", train=True, download=True, transform=transform',
+        "train_ddp.py",
+        'root="./cifar", train=True, download=True, transform=transform',
         instead="size=1024, image_size=(3, 32, 32), num_classes=10, transform=transform",
     ),
     Edit(
-        file="train_ddp.py",
-        line="if manager.current_step() >= 10000:",
+        "train_ddp.py",
+        "if manager.current_step() >= 10000:",
         instead='if manager.current_step() >= int(os.environ["STEPS"]):',
     ),
-    Edit(
-        file="train_ddp.py",
-        line="target_size = 1_000_000_000",
-        instead="target_size = 1_000",
-    ),
+    Edit("train_ddp.py", "target_size = 1_000_000_000", instead="target_size = 1_000"),
 )
 
 _SEED = Edit(
-    file="train_ddp.py",
-    line='NUM_REPLICA_GROUPS = int(os.environ.get("NUM_REPLICA_GROUPS", 2))',
+    "train_ddp.py",
+    'NUM_REPLICA_GROUPS = int(os.environ.get("NUM_REPLICA_GROUPS", 2))',
     add="torch.manual_seed(0)",
 )
 _BEGINS_APART = tuple(
-    Expected(
+    default(
         clause=clause,
-        verdict="falsified",
-        kind=Kind.DEFAULT,
         words=words,
         because="The script sets no seed. By default (`init_sync`) each replica group begins with "
         "weights of its own, computes a gradient of them, and gets those of one group in step 0.",
@@ -54,10 +48,8 @@ _BEGINS_APART = tuple(
     )
 )
 _HALF_A_STEP = tuple(
-    Expected(
+    defect(
         clause=clause,
-        verdict="falsified",
-        kind=Kind.DEFECT,
         words="averaged gradient is not the single device's",
         because="In step 0 a group that gets its weights from another adds zeros in place of its "
         "gradient, but counts in the mean. With two groups the gradient is half of one group's, "
@@ -67,18 +59,14 @@ _HALF_A_STEP = tuple(
     )
     for clause in ("F-DP-005", "F-TI-001")
 )
-_SAME_ORDER = Expected(
+_SAME_ORDER = defect(
     clause="F-TI-005",
-    verdict="falsified",
-    kind=Kind.DEFECT,
     words="epoch 1 visits its samples in the order of epoch 0",
     because="The script shuffles by a sampler whose `set_epoch` it never calls.",
     reproduction="torchft_same_order.py",
 )
-_OTHER_SAMPLES = Expected(
+_OTHER_SAMPLES = undeclared(
     clause="F-DP-006",
-    verdict="inconclusive",
-    kind=Kind.UNDECLARED,
     words="what it draws after a stop is new",
     because="The script sets no seed, so samples that differ after a kill may be drawn by chance. "
     "Here they are not: the step in which a group is killed is not made, the other goes on with "
@@ -101,11 +89,7 @@ RECIPES = (
                 command=(*_COMMAND, "train_ddp.py"),
                 edits=_SMALL,
                 options=("--steps", "4"),
-                expected=(
-                    *_BEGINS_APART,
-                    STEPS_AT_NAN,
-                    _OTHER_SAMPLES,
-                ),
+                expected=(*_BEGINS_APART, STEPS_AT_NAN, _OTHER_SAMPLES),
             ),
             # With the same weights in all groups, what comes after them shows.
             Trial(

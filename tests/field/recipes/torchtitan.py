@@ -11,20 +11,20 @@ from dataclasses import replace
 from pathlib import Path
 from string import ascii_lowercase
 
-from tests.field.recipe import Edit, Expected, Kind, Recipe, Trial
+from tests.field.recipe import Edit, Recipe, Trial, by_design, defect, limit
 from tests.field.usual import SAVES_LATER, STEPS_AT_NAN
 
 _SEQUENCE = 32
 _ON_CPU = (
     Edit(
-        file="torchtitan/tools/utils.py",
-        line='device_type = _get_available_device_type() or "cuda"',
+        "torchtitan/tools/utils.py",
+        'device_type = _get_available_device_type() or "cuda"',
         instead='device_type = _get_available_device_type() or "cpu"',
     ),
     # torch.cpu has no memory to report.
     Edit(
-        file="torchtitan/tools/utils.py",
-        line="device_type, device_module = get_device_info()",
+        "torchtitan/tools/utils.py",
+        "device_type, device_module = get_device_info()",
         add="from unittest.mock import Mock\n"
         "device_module = Mock(current_device=lambda: 0, memory_stats=lambda device: {})\n"
         'device_module.get_device_name.return_value = "CPU"\n'
@@ -32,14 +32,14 @@ _ON_CPU = (
     ),
     # gloo has no PREMUL_SUM, which FSDP takes for a factor of one's own.
     Edit(
-        file="torchtitan/models/llama3/infra/parallelize.py",
-        line="module.set_gradient_divide_factor(1.0)",
+        "torchtitan/models/llama3/infra/parallelize.py",
+        "module.set_gradient_divide_factor(1.0)",
         add="module.set_force_sum_reduction_for_comms(True)",
     ),
     # Streamed as c4 is: ranks take rows in turn, as one worker does alone.
     Edit(
-        file="torchtitan/hf_datasets/text_datasets.py",
-        line='loader=lambda path: load_dataset(path, split="train"),',
+        "torchtitan/hf_datasets/text_datasets.py",
+        'loader=lambda path: load_dataset(path, split="train"),',
         instead='loader=lambda path: load_dataset(path, split="train", streaming=True),',
     ),
 )
@@ -57,10 +57,8 @@ _RESUMED = (
 
 
 _OTHER_WEIGHTS = tuple(
-    Expected(
+    by_design(
         clause=clause,
-        verdict="inconclusive",
-        kind=Kind.PROPERTY,
         words="begins with other weights",
         because="DTensors draw their weights by rank on a CPU, so one worker begins with others. "
         "A seed checkpoint (`--checkpoint.create_seed_checkpoint`) would give both the same.",
@@ -68,10 +66,8 @@ _OTHER_WEIGHTS = tuple(
     for clause in ("F-DP-005", "F-TI-001")
 )
 _HALVED = tuple(
-    Expected(
+    defect(
         clause=clause,
-        verdict="falsified",
-        kind=Kind.DEFECT,
         words="it is half as large (1/world_size)",
         because="The loss is divided by the tokens of all ranks, and `replicate` then takes the "
         "mean over ranks. With R replicas gradients are 1/R as large: sharded ones are summed.",
@@ -80,10 +76,8 @@ _HALVED = tuple(
     )
     for clause in ("F-DP-005", "F-TI-001")
 )
-_TERMS = Expected(
+_TERMS = limit(
     clause="F-TI-008",
-    verdict="inconclusive",
-    kind=Kind.LIMIT,
     words="can't be recomputed",
     because="With sequence parallelism gradients of norms stay terms of a sum over ranks until the "
     "optimizer adds them up. They are not recorded, so their steps aren't recomputed.",

@@ -13,7 +13,6 @@ from entrenar_py.shared.untrusted import printing
 
 
 def printed(text: str, encoding: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return the text that arrives on a standard output with this encoding."""
     output = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding=encoding))
     console.standard_output(color=False).print(text)

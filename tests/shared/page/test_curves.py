@@ -8,7 +8,7 @@ import numpy as np
 
 from entrenar_py.check.reports.html import Curves
 from entrenar_py.shared.trace import Trace, Update, record_tensor
-from tests.check.clauses.traces import run, scenario
+from tests.traces import altered, run, scenario
 
 
 def pair(detail: str, apart: float) -> list[Trace]:
@@ -62,11 +62,7 @@ def test_distance_of_losses() -> None:
     """If weights differ without stored values, the losses of the lowest rank are compared."""
     seen = Curves()
     own, alone = pair("digests", 0.5)
-    events = tuple(
-        replace(one, loss=(one.loss or 0.0) + 0.25) if isinstance(one, Update) else one
-        for one in own.events
-    )
-    seen.see([replace(own, events=events), alone])
+    seen.see([altered(own, Update, {}, loss=lambda one: (one.loss or 0.0) + 0.25), alone])
     assert not seen.found[0].of_weights
     assert {round(value, 6) for _, value in seen.found[0].distances} == {0.25}
 
@@ -74,12 +70,8 @@ def test_distance_of_losses() -> None:
 def test_a_loss_that_is_no_number() -> None:
     """The loss is not a point of the curve, and the first such step is recorded."""
     own, _ = pair("digests", 0.0)
-    events = tuple(
-        replace(one, loss=float("nan")) if isinstance(one, Update) and one.step > 3 else one
-        for one in own.events
-    )
     seen = Curves()
-    seen.see([replace(own, events=events)])
+    seen.see([altered(own, Update, {"step": lambda step: step > 3}, loss=float("nan"))])
     assert seen.found[0].strange == 4
     assert [step for step, _ in seen.found[0].losses] == [0, 1, 2, 3]
 

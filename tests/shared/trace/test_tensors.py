@@ -33,7 +33,6 @@ def test_a_digest_sees_position_and_sign() -> None:
 
 
 def numbers(size: int, seed: int = 0) -> trace.Sketch:
-    """Return a sketch with the right count of numbers."""
     count = 1 + PROJECTIONS + min(SAMPLES, size)
     return trace.Sketch(size, np.random.default_rng(seed).standard_normal(count))
 

@@ -20,8 +20,7 @@ END = trace.End(status="completed")
 
 def written(path: Path, scenario: Scenario, traits: dict[str, Any] | None) -> Path:
     """Write the file of a run with these traits in its header, or without traits."""
-    run = trace.Trace(scenario=scenario, environment={}, promises=(), events=(END,))
-    first = {**ledger.header(run), "traits": traits}
+    first = {**ledger.header(ledger.Head(plan=scenario, environment={})), "traits": traits}
     if traits is None:
         del first["traits"]
     line, chain = ledger.dump_line("", first)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 
 from entrenar_py.shared import trace
 from entrenar_py.shared.errors import TraceError, UsageError
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.scenario import Scenario, TrainingPlan
 from entrenar_py.shared.trace import ledger, writer
+from entrenar_py.shared.trace.ledger import Head
 from entrenar_py.shared.trace.writer import Standing
 
 SCENARIO = Scenario(system="parameter_server", workload="linear", world_size=2, seed=0)
-HEAD = trace.Trace(scenario=SCENARIO, environment={"torch": "x"}, promises=(), events=())
+HEAD = Head(plan=SCENARIO, environment={"torch": "x"})
 STARTS = [trace.Start(step=0, rank=rank, weights={}) for rank in (0, 1)]
 LEFT = trace.Membership(step=3, rank=1, change="left", reason="cable cut")
 END = trace.End(status="completed")
@@ -132,9 +133,29 @@ def test_one_that_was_edited_is_not_gone_on_with(tmp_path: Path) -> None:
 
 def test_one_of_another_run_is_not_gone_on_with(tmp_path: Path) -> None:
     """A ledger of another scenario is refused with the field that differs."""
-    other = trace.Trace(scenario=SCENARIO.with_(seed=1), environment={}, promises=(), events=())
+    other = Head(plan=SCENARIO.with_(seed=1), environment={})
     with pytest.raises(TraceError, match="by a run with seed=0, and this run has seed=1"):
         writer.reopen(written(tmp_path / "l"), other)
+
+
+def test_a_production_run_is_described_by_its_plan(tmp_path: Path) -> None:
+    """Its ledger says nothing of a harness, and is judged as a run of its trainer."""
+    plan = TrainingPlan.from_dict(SCENARIO.to_dict())
+    one = writer.create(tmp_path / "l", replace(HEAD, plan=plan))
+    one.append([END])
+    one.close()
+    header = (tmp_path / "l").read_text(encoding="utf-8").partition("\n")[0]
+    assert not [name for name in ("mutant", "system", "faults", "stops") if name in header]
+    assert trace.load(tmp_path / "l").scenario == SCENARIO
+
+
+def test_a_ledger_of_an_earlier_release_is_gone_on_with(tmp_path: Path) -> None:
+    """It begins with a scenario, and is refused if that had more than a plan."""
+    plan = TrainingPlan.from_dict(SCENARIO.to_dict())
+    writer.reopen(written(tmp_path / "l"), replace(HEAD, plan=plan))[0].close()
+    writer.create(tmp_path / "m", replace(HEAD, plan=SCENARIO.with_(mutant="m"))).close()
+    with pytest.raises(TraceError, match="with mutant='m', and this run has mutant=None"):
+        writer.reopen(tmp_path / "m", replace(HEAD, plan=plan))
 
 
 def test_two_writers_are_one_too_many(tmp_path: Path) -> None:

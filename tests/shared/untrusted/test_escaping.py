@@ -39,6 +39,7 @@ from entrenar_py.train.service.metrics import Metrics
 from entrenar_py.train.service.run_events import Noted
 from entrenar_py.train.wire.frames import FROM_COORDINATOR, Encoder
 from entrenar_py.train.wire.messages import VERSION, Challenge
+from tests import traces
 from tests.check.reports.conftest import full_report
 from tests.fuzz.bad_contents import TRAINING
 from tests.test_architecture import SOURCE, modules
@@ -260,15 +261,7 @@ def test_a_ledger(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
     of = Scenario(system="parameter_server", **TRAINING)
     end = trace.End(status="halted", reason=HOSTILE)
-    start = trace.Update(
-        step=0,
-        rank=0,
-        loss=1.0,
-        weight=1.0,
-        learning_rate=0.1,
-        finite=True,
-        weights={HOSTILE: trace.TensorRecord("0" * 32)},
-    )
+    start = traces.update(0, weights={HOSTILE: trace.TensorRecord("0" * 32)})
     path = tmp_path / HOSTILE.replace("\0", "").replace("/", "")
     trace.save(
         trace.Trace(scenario=of, environment={HOSTILE: HOSTILE}, promises=(), events=(start, end)),
@@ -298,10 +291,7 @@ def test_a_ledger(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_errors(
-    main: object,
-    arguments: tuple[str, ...],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    main: object, arguments: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A message quotes a path, an argument: one line on standard error."""
     path = str(tmp_path / "x" / HOSTILE.replace("\0", ""))

@@ -15,7 +15,7 @@ from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Trace
 from entrenar_py.shared.verdict import Tally
-from entrenar_py.train.stages.member import StageMember
+from entrenar_py.train.coordinator.member import Member
 from tests.conftest import has_peft
 
 pytestmark = pytest.mark.skipif(not has_peft(), reason="the extra `finetune` is not installed")
@@ -64,16 +64,16 @@ def test_shards_of_a_void_round_are_not_recorded() -> None:
 
 def test_a_worker_with_other_weights_is_thrown_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has moved them by itself; when it comes back it is sent the right ones."""
-    plain, struck = StageMember.make_held, list[int]()
+    plain, struck = Member.make_held, list[int]()
 
-    def moved(self: StageMember, step: int) -> None:
+    def moved(self: Member, step: int) -> None:
         if self.rank == 1 and not struck:
             struck.append(step)
             self.held.vector[0] += 1e-3
         plain(self, step)
 
     right = systems.run(staged(num_steps=2))
-    monkeypatch.setattr(StageMember, "make_held", moved)
+    monkeypatch.setattr(Member, "make_held", moved)
     done = systems.run(staged(num_steps=2))
     assert done.end.status == "completed", done.end.reason
     (left,) = [one for one in done.of(trace.Membership) if one.change == "left"]

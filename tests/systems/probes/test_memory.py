@@ -31,7 +31,7 @@ from entrenar_py.systems.probes import memory
 from entrenar_py.train.arithmetic import engine, reduction
 from entrenar_py.train.arithmetic.tensors import TensorSpec
 from entrenar_py.train.coordinator import models
-from tests.check.clauses import traces
+from tests import traces
 
 USUAL = Scenario(
     system="memory",

@@ -21,7 +21,7 @@ from entrenar_py.shared.trace import Declined, Explained, Poisoned, Stepped
 from entrenar_py.shared.verdict import Verdict
 from entrenar_py.systems.probes import device_meter, wgpu_operations, wgpu_steps
 from entrenar_py.systems.probes.wgpu_operations import CASES
-from tests.check.clauses import traces
+from tests import traces
 
 PROBES = ("wgpu_steps", "wgpu_operations", "wgpu_refusals")
 

@@ -10,7 +10,7 @@ from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Audit, Halt, Membership, Shard, Trace
 from entrenar_py.shared.verdict import Verdict
-from tests.check.clauses import traces
+from tests import traces
 from tests.systems import stars
 from tests.systems.stars import REAL, SIMULATED, subject
 

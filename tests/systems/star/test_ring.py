@@ -10,7 +10,7 @@ from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.faults import LIE_PLACES, RING_PLACES, STRANGERS, Fault
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Injected, Tensors, Trace
-from tests.check.clauses import traces
+from tests import traces
 from tests.systems import stars
 
 REAL, SIMULATED = "ring", "ring_simulated"

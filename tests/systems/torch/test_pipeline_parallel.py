@@ -13,7 +13,7 @@ from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.verdict import Verdict
 from entrenar_py.systems.torch import pipeline_parallel
-from tests.check.clauses import traces
+from tests import traces
 
 
 def scenario(**changes: Any) -> Scenario:

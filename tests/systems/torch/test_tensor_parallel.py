@@ -16,7 +16,7 @@ from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.verdict import Verdict
 from entrenar_py.systems.torch import tensor_parallel
-from tests.check.clauses import traces
+from tests import traces
 
 
 def scenario(**changes: Any) -> Scenario:

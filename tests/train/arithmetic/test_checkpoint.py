@@ -213,11 +213,21 @@ def test_progress_is_json(content: bytes) -> None:
     ],
 )
 def test_the_checkpoint_of_another_run(noted: object, told: str) -> None:
-    """The first difference is named, also one of the scenario's options."""
+    """The first difference is named, also one of the plan's options."""
     own = {"seed": 1, "options": {"alpha": 4}}
-    checkpoint.require_own(Path("c"), {"scenario": own}, own)
-    with pytest.raises(CheckpointError, match=told):
-        checkpoint.require_own(Path("c"), {"scenario": noted}, own)
+    checkpoint.require_own(Path("c"), {"plan": own}, own)
+    for key in ("plan", "scenario"):
+        with pytest.raises(CheckpointError, match=told):
+            checkpoint.require_own(Path("c"), {key: noted}, own)
+
+
+def test_the_checkpoint_of_an_earlier_release() -> None:
+    """It notes a scenario, whose faults and mutant must be none."""
+    plan = {"trainer": "mesh", "seed": 1}
+    noted = {"system": "mesh", "seed": 1, "faults": [], "stops": [], "repeat": 0, "mutant": None}
+    checkpoint.require_own(Path("c"), {"scenario": noted}, plan)
+    with pytest.raises(CheckpointError, match="with mutant='m', this one has mutant=None"):
+        checkpoint.require_own(Path("c"), {"scenario": {**noted, "mutant": "m"}}, plan)
 
 
 NUM_FLOATS = 2**20

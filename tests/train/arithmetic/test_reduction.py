@@ -139,7 +139,7 @@ def test_a_shard_given_twice_is_refused(num_shards: int, data: st.DataObject) ->
     leaves = [_leaf(shard) for shard in range(num_shards)]
     again = _defined(data.draw(st.integers(0, reduction.height(num_shards))), 0, num_shards)
     leaves.insert(data.draw(st.integers(0, num_shards)), again)
-    with pytest.raises(ValueError, match=r"was given twice: shards .* were there already"):
+    with pytest.raises(ValueError, match=r"was given twice: shards .* were already given"):
         reduction.root(leaves, num_shards)
 
 

@@ -54,7 +54,7 @@ def test_its_nodes_are_the_tree_s() -> None:
     member = _alone()
     together = _nodes(member, 2, 3, 4)
     assert [(node.level, node.index) for node, _ in together] == [(1, 1), (0, 4)]
-    assert [vector.nbytes for _, vector in together] == [member.vector_bytes] * 2
+    assert [vector.nbytes for _, vector in together] == [member.replicas.vector_bytes] * 2
     leaves = [_nodes(member, shard)[0] for shard in (2, 3)]
     total, loss = leaves[0][1] + leaves[1][1], leaves[0][0].loss + leaves[1][0].loss
     assert together[0][1].tobytes() == total.tobytes()
@@ -74,7 +74,7 @@ def test_its_nodes_are_the_tree_s() -> None:
 def test_what_is_of_no_such_run_is_refused(message: Message, complaint: str) -> None:
     """Unknown shards and impossible numbers are refused."""
     member = _alone()
-    vector = bytes(member.vector_bytes)
+    vector = bytes(member.replicas.vector_bytes)
     member.require(Assign(step=0, shards=(0, 7)), b"")
     member.require(_average(loss=-1.0), vector)
     with pytest.raises(ProtocolError, match=complaint):
@@ -122,7 +122,7 @@ def test_the_first_shard_that_is_not_finite_is_all() -> None:
     member = _alone(faults=(fault,))
     said = member.work(0, (0, 1, 2))
     assert isinstance(said, NonFinite)
-    first = next(iter(member.layout.trainable))
+    first = next(iter(member.replicas.layout.trainable))
     assert (said.step, said.shard, said.tensor, said.element) == (0, 1, first, 0)
     told = trace.load_events(bytes(member.payload(said)))
     assert [event.kind for event in told] == ["shard", "injected", "shard"]
@@ -199,5 +199,5 @@ def test_sizes_are_exact() -> None:
     """Only a state and a vector are sent down, and each has its exact size."""
     member = _alone(optimizer="adamw")
     assert set(member.sizes()) == {Welcome, Average}
-    assert member.sizes()[Average] == member.vector_bytes
+    assert member.sizes()[Average] == member.replicas.vector_bytes
     assert TreeNode not in member.sizes()

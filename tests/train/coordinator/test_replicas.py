@@ -9,11 +9,12 @@ from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.trace import Injected, Shard
 from entrenar_py.train.arithmetic import reduction, sharding
 from entrenar_py.train.coordinator.replicas import Replicas, Worker
-from tests.check.clauses import traces
+from tests import traces
 
 
 def _alone(**changes: object) -> tuple[Replicas, Worker]:
-    replicas = Replicas(traces.scenario(world_size=1, **changes))
+    scenario = traces.scenario(world_size=1, **changes)
+    replicas = Replicas(scenario, faults=scenario.faults)
     return replicas, replicas.new_worker(0, replicas.initial())
 
 
@@ -78,7 +79,7 @@ def test_what_is_meant_for_others_strikes_nobody(
 ) -> None:
     """A fault of another step, rank or shard does not strike."""
     fault = Fault(kind="non_finite_loss", step=step, rank=rank, shard=shard, value="nan")
-    replicas = Replicas(traces.scenario(world_size=2, faults=(fault,)))
+    replicas = Replicas(traces.scenario(world_size=2), faults=(fault,))
     worker = replicas.new_worker(0, replicas.initial())
     assert np.isfinite(replicas.compute(worker, 0, 3, [1, 2]).loss)
 

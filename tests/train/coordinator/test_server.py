@@ -20,7 +20,7 @@ from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Halt, Membership, Saved, Update
 from entrenar_py.train.arithmetic import blocks
 from entrenar_py.train.coordinator import replicas, server
-from entrenar_py.train.coordinator.replicas import Worker
+from entrenar_py.train.coordinator.replicas import Replicas, Worker
 from entrenar_py.train.coordinator.server import Server
 from entrenar_py.train.wire.effects import Left, Stop
 from entrenar_py.train.wire.messages import (
@@ -67,7 +67,7 @@ def test_steps_by_hand_are_the_reference(workload: str, block_bytes: int) -> Non
             by_hand.deliver(hands, rank, step, shards)
         by_hand.make(hands, step)
         held, member = hands.server, hands.members[2]
-        assert held.state(held.replica) == member.state(member.workers[2])
+        assert held.replicas.state(held.replica) == member.replicas.state(member.worker)
     assert _held(hands) == stars.expected(scenario)
 
 
@@ -81,15 +81,15 @@ def test_a_step_made_aside_is_the_same(
     """
     monkeypatch.setattr(server, "_LARGE", 0)
     begun: list[float] = []
-    move = Server.move
+    move = Replicas.move
 
-    def late(self: Server, worker: Worker, average: replicas.Average) -> None:
+    def late(self: Replicas, worker: Worker, average: replicas.Average) -> None:
         if worker.rank < 0:
             time.sleep(0.05)
             begun.append(time.monotonic())
         move(self, worker, average)
 
-    monkeypatch.setattr(Server, "move", late)
+    monkeypatch.setattr(Replicas, "move", late)
     scenario = _subject(num_steps=3, clip_norm=clip_norm, options={"block_bytes": 64})
     hands = by_hand.met(scenario)
     for step in range(3):
@@ -98,7 +98,8 @@ def test_a_step_made_aside_is_the_same(
         by_hand.make(hands, step)
         assert len(begun) == step, "it isn't waited for"
     member = hands.members[2]
-    assert hands.server.state(hands.server.replica) == member.state(member.workers[2])
+    held = hands.server.replicas.state(hands.server.replica)
+    assert held == member.replicas.state(member.worker)
     assert _held(hands) == stars.expected(scenario)
 
 
@@ -109,11 +110,11 @@ def test_what_fails_aside_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     for rank, shards in by_hand.shards_of(hands).items():
         by_hand.deliver(hands, rank, 0, shards)
 
-    def fails(self: Server, worker: Worker, average: replicas.Average) -> None:
+    def fails(self: Replicas, worker: Worker, average: replicas.Average) -> None:
         if worker.rank < 0:
             raise MemoryError
 
-    monkeypatch.setattr(Server, "move", fails)
+    monkeypatch.setattr(Replicas, "move", fails)
     by_hand.make(hands, 0)
     with pytest.raises(MemoryError):
         _ = hands.server.replica
@@ -137,7 +138,7 @@ def test_a_node_weighs_what_a_batch_can(loss: float, weight: float) -> None:
     """A node with a weight below 0, or above 16 samples, is refused."""
     server = Server(_subject(batch_size=16))
     right = TreeNode(step=0, round=0, block=0, level=0, index=0, loss=1.0, weight=16.0)
-    payload = bytearray(server.vector_bytes)
+    payload = bytearray(server.replicas.vector_bytes)
     server.require(0, right, payload)
     server.require(0, replace(right, weight=0.0), payload)
     with pytest.raises(ProtocolError, match="use 0 to 16, and a finite loss"):
@@ -170,8 +171,8 @@ def test_who_is_lost_between_blocks_leaves_the_right_bits(num_averaged: int) -> 
     """Averaged blocks stay; for all others the results of other workers are used."""
     scenario = stars.in_blocks("parameter_server", 160, num_steps=1)
     hands = by_hand.met(scenario)
-    assert hands.server.blocks.count == 4
-    order = list(hands.server.blocks.order())
+    assert hands.server.reduction.blocks.count == 4
+    order = list(hands.server.reduction.blocks.order())
     sent = {rank: by_hand.begin(hands, rank, 0, run) for rank, run in _THIRDS.items()}
     _send(hands, sent, order[:num_averaged])
     for block in order[:num_averaged]:
@@ -219,7 +220,7 @@ def test_who_joins_late_has_everything(tmp_path: Path) -> None:
     """A late worker, and a server that restores a checkpoint, have the whole state."""
     scenario = _subject(world_size=2, optimizer="adamw", num_steps=4)
     hands = by_hand.met(scenario.with_(world_size=1))
-    hands.server.scenario = scenario
+    hands.server.plan = scenario
     hands.server.checkpoint_path = tmp_path / "checkpoint"
     for step in range(2):
         by_hand.deliver(hands, 0, step, tuple(range(8)))
@@ -229,9 +230,10 @@ def test_who_joins_late_has_everything(tmp_path: Path) -> None:
     other = Server(scenario)
     other.checkpoint_path = hands.server.checkpoint_path
     assert other.restore() == 2
-    assert (other.position, other.schedule_step) == (hands.server.position, 2)
-    states = [other.state(other.replica), hands.server.state(hands.server.replica)]
-    states += [member.state(member.workers[rank]) for rank, member in hands.members.items()]
+    assert other.replicas.stands == hands.server.replicas.stands
+    assert other.replicas.schedule_step == 2
+    states = [one.replicas.state(one.replica) for one in (other, hands.server)]
+    states += [one.replicas.state(one.worker) for one in hands.members.values()]
     assert all(one == states[0] for one in states)
     (saved,) = [one for one in hands.server.recorder.drain() if isinstance(one, Saved)]
     assert (saved.step, saved.rank, saved.weights) == (2, 0, states[0]["weights"])
@@ -241,7 +243,7 @@ def test_what_overflows_is_not_averaged() -> None:
     """Finite nodes whose sum overflows give a reason to halt, and no step."""
     scenario = _subject(world_size=1, num_shards=2)
     server = Server(scenario)
-    huge = np.full(server.vector_bytes // 4, 3e38, "<f4").tobytes()
+    huge = np.full(server.replicas.vector_bytes // 4, 3e38, "<f4").tobytes()
     with np.errstate(over="ignore"):
         for index in (0, 1):
             node = _node(step=0, index=index)
@@ -280,11 +282,12 @@ def test_what_messages_carry() -> None:
 def test_no_block_is_longer_than_asked(block_bytes: int) -> None:
     """Blocks have as many whole elements as fit, and the longest is the limit of payloads."""
     server = Server(stars.in_blocks("parameter_server", block_bytes))
-    sizes = [server.blocks.num_bytes(block) for block in range(server.blocks.count)]
-    assert sum(sizes) == server.vector_bytes == 604
+    parts = server.reduction.blocks
+    sizes = [parts.num_bytes(block) for block in range(parts.count)]
+    assert sum(sizes) == server.replicas.vector_bytes == 604
     assert max(sizes) == server.sizes()[TreeNode] <= block_bytes
     assert min(sizes) >= 4
-    assert server.blocks.count == -(-604 // (block_bytes // 4 * 4))
+    assert server.reduction.blocks.count == -(-604 // (block_bytes // 4 * 4))
 
 
 @pytest.mark.parametrize("block_bytes", [0, 3, -4, 4.0, "8", True, None])
@@ -405,6 +408,6 @@ def test_the_shape_of_a_run(system: str, owners: int) -> None:
     scenario = Scenario(system=system, workload="mlp", world_size=3, seed=0, width=1200)
     server = Server(scenario)
     run = server.run_between(2, 5)
-    assert run.num_blocks == server.blocks.count
-    assert run.num_blocks == blocks.num_blocks(server.layout.num_elements, owners) > 1
+    assert run.num_blocks == server.reduction.blocks.count
+    assert run.num_blocks == blocks.num_blocks(server.replicas.layout.num_elements, owners) > 1
     assert (run.first_step, run.num_steps, run.resumed) == (2, 5, True)

@@ -170,7 +170,7 @@ def test_a_sum_weighs_what_a_batch_can(
 ) -> None:
     """A sum with an impossible weight is refused, as in a star."""
     member = Member(IN_RING)
-    payload = bytes(member.vector_bytes)  # one block, before a welcome with their number
+    payload = bytes(member.replicas.vector_bytes)  # one block, before a welcome with their number
     member.require(right, payload)
     member.require(replace(right, weight=0.0), payload)
     with pytest.raises(ProtocolError, match="use 0 to 16, and a finite loss"):

@@ -176,7 +176,7 @@ def test_two_producers_share_the_work_though_killed_in_turn(
     for one in both:
         code, told = one.wait()
         assert code == exit_codes.DONE, told
-        assert "all shards are there" in told
+        assert "all shards are complete" in told
     lines = (tmp_path / "shards" / "manifest.jsonl").read_text("utf-8").splitlines()
     assert sorted(json.loads(line)["shard"] for line in lines[1:]) == list(range(num_shards))
     shared = made.files(tmp_path / "shards")

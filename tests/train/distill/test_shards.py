@@ -82,7 +82,7 @@ def test_a_file_that_is_not_finished_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda path: path.unlink(), "is listed, and not there"),
+        (lambda path: path.unlink(), "is listed, but missing"),
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes, and the list says"),
         (
             lambda path: path.write_bytes(path.read_bytes()[:-1] + b"x"),

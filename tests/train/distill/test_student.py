@@ -302,7 +302,7 @@ def test_a_shard_that_does_not_come(
     capfd.readouterr()
     assert cli.main(["distill", "train", str(config), "--no-follow"]) == exit_codes.WRONG
     captured = capfd.readouterr()
-    why = "has 4 bytes, and the list says" if is_damaged else "is listed, and not there"
+    why = "has 4 bytes, and the list says" if is_damaged else "is listed, but missing"
     assert captured.out.count(f"shard-00002-of-00004.parquet {why}") >= 1
     assert "Traceback" not in captured.err
     shutil.copy(tmp_path / "aside" / "shard-00002-of-00004.parquet", folder)

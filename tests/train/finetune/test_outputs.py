@@ -82,7 +82,7 @@ def written(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     prepared = preparation.prepare(settings, folder / "cache")
     workload = prepared.workload()
     tensors = workload.initial(np.random.default_rng(0))
-    digest = preparation.model_digest(preparation.scenario(settings, workload))
+    digest = preparation.model_digest(preparation.plan_of(settings, workload))
     outputs.write(prepared, workload, tensors, model_digest=digest)
     return folder
 

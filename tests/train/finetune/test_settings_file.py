@@ -330,7 +330,7 @@ strategy: layer_pipeline
         ),
         (
             "{layers: [0, 1], worker: [a, a]}",
-            "7:28: error: stages[0] worker=a: it is there twice; a worker has one stage",
+            "7:28: error: stages[0] worker=a: it is named twice; a worker has one stage",
         ),
         (
             "{layers: [0, 1], worker: [a, b, c, d, e]}",

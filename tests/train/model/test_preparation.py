@@ -40,7 +40,7 @@ def test_a_run_that_learns_something_else_has_another_scenario(settings: Setting
 
     def options(of: Settings) -> dict[str, object]:
         made = preparation.prepare(of, cache)
-        return dict(preparation.scenario(of, made.workload()).options)
+        return dict(preparation.plan_of(of, made.workload()).options)
 
     usual = options(settings)
     changed = {
@@ -62,7 +62,7 @@ def test_other_weights_or_rows_are_another_run(settings: Settings) -> None:
     """Their content counts, under the same names."""
     cache = settings.output / "cache"
     made = preparation.prepare(settings, cache)
-    before = preparation.scenario(settings, made.workload()).options
+    before = preparation.plan_of(settings, made.workload()).options
     safetensors = pytest.importorskip("safetensors.torch")
     path = settings.model / "model.safetensors"
     weights = safetensors.load_file(path)
@@ -72,7 +72,7 @@ def test_other_weights_or_rows_are_another_run(settings: Settings) -> None:
     lines = rows.read_text(encoding="utf-8").splitlines()
     told = {**json.loads(lines[0]), "text": "ls"}
     rows.write_text("\n".join([json.dumps(told), *lines[1:]]), encoding="utf-8")
-    after = preparation.scenario(settings, preparation.prepare(settings, cache).workload()).options
+    after = preparation.plan_of(settings, preparation.prepare(settings, cache).workload()).options
     assert {key for key in before if after[key] != before[key]} == {"model", "rows"}
 
 
@@ -97,7 +97,7 @@ def test_a_template_with_a_clock_is_told_one_day_in_a_run(settings: Settings) ->
     assert usual.tokenizer.decode(usual.train.tokens) == "29 Feb 2024listls"
     assert other.tokenizer.decode(other.train.tokens) == "01 Mar 2025listls"
     first, second = (
-        dict(preparation.scenario(one.settings, one.workload()).options) for one in (usual, other)
+        dict(preparation.plan_of(one.settings, one.workload()).options) for one in (usual, other)
     )
     assert {key for key in first if first[key] != second[key]} == {"rows", "data.date"}
     with pytest.raises(UsageError, match=r"data.date='soon': is no day; use one as 2026-11-28"):

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from entrenar_py.shared import process, trace
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared import process
+from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.shared.trace import writer
+from entrenar_py.shared.trace.ledger import Head
 from entrenar_py.shared.trace.writer import Writer
 from entrenar_py.train.coordinator.server import Server
 from entrenar_py.train.service.host import Host
@@ -20,14 +21,14 @@ from tests.systems import by_hand
 from tests.systems.by_hand import Hands
 
 
-def scenario_of(**changes: Any) -> Scenario:
-    """Return a scenario with two workers and four steps."""
+def plan_of(**changes: Any) -> TrainingPlan:
+    """Return a plan with two workers and four steps."""
     usual: dict[str, Any] = {"workload": "linear", "world_size": 2, "seed": 0, "num_steps": 4}
-    return Scenario(system="parameter_server", **{**usual, **changes})
+    return TrainingPlan(trainer="parameter_server", **{**usual, **changes})
 
 
 def host_of(
-    scenario: Scenario,
+    plan: TrainingPlan,
     *,
     heard: list[Happening] | None = None,
     checkpoint: Path | None = None,
@@ -37,7 +38,7 @@ def host_of(
     """Return a host that appends its events to `heard`."""
     listeners = [] if heard is None else [heard.append]
     return Host(
-        scenario,
+        plan,
         checkpoint_path=checkpoint,
         listeners=listeners,
         clock=clock,
@@ -45,15 +46,14 @@ def host_of(
     )
 
 
-def head_of(scenario: Scenario) -> trace.Trace:
-    """Return the trace whose header a ledger of `host` starts with."""
-    here = process.environment()
-    return trace.Trace(scenario=scenario, environment=here, promises=(), events=())
+def head_of(plan: TrainingPlan) -> Head:
+    """Return the head of a ledger of `plan`."""
+    return Head(plan=plan, environment=process.environment())
 
 
 def record(host: Host, path: Path) -> Writer:
     """Make `host` write a new ledger at `path`, and return the writer."""
-    ledger = writer.create(path, head_of(host.scenario))
+    ledger = writer.create(path, head_of(host.plan))
     host.write_to(ledger, writer.Standing())
     return ledger
 
@@ -93,7 +93,7 @@ class Noticed(Server):
 def meet(host: Host, *, step: int = 0) -> Hands:
     """Let all workers join before `step`."""
     hands = Hands(Noticed(host), {})
-    for rank in range(host.scenario.world_size):
+    for rank in range(host.plan.world_size):
         by_hand.join(hands, rank, step=step)
     return hands
 

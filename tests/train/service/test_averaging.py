@@ -433,13 +433,13 @@ def test_everything_is_told_without_a_ledger() -> None:
 
 
 def test_a_ledger_begins_with_the_run(tmp_path: Path) -> None:
-    """Its scenario has the sizes of the configuration, and no trainer."""
+    """Its plan has the sizes of the configuration, and no trainer."""
     run = run_of(num_samples=30, batch_size=20, num_shards=5)
     new_ledger(tmp_path / "l.jsonl", run).close()
     with (tmp_path / "l.jsonl").open("rb") as file:
-        scenario = Reader(file, tmp_path / "l.jsonl").head.scenario
-    assert (scenario.workload, scenario.world_size, scenario.num_shards) == ("own", 2, 5)
-    assert (scenario.num_samples, scenario.batch_size, scenario.num_steps) == (30, 20, 2)
+        plan = Reader(file, tmp_path / "l.jsonl").head.plan
+    assert (plan.workload, plan.world_size, plan.num_shards) == ("own", 2, 5)
+    assert (plan.num_samples, plan.batch_size, plan.num_steps) == (30, 20, 2)
 
 
 def test_an_event_that_no_ledger_holds_ends_the_run(tmp_path: Path) -> None:

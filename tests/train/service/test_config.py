@@ -8,7 +8,7 @@ import pytest
 
 from entrenar_py.shared import systems
 from entrenar_py.shared.errors import ContractError, UsageError
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.train.service import config
 from entrenar_py.train.service.address import Address
 from entrenar_py.train.wire.terms import Timing
@@ -48,7 +48,7 @@ def test_the_least_of_one(folder: Path) -> None:
     """The smallest configuration has the defaults of the docs."""
     found = load(folder, SMALL)
     assert found == config.Config(
-        scenario=Scenario(system="parameter_server", workload="mlp", world_size=2, seed=1),
+        plan=TrainingPlan(trainer="parameter_server", workload="mlp", world_size=2, seed=1),
         listen=Address("127.0.0.1", 7411),
         secret=b"open sesame, soon",
         context=None,
@@ -80,15 +80,15 @@ audit_share: 0.1
 updates: server
 """,
     )
-    assert (found.scenario.num_steps, found.scenario.learning_rate) == (9, 1e-3)
-    assert (found.scenario.clip_norm, found.scenario.optimizer) == (None, "adamw")
+    assert (found.plan.num_steps, found.plan.learning_rate) == (9, 1e-3)
+    assert (found.plan.clip_norm, found.plan.optimizer) == (None, "adamw")
     assert found.listen == Address("::1", 5000)
     assert found.wait_for == 3
     assert found.timing == Timing(heartbeat_s=1, dead_after_s=2.5, gather_s=60)
     assert found.checkpoint == config.Checkpoint(path=folder / "state/run.ckpt", every_steps=10)
     assert found.metrics == Path("/var/log/run.jsonl")
     assert found.ledger == folder / "ledger.jsonl"
-    assert found.scenario.options == {"audit_share": 0.1, "updates": "server"}
+    assert found.plan.options == {"audit_share": 0.1, "updates": "server"}
 
 
 @pytest.mark.parametrize(
@@ -198,9 +198,9 @@ def test_a_wrong_one_says_where(folder: Path, text: str, expected: list[str]) ->
 
 
 def test_a_mesh(folder: Path) -> None:
-    """A mesh is a system of its own. An option that it lacks may be turned off explicitly."""
-    found = load(folder, f"{SMALL}topology: mesh\naudit_share: 0\nupdates: workers\n").scenario
-    assert (found.system, found.options) == ("mesh", {})
+    """A mesh is a trainer of its own. An option that it lacks may be turned off explicitly."""
+    found = load(folder, f"{SMALL}topology: mesh\naudit_share: 0\nupdates: workers\n").plan
+    assert (found.trainer, found.options) == ("mesh", {})
     systems.require_possible(found)
 
 
@@ -257,9 +257,9 @@ def test_a_secret_that_is_too_short(tmp_path: Path) -> None:
 
 
 def test_every_key_has_its_place() -> None:
-    """Each scenario field is a key or left out on purpose. No key is in both tables."""
-    left_out = {"system", "backends", "faults", "stops", "repeat", "detail", "mutant", "options"}
-    assert {*config.TRAINING} | left_out == {*Scenario.__dataclass_fields__}
+    """Each field of a plan is a key or left out on purpose. No key is in both tables."""
+    left_out = {"trainer", "backends", "detail", "options"}
+    assert {*config.TRAINING} | left_out == {*TrainingPlan.__dataclass_fields__}
     assert not {*config.TRAINING} & {*config.SERVICE}
     assert {*config.TIMING} == {*Timing.__dataclass_fields__}
 
@@ -270,5 +270,5 @@ def test_the_example_in_the_docs(folder: Path) -> None:
     text = page.partition("<<'EOF'\n")[2].partition("EOF\n")[0]
     (folder / "run.secret").write_bytes(b"open sesame, soon")
     found = load(folder, text)
-    assert (found.scenario.workload, found.wait_for) == ("decoder", 2)
+    assert (found.plan.workload, found.wait_for) == ("decoder", 2)
     assert found.ledger == folder / "run.jsonl"

@@ -28,7 +28,7 @@ from entrenar_py.train.service.host import Host
 from entrenar_py.train.service.run_events import Happening, Noted
 from entrenar_py.train.wire.effects import Finish
 from tests.shared.trace.samples import WHOLE, any_event
-from tests.train.service.members import head_of, host_of, meet, record, scenario_of, train
+from tests.train.service.members import head_of, host_of, meet, plan_of, record, train
 
 CPU = Attempt(backend="cpu", served=True, device="here")
 
@@ -44,7 +44,7 @@ def _one_thread() -> Iterator[None]:
 
 def ledger(path: Path, *, steps: int = 4, end: Finish | None = None, **changes: Any) -> Path:
     """Return the ledger of a real run of `steps` steps, ended or not."""
-    host = host_of(scenario_of(**changes))
+    host = host_of(plan_of(**changes))
     written = record(host, path)
     train(meet(host), range(steps))
     if end is not None:
@@ -72,7 +72,7 @@ def test_no_event_breaks_the_ledger_that_it_is_written_to(
 ) -> None:
     """Whatever events come, a ledger is whole. Events come into it together, or not at all."""
     path, due = tmp_path_factory.mktemp("any") / "l", list[trace.Event]()
-    written = writer.create(path, WHOLE)
+    written = writer.create(path, head_of(WHOLE.scenario))
     for batch in batches:
         with suppress(UsageError):
             written.append(batch)
@@ -294,7 +294,7 @@ def test_a_backend_that_is_not_here(
 def test_a_halted_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Retraining must halt in the same step. A halt without a cause is detected."""
     diverges = {"learning_rate": 1e18, "num_steps": 40}
-    scenario = scenario_of(**diverges)
+    scenario = plan_of(**diverges)
     path = tmp_path / "l"
     with _quiet():
         again = list(retraining._updates(scenario, "cpu", 40))
@@ -327,7 +327,7 @@ def _quiet() -> np.errstate:
     "scenario",
     [
         Scenario(system="own", workload="own", world_size=2, seed=0),
-        scenario_of(mutant="something"),
+        Scenario.of(plan_of()).with_(mutant="something"),
     ],
     ids=["own", "mutant"],
 )
@@ -350,7 +350,7 @@ def test_lines_are_json(whole: Path) -> None:
     assert all(json.loads(line) for line in whole.read_text().splitlines())
 
 
-SCENARIO = scenario_of(num_steps=6)
+SCENARIO = plan_of(num_steps=6)
 
 
 class Run:
@@ -481,7 +481,7 @@ def test_without_its_ledger_a_new_one_says_what_it_lacks(
     assert "the ledger is new: steps 0 to 2 are not in it" in run.noted("gap")
     said = verified(run, capsys, replay=True)
     lacks = f"steps 0 to 2 are not in it, but in a ledger of {named['line']} lines"
-    assert f"begins anew: {lacks}, the last with digest {named['chain']}" in said
+    assert f"starts over: {lacks}, the last with digest {named['chain']}" in said
     assert "steps 3 to 5 of 0 to 5" in said
     gap = run.ledger.read_text().splitlines()[1]
     assert gap.count('"chain"') == 1, "each line's own digest is there once"
@@ -518,7 +518,7 @@ def test_a_run_that_kept_no_ledger(run: Run, capsys: pytest.CaptureFixture[str])
     run.begin(with_ledger=False)
     run.go_on()
     said = verified(run, capsys)
-    assert "begins anew: steps 0 to 2 are not in it, no ledger was kept when" in said
+    assert "starts over: steps 0 to 2 are not in it, no ledger was kept when" in said
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from entrenar_py.train.service.measures import (
 )
 from entrenar_py.train.service.run_events import Happening, Last, Noted
 from entrenar_py.train.wire.effects import Finish, Stop
-from tests.train.service.members import Noticed, host_of, meet, record, scenario_of, train
+from tests.train.service.members import Noticed, host_of, meet, plan_of, record, train
 
 CALM = [0.5, 1.0, 1.5] * STEPS_LEAST
 
@@ -78,8 +78,8 @@ SPIKE_AT = STEPS_LEAST + 3
 def spiking(**changes: Any) -> Scenario:
     """Return a run whose gradient is huge in step SPIKE_AT."""
     fault = Fault(kind="huge_gradient", step=SPIKE_AT, shard=0, value="1e4")
-    usual: dict[str, Any] = {"num_steps": SPIKE_AT + 4, "faults": (fault,), "clip_norm": 1.0}
-    return scenario_of(**{**usual, **changes})
+    usual: dict[str, Any] = {"num_steps": SPIKE_AT + 4, "clip_norm": 1.0}
+    return Scenario.of(plan_of(**{**usual, **changes})).with_(faults=(fault,))
 
 
 def test_a_spike_is_told_and_recorded(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_ordinary_runs_have_none(workload: str) -> None:
     """Neither a warm-up, nor a rate that falls to 0, is taken for one."""
     heard: list[Happening] = []
     changes: dict[str, Any] = {"optimizer": "adamw", "warmup_steps": 5, "schedule": "cosine"}
-    host = host_of(scenario_of(workload=workload, num_steps=40, **changes), heard=heard)
+    host = host_of(plan_of(workload=workload, num_steps=40, **changes), heard=heard)
     train(meet(host), range(40))
     assert [one for one in heard if isinstance(one, Noted) and one.what == "spike"] == []
 
@@ -115,9 +115,9 @@ def test_the_server_objects_once_all_blocks_are_reduced() -> None:
         norms.append(norm)
         return "too large"
 
-    host = host_of(scenario_of(workload="mlp", options={"block_bytes": 4096}))
+    host = host_of(plan_of(workload="mlp", options={"block_bytes": 4096}))
     server: Server = host.server
-    assert server.blocks.count > 1
+    assert server.reduction.blocks.count > 1
     server._objection = objection
     hands = meet(host)
     with pytest.raises(AssertionError, match="too large"):
@@ -148,7 +148,7 @@ def test_a_halted_run_goes_on_from_before_the_spike(tmp_path: Path) -> None:
     train(meet(resumed, step=SPIKE_AT), range(SPIKE_AT, scenario.num_steps))
     train(meet(straight), range(scenario.num_steps))
     ours, theirs = resumed.server, straight.server
-    assert ours.state(ours.replica) == theirs.state(theirs.replica)
+    assert ours.replicas.state(ours.replica) == theirs.replicas.state(theirs.replica)
 
 
 def test_a_mesh_can_not_halt_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,7 @@ from entrenar_py.train.wire.messages import Applied, State
 from entrenar_py.train.wire_io.queries import Told
 from tests.systems import by_hand
 from tests.train.service.cluster import LARGE, LONG, Cluster, cluster, metrics, weights
-from tests.train.service.members import Noticed, scenario_of
+from tests.train.service.members import Noticed, plan_of
 from tests.train.service.switchboard import Switchboard
 from tests.train.wire_io.certificates import Authority
 
@@ -134,7 +134,7 @@ def test_a_stopped_coordinator_asks_for_the_state(mesh: Cluster) -> None:
 
 def met(tmp_path: Path, heard: list[Happening]) -> tuple[Host, Member]:
     """Return a host and the only worker of its run, before step 0."""
-    scenario = scenario_of(world_size=1).with_(system="mesh")
+    scenario = plan_of(world_size=1).with_(trainer="mesh")
     host = Host(scenario, checkpoint_path=tmp_path / "c", listeners=[heard.append])
     member = Member(scenario)
     welcome = by_hand.welcome_of(host.server, 0, 0)
@@ -147,12 +147,12 @@ def met(tmp_path: Path, heard: list[Happening]) -> tuple[Host, Member]:
 def make(host: Host, member: Member, step: int) -> None:
     """Let the worker compute, average and make `step`, and report it."""
     server, exchange = Noticed(host), member.exchange
-    nodes = member.work(step, range(host.scenario.num_shards))
+    nodes = member.work(step, range(host.plan.num_shards))
     assert isinstance(nodes, list)
     assert isinstance(exchange, TreeExchange)
     for node in nodes:
         exchange.contribute(node)
-    for block in range(server.blocks.count):
+    for block in range(server.reduction.blocks.count):
         exchange.complete(block)
         assert exchange.reduce(block) is not None
     member.recorder.drain()  # of the shards
@@ -203,8 +203,8 @@ def test_only_a_state_that_is_here_is_saved(tmp_path: Path) -> None:
 
 def test_a_worker_without_a_certificate(mesh: Cluster) -> None:
     """Over TLS a worker needs a certificate, and the message names the options."""
-    scenario = json.dumps(scenario_of().with_(system="mesh").to_dict()).encode()
-    told = Told(scenario=scenario, heartbeat_s=1.0, dead_after_s=2.0, package=None)
+    scenario = json.dumps(plan_of().with_(trainer="mesh").to_dict()).encode()
+    told = Told(plan=scenario, heartbeat_s=1.0, dead_after_s=2.0, package=None)
     authority = Authority(mesh.folder, "ca")
     line = ["worker", "--coordinator", "h:1", "--secret-file", "s", "--tls-ca", str(authority.ca)]
     stay = worker.Stay(options.parse(line), b"", None, *worker.opened("cpu"), joining.obtain)

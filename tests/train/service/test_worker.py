@@ -23,7 +23,7 @@ from entrenar_py.train.wire.messages import Loaded, Welcome
 from entrenar_py.train.wire_io import queries
 from entrenar_py.train.wire_io.queries import Told
 from tests.systems.by_hand import PROOF
-from tests.train.service.members import host_of, scenario_of
+from tests.train.service.members import host_of, plan_of
 
 
 def absent() -> Backend:
@@ -65,7 +65,7 @@ def test_a_signal_while_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(signals, "end", ended.set)
 
     async def ask(*_: Any, **__: Any) -> Told:
-        return Told(scenario=b"{}", heartbeat_s=1.0, dead_after_s=2.0, package="0" * 64)
+        return Told(plan=b"{}", heartbeat_s=1.0, dead_after_s=2.0, package="0" * 64)
 
     def load() -> Finish:
         loads.set()
@@ -90,10 +90,10 @@ def test_a_signal_while_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_every_stay_records_the_device() -> None:
     """Each session records the device, so the ledger has it also after a coordinator's death."""
-    host = host_of(scenario_of())
+    host = host_of(plan_of())
     stay = _stay()
-    scenario = json.dumps(host.scenario.to_dict()).encode()
-    end = stay.join(Told(scenario=scenario, heartbeat_s=1.0, dead_after_s=2.0, package=None)).end
+    scenario = json.dumps(host.plan.to_dict()).encode()
+    end = stay.join(Told(plan=scenario, heartbeat_s=1.0, dead_after_s=2.0, package=None)).end
     assert isinstance(end.hands, Member)
     welcome = Welcome(blocks=1, rank=1, step=0, resumed=False, proof=PROOF)
     for _ in range(2):
@@ -125,6 +125,6 @@ RING = b'{"system": "ring", "workload": "linear", "world_size": 2, "seed": 0}'
 def test_a_scenario_of_another_release(scenario: bytes) -> None:
     """The message says that it can't be read, and what to do."""
     stay = _stay()
-    told = Told(scenario=scenario, heartbeat_s=1.0, dead_after_s=2.0, package=None)
+    told = Told(plan=scenario, heartbeat_s=1.0, dead_after_s=2.0, package=None)
     with pytest.raises(SystemFailure, match="use one release on both ends"):
         stay.join(told)

@@ -24,7 +24,7 @@ def stage() -> StageMember:
     """Return a stage in step 0 that has sent nothing yet, of one shard with hidden states SHAPE."""
     made: Any = StageMember.__new__(StageMember)
     made.workload = SimpleNamespace(hidden_shape=lambda ids: SHAPE)
-    made._shards, made._step, made._round = [(0,)], 0, member._Round(0)
+    made.member, made._round = SimpleNamespace(shards=[(0,)], step=0), member._Round(0)
     return cast(StageMember, made)
 
 

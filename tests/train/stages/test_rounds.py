@@ -15,11 +15,10 @@ from entrenar_py.train.arithmetic import checkpoint, sharding
 from entrenar_py.train.model import model, preparation
 from entrenar_py.train.stages import cut as cutting
 from entrenar_py.train.stages.member import DRAWS_MAX, StageMember
-from entrenar_py.train.stages.server import scenario_of_stages
+from entrenar_py.train.stages.server import plan_of_stages
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.messages import Activation, Summed, Welcome
 from entrenar_py.train.wire.pipeline_peers import Passed
-from entrenar_py.train.wire.terms import UNKNOWN
 from tests.train.stages import test_stages as models
 
 
@@ -31,16 +30,14 @@ def member(small: Path, tmp_path: Path) -> StageMember:
     [stage] = models.stages_of(prepared, 4)
     workload = stage._workload
     cut = cutting.of(prepared.settings, model.shape(prepared.settings))
-    scenario = scenario_of_stages(preparation.scenario(prepared.settings, workload))
-    made = StageMember(
-        scenario, open_backend("cpu"), workload, terms=UNKNOWN, every=cut.blocks, stage=0
-    )
+    scenario = plan_of_stages(preparation.plan_of(prepared.settings, workload))
+    made = StageMember(scenario, open_backend("cpu"), workload, every=cut.blocks, stage=0)
     tensors = workload.initial(scenario.rng("initial"))
     progress = checkpoint.Progress(position=sharding.Position(), schedule_step=0)
     payload = checkpoint.dump_state(workload.specs, "sgd", progress, tensors, {})
     welcome = Welcome(rank=0, step=0, blocks=cut.blocks.count, resumed=False, proof="")
     made.load(welcome, payload)
-    made.recorder.drain()
+    made.member.recorder.drain()
     return made
 
 
@@ -48,7 +45,7 @@ def test_a_pass_that_outlives_its_round_records_nothing(
     member: StageMember, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ends after the next round has begun; then its shard is computed again."""
-    stepper: Any = member.workers[0].replica.stepper
+    stepper: Any = member.replicas.workers[0].replica.stepper
     forward = stepper.forward
 
     def interrupted(*given: Any) -> Any:
@@ -60,7 +57,7 @@ def test_a_pass_that_outlives_its_round_records_nothing(
     monkeypatch.setattr(stepper, "forward", interrupted)
     run(member, do.Pass(0, 0, 0, is_forward=True, is_last=False))
     monkeypatch.setattr(stepper, "forward", forward)
-    num_shards = member.scenario.num_shards
+    num_shards = member.plan.num_shards
     for shard in range(num_shards):
         is_last = shard == num_shards - 1
         run(member, do.Pass(1 + shard, 0, shard, is_forward=True, is_last=is_last))

@@ -13,7 +13,7 @@ from entrenar_py.train.arithmetic import sharding
 from entrenar_py.train.model import preparation
 from entrenar_py.train.model.settings import StagePlan
 from entrenar_py.train.stages import cut as cutting
-from entrenar_py.train.stages.server import PipelineServer, scenario_of_stages, workload_of
+from entrenar_py.train.stages.server import PipelineServer, plan_of_stages, workload_of
 from entrenar_py.train.wire.messages import Applied, Loaded, TreeNode
 from tests.train.stages import test_stages as models
 
@@ -26,7 +26,7 @@ def server(small: Path, tmp_path: Path) -> PipelineServer:
     plan = (StagePlan(layers=(0, 1)), StagePlan(layers=(1, 4)))
     workload = workload_of(prepared)
     cut = cutting.of(replace(prepared.settings, stages=plan), workload.module)
-    scenario = scenario_of_stages(preparation.scenario(prepared.settings, workload))
+    scenario = plan_of_stages(preparation.plan_of(prepared.settings, workload))
     return PipelineServer(scenario, cut=cut, workload=workload)
 
 
@@ -41,7 +41,7 @@ def start_of(server: PipelineServer, rank: int) -> trace.Start:
         trainable=tuple(names),
         frozen=(),
         decayed=(),
-        progress=server.progress(0),
+        progress=server.replicas.progress(0),
         weights=weights,
     )
 
@@ -64,9 +64,9 @@ def test_a_void_round_leaves_its_faults_alone(server: PipelineServer) -> None:
         step=0, epoch=0, rank=1, shard=0, ids=(0,), loss_sum=1.0, weight=1.0, finite=True
     )
     for rank in (0, 1):
-        server._events[rank] = [struck, shard] if rank else []
+        server.deliveries._events[rank] = [struck, shard] if rank else []
         server.deliver(rank)
-    server._events[0] = [struck]  # not delivered completely
+    server.deliveries._events[0] = [struck]  # not delivered completely
     server.gather(0)
     assert server.recorder.of(trace.Shard) == []
     assert server.recorder.of(trace.Injected) == [struck, struck]
@@ -93,11 +93,11 @@ def test_a_worker_that_does_not_say_what_it_holds(server: PipelineServer) -> Non
 
 def test_a_sum_has_the_weight_of_its_samples(server: PipelineServer) -> None:
     """A stage that says another one would scale its gradient."""
-    num_shards = server.scenario.num_shards
-    ids = sharding.cut(server.batch(), num_shards)[0]
-    due = server.workload.weight(ids)
+    num_shards = server.plan.num_shards
+    ids = sharding.cut(server.replicas.batch(), num_shards)[0]
+    due = server.replicas.workload.weight(ids)
     node = TreeNode(step=0, round=1, block=0, level=0, index=0, loss=1.0, weight=due)
-    payload = bytes(server.blocks.num_bytes(0))
+    payload = bytes(server.reduction.blocks.num_bytes(0))
     server.require(0, node, payload)
     with pytest.raises(ProtocolError, match=f"weight={due + 1:g}: its samples have {due:g}"):
         server.require(0, replace(node, weight=due + 1), payload)

@@ -32,14 +32,13 @@ from entrenar_py.train.model import model, preparation
 from entrenar_py.train.model.settings import Classes, Data, Lora, Settings, StagePlan, Training
 from entrenar_py.train.stages import cut as cutting
 from entrenar_py.train.stages.member import StageBackend, StageMember
-from entrenar_py.train.stages.server import scenario_of_stages
+from entrenar_py.train.stages.server import plan_of_stages
 from entrenar_py.train.stages.stage_model import Received, StageWorkload
 from entrenar_py.train.stages.stage_model import load_stage as load_stage
 from entrenar_py.train.stages.stage_step import Backward, Hidden, StageStep, TorchStage, WgpuStage
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.messages import Activation, ActivationGradient, Welcome
 from entrenar_py.train.wire.pipeline_peers import Passed
-from entrenar_py.train.wire.terms import UNKNOWN
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -420,14 +419,13 @@ def test_the_last_stage_of_a_classifier(
 def members(settings: Settings, names: Sequence[str]) -> list[StageMember]:
     """Return the workers of the stages, each on the backend of that name, before the first step."""
     cut, stages = cutting.of(settings, model.shape(settings)), workloads(settings)
-    scenario = scenario_of_stages(preparation.scenario(settings, stages[0]))
+    scenario = plan_of_stages(preparation.plan_of(settings, stages[0]))
     found = []
     for stage, (name, workload) in enumerate(zip(names, stages, strict=True)):
         member = StageMember(
             scenario,
             open_backend(name),
             workload,
-            terms=UNKNOWN,
             every=cut.blocks,
             stage=stage,
         )
@@ -470,7 +468,7 @@ def step_of(workers: Sequence[StageMember], num_shards: int) -> tuple[list[str],
             before.receive(back, payload)
             before.bind(backward)
             assert isinstance(before.run(backward), Passed)
-    return dtypes, [worker.nodes[max(worker.nodes)].vector for worker in workers]
+    return dtypes, [worker.member.nodes[max(worker.member.nodes)].vector for worker in workers]
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

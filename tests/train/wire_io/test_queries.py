@@ -101,7 +101,7 @@ def test_the_scenario_and_the_times_are_told() -> None:
             told = await ask(port)
             assert server.end.machine.peers == {}
         assert isinstance(told, Told)
-        assert json.loads(told.scenario) == SCENARIO
+        assert json.loads(told.plan) == SCENARIO
         assert (told.heartbeat_s, told.dead_after_s) == (0.05, 5.0)
         assert hands.told == []
 
@@ -223,7 +223,7 @@ def test_over_tls(tmp_path: Path) -> None:
         async with serving(Knowing(), context=server_context(ours)) as (_, port):
             told = await ask(port, context=client_context(ours, ours))
             assert isinstance(told, Told)
-            assert json.loads(told.scenario) == SCENARIO
+            assert json.loads(told.plan) == SCENARIO
             for context in (
                 client_context(theirs, ours),
                 client_context(ours, None),

@@ -1,1 +1,1 @@
-"""What explains a difference: comparisons of runs, what they presuppose, and explanations."""
+"""Causes of differences: comparisons of runs, what they presuppose, and explanations."""

@@ -75,7 +75,7 @@ class Applied:
         return [shard for shard in evidence.shards(self.trace).get(step, ()) if shard.gradient]
 
     def flat(self, vectors: Vectors) -> Vector:
-        """Return the tensors in `off` as one vector; tensors that are not there are zero."""
+        """Return the tensors in `off` as one vector; missing tensors are zero."""
         names = sorted(self.off)
         return np.concatenate(
             [

@@ -179,7 +179,7 @@ _NOISE_MAX = 0.1  # of a movement, that rounding of the weights may be
 
 
 def reduced(tally: Tally, compared: Compared) -> Compared:
-    """Return the comparison with the ranks' mean gradient, if the optimizer reduces by itself."""
+    """Return the comparison with the ranks' mean gradient, if the optimizer itself reduces."""
     if compared.alone is None or not unreduced(compared):
         return compared
     alone = compared.alone

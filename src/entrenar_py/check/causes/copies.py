@@ -21,12 +21,6 @@ from entrenar_py.shared.faults import JOINED, MIRRORED
 from entrenar_py.shared.trace import Event, Shard, Start, Synchronised, Trace, Update
 from entrenar_py.shared.wording import listed
 
-# The fields of events that map or list names of tensors, apart from `optimizer`.
-_BY_NAME = (
-    *("weights", "buffers", "local", "shapes", "gradient", "rates"),
-    *("kept", "summed", "edited"),
-)
-_TUPLES = ("trainable", "frozen", "decayed")
 _SHOWN = 2  # names in a reason
 
 
@@ -133,34 +127,7 @@ def _without_beginning(names: Set[str]) -> dict[str, str]:
 
 def renamed(trace: Trace, named: Mapping[str, str]) -> Trace:
     """Return `trace` with the tensors in `named` under their new names."""
-    return replace(trace, events=tuple(_event_renamed(event, named) for event in trace.events))
-
-
-def _event_renamed(event: Event, named: Mapping[str, str]) -> Event:
-    if not isinstance(event, Start | Update | Shard | Synchronised):
-        return event
-    changes: dict[str, Any] = {}
-    for field in _BY_NAME:
-        if tensors := getattr(event, field, None):
-            changes[field] = {named.get(name, name): value for name, value in tensors.items()}
-    for field in _TUPLES:
-        if tensors := getattr(event, field, None):
-            changes[field] = tuple(named.get(name, name) for name in tensors)
-    if state := getattr(event, "optimizer", None):
-        changes["optimizer"] = {_of_state(key, named): value for key, value in state.items()}
-    if extra := getattr(event, "extra", None):
-        changes["extra"] = {_of_copy(key, named): value for key, value in extra.items()}
-    return replace(event, **changes)
-
-
-def _of_copy(key: str, named: Mapping[str, str]) -> str:
-    label, slash, name = key.partition("/")
-    return f"{label}{slash}{named.get(name, name)}"
-
-
-def _of_state(key: str, named: Mapping[str, str]) -> str:
-    name, slash, rest = key.partition("/")
-    return f"{named.get(name, name)}{slash}{rest}"
+    return replace(trace, events=tuple(evidence.event_renamed(e, named) for e in trace.events))
 
 
 # --- tensors that every rank holds whole ----------------------------------------------------------
@@ -380,7 +347,6 @@ def _first_loss(trace: Trace) -> float | None:
 
 
 def _factor_of_all(compared: Compared) -> float | None:
-    """Return the number that all gradients of the first step are multiplied by, if it is one."""
     due, got = evidence.updates(compared.model), evidence.updates(compared.trace)
     step = min(due.keys() & got.keys(), default=None)
     if step is None:

@@ -310,10 +310,7 @@ def _terms(shard: Shard) -> list[_Term]:
 
 
 def _is_plain_sum(by_rank: Mapping[int, Update], shards: Sequence[Shard]) -> bool:
-    """Return whether the ranks' gradients are added as they are, as far as is known.
-
-    A script may weight them by numbers of elements then.
-    """
+    # A script may weight gradients by numbers of elements if they are added as they are.
     total = step_sums.total(by_rank, shards)
     applied = evidence.vectors(evidence.any_rank(by_rank).gradient)
     if total is None or applied is None or total.keys() != applied.keys():

@@ -439,7 +439,7 @@ def _rounded(moves: Moves) -> Explanation | None:
 
 
 def _merged(moves: Moves) -> Explanation | None:
-    """Adapters were added to the weights that they adapt, and go on as they are, or begin anew."""
+    """Adapters were added to the weights that they adapt, and go on as they are, or start over."""
     merges = [_merge(moves, name) for name in moves.names]
     known = [merge for merge in merges if merge is not None]
     if not known or len(known) < len(merges):
@@ -447,7 +447,7 @@ def _merged(moves: Moves) -> Explanation | None:
     first, second, _ = known[0]
     movement = f"moved by the product of {first} and {second}"
     if all(are_emptied for *_, are_emptied in known):
-        return Explanation(f"{movement}, which begin anew from zero", is_wrong=False)
+        return Explanation(f"{movement}, which start over from zero", is_wrong=False)
     if any(are_emptied for *_, are_emptied in known):
         return None
     return Explanation(

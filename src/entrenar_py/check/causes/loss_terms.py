@@ -53,7 +53,7 @@ class _Term:
 
     @property
     def whole(self) -> float:
-        """How much its mean counts."""
+        """The weight of its mean."""
         return self.share * (self.count or 1.0)
 
     def is_divided_by(self, number: int, *, times: int = 1) -> bool:
@@ -71,7 +71,7 @@ class _Step:
 
     @property
     def sizes(self) -> set[int]:
-        """How many micro-batches ranks have."""
+        """The number of micro-batches of the ranks."""
         return {len(micro_batches) for micro_batches in self.by_rank.values()}
 
     @property
@@ -82,12 +82,12 @@ class _Step:
 
     @property
     def total(self) -> float:
-        """How much all means together count."""
+        """The weight of all means together."""
         return sum(term.whole for column in self.columns for term in column)
 
     @property
     def num_elements(self) -> float:
-        """How many elements the first terms have together, 0 if that is unknown."""
+        """The number of elements of the first terms together, 0 if it is unknown."""
         counts = [term.count for term in self.columns[0]]
         return sum(counts) if all(counts) else 0.0
 

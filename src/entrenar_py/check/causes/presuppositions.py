@@ -32,7 +32,7 @@ from entrenar_py.check.causes.rounding_bounds import UNKNOWN
 from entrenar_py.check.causes.run_comparison import Compared, Presupposition
 from entrenar_py.check.evidence import missing
 from entrenar_py.check.evidence.run_names import Words, run_name
-from entrenar_py.shared.trace import Shard, Start, Tensors, Trace, Update
+from entrenar_py.shared.trace import Shard, Start, Trace, Update
 from entrenar_py.shared.verdict import Counterexample, Tally
 
 # Two draws of the same weights are about 1.4 apart, relative to their norm. Weights that were
@@ -99,7 +99,7 @@ def plain_bits_apart(compared: Compared) -> str:
             if model is None:
                 continue
             for part in ("gradient", "weights", "optimizer"):
-                if name := _first_apart(getattr(model, part), getattr(update, part)):
+                if name := evidence.first_difference(getattr(model, part), getattr(update, part)):
                     return (
                         f"two plain runs of the command differ in {part} from step {step} on "
                         f"(rank {rank}, {name}), so bits can't be compared: {_SEED}, and "
@@ -112,7 +112,7 @@ _PLAIN = Words(run="the first of them", its="the first one's", before="", elsewh
 
 
 def drawn_apart(compared: Compared) -> str:
-    """Return what a command that was not told a seed draws anew in every run; "" for nothing."""
+    """Return what a command without a seed draws differently in every run; "" for nothing."""
     if compared.trace.traits.seeded:
         return ""
     why = unseeded(compared.model, compared.trace)
@@ -135,7 +135,7 @@ def samples_apart(compared: Compared) -> str:
 
 
 def samples_drawn_apart(compared: Compared) -> str:
-    """Return the first step with samples that a command without a {seed} draws anew."""
+    """Return the first step with samples that a command without a {seed} draws differently."""
     if compared.trace.traits.seeded:
         return ""
     why = _other_samples(compared.model, compared.trace)
@@ -170,17 +170,13 @@ def _other_samples(first: Trace, second: Trace) -> str:
 def _other_beginning(first: Trace, second: Trace) -> str:
     starts, others = _first_starts(first), _first_starts(second)
     for rank in sorted(starts.keys() & others.keys()):
-        if name := _first_apart(starts[rank].weights, others[rank].weights):
+        if name := evidence.first_difference(starts[rank].weights, others[rank].weights):
             return name
     return ""
 
 
 def _first_starts(trace: Trace) -> dict[int, Start]:
     return {s.rank: s for s in trace.of(Start) if s.step == 0 and not s.resumed}
-
-
-def _first_apart(left: Tensors, right: Tensors) -> str:
-    return next((n for n in left if n in right and left[n].digest != right[n].digest), "")
 
 
 def _samples(trace: Trace) -> dict[int, Counter[int]]:

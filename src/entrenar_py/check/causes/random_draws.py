@@ -1,6 +1,6 @@
 """Test whether draws, samples or their contents depend on the rank or on how a batch is split.
 
-Then another number of workers, or of micro-batches, rightly trains otherwise. A number of a sample
+Then another number of workers, or of micro-batches, may train differently. A number of a sample
 may also mean one of the rank's own data, and batches may be cut otherwise on one worker.
 """
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from entrenar_py.check import evidence
-from entrenar_py.check.causes import random_draws
+from entrenar_py.check.causes import common_steps, random_draws
 from entrenar_py.check.evidence import closeness, factors, missing
 from entrenar_py.shared.trace import (
     Drawn,
@@ -163,7 +163,7 @@ def _compare(
     for name in [*due, *(name for name in got if name not in due)]:
         left, right = due.get(name), got.get(name)
         if left is None or right is None:
-            lacking = "is not there any more" if right is None else "was not there before"
+            lacking = "is missing now" if right is None else "was missing before"
             tally.check(False, f"{message}: {name} {lacking}", tensor=name, **place)
         elif left.digest == right.digest:
             tally.compared += 1
@@ -387,7 +387,7 @@ def summed_alike(tally: Tally, straight: Trace, trace: Trace) -> tuple[Trace, Tr
         "rounding of their sum: they were added in another order, as DistributedDataParallel does "
         "in its first step; to compare bits after a resume, run it on two workers (--world-size 2)"
     )
-    return _before_step(straight, step), _before_step(trace, step)
+    return common_steps.until(straight, step), common_steps.until(trace, step)
 
 
 def _first_apart(straight: Trace, trace: Trace) -> int | None:
@@ -437,12 +437,3 @@ def _sum_of(terms: list[Shard], name: str) -> np.ndarray[tuple[int, ...], np.dty
     values = [shard.gradient[name].values() for shard in terms if name in shard.gradient]
     known = [value.astype(np.float64) for value in values if value is not None]
     return np.sum(known, axis=0) if known else np.zeros(1)
-
-
-def _before_step(trace: Trace, step: int) -> Trace:
-    kept = (
-        event
-        for event in trace.events
-        if not (isinstance(event, Shard | Update) and event.step >= step)
-    )
-    return replace(trace, events=tuple(kept))

@@ -1,4 +1,4 @@
-"""How far rounding takes two right runs apart, and which bound a comparison has from that.
+"""Bounds of comparisons: how far rounding may move two correct runs apart.
 
 Two right runs add the same terms in different orders. So they differ by roundings, and no two runs
 of different numbers of workers have the same bits. Three things widen the bound of a comparison,

@@ -76,7 +76,7 @@ def compare(
     """Compare the first steps within rounding; and if `tolerance` is not None, losses from step 100
     on within it. Return the number of averaged gradients compared.
 
-    Where the training's `sensitivity` was measured, more is allowed than rounding by itself.
+    Where the training's `sensitivity` was measured, more is allowed than rounding alone.
     """
     if not missing.require_updates(tally, model, trace):
         return 0
@@ -474,12 +474,12 @@ class Compared:
 
     @property
     def sensitivity(self) -> Sensitivity:
-        """How far rounding alone moves this training, as far as it was measured."""
+        """The distance by which rounding alone moves this training, as far as it was measured."""
         return rounding_bounds.sensitivity_of(self.runs)
 
     @cached_property
     def difference(self) -> Counterexample | None:
-        """Where the runs differ by more than rounding, None if they don't.
+        """The place where the runs differ by more than rounding; None if they don't.
 
         Where they don't, a presupposition that fails was without effect.
         """
@@ -489,7 +489,7 @@ class Compared:
 
     @cached_property
     def explanation(self) -> Explanation | None:
-        """Why the runs differ, if one exact equation says so; None if none does."""
+        """The exact equation that explains why the runs differ; None if there is none."""
         step = None if self.is_one_run or self.difference is None else self.difference.step
         if step is None or step < 0:
             return None

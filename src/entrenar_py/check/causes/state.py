@@ -5,7 +5,7 @@ or after a step, and checkpoints. Of two ranks that differ, what they recorded i
 the gradients that they applied, their learning rates, and whether their updates follow from these.
 Where it does not, both ranks may be wrong.
 
-Buffers that follow from a rank's own samples, such as BatchNorm's running statistics, rightly
+Buffers that follow from a rank's own samples, such as BatchNorm's running statistics, may
 differ between ranks. But a rank's own must be the same in two runs, and after a resume. That is
 judged for the lowest rank: people save its buffers for all.
 """
@@ -433,7 +433,7 @@ def judge_first_weights(tally: Tally, traces: Iterable[Trace]) -> None:
 
 
 def tell_peculiar(tally: Tally, trace: Trace) -> None:
-    """Note matrices that start from zero, and report what looks as if nobody had initialised it.
+    """Note matrices that start from zero, and report what looks uninitialised.
 
     A matrix may rightly be zero (LoRA's B, the last layer of a block). All matrices may not, since
     then none of several layers has a gradient.

@@ -56,7 +56,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class Constants:
-    """What a parameter group of torch's has, with the defaults of torch where it lacks something.
+    """The constants of a torch parameter group, with torch's defaults for those that it lacks.
 
     `decays` is True if weight decay shrinks the weight apart from the gradient.
     """

@@ -141,7 +141,7 @@ def _words(straight: Trace, trace: Trace, holder: Holder, shares: Shares, step: 
     if begun is not None and _same(_held(begun.extra, label), got):
         return "it is as it was before the first step: it was not restored"
     if life and _same({f"{label}/{n}": r for n, r in life[0].weights.items()}, got):
-        return "it has the weights with which the run resumed: it was made anew from them"
+        return "it has the weights with which the run resumed: it was made again from them"
     moved = (_shares([life], label) or {}).get(step - 1)
     due = shares.get(step - 1)
     if moved is None or due is None or abs(moved - due) <= _ALIKE * due:
@@ -186,10 +186,6 @@ def compare_ranks(tally: Tally, trace: Trace) -> None:
 
 
 def _trained(average: Tensors, trained: Set[str]) -> Tensors:
-    """Return the tensors of an average that follow those of the model that are `trained`.
-
-    Where names don't tell them, that is all of them.
-    """
     ends = {_last_parts(name) for name in trained}
     known = {name: one for name, one in average.items() if _last_parts(name) in ends}
     return known or average

@@ -76,7 +76,6 @@ def undecided(trace: Trace) -> list[Audit]:
 
 
 def _is_undecided(audit: Audit) -> bool:
-    """Return whether an audit named no culprit, though ranks disagreed (and perhaps left)."""
     one_word = len(set(audit.ranks)) == 1 and set(audit.ranks).issubset(audit.disputed)
     return audit.culprit is None and (one_word or len(set(audit.alike)) > 1)
 

@@ -31,7 +31,7 @@ class Check(CheckTerms):
     same clause, if there is one.
     `bitwise`: it applies only to trainers with equal bits for any number of workers.
     `takes_turned`: it also judges runs with a turned knob: with the base if `needs` has that knob,
-    else alone. `takes_resumed`: it judges a user's resumed run, too, by itself. `takes_commands`:
+    else alone. `takes_resumed`: it also judges a user's resumed run alone. `takes_commands`:
     it also judges a user's command, as checks that explore do. `not_of_commands`: why it judges
     none, if it is no probe either. `absent` returns what the runs of a user's own trainer were seen
     not to have, so that the clause does not apply to them; "" if they may have it. It is asked
@@ -67,7 +67,7 @@ def probe(
 def judge_each(
     compare: Callable[[Tally, Trace], None], nothing: str
 ) -> Callable[[Invariant, Traces], Finding]:
-    """Return a judge that applies `compare` to each run by itself.
+    """Return a judge that applies `compare` to each run separately.
 
     `nothing` is the reason if no run had anything to compare.
     """

@@ -357,7 +357,7 @@ def _while_scaled(steps: Steps) -> Explanation | None:
 
 
 def _by_group(steps: Steps) -> Explanation | None:
-    """Several groups of tensors have the same norm, a number that people write, each by itself.
+    """Several groups of tensors have the same norm, that people write: each is clipped separately.
 
     Networks that are trained together may be clipped apart. But these groups divide a layer, as a
     list of parameters with weight decay does, and have tensors of several layers.
@@ -437,10 +437,7 @@ LIST = (_while_scaled, _by_group, _first_alone)
 
 
 def _limit(norm: float) -> float | None:
-    """Return the clipping limit that `norm` is after division by a usual loss scale; else None.
-
-    A limit is from 0.1 to 10 and has one or two digits. A norm that is so round itself has none.
-    """
+    # A limit is from 0.1 to 10 and has one or two digits. A norm that is so round itself has none.
     if _is_round(norm, _ROUND):
         return None
     limits = [limit for power in _POWERS if _is_round(limit := norm * 2.0**power, _ROUND)]

@@ -21,7 +21,6 @@ from typing import Any
 from entrenar_py.check import evidence
 from entrenar_py.check.causes import rounding_bounds, run_comparison
 from entrenar_py.check.evidence import facts, missing
-from entrenar_py.check.rank_files import observed_run
 from entrenar_py.shared.trace import Shard, Trace
 from entrenar_py.shared.verdict import Tally
 from entrenar_py.shared.wording import named
@@ -292,12 +291,10 @@ def make_the_same(first: Trace, other: Trace) -> bool:
 
 
 def _is_part(rows: Counter[int], passes: Sequence[Counter[int]]) -> bool:
-    """Return whether rows are some of one pass, none of them more often than there."""
     return any(rows <= one for one in passes)
 
 
 def _sums(trace: Trace) -> dict[int, Counter[int]]:
-    """Return how often each row was given by the end of each step, by the number of all rows."""
     so_far, sums = Counter[int](), dict[int, Counter[int]]()
     for _, shards in sorted(evidence.shards(trace).items()):
         for shard in shards:
@@ -355,8 +352,7 @@ def judge_passes(tally: Tally, trace: Trace, rows: Rows, passes: Passes) -> None
 
 
 def _made(trace: Trace) -> Passes:
-    """Return the pass that each step belongs to; nothing unless there are two, of two steps."""
-    derived = observed_run.derived_epochs(trace.events, None) or ()
+    derived = evidence.derived_epochs(trace.events, None) or ()
     passes = {event.step: event.epoch for event in derived if isinstance(event, Shard)}
     is_long = list(passes.values()).count(0) > 1
     return passes if is_long and len({*passes.values()}) > 1 else {}

@@ -71,7 +71,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         _by_members(tally, trace)
     for trace in runs.witnesses.get(SHORTENED, ()):
         _in_short_epochs(tally, runs, trace)
-    if tally.broken is None:  # a run that is wrong by itself differs from others because of that
+    if tally.broken is None:  # a run that is wrong in itself differs from others because of that
         _stable(tally, runs)
         _none_left_out(tally, runs)
     epochal = in_epochs(runs)
@@ -97,10 +97,7 @@ def _in_short_epochs(tally: Tally, runs: Traces, trace: Trace) -> None:
 
 
 def _has_untold_epochs(trace: Trace) -> bool:
-    """Return whether an epoch's end isn't told: by a sampler of the script's that never ends, too.
-
-    One pass through its loader has all samples, and only then some of them again.
-    """
+    # A sampler of the script's may never end: one pass has all samples, and then some again.
     if trace.traits.replacement:
         return False
     return trace.traits.epochs == "untold" or is_endless(trace)

@@ -196,7 +196,6 @@ def _steps(tally: Tally, trace: Trace) -> list[Stepped]:
 
 
 def _later(tally: Tally, trace: Trace) -> Iterator[Stepped]:
-    """Yield steps with as many samples as an earlier one. Count it as missing if there are none."""
     steps = _steps(tally, trace)
     later = [step for step in steps if step.earlier]
     if steps and not later:

@@ -152,12 +152,12 @@ def compare_refusals(tally: Tally, trace: Trace) -> None:
 
 
 def compare_shards(tally: Tally, trace: Trace) -> None:
-    """Check that shards are complete where they are said to be, and the same after a stop."""
+    """Check that shards are complete if they are said to be, and the same after a stop."""
     stages = {event.when: event for event in trace.of(Sharded)}
     for event in stages.values():
         there = len(event.digests) == event.due
         message = (
-            f"{event.when}: {len(event.digests)} shards of {event.due} are there, and the stage "
+            f"{event.when}: {len(event.digests)} shards of {event.due} exist, and the stage "
             f"says that it is {'complete' if event.complete else 'not'}"
         )
         tally.equal(there, event.complete, message, tensor="shard", scenario=trace.scenario)
@@ -170,7 +170,7 @@ def compare_shards(tally: Tally, trace: Trace) -> None:
     for number, (one, other) in enumerate(zip(first.digests, last.digests, strict=False)):
         message = f"shard {number} has other bytes after the stage was stopped and went on"
         tally.equal(one, other, message, tensor="shard", scenario=trace.scenario)
-    message = "another number of shards is there after the stage was stopped and went on"
+    message = "another number of shards exists after the stage was stopped and continued"
     tally.equal(
         len(first.digests), len(last.digests), message, tensor="shard", scenario=trace.scenario
     )

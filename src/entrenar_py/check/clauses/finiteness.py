@@ -128,7 +128,6 @@ def _steps_struck(trace: Trace) -> set[int]:
 
 
 def _culprits(trace: Trace, steps: Set[int]) -> list[Shard] | list[Injected]:
-    """Return the non-finite shards of the first of `steps`; if it has none, its injected faults."""
     bad, planted = _bad(trace)
     first = min(steps, default=-1)
     shards = [shard for shard in bad if shard.step == first]
@@ -319,7 +318,6 @@ def _planted_tensors(trace: Trace, culprit: Shard | Injected) -> list[str]:
 
 
 def _advice(broken: Counterexample) -> str:
-    """Return why a step with a planted value is only advice; "" for a value of the run's own."""
     return _ADVICE if (broken.scenario or {}).get("faults") else ""
 
 

@@ -181,9 +181,7 @@ def _clipped(tally: Tally, pair: Pair, compared: Compared) -> int:
 
 
 def _applied(update: Update) -> Tensors:
-    """Return the gradient as it was applied. A script may report it before clipping
-    (`obs.reduced()`): then its norm after that is known, too.
-    """
+    # A script may report it before clipping (`obs.reduced()`); its norm after that is known, too.
     before, after = update.grad_norm, update.applied_norm
     if not before or after is None or not math.isfinite(before + after):
         return update.gradient
@@ -232,7 +230,6 @@ def same_masks(model: Trace, trace: Trace) -> bool:
 
 
 def _limit(usual: Trace) -> str:
-    """Return, as text, a norm far below that of every gradient of the run `usual`."""
     norms = [closeness.norm_l2(update.gradient) for update in usual.of(Update)]
     known = [norm for norm in norms if norm and math.isfinite(norm)]
     return f"{min(known) / _CLIPPED_SHARE if known else _CLIPPED_USUAL:.2g}"
@@ -246,14 +243,17 @@ class Knob:
     The value is `usual` except in the knob's own runs. Those have each of `others` in turn, or what
     `limit` returns for the usual run. The `companions` are turned, too, if the command has them.
     `judge` compares the usual run with such a run. It returns the number of gradients that it
-    compared, or None if the knob took no effect.
+    compared, or None if the knob took no effect. `expected` is the result that docs/your-trainer.md
+    promises, and `turned_to` says there what `limit` returns.
     """
 
     says: str
     usual: str
+    expected: str
     judge: Callable[[Tally, Pair, Compared], int | None]
     others: tuple[str, ...] = ()
     limit: Callable[[Trace], str] | None = None
+    turned_to: str = ""
     companions: tuple[str, ...] = ()
 
     def turns(self, usual: Trace | None) -> tuple[str, ...]:
@@ -269,12 +269,18 @@ KNOBS: Mapping[str, Knob] = {
         says="micro-batches a step is made in, of the same global batch: 1, 2, 4",
         usual="1",
         others=("2", "4"),
+        expected="micro-batches of `GLOBAL // (world_size * accumulation)` samples: same losses, "
+        "gradients, weights, learning rates and number of steps",
         judge=_changes_nothing(_accumulated),
     ),
     "clip": Knob(
         says=f"the largest L2 norm of a gradient: {UNCLIPPED}, and one that is always exceeded",
         usual=UNCLIPPED,
         limit=_limit,
+        turned_to=f"1/{_CLIPPED_SHARE} of the smallest gradient seen",
+        expected="no gradient's norm exceeds this, and the first is the unclipped one scaled to "
+        f"it; at {UNCLIPPED} nothing is clipped, and in every step the local gradients are divided "
+        "by the same number",
         # Clipping each micro-batch, or a gradient that is still scaled, is a bug that shows only
         # with several micro-batches, or with a scaled loss.
         companions=("accumulation", "loss_scale"),
@@ -284,18 +290,23 @@ KNOBS: Mapping[str, Knob] = {
         says="what the loss is multiplied by before the backward pass: 1, 1024",
         usual="1",
         others=("1024",),
+        expected="the script multiplies the loss and divides the gradients: same results",
         judge=_changes_nothing(_scaled_loss),
     ),
     "permute": Knob(
         says="1 where the samples of each global batch are to come in another order, else 0",
         usual="0",
         others=("1",),
+        expected="the samples of each global batch come in another order (`batch.flip(0)` is "
+        "enough): same results",
         judge=_changes_nothing(_permuted),
     ),
     "strategy": Knob(
         says="off where the model is to be trained without its parallel strategy, else on",
         usual="on",
         others=("off",),
+        expected="trained without the parallel strategy (for example by hand, or without "
+        "sharding): same results",
         judge=_changes_nothing(lambda *_: True),
     ),
 }

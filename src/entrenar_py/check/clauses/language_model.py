@@ -82,7 +82,6 @@ def _unprobed(trace: Trace, clause: str = "") -> str:
 
 
 def _why(trace: Trace, otherwise: str = "") -> str:
-    """Return why the model was not passed its tokens again, or else `otherwise`."""
     problem = next((one.problem for one in trace.of(Tokens) if one.problem), "")
     return f"the model was not passed its tokens again: {problem}" if problem else otherwise
 
@@ -166,7 +165,6 @@ def _shifted(tally: Tally, trace: Trace) -> str:
 
 
 def _sees_own(trace: Trace) -> bool | None:
-    """Return whether outputs depend on the token at their own place; None if that is unknown."""
     known = [
         one for one in trace.of(Reread) if one.own is not None and one.moved > _bound(one, SILENT)
     ]
@@ -311,7 +309,6 @@ def _agree(one: Scored, other: Scored) -> bool:
 
 
 def _pairs(groups: Iterable[Sequence[Scored]]) -> Iterator[tuple[Scored, Scored]]:
-    """Yield pairs of losses: the one in a group with tokens that count most, and each other."""
     for losses in groups:
         first = max(losses, key=lambda one: abs(one.most))
         yield from ((first, other) for other in losses if other is not first)

@@ -162,7 +162,6 @@ def _named(start: Start) -> tuple[str, ...]:
 
 
 def _cause(start: Start, name: str) -> str:
-    """Return why a frozen tensor could change, as far as its rank shows it."""
     return " (it requires a gradient)" if name in start.trainable else ""
 
 
@@ -348,11 +347,8 @@ def _is_taken_away(name: str, rest: Sequence[Update], local: Mapping[int, Any]) 
 
 
 def _cancels(trace: Trace, rank: int, name: str) -> bool:
-    """Return whether gradients of a layer's bias are zero since they cancel out over its rows.
-
-    That of its weight shows that gradients come through its outputs. The bias's gradient is their
-    sum. Other passes may train another model.
-    """
+    # The gradient of a layer's bias is the sum over rows, which may cancel out; that of its weight
+    # shows that gradients come through its outputs. Other passes may train another model.
     weight = f"{name.removesuffix('bias')}weight"
     gradients = [shard.gradient for shard in trace.of(Shard) if shard.rank == rank]
     passes = [gave for gave in gradients if name in gave or weight in gave]

@@ -27,7 +27,6 @@ from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
 from entrenar_py.check.evidence import closeness, missing, rounds
 from entrenar_py.check.evidence.needs import ALONE, ORACLE, POISONED, SAVED, Traces
-from entrenar_py.check.rank_files import observed_run
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import (
@@ -211,8 +210,9 @@ def compare_finiteness(tally: Tally, trace: Trace) -> None:
         if isinstance(event, Start):
             state[event.rank] = event.weights, event.optimizer
         elif isinstance(event, Update):
-            rested = _same(state.get(event.rank), (event.weights, event.optimizer))
-            state[event.rank] = event.weights, event.optimizer
+            before, now = state.get(event.rank, ({}, {})), (event.weights, event.optimizer)
+            rested = bool(event.weights) and all(map(evidence.are_equal, before, now))
+            state[event.rank] = now
             _judge_step(tally, trace, event, is_bad=(event.step, event.rank) in bad, rested=rested)
         elif isinstance(event, Synchronised):
             state[event.rank] = event.weights, state.get(event.rank, ({}, {}))[1]
@@ -273,14 +273,6 @@ def _judge_round(tally: Tally, trace: Trace, event: Synchronised, stopped: Place
     tally.check(found[0] is None, message, tensor=found[0], element=found[1], **place)
 
 
-def _same(before: tuple[Tensors, Tensors] | None, now: tuple[Tensors, Tensors]) -> bool:
-    """Return whether nothing moved; False if no weights were recorded."""
-    return bool(before and now[0]) and all(
-        one.keys() == other.keys() and all(one[n].digest == other[n].digest for n in one)
-        for one, other in zip(before or (), now, strict=True)
-    )
-
-
 # --- rounds that a script does not report ---------------------------------------------------------
 
 _SHARED_MAX = 0.1  # of the elements of gradients, of ranks that step alone
@@ -300,7 +292,7 @@ def seen(trace: Trace) -> Trace:
     met, names = _meetings(trace)
     if not met:
         return trace
-    lengths = observed_run.usual_length([sorted(met)])
+    lengths = rounds.usual_length([sorted(met)])
     options = {**trace.scenario.options, **({} if lengths is None else {"inner_steps": lengths})}
     trace = replace(
         trace,
@@ -373,7 +365,6 @@ def _apart(tensors: Mapping[int, Tensors], names: Set[str]) -> set[str]:
 
 
 def _are_equal_again(before: Mapping[int, Tensors], after: Mapping[int, Tensors]) -> bool:
-    """Return whether ranks have most of the elements alike now that they had parted in."""
     first = next(iter(before.values()))
     parted = _apart(before, {*first})
     sizes = {name: first[name].size or 0 for name in parted}
@@ -450,7 +441,6 @@ def _with_rule(trace: Trace) -> Trace:
 
 
 def _follows(trace: Trace) -> bool | None:
-    """Return None if all outer steps follow the rule; else whether a known error explains them."""
     tried = Tally("", observed=True)
     outer_step.follow(tried, trace)
     return None if tried.broken is None else outer_step.is_named(tried.broken.message)

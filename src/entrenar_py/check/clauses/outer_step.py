@@ -88,17 +88,14 @@ def _on_time(tally: Tally, trace: Trace) -> None:
 
 
 def _is_cut_off(scenario: Scenario, step: int) -> bool:
-    """Return whether a user's run ends with `step`, and the number of steps cuts its round short.
-
-    The harness chooses that number. So it can't be held against the script.
-    """
+    # The harness chooses the number of steps, so a round cut short is not held against the script.
     length = rounds.rule(scenario).inner_steps
     is_last = scenario.workload == "own" and step + 1 == scenario.num_steps
     return is_last and (step + 1) % length != 0
 
 
 def _is_unseen(trace: Trace, step: int) -> bool:
-    """Return whether a meeting after `step` could not be seen: weights show it in the next step."""
+    # Weights show a meeting in the next step.
     is_last = trace.scenario.workload == "own" and step + 1 == trace.scenario.num_steps
     return is_last and all(one.collectives_alone is None for one in trace.of(Synchronised))
 

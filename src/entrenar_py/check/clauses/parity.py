@@ -99,7 +99,7 @@ class _Followed:
 
 
 def _is_explained(compared: Compared) -> bool:
-    """Return whether a user's runs differ by one equation, which other masks would not leave."""
+    # Other masks would not leave one equation.
     own = compared.trace.scenario.workload == "own"
     return own and presuppositions.aligned(compared).explanation is not None
 
@@ -335,7 +335,6 @@ def mirrored(compared: Compared) -> Compared | None:
 
 
 def _is_decided(plain: Compared, mirrored: Compared) -> bool:
-    """Return whether mirrored runs decide: equal ones do only where a loss couples samples."""
     return _are_comparable(mirrored) and (_is_coupled(plain) or not _agree(mirrored))
 
 
@@ -349,7 +348,6 @@ def _is_coupled(compared: Compared) -> bool:
 
 
 def _agree(compared: Compared) -> bool:
-    """Return whether two runs are comparable, and their gradients were found to be the same."""
     trial = Tally("", observed=True)
     model, trace = compared.model, compared.trace
     sensitivity = compared.sensitivity

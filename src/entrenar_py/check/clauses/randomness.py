@@ -456,7 +456,7 @@ def _seeded_alike(parted: int) -> str:
 
 
 class _Streams:
-    """What is known of the numbers that a run draws: for which samples, and whether for each.
+    """The known random draws of a run: for which samples, and whether for each of them.
 
     A stream is a place and a generator. `alone` is the same training on one worker.
     """
@@ -610,7 +610,6 @@ def _is_mask(trace: Trace, event: Drawn) -> bool:
 
 
 def _are_repeated(streams: _Streams, earlier: Drawn, event: Drawn) -> bool:
-    """Return whether numbers of samples were drawn in an earlier step, for none of these."""
     if earlier.step == event.step:
         return False
     before, now = streams.samples(earlier), streams.samples(event)
@@ -624,7 +623,7 @@ def _workers_differ(
 ) -> None:
     """Check that no two workers of loaders draw the same numbers for other samples.
 
-    A generator that is seeded anew for each sample does not end in the same state.
+    A generator that is seeded again for each sample does not end in the same state.
     """
     seen: dict[tuple[str, str, str], Drawn] = {}
     for event in drawn:

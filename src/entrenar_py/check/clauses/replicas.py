@@ -31,7 +31,6 @@ from entrenar_py.shared.trace import (
     Noticed,
     Saved,
     Start,
-    Tensors,
     Trace,
     Update,
 )
@@ -119,27 +118,23 @@ def _trained_together(tally: Tally, trace: Trace) -> None:
 def _made_the_same_steps(trace: Trace, ranks: Sequence[int]) -> bool:
     """Return whether all ranks move weights alike in each step, by the same micro-batches."""
     shards = evidence.shards(trace)
-    moved = {start.rank: _digests(start.weights) for start in trace.of(Start)}
+    moved = {start.rank: evidence.digests(start.weights) for start in trace.of(Start)}
     for step, by_rank in evidence.ranks_by_step(trace):
         work = [
             [
-                (shard.ids, _digests(shard.gradient))
+                (shard.ids, evidence.digests(shard.gradient))
                 for shard in shards.get(step, ())
                 if shard.rank == rank
             ]
             for rank in ranks
         ]
         is_known = all(ids or gradient for of_rank in work for ids, gradient in of_rank)
-        digests = [_digests(update.weights) for update in by_rank.values()]
+        digests = [evidence.digests(update.weights) for update in by_rank.values()]
         if not (all(work) and is_known) or any(shard != work[0] for shard in work):
             return False
         if len(digests) < len(ranks) or any(shard != digests[0] for shard in digests):
             return False
     return moved.get(ranks[0]) not in (None, digests[0])
-
-
-def _digests(tensors: Tensors) -> Mapping[str, str]:
-    return {name: record.digest for name, record in tensors.items()}
 
 
 def require_ranks(tally: Tally, trace: Trace) -> None:
@@ -156,7 +151,6 @@ def require_ranks(tally: Tally, trace: Trace) -> None:
 
 
 def _absent(traces: Sequence[Trace]) -> str:
-    """Return why there are no replicas, if the command starts one worker that ties no tensors."""
     return "" if any(map(have_copies, traces)) else evidence.started_alone(traces)
 
 
@@ -369,13 +363,11 @@ def _absent_state(traces: Sequence[Trace]) -> str:
 
 
 def _undivided(traces: Sequence[Trace]) -> str:
-    """Return why there is no state to compare, if one worker alone keeps it and never resumed."""
     is_resumed = any(trace.scenario.stops for trace in traces)
     return "" if is_resumed else evidence.started_alone(traces)
 
 
 def _is_in_one_place(trace: Trace) -> bool:
-    """Return whether after every step each tensor's state is on one rank alone, none on disk."""
     steps = [by_rank for _, by_rank in evidence.ranks_by_step(trace)]
     return trace.traits.saves == "nothing" and all(
         _are_spread(by_rank) for by_rank in steps if by_rank
@@ -422,7 +414,6 @@ def _is_the_server_s(trace: Trace) -> bool:
 
 
 def _parts(trace: Trace) -> tuple[str, ...]:
-    """Return the checkpoint's parts that workers hold, too: all but a server's optimizer state."""
     return tuple(part for part in PARTS if part != "optimizer" or not _is_the_server_s(trace))
 
 

@@ -111,7 +111,7 @@ def _absent(traces: Sequence[Trace]) -> str:
         if not all(map(began_anew, stopped)):
             return ""
         return (
-            "the script loads its weights only once it has trained, and it began anew where it "
+            "the script loads its weights only once it has trained, and it started over where it "
             "was started again with its checkpoint there: no run goes on from one"
         )
     unreached = next((trace.traits.unreached for trace in traces if trace.traits.unreached), "")
@@ -185,13 +185,12 @@ def _same_rates(tally: Tally, straight: Trace, trace: Trace) -> None:
 def _rate_of(
     name: str | None, rate: float, at: int, expected: dict[int, dict[int, Update]], trace: Trace
 ) -> str:
-    """Return in words which one other step of the straight run has the rate of step `at`, or ""."""
     step = closeness.step_of_rate(name, rate, expected)
     if step in (None, at):
         return ""
     back = [start.step for start in trace.of(Start) if start.resumed and start.step <= at]
     anew = step in (0, at - max(back, default=0))
-    return f": that of step {step}{', as if the schedule began anew' if anew else ''}"
+    return f": that of step {step}{', as if the schedule started over' if anew else ''}"
 
 
 def _same_scale(tally: Tally, straight: Trace, trace: Trace) -> None:
@@ -266,7 +265,7 @@ def began_anew(trace: Trace) -> bool:
         bool(trace.traits.saved_after)
         and not is_telling(trace)
         and all(
-            len(lives) > 1 and all(_same(lives[0], weights) for weights in lives)
+            len(lives) > 1 and all(evidence.are_equal(lives[0], weights) for weights in lives)
             for lives in _first_weights(trace).values()
         )
     )
@@ -316,7 +315,7 @@ def _moved_otherwise(model: Update, update: Update) -> Iterator[str]:
             f"{f' for {name}' if name else ''}, and without stops {due:.6g}: the schedule depends "
             "on more than the steps that were made"
         )
-    tensor = first_difference(model.weights, update.weights)
+    tensor = evidence.first_difference(model.weights, update.weights)
     if tensor is not None:
         yield (
             f"before it was stopped, {tensor} differed after step {update.step} from the run "
@@ -334,11 +333,6 @@ def first_life(trace: Trace) -> Iterator[Event]:
                 return
             begun.add(event.rank)
         yield event
-
-
-def first_difference(expected: Tensors, got: Tensors) -> str | None:
-    """Return the first tensor that both sides hold with other bits; None if there is none."""
-    return next((n for n in expected if n in got and expected[n].digest != got[n].digest), None)
 
 
 # --- the step at which a resume says to go on -----------------------------------------------------
@@ -366,15 +360,10 @@ def begins_where_it_says(tally: Tally, straight: Trace, trace: Trace) -> bool:
 
 
 def _other_step(start: Start, before: dict[int, Tensors]) -> int | None:
-    """Return the only step after which the weights of `start` were held, if not the last before."""
     if not start.weights:
         return None
-    held = [step for step, weights in before.items() if _same(weights, start.weights)]
+    held = [step for step, weights in before.items() if evidence.are_equal(weights, start.weights)]
     return held[0] if len(held) == 1 and held[0] != start.step - 1 else None
-
-
-def _same(one: Tensors, other: Tensors) -> bool:
-    return one.keys() == other.keys() and first_difference(one, other) is None
 
 
 def _tell_other_step(tally: Tally, straight: Trace, trace: Trace, start: Start, step: int) -> None:
@@ -416,7 +405,7 @@ def require_resumes(tally: Tally, trace: Trace) -> None:
         if anew and trace.scenario.workload == "own":
             _tell_anew(tally, trace, stop, (lives[0], anew[0]), is_enough=bool(resumed))
             if not resumed:
-                break  # after every stop it begins anew, for the same reason
+                break  # after every stop it starts over, for the same reason
         elif stop not in resumed and len(lives) <= number and stop <= last:
             why = f"the run was to stop before step {stop}, and no resume was recorded"
             missing.ask(tally, why, facts.RESUMED_START)
@@ -432,7 +421,7 @@ def _tell_anew(
     nothing else to go on by.
     """
     first, start = starts
-    if _same(first.weights, start.weights):
+    if evidence.are_equal(first.weights, start.weights):
         if trace.traits.read_back and not is_enough and _moves(trace, first):
             message = (
                 f"after the stop before step {stop} the script read a checkpoint "
@@ -441,7 +430,9 @@ def _tell_anew(
             )
             tally.check(False, message, **evidence.place(trace, start))
             return
-        what = f"after the stop before step {stop} the script began anew, with its initial weights"
+        what = (
+            f"after the stop before step {stop} the script started over, with its initial weights"
+        )
         if is_enough:
             tally.note(f"{what}: it had written no checkpoint by then")
             return
@@ -463,11 +454,13 @@ def _tell_anew(
 
 def _moves(trace: Trace, first: Start) -> bool:
     own = [e for e in first_life(trace) if isinstance(e, Update) and e.rank == first.rank]
-    return bool(own) and not any(_same(update.weights, first.weights) for update in own)
+    return bool(own) and not any(
+        evidence.are_equal(update.weights, first.weights) for update in own
+    )
 
 
 def _how_to_resume(trace: Trace) -> str:
-    """Return why a script may have begun anew, and what to do about it."""
+    """Return why a script may have started over, and what to do about it."""
     if trace.traits.saves != "weights":
         return (
             "it found no checkpoint in {workdir}, or loads none; save one at the latest when "
@@ -512,7 +505,7 @@ def _rests_on_the_same(resume: resumes.Resume, model: Update, update: Update) ->
         and bool(model.gradient)
         and closeness.first_unlike_rates(model, update) is None
     )
-    return known and all(_same(left, right) for left, right in pairs)
+    return known and all(evidence.are_equal(left, right) for left, right in pairs)
 
 
 def _cause(resume: resumes.Resume, update: Update) -> str:

@@ -108,7 +108,6 @@ def _have_one_course(compared: Compared) -> bool:
 
 
 def _advice(broken: Counterexample) -> str:
-    """Return why two runs that agree within rounding are only advice; "" if they don't."""
     return _ADVICE if broken.message.startswith(_ROUNDED) else ""
 
 
@@ -315,7 +314,6 @@ def _departures(trace: Trace) -> list[Membership]:
 
 
 def _require_departures(tally: Tally, trace: Trace, left: Sequence[Membership]) -> None:
-    """Count as missing the planned departures that were not recorded."""
     planned = {fault.rank for fault in trace.scenario.faults if fault.kind == "leave"}
     silent = {rank for rank in planned if rank is not None} - {change.rank for change in left}
     if silent:
@@ -324,7 +322,6 @@ def _require_departures(tally: Tally, trace: Trace, left: Sequence[Membership]) 
 
 
 def _tell_masks(tally: Tally, *, is_followed: bool) -> None:
-    """Report differing masks: as a note if runs without dropout were compared, else as missing."""
     reason = "dropout draws other masks once a worker has left"
     if is_followed:
         tally.note(f"{reason}: losses were compared without dropout only")

@@ -168,7 +168,7 @@ def _begins_anew(
 ) -> bool:
     """Return whether a user's step follows from empty moments only, as of a new optimizer.
 
-    Workers that are brought together now and then may begin anew each time. It is noted.
+    Workers that are brought together now and then may start over each time. It is noted.
     """
     if trace.scenario.workload != "own" or not rule.moments:
         return False

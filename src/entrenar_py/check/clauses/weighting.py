@@ -108,7 +108,6 @@ def _left_in_alone(tally: Tally, runs: Traces) -> None:
 
 
 def _by_own_elements(tally: Tally, runs: Traces) -> None:
-    """Check by the run on one worker that ranks divide by the elements of all of them."""
     model = parity.model_of(runs)
     for trace in runs.own:
         if model is not None and trace is not model and evidence.is_as_trained(trace):
@@ -168,7 +167,7 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> li
     """Check that the averaged gradient is the sum of the shards' gradients divided by one number.
 
     Return, of each step with a gradient that a user's script may have changed on purpose, whether a
-    run on one worker shows that it was added up rightly.
+    run on one worker shows that it was added up correctly.
 
     That number must be the same for all tensors. In all steps it must be the same, or the same
     multiple of the step's weight, except if the trait `clipping: other` says that gradients were
@@ -217,7 +216,6 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> li
 
 
 def _lacks_first_passes(trace: Trace, shards: Sequence[Shard]) -> bool:
-    """Return whether all that a step lacks are gradients of passes that were begun late."""
     lacking = {(shard.step, shard.shard) for shard in shards if not shard.gradient}
     return bool(lacking) and lacking <= evidence.passes_begun_late(trace)
 
@@ -259,7 +257,6 @@ def _by_micro_batch(trace: Trace, update: Update) -> Tensors:
 
 
 def _require_pass(tally: Tally, trace: Trace, update: Update) -> None:
-    """Check that a step without micro-batches applies no old gradient, and moves nothing."""
     place = evidence.place(trace, update)
     if (again := accumulation.stepped_again(trace, update)) is not None:
         tally.check(False, f"the applied gradient {again.words}", **place)
@@ -271,7 +268,6 @@ def _require_pass(tally: Tally, trace: Trace, update: Update) -> None:
 def _without_taken(
     tally: Tally, total: Mapping[str, step_sums.Vector], mean: step_sums.Vectors, step: int
 ) -> dict[str, step_sums.Vector]:
-    """Return `total` without tensors that a script took the gradient from, and note these."""
     taken = sorted(total.keys() - mean.keys())
     if taken and not any("took the gradient from" in note for note in tally.notes):
         names = listed(taken, most=2)
@@ -590,7 +586,6 @@ def _alike(
 
 
 def _usual(factor_of: Mapping[int, float]) -> int | None:
-    """Return the first step with the factor that at least half of all steps have, if any."""
     for step, factor in sorted(factor_of.items()):
         alike = [other for other in factor_of.values() if abs(other / factor - 1) <= BOUND]
         if 2 * len(alike) >= len(factor_of):

@@ -6,17 +6,22 @@ itself failed · 4 inconclusive · 5 nothing selected.
 
 from __future__ import annotations
 
+import argparse
 import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
-from entrenar_py.check.project import command_line, merging
-from entrenar_py.check.project.command_line import PROG
-from entrenar_py.shared import process
+from entrenar_py.check.project import command_line
+from entrenar_py.check.project.command_line import PROG, per_contract
+from entrenar_py.shared import package_data, process
 from entrenar_py.shared.errors import ContractError, EntrenarError, UsageError
 from entrenar_py.shared.untrusted import printing
+
+if TYPE_CHECKING:
+    from entrenar_py.check.contract import Contract
 
 INIT = "init"
 EXIT_INVALID = 2
@@ -60,19 +65,20 @@ def _run(arguments: Sequence[str], opened: ExitStack) -> int:
             from entrenar_py.check.project import init
 
             return init.run(arguments[1:])
-        options = merging.configured(command_line.read(arguments))
+        options = command_line.configured(command_line.read(arguments))
         try:
             if options.mode != "mutants":
-                from entrenar_py.check.cli import early  # brings the reader of contracts
+                require_possible(options)
+            if options.mode == "command":
+                from entrenar_py.check.command import warm
 
-                early.require_possible(options)
-                options.parents = early.parents(options)
+                options.parents = warm.of(options)
                 opened.callback(options.parents.close)
             from entrenar_py.check.cli import session  # brings checks, reports and the search
 
             job = session.prepare(options, arguments)
         except UsageError as error:
-            raise merging.located(error, options) from error
+            raise command_line.located(error, options) from error
     except ContractError as error:  # its lines start with file:line:column
         printing.warn_lines(str(error))
         return EXIT_INVALID
@@ -84,3 +90,71 @@ def _run(arguments: Sequence[str], opened: ExitStack) -> int:
 
 def _say(message: object) -> None:
     printing.warn(f"{PROG}: {message}")
+
+
+# --- what options and ids of contracts tell, before checks and reports are imported --------------
+
+
+def require_possible(options: argparse.Namespace) -> None:
+    """Raise UsageError for an unknown system, backend, contract or id.
+
+    An invalid contract is reported later, with all its problems at once. A contract from a pipe is
+    not read here, as it can be read only once.
+    """
+    from entrenar_py.check import contract
+    from entrenar_py.shared.systems import require_trainer
+
+    unknown = contract.Vocabulary(checks=None, mutants=lambda: None)
+    require_trainer(options.system, options.backend)
+    contracts = []
+    for own in each_contract(options):
+        path = package_data.contract_path(own.contract)
+        if not all(file.is_file() for file in (path, *own.bind)):
+            return
+        try:
+            contracts.append(contract.load(path, vocabulary=unknown, bind=own.bind))
+        except ContractError:
+            return
+    require_ids(options, contracts)
+
+
+def require_ids(options: argparse.Namespace, contracts: Sequence[Contract]) -> dict[str, None]:
+    """Return the ids in all contracts; raise UsageError if an id of the options is in none."""
+    from entrenar_py.check.contract import records
+
+    ids = {name: None for loaded in contracts for name in records.ids_of(loaded)}
+    where = contracts[0].name if len(contracts) == 1 else "the contracts"
+    records.require_ids(options.only, ids, where, field="only")
+    records.require_ids(options.exclude, ids, where)
+    return ids
+
+
+def each_contract(options: argparse.Namespace) -> list[argparse.Namespace]:
+    """Return the options of each contract, with its own bindings.
+
+    Raises UsageError if there is no contract, and if several would read bindings from one pipe.
+    """
+    from entrenar_py.check.contract import bindings
+
+    if not options.contract:
+        names = ", ".join(path.name for path in package_data.shipped_contracts())
+        raise UsageError(
+            f"--contract FILE is missing; shipped are {names}. No configuration was found either: "
+            f"{PROG} init writes one"
+        )
+    calls = per_contract(options)
+    for path in options.bind if len(calls) > 1 else ():
+        if path.is_fifo():
+            raise UsageError(
+                f"--bind {path}: is a pipe, which can be read once, and {len(calls)} contracts "
+                "need it; give a file",
+                field="bind",
+            )
+    for own in calls:
+        own.bind = bindings.for_contract(options.bind, own.contract, options.contract)
+    return calls
+
+
+def names_no_contract(options: argparse.Namespace) -> bool:
+    """Return whether a command is checked by the contracts that are for any script."""
+    return "contract" not in (*options.typed, *options.used)

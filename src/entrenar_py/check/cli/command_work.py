@@ -10,11 +10,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from entrenar_py.check import cli
 from entrenar_py.check.clauses.check import Check
-from entrenar_py.check.cli import early
 from entrenar_py.check.cli.reporting import Work
 from entrenar_py.check.command import folders, judging, launch, placeholders, run_plan, runs
-from entrenar_py.check.command.run_settings import RunSettings
+from entrenar_py.check.command.run_settings import Run, RunSettings
 from entrenar_py.check.contract import Position
 from entrenar_py.check.evidence.needs import PROBED
 from entrenar_py.check.harness import judgement
@@ -60,7 +60,7 @@ def work(shared: Shared, options: argparse.Namespace, standing: Standing) -> Wor
     contradicts the declaration, and is reported. Raises UsageError if the command can't be run.
     """
     tasks = judging.tasks(standing.selected)
-    probed = {PROBED} if early.names_no_contract(options) else set()
+    probed = {PROBED} if cli.names_no_contract(options) else set()
     usual = commands.usual_variables(options.command)
     make_plan = partial(
         run_plan.Plan,
@@ -98,14 +98,14 @@ def work(shared: Shared, options: argparse.Namespace, standing: Standing) -> Wor
     checks = [task.check for task in tasks if task.invariant.id not in unnamed]
     if any(check is not None and check.name == FINITENESS for check in checks):
         foreseen += _expected(options)
-    runs_by_file: dict[Path, runs.Run] = {}
+    runs_by_file: dict[Path, Run] = {}
     declared = {task.invariant.id: task.reason for task in standing.not_applying}
     left_out = judging.tasks([task.invariant for task in standing.not_applying])
     doubts: dict[str, str] = {}
 
     def entries(show: Progress, judged: Listener) -> Iterator[Entry]:
         kept = shared.folder(options.trace_dir)
-        recorded: Iterable[tuple[Path, runs.Run]] = ()
+        recorded: Iterable[tuple[Path, Run]] = ()
         if any(task.check is not None for task in tasks):  # else no run would be judged
             recorded = runs.record(make_plan(folder=kept.path), partial(show, "runs", 0, 0))
         known = judging.verdicts_as_known(tasks, recorded, runs_by_file, on_judged=judged)
@@ -134,9 +134,7 @@ def work(shared: Shared, options: argparse.Namespace, standing: Standing) -> Wor
     )
 
 
-def stored_work(
-    options: argparse.Namespace, standing: Standing, kept: Mapping[Path, runs.Run]
-) -> Work:
+def stored_work(options: argparse.Namespace, standing: Standing, kept: Mapping[Path, Run]) -> Work:
     """Return the work on the runs that an earlier call with a command has `kept`."""
     traces = [run.trace for run in kept.values()]
     declared = {one.invariant.id: one.reason for one in standing.not_applying}
@@ -159,7 +157,7 @@ def stored_work(
 
 def _unnamed(options: argparse.Namespace, tasks: Iterable[Task]) -> dict[str, Check]:
     """Return by id the checks of clauses that neither contract nor id named."""
-    if not early.names_no_contract(options):
+    if not cli.names_no_contract(options):
         return {}
     return {
         one.invariant.id: one.check
@@ -169,14 +167,12 @@ def _unnamed(options: argparse.Namespace, tasks: Iterable[Task]) -> dict[str, Ch
 
 
 def _advised(entry: Entry, unnamed: Mapping[str, Check]) -> Entry:
-    """Return `entry`, as advice if its clause was not named, and such a break is no more."""
     broken, check = entry.finding.counterexample, unnamed.get(entry.invariant.id)
     why = check.advice(broken) if broken is not None and check is not None else ""
     return replace(entry, accepted=why, advice=True) if why else entry
 
 
 def _expected(options: argparse.Namespace) -> list[str]:
-    """Return in a line what is likely to be found, as far as the text of the script shows."""
     path = _script(options)
     told = commands.without_a_test_for_nan(path) if path is not None else ""
     told, _, _ = told.partition(": ")  # the finding says what to add
@@ -196,7 +192,6 @@ def _likely(options: argparse.Namespace) -> Traits:
 
 
 def _script(options: argparse.Namespace) -> Path | None:
-    """Return the script that the command runs; None if that can't be told."""
     if commands.is_for_shell(options.command):
         return None
     return commands.script(options.command, options.command_folder or Path.cwd())[1]
@@ -209,7 +204,6 @@ def _beginning(options: argparse.Namespace) -> dict[str, Position]:
 
 
 def _copied_folder(options: argparse.Namespace) -> Path | None:
-    """Return the folder that is copied for each run; None if runs are to share it."""
     folder: Path = (options.command_folder or Path.cwd()).resolve()
     shared = options.in_place or folders.runs_elsewhere(options.command)
     return None if shared or folder == Path(folder.anchor) else folder

@@ -114,7 +114,6 @@ def _broken(report: Report) -> Report:
 
 
 def _foreseen(jobs: Sequence[Job]) -> list[str]:
-    """Return in lines what is known of the runs of all contracts, each line once."""
     lines = [line for job in jobs for line in job.work.foreseen]
     runs = [name for job in jobs for name in job.work.runs]
     told = [f"runs: {', '.join(dict.fromkeys(runs))}"] if runs else []
@@ -181,7 +180,7 @@ def _finished(job: Job, begun: Report, output: Console, *, rows: bool) -> Report
 
 
 def _is_named(entry: Entry, options: argparse.Namespace) -> bool:
-    """Return whether the clause was named: then it is reported that nothing was decided."""
+    # Of a named clause it is reported that nothing was decided.
     return bool({entry.invariant.id, entry.invariant.item} & {*options.only})
 
 
@@ -190,7 +189,6 @@ def _not_applying(entry: Entry) -> NotApplying:
 
 
 def _named(entry: Entry) -> Entry:
-    """Return the entry of a clause that doesn't apply though it was named; any other as it is."""
     if entry.finding.applies:
         return entry
     reason = f"not applied: {entry.finding.reason}"
@@ -211,7 +209,6 @@ def _noted(entry: Entry, standing: configuration.Standing) -> Entry:
 
 
 def _doubted(left_out: NotApplying, doubts: Mapping[str, str]) -> NotApplying:
-    """Return `left_out`, its reason with what speaks against it."""
     doubt = doubts.get(left_out.invariant.id)
     reason = f"{left_out.reason}; BUT {doubt}: if it does apply, take that out"
     return replace(left_out, reason=reason) if doubt else left_out
@@ -229,7 +226,6 @@ def _configuration(options: argparse.Namespace) -> Configuration | None:
 
 
 def _curves(options: argparse.Namespace) -> Curves | None:
-    """Return what keeps the curves of judged runs, None if no format draws them."""
     if options.html is None:
         return None
     from entrenar_py.check.reports.html import Curves

@@ -17,12 +17,12 @@ from pathlib import Path
 from rich.console import Console
 
 from entrenar_py.check import clauses as checks
-from entrenar_py.check import contract
-from entrenar_py.check.cli import early, reporting
+from entrenar_py.check import cli, contract
+from entrenar_py.check.cli import reporting
 from entrenar_py.check.cli.reporting import Work
 from entrenar_py.check.contract import Contract, records
 from entrenar_py.check.harness import counterexamples, judgement, plan
-from entrenar_py.check.project import commands, configuration
+from entrenar_py.check.project import configuration
 from entrenar_py.check.project.command_line import FILES, PROG
 from entrenar_py.check.reports import evidence
 from entrenar_py.check.reports.report import EXIT_NOTHING_SELECTED
@@ -56,7 +56,7 @@ def prepare(options: argparse.Namespace, arguments: Sequence[str]) -> Callable[[
             options,
             {
                 package_data.contract_path(own.contract): own.bind
-                for own in early.each_contract(options)
+                for own in cli.each_contract(options)
             },
             vocabulary=vocabulary(),
             command=called,
@@ -90,6 +90,8 @@ def _look(options: argparse.Namespace) -> None:
 
 def _fill_in_workers(options: argparse.Namespace) -> None:
     """Put {world_size} where the command's launcher has its number of workers."""
+    from entrenar_py.check.project import commands
+
     commands.require_one_machine(options.command)
     launched = commands.of(options.command)
     options.command, options.command_changes = launched.command, launched.changes
@@ -101,7 +103,6 @@ def _fill_in_workers(options: argparse.Namespace) -> None:
 
 
 def _called(options: argparse.Namespace, arguments: Sequence[str]) -> str:
-    """Return the command that repeats this call, with the path of the configuration."""
     named = options.project is not None and "config" not in options.typed
     told = ("--config", options.project.place.file) if named else ()
     return shlex.join((PROG, *told, *arguments))
@@ -121,7 +122,6 @@ def _standing(options: argparse.Namespace, loaded: Contract) -> configuration.St
 
 
 def _prepared(options: argparse.Namespace, loaded: Contract, make: Maker) -> reporting.Job:
-    """Return the job for one contract, on the work that `make` returns."""
     standing = _standing(options, loaded)
     reporting.require_writable(options, FILES)
     work = make(options, standing)
@@ -130,7 +130,6 @@ def _prepared(options: argparse.Namespace, loaded: Contract, make: Maker) -> rep
 
 
 def _work(options: argparse.Namespace, loaded: Contract) -> Maker:
-    """Return what makes the work of a call without a command."""
     if options.mode == "replay":
         return partial(_replaying, loaded)
     return _judging if options.mode == "judge" else _falsifying
@@ -149,10 +148,10 @@ def _of_command(
     shared = command_work.Shared()
     make = partial(command_work.work, shared)
     jobs = [_prepared(own, loaded, make) for own, loaded in chosen]
-    if not (options.only or options.severity) and early.names_no_contract(options):
+    if not (options.only or options.severity) and cli.names_no_contract(options):
         wider = argparse.Namespace(**vars(options))
         wider.contract = (*options.contract, package_data.OF_LANGUAGE)
-        own = early.each_contract(wider)[-1]
+        own = cli.each_contract(wider)[-1]
         trace_dir = jobs[0].options.trace_dir
         own.trace_dir, own.only, own.exclude = trace_dir, package_data.NEVER_MEANT, ()
         jobs.append(replace(_prepared(own, _load(own), make), is_aside=True))
@@ -162,7 +161,7 @@ def _of_command(
 def _loaded(options: argparse.Namespace) -> list[tuple[argparse.Namespace, Contract]]:
     """Return each contract with its own options; raises the problems of all contracts at once."""
     contracts, problems = [], []
-    for own in early.each_contract(options):
+    for own in cli.each_contract(options):
         try:
             contracts.append((own, _load(own)))
         except ContractError as error:
@@ -180,7 +179,7 @@ def _chosen(
     Raises UsageError for an id that is in no contract, and ContractError if the configuration
     excludes a clause that none of its contracts has.
     """
-    ids = early.require_ids(options, [known for _, known in loaded])
+    ids = cli.require_ids(options, [known for _, known in loaded])
     if "contract" in options.used:  # the configuration names exactly these contracts
         known = options.project
         configuration.require_known(known.exclusions, ids, known.acceptances)
@@ -226,7 +225,6 @@ def vocabulary() -> contract.Vocabulary:
 
 
 def _planted_bugs() -> Collection[str] | None:
-    """Return the mutants that a clause may name; None if the planted bugs are not installed."""
     try:
         return mutants.names()
     except UsageError:
@@ -234,7 +232,6 @@ def _planted_bugs() -> Collection[str] | None:
 
 
 def _suggested(loaded: Contract) -> int:
-    """Print draft bindings for clauses without a check, for a person to correct."""
     from entrenar_py.check.contract import suggestions
 
     printing.say_lines(suggestions.draft(loaded, checks.terms()).rstrip("\n"))
@@ -287,7 +284,6 @@ def _plan(options: argparse.Namespace) -> plan.Plan:
 
 
 def _saved_folder(options: argparse.Namespace) -> Path:
-    """Return where counterexamples are kept, below the configuration's or the current folder."""
     if options.project is None:
         return counterexamples.FOLDER
     return Path(os.path.relpath(options.project.folder / counterexamples.FOLDER))
@@ -333,10 +329,11 @@ def _replaying(
 def _judging(options: argparse.Namespace, standing: configuration.Standing) -> Work:
     traces = judgement.load_stored(options.judge)
     if any(trace.scenario.system == OBSERVED for trace in traces.values()):
-        from entrenar_py.check.cli import command_work
-        from entrenar_py.check.command import runs
+        from entrenar_py.check.command import run_settings
 
-        if kept := runs.stored(traces):
+        if kept := run_settings.stored(traces):
+            from entrenar_py.check.cli import command_work
+
             return command_work.stored_work(options, standing, kept)
     tasks, not_applying = plan.divide(standing.selected, replace(_plan(options), is_run=False))
     return Work(

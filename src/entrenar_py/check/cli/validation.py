@@ -50,7 +50,6 @@ def prepare(
 
 
 def _unrunnable(clause: Invariant) -> str:
-    """Return why a scenario of `clause` can't be run; "" if all can."""
     try:
         plan.require_runnable([clause])
     except UsageError as error:

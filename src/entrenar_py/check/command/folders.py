@@ -76,7 +76,7 @@ class OwnFolder:
     """A copy of the folder `source` below `root`, at `path`.
 
     Files are copied, with their times and modes. Large files, hidden folders, virtual environments
-    and folders with very many files are links to the user's. The folders above `source` are there,
+    and folders with very many files are links to the user's. The folders above `source` exist,
     too, with links to what they hold, so that `..` leads where it leads from `source`.
     """
 
@@ -113,7 +113,7 @@ class OwnFolder:
     def clear(self) -> None:
         """Remove all links, and the files that are still as they were copied.
 
-        What the command has made or changed stays.
+        Files that the command has made or changed stay.
         """
         for place in self._made:
             with suppress(OSError):
@@ -193,7 +193,6 @@ class _Budget:
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """Return the entries of a folder, none if it may not be read."""
     try:
         with os.scandir(folder) as entries:
             return sorted(entries, key=lambda entry: entry.name)

@@ -1,7 +1,7 @@
 """Judge the runs of a user's own trainer, each by the checks that apply to it.
 
 Verdicts come as soon as they are known, while later runs are still to be made. What the runs show
-against a declaration that a clause does not apply is told, too.
+against a declaration that a clause does not apply is reported, too.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from pathlib import Path
 from entrenar_py.check import clauses as checks
 from entrenar_py.check.clauses import Check
 from entrenar_py.check.command import run_settings
-from entrenar_py.check.command.run_settings import RunSettings
-from entrenar_py.check.command.runs import Run
+from entrenar_py.check.command.run_settings import Run, RunSettings
 from entrenar_py.check.contract import Invariant
 from entrenar_py.check.evidence import run_names
 from entrenar_py.check.evidence.needs import (
@@ -151,10 +150,7 @@ def _is_for(check: Check, run: Run) -> bool:
 
 
 def _spared(check: Check, runs: Mapping[Path, Run]) -> list[Path]:
-    """Return the files of failed runs that were made for other checks, if others did not fail.
-
-    This check judges them, too, but its verdict stands without them.
-    """
+    # This check judges them, too, but its verdict stands without them.
     failed = [file for file, run in runs.items() if _failed(run)]
     most = max(run.settings.world_size for run in runs.values())
     spare = [file for file in failed if _is_spare(check, runs[file].settings, most)]
@@ -230,7 +226,7 @@ def _is_replaced(check: Check, file: Path, groups: Mapping[Path, Runs[Path]]) ->
 def _joined(runs: Mapping[Path, Run], base: Trace, *kinds: str) -> Path | None:
     """Return the file of the run on one worker that had the batches of all workers of `base`.
 
-    It came by them by a fault of one of the `kinds`.
+    A fault of one of the `kinds` gave it these batches.
     """
     meant = companions.plain(base.scenario, world_size=1)
     due = {*companions.free(ALONE), "faults"}
@@ -273,7 +269,6 @@ def _witnesses(runs: Mapping[Path, Run]) -> dict[Need, tuple[Path, ...]]:
 
 
 def _unresumed(check: Check, settings: Sequence[RunSettings]) -> tuple[str, ...]:
-    """Return the placeholder by which runs are stopped and resumed, if `check` lacks such a run."""
     stopped = any(run.stops for run in settings)
     return () if stopped or not {RESUMED, SAVED}.intersection(check.needs) else ("workdir",)
 
@@ -298,7 +293,6 @@ def _unbroken(check: Check, runs: Iterable[Run]) -> list[str]:
 
 
 def _lacking(check: Check, settings: Sequence[RunSettings], traces: Sequence[Trace]) -> str:
-    """Return why a run that `check` requires was not made, or "" if it was."""
     if RESUMED in check.needs and not any(run.stops for run in settings):
         return f"the run was not stopped and resumed: {_why_unstopped(traces)}"
     if KILLED in check.needs and not any(run.faults for run in settings):
@@ -370,7 +364,7 @@ class _Waiting:
         return done
 
     def is_broken_by(self, runs: Mapping[Path, Run], file: Path) -> bool:
-        """Return whether the run in `file`, by itself or compared with others, falsifies a task."""
+        """Return whether the run in `file`, alone or compared with others, falsifies a task."""
         entries = judge(self.tasks, runs, having=file)
         return any(entry.verdict is Verdict.FALSIFIED for entry in entries)
 
@@ -391,7 +385,6 @@ class _Waiting:
 
 
 def _is_awaited(task: Task, run: Run) -> bool:
-    """Return whether a later run is judged by the task's check, or is a witness for others."""
     return task.check is not None and any(
         ahead.is_witness or run_settings.judges(task.check, ahead) for ahead in run.ahead
     )

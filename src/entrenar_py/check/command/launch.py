@@ -76,12 +76,10 @@ def ask_for_stacks(folder: Path, alive: Collection[int]) -> None:
 
 
 def _is_whole(path: Path) -> bool:
-    """Return whether a stack is complete down to the script's outermost frame, `<module>`."""
     return "in <module>" in _text(path)
 
 
 def _text(path: Path) -> str:
-    """Return the text of the file at `path`; "" if it can't be read."""
     with suppress(OSError):
         return files.read(path, bytes_max=_STACK_BYTES_MAX).decode(errors="replace")
     return ""
@@ -404,7 +402,6 @@ def _wait(
 
 
 def _end(leash: Leash, processes: Callable[[], Iterator[int]]) -> int:
-    """End the command and every process it started; return how many processes it left behind."""
     try:
         num_left = leash.end()
     finally:  # also if an interrupt ends the waiting
@@ -439,7 +436,6 @@ def _is_in_session(entry: Path, leader: int) -> bool:
 
 
 def _can_print(entry: Path, pipe: int) -> bool:
-    """Return whether the process `entry` has the pipe open for writing, not just for reading."""
     for link in (entry / "fd").iterdir():
         with suppress(OSError):
             if link.lstat().st_mode & 0o200 and link.stat().st_ino == pipe:

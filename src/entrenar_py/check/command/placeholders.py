@@ -61,7 +61,7 @@ def require_known(command: Sequence[str]) -> None:
 
 
 def can_share(command: Sequence[str], workers: int) -> bool:
-    """Return whether each global batch in `command` can be cut among so many workers."""
+    """Return whether each global batch in `command` can be divided among `workers`."""
     shares = (share for word in command for share in _SHARE.finditer(word))
     return not any(int(share[1]) % workers for share in shares)
 
@@ -115,7 +115,6 @@ def fill(
 
 
 def _with_resume(word: str, folder: Path | None) -> list[str]:
-    """Return the words for one with {resume:...}: options of their own, or a part of a text."""
     whole = _RESUME.fullmatch(word)
     if whole is None:
         return [_RESUME.sub(lambda found: found[1] if folder else "", word)]

@@ -187,7 +187,7 @@ class Plan:
     def _is_cut(self) -> bool:
         """True if runs are ended from outside, since nothing tells the script when to end.
 
-        A script that is told its epochs is not: what comes at their ends has to be seen.
+        A script that gets its number of epochs is not: what comes at their ends has to be seen.
         """
         return self.auto and not (self.can_say("steps") or self.can_say("epochs"))
 

@@ -1,9 +1,10 @@
-"""The settings that a run of a command is launched with, and the checks that judge it."""
+"""The settings that a run of a command is launched with, its trace, and what judges it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.evidence import run_names
@@ -18,7 +19,8 @@ from entrenar_py.check.evidence.needs import (
     Runs,
 )
 from entrenar_py.shared.faults import LONGER, Fault, are_of_witnesses
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.scenario import OBSERVED, Scenario
+from entrenar_py.shared.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -132,3 +134,43 @@ def beside(needs: Collection[Need], settings: RunSettings) -> Runs[RunSettings]:
     return Runs(
         settings, {need: (run,) for need, run in runs.items() if need in needs and run != settings}
     )
+
+
+# --- runs as they were recorded -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The trace of a run, and the settings of this run and of those that are made after it.
+
+    A run that is `tried` counts only if it shows an error: nobody asked for its number of workers.
+    """
+
+    settings: RunSettings
+    trace: Trace
+    ahead: tuple[RunSettings, ...] = ()
+    is_tried: bool = False
+
+
+def stored(traces: Mapping[Path, Trace]) -> dict[Path, Run]:
+    """Return the runs that one call with a command has left, by the file of each trace.
+
+    Return none if `traces` hold anything else: another system's run, files of single ranks, no run
+    without changes, or two runs with the same settings or name. The runs come in the order in which
+    they were made: verdicts name them in it.
+    """
+    pairs = [(file, RunSettings.of(trace.scenario)) for file, trace in traces.items()]
+    runs = {
+        file: Run(settings=settings, trace=traces[file])
+        for file, settings in sorted(pairs, key=lambda pair: (_place(pair[1]), pair[0].stem))
+    }
+    is_whole = all(
+        run.trace.scenario.system == OBSERVED and not file.is_dir() for file, run in runs.items()
+    )
+    settings, names = {run.settings for run in runs.values()}, {file.stem for file in runs}
+    is_plain = any(run.is_plain and not run.repeat for run in settings)
+    return runs if is_whole and is_plain and len(settings) == len(names) == len(runs) else {}
+
+
+def _place(settings: RunSettings) -> tuple[bool, int, int, bool]:
+    return not settings.is_plain, settings.repeat, -settings.world_size, settings.turn is not None

@@ -428,7 +428,6 @@ def _of_ranks(
 
 
 def _last_words(last: LastLives, error: str, ended: Ended) -> str:
-    """Return the error that was printed, else one that a rank recorded, else the last line."""
     printed = last_printed(ended.output, ended.tail)
     words = [one for one in (error, last.problem, printed) if one]
     causes = [one for one in words if not is_of_peers(one)]
@@ -437,12 +436,11 @@ def _last_words(last: LastLives, error: str, ended: Ended) -> str:
 
 
 def _copied(ended: Ended) -> str:
-    """Return what a file's path in the run's own folder has in front of that in the user's."""
+    # The script runs in a copy of the user's folder.
     return str(ended.output.parent / folders.FOLDER)
 
 
 def _shown_path(path: Path) -> str:
-    """Return a path as it is seen from the working folder, if it lies below that."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 

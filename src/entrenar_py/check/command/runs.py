@@ -8,7 +8,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -20,7 +20,7 @@ from entrenar_py.check.clauses.knobs import KNOBS, UNCLIPPED
 from entrenar_py.check.command import folders, placeholders, run_trace, witnesses
 from entrenar_py.check.command.launch import OUTPUT, Ended
 from entrenar_py.check.command.run_plan import Plan
-from entrenar_py.check.command.run_settings import RunSettings
+from entrenar_py.check.command.run_settings import Run, RunSettings
 from entrenar_py.check.command.run_trace import Arranging, Beginnings, Made, first_step
 from entrenar_py.check.command.witnesses import Controlling, Nudging, Shortening
 from entrenar_py.check.observing import BATCHES, BATCHES_KEPT, FAULTS, RATES, STOP
@@ -28,7 +28,6 @@ from entrenar_py.check.rank_files import notes
 from entrenar_py.shared import process, trace
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.faults import JOINED, MIRRORED, REPEATED, steps_of
-from entrenar_py.shared.scenario import OBSERVED
 from entrenar_py.shared.trace import Ruled, Trace, Update
 from entrenar_py.shared.untrusted import printing
 
@@ -38,44 +37,6 @@ _PATH = "PATH"  # at the end of an option that needs one
 
 Likes = Mapping[RunSettings, Trace]  # completed runs that others are like, the first run first
 Show = Callable[[str], None]  # is called with the name of each run before it is launched
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """The trace of a run, and the settings of this run and of those that are made after it.
-
-    A run that is `tried` counts only if it shows an error: nobody asked for its number of workers.
-    """
-
-    settings: RunSettings
-    trace: Trace
-    ahead: tuple[RunSettings, ...] = ()
-    is_tried: bool = False
-
-
-def stored(traces: Mapping[Path, Trace]) -> dict[Path, Run]:
-    """Return the runs that one call with a command has left, by the file of each trace.
-
-    Return none if `traces` hold anything else: another system's run, files of single ranks, no run
-    without changes, or two runs with the same settings or name. The runs come in the order in which
-    they were made: verdicts name them in it.
-    """
-    pairs = [(file, RunSettings.of(trace.scenario)) for file, trace in traces.items()]
-    runs = {
-        file: Run(settings=settings, trace=traces[file])
-        for file, settings in sorted(pairs, key=lambda pair: (_place(pair[1]), pair[0].stem))
-    }
-    is_whole = all(
-        run.trace.scenario.system == OBSERVED and not file.is_dir() for file, run in runs.items()
-    )
-    settings, names = {run.settings for run in runs.values()}, {file.stem for file in runs}
-    is_plain = any(run.is_plain and not run.repeat for run in settings)
-    return runs if is_whole and is_plain and len(settings) == len(names) == len(runs) else {}
-
-
-def _place(settings: RunSettings) -> tuple[bool, int, int, bool]:
-    """Return what sorts runs as they are made: plain ones first, those with a turned knob last."""
-    return not settings.is_plain, settings.repeat, -settings.world_size, settings.turn is not None
 
 
 def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Run]]:
@@ -229,7 +190,6 @@ class _Ahead:
 
 
 def _like(settings: RunSettings, likes: Likes) -> Trace | None:
-    """Return the run that `settings` is like but for what is done to it, if it was made already."""
     return likes.get(settings.unstopped) if settings.stops else next(iter(likes.values()), None)
 
 
@@ -289,7 +249,6 @@ def _launched(
 
 
 def _batches(settings: RunSettings, folder: Path) -> dict[str, str]:
-    """Return the variable by which a run keeps its batches, or is given those of another run."""
     if source := witnesses.source_of(settings):
         return {BATCHES: str(folder / source)}
     return {BATCHES: BATCHES_KEPT} if witnesses.are_kept(settings) else {}
@@ -331,7 +290,6 @@ def _rates(settings: RunSettings, folder: Path, like: Trace | None) -> dict[str,
 
 
 def _constants(like: Trace, step: int) -> dict[str, dict[str, Any]]:
-    """Return what rank 0 stepped each group with, by the group's first tensor."""
     return {
         event.names[0]: {key: event.constants[key] for key in CHANGING if key in event.constants}
         for event in like.of(Ruled)
@@ -389,10 +347,6 @@ def _was_told_otherwise(settings: RunSettings, like: Trace, recorded: Trace) -> 
 
 
 def _clear(folder: Path) -> None:
-    """Remove what an earlier run has left in `folder`.
-
-    Raises UsageError if `folder` exists and was not made by an earlier run.
-    """
     if (folder / OUTPUT).exists():
         shutil.rmtree(folder)
     elif folder.exists():

@@ -73,11 +73,9 @@ class Warden:
         tell(self._status, f"left {len(left) if was_over else 0}")
 
     def _left(self) -> list[int]:
-        """Return the remaining descendants' ids, or the command's alone if there is no /proc."""
         return descendants() or ([] if self.is_over else [self._pid])
 
     def _wait(self, seconds: float, is_done: Callable[[], bool]) -> None:
-        """Wait until `is_done`, no process is left, the time is up, or SIGTERM arrives."""
         deadline = time.monotonic() + seconds
         while self.reap() and not is_done() and not hurried and time.monotonic() < deadline:
             time.sleep(_POLL_S)

@@ -10,6 +10,7 @@ why.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import select
@@ -28,6 +29,8 @@ from typing import IO
 from entrenar_py.check.command import fork_parent
 from entrenar_py.check.command.forks import imports, processes
 from entrenar_py.check.command.forks.interpreter import options_of
+from entrenar_py.check.observing.auto import Settings
+from entrenar_py.check.project import commands
 from entrenar_py.shared import process
 
 READY_S = 120.0
@@ -64,7 +67,7 @@ class Interpreter:
 
     @property
     def is_unbuffered(self) -> bool:
-        """Whether ranks are started with -u, as torchrun does."""
+        """True if ranks are started with -u, as torchrun does."""
         if not self._is_accelerate:
             return True
         is_for_torchrun = _GPUS.exists() or not {*self.words}.isdisjoint(_TO_TORCHRUN)
@@ -330,3 +333,18 @@ class Warden:
     def _close(self) -> None:
         self._lines.close()
         self._report.close()
+
+
+def of(options: argparse.Namespace) -> Parents:
+    """Return what forks a command's processes, which begins to import torch at once."""
+    if options.launcher == "as-is":
+        return Parents(None)
+    command = commands.of(options.command).command
+    folder = options.command_folder or Path.cwd()
+    parents_of_forks = Parents(commands.script(command, folder)[1])
+    observing = Settings().variables() if options.auto else {}
+    for size in options.world_size[:1] or (2,):
+        words = [word.replace("{world_size}", str(size)) for word in command]
+        environment = {**commands.usual_variables(words), **os.environ, **observing}
+        parents_of_forks.prepare(words, environment, folder)
+    return parents_of_forks

@@ -80,12 +80,10 @@ class Nudging:
 
 
 def _must_be_like(settings: RunSettings) -> bool:
-    """Return whether the run must have the results of the first one, within rounding."""
     return settings.turn is None or KNOBS[settings.turn.knob].limit is None
 
 
 def _may_be_rounding(first: Trace, other: Trace) -> bool:
-    """Return whether two runs differ, by so little that rounding may be why."""
     trial = Tally("", observed=True)
     run_comparison.compare(trial, other, first, None)
     return trial.broken is not None and rounding_bounds.may_be_rounding(other, first)
@@ -137,13 +135,11 @@ class Shortening:
 
 
 def _has_later_epochs(recorded: Trace) -> bool:
-    """Return whether a script may do something in epochs to which short ones bring it alone."""
     epochs = {shard.epoch for shard in recorded.of(Shard)}
     return bool(recorded.traits.by_epoch) and 2 * len(epochs) <= recorded.scenario.num_steps
 
 
 def _is_whole(recorded: Trace | None) -> bool:
-    """Return whether a run shows the end of an epoch, and how the next one begins."""
     if recorded is None:
         return False
     is_shown = has_ended_epoch(recorded) and not randomness.lacks_second_epoch(Runs(recorded))
@@ -155,7 +151,6 @@ def _workers(settings: RunSettings) -> str:
 
 
 def _num_micro_batches(trace: Trace) -> int:
-    """Return how many micro-batches a rank has in the first step, or 1 if none was recorded."""
     shards = trace.of(Shard)
     first = next(iter(shards), None)
     return max(1, sum((s.step, s.rank) == (first.step, first.rank) for s in shards if first))
@@ -291,9 +286,6 @@ def _asked(like: RunSettings, size: int, workers: int, kind: str) -> RunSettings
 
 
 def _name(size: int, workers: int, kind: str) -> str:
-    """Return a run's name. Runs on one worker for several numbers of workers have different ones.
-
-    With common random numbers, or one order, it is the same run.
-    """
+    # With common random numbers, or one order, it is the same run for any size.
     of = f"-of-{size}" if workers == 1 and kind not in _OF_ANY_SIZE else ""
     return f"{workers}-worker{'' if workers == 1 else 's'}-{_ENDS[kind]}{of}"

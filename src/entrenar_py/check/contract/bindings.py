@@ -380,7 +380,6 @@ def bound_clause(item: Item, bound: Bound, terms: Vocabulary, room: Room) -> Inv
 
 
 def _bare(item: Item, entry: Entry, binding: Binding) -> Invariant:
-    """Return the clause of `item` without the binding's check, tolerance and scenarios."""
     own, part = item.clause, entry.part
     aliases = tuple(name for name in item.names if name not in (own.id, own.name))
     if part:
@@ -445,10 +444,8 @@ def files(contract: Path, named: Sequence[Path]) -> Files:
 
 
 def _says_something(path: Path) -> bool:
-    """Return whether `path` exists and isn't empty; `--suggest > FILE` first creates it empty.
-
-    A pipe, a folder or a link to itself counts as not empty: reading it reports the error.
-    """
+    # `--suggest > FILE` first creates it empty. Reading a pipe, a folder or a link to itself
+    # reports the error.
     is_empty = path.is_file() and path.stat().st_size == 0
     return os.path.lexists(path) and not is_empty
 

@@ -79,7 +79,6 @@ def _metadata_at_the_top(root: MapNode) -> MapNode:
 
 
 def _version(record: Record, root: MapNode, problems: Problems) -> str:
-    """Return the version in the metadata, or else the one at the top level of the file."""
     if record.present("version") is None and "version" in root.fields:
         return Record(root, what="contract", known=(), problems=problems).filled(
             "version", rule="SCHEMA-002"
@@ -221,7 +220,6 @@ def _equation(
 
 
 def _either(record: Record, key: str, other: str, *, rule: str) -> str:
-    """Return the text of `key`, or of `other` if only that is present; empty text is an error."""
     if record.present(key) is None and record.present(other) is not None:
         return record.filled(other, rule=rule)
     return record.filled(key, rule=rule)

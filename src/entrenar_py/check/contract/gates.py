@@ -49,7 +49,6 @@ class Names:
             self._ruled.setdefault(_words(test.rule), {}).update(attacked)
 
     def _attacked(self, test: FalsificationTest) -> list[str]:
-        """Return the ids of the clauses that `test` attacks, or that bindings made from it."""
         return [clause_id for name in (test.id, test.target) for clause_id in self.of_id(name)]
 
     def of_id(self, given: str) -> list[str]:

@@ -124,7 +124,6 @@ def _items_in(node: Node, *, group: str) -> Iterator[tuple[str, MapNode]]:
 
 
 def _nesting_keys(item: MapNode) -> list[str]:
-    """Return the keys of a clause that may contain other clauses."""
     return [key for key in item.fields if key not in CLAUSE_KEYS or key == "invariants"]
 
 

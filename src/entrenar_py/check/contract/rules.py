@@ -153,9 +153,7 @@ class Breach:
     message: str
 
 
-def filled(block: str, key: str, advice: str) -> Callable[[Outline], Iterator[Breach]]:
-    """Return the rule that each item of `block` has a `key`; `advice` says what to do."""
-
+def _filled(block: str, key: str, advice: str) -> Callable[[Outline], Iterator[Breach]]:
     def find(contract: Outline) -> Iterator[Breach]:
         for item in contract.items[block]:
             yield from _if_empty(item, key, advice)
@@ -163,7 +161,7 @@ def filled(block: str, key: str, advice: str) -> Callable[[Outline], Iterator[Br
     return find
 
 
-def distinct(block: str, key: str, what: str) -> Callable[[Outline], Iterator[Breach]]:
+def _distinct(block: str, key: str, what: str) -> Callable[[Outline], Iterator[Breach]]:
     """Return the rule that no two items of `block` share a `key`, called `what` in messages."""
 
     def find(contract: Outline) -> Iterator[Breach]:
@@ -180,27 +178,23 @@ def distinct(block: str, key: str, what: str) -> Callable[[Outline], Iterator[Br
     return find
 
 
-def references(contract: Outline) -> Iterator[Breach]:
-    """SCHEMA-001: `metadata.references` names the sources of the contract."""
+def _references(contract: Outline) -> Iterator[Breach]:
     yield from _if_empty(contract.metadata, "references", "cite the papers it rests on")
 
 
-def version(contract: Outline) -> Iterator[Breach]:
-    """SCHEMA-002: the contract has a version."""
+def _version(contract: Outline) -> Iterator[Breach]:
     top = contract.root.fields.get("version")  # some contracts have it next to the metadata
     if top is None or not is_filled(top):
         yield from _if_empty(contract.metadata, "version", 'give one, such as "1.0.0"')
 
 
-def some_equation(contract: Outline) -> Iterator[Breach]:
-    """SCHEMA-003: a kernel's contract has an equation."""
+def _some_equation(contract: Outline) -> Iterator[Breach]:
     if contract.must_be_proved and not contract.items["equations"]:
         message = f"no equation; write down what the kernel computes{_judged(contract)}"
         yield _in_block(contract, "equations", message)
 
 
-def formulas(contract: Outline) -> Iterator[Breach]:
-    """SCHEMA-004: each equation has a formula; a bare text is a formula."""
+def _formulas(contract: Outline) -> Iterator[Breach]:
     for equation in contract.items["equations"]:
         if not isinstance(equation.node, ScalarNode):
             yield from _if_empty(equation, "formula", "write it down")
@@ -209,15 +203,13 @@ def formulas(contract: Outline) -> Iterator[Breach]:
             yield Breach(at=equation.node.at, item=equation.path, message=message)
 
 
-def properties(contract: Outline) -> Iterator[Breach]:
-    """SCHEMA-005: each proof obligation states a property."""
+def _properties(contract: Outline) -> Iterator[Breach]:
     for obligation in contract.items["proof_obligations"]:
         if not isinstance(obligation.node, ScalarNode) or not is_filled(obligation.node):
             yield from _if_empty(obligation, "property", "say what must hold")
 
 
-def gate(contract: Outline) -> Iterator[Breach]:
-    """SCHEMA-013: a kernel's contract, or one of clauses, has a qa_gate."""
+def _gate(contract: Outline) -> Iterator[Breach]:
     found = contract.root.fields.get("qa_gate")
     wanted = contract.must_be_proved or contract.kind == CLAUSES
     if wanted and (found is None or not is_filled(found)):
@@ -225,8 +217,7 @@ def gate(contract: Outline) -> Iterator[Breach]:
         yield _in_block(contract, "qa_gate", message)
 
 
-def provability(contract: Outline) -> Iterator[Breach]:
-    """PROVABILITY-001: a kernel has obligations, at least as many tests, and Kani harnesses."""
+def _provability(contract: Outline) -> Iterator[Breach]:
     if not contract.must_be_proved:
         return
     for block in ("proof_obligations", "falsification_tests", "kani_harnesses"):
@@ -241,15 +232,13 @@ def provability(contract: Outline) -> Iterator[Breach]:
         yield _in_block(contract, "falsification_tests", message + _judged(contract))
 
 
-def some_test(contract: Outline) -> Iterator[Breach]:
-    """AUDIT-001: there is a falsification test."""
+def _some_test(contract: Outline) -> Iterator[Breach]:
     if not contract.items["falsification_tests"]:
         message = "no falsification test, so that nothing could refute the contract; write one"
         yield _in_block(contract, "falsification_tests", message)
 
 
-def some_obligation(contract: Outline) -> Iterator[Breach]:
-    """AUDIT-003: where there are equations, proof obligations (or clauses) follow from them."""
+def _some_obligation(contract: Outline) -> Iterator[Breach]:
     is_derived = contract.items["proof_obligations"] or contract.kind == CLAUSES
     if contract.items["equations"] and not is_derived:
         message = "equations, but no proof obligation; derive some from the equations"
@@ -272,6 +261,14 @@ def _judged(contract: Outline) -> str:
     return " (metadata.kind is not given: judged as a kernel)"
 
 
+def _known_kind(contract: Outline) -> Iterator[Breach]:
+    if contract.declared and contract.kind not in KINDS:
+        hint = did_you_mean(contract.kind, KINDS)
+        message = f"metadata.kind {contract.kind!r} is unknown: judged as a kernel; {hint}"
+        at = contract.metadata.at("kind")
+        yield Breach(at=at, item="metadata.kind", message=message)
+
+
 class Level(StrEnum):
     """The level of a rule's findings; only an error makes the contract invalid."""
 
@@ -280,210 +277,178 @@ class Level(StrEnum):
     ERROR = "error"
 
 
-# Sources of the published ids and levels.
-_SCHEMA = (
-    "https://github.com/paiml/provable-contracts/blob/main/"
-    "crates/provable-contracts/src/schema/validator.rs"
-)
-_AUDIT = (
-    "https://github.com/paiml/provable-contracts/blob/main/"
-    "crates/provable-contracts/src/audit/mod.rs"
-)
-_LATER = (
-    "https://github.com/paiml/aprender/blob/main/crates/aprender-contracts/src/schema/validator.rs"
-)
-_LINT = "https://github.com/paiml/aprender/blob/main/crates/aprender-contracts/src/lint/rules.rs"
+# Sources of the published ids and levels, by the first part of the id.
+_SOURCES = {
+    "SCHEMA": "https://github.com/paiml/provable-contracts/blob/main/"
+    "crates/provable-contracts/src/schema/validator.rs",
+    "AUDIT": "https://github.com/paiml/provable-contracts/blob/main/"
+    "crates/provable-contracts/src/audit/mod.rs",
+    "PROVABILITY": "https://github.com/paiml/aprender/blob/main/"
+    "crates/aprender-contracts/src/schema/validator.rs",
+    "PV": "https://github.com/paiml/aprender/blob/main/crates/aprender-contracts/src/lint/rules.rs",
+}
 
 UNREADABLE = "PV-VAL-001"
 OURS = "ENTRENAR-001"
 NOTE = "ENTRENAR-002"
 
 
-def _known_kind(contract: Outline) -> Iterator[Breach]:
-    """ENTRENAR-001: `metadata.kind` is a kind that the format knows."""
-    if contract.declared and contract.kind not in KINDS:
-        hint = did_you_mean(contract.kind, KINDS)
-        message = f"metadata.kind {contract.kind!r} is unknown: judged as a kernel; {hint}"
-        at = contract.metadata.at("kind")
-        yield Breach(at=at, item="metadata.kind", message=message)
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Rule:
-    """A rule: its default `level`, its demand, its remedy, and `find`, which yields breaches.
-
-    `published` is the address of the rule's source, "" for a rule of this project.
-    """
+    """A rule: its default `level`, its demand, its remedy, and `find`, which yields breaches."""
 
     id: str
     level: Level
     demands: str
     remedy: str
-    published: str = ""
     find: Callable[[Outline], Iterable[Breach]] = lambda contract: ()
 
+    @property
+    def published(self) -> str:
+        """The address of the rule's source, "" for a rule of this project."""
+        return _SOURCES.get(self.id.partition("-")[0], "")
 
-_PROVES = filled("kani_harnesses", "obligation", "name the proof obligation that it proves")
+
+_OBLIGATIONS, _TESTS, _HARNESSES = _BLOCKS[1:]
+_PROVES = _filled(_HARNESSES, "obligation", "name the proof obligation that it proves")
 _ERROR, _WARNING, _INFO = Level.ERROR, Level.WARNING, Level.INFO
 
 # The first seventeen rules, and those with PV, have the ids and levels published by others.
 RULES: tuple[Rule, ...] = (
     Rule(
-        id="SCHEMA-001",
-        level=_ERROR,
-        demands="`metadata.references` names what the contract rests on",
-        remedy="Cite the paper, specification or contract that the clauses come from.",
-        published=_SCHEMA,
-        find=references,
+        "SCHEMA-001",
+        _ERROR,
+        "`metadata.references` names what the contract rests on",
+        "Cite the paper, specification or contract that the clauses come from.",
+        _references,
     ),
     Rule(
-        id="SCHEMA-002",
-        level=_ERROR,
-        demands="`metadata.version` is there",
-        remedy='Give a version, such as "1.0.0".',
-        published=_SCHEMA,
-        find=version,
+        "SCHEMA-002",
+        _ERROR,
+        "`metadata.version` is there",
+        'Give a version, such as "1.0.0".',
+        _version,
     ),
     Rule(
-        id="SCHEMA-003",
-        level=_ERROR,
-        demands="a kernel's contract has at least one equation",
-        remedy="Write down what the kernel computes, or say in metadata.kind what else it is.",
-        published=_SCHEMA,
-        find=some_equation,
+        "SCHEMA-003",
+        _ERROR,
+        "a kernel's contract has at least one equation",
+        "Write down what the kernel computes, or say in metadata.kind what else it is.",
+        _some_equation,
     ),
     Rule(
-        id="SCHEMA-004",
-        level=_ERROR,
-        demands="each equation has a `formula`",
-        remedy="Write the formula down.",
-        published=_SCHEMA,
-        find=formulas,
+        "SCHEMA-004", _ERROR, "each equation has a `formula`", "Write the formula down.", _formulas
     ),
     Rule(
-        id="SCHEMA-005",
-        level=_ERROR,
-        demands="each proof obligation has a `property`",
-        remedy="Say what must hold.",
-        published=_SCHEMA,
-        find=properties,
+        "SCHEMA-005",
+        _ERROR,
+        "each proof obligation has a `property`",
+        "Say what must hold.",
+        _properties,
     ),
     Rule(
-        id="SCHEMA-006",
-        level=_WARNING,
-        demands="no two proof obligations have the same `formal` predicate",
-        remedy="Change one, or make one obligation of the two.",
-        published=_SCHEMA,
-        find=distinct("proof_obligations", "formal", "formal predicate"),
+        "SCHEMA-006",
+        _WARNING,
+        "no two proof obligations have the same `formal` predicate",
+        "Change one, or make one obligation of the two.",
+        _distinct(_OBLIGATIONS, "formal", "formal predicate"),
     ),
     Rule(
-        id="SCHEMA-007",
-        level=_ERROR,
-        demands="no two falsification tests have the same `id`",
-        remedy="Rename one.",
-        published=_SCHEMA,
-        find=distinct("falsification_tests", "id", "id"),
+        "SCHEMA-007",
+        _ERROR,
+        "no two falsification tests have the same `id`",
+        "Rename one.",
+        _distinct(_TESTS, "id", "id"),
     ),
     Rule(
-        id="SCHEMA-008",
-        level=_ERROR,
-        demands="each falsification test has a `prediction`",
-        remedy="Say what is seen if the contract holds.",
-        published=_SCHEMA,
-        find=filled("falsification_tests", "prediction", "say what is seen if the contract holds"),
+        "SCHEMA-008",
+        _ERROR,
+        "each falsification test has a `prediction`",
+        "Say what is seen if the contract holds.",
+        _filled(_TESTS, "prediction", "say what is seen if the contract holds"),
     ),
     Rule(
-        id="SCHEMA-009",
-        level=_WARNING,
-        demands="each falsification test has `if_fails`",
-        remedy="Say what a failure would mean.",
-        published=_SCHEMA,
-        find=filled("falsification_tests", "if_fails", "say what a failure would mean"),
+        "SCHEMA-009",
+        _WARNING,
+        "each falsification test has `if_fails`",
+        "Say what a failure would mean.",
+        _filled(_TESTS, "if_fails", "say what a failure would mean"),
     ),
     Rule(
-        id="SCHEMA-010",
-        level=_ERROR,
-        demands="no two Kani harnesses have the same `id`",
-        remedy="Rename one.",
-        published=_SCHEMA,
-        find=distinct("kani_harnesses", "id", "id"),
+        "SCHEMA-010",
+        _ERROR,
+        "no two Kani harnesses have the same `id`",
+        "Rename one.",
+        _distinct(_HARNESSES, "id", "id"),
     ),
     Rule(
-        id="SCHEMA-011",
-        level=_ERROR,
-        demands="each Kani harness names its `obligation`",
-        remedy="Name the proof obligation that the harness proves.",
-        published=_SCHEMA,
-        find=_PROVES,
+        "SCHEMA-011",
+        _ERROR,
+        "each Kani harness names its `obligation`",
+        "Name the proof obligation that the harness proves.",
+        _PROVES,
     ),
     Rule(
-        id="SCHEMA-012",
-        level=_WARNING,
-        demands="each Kani harness has a `bound`",
-        remedy="Give the number of times that loops are unwound.",
-        published=_SCHEMA,
-        find=filled("kani_harnesses", "bound", "give the number of times that loops are unwound"),
+        "SCHEMA-012",
+        _WARNING,
+        "each Kani harness has a `bound`",
+        "Give the number of times that loops are unwound.",
+        _filled(_HARNESSES, "bound", "give the number of times that loops are unwound"),
     ),
     Rule(
-        id="SCHEMA-013",
-        level=_WARNING,
-        demands="a kernel's contract, or one of clauses, has a `qa_gate`",
-        remedy="Say which checks must hold for a pass.",
-        published=_SCHEMA,
-        find=gate,
+        "SCHEMA-013",
+        _WARNING,
+        "a kernel's contract, or one of clauses, has a `qa_gate`",
+        "Say which checks must hold for a pass.",
+        _gate,
     ),
     Rule(
-        id="PROVABILITY-001",
-        level=_ERROR,
-        demands="a kernel's contract has proof obligations, at least as many falsification tests, "
+        "PROVABILITY-001",
+        _ERROR,
+        "a kernel's contract has proof obligations, at least as many falsification tests, "
         "and Kani harnesses",
-        remedy="Write what is missing, or say in metadata.kind what else the contract is.",
-        published=_LATER,
-        find=provability,
+        "Write what is missing, or say in metadata.kind what else the contract is.",
+        _provability,
     ),
     Rule(
-        id="AUDIT-001",
-        level=_WARNING,
-        demands="there is a falsification test",
-        remedy="Write one: what nothing could refute says nothing.",
-        published=_AUDIT,
-        find=some_test,
+        "AUDIT-001",
+        _WARNING,
+        "there is a falsification test",
+        "Write one: what nothing could refute says nothing.",
+        _some_test,
     ),
     Rule(
-        id="AUDIT-002",
-        level=_ERROR,
-        demands="each Kani harness can be traced to a proof obligation: `obligation` is not empty",
-        remedy="Name the proof obligation that the harness proves.",
-        published=_AUDIT,
-        find=_PROVES,
+        "AUDIT-002",
+        _ERROR,
+        "each Kani harness can be traced to a proof obligation: `obligation` is not empty",
+        "Name the proof obligation that the harness proves.",
+        _PROVES,
     ),
     Rule(
-        id="AUDIT-003",
-        level=_WARNING,
-        demands="where there are equations, proof obligations (or clauses) follow from them",
-        remedy="Derive proof obligations from the equations.",
-        published=_AUDIT,
-        find=some_obligation,
+        "AUDIT-003",
+        _WARNING,
+        "where there are equations, proof obligations (or clauses) follow from them",
+        "Derive proof obligations from the equations.",
+        _some_obligation,
     ),
     Rule(
-        id=UNREADABLE,
-        level=_ERROR,
-        demands="the file can be read as a contract: YAML, and the shapes of the format",
-        remedy="Correct the file; docs/contract-format.md has the format.",
-        published=_LINT,
+        UNREADABLE,
+        _ERROR,
+        "the file can be read as a contract: YAML, and the shapes of the format",
+        "Correct the file; docs/contract-format.md has the format.",
     ),
     Rule(
-        id=OURS,
-        level=_WARNING,
-        demands="entrenar-check looks at all that the contract says, and can decide it",
-        remedy="Correct the name, or say by which check the clause is decided.",
-        find=_known_kind,
+        OURS,
+        _WARNING,
+        "entrenar-check looks at all that the contract says, and can decide it",
+        "Correct the name, or say by which check the clause is decided.",
+        _known_kind,
     ),
     Rule(
-        id=NOTE,
-        level=_INFO,
-        demands="nothing: it says what entrenar-check makes of something that is right as it is",
-        remedy="Nothing has to be done.",
+        NOTE,
+        _INFO,
+        "nothing: it says what entrenar-check makes of something that is right as it is",
+        "Nothing has to be done.",
     ),
 )
 BY_ID = {rule.id: rule for rule in RULES}

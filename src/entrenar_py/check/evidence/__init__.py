@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ from entrenar_py.shared.trace import (
     Membership,
     Shard,
     Start,
+    Synchronised,
     TensorRecord,
     Tensors,
     Trace,
@@ -197,6 +198,16 @@ def elements(tensors: Tensors) -> dict[str, Values] | None:
 def digests(tensors: Tensors) -> dict[str, str]:
     """Return the digest of each tensor."""
     return {name: record.digest for name, record in tensors.items()}
+
+
+def are_equal(one: Tensors, other: Tensors) -> bool:
+    """Return whether tensors have the same names and the same bits."""
+    return digests(one) == digests(other)
+
+
+def first_difference(one: Tensors, other: Tensors) -> str | None:
+    """Return the first tensor that both sides hold with other bits; None if there is none."""
+    return next((n for n in one if n in other and one[n].digest != other[n].digest), None)
 
 
 def differ(name: str, of_ranks: Iterable[Tensors]) -> bool:
@@ -375,3 +386,72 @@ def skipped_without_gradients(trace: Trace) -> set[int]:
 def skip_words(steps: Iterable[int]) -> str:
     """Return such words as `skipped steps 4, 5 on all ranks`."""
     return f"{named('skipped step', steps, most=5)} on all ranks"
+
+
+# --- other names, and epochs ----------------------------------------------------------------------
+
+
+# Fields of events that map or list names of tensors, apart from `optimizer` and `extra`.
+_BY_NAME = (
+    *("weights", "buffers", "local", "shapes", "gradient", "rates"),
+    *("kept", "summed", "edited"),
+)
+_LISTED = ("trainable", "frozen", "decayed")
+
+
+def event_renamed(event: Event, named: Mapping[str, str]) -> Event:
+    """Return `event` with the tensors in `named` under their new names."""
+    if not isinstance(event, Start | Update | Shard | Synchronised):
+        return event
+
+    def of(key: str, place: int) -> str:
+        parts = [*key.partition("/")]  # parameter/key of a state, label/parameter of a copy
+        parts[place] = named.get(parts[place], parts[place])
+        return "".join(parts)
+
+    changes: dict[str, Any] = {}
+    for field in _BY_NAME:
+        if tensors := getattr(event, field, None):
+            changes[field] = {named.get(name, name): value for name, value in tensors.items()}
+    for field in _LISTED:
+        if names := getattr(event, field, None):
+            changes[field] = tuple(named.get(name, name) for name in names)
+    for field, place in (("optimizer", 0), ("extra", -1)):
+        if tensors := getattr(event, field, None):
+            changes[field] = {of(key, place): value for key, value in tensors.items()}
+    return replace(event, **changes)
+
+
+def derived_epochs(
+    events: Sequence[Event], population: Collection[int] | None
+) -> list[Event] | None:
+    """Return `events` with the epochs that follow from the samples, or None if none follow.
+
+    An epoch is over when each sample of `population` was drawn once. By default these are all
+    samples that the run draws. A step that draws a sample again before that could be an error or
+    the beginning of an epoch, and which it is can't be told. The run must begin at its first step.
+    """
+    by_step: dict[int, list[Shard]] = defaultdict(list)
+    for event in events:
+        if isinstance(event, Start) and event.step > 0:
+            return None
+        if isinstance(event, Shard):
+            by_step[event.step].append(event)
+    drawn = {id_ for shards in by_step.values() for shard in shards for id_ in shard.ids}
+    whole = drawn if population is None else set(population)
+    epochs: dict[int, int] = {}
+    epoch, seen = 0, set[int]()
+    for step, shards in sorted(by_step.items()):
+        ids = [id_ for shard in shards for id_ in shard.ids]
+        if len(set(ids)) < len(ids) or any(shard.unknown for shard in shards):
+            return None
+        if not seen.isdisjoint(ids):
+            if not seen >= whole:
+                return None
+            epoch, seen = epoch + 1, set()
+        seen.update(ids)
+        epochs[step] = epoch
+    return [
+        replace(event, epoch=epochs[event.step]) if isinstance(event, Shard) else event
+        for event in events
+    ]

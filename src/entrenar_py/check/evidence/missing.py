@@ -133,7 +133,7 @@ def require_beginning(tally: Tally, trace: Trace) -> set[int]:
     lacking = max((gap.step for gap in trace.of(Gap)), default=0)
     if lacking:
         tally.miss(
-            f"steps 0 to {lacking - 1} are not in this ledger, which was begun anew from a "
+            f"steps 0 to {lacking - 1} are not in this ledger, which was started over from a "
             "checkpoint: the samples that they drew are unknown"
         )
     return set(range(lacking))
@@ -144,9 +144,7 @@ def _silent(trace: Trace) -> set[int]:
 
 
 def _unsharded(trace: Trace) -> set[int]:
-    """Return the steps without a recorded shard. Where a rank never records shards, return those of
-    its steps, too, that have too few samples in the recorded ones.
-    """
+    # Of a rank that never records shards, steps with too few samples in all of them count, too.
     known, silent = evidence.shards(trace), _silent(trace)
     return {
         step
@@ -227,7 +225,9 @@ def require_moves(tally: Tally, trace: Trace) -> None:
         if isinstance(event, Start | Update):
             before, last[event.rank] = last.get(event.rank), event.weights
             is_known = bool(before and event.weights)
-            if isinstance(event, Update) and (not is_known or _differ(before, event.weights)):
+            if isinstance(event, Update) and (
+                not is_known or evidence.first_difference(before or {}, event.weights)
+            ):
                 return
     if num_steps := len(evidence.updates(trace)):
         tally.miss(
@@ -235,11 +235,6 @@ def require_moves(tally: Tally, trace: Trace) -> None:
             "that loses its gradients: nothing was compared that could differ; is the learning "
             "rate 0, does the optimizer have other tensors, or is the loss cut off from them?"
         )
-
-
-def _differ(before: Tensors | None, after: Tensors) -> bool:
-    known = before or {}
-    return any(name in known and known[name].digest != after[name].digest for name in after)
 
 
 def bare_fields(tally: Tally, model: Trace, trace: Trace) -> dict[str, Any]:

@@ -5,7 +5,7 @@ Such a trace promises `rounds`: its replicas agree after each Synchronised, not 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -167,3 +167,21 @@ def _as_update(event: Synchronised, own: Update | None) -> Update:
         optimizer=event.optimizer,
         buffers=event.buffers,
     )
+
+
+def usual_length(meetings: Sequence[Sequence[int]]) -> int | None:
+    """Return the number of steps of a round; None without any, or if all have several lengths.
+
+    The last round may be shorter. If ranks differ, it is the length that most rounds have.
+    """
+    if not meetings:
+        return None
+    rounds = [
+        [step - before for before, step in zip((-1, *steps), steps, strict=False)]
+        for steps in meetings
+    ]
+    if all(lengths == rounds[0] for lengths in rounds):
+        whole = rounds[0][:-1] or rounds[0]
+        return whole[0] if len({*whole}) == 1 and rounds[0][-1] <= whole[0] else None
+    ((length, _),) = Counter(length for lengths in rounds for length in lengths).most_common(1)
+    return length

@@ -1,4 +1,4 @@
-"""How a run of a user's command differs from the plain one, and what sentences call it.
+"""Names of the runs of a user's command, by how they differ from the plain run.
 
 A scenario's options say which knob was turned (`Pair`); its faults and stops say the rest.
 """

@@ -89,7 +89,7 @@ def known(invariant: str, own: Path = FOLDER) -> Iterator[tuple[Path, Saved]]:
 
 
 def _stem(invariant: str) -> str:
-    """Return `invariant` as part of a file name. An id may be any text that YAML allows."""
+    # An id may be any text that YAML allows.
     return quote(invariant, safe="", errors="replace")
 
 

@@ -122,7 +122,7 @@ def _stops(num_steps: int) -> st.SearchStrategy[tuple[int, ...]]:
 
 @st.composite
 def _moved(draw: st.DrawFn, fault: Fault, sizes: Mapping[str, Any]) -> tuple[Fault, ...]:
-    """Draw `fault` with each of step, rank and shard that it names drawn anew, within `sizes`.
+    """Draw `fault` with each of step, rank and shard that it names drawn again, within `sizes`.
 
     A fault that names a shard loses its rank, because another rank may own the new shard.
     """

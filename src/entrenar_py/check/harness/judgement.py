@@ -17,8 +17,6 @@ from entrenar_py.check.contract import Invariant, Position
 from entrenar_py.check.evidence.needs import TWIN, Runs, Traces
 from entrenar_py.check.harness import companions
 from entrenar_py.check.harness.plan import Task, is_trainer
-from entrenar_py.check.rank_files import observed_run
-from entrenar_py.check.rank_files.rank_file import SUFFIX
 from entrenar_py.check.reports.report import Entry
 from entrenar_py.shared import faults, process, trace
 from entrenar_py.shared.errors import TraceError, UsageError
@@ -76,11 +74,7 @@ def judge(invariant: Invariant, check: Check, runs: Traces) -> Judgement:
 
 
 def _idle_mutant(traces: Iterable[Trace]) -> str | None:
-    """Return the mutant of `traces` if it took part in none of them, else None.
-
-    Traces of a user's own trainer don't count. Such a trainer plants its bugs itself, and `mutant`
-    is only a name.
-    """
+    # A user's own trainer plants its bugs itself: there `mutant` is only a name.
     ours = [one for one in traces if one.scenario.system in SYSTEMS]
     mutated = [one for one in ours if one.scenario.mutant is not None]
     if not mutated or any(one.of(Planted) for one in mutated):
@@ -121,6 +115,9 @@ def load_stored(paths: Sequence[Path]) -> dict[Path, Trace]:
     Raises TraceError for a file that can't be trusted, UsageError for a folder or a pattern without
     traces.
     """
+    from entrenar_py.check.rank_files import observed_run
+    from entrenar_py.check.rank_files.rank_file import SUFFIX
+
     files = dict.fromkeys(file for path in paths for file in _files(path))
     ranks: dict[Path, list[Path]] = defaultdict(list)
     for file in files:
@@ -131,10 +128,7 @@ def load_stored(paths: Sequence[Path]) -> dict[Path, Trace]:
 
 
 def _load(file: Path) -> Trace:
-    """Return the trace in `file`; TraceError if its scenario's options are invalid.
-
-    Reading a trace does not validate options, because each system defines its own.
-    """
+    # Reading a trace does not validate options, because each system defines its own.
     stored = trace.load(file)
     try:
         companions.of((TWIN,), stored.scenario)
@@ -289,7 +283,6 @@ class _Judged:
 def _judge_file(
     task: Task, check: Check, own: Path, runs: Runs[Path], traces: Mapping[Path, Trace]
 ) -> _Judged:
-    """Return the judgement of the trace in the file `own`, which is one of `runs`."""
     scenario = traces[own].scenario
     return _Judged(
         files=tuple(dict.fromkeys((own, *runs, *(near.run for near in runs.near.values())))),

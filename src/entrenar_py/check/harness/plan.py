@@ -140,7 +140,6 @@ def _lacking(check: Check, system: str | None) -> str:
 
 
 def _elsewhere(invariant: Invariant, system: str | None) -> str:
-    """Return why a clause bound to certain systems does not apply to `system`, or an empty text."""
     binding = invariant.binding
     if binding is None or system is None or not binding.systems or system in binding.systems:
         return ""
@@ -243,7 +242,6 @@ def _task(invariant: Invariant, plan: Plan) -> Task | NotApplying:
 
 
 def _fitted(own: Iterable[Scenario], plan: Plan) -> dict[Scenario, bool]:
-    """Return each scenario as it is run, and whether its size was changed to fit its system."""
     fitted: dict[Scenario, bool] = {}
     for wanted in (adapted for scenario in own for adapted in _adapted(scenario, plan)):
         runnable = table.fitted(wanted, fixed=plan.fixed)

@@ -98,6 +98,6 @@ def require_callable(name: str, value: Callable[..., object] | None) -> None:
 
 
 def _shown(value: object) -> str:
-    """Return `value` in a few words, since the repr of a module has many lines."""
+    # The repr of a module has many lines.
     text = repr(value)
     return text if len(text) <= 40 and "\n" not in text else f"a {type(value).__name__}"

@@ -116,7 +116,7 @@ class CallSites:
 
 
 class Samples:
-    """Where this process's script draws samples: at the loader that began last, or by its word.
+    """The place where the script draws samples: its last loader, or what it reports itself.
 
     Without a line a record begins after the first loader, so this is one of the process.
     """

@@ -1,4 +1,4 @@
-"""Whether a script saves its weights, when it does, and whether it loads them again.
+"""Observes whether and when a script saves its weights, and whether it loads them again.
 
 A file holds weights if tensors are saved in it that have at least an eighth of their bytes: saved
 losses are none, weights in a smaller format are. Only what is saved once training has begun counts:
@@ -154,7 +154,7 @@ def loaded(file: Any) -> None:
 
 
 def _changed_at(file: object) -> int | None:
-    """Return when a file was written last; a name for its contents, however it is renamed."""
+    # The time is a name for the contents, however the file is renamed.
     if isinstance(file, str | os.PathLike):
         with suppress(OSError):
             return Path(file).stat().st_mtime_ns
@@ -176,7 +176,6 @@ def _parts(values: Any) -> Iterator[Any]:
 
 
 def _place(tensor: Tensor) -> int:
-    """Return where a tensor's numbers lie in memory, 0 if it has no one place (a sparse one)."""
     return tensor.data_ptr() if tensor.layout == torch.strided else 0
 
 
@@ -235,7 +234,7 @@ def _of_option(surest: re.Match[str] | None) -> str:
 
 
 def _setting(text: str) -> str:
-    """Return how a script is told to resume by a value, or by an environment variable."""
+    """Return how a script gets the order to resume: by a value, or by an environment variable."""
     for name, value in _SETTING.findall(text):
         line = re.search(rf"\b{name}\s*(?::\s*\w+\s*)?=[^=\n]*" + _VARIABLE.format(r"\w+"), text)
         if line is not None:

@@ -1,6 +1,6 @@
 """Common random numbers: what a script draws is alike for all samples, ranks and micro-batches.
 
-Noise, masks and augmentation rightly depend on the rank and on how a batch is split, so that a run
+Noise, masks and augmentation may depend on the rank and on how a batch is split, so that a run
 on several workers can't be compared with one on one worker. In a run with common numbers (a planned
 `Fault` of CONTROLLED) they don't. A tensor of random numbers has one vector of them, repeated along
 all dimensions but the last: every sample gets the same. All units of a dropout are kept. The
@@ -99,7 +99,7 @@ class CommonNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.reseeded()
 
     def begin_batch(self, num_samples: int) -> None:
-        """Begin a micro-batch with a batch of so many samples."""
+        """Begin a micro-batch with a batch of this many samples."""
         self._num_samples, self._order = num_samples, ""
         self.seed()
 

@@ -1,4 +1,4 @@
-"""What a model is given, recognised by its content where samples have no ids.
+"""Inputs of a model, recognised by their content where samples have no ids.
 
 - Digests of rows recognise a sample.
 - `contents_of` shows a sample in a few numbers, which tell whether it is the same in two runs.
@@ -97,7 +97,6 @@ def telling_rows(tensor: Tensor) -> list[Row] | None:
 
 
 def _unpadded(row: bytes, ignored: bytes) -> bytes:
-    """Return a row without zeros at its end, nor elements that are `ignored` behind these."""
     end, size = len(row), len(ignored)
     while size and end and row[end - size : end] == ignored:
         end -= size
@@ -213,7 +212,7 @@ class Carried:
         self._returned: set[StorageWeakRef] = set()
 
     def fresh(self, inputs: Any) -> Any:
-        """Return the inputs without carried state; all of them if nothing else is left."""
+        """Return the inputs without carried state; all inputs if nothing else is left."""
         if not self._returned:
             return inputs
         tensors = [*tensors_in(inputs)]

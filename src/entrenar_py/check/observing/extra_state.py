@@ -34,7 +34,7 @@ Found = tuple[Any, Named]  # what holds the tensors, and the tensors
 
 _KINDS = (Tensor, nn.Parameter, DTensor)
 # The looks: before the first step, after the second one (an average may begin with the first), and
-# rarely later. In between only if a tensor is gone: some scripts make an average's anew.
+# rarely later. In between only if a tensor is gone: some scripts make an average's again.
 _LOOKS = {1, 3, *(4**power for power in range(2, 10))}
 _DICTS = (dict, OrderedDict)
 _MOST = 4  # of each kind: to record one takes as much time as to record the model's weights

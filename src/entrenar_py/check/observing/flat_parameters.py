@@ -149,10 +149,6 @@ def parts_of(model: nn.Module) -> dict[str, Part]:
 
 
 def _when_whole_in_flat(model: nn.Module, call: Callable[[str, Any], Any]) -> list[Any]:
-    """Call `call` with each trainable parameter, as a backward pass sees it, and its name.
-
-    Return what `call` returns.
-    """
     parts = parts_of(model).items()
     return [
         call(name, part.parameter if isinstance(part, Partition) else WithinPass(part))

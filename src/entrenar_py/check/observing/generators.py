@@ -193,7 +193,6 @@ def _bytes(state: Any) -> bytes:
 
 
 def _held(frame: Any) -> Iterator[tuple[str, Any]]:
-    """Yield name and generator of each that the frames of the script hold, innermost first."""
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
         if module.partition(".")[0] not in _LIBRARIES:

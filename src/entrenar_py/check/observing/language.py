@@ -295,7 +295,6 @@ def of(
 
 
 def _interest(rows: Rows) -> tuple[bool, bool]:
-    """Return how much a micro-batch shows: documents first, then padding."""
     return rows.documents is not None, rows.is_masked
 
 

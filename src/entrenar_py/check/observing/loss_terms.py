@@ -1,4 +1,4 @@
-"""What a backward pass begins at: the sums and means in it, and by which numbers they are divided.
+"""The loss of a backward pass: the sums and means in it, and their divisors.
 
 A script says nowhere by which number it divides a micro-batch's loss. Autograd's graph does: from
 the number that `backward` is called on, divisions, products and sums lead to the reductions of the
@@ -243,7 +243,7 @@ def _kind(node: Any) -> str:
 
 
 def _is_float(value: Any) -> bool:
-    """Return whether what a graph keeps of a divisor was a Python `float`; an `int` is int64."""
+    # An `int` is kept as int64.
     return isinstance(value, float) or (
         isinstance(value, Tensor) and value.dtype == torch.float64 and value.ndim == 0
     )
@@ -381,7 +381,7 @@ def _is_in_engine() -> bool:
 
 
 class _Divisors(NamedTuple):
-    """What the script divides by: names that count no micro-batches, and those of losses that do.
+    """The script's divisors: names that count no micro-batches, and names of losses that do.
 
     `written` are numbers and what is computed of them.
     """
@@ -446,7 +446,7 @@ def _division(node: ast.AST) -> tuple[ast.expr | None, ast.AST]:
 
 
 def _runs(name: str, scopes: Sequence[_Scope]) -> bool:
-    """Return whether a function or class increases a name: it counts what was seen until then."""
+    # A name that is increased counts what was seen until then.
     return any(
         isinstance(node, ast.AugAssign) and _dotted(node.target) == name
         for scope in scopes

@@ -11,10 +11,11 @@ from blake3 import blake3
 from torch import Tensor
 
 from entrenar_py.check.observing import contents
+from entrenar_py.check.observing.batches import Block
 from entrenar_py.check.observing.contents import Contents
 from entrenar_py.check.observing.loss_terms import Begun
 from entrenar_py.check.observing.random_numbers import RandomNumbers
-from entrenar_py.check.observing.samples import Block, Samples
+from entrenar_py.check.observing.samples import Samples
 from entrenar_py.check.rank_files import whole_model
 from entrenar_py.shared import trace
 

@@ -1,4 +1,4 @@
-"""Which samples loaders fetch, so that runs on several workers can be compared with one on one.
+"""Replaced batches of loaders, so that runs on several workers can be compared with one on one.
 
 A common order: loaders fetch batches in the order of the data set, and each rank has its part of
 each. Some samplers have another order for each number of workers.
@@ -23,6 +23,7 @@ next one begins. Loaders say how many batches that is: some scripts count epochs
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -31,7 +32,7 @@ from typing import Any
 
 from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter, _DatasetKind
 
-from entrenar_py.check.observing import planned_faults, surroundings
+from entrenar_py.check.observing import FAULTS
 from entrenar_py.check.observing.sources import positions_of
 from entrenar_py.shared.faults import (
     MERGED,
@@ -55,6 +56,10 @@ class LastBatch(list[Any]):
 
 def begin_if_planned() -> None:
     """Have this process's loaders fetch other samples, if the harness has planned that for it."""
+    if os.environ.get(FAULTS, "[]") == "[]":
+        return  # a process that may never train need not load torch.distributed.tensor
+    from entrenar_py.check.observing import planned_faults
+
     begin(fault for fault in planned_faults.planned() if fault.kind in OF_LOADERS)
 
 
@@ -63,6 +68,8 @@ def begin(planned: Iterable[Fault]) -> None:
 
     A share is one of merged batches: the batch of a worker may have an odd number of samples.
     """
+    from entrenar_py.check.observing import surroundings
+
     rank, world_size = surroundings.place()
     for fault in sorted(planned, key=lambda fault: fault.kind != MERGED):
         if fault in _CHANGED:
@@ -117,7 +124,7 @@ def _drops_last(loader: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What a loader fetches in place of a batch that it has drawn.
+    """The samples that a loader fetches in place of a batch that it has drawn.
 
     It is one of as many `parts`, `copies` times, of the batch of `rank`, where `of` ranks have the
     batches that follow each other in the data set.

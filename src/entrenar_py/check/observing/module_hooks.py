@@ -78,7 +78,6 @@ class Entrances:
         self._look_up()
 
     def _begins(self, module: nn.Module, inputs: Any) -> None:
-        """Take a module in training for what is called of a model without a forward pass."""
         if hook_calls.is_traced() or not (module.training and torch.is_grad_enabled()):
             return
         model = next((own for own in self._silent if module in {*own.modules()}), None)
@@ -87,7 +86,6 @@ class Entrances:
             self.enter(model, module, inputs, {})
 
     def _heard(self, called: nn.Module) -> None:
-        """Note that a module is called: models without a forward pass that have it are known."""
         self._silent = [own for own in self._silent if called not in {*own.modules()}]
         if self._calls is not None and not self._silent:
             self._calls.remove()

@@ -21,13 +21,13 @@ from entrenar_py.check.observing import (
     flat_parameters,
     language,
     replayed_batches,
-    samples,
     sources,
     step_in_work,
     surroundings,
     tensors,
 )
 from entrenar_py.check.observing.auto import beginning
+from entrenar_py.check.observing.batches import blocks_of
 from entrenar_py.check.observing.contents import Carried
 from entrenar_py.check.observing.generators import Generators
 from entrenar_py.check.observing.micro_batches import MicroBatches
@@ -310,7 +310,7 @@ class Observer(Observation):
         self._subject.buffers.before_forward()
         if self._batches is not None and model.training and torch.is_grad_enabled():
             self._batches.passes(inputs)
-        blocks = samples.blocks_of(inputs)
+        blocks = blocks_of(inputs)
         if not (model.training and torch.is_grad_enabled()):
             self._micro_batches.aside(blocks, trains=torch.is_grad_enabled())
             if not torch.is_grad_enabled():
@@ -429,10 +429,7 @@ class Observer(Observation):
         )
 
     def _trains(self) -> bool:
-        """Return whether a pass has begun by now, or a gradient isn't zero.
-
-        Before that, torch.distributed.checkpoint makes optimizer state by a step.
-        """
+        # Before that, torch.distributed.checkpoint makes optimizer state by a step.
         return self._started or self._subject.has_gradients()
 
     @uncollected
@@ -544,7 +541,6 @@ class Observer(Observation):
         self._recording.write([start, *self._first_look.events(start.step)])
 
     def _start_again(self) -> None:
-        """Record the state that a checkpoint has given after a pass that trained nothing."""
         self._recording.write([self._step.start(self._facts.progress())])
         if not self._subject.has_gradients():
             self._micro_batches.clear()

@@ -65,7 +65,7 @@ class OuterSynchronisations:
     def event(
         self, subject: Subject, outer: OuterOptimizer, step: int
     ) -> trace.Synchronised | None:
-        """Return the record of a synchronisation after `step`, and count anew from here.
+        """Return the record of a synchronisation after `step`, and count again from here.
 
         None before the first step of the run (-1): ranks are given their initial weights, which the
         record of their start has. Several calls after one step, each for some tensors, are one

@@ -1,4 +1,4 @@
-"""What the harness plans for this rank: faults, learning rates, and the end of the process.
+"""The harness's plans for this rank: faults, learning rates, and the end of the process.
 
 A fault plants a value in a tensor, moves weights, or kills the process.
 

@@ -70,7 +70,6 @@ class RandomNumbers:
         self._recomputed.end()
 
     def _states(self) -> States:
-        """Return the generators' states, and which common random numbers were drawn, if any are."""
         common, states = common_numbers.CURRENT, self._generators.states()
         return states if common is None else {**states, _COMMON: str(common.drawn)}
 

@@ -107,10 +107,7 @@ class Recording:
         atexit.unregister(self._leave)
 
     def _leave(self) -> None:
-        """Write that the process ends by itself, normally or with an exception.
-
-        A child that was forked has this handler, too, and no part in the record.
-        """
+        # A child that was forked has this handler, too, and no part in the record.
         if os.getpid() != self._pid:
             return
         error = getattr(sys, "last_value", None)

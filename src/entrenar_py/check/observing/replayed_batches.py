@@ -307,7 +307,7 @@ class Giving:
 
 
 def begin_giving(num_ranks: int, *, in_turn: bool) -> None:
-    """Have this process train on the batches of so many ranks, from the next pass on."""
+    """Have this process train on the batches of this many ranks, from the next pass on."""
     folder = os.environ.get(BATCHES, BATCHES_KEPT)
     if folder == BATCHES_KEPT or _CURRENT:
         return
@@ -430,7 +430,6 @@ def _beside(inputs: Named) -> dict[str, Tensor]:
 
 
 def _has_bytes(tensor: Tensor) -> bool:
-    """Return whether a tensor is a plain one, and no stand-in, as those of `torch.func` are."""
     is_odd = tensor.is_meta or tensor.is_quantized or tensor.is_complex()
     is_plain = tensor.layout == torch.strided and not is_odd
     return is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
@@ -445,7 +444,7 @@ def _joined(theirs: Sequence[Tensor], rows: int) -> Tensor:
 
 
 def _is_near(own: Tensor, theirs: Tensor) -> bool:
-    """Return whether a tensor follows from what was given, and so keeps its place in memory."""
+    # What follows from the inputs keeps its place in memory.
     if own.shape != theirs.shape or own.dtype != theirs.dtype:
         return False
     return torch.allclose(own, theirs) if own.is_floating_point() else torch.equal(own, theirs)
@@ -456,7 +455,6 @@ def _file(rank: int) -> str:
 
 
 def _read(path: Path) -> Entries:
-    """Return what a rank has kept. Raises OSError or ValueError for a file that isn't its own."""
     entries: Entries = {kind: [] for kind in _KINDS}
     with path.open("rb") as file:
         while line := file.readline(_BYTES_MAX):

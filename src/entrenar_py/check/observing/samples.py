@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from itertools import islice
+from collections.abc import Callable, Iterable
+from itertools import chain
 from numbers import Integral
 from typing import Any, NamedTuple
 
-from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import IterableDataset, Sampler
 
 from entrenar_py.check.observing import call_sites
+from entrenar_py.check.observing.batches import Batch, Block, Epochs, Iteration, blocks_of
 from entrenar_py.check.observing.iterations import IterationHooks, LoaderHooks
 from entrenar_py.check.observing.sources import (
     Ids,
@@ -27,133 +25,9 @@ from entrenar_py.check.observing.sources import (
     positions_of,
 )
 
-_DEPTH_MAX = 4  # of containers in a batch that are looked into
-_TENSORS_MAX = 64
-
-
-class Block(NamedTuple):
-    """The memory of a tensor: its storage, where it begins there, its rows and their distance."""
-
-    storage: StorageWeakRef
-    offset: int
-    stride: int
-    num_rows: int
-
-
-class Batch:
-    """A batch that was handed out: its samples in order, or None and `why` they are unknown.
-
-    `iteration` is the run through the loader that it belongs to. The batch holds no tensor, so that
-    memory is freed when the script drops it. `is_gathered` tells that its samples were drawn one by
-    one. `rest` are samples that a shortened pass has drawn with its last batch: they come with the
-    first of it that are used.
-    """
-
-    def __init__(self, iteration: Any, ids: Ids | None, data: Any, why: str) -> None:
-        self.iteration, self.ids, self.why = iteration, ids, why
-        self.is_gathered = self.is_used = False
-        self.rest: Ids = ()
-        self._blocks = blocks_of(data)
-        self._thread = threading.get_ident()
-        self._rows_used: set[int] = set()
-
-    def extend(self, ids: Ids | None) -> None:
-        """Add samples."""
-        self.ids = None if self.ids is None or ids is None else self.ids + ids
-
-    def fits(self, blocks: list[Block]) -> bool:
-        """Return whether a pass in this thread may have been given a copy of this batch."""
-        if threading.get_ident() != self._thread:
-            return False  # it was put into a queue
-        several = self.is_gathered and len(self.ids or ()) > 1 and bool(blocks)
-        return not several or len(self.ids or ()) in [block.num_rows for block in blocks]
-
-    def shares(self, blocks: list[Block], *, exactly: bool = False) -> bool:
-        """Return whether any of `blocks` lies in this batch's memory, or begins where it does."""
-        return any(
-            own.storage == block.storage and (not exactly or own.offset == block.offset)
-            for own in self._blocks
-            for block in blocks
-        )
-
-    def is_gone(self) -> bool:
-        """Return whether the script has dropped all tensors of the batch."""
-        return all(block.storage.expired() for block in self._blocks)  # type: ignore[no-untyped-call]
-
-    def use(self, blocks: list[Block]) -> Ids | None:
-        """Return the samples that a model is given with `blocks`, without those given before.
-
-        If the blocks are rows of the batch (`batch.chunk(2)`), these are the samples of the rows.
-        """
-        self.is_used = True
-        if self.ids is None:
-            return None
-        rows = self._rows(blocks, len(self.ids))
-        fresh = [row for row in rows if row not in self._rows_used]
-        self._rows_used.update(fresh)
-        rest, self.rest = self.rest, ()
-        return (*(self.ids[row] for row in fresh), *rest)
-
-    def _rows(self, blocks: list[Block], num_ids: int) -> range:
-        whole = range(num_ids)
-        for block in blocks:
-            for own in self._blocks:
-                if own.storage != block.storage or own.num_rows != num_ids or not own.stride:
-                    continue
-                first, rest = divmod(block.offset - own.offset, own.stride)
-                if rest or block.stride != own.stride or first + block.num_rows > num_ids:
-                    return whole
-                return range(first, first + block.num_rows)
-        return whole
-
-
-def blocks_of(data: Any) -> list[Block]:
-    """Return the memory of the tensors in nested containers and attributes of objects.
-
-    No code of these objects is called. Of more than _TENSORS_MAX tensors the first ones count.
-    Tensors without memory of their own (sparse ones) don't: where a batch has no others, it is
-    known by its order, as one that is copied.
-    """
-    blocks = (_block_of(tensor) for tensor in islice(_walk(data, _DEPTH_MAX), _TENSORS_MAX))
-    return [block for block in blocks if block is not None]
-
-
-def _block_of(tensor: Tensor) -> Block | None:
-    with suppress(NotImplementedError, RuntimeError):
-        storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        rows = (tensor.stride(0), tensor.shape[0]) if tensor.dim() else (0, 1)
-        return Block(storage, int(tensor.storage_offset()), *rows)
-    return None
-
-
-def _walk(data: Any, depth: int) -> Iterator[Tensor]:
-    if isinstance(data, Tensor):
-        yield data
-        return
-    if depth == 0:
-        return
-    inside: Iterator[Any] = iter(())
-    if isinstance(data, list):
-        inside = list.__iter__(data)
-    elif isinstance(data, tuple):
-        inside = tuple.__iter__(data)
-    elif isinstance(data, dict):
-        inside = iter(dict.values(data))
-    elif isinstance(attributes := getattr(data, "__dict__", None), dict):
-        inside = iter(attributes.values())
-    for item in inside:
-        yield from _walk(item, depth - 1)
-
-
-# --- the draws of a loader or sampler -------------------------------------------------------------
-
-
 _PENDING_MAX = 4096  # batches that are remembered until they are used
 
 STREAM = "the data set is a stream: its samples have no numbers"
-KEYS = "the sampler draws something other than numbers of samples"
-DISORDER = "the loader hands out batches in another order than it draws them (in_order=False)"
-FAILED = "the loader had raised an error"
 AHEAD = "the loader had fetched several batches, and nothing shows which of them the model got"
 AGAIN = "the model was given a batch that an earlier step had, too"
 NONE = "the loader handed out no batch for this forward pass"
@@ -168,60 +42,12 @@ class Drawn(NamedTuple):
     why: str = ""
 
 
-class Iteration:
-    """One run through a loader. Its `epoch` is None until one of its batches is used.
-
-    `last` is the batch that was handed out last, and `largest` the size of the largest one.
-    """
-
-    def __init__(self, draws: Draws, why: str = "", *, is_ahead: bool = False) -> None:
-        self._draws, self._why = draws, why
-        self._is_ahead = is_ahead  # workers fetch batches ahead
-        self._indices: deque[Any] = deque()  # of batches that are not handed out yet
-        self.epoch: int | None = None
-        self.is_over = False
-        self.last: Batch | None = None
-        self.largest = 0
-
-    def drawn(self, index: Any) -> None:
-        """Note the index, or indices, of a batch that will be handed out."""
-        self._indices.append(index)
-
-    def item(self, item: Any) -> None:
-        """Note that the loader hands out a batch."""
-        index = self._indices.popleft() if self._indices else None
-        ids = None if self._why else self._ids(index)
-        batch = Batch(self, ids, item, self._why or KEYS)
-        batch.rest = self._ids(getattr(index, "rest", ())) or ()
-        self._draws.add(batch)
-
-    def failed(self) -> None:
-        """Note an error of the loader. Which batches of its workers are lost is not known."""
-        self._indices.clear()
-        if self._is_ahead:
-            self._why = FAILED
-
-    def over(self) -> None:
-        """Note that there are no more batches."""
-        self.is_over = True
-
-    @property
-    def dropped_last(self) -> bool:
-        """True if the last batch was short, and not used."""
-        last = self.last
-        if not self.is_over or last is None or last.ids is None or last.is_used:
-            return False
-        return len(last.ids) < self.largest
-
-    def _ids(self, index: Any) -> Ids | None:
-        positions = positions_of(index)
-        if positions is None:
-            return None
-        return tuple(map(self._draws.source.numbering.of, positions))
-
-
 class SamplerIteration(Iteration):
     """One run through a sampler, for which the script fetches the samples itself."""
+
+    def __init__(self, draws: Draws) -> None:
+        super().__init__(draws, None)
+        self._draws = draws
 
     def item(self, item: Any) -> None:
         """Note a sample that is drawn, or all samples of a batch."""
@@ -229,9 +55,9 @@ class SamplerIteration(Iteration):
             return
         # A class of the script's may be a loader: its batches are numbers, but no samples'.
         is_trusted = self._draws.is_sampler or type(item) in (list, tuple, int)
-        batch = Batch(self, self._ids(item) if is_trusted else None, None, KEYS)
+        batch = Batch(self, positions_of(item) if is_trusted else None)
         batch.is_gathered = isinstance(item, Integral)
-        self._draws.add(batch)
+        self.add(batch, None)
 
 
 class Draws:
@@ -239,9 +65,7 @@ class Draws:
 
     A forward pass is given the batch that its inputs share memory with. If they are copies, it is
     the batch that was handed out since the last pass, provided that batches are used one by one as
-    they come. Where that can't be seen, the samples are unknown. An epoch is a run through the
-    source, if one of its batches was used. `drops_last` tells whether the script has skipped a
-    last, short batch. Nothing is heard before `listen`.
+    they come. Where that can't be seen, the samples are unknown. Nothing is heard before `listen`.
 
     `resumed`: the script goes on with an earlier run, and may skip batches at its beginning.
     """
@@ -253,13 +77,11 @@ class Draws:
         self._in_order = isinstance(source, InOrder) or self.source.is_accelerate_s
         self.is_sampler = isinstance(loader, Sampler)
         self.is_loaded = False  # whether a DataLoader fetches what the sampler draws
-        self.drops_last = False
         self._lock = threading.Lock()
         self._pending: deque[Batch] = deque(maxlen=_PENDING_MAX)
         self._of_step: list[Batch] = []  # that were used in the current step
         self._used: deque[Batch] = deque(maxlen=_PENDING_MAX)  # that were used in earlier ones
-        self._num_epochs = 0
-        self._latest: Iteration | None = None  # the one of the batch that was used last
+        self.epochs = Epochs()
         self._was_unsure = False  # whether the current step has a pass with unknown samples
         self._is_resumed = resumed
         # Whether batches are used one by one as they come; None before one is used.
@@ -284,17 +106,19 @@ class Draws:
         if not self.source.concerns(loader):
             return None
         self.is_loaded = True
-        problem, has_workers = "", getattr(loader, "num_workers", 0) > 0
+        problem = ""
         if self.source.is_dispatched:
             problem = OTHERS
         elif isinstance(getattr(loader, "dataset", None), IterableDataset):
             problem = STREAM
-        elif has_workers and not getattr(loader, "in_order", True):
-            problem = DISORDER
-        return Iteration(self, problem, is_ahead=has_workers)
+        return Iteration(self, loader, problem, held=False)
 
-    def add(self, batch: Batch) -> None:
+    def over(self) -> None:
+        """Note that an iteration has ended."""
+
+    def add(self, batch: Batch, item: Any) -> None:
         """Add a batch that was handed out; a sample that was drawn alone extends the last one."""
+        batch.blocks = blocks_of(item)
         with self._lock:
             if batch.is_gathered and self._pending:
                 last = self._pending[-1]
@@ -302,8 +126,6 @@ class Draws:
                     last.extend(batch.ids)
                     return
                 self._pending.clear()  # the rest of an epoch before, which was not used
-            batch.iteration.last = batch
-            batch.iteration.largest = max(batch.iteration.largest, len(batch.ids or ()))
             self._pending.append(batch)
 
     # --- what is used -----------------------------------------------------------------------------
@@ -317,15 +139,14 @@ class Draws:
             used = self._by_memory(blocks) or self._again(blocks) or self._by_order(blocks)
             if isinstance(used, str):
                 self._was_unsure = True
-                return Drawn(None, max(self._num_epochs - 1, 0), used)
+                return Drawn(None, max(self.epochs.count - 1, 0), used)
             if not used:
                 return None
-            ids: Ids | None = ()
-            for batch in used:
-                fresh = batch.use(blocks)
-                ids = None if fresh is None or ids is None else ids + fresh
+            epoch = self.epochs.of(used[-1].iteration)
             unknown = next((batch.why for batch in used if batch.ids is None), "")
-            return Drawn(ids, self._epoch_of(used[-1].iteration), unknown)
+            ids = [batch.take(batch.within(blocks)) for batch in used if batch.ids is not None]
+            numbers = tuple(map(self.source.numbering.of, chain.from_iterable(ids)))
+            return Drawn(None if unknown else numbers, epoch, unknown)
 
     def skip(self, blocks: list[Block]) -> None:
         """Forget the batches of a forward pass that does not train."""
@@ -382,28 +203,15 @@ class Draws:
         if self._is_orderly and self._may_skip(skipped, newest) and newest.fits(blocks):
             self._pending.clear()
             return self._take([newest])
-        self._epoch_of(newest.iteration)
+        self.epochs.of(newest.iteration)
         self._is_orderly = False
         self._pending.clear()
         return AHEAD
 
     def _may_skip(self, skipped: list[Batch], newest: Batch) -> bool:
-        """Return whether a script that uses batches as they come can have `skipped` these.
-
-        It may leave out the rest of an epoch, and the beginning if it resumes there.
-        """
-        resumes = self._is_resumed and self._latest is None
+        # It may leave out the rest of an epoch, and the beginning if it resumes there.
+        resumes = self._is_resumed and self.epochs.latest is None
         return resumes or all(batch.iteration is not newest.iteration for batch in skipped)
-
-    def _epoch_of(self, iteration: Iteration) -> int:
-        """Return the epoch of an iteration, a new one if no batch of it was used before."""
-        if iteration.epoch is None:
-            if self._latest is not None and self._latest.dropped_last:
-                self.drops_last = True
-            iteration.epoch = self._num_epochs
-            self._num_epochs += 1
-        self._latest = iteration
-        return iteration.epoch
 
 
 # --- samples of micro-batches ---------------------------------------------------------------------
@@ -557,7 +365,7 @@ class Samples:
 
     def news(self) -> dict[str, bool]:
         """Return what has become known since the last call, as JSON can hold it."""
-        facts = {"drop_last": self.draws is not None and self.draws.drops_last}
+        facts = {"drop_last": self.draws is not None and self.draws.epochs.drops_last}
         if self._replaces:
             facts["replacement"] = True
         if self._tells and self.draws is None:

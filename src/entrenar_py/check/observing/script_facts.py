@@ -11,13 +11,14 @@ from typing import Any
 from torch import Tensor
 
 from entrenar_py.check.observing import call_sites, checkpoints, script_text, surroundings
+from entrenar_py.check.observing.batches import Iteration
 from entrenar_py.check.observing.call_sites import CallSites
 from entrenar_py.check.observing.iterations import LoaderHooks
 from entrenar_py.check.observing.micro_batches import MicroBatches
 from entrenar_py.check.observing.outer_synchronisation import Exchanges
 from entrenar_py.check.observing.recording import Recording
 from entrenar_py.check.observing.samples import Samples
-from entrenar_py.check.observing.seen_samples import Batches, Pass, SeenSamples
+from entrenar_py.check.observing.seen_samples import Batches, SeenSamples
 from entrenar_py.check.observing.subject import Subject
 from entrenar_py.check.observing.torch_calls import Ear
 from entrenar_py.shared import trace
@@ -52,7 +53,7 @@ class ScriptFacts:
         elif seen is None:
             batches = Batches()
             seen = SeenSamples(batches, dataset)
-            self._loaders.append(LoaderHooks(partial(Pass, batches)))
+            self._loaders.append(LoaderHooks(partial(Iteration, batches)))
         self.samples: Samples = seen
         self.header = self._written = seen.facts()
         self._has_begun = False  # with the first step

@@ -5,135 +5,29 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
-from collections import Counter, defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from entrenar_py.check.observing import contents
+from entrenar_py.check.observing.batches import Batch, Epochs, Iteration
 from entrenar_py.check.observing.contents import Row
 from entrenar_py.check.observing.samples import Samples, Told
-from entrenar_py.check.observing.sources import Ids, Source, positions_of
+from entrenar_py.check.observing.sources import Ids, Source
 
-# The method by which accelerate fetches a batch, and then hands out the one before it.
-_ONE_AHEAD = ("accelerate.data_loader", "DataLoaderShard.__iter__")
-_FRAMES_MAX = 20  # between that and torch's iteration
 PENDING_MAX = 8  # batches that were yielded and not used; the oldest of more is skipped
-
-
-class Pass:
-    """One pass over a `loader`, heard as `LoaderHooks` tell it; `batches` take what it yields.
-
-    `ahead` are the indices that it drew and did not yield yet. `epoch` counts the passes, of any
-    loader, from which a batch was trained on. `largest` is the size of its largest batch.
-    `is_one_ahead` tells whether the batch before the newest is used. `rest` has the indices that a
-    shortened pass has drawn with its last one, until that is used.
-    """
-
-    def __init__(self, batches: Batches, loader: Any) -> None:
-        self._batches, self.loader = batches, loader
-        self.ahead: deque[Ids | None] = deque()
-        self.epoch: int | None = None
-        self.largest = 0
-        self.is_over = False
-        self.is_one_ahead = _is_one_ahead()
-        self.rest: Ids = ()
-
-    def drawn(self, index: Any) -> None:
-        """Note the next index, or list of them, that the loader's sampler has drawn."""
-        self.ahead.append(positions_of(index))
-        self.rest = tuple(getattr(index, "rest", ()))
-
-    def item(self, content: Any) -> None:
-        """Note the next batch; batches come in the order in which their indices were drawn."""
-        loader, ids = self.loader, self.ahead.popleft() if self.ahead else None
-        if not getattr(loader, "in_order", True) and getattr(loader, "num_workers", 0) > 1:
-            ids = None
-        size = (contents.num_rows(content) or 0) if ids is None else len(ids)
-        grown = torch.is_grad_enabled()
-        left, thread = [*range(size)], threading.get_ident()
-        self.largest = max(self.largest, size)
-        is_last = bool(self.rest) and not self.ahead
-        self._batches.add(Batch(self, ids, content, size, left, grown, thread, is_last))
-
-    def failed(self) -> None:
-        """Note that an error is raised in place of the next batch."""
-        if self.ahead:
-            self.ahead.popleft()
-
-    def over(self) -> None:
-        """Note that the pass has no more batches."""
-        self._batches.num_events += 1
-        self.is_over = True
-
-
-@dataclass(eq=False)
-class Batch:
-    """A batch that was yielded: `ids` of its samples, None if these have none.
-
-    `left` are the positions of the samples that no training pass was given yet. `trains` tells
-    whether the batch may be meant for training: gradients are enabled, and no other pass used it.
-    `is_last` tells that of a shortened pass.
-    """
-
-    iteration: Pass
-    ids: Ids | None
-    content: Any
-    size: int
-    left: list[int]
-    trains: bool
-    thread: int
-    is_last: bool = False
-    _columns: list[list[Row]] | None = None
-
-    def has_all(self, rows: list[Row]) -> bool:
-        """Return whether all `rows` are among those of the tensor with the most different ones."""
-        return any({*column}.issuperset(rows) for column in self._rows()[:1])
-
-    def find(self, rows: list[Row]) -> list[int] | None:
-        """Return the unused positions with the content `rows`, in their order; None if not all are.
-
-        The batch's tensor with the most different rows counts, since labels have duplicates. None,
-        too, if duplicates leave open which positions these are.
-        """
-        for column in self._rows():
-            places: dict[Row, deque[int]] = defaultdict(deque)
-            for place in self.left:
-                places[column[place]].append(place)
-            wanted = Counter(rows)
-            if any(len(places.get(row, ())) < count for row, count in wanted.items()):
-                continue
-            certain = all(len(places[row]) == count for row, count in wanted.items())
-            return [places[row].popleft() for row in rows] if certain else None
-        return None
-
-    def is_within(self, rows: list[Row]) -> bool:
-        """Return whether all unused positions have different contents, which are among `rows`."""
-        for column in self._rows()[:1]:
-            unused = {column[place] for place in self.left}
-            return bool(unused) and len(unused) == len(self.left) and unused.issubset(rows)
-        return False
-
-    def _rows(self) -> list[list[Row]]:
-        if self._columns is None:
-            found = map(contents.rows_of, contents.tensors_in(self.content))
-            fitting = [rows for rows in found if rows and len(rows) == self.size]
-            self._columns = sorted(fitting, key=lambda column: -len(set(column)))
-        return self._columns
 
 
 class Batches:
     """The batches that the process's DataLoaders have yielded and training has not used yet."""
 
     def __init__(self) -> None:
-        self._num_passes = 0
+        self.epochs = Epochs()
         self._first: tuple[Any, ...] | None = None  # what the first loader draws from
         self.varies = False  # whether another was trained from that draws other samples
-        self.drops_last = False  # whether the script has skipped a short batch at a pass's end
         self.pending: deque[Batch] = deque(maxlen=PENDING_MAX)
         self.loader: Any = None  # the one that was trained from last
         self._source: Source | None = None
@@ -142,8 +36,15 @@ class Batches:
         self._used_last: tuple[Batch, int] | None = None  # with the number of events by then
         self._newest: Batch | None = None
 
-    def add(self, batch: Batch) -> None:
+    def over(self) -> None:
+        """Note that a pass has ended."""
+        self.num_events += 1
+
+    def add(self, batch: Batch, item: Any) -> None:
         """Add a batch that was yielded."""
+        batch.content = item
+        if batch.ids is None:
+            batch.resize(contents.num_rows(item) or 0)
         self.num_events += 1
         self._newest = batch
         self.pending.append(batch)
@@ -154,21 +55,16 @@ class Batches:
         When none is left the batch isn't pending any more, nor are older ones of its loader: these
         were skipped.
         """
-        assert batch.ids is not None, "only a batch with ids is used"
         self._used_last = batch, self.num_events
-        used, epoch = list(places), self._epoch_of(batch.iteration)
-        batch.left = [place for place in batch.left if place not in set(used)]
+        epoch = self._epoch_of(batch.iteration)
+        ids = batch.take([*places])
         if not batch.left:
             at = self.pending.index(batch)
             later = [*self.pending][at + 1 :]
             others = [b for b in [*self.pending][:at] if b.iteration.loader is not self.loader]
             self.pending = deque([*others, *later], maxlen=PENDING_MAX)
         source = self.source()
-        ids = [batch.ids[place] for place in used]
-        if batch.is_last and batch.iteration.rest:
-            ids += batch.iteration.rest
-            batch.iteration.rest = ()
-        return epoch, ids if source is None else [*map(source.numbering.of, ids)]
+        return epoch, [*ids] if source is None else [*map(source.numbering.of, ids)]
 
     def newest(self, batch: Batch) -> Batch:
         """Return the batch with the samples of `batch` that is newest, and forget those before it.
@@ -181,32 +77,15 @@ class Batches:
         self.pending = deque((b for b in self.pending if b not in older), maxlen=PENDING_MAX)
         return same[len(older)] if older else batch
 
-    def _epoch_of(self, iteration: Pass) -> int:
-        if iteration.epoch is None:
-            self.drops_last |= self._left_short_batch()
-            iteration.epoch = self._num_passes
-            self._num_passes += 1
+    def _epoch_of(self, iteration: Iteration) -> int:
+        epoch = self.epochs.of(iteration)
         if self.loader is not iteration.loader:
             self.loader = iteration.loader
             source = self.source()
             drawn = None if source is None else source.drawn_from
             self._first = self._first or drawn
             self.varies |= drawn != self._first
-        return iteration.epoch
-
-    def _left_short_batch(self) -> bool:
-        """Return whether the last pass for training left only its last, short batch unused."""
-        left = [
-            batch
-            for batch in self.pending
-            if batch.iteration.loader is self.loader
-            and batch.iteration.epoch == self._num_passes - 1
-        ]
-        return (
-            len(left) == 1
-            and left[0].iteration.is_over
-            and len(left[0].left) == left[0].size < left[0].iteration.largest
-        )
+        return epoch
 
     def set_aside(self, num_rows: int | None, *, trains: bool = False) -> None:
         """Note that the batch that was yielded last went to a pass that doesn't train.
@@ -257,7 +136,7 @@ class Batches:
         return batch if num_events == self.num_events and not batch.left else None
 
     def are_again(self, num_rows: int | None) -> bool:
-        """Return whether so many rows are a further view of the batch that was used last.
+        """Return whether this many rows are a further view of the batch that was used last.
 
         They are if that was used up and the script has got no other batch since.
         """
@@ -265,24 +144,9 @@ class Batches:
         return batch is not None and batch.size == num_rows
 
     def _goes_on(self, loader: Any) -> bool:
-        """Return whether `loader` draws from the same data as the one that was trained from.
-
-        Some scripts make a loader for every epoch.
-        """
+        # Some scripts make a loader for every epoch.
         source = self.source()
         return source is not None and Source(loader).drawn_from == source.drawn_from
-
-
-def _is_one_ahead() -> bool:
-    """Return whether accelerate begins the pass of a loader, in which it is one batch ahead."""
-    frame = inspect.currentframe()
-    for _ in range(_FRAMES_MAX):
-        if frame is None:
-            break
-        if (frame.f_globals.get("__name__"), frame.f_code.co_qualname) == _ONE_AHEAD:
-            return True
-        frame = frame.f_back
-    return False
 
 
 # --- samples of forward passes --------------------------------------------------------------------
@@ -486,7 +350,7 @@ class SeenSamples(Samples):
             return facts
         return {
             "num_samples": source.numbering.size,
-            "drop_last": source.drop_last or self._batches.drops_last,
+            "drop_last": source.drop_last or self._batches.epochs.drops_last,
             "replacement": source.replacement,
             "thorough": source.is_thorough,
             "ordered": source.is_ordered,

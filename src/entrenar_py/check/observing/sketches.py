@@ -216,7 +216,6 @@ class Sketches:
 
 
 def _is_on_gpu(tensor: Tensor) -> bool:
-    """Return whether kernels read a tensor; without Triton the same is computed step by step."""
     return tensor.is_cuda and _has_triton()
 
 

@@ -323,7 +323,7 @@ def _position(index: Any) -> int | None:
 
 
 def _attribute(holder: Any, name: str) -> Any:
-    """Return an attribute, or None if there is none; the object may look for it in its own way."""
+    # The object may look for it in its own way.
     with suppress(Exception):
         return getattr(holder, name, None)
     return None

@@ -182,7 +182,7 @@ def compression(model: nn.Module) -> str:
 
 
 def _wrapper(called: nn.Module) -> DistributedDataParallel | None:
-    """Return torch's wrapper that is being called, or that compiled code is about to call."""
+    # Compiled code is about to call a wrapper that is not active yet.
     active = DistributedDataParallel._active_ddp_module
     parts = (part for part in called.modules() if isinstance(part, DistributedDataParallel))
     return next(parts, None) if active is None else active
@@ -444,7 +444,7 @@ def look_before_step(
     arguments: tuple[Any, ...],
     named: Mapping[str, Any],
 ) -> Arguments | None:
-    """Call `look` when the gradients of a step are there: now, or when its closure has run.
+    """Call `look` when the gradients of a step exist: now, or when its closure has run.
 
     `arguments` and `named` are those of the optimizer's step. If they have a closure, which
     computes the gradients inside of the step, arguments with a wrapped closure are returned. It
@@ -513,7 +513,7 @@ class StepHooks:
 
 
 class InnerSteps:
-    """Hears of an optimizer inside of an observed one that steps its parameters by itself.
+    """Observes an optimizer inside an observed one that makes its own steps.
 
     Some wrappers never step as a whole: sharpness-aware ones have two methods in place of `step`,
     and the second one has the optimizer inside step. `take` is called with the place of the wrapper

@@ -325,7 +325,7 @@ def _dropout(module: torch.nn.Module) -> float:
 
 
 def _has_short_betas(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether kernels of torch's step tensors of a GPU with constants in float32."""
+    # These kernels step with constants in float32.
     return any(
         bool(group.get("fused") or group.get("capturable"))
         and any(parameter.device.type != "cpu" for parameter in group["params"])

@@ -57,10 +57,7 @@ def undisturbed(model: nn.Module, generators: Generators) -> Iterator[Callable[[
 
 
 def _eager() -> AbstractContextManager[Any]:
-    """Return a context in which compiled modules run as they are written.
-
-    Nothing is compiled before dynamo is imported, which takes seconds.
-    """
+    # Nothing is compiled before dynamo is imported, which takes seconds.
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
@@ -255,7 +252,7 @@ class Probe:
     def _of_other_rows(self, ids: Tensor, place: int, dimension: int, before: _Output) -> float:
         """Return how much outputs of the last row change if all other rows' tokens are replaced.
 
-        Experts that take no more than so many tokens give the last row what the others leave.
+        Experts with a limited number of tokens give the last row what the others leave.
         """
         at = 1 - dimension
         last, others = ids.shape[at] - 1, _next(ids, self.special).clone()
@@ -293,7 +290,6 @@ class Probe:
             return self.model.forward(*args, **kwargs)
 
     def _unit(self, scores: Tensor) -> float:
-        """Return the rounding of the coarsest format that the pass computes in."""
         held = {parameter.dtype for parameter in self.model.parameters()}
         formats = {scores.dtype, *held, *filter(None, [self.autocast_dtype])}
         unit = max(torch.finfo(one).eps for one in formats if one in _FLOATS)

@@ -133,7 +133,6 @@ def _named(
 
 
 def _inner(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the module with a `forward` that names its arguments, inside of wrappers."""
     kinds = [one.kind for one in inspect.signature(model.forward).parameters.values()]
     inner = [*model.children()]
     is_wrapper = kinds == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
@@ -215,7 +214,6 @@ def rows_of(arguments: Arguments, place: int, padding_id: int | None) -> Rows | 
 
 
 def _outer(same: Tensor) -> Tensor:
-    """Return where `same` is true from the begin of a row on, or up to its end."""
     first = same.long().cumprod(1)
     last = same.flip(1).long().cumprod(1).flip(1)
     return (first + last).bool()
@@ -297,7 +295,7 @@ def _are_periodic(again: Tensor) -> bool:
 
 
 def _of_lengths(ends: Tensor, num_tokens: int) -> Tensor | None:
-    """Return where documents begin, by the lengths of all before: 0, 5, 12 of 12 tokens."""
+    # Lengths are cumulated: 0, 5, 12 for documents of 5 and 7 tokens.
     is_cumulated = int(ends[0]) == 0 and int(ends[-1]) == num_tokens
     if not is_cumulated or not bool((ends[1:] >= ends[:-1]).all()):
         return None
@@ -368,9 +366,9 @@ class _Ears:
         self.was_applied = False
 
     def scored(self, loss: Any, arguments: dict[str, Any]) -> None:
-        """Tell all of a cross-entropy, but not of one that is computed again, or only shown.
+        """Record a cross-entropy, unless it is recomputed, or computed only to be shown.
 
-        A checkpoint computes it again within the backward pass.
+        An activation checkpoint recomputes it within the backward pass.
         """
         again = torch._C._current_graph_task_id() != -1
         is_shown = torch.is_grad_enabled() and not getattr(loss, "requires_grad", False)
@@ -445,7 +443,7 @@ def _loss(loss: Tensor, arguments: dict[str, Any]) -> Loss | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a loss is `counted`, bool like the ids; positions are along `dimension`."""
+    """The positions that a loss counts: `counted` is bool, like the ids, along `dimension`."""
 
     dimension: int
     counted: Tensor
@@ -520,10 +518,7 @@ def _matches(
 
 
 def _padded(targets: Tensor, counted: Tensor, rows: Rows) -> int:
-    """Return how many padding tokens are counted as targets of padding tokens.
-
-    The first padding token may be meant, as the end of the text.
-    """
+    # The first padding token may be meant, as the end of the text.
     width = min(targets.shape[1], rows.ids.shape[1] - 1)
     both = rows.padding[:, :width] & rows.padding[:, 1 : width + 1]
     return int((counted[:, :width] & both).sum())

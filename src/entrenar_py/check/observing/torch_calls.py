@@ -273,7 +273,7 @@ LINE_TABLE = (
     Patch(
         module="torch",
         name="save",
-        reason="a checkpoint that lacks something is mended where it is saved",
+        reason="a checkpoint that lacks something is fixed where it is saved",
         wrap=_saved,
     ),
     Patch(

@@ -1,4 +1,4 @@
-"""What a command's words, and the text of its script, show without running anything.
+"""Facts about a command, read from its words and its script's text without running anything.
 
 The launchers that start a command's workers are known by name: torchrun, accelerate, mpirun, srun
 and others. Options of a script that a library adds, or with names built at run time, are not found.
@@ -285,7 +285,6 @@ def _declared_options(calls: list[ast.Call]) -> Iterator[str]:
 
 
 def _said(node: ast.AST) -> str | None:
-    """Return the name that a node says: of a variable, an attribute, or an argument."""
     if isinstance(node, ast.keyword):
         return node.arg
     return _name(node) if isinstance(node, ast.expr) else None

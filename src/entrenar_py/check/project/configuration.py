@@ -475,12 +475,10 @@ def _words(value: Any, form: str) -> list[str] | None:
 
 
 def _seen(folder: Path, name: str) -> Path:
-    """Return the path `name`, which is relative to `folder`, relative to the current folder."""
     return Path(os.path.relpath(folder / name))
 
 
 def _contract(folder: Path, name: str) -> str:
-    """Return a contract's path relative to the current folder, or a shipped contract's name."""
     is_path = os.sep in name or (folder / name).exists()
     return str(_seen(folder, name)) if is_path else name
 

@@ -123,7 +123,6 @@ def _look_at_workers(draft: Guess, end: int) -> None:
 
 
 def _guess_options(draft: Guess, script: Script, name: str) -> None:
-    """Put in placeholders for the script's own options; list what a person has to look at."""
     _put_placeholders(draft, script, name)
     _tell_of_steps_and_folders(draft, script, name)
     _tell_of_knobs(draft, script)
@@ -289,7 +288,6 @@ def _lines(guess: Guess | None, chosen: Sequence[str]) -> list[str]:
 
 
 def _command(words: Sequence[str]) -> str:
-    """Return the TOML value of a command: one text if it is short enough, else a list of words."""
     text = _typed(words)
     if len(text) <= _LINE_CHARS_MAX:
         return _toml(text)
@@ -297,12 +295,11 @@ def _command(words: Sequence[str]) -> str:
 
 
 def _typed(words: Sequence[str]) -> str:
-    """Return `words` as typed in a shell: quoted where needed, but placeholders never."""
     return " ".join(word if _PLAIN.fullmatch(word) else shlex.quote(word) for word in words)
 
 
 def _toml(value: str | list[str]) -> str:
-    """Return a string or a list of strings in TOML: JSON, with the character DEL escaped, too."""
+    # JSON is TOML, but for the character DEL.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -144,7 +144,6 @@ class _Scan:
         return self._at
 
     def _take(self, *patterns: re.Pattern[str]) -> str:
-        """Take and return what one of `patterns` matches here; if none does, skip a character."""
         for pattern in patterns:
             if found := pattern.match(self._text, self._at):
                 self._at = found.end()

@@ -1,4 +1,4 @@
-"""How ranks that declare nothing share a model and its samples, as the run on one worker shows.
+"""Layouts of ranks that declare none: how they share a model, seen from the run on one worker.
 
 `placement` says where a rank's tensors lie in those of one worker. Here that becomes what a script
 with DTensors declares: a layout, and the pieces of each rank. So both are read in the same way.
@@ -18,18 +18,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from entrenar_py.check import evidence
 from entrenar_py.check.rank_files import placement
 from entrenar_py.check.rank_files.layout import PARTIAL, Layout, Piece
 from entrenar_py.check.rank_files.placement import Indices, Placed
 from entrenar_py.check.rank_files.rank_file import RankTrace
-from entrenar_py.shared.trace import Event, Noticed, Shard, Start, Synchronised, Update
+from entrenar_py.shared.trace import Event, Noticed, Shard, Start
 
 Places = Mapping[int, Mapping[str, Placed]]  # rank -> its tensor -> where it lies
 
-# The fields of events that map or list names of tensors, apart from `optimizer` and `extra`.
-_BY_NAME = ("weights", "buffers", "local", "gradient", "rates", "kept", "summed", "edited")
 _PARTS_UNKNOWN = "ranks are given parts of rows, and none of these is known whole"
-_LISTED = ("trainable", "frozen", "decayed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +80,7 @@ class Scattered(Piece):
 
 @dataclass(frozen=True, kw_only=True)
 class Arrangement:
-    """How the ranks of a run share the model: what it takes to read the files of such runs.
+    """The way in which the ranks of a run share the model, which is needed to read their files.
 
     `places` and `pieces` are by rank; a piece has the name of the whole tensor. `idle` are the
     ranks that draw no samples, and are given what others have computed. `shapes` are those of whole
@@ -206,7 +204,6 @@ def _is_whole(places: Mapping[str, Placed], whole: Start) -> bool:
 
 
 def _is_clear(places: Mapping[str, Placed], start: Start) -> bool:
-    """Return whether each tensor of a rank lies somewhere, and no two in the same one."""
     names = {place.name for place in places.values()}
     return places.keys() == start.weights.keys() and len(names) == len(places)
 
@@ -226,7 +223,6 @@ def _unlike(starts: Mapping[int, Start], named: Mapping[int, Mapping[str, str]])
 
 
 def _are_stages(places: Places, groups: Sequence[int]) -> bool:
-    """Return whether all ranks compute on the same samples, each with tensors that others lack."""
     held = [{place.name for place in of_rank.values()} for of_rank in places.values()]
     return len({*groups}) == 1 and all(
         one - set[str]().union(*(other for other in held if other is not one)) for one in held
@@ -291,25 +287,12 @@ def _renamed(
 ) -> Event:
     if isinstance(event, Noticed):
         return _noticed(event, named)
-    if not isinstance(event, Start | Update | Shard | Synchronised):
-        return event
-    changes: dict[str, Any] = {}
-    for kind in _BY_NAME:
-        if named_values := getattr(event, kind, None):
-            changes[kind] = {named.get(name, name): value for name, value in named_values.items()}
-    for kind in _LISTED:
-        if named_values := getattr(event, kind, None):
-            changes[kind] = tuple(named.get(name, name) for name in named_values)
-    if isinstance(event, Start):
-        changes["shapes"] = {
-            named.get(name, name): shapes.get(named.get(name, name), shape)
-            for name, shape in event.shapes.items()
-        }
-    if state := getattr(event, "optimizer", None):
-        changes["optimizer"] = {_renamed_key(key, named, 0): v for key, v in state.items()}
-    if extra := getattr(event, "extra", None):
-        changes["extra"] = {_renamed_key(key, named, -1): v for key, v in extra.items()}
-    return replace(event, **changes)
+    new = evidence.event_renamed(event, named)
+    if not isinstance(new, Start):
+        return new
+    return replace(
+        new, shapes={name: shapes.get(name, shape) for name, shape in new.shapes.items()}
+    )
 
 
 def _noticed(event: Noticed, named: Mapping[str, str]) -> Noticed:
@@ -323,13 +306,6 @@ def _noticed(event: Noticed, named: Mapping[str, str]) -> Noticed:
         doubled=renamed(event.doubled),
         peculiar={named.get(name, name): look for name, look in event.peculiar.items()},
     )
-
-
-def _renamed_key(key: str, named: Mapping[str, str], place: int) -> str:
-    """Return `parameter/key`, or `label/parameter`, with its part at `place` renamed."""
-    parts = [*key.partition("/")]
-    parts[place] = named.get(parts[place], parts[place])
-    return "".join(parts)
 
 
 # --- samples that ranks share ---------------------------------------------------------------------

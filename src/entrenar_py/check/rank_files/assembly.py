@@ -309,7 +309,7 @@ def recognised(ranks: Sequence[RankTrace]) -> list[RankTrace]:
     tell. If it never had them, they may be those of rank 0, which people save for all. The ranks of
     that life that show a step must show the same, and the others make that step with them: what
     they lost is for the checks to tell. Nothing is changed if no rank shows a step: then the script
-    began anew. Nor if the process is that of an earlier life: it called `observe` twice.
+    started over. Nor if the process is that of an earlier life: it called `observe` twice.
     """
     memories: dict[int, _Memory] = defaultdict(_Memory)
     known: dict[tuple[int, int], RankTrace] = {}

@@ -79,7 +79,7 @@ _HDF = b"\x89HDF"
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """What the processes of a run have saved, as far as they looked (`is_known`).
+    """The files that the processes of a run have saved, as far as they observed it (`is_known`).
 
     `after` are the numbers of steps that were made when weights had been saved, which may be those
     of so many steps before (`behind`). `left` tells
@@ -226,7 +226,7 @@ def _left(folder: Path) -> Iterator[Path]:
 
 
 def _may_hold(path: Path, least: int) -> bool:
-    """Return whether a file looks like one with tensors of at least so many bytes."""
+    """Return whether a file looks like one with tensors of at least this many bytes."""
     try:
         if path.is_symlink() or not path.is_file() or path.stat().st_size < least:
             return False

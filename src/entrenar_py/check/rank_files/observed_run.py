@@ -14,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from entrenar_py.check import evidence
+from entrenar_py.check.evidence import rounds
 from entrenar_py.check.rank_files import assembly, rank_file
 from entrenar_py.check.rank_files.assembly import LastLives
 from entrenar_py.check.rank_files.rank_file import RankTrace
@@ -109,11 +111,8 @@ def _is_dropped(shard: Shard, update: Update | None) -> bool:
 
 
 def _dropout(header: Mapping[str, Any], shards: Sequence[Shard]) -> float:
-    """Return the largest probability of the model's dropout layers; 0 if none of them is in use.
-
-    They are not in use if forward passes were seen and none drew numbers: the layers are in eval(),
-    as in a teacher.
-    """
+    # Layers are not in use if forward passes were seen and none drew numbers: in eval(), as in a
+    # teacher.
     is_seen = any(shard.contents for shard in shards)
     is_drawn = any(shard.draws is not None for shard in shards)
     return 0.0 if is_seen and not is_drawn else float(header.get("dropout", 0.0))
@@ -131,7 +130,7 @@ def trace_of(
     batches = scenario.num_samples / scenario.batch_size
     samples = population(ranks, events)
     if not are_epochs_reported(ranks) and not is_endless_pass(ranks, events, samples):
-        derived = derived_epochs(events, samples)
+        derived = evidence.derived_epochs(events, samples)
         events = events if derived is None else derived
         traits = replace(traits, epochs="untold" if derived is None else "told")
     numbered = assembly.numbered(
@@ -417,41 +416,6 @@ def is_endless_pass(
     return False
 
 
-def derived_epochs(
-    events: Sequence[Event], population: Collection[int] | None
-) -> list[Event] | None:
-    """Return `events` with the epochs that follow from the samples, or None if none follow.
-
-    An epoch is over when each sample of `population` was drawn once. By default these are all
-    samples that the run draws. A step that draws a sample again before that could be an error or
-    the beginning of an epoch, and which it is can't be told. The run must begin at its first step.
-    """
-    by_step: dict[int, list[Shard]] = defaultdict(list)
-    for event in events:
-        if isinstance(event, Start) and event.step > 0:
-            return None
-        if isinstance(event, Shard):
-            by_step[event.step].append(event)
-    drawn = {id_ for shards in by_step.values() for shard in shards for id_ in shard.ids}
-    whole = drawn if population is None else set(population)
-    epochs: dict[int, int] = {}
-    epoch, seen = 0, set[int]()
-    for step, shards in sorted(by_step.items()):
-        ids = [id_ for shard in shards for id_ in shard.ids]
-        if len(set(ids)) < len(ids) or any(shard.unknown for shard in shards):
-            return None
-        if not seen.isdisjoint(ids):
-            if not seen >= whole:
-                return None
-            epoch, seen = epoch + 1, set()
-        seen.update(ids)
-        epochs[step] = epoch
-    return [
-        replace(event, epoch=epochs[event.step]) if isinstance(event, Shard) else event
-        for event in events
-    ]
-
-
 # --- rounds of ranks that step alone --------------------------------------------------------------
 
 
@@ -473,7 +437,7 @@ def outer_step(
     first = rules[0]
     options: dict[str, Any] = {}
     declared = next((rule["inner_steps"] for rule in rules if "inner_steps" in rule), None)
-    length = declared or usual_length([sorted(steps) for steps in meetings.values()])
+    length = declared or rounds.usual_length([sorted(steps) for steps in meetings.values()])
     if length is not None:
         options["inner_steps"] = length
     if first["rule"] == "other" or any(_bare(rule) != _bare(first) for rule in rules):
@@ -484,21 +448,3 @@ def outer_step(
 
 def _bare(rule: Any) -> dict[str, Any]:
     return {name: value for name, value in rule.items() if name != "inner_steps"}
-
-
-def usual_length(meetings: Sequence[Sequence[int]]) -> int | None:
-    """Return the number of steps of a round; None without any, or if all have several lengths.
-
-    The last round may be shorter. If ranks differ, it is the length that most rounds have.
-    """
-    if not meetings:
-        return None
-    rounds = [
-        [step - before for before, step in zip((-1, *steps), steps, strict=False)]
-        for steps in meetings
-    ]
-    if all(lengths == rounds[0] for lengths in rounds):
-        whole = rounds[0][:-1] or rounds[0]
-        return whole[0] if len({*whole}) == 1 and rounds[0][-1] <= whole[0] else None
-    ((length, _),) = Counter(length for lengths in rounds for length in lengths).most_common(1)
-    return length

@@ -1,4 +1,4 @@
-"""Where the tensors of a rank lie in those of the whole model, as their first values show.
+"""Places of a rank's tensors in those of the whole model, found from their initial values.
 
 A script that cuts a model by hand, in plain tensors, declares nothing. With one seed, the run on
 one worker begins with the whole tensors, and ranks with pieces of them: the same numbers.
@@ -47,7 +47,7 @@ class Whole:
 
     @property
     def is_constant(self) -> bool:
-        """Whether all elements are equal, so that values don't show where a piece lies."""
+        """True if all elements are equal, so that values don't show where a piece lies."""
         return self.values is not None and is_constant(self.values)
 
 
@@ -72,7 +72,7 @@ def of(starts: Mapping[int, Start], whole: Start) -> dict[int, dict[str, Placed]
 
 
 def _shape(start: Start, name: str) -> Shape:
-    """Return a tensor's shape. One with two numbers an element (complex) counts as flat."""
+    # A tensor with two numbers an element (complex) counts as flat.
     size = start.weights[name].size or 0
     shape = tuple(start.shapes.get(name, ()))
     return shape if shape and math.prod(shape) == size else (size,)
@@ -131,7 +131,6 @@ def _is_same(record: TensorRecord, whole: Whole | None) -> bool:
 def _by_values(
     name: str, record: TensorRecord, values: Values, shape: Shape, wholes: Mapping[str, Whole]
 ) -> Placed | None:
-    """Return where a tensor lies: in the one of its own name, or in the only other that has it."""
     own = wholes.get(name)
     if own is not None and (place := _within(own, record, values, shape)) is not None:
         return place

@@ -87,44 +87,33 @@ def _are_versions(value: Any) -> bool:
     return isinstance(value, dict) and all(map(_is_text, value.values()))
 
 
+_FLAGS = (
+    *("values", "auto", "replicas", "unseeded", "alone", "drawn", "drop_last", "replacement"),
+    *("selects_in_steps", "one_source", "splits", "thorough", "ordered", "varied", "joined"),
+    *("batch_norm", "short_betas"),
+)
 # Key -> whether it must be there, the test of its value, and the allowed values in words.
 _KEYS: Mapping[str, tuple[bool, Test, str]] = {
     "rank": (True, _whole(0, RANKS_MAX - 1), f"a whole number from 0 to {RANKS_MAX - 1}"),
     "world_size": (True, _whole(1, RANKS_MAX), f"a whole number from 1 to {RANKS_MAX}"),
     "versions": (False, _are_versions, "a mapping from names to texts"),
     "pid": (False, _whole(0), "a whole number"),
-    "values": (False, _is_flag, "true or false"),
-    "auto": (False, _is_flag, "true or false"),
-    "replicas": (False, _is_flag, "true or false"),
-    "unseeded": (False, _is_flag, "true or false"),
-    "alone": (False, _is_flag, "true or false"),
     "samples": (False, _is_text, "index, content or unknown"),
-    "drawn": (False, _is_flag, "true or false"),
     "losses": (False, CHOICES["losses"].__contains__, "known or backward"),
     "num_samples": (
         *(False, lambda value: value is None or _whole(0)(value)),
         "a whole number, or null where it is not known",
     ),
-    "drop_last": (False, _is_flag, "true or false"),
-    "replacement": (False, _is_flag, "true or false"),
     "selects": (False, _is_text, "a line, as train.py:12"),
-    "selects_in_steps": (False, _is_flag, "true or false"),
-    "one_source": (False, _is_flag, "true or false"),
     "by_epoch": (False, _is_text, "a line, as train.py:12"),
     "clip_norm": (False, _is_norm, "a number above 0, or null where none was declared"),
     "clips": (False, _is_norm, "a number above 0, or null where no calls show one norm"),
     "reduction": (False, _is_text, "the name of a number format"),
     "loss_over": (False, CHOICES["loss_over"].__contains__, "batch, micro-batch, or nothing"),
-    "splits": (False, _is_flag, "true or false"),
-    "thorough": (False, _is_flag, "true or false"),
-    "ordered": (False, _is_flag, "true or false"),
-    "varied": (False, _is_flag, "true or false"),
-    "joined": (False, _is_flag, "true or false"),
     "optimizer": (False, _is_text, "the name of a class"),
     "groups": (False, _are_groups, "a list of mappings from names to numbers"),
     "dropout": (False, _is_probability, "a number from 0 to 1"),
-    "batch_norm": (False, _is_flag, "true or false"),
-    "short_betas": (False, _is_flag, "true or false"),
+    **dict.fromkeys(_FLAGS, (False, _is_flag, "true or false")),
 }
 # The keys that a later line may give, since what the script doesn't declare is met later.
 OF_THE_DATA = (
@@ -335,10 +324,7 @@ def _read(path: Path, file: BinaryIO, life: int) -> RankTrace:
 
 
 def _without_earlier(event: trace.Event, events: list[trace.Event]) -> list[trace.Event]:
-    """Return `events` without a start, if `event` is one, too, and no step was made since.
-
-    Between the two the script has loaded what it begins with.
-    """
+    # Between two starts the script has loaded what it begins with.
     is_again = isinstance(event, trace.Start)
     if not is_again or any(isinstance(one, trace.Update) for one in events):
         return events
@@ -400,7 +386,6 @@ def _with_compression(rank: RankTrace, record: Mapping[str, Any]) -> RankTrace:
 
 
 def _of_the_data(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts of a data set that became known after the header was written."""
     return {name: record[name] for name in OF_THE_DATA if name in record}
 
 

@@ -34,14 +34,7 @@ from entrenar_py.shared.trace import (
 State = TypeVar("State", Start, Update)
 # Fields that may be in pieces.
 _IN_PIECES = (
-    "weights",
-    "optimizer",
-    "buffers",
-    "local",
-    "gradient",
-    "edited",
-    "extra",
-    "unclipped",
+    *("weights", "optimizer", "buffers", "local", "gradient", "edited", "extra", "unclipped"),
 )
 
 
@@ -145,7 +138,6 @@ def _tensors(
 
 
 def _norms(updates: Sequence[Update], norm: float | None) -> dict[str, float | None]:
-    """Return the norms of a whole gradient: `norm`, and that norm scaled as a rank clipped it."""
     kept = [
         update.applied_norm / update.grad_norm
         for update in updates
@@ -158,10 +150,6 @@ def _norms(updates: Sequence[Update], norm: float | None) -> dict[str, float | N
 
 
 def _shared(ranks: Ranks, layout: Layout) -> list[Event]:
-    """Return one Shard for each micro-batch of ranks that draw the same samples.
-
-    If a rank drew other samples than the first of these ranks, it has a Shard of its own, too.
-    """
     parts: dict[Any, dict[int, Shard]] = defaultdict(dict)
     for rank in sorted(ranks):
         for shard in _micro_batches(ranks[rank], layout):
@@ -299,7 +287,7 @@ def made_whole(rank: int, held: Held, ranks: Ranks) -> dict[str, TensorRecord]:
 def renamed(tensors: Tensors, layout: Layout) -> dict[str, TensorRecord]:
     """Return `tensors` with tied ones under the first name of their tie.
 
-    If several tensors of a tie are there, the others keep their own names.
+    If several tensors of a tie are recorded, the others keep their own names.
     """
     named: dict[str, TensorRecord] = {}
     for name, record in tensors.items():

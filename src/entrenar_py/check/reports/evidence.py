@@ -79,7 +79,6 @@ def findings(pairs: Iterable[tuple[Report, Entry]]) -> Iterator[list[tuple[Repor
 
 
 def _fact(entry: Entry) -> Hashable:
-    """Return what identifies the fact that an entry is about."""
     broken = entry.finding.counterexample
     if broken is None or entry.verdict is not Verdict.FALSIFIED:
         return id(entry)
@@ -89,10 +88,7 @@ def _fact(entry: Entry) -> Hashable:
 
 
 def _run(record: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the run that broke: its scenario, or how a command was launched for it.
-
-    What else is in a command's scenario (sizes, learning rate) is what its ranks have shown.
-    """
+    # The rest of a command's scenario (sizes, learning rate) is what its ranks have shown.
     if record.get("system") != OBSERVED:
         return "scenario", describe_scenario(record)
     try:

@@ -122,14 +122,12 @@ def markdown(text: str) -> str:
 
 
 def _fenced(lines: list[str]) -> str:
-    """Return `lines` as a code block, with a fence longer than any in them."""
     text = "\n".join(lines)
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}text\n{text}\n{fence}"
 
 
 def _data(text: str) -> str:
-    """Return `text` escaped for a runner's command; its line ends are kept."""
     return escaping.text(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 

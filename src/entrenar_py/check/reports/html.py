@@ -201,7 +201,6 @@ def _group(curves: Sequence[Curve], broken: frozenset[Scenario]) -> Iterator[str
 def _line(
     curves: Sequence[Curve], curve: Curve, points: Points, broken: frozenset[Scenario]
 ) -> Line:
-    """Return the line of a curve, in the same colour in every chart of these `curves`."""
     return Line(label=_label(curve, broken), points=points, colour=curves.index(curve))
 
 
@@ -236,7 +235,6 @@ def _rank(curves: Sequence[Curve], broken: frozenset[Scenario]) -> tuple[int, in
 
 
 def _chosen(curves: Sequence[Curve], broken: frozenset[Scenario]) -> list[Curve]:
-    """Return at most LINES_MAX curves: counterexamples, then one for each system and world size."""
     first: dict[tuple[str, int], Curve] = {}
     for curve in sorted(curves, key=lambda curve: (_disturbed(curve), not curve.distances)):
         first.setdefault((curve.scenario.system, curve.scenario.world_size), curve)
@@ -397,5 +395,4 @@ def _text(text: str) -> str:
 
 
 def _long(text: str) -> str:
-    """Return a command as HTML, not cut."""
     return escaping.html(text)

@@ -127,5 +127,5 @@ def plain(value: Any) -> Any:
 
 
 def _text(value: object) -> str:
-    """Return `value` as text that UTF-8 can encode; lone surrogates, as in paths, are escaped."""
+    # Paths may have lone surrogates.
     return str(value).encode("utf-8", "backslashreplace").decode("utf-8")

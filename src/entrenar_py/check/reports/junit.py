@@ -66,7 +66,6 @@ def _add_properties(suite: Element, report: Report) -> None:
 
 
 def _not_applying(report: Report) -> Iterator[tuple[str, str]]:
-    """Yield (name, value): the ids of all clauses that don't apply, then each one's reason."""
     ids = [skipped.invariant.id for skipped in report.not_applying]
     if ids:
         yield "not_applying", " ".join(ids)
@@ -117,10 +116,6 @@ def _add_case(suite: Element, report: Report, entry: Entry, inconclusive: str) -
 
 
 def _add_alarm(suite: Element, report: Report, name: str, message: str, tag: str) -> None:
-    """Add a test case for a problem that belongs to no single invariant.
-
-    `tag` is `error`, or `skipped` if `--allow-inconclusive` allows the problem.
-    """
     classname = escaping.exact(report.contract.name)
     case = SubElement(suite, "testcase", classname=classname, name=name, time="0.000")
     SubElement(case, tag, type=name, message=evidence.one_line(message))

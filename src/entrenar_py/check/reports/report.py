@@ -173,7 +173,6 @@ def ending(reports: Sequence[Report], *, allow_inconclusive: bool) -> Ending:
 
 
 def _unknown(entries: Sequence[Entry]) -> list[str]:
-    """Return in words which clauses are inconclusive, with the reason if it is one clause."""
     if not entries:
         return []
     ids = ", ".join(entry.invariant.id for entry in entries)
@@ -278,13 +277,12 @@ class Report:
 
     @property
     def _demanded(self) -> tuple[str, ...]:
-        """The ids of the clauses that the gate demands of what was checked."""
         left_out = {left.invariant.id for left in self.not_applying if left.outside or left.seen}
         return tuple(clause for clause in self._asked.clauses if clause not in left_out)
 
     @property
     def gate_size(self) -> str:
-        """How many clauses the gate is over: `over 6 clauses`, or `over 3 script clauses`."""
+        """The gate's number of clauses: `over 6 clauses`, or `over 3 script clauses`."""
         num_seen = sum(left.seen for left in self.not_applying)
         of_script = "script " if len(self._demanded) + num_seen < len(self._asked.clauses) else ""
         return f"over {counted(len(self._demanded), f'{of_script}clause')}"

@@ -93,7 +93,6 @@ def fingerprint(*marks: str) -> str:
 
 
 def _clauses(report: Report) -> list[Invariant]:
-    """Return the clauses with an entry, then those that are excluded or do not apply."""
     clauses = [entry.invariant for entry in report.entries]
     clauses += [exclusion.invariant for exclusion in report.excluded]
     return clauses + [skipped.invariant for skipped in report.not_applying]

@@ -19,9 +19,9 @@ from rich.table import Table
 from rich.text import Text
 
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.rank_files.observed_run import SYSTEM
 from entrenar_py.check.reports import evidence
 from entrenar_py.check.reports.report import EXIT_FALSIFIED, EXIT_HELD, Ending, Entry, Report, rank
+from entrenar_py.shared.scenario import OBSERVED
 from entrenar_py.shared.untrusted import escaping
 from entrenar_py.shared.verdict import Verdict, inconclusive
 from entrenar_py.shared.wording import counted
@@ -99,7 +99,7 @@ _COMPARED_WIDEST = 999_999  # the width of a column must be known before its num
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """How much is printed: `quiet` leaves out what held; `verbose` adds rows, notes and places."""
+    """The amount to print: `quiet` leaves out what held; `verbose` adds rows, notes and places."""
 
     quiet: bool = False
     verbose: bool = False
@@ -157,7 +157,6 @@ class Rows:
         print_table(self._console, table)
 
     def _name_chars(self) -> int:
-        """Return the width of the name's column: what others leave of a terminal's."""
         others = sum(width + _GAP_CHARS for title, width in self._columns.items())
         left = self._console.width - others + self._columns["name"] + _GAP_CHARS
         return left if self._console.is_terminal else self._columns["name"]
@@ -173,7 +172,7 @@ def render(
 ) -> None:
     """Print the reports of one run: findings, worst verdict first, what held, and the `ending`.
 
-    A finding of several clauses is told once. If verdicts were `streamed`, their rows have been
+    A finding of several clauses is printed once. If verdicts were `streamed`, their rows have been
     printed. Without an `ending` the run could not be finished.
     """
     if style.verbose and not streamed:
@@ -303,13 +302,12 @@ def _print_findings(console: Console, pairs: Sequence[tuple[Report, Entry]], sty
 
 
 def _gap(console: Console, style: Style) -> None:
-    """Part the paragraphs of a verbose report, which fits on no screen anyway."""
+    # A verbose report fits on no screen anyway.
     if style.verbose:
         _line(console, "")
 
 
 def _print_alike(console: Console, reason: str, entries: list[Entry]) -> None:
-    """Print one paragraph for clauses that share a reason, such as having no check."""
     word, style = _WORDS[Verdict.INCONCLUSIVE]
     _line(console, f"{len(entries)} clauses {word}: {reason}", style=style)
     _labelled(console, "clauses", ", ".join(entry.invariant.id for entry in entries))
@@ -354,7 +352,7 @@ def _print_left_out(console: Console, reports: Sequence[Report], style: Style) -
     if names and style.verbose:
         told = (f"{' '.join(some)} ({', '.join(clauses)})" for clauses, some in names.items())
         _line(console, f"not tried, as the command lacks: {'; '.join(told)}")
-    elif names and not style.quiet and not _is_broken(reports):  # first mend what is broken
+    elif names and not style.quiet and not _is_broken(reports):  # first fix what is broken
         alone = (name for some in names.values() for name in some)
         _line(console, f"not tried, as the command lacks: {' '.join(alone)}")
 
@@ -394,7 +392,6 @@ def _is_broken(reports: Sequence[Report]) -> bool:
 
 
 def _hidden(reports: Sequence[Report]) -> str:
-    """Return what a verbose report shows in addition, to end a line."""
     outside = sum(left.outside for report in reports for left in report.not_applying)
     parts = ((len(evidence.all_notes(reports)), "note"), (outside, "clause"))
     told = [counted(number, noun) for number, noun in parts if number]
@@ -413,7 +410,7 @@ def _seen(reports: Sequence[Report]) -> str:
     if stored:
         return f" in {counted(max(stored), 'stored trace')}"
     entries = [entry for report in reports for entry in report.entries]
-    if all(report.system == SYSTEM for report in reports):
+    if all(report.system == OBSERVED for report in reports):
         return ""
     planned = sum(entry.num_scenarios for entry in entries)
     explored = sum(entry.num_explored for entry in entries)
@@ -445,7 +442,7 @@ def _line(console: Console, text: str, *, style: str = "") -> None:
 
 
 def _command(console: Console, text: str) -> None:
-    """Print a command as it is, to be copied: no line is broken, no space is dropped."""
+    # To be copied: no line is broken, no space is dropped.
     console.print(Text(_fit(console, escaping.exact(text))), soft_wrap=True)
 
 
@@ -466,6 +463,5 @@ def _wrap(console: Console, text: str, *, indent: int) -> list[str]:
 
 
 def _fit(console: Console, text: str) -> str:
-    """Return `text` with the characters that the console's encoding lacks as escapes."""
     encoding = console.encoding
     return escaping.text(text).encode(encoding, "backslashreplace").decode(encoding)

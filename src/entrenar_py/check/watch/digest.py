@@ -70,7 +70,6 @@ def root(head: bytes, data: memoryview) -> bytes:
 
 
 def _digests(data: memoryview) -> bytes:
-    """Return the digests of all chunks, joined; the last chunk is filled up with zeros."""
     whole = len(data) - len(data) % CHUNK_BYTES
     digests = [xxh3_128_digest(data[i : i + CHUNK_BYTES]) for i in range(0, whole, CHUNK_BYTES)]
     if whole < len(data):
@@ -194,7 +193,7 @@ class DigestTable:
         """Return for each tensor the address at which the kernel reads it, and its number of words.
 
         A tensor is read from a copy if its elements lie out of order, or if it begins or ends in
-        the middle of 16 bytes. Every run makes these copies anew.
+        the middle of 16 bytes. Every run makes these copies again.
         """
         staged = [tensor for tensor in tensors if not _is_readable(tensor)]
         sizes = [_up(tensor.nbytes) for tensor in staged]
@@ -303,10 +302,8 @@ def _up(num_bytes: int) -> int:
 
 
 def _kind(dtype: torch.dtype) -> tuple[int, int, int]:
-    """Return masks of a word of `dtype`: exponent bits, the lowest of each exponent, sign bits.
-
-    All are 0 for a dtype without NaN and Inf that are recognised.
-    """
+    # Exponent bits, the lowest of each exponent, and sign bits of a word of 64 bits; all are 0 for
+    # a dtype with no NaN or Inf that is recognised.
     if dtype not in _FORMATS:
         return (0, 0, 0)
     exponent, carry, bits = _FORMATS[dtype]

@@ -258,7 +258,6 @@ def holders(ranks: Sequence[Sequence[Piece]]) -> list[list[tuple[int, int]]]:
 
 
 def _places(places: Iterable[tuple[int, int]]) -> NDArray[np.int64]:
-    """Return `places`, each a rank and a row, as int64 [places, 2]."""
     return np.array(list(places), np.int64).reshape(-1, 2)
 
 

@@ -1,4 +1,4 @@
-"""What a GPU computes of tensors: their digests, and the sums of their sketches.
+"""Kernels for the digests of tensors on a GPU, and for the sums of their sketches.
 
 There is one launch for all chunks of all tensors, and memory is read once. Needs Triton. Under
 `TRITON_INTERPRET=1` the kernels run on the CPU. There digests are compared bit for bit with xxhash,

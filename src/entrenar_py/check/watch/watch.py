@@ -327,7 +327,6 @@ class Watch:
             rows[:, _LIVE].index_put_((places,), live)
 
     def _places_of(self, wanted: tuple[int, ...], device: torch.device) -> Tensor:
-        """Return row numbers as a tensor on `device`, copied without waiting if new."""
         if wanted != self._asked:
             rows = torch.tensor(wanted)
             rows = rows.pin_memory() if device.type == "cuda" else rows
@@ -335,10 +334,7 @@ class Watch:
         return self._index
 
     def _leave(self) -> None:
-        """Log findings of rows that have arrived, as the process ends without `close`.
-
-        At that point nothing can be stopped any more, and nothing may hang.
-        """
+        # Nothing can be stopped any more as the process ends, and nothing may hang.
         if self._pending is not None and self._exchange.has_arrived():
             self._tell = lambda finding: _LOG.error("%s", finding)
             self._look()

@@ -25,7 +25,7 @@ from torch._decomp import core_aten_decompositions, get_decompositions
 
 @dataclass(frozen=True)
 class Window:
-    """How the kernel moves: a number for each spatial dim."""
+    """The kernel's stride, padding and dilation: a number for each spatial dim."""
 
     stride: Sequence[int]
     padding: Sequence[int]

@@ -191,7 +191,7 @@ LEVELS_BYTES = 64  # of the levels in workgroup memory
 
 @dataclass(frozen=True, eq=False)
 class Coding:
-    """How a matrix is stored: a key of BITS, and for NF4 its scales and their table, in C order."""
+    """The format of a matrix: a key of BITS, and for NF4 its scales and their table, in C order."""
 
     kind: str
     tables: tuple[Buffer, ...] = ()

@@ -56,7 +56,7 @@ class Layout:
         return () if self.coding is None else self.coding.tables
 
     def num_bytes(self, num_elements: int) -> int:
-        """Return the memory of so many elements, of whole words."""
+        """Return the memory of this many elements, in whole words."""
         bits = FLOAT_BYTES * 8 if self.coding is None else BITS[self.coding.kind]
         return -(-num_elements * bits // 32) * 4
 

@@ -1,1 +1,1 @@
-"""What is shown: pages, charts, the terminal, and files that are written."""
+"""Output for people: pages, charts, the terminal, and the writing of files."""

@@ -1,4 +1,4 @@
-"""What any command line has: values of options that are parsed, and files that are written.
+"""Common parts of command lines: parsing the values of options, and writing files.
 
 A function for the type of an option parses the text of a value, as argparse calls it. All raise
 argparse.ArgumentTypeError with the text and the allowed values. A file is checked before the run,

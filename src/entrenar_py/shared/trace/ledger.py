@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,9 +17,11 @@ from typing import Any, BinaryIO
 from blake3 import blake3
 
 from entrenar_py.shared.errors import ForeignTrace, TraceError, UsageError
+from entrenar_py.shared.scenario import Scenario, TrainingPlan
 from entrenar_py.shared.trace import records, traits
 from entrenar_py.shared.trace.events import End, Event
 from entrenar_py.shared.trace.run import Trace
+from entrenar_py.shared.trace.traits import USUAL, Traits
 from entrenar_py.shared.untrusted import files, json_text
 
 VERSION = 1
@@ -26,23 +29,42 @@ _AGAIN = "record the run again"
 EVENTS_MAX = 2**21  # of a run that is judged; a ledger that is only verified may have any length
 
 
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """The first line: what is known of a run before its first event.
+
+    `plan` is a Scenario if the harness ran it.
+    """
+
+    plan: TrainingPlan
+    environment: Mapping[str, Any]
+    promises: tuple[str, ...] = ()
+    traits: Traits = USUAL
+
+
 def dump_lines(trace: Trace) -> Iterator[str]:
     """Yield the lines of the trace's file, without line ends."""
     chain = ""
-    for record in (header(trace), *map(records.to_record, trace.events)):
+    head = Head(
+        plan=trace.scenario,
+        environment=trace.environment,
+        promises=trace.promises,
+        traits=trace.traits,
+    )
+    for record in (header(head), *map(records.to_record, trace.events)):
         line, chain = dump_line(chain, record)
         yield line
 
 
-def header(trace: Trace) -> dict[str, Any]:
-    """Return the record of the first line: everything in `trace` except its events."""
+def header(head: Head) -> dict[str, Any]:
+    """Return the record of the first line."""
     return {
         "kind": "trace",
         "version": VERSION,
-        "scenario": trace.scenario.to_dict(),
-        "environment": dict(trace.environment),
-        "promises": list(trace.promises),
-        "traits": trace.traits.to_dict(),
+        "scenario" if isinstance(head.plan, Scenario) else "plan": head.plan.to_dict(),
+        "environment": dict(head.environment),
+        "promises": list(head.promises),
+        "traits": head.traits.to_dict(),
     }
 
 
@@ -96,7 +118,7 @@ def load(path: Path) -> Trace:
         raise TraceError(f"{where}: its last line is no end event; {_AGAIN}")
     head = reader.head
     return Trace(
-        scenario=head.scenario,
+        scenario=Scenario.of(head.plan),
         environment=head.environment,
         promises=head.promises,
         traits=head.traits,
@@ -125,7 +147,7 @@ def load_events(data: bytes) -> list[Event]:
 
 
 class Reader:
-    """Reads a trace's file line by line: `head` (a trace without events) at once, then each event.
+    """Reads a trace's file line by line: its `head` at once, then each event.
 
     `num_lines` and `num_bytes` were read so far; `chain` is the last line's. Raises TraceError,
     which names the line, for content that no writer wrote. With `cut`, a last line without a line
@@ -196,18 +218,17 @@ class Reader:
             )
         return record
 
-    def _header(self, record: dict[str, Any]) -> Trace:
+    def _header(self, record: dict[str, Any]) -> Head:
         if record.get("kind") != "trace":
             problem = f"first line kind={record.get('kind')!r}: a trace's is 'trace'; give a trace"
             raise ForeignTrace(f"{self._where}: {problem}")
         try:
-            scenario, observed = traits.from_header(record)
-            return Trace(
-                scenario=scenario,
+            plan, observed = traits.from_header(record)
+            return Head(
+                plan=plan,
                 environment=dict(record["environment"]),
                 promises=tuple(record["promises"]),
                 traits=observed,
-                events=(),
             )
         except (AttributeError, KeyError, TypeError, UsageError, ValueError) as error:
             raise TraceError(f"{self._path}:1: not a header ({error!r}); {_AGAIN}") from error

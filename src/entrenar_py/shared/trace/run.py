@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.scenario import Scenario, TrainingPlan
 from entrenar_py.shared.trace.events import (
     E,
     End,
@@ -39,6 +39,11 @@ class Trace:
     promises: tuple[str, ...]
     events: tuple[Event, ...]
     traits: Traits = USUAL
+
+    @classmethod
+    def of_plan(cls, plan: TrainingPlan, **named: Any) -> Trace:
+        """Return the trace of one run of `plan`, which a trainer knows; see `Scenario.of`."""
+        return cls(scenario=Scenario.of(plan), **named)
 
     @property
     def draws_by_shard(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from entrenar_py.shared.codec import Schema
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.scenario import Scenario, TrainingPlan
 
 # The values that a field may have, for fields with a fixed choice.
 CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -61,7 +61,7 @@ class Traits:
     - `batch_norm`: batch normalisation uses each rank's own samples.
     - `drop_last`: the last batch of an epoch is left out if it would be short.
     - `replacement`: a sample may be drawn again within an epoch.
-    - `selects`: the line of a script that selects rows by random numbers, for each step anew.
+    - `selects`: the line of a script that selects rows by random numbers, for each step again.
       `one_source`: by the same line for each micro-batch of a step, under no condition.
     - `by_epoch`: the line of a script that compares the number of an epoch: it may do something
       else in later ones.
@@ -197,12 +197,14 @@ _WERE: Mapping[str, Traits] = {
 }
 
 
-def from_header(record: Mapping[str, Any]) -> tuple[Scenario, Traits]:
-    """Return the scenario and the traits of a trace's header.
+def from_header(record: Mapping[str, Any]) -> tuple[TrainingPlan, Traits]:
+    """Return the plan, or the scenario, and the traits of a trace's header.
 
     A header without traits was written by hand or by an earlier release, which stored the traits of
     a user's trainer among its scenario's `options`. They are moved to the traits.
     """
+    if "plan" in record:
+        return TrainingPlan.from_dict(record["plan"]), Traits.from_dict(record["traits"])
     scenario = Scenario.from_dict(record["scenario"])
     if "traits" in record:
         traits = Traits.from_dict(record["traits"])

@@ -60,7 +60,7 @@ class Frozen(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadBack(Event):
-    """What was trained, under the trainer's names, as stock library `by` loads it from a folder."""
+    """The trained tensors as stock library `by` loads them, under the trainer's names."""
 
     by: str
     tensors: Tensors

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from entrenar_py.shared.errors import TraceError, UsageError
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.scenario import Scenario, TrainingPlan, plan_record
 from entrenar_py.shared.trace import ledger, records
 from entrenar_py.shared.trace.events import End, Event, Membership, Start, Update
-from entrenar_py.shared.trace.run import Trace
+from entrenar_py.shared.trace.ledger import Head
 from entrenar_py.shared.trace.service_events import Gap
 from entrenar_py.shared.untrusted import files
 
@@ -99,7 +99,7 @@ class Writer:
             left = left[self._file.write(left) :]
 
 
-def create(path: Path, head: Trace) -> Writer:
+def create(path: Path, head: Head) -> Writer:
     """Create a file at `path`; UsageError if it exists already or can't be created."""
     try:
         file = FileIO(path, "x")
@@ -116,11 +116,11 @@ def create(path: Path, head: Trace) -> Writer:
         return writer
 
 
-def reopen(path: Path, head: Trace, *, since: Gap | None = None) -> tuple[Writer, Standing]:
+def reopen(path: Path, head: Head, *, since: Gap | None = None) -> tuple[Writer, Standing]:
     """Open the file at `path` to continue it, and return its end; create it if there is none.
 
     `since` is the gap that a new file would start with if the run resumes from a checkpoint. Raises
-    TraceError for a file that is damaged before its last line, is of another scenario than
+    TraceError for a file that is damaged before its last line, is of another run than
     `head`'s, or lacks the events before that checkpoint. Raises UsageError if another process is
     writing it.
     """
@@ -141,15 +141,15 @@ def reopen(path: Path, head: Trace, *, since: Gap | None = None) -> tuple[Writer
             return _begun(file, head), Standing(is_new=True)
         lines.seek(0)
         reader = ledger.Reader(lines, path, cut=True)
-        _require_same(reader.head.scenario, head.scenario, path)
+        _require_same(reader.head.plan, head.plan, path)
         standing = _stand(reader if since is None else _through(reader, path, since))
         file.truncate(reader.num_bytes)
         file.seek(reader.num_bytes)
         return Writer(file, Mark(reader.num_lines, reader.chain)), standing
 
 
-def _begun(file: FileIO, head: Trace) -> Writer:
-    """Write all of `head` except its events to the empty `file`, and return the writer."""
+def _begun(file: FileIO, head: Head) -> Writer:
+    """Write `head` to the empty `file`, and return the writer."""
     writer = Writer(file, Mark(0, ""))
     writer.write([ledger.header(head)])
     return writer
@@ -193,7 +193,7 @@ def _lacking(since: Gap, reader: ledger.Reader, num_made: int, digest: str | Non
         )
     return (
         f"its line {since.lines} has the digest {digest}, the checkpoint names {since.digest}: it "
-        "is another run's, or was written anew"
+        "is another run's, or was rewritten"
     )
 
 
@@ -215,13 +215,16 @@ def _stand(events: Iterable[Event]) -> Standing:
     return Standing(present=tuple(sorted(present)), step=step, end=end, num_made=num_made)
 
 
-def _require_same(theirs: Scenario, ours: Scenario, path: Path) -> None:
-    for name, value in ours.to_dict().items():
-        if theirs.to_dict()[name] != value:
+def _require_same(theirs: TrainingPlan, ours: TrainingPlan, path: Path) -> None:
+    wrote, writes = theirs.to_dict(), ours.to_dict()
+    if not isinstance(ours, Scenario):
+        wrote = dict(plan_record(wrote))
+    for name in {**writes, **wrote}:
+        if wrote.get(name) != writes.get(name):
             raise TraceError(
-                f"ledger {path}: it was written by a run with {name}={theirs.to_dict()[name]!r}, "
-                f"and this run has {name}={value!r}; go on with the configuration of that run, or "
-                "give another path"
+                f"ledger {path}: it was written by a run with {name}={wrote.get(name)!r}, and this "
+                f"run has {name}={writes.get(name)!r}; go on with the configuration of that run, "
+                "or give another path"
             )
 
 

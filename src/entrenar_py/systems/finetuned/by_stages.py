@@ -113,10 +113,10 @@ class _Training(ScenarioRun):
         when = f"in {wording.spanned('block', own)}"
         self.frozen.append(records.of_module(workload.module, when))
         return StageMember(
-            self.server.scenario,
+            self.server.plan,
             backends.open_backend("cpu"),
             workload,
-            terms=self.server.terms,
+            faults=self.scenario.faults,
             every=cut.blocks,
             stage=stage,
             clock=lambda: self.transport.simulation.now,

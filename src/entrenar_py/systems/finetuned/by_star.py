@@ -33,7 +33,7 @@ def run(scenario: Scenario) -> Trace:
         workload = prepared.workload(Watched)
         assert isinstance(workload, Watched), "it was asked for"
         training = _Training(scenario, workload, fixture)
-        first = training.server.initial()
+        first = training.server.replicas.initial()
         begin = list(textbook.adapters("start", fixture, request, first))
         done = training.train()
         if done.end.status != "completed":

@@ -1,4 +1,4 @@
-"""An independent oracle of a fine-tuning: stock `transformers`, adapters and losses written anew.
+"""An independent oracle of a fine-tuning: stock `transformers`, adapters and losses written again.
 
 It uses nothing of `tuning`, nor `peft`. An adapter's layer is y = W x + (alpha / rank) B (A x). A
 language model's loss is -log p of each token to predict, given those before it; a classifier's is

@@ -37,7 +37,7 @@ _AVERAGES = (say.AveragedGradient, say.AveragedBlock, say.AveragedNonBlock)
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How a run goes. `order` picks the next worker that delivers, of those that have a shard.
+    """The course of a run. `order` picks the next worker to deliver, among those with a shard.
 
     In step `dies_in` the worker with the last place dies before it has delivered everything, and
     if it `returns`, another joins then. Each worker `repeats` what it delivered before, also within

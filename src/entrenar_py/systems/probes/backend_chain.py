@@ -30,7 +30,7 @@ def has_adapter(backend: Backend) -> bool:
 
 
 def open_doomed(kind: str, on_strike: Struck) -> Backend:
-    """Open the best adapter anew, with the fault `kind` of `faults.OF_ADAPTERS`.
+    """Open the best adapter again, with the fault `kind` of `faults.OF_ADAPTERS`.
 
     `on_strike` is called when the fault strikes. Raises BackendUnavailable if there is no adapter.
     """

@@ -190,14 +190,14 @@ def _ranks(scenario: Scenario) -> range:
 
 
 class _Rank:
-    """What a rank records of the model, which all ranks share."""
+    """The record that a rank makes of the model, which all ranks share."""
 
     def __init__(
         self, model: Decoder, optimizer: torch.optim.Optimizer, rank: int, recorder: Recorder
     ) -> None:
         self.rank, self._model, self._recorder = rank, model, recorder
         self.place = 0, 0
-        size = recorder.scenario.world_size
+        size = recorder.plan.world_size
         subject = Subject(model, (optimizer,), declared=None, rank=rank, world_size=size)
         drawing = Generators(model, objects={})
         self.random = RandomNumbers(
@@ -219,7 +219,7 @@ class _Rank:
             step=step,
             epoch=0,
             rank=self.rank,
-            shard=self.rank * self._recorder.scenario.accumulation + number,
+            shard=self.rank * self._recorder.plan.accumulation + number,
             ids=(),
             loss_sum=None,
             weight=0.0,

@@ -126,7 +126,9 @@ class ScenarioRun:
         self.server = Server(scenario, workload=workload) if server is None else server
         self.transport = transport(self)
         self._waiting = [one for one in scenario.faults if one.kind in faults.SURVIVED]
-        self._ranks = set(workers.initial_ranks(scenario))  # present, or about to come back
+        self._ranks = set(
+            workers.initial_ranks(scenario.world_size, scenario.faults)
+        )  # present, or about to come back
         self._caught: Counter[int] = Counter()
         self._awaited: dict[int, set[int]] = {}
         self._guests: list[tuple[Fault, Guest]] = []  # the strangers that came
@@ -169,7 +171,8 @@ class ScenarioRun:
 
     def member(self) -> MemberHands:
         """Return the work of a worker that a simulation starts."""
-        return Member(self.scenario, workload=self.server.workload)
+        scenario, workload = self.scenario, self.server.replicas.workload
+        return Member(scenario, workload=workload, faults=scenario.faults)
 
     def begin(self, run: Run) -> None:
         """Start the workers that are present at the first step of `run`."""
@@ -186,7 +189,7 @@ class ScenarioRun:
 
     def measure(self, rank: int | None, end: CoordinatorEnd | WorkerEnd) -> None:
         """Record the traffic of `rank` (None: of the coordinator), if the workload measures it."""
-        if isinstance(self.server.workload, GivenVectors):
+        if isinstance(self.server.replicas.workload, GivenVectors):
             for event in recorder.traffic(end, rank):
                 self.server.recorder.emit(event)
 
@@ -229,7 +232,7 @@ class ScenarioRun:
     def strike(self, fault: Fault) -> None:
         """Note and record that `fault` has struck."""
         self._waiting = [one for one in self._waiting if one is not fault]
-        self.server.record_fault(fault, fault.step or 0)
+        self.server.replicas.record_fault(fault, fault.step or 0)
         if fault.rank is None or fault.step is None:
             return
         if fault.kind == "join":

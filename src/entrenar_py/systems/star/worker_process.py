@@ -80,7 +80,7 @@ def _client(desk: Job, job: Mapping[str, Any]) -> WorkerClient:
     )
     return kind.client(
         machine,
-        Member(scenario),
+        Member(scenario, faults=scenario.faults),
         meddle=doomed.meddle,
         speak=doomed.speak,
         buffer_bytes=job["socket_bytes"],

@@ -228,7 +228,7 @@ class _Lives:
     ) -> None:
         self._scenario, self._folder, self._arrange = scenario, folder, arrange
         self._life = 0
-        self._workers = workers.initial_ranks(scenario)
+        self._workers = workers.initial_ranks(scenario.world_size, scenario.faults)
         self._faults = list(scenario.faults)  # those that have not struck yet
         self._joins = [one for one in self._faults if one.kind == "join"]
         self.events: list[trace.Event] = []

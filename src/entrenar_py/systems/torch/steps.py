@@ -1,4 +1,4 @@
-"""What ranks of torch's trainers need in a step: samples, and a guard against bad values."""
+"""Parts of a step of torch's trainers: a rank's samples, and a guard against bad values."""
 
 from __future__ import annotations
 

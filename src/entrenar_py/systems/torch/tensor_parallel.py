@@ -268,7 +268,7 @@ def accumulate(
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor:
-    """Return this rank's piece of the gradient, not a copy; first set a missing one to zeros."""
+    """Return this rank's piece of the gradient, not a copy. A missing one becomes zeros."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     gradient = parameter.grad

@@ -1,4 +1,4 @@
 """The arithmetic of training: models and data, shards, the reduction tree, the optimizer.
 
-No function uses a clock, a socket, global random state or a scenario.
+No function uses a clock, a socket, global random state or a plan.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -113,23 +113,23 @@ class Blocks:
     def __init__(self, num_elements: int, count: int) -> None:
         assert 1 <= count <= num_elements, "no part is empty"
         self.count = count
-        self._num_elements = num_elements
+        self.num_elements = num_elements
 
     def part(self, block: int) -> slice:
         """Return the slice of the vector that `block` covers."""
         return slice(
-            block * self._num_elements // self.count, (block + 1) * self._num_elements // self.count
+            block * self.num_elements // self.count, (block + 1) * self.num_elements // self.count
         )
 
     def num_bytes(self, block: int) -> int:
         """Return the length of `block` on the wire, in bytes."""
-        part = range(self._num_elements)[self.part(block)]
+        part = range(self.num_elements)[self.part(block)]
         return 4 * len(part)
 
     @property
     def num_bytes_max(self) -> int:
         """The length of the longest block on the wire, in bytes."""
-        return 4 * -(-self._num_elements // self.count)
+        return 4 * -(-self.num_elements // self.count)
 
     def order(self) -> range:
         """Return the blocks in sending order: from the vector's end, where gradients come first."""
@@ -213,6 +213,50 @@ class Sums:
         finite = average(total, scale, out=out)
         self._free += self._lent.pop(block, [])
         return (total.loss, total.weight) if finite else None
+
+
+class Reduction:
+    """The sums of a coordinator's current step, and the vector that workers are sent.
+
+    `vector` is float32 [num_elements], cut into parts by `blocks`: the average as far as it is
+    reduced, later the new weights. `total` is the step's summed loss and its weight, as the blocks
+    `of_loss` have them. `seconds` were spent on reducing, by `clock`. Sums come times `scale`.
+    """
+
+    def __init__(
+        self, parts: Blocks, *, num_shards: int, scale: float, clock: Callable[[], float]
+    ) -> None:
+        self.blocks, self.of_loss = parts, range(parts.count)
+        self.vector: Vector = np.empty(parts.num_elements, np.float32)
+        self.sums = Sums(num_shards)
+        self.total, self.seconds = (0.0, 0.0), 0.0
+        self._scale, self._clock = scale, clock
+        self._reduced: set[int] = set()
+
+    @property
+    def is_complete(self) -> bool:
+        """True if all blocks of the step are reduced."""
+        return len(self._reduced) == self.blocks.count
+
+    def part(self, block: int) -> Vector:
+        """Return `block`'s part of `vector`, as a view."""
+        return self.vector[self.blocks.part(block)]
+
+    def clear(self) -> None:
+        """Forget all nodes: another step begins, or the same one again."""
+        self.sums.clear()
+        self._reduced.clear()
+        self.seconds = 0.0
+
+    def reduce(self, block: int) -> tuple[float, float] | None:
+        """Add and average `block`, which is complete; return what `Sums.average` does."""
+        since = self._clock()
+        averaged = self.sums.average(block, self._scale, out=self.part(block))
+        if averaged is not None:
+            self.total = averaged if block in self.of_loss else self.total
+            self.seconds += self._clock() - since
+            self._reduced.add(block)
+        return averaged
 
 
 def average(total: Node, scale: float, *, out: Vector) -> bool:

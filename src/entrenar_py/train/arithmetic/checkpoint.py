@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from safetensors import numpy as safetensors
 
 from entrenar_py.shared.errors import CheckpointError
+from entrenar_py.shared.scenario import plan_record
 from entrenar_py.shared.untrusted import files, json_text
 from entrenar_py.train.arithmetic import optimizer, sharding
 from entrenar_py.train.arithmetic.tensors import Array, TensorSpec
@@ -112,7 +113,7 @@ def _in_state(name: str) -> str:
 MAGIC = b"entrenar-checkpoint 1 "
 Arrays = Mapping[str, NDArray[Any]]
 _ADVICE = "use an earlier checkpoint"
-# Room in the file for everything except the tensors: their names, the scenario, the progress.
+# Room in the file for everything except the tensors: their names, the plan, the progress.
 _DESCRIPTION_BYTES_MAX = 2**24
 
 
@@ -208,13 +209,16 @@ def bytes_max(expected: Arrays) -> int:
     return sum(array.nbytes for array in expected.values()) + _DESCRIPTION_BYTES_MAX
 
 
-def require_own(path: Path, progress: Mapping[str, Any], scenario: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless the file at `path` notes `scenario` as that of its run.
+def require_own(path: Path, progress: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless the file at `path` notes `plan` as that of its run.
 
-    The message names the first difference; an option of the scenario by its own name.
+    Earlier releases noted a scenario. The message names the first difference; an option of the plan
+    by its own name.
     """
-    noted = progress.get("scenario")
-    theirs, ours = _fields(noted if isinstance(noted, dict) else {}), _fields(scenario)
+    noted = progress.get("plan")
+    if noted is None:
+        noted = plan_record(progress.get("scenario"))
+    theirs, ours = _fields(noted if isinstance(noted, Mapping) else {}), _fields(plan)
     for name in (*ours, *theirs):
         if theirs.get(name) != ours.get(name):
             raise CheckpointError(
@@ -224,12 +228,12 @@ def require_own(path: Path, progress: Mapping[str, Any], scenario: Mapping[str, 
             )
 
 
-def _fields(scenario: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
-    """Return the fields of a scenario, and its options, each by its way there."""
-    options = scenario.get("options")
+def _fields(plan: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
+    """Return the fields of a plan, and its options, each by its way there."""
+    options = plan.get("options")
     options = options if isinstance(options, Mapping) else {}
     return {
-        **{(name,): value for name, value in scenario.items() if name != "options"},
+        **{(name,): value for name, value in plan.items() if name != "options"},
         **{("options", name): value for name, value in options.items()},
     }
 

@@ -99,7 +99,7 @@ def _cover(covered: set[int], node: Node, num_shards: int) -> None:
         raise ValueError(f"{_name(node)} is not of a tree over {num_shards} shards")
     if not covered.isdisjoint(shards):
         twice = sorted(covered.intersection(shards))
-        raise ValueError(f"{_name(node)} was given twice: shards {twice} were there already")
+        raise ValueError(f"{_name(node)} was given twice: shards {twice} were already given")
     covered.update(shards)
 
 

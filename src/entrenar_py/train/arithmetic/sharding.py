@@ -59,7 +59,7 @@ def runs(
 ) -> dict[int, Sequence[int]]:
     """Return the consecutive `shards` that each of `ranks` computes, in rank order.
 
-    With `counts` each gets so many, else all get equally many.
+    With `counts` each gets its count, otherwise all get equally many.
     """
     if counts is None:
         return dict(zip(sorted(ranks), cut(shards, len(ranks)), strict=True))

@@ -38,7 +38,7 @@ class Workload(ABC):
 
     `specs` fixes the order of the tensors everywhere. `data_digest` is BLAKE3 of the data set, 32
     hex digits. `weight_max` is the largest weight of one sample. If it `draws`, each shard gets a
-    stream of random numbers even if the scenario has no dropout. If it `is_static`, the shapes of
+    stream of random numbers even if the plan has no dropout. If it `is_static`, the shapes of
     a batch decide which operations `loss_of` runs, and a GPU may record them. Sample ids run from 0
     to `num_samples - 1`. Methods that take `ids` need at least one.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from entrenar_py.shared import trace
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.train.arithmetic.reduction import Node, Vector
+from entrenar_py.train.coordinator.recorder import injected
 from entrenar_py.train.wire.effects import Conclude
 from entrenar_py.train.wire.frames import Buffer
 
@@ -21,22 +22,22 @@ from entrenar_py.train.wire.frames import Buffer
 Locate: TypeAlias = Callable[[int, int], tuple[str, int]]
 
 
-def share_of(scenario: Scenario) -> float:
+def share_of(plan: TrainingPlan) -> float:
     """Return the share of a step's shards that is audited, 0 to 1; by default 0."""
-    share = scenario.options.get("audit_share", 0)
+    share = plan.options.get("audit_share", 0)
     number = isinstance(share, int | float) and not isinstance(share, bool)
     if not number or not (math.isfinite(share) and 0 <= share <= 1):
         raise UsageError.of("audit_share", share, "use a number from 0 to 1")
     return float(share)
 
 
-def shards(scenario: Scenario, step: int) -> Collection[int]:
+def shards(plan: TrainingPlan, step: int) -> Collection[int]:
     """Return the shards of `step` that are audited: at least one, unless the share is 0."""
-    share = share_of(scenario)
+    share = share_of(plan)
     if not share:
         return ()
-    count = max(1, round(share * scenario.num_shards))
-    drawn = scenario.rng("audit", step).permutation(scenario.num_shards)[:count]
+    count = max(1, round(share * plan.num_shards))
+    drawn = plan.rng("audit", step).permutation(plan.num_shards)[:count]
     return sorted(drawn.tolist())
 
 
@@ -143,8 +144,3 @@ def _same_bits(one: Node, other: Node) -> bool:
 
 def _bits(vector: Vector) -> NDArray[np.uint32]:
     return vector.view(np.uint32)
-
-
-def injected(events: Iterable[trace.Event]) -> list[trace.Event]:
-    """Return the Injected events; they are recorded even for results that are never used."""
-    return [event for event in events if isinstance(event, trace.Injected)]

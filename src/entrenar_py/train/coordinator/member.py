@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 
 from entrenar_py.compute import Stepping
-from entrenar_py.shared import faults, trace, workers
+from entrenar_py.shared import trace, workers
 from entrenar_py.shared.errors import ProtocolError
-from entrenar_py.shared.faults import Fault
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.faults import SILENT, Fault
+from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.train.arithmetic import blocks, checkpoint, engine, reduction, sharding
 from entrenar_py.train.arithmetic.tensors import Workload
 from entrenar_py.train.arithmetic.workload import GivenVectors
@@ -31,29 +31,37 @@ from entrenar_py.train.wire.messages import (
 )
 
 
-class Member(Replicas):
+class Member:
     """One worker of a run. Its other workers live elsewhere; `load` sets its `rank`."""
 
     def __init__(
         self,
-        scenario: Scenario,
+        plan: TrainingPlan,
         backend_of: Callable[[int], Stepping] | None = None,
         workload: Workload | None = None,
+        faults: Sequence[Fault] = (),
     ) -> None:
-        super().__init__(scenario, backend_of, workload)
+        self.plan, self.faults = plan, faults
+        self.replicas = Replicas(plan, backend_of, workload, faults)
+        self.recorder = self.replicas.recorder
         self.rank = -1
         self.nodes: dict[tuple[int, int], reduction.Node] = {}  # of this step, computed here
-        self.held = Held(self.layout.num_elements)
+        self.held = Held(self.replicas.layout.num_elements)
         self._exchange: TreeExchange | RingExchange | None = None
-        if (kind := topology.of(scenario).exchange) is not None:
-            num_shards = scenario.num_shards
-            self._exchange = kind(self.held, self.nodes, num_shards=num_shards, scale=self.scale)
-        self._shards: list[sharding.Ids] = []
-        self._comes: type[Average | Weights] = Weights if workers.by_server(scenario) else Average
+        if (kind := topology.of(plan).exchange) is not None:
+            num_shards, scale = plan.num_shards, self.replicas.scale
+            self._exchange = kind(self.held, self.nodes, num_shards=num_shards, scale=scale)
+        self.shards: list[sharding.Ids] = []
+        self.step = 0
+        self._comes: type[Average | Weights] = Weights if workers.by_server(plan) else Average
         self._sizes = self.sizes()
-        self._step = 0
         self._applied: tuple[int, bytes] | None = None  # the last step made, and its payload
         self._suffered: set[Fault] = set()  # faults that have struck
+
+    @property
+    def worker(self) -> Worker:
+        """This worker's replica and optimizer state; `load` has brought them."""
+        return self.replicas.workers[self.rank]
 
     @property
     def exchange(self) -> TreeExchange | RingExchange:
@@ -63,17 +71,16 @@ class Member(Replicas):
 
     def sizes(self) -> dict[type[Message], int]:
         """Return the largest payload, in bytes, that a message of each kind may have."""
-        state_bytes = checkpoint.state_bytes(
-            self.workload.specs, workers.optimizer_of_workers(self.scenario)
-        )
+        optimizer = workers.optimizer_of_workers(self.plan)
+        state_bytes = checkpoint.state_bytes(self.replicas.layout.specs, optimizer)
         kinds = (self._comes, *(self._exchange.carriers if self._exchange is not None else ()))
-        return {Welcome: state_bytes, **dict.fromkeys(kinds, self.vector_bytes)}
+        return {Welcome: state_bytes, **dict.fromkeys(kinds, self.replicas.vector_bytes)}
 
     def require(self, message: Message, payload: Buffer) -> None:
         """Raise ProtocolError unless `message` is possible here and its payload is complete."""
         due = self._sizes.get(type(message), 0)
-        if isinstance(message, Welcome) and message.blocks > self.layout.num_elements:
-            most = self.layout.num_elements
+        most = self.replicas.layout.num_elements
+        if isinstance(message, Welcome) and message.blocks > most:
             raise ProtocolError(f"Welcome blocks={message.blocks}: use 1 to {most}")
         if isinstance(message, Average | Weights) and not isinstance(message, self._comes):
             raise ProtocolError(
@@ -87,7 +94,7 @@ class Member(Replicas):
                 f"{type(message).__name__} with a payload of {len(payload)} bytes: expected {due}"
             )
         if isinstance(message, Assign):
-            shards, all_shards = set(message.shards), range(self.scenario.num_shards)
+            shards, all_shards = set(message.shards), range(self.plan.num_shards)
             if len(shards) < len(message.shards) or not shards.issubset(all_shards):
                 raise ProtocolError(
                     f"Assign shards={message.shards}: use each once, of 0 to {all_shards[-1]}"
@@ -98,7 +105,7 @@ class Member(Replicas):
                 name = type(message).__name__
                 raise ProtocolError(f"{name} {weight=} {loss=}: use finite numbers, a weight > 0")
         if isinstance(message, TreeNode | Partial):
-            self.require_sum(message)
+            self.replicas.require_sum(message)
 
     def room(self, message: Message, num_bytes: int) -> memoryview:
         """Return memory for the payload of `message`, which may never arrive completely.
@@ -107,7 +114,7 @@ class Member(Replicas):
         """
         if isinstance(message, TreeNode) and isinstance(self._exchange, TreeExchange):
             return self._exchange.room(num_bytes)
-        if not isinstance(message, self._comes) or message.step != self._step:
+        if not isinstance(message, self._comes) or message.step != self.step:
             return new_room(message, num_bytes)
         # A payload of another size is refused by `require`, when it is read.
         if self.held.lacks(message) and self.held.blocks.num_bytes(message.block) == num_bytes:
@@ -119,36 +126,33 @@ class Member(Replicas):
         self.rank = welcome.rank
         self.recorder.drain()  # events of an earlier session
         self._applied = None
-        worker = self.take_over(self.rank, payload)
-        self.workers = {self.rank: worker}
+        self.replicas.workers = {self.rank: self.replicas.take_over(self.rank, payload)}
         self.nodes.clear()
         self.held.begin(welcome.blocks)
         if self._exchange is not None:
             self._exchange.clear()
-        self._step = welcome.step
-        self._cut()
-        self.record_start(worker, welcome.step, resumed=welcome.resumed)
+        self._begin(welcome.step)
+        self.replicas.record_start(self.worker, welcome.step, resumed=welcome.resumed)
 
     def work(self, step: int, shards: Sequence[int]) -> list[TreeNode] | NonFinite:
         """Compute `shards` of `step`; return every block of their tree nodes, in sending order.
 
         If a shard is not finite, return a NonFinite for the first such shard instead.
         """
-        worker, leaves = self.workers[self.rank], []
+        leaves = []
         for shard in shards:
-            ids = self._shards[shard]
-            leaf = self.compute(worker, step, shard, ids)
-            halt = self.guard(leaf, worker, step, shard, ids)
+            ids = self.shards[shard]
+            leaf = self.replicas.compute(self.worker, step, shard, ids)
+            halt = self.replicas.guard(leaf, self.worker, step, shard, ids)
             if halt is not None:
-                return self._problem(halt, leaf)
-            self._go_wrong(leaf, step, len(ids))
+                return self.problem(halt, leaf)
+            self.go_wrong(leaf, step, len(ids))
             leaves.append(leaf)
-        nodes = reduction.fold(leaves, self.scenario.num_shards)
-        self.nodes.update({(node.level, node.index): node for node in nodes})
-        return self.named(step, nodes)
+        return self.named(step, reduction.fold(leaves, self.plan.num_shards))
 
     def named(self, step: int, nodes: Sequence[reduction.Node]) -> list[TreeNode]:
-        """Return the messages of all blocks of `nodes`, in sending order."""
+        """Keep `nodes` of this step; return the messages of all their blocks, in sending order."""
+        self.nodes.update({(node.level, node.index): node for node in nodes})
         return [
             TreeNode(
                 step=step,
@@ -163,13 +167,13 @@ class Member(Replicas):
             for node in nodes
         ]
 
-    def _go_wrong(self, leaf: reduction.Node, step: int, count: int) -> None:
-        """Corrupt `leaf` if the scenario plans that; its correct gradient is already recorded.
+    def go_wrong(self, leaf: reduction.Node, step: int, count: int) -> None:
+        """Corrupt `leaf` if a fault says so; its correct gradient is already recorded.
 
         `count` is the number of samples in the shard.
         """
-        for fault in self.scenario.faults:
-            if fault.kind not in faults.SILENT or fault.rank != self.rank:
+        for fault in self.faults:
+            if fault.kind not in SILENT or fault.rank != self.rank:
                 continue
             assert fault.step is not None, "faults.NEEDED has it"
             assert fault.value is not None, "faults.NEEDED has it"
@@ -177,10 +181,10 @@ class Member(Replicas):
             once = (fault.step, fault.shard) == (step, leaf.index) and fault not in self._suffered
             if (step >= fault.step) if lasting else once:
                 self._suffered.add(fault)
-                tensor, element = models.place_of(fault, self.workload)
-                wrong = float(fault.value) * max(count, 1) * self.scale
-                leaf.vector[self.layout.trainable[tensor].start + element] = wrong
-                self.record_fault(fault, step, self.rank, leaf.index)
+                tensor, element = models.place_of(fault, self.replicas.workload)
+                wrong = float(fault.value) * max(count, 1) * self.replicas.scale
+                leaf.vector[self.replicas.layout.trainable[tensor].start + element] = wrong
+                self.replicas.record_fault(fault, step, self.rank, leaf.index)
 
     def hold(self, message: Average | Weights, payload: Buffer) -> None:
         """Keep a block of the averaged gradient, or of new weights, until its step is made."""
@@ -193,36 +197,32 @@ class Member(Replicas):
 
     def make_held(self, step: int) -> None:
         """Make `step` with the averaged gradient, or the new weights, that arrived."""
-        self._step = step + 1
-        worker = self.workers[self.rank]
         if self._comes is Weights:
-            self.recorder.emit(self._use(worker, step))
+            self.recorder.emit(self._use(self.worker, step))
         else:
-            average = self.averaged(self.held.vector, *self.held.total)
-            self.recorder.emit(self.make(worker, step, average))
-            if isinstance(self.workload, GivenVectors):
-                ids, mean = self.batch(), self.held.vector
-                self.recorder.emit(recorder.reduced(step, self.rank, mean, self.workload, ids))
+            mean, workload = self.held.vector, self.replicas.workload
+            average = self.replicas.averaged(mean, *self.held.total)
+            self.recorder.emit(self.replicas.make(self.worker, step, average))
+            if isinstance(workload, GivenVectors):
+                ids = self.replicas.batch()
+                self.recorder.emit(recorder.reduced(step, self.rank, mean, workload, ids))
         self.nodes.clear()
         self.held.there.clear()
-        self.advance(sum(map(len, self._shards)))
-        self._cut()
+        self.replicas.advance(sum(map(len, self.shards)))
+        self._begin(step + 1)
 
     def _use(self, worker: Worker, step: int) -> trace.Update:
         """Take over the new weights; return an Update with what a worker knows of the step."""
         worker.replica.copy_from(self.held.vector)
         loss, weight = self.held.total
-        state_now = self.state(worker)
         return trace.Update(
             step=step,
             rank=worker.rank,
             loss=loss / weight,
             weight=weight,
-            learning_rate=self.rate(),
+            learning_rate=self.replicas.rate(),
             finite=engine.non_finite(worker.replica.parameters) is None,
-            weights=state_now["weights"],
-            optimizer=state_now["optimizer"],
-            buffers=state_now["buffers"],
+            **self.replicas.state(worker),
         )
 
     def payload(self, message: Message) -> Buffer:
@@ -236,7 +236,7 @@ class Member(Replicas):
             case Average():
                 return blocks.payload_of(self.held.part(message.block))
             case State():
-                return self.dump(self.workers[self.rank])
+                return self.replicas.dump(self.worker)
             case Applied() if self._applied is not None and self._applied[0] == message.step:
                 return self._applied[1]  # sent again after a connection broke
             case Applied():
@@ -244,13 +244,15 @@ class Member(Replicas):
                 return self._applied[1]
         return trace.dump_events(self.recorder.drain()) if message.carries == "events" else b""
 
-    def _cut(self) -> None:
-        self._shards = sharding.cut(self.batch(), self.scenario.num_shards)
+    def _begin(self, step: int) -> None:
+        self.step = step
+        self.shards = sharding.cut(self.replicas.batch(), self.plan.num_shards)
 
-    def _problem(self, halt: trace.Halt, leaf: reduction.Node) -> NonFinite:
+    def problem(self, halt: trace.Halt, leaf: reduction.Node) -> NonFinite:
+        """Return the message of a `halt` for the value in `leaf` that is not finite."""
         assert halt.shard is not None
         place = engine.non_finite(leaf.vector)
-        tensor, element = (None, None) if place is None else self.layout.locate(place)
+        tensor, element = (None, None) if place is None else self.replicas.layout.locate(place)
         return NonFinite(
             step=halt.step,
             shard=halt.shard,

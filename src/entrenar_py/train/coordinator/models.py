@@ -1,4 +1,4 @@
-"""The workload and the backends that a scenario names, and the elements that its faults change."""
+"""The workload and the backends that a plan names, and the elements that faults change."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from entrenar_py.compute import Backend, chain
 from entrenar_py.shared import trace
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.faults import Fault
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.shared.systems import AUTO
 from entrenar_py.train.arithmetic import workload
 from entrenar_py.train.arithmetic.tensors import Workload
 from entrenar_py.train.coordinator.recorder import Recorder
 
 
-def model_of(scenario: Scenario) -> Workload:
-    """Return the scenario's workload with data; raise UsageError for an unknown name or size."""
+def model_of(plan: TrainingPlan) -> Workload:
+    """Return the plan's workload with data; raise UsageError for an unknown name or size."""
     return workload.build(
-        scenario.workload,
-        num_samples=scenario.num_samples,
-        width=scenario.width,
-        data=scenario.rng("data"),
-        terms=scenario.options.get("terms"),
+        plan.workload,
+        num_samples=plan.num_samples,
+        width=plan.width,
+        data=plan.rng("data"),
+        terms=plan.options.get("terms"),
     )
 
 
@@ -53,14 +53,14 @@ class Devices:
     works serves all `auto` workers to the end of the run. Other names have no fallback.
     """
 
-    def __init__(self, scenario: Scenario, recorder: Recorder) -> None:
-        self._scenario = scenario
+    def __init__(self, plan: TrainingPlan, recorder: Recorder) -> None:
+        self._plan = plan
         self._recorder = recorder
         self._opened: dict[str, Backend] = {}
 
     def of(self, rank: int) -> Backend:
         """Return the backend of worker `rank`; raise BackendUnavailable if it can't be opened."""
-        name = self._scenario.backend_of(rank)
+        name = self._plan.backend_of(rank)
         if name not in self._opened:
             self._opened[name] = self._open(name)
         return self._opened[name]

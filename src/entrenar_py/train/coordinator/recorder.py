@@ -1,6 +1,6 @@
 """Records the events of one run: its tensors, what workers sent, and how exact a reduction was.
 
-A tensor is recorded by a digest, or by its values if the scenario wants them. Digests of large
+A tensor is recorded by a digest, or by its values if the plan wants them. Digests of large
 tensors are computed in some threads, each tensor in one, so that they do not depend on the number
 of threads. Events of workers are untrusted: each message may carry some kinds of them alone, of the
 worker's own rank and of the message's step.
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from entrenar_py.shared import patience, process, trace
 from entrenar_py.shared.errors import ProtocolError, TraceError
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.train.arithmetic import reduction, sharding
 from entrenar_py.train.arithmetic.tensors import Array
 from entrenar_py.train.arithmetic.workload import GivenVectors
@@ -38,17 +38,22 @@ _THREADS_MAX = 4
 
 
 class Recorder:
-    """The growing trace of one run of `scenario`."""
+    """The growing trace of one run of `plan`."""
 
-    def __init__(self, scenario: Scenario) -> None:
-        self.scenario = scenario
-        self._values = scenario.detail == "values"
+    def __init__(self, plan: TrainingPlan) -> None:
+        self.plan = plan
+        self._values = plan.detail == "values"
         self._events: list[trace.Event] = []
 
     def emit(self, event: trace.Event) -> None:
         """Keep `event`, which is a sign of progress."""
         self._events.append(event)
         patience.mark()
+
+    def record(self, events: Iterable[trace.Event]) -> None:
+        """Keep `events`."""
+        for event in events:
+            self.emit(event)
 
     def tensors(self, arrays: Mapping[str, NDArray[Any]]) -> trace.Tensors:
         """Return records of the present values of `arrays`, which must be C-contiguous."""
@@ -82,8 +87,8 @@ class Recorder:
     def finish(self, *, promises: Iterable[str] = (), status: str, reason: str = "") -> trace.Trace:
         """Emit an End event and return the trace."""
         self.emit(trace.End(status=status, reason=reason))
-        return trace.Trace(
-            scenario=self.scenario,
+        return trace.Trace.of_plan(
+            self.plan,
             environment=process.environment(),
             promises=tuple(promises),
             events=tuple(self._events),
@@ -118,6 +123,49 @@ def events_in(rank: int, message: Message, payload: Buffer) -> list[trace.Event]
                 f"{type(message).__name__} of rank {rank} in step {step} has an event of another"
             )
     return events
+
+
+class Deliveries:
+    """Events of workers, until `recorder` keeps them: they count with their delivery.
+
+    Of a delivery that is never complete only the injected faults are recorded.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._read: tuple[Message, Buffer, list[trace.Event]] | None = None  # last
+        self._events: dict[int, list[trace.Event]] = {}  # by rank
+
+    def read(self, rank: int, message: Message, payload: Buffer) -> list[trace.Event]:
+        """Return the events in `payload`, not read again if they were just read.
+
+        Raises what `events_in` does.
+        """
+        read = self._read
+        if read is None or read[0] is not message or read[1] is not payload:
+            self._read = read = message, payload, events_in(rank, message, payload)
+        return read[2]
+
+    def keep(self, rank: int, events: Iterable[trace.Event]) -> None:
+        """Keep `events` until `rank` has delivered completely."""
+        self._events.setdefault(rank, []).extend(events)
+
+    def deliver(self, rank: int) -> None:
+        """Record what `rank` recorded for the delivery that it has completed."""
+        self._recorder.record(self._events.pop(rank, []))
+
+    def forget(self, rank: int) -> None:
+        """Record the faults in the unfinished delivery of `rank`, which has left."""
+        self._recorder.record(injected(self._events.pop(rank, [])))
+
+    def clear(self) -> None:
+        """Forget all unfinished deliveries: a step starts, or starts over."""
+        self._events.clear()
+
+
+def injected(events: Iterable[trace.Event]) -> list[trace.Event]:
+    """Return the Injected events; they are recorded even for results that are never used."""
+    return [event for event in events if isinstance(event, trace.Injected)]
 
 
 def update_in(events: Iterable[trace.Event]) -> trace.Update | None:

@@ -13,7 +13,7 @@ never from a generator that goes on: a worker that takes over a shard draws what
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from entrenar_py.compute import Stepping
-from entrenar_py.shared import faults, trace, workers
+from entrenar_py.shared import trace, workers
 from entrenar_py.shared.errors import ProtocolError
-from entrenar_py.shared.faults import Fault
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.faults import PLANTED, Fault
+from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.train.arithmetic import blocks, checkpoint, engine, optimizer, reduction, sharding
 from entrenar_py.train.arithmetic.checkpoint import Buffer
 from entrenar_py.train.arithmetic.tensors import Array, Workload
@@ -91,22 +91,23 @@ class Replicas:
 
     def __init__(
         self,
-        scenario: Scenario,
+        plan: TrainingPlan,
         backend_of: Callable[[int], Stepping] | None = None,
         workload: Workload | None = None,
+        faults: Sequence[Fault] = (),
     ) -> None:
-        """`backend_of` returns a rank's backend; by default the one that the scenario names.
+        """`backend_of` returns a rank's backend; by default the one that the plan names.
 
-        So is the `workload`.
+        So is the `workload`. `faults` are injected.
         """
-        self.scenario = scenario
-        self.recorder = Recorder(scenario)
-        self.devices = Devices(scenario, self.recorder)
+        self.plan, self.faults = plan, faults
+        self.recorder = Recorder(plan)
+        self.devices = Devices(plan, self.recorder)
         self.backend_of: Callable[[int], Stepping] = backend_of or self.devices.of
-        self.workload = workload or models.model_of(scenario)
+        self.workload = workload or models.model_of(plan)
         self.layout = blocks.Layout(self.workload.specs)
-        self.rule = optimizer.Rule(scenario.optimizer, scenario.weight_decay, self.layout.decayed)
-        self.scale = engine.scale_of(self.workload.weight_max * scenario.batch_size)
+        self.rule = optimizer.Rule(plan.optimizer, plan.weight_decay, self.layout.decayed)
+        self.scale = engine.scale_of(self.workload.weight_max * plan.batch_size)
         self.position = sharding.Position()
         self.schedule_step = 0
         self.workers: dict[int, Worker] = {}
@@ -116,7 +117,7 @@ class Replicas:
     def terms(self) -> Terms:
         """Digests of run, manifest and data, on which all processes of a run must agree."""
         return Terms(
-            run=self.scenario.digest,
+            run=self.plan.digest,
             manifest=self.layout.digest,
             data=self.workload.data_digest,
         )
@@ -128,24 +129,24 @@ class Replicas:
 
     def initial(self) -> dict[str, Array]:
         """Return the tensors with which every replica starts."""
-        return self.workload.initial(self.scenario.rng("initial"))
+        return self.workload.initial(self.plan.rng("initial"))
 
     def batch(self) -> sharding.Ids:
         """Return the sample ids of the next step."""
-        return sharding.batch(self._order(), self.position, self.scenario.batch_size)
+        return sharding.batch(self._order(), self.position, self.plan.batch_size)
 
     def advance(self, drawn: int) -> None:
         """Move the position and the schedule past a step that used `drawn` samples."""
-        self.position = sharding.advance(self.position, drawn, self.scenario.num_samples)
+        self.position = sharding.advance(self.position, drawn, self.plan.num_samples)
         self.schedule_step += 1
 
     def compute(self, worker: Worker, step: int, shard: int, ids: sharding.Ids) -> reduction.Node:
-        rate = self.scenario.dropout
+        rate = self.plan.dropout
         draws = rate or self.workload.draws
-        drop = engine.Dropout(rate, self.scenario.rng("dropout", step, shard)) if draws else None
+        drop = engine.Dropout(rate, self.plan.rng("dropout", step, shard)) if draws else None
         vector, loss, weight = worker.replica.shard(
             ids,
-            accumulation=self.scenario.accumulation,
+            accumulation=self.plan.accumulation,
             drop=drop or engine.no_dropout,
         )
         loss = self.inject(vector, loss, worker, step, shard, len(ids))
@@ -191,7 +192,7 @@ class Replicas:
         """
         gradient = mean[: self.layout.num_trainable]
         norm = optimizer.norm_l2(gradient)
-        clipped = optimizer.clip(gradient, norm, self.scenario.clip_norm)
+        clipped = optimizer.clip(gradient, norm, self.plan.clip_norm)
         return Average(
             mean=mean,
             loss=loss / weight,
@@ -206,10 +207,10 @@ class Replicas:
         """Return the learning rate of the next step."""
         return optimizer.learning_rate(
             self.schedule_step,
-            peak=self.scenario.learning_rate,
-            kind=self.scenario.schedule,
-            warmup_steps=self.scenario.warmup_steps,
-            num_steps=self.scenario.num_steps,
+            peak=self.plan.learning_rate,
+            kind=self.plan.schedule,
+            warmup_steps=self.plan.warmup_steps,
+            num_steps=self.plan.num_steps,
         )
 
     def move(self, worker: Worker, average: Average) -> None:
@@ -246,8 +247,8 @@ class Replicas:
     def inject(
         self, vector: Array, loss: float, worker: Worker, step: int, shard: int, count: int
     ) -> float:
-        for fault in self.scenario.faults:
-            if fault.kind not in faults.PLANTED or fault.step != step:
+        for fault in self.faults:
+            if fault.kind not in PLANTED or fault.step != step:
                 continue
             if fault.shard not in (None, shard):
                 continue
@@ -265,25 +266,38 @@ class Replicas:
             self.record_fault(fault, step, worker.rank, shard, tensor=named)
         return loss
 
-    def new_worker(self, rank: int, tensors: Mapping[str, Array]) -> Worker:
-        """Return a worker with a copy of `tensors` and zeros as its optimizer state."""
+    def new_worker(
+        self, rank: int, tensors: Mapping[str, Array], moments: Mapping[str, Array] | None = None
+    ) -> Worker:
+        """Return a worker with copies of `tensors` and of `moments`, which are zeros by default."""
         backend = self.backend_of(rank)
         replica = engine.Engine(self.workload, backend, tensors, scale=self.scale)
-        zeros = optimizer.initial_state(self.scenario.optimizer, self.layout.num_trainable)
-        return Worker(rank, replica, zeros)
+        state = optimizer.initial_state(self.plan.optimizer, self.layout.num_trainable)
+        if moments is not None:  # in any order, unlike `state`
+            state = {name: moments[name].copy() for name in state}
+        return Worker(rank, replica, state)
+
+    def go_to(self, progress: Mapping[str, Any]) -> None:
+        """Set position and schedule to what `progress` has noted."""
+        self.position = sharding.Position(progress["epoch"], progress["offset"])
+        self.schedule_step = progress["schedule_step"]
+
+    @property
+    def stands(self) -> checkpoint.Progress:
+        """The position in the data and in the schedule."""
+        return checkpoint.Progress(position=self.position, schedule_step=self.schedule_step)
 
     def dump(self, worker: Worker) -> Buffer:
         """Return a worker's whole state as bytes: progress, tensors, moments (`training.state`)."""
-        stands = checkpoint.Progress(position=self.position, schedule_step=self.schedule_step)
-        specs, kind = self.workload.specs, workers.optimizer_of_workers(self.scenario)
-        return checkpoint.dump_state(specs, kind, stands, worker.replica.arrays, worker.state)
+        specs, kind = self.layout.specs, workers.optimizer_of_workers(self.plan)
+        return checkpoint.dump_state(specs, kind, self.stands, worker.replica.arrays, worker.state)
 
     def take_over(self, rank: int, payload: Buffer) -> Worker:
         """Return worker `rank` with the state in `payload`, and set this run's progress from it.
 
         Raises ProtocolError if the state does not fit this run.
         """
-        specs, kind = self.workload.specs, workers.optimizer_of_workers(self.scenario)
+        specs, kind = self.workload.specs, workers.optimizer_of_workers(self.plan)
         self.require_progress(payload)
         progress, tensors, moments = checkpoint.load_state(specs, kind, payload)
         self.position, self.schedule_step = progress.position, progress.schedule_step
@@ -294,13 +308,13 @@ class Replicas:
     def require_progress(self, payload: Buffer) -> None:
         """Raise ProtocolError if the state in `payload` is at a position past the last sample."""
         position = checkpoint.progress_of(payload).position
-        if position.offset >= self.scenario.num_samples:
+        if position.offset >= self.plan.num_samples:
             raise ProtocolError(f"a state at {position}: no sample has that offset")
 
     def require_sum(self, message: TreeNode | Partial) -> None:
         """Raise ProtocolError unless `message` has a possible weight and a finite loss."""
         weight, loss = message.weight, message.loss
-        most = self.workload.weight_max * self.scenario.batch_size
+        most = self.workload.weight_max * self.plan.batch_size
         if not (0 <= weight <= most and math.isfinite(loss)):
             raise ProtocolError(
                 f"{type(message).__name__} {weight=} {loss=}: "
@@ -310,8 +324,8 @@ class Replicas:
     def _order(self) -> sharding.Ids:
         epoch = self.position.epoch
         if self._visit is None or self._visit[0] != epoch:
-            rng = self.scenario.rng("order", epoch)
-            self._visit = epoch, sharding.order(self.scenario.num_samples, rng)
+            rng = self.plan.rng("order", epoch)
+            self._visit = epoch, sharding.order(self.plan.num_samples, rng)
         return self._visit[1]
 
     def progress(self, step: int) -> dict[str, Any]:

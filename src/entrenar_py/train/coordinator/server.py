@@ -6,36 +6,33 @@ by a call here. A step is `gather`; then `require`, `keep` and `deliver` for eac
 makes the steps, `prepare` comes before that.
 
 A payload is taken over with its memory, since a copy of every gradient would double the memory of a
-large model: `room` gives it a place, and sums free the nodes that they have added.
+large model: `room` gives it a place.
 
 `replica` is the state before the next step. The step of a large model is made aside, while workers
 compute their next shards. So whatever reads `replica` waits for it first. A step of the server's is
 prepared on a second replica: if all workers are lost before it is applied, it did not happen.
-
-What a worker has recorded counts with its delivery. Of a delivery that is never complete only the
-injected faults are recorded.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from entrenar_py import compute as backends
 from entrenar_py.shared import trace, workers
 from entrenar_py.shared.errors import ProtocolError
-from entrenar_py.shared.scenario import Scenario
-from entrenar_py.train.arithmetic import blocks, checkpoint, reduction, sharding
+from entrenar_py.shared.scenario import TrainingPlan
+from entrenar_py.train.arithmetic import blocks, checkpoint, sharding
+from entrenar_py.train.arithmetic.reduction import Aside, Node, at_once
 from entrenar_py.train.arithmetic.tensors import Workload
 from entrenar_py.train.coordinator import audits, recorder, replicas, topology
-from entrenar_py.train.coordinator.replicas import Replicas
+from entrenar_py.train.coordinator.recorder import Deliveries
+from entrenar_py.train.coordinator.replicas import Replicas, Worker
 from entrenar_py.train.wire.effects import Conclude, Joined, Left, Stop
 from entrenar_py.train.wire.frames import Buffer, new_room
 from entrenar_py.train.wire.messages import (
@@ -52,7 +49,7 @@ from entrenar_py.train.wire.messages import (
     Weights,
     Welcome,
 )
-from entrenar_py.train.wire.terms import Run
+from entrenar_py.train.wire.terms import Run, Terms
 from entrenar_py.train.wire_io.endpoints import ReadPiece, no_piece
 
 # Room for the events of a message: names, numbers and digests, of each shard and tensor.
@@ -61,17 +58,16 @@ _NOBODY = -1
 _LARGE = 2**20  # elements from which the server's own step is made aside
 
 
-class Server(Replicas):
-    """The run as the coordinator holds it: its own replica, and the events of all workers.
+class Server:
+    """The run as the coordinator holds it: its own replica, the reduction, and the record of all.
 
     `present` has the ranks that take part. `notes` is the metadata of the checkpoint that was read
-    last. `reduce_s` is the time in seconds spent on reducing the current step, by `clock`. `drawn`
-    are the sample ids of the step made last.
+    last. `drawn` are the sample ids of the step made last.
     """
 
     def __init__(
         self,
-        scenario: Scenario,
+        plan: TrainingPlan,
         *,
         checkpoint_path: Path | None = None,
         save: Callable[[int], None] | None = None,
@@ -79,6 +75,7 @@ class Server(Replicas):
         workload: Workload | None = None,
         objection: Callable[[float], str | None] | None = None,
         piece: ReadPiece = no_piece,
+        deliveries: type[Deliveries] = Deliveries,
     ) -> None:
         """`save` saves the state before a given step; by default it is `write_checkpoint`.
 
@@ -86,100 +83,98 @@ class Server(Replicas):
         returns why training has to halt before the step, or None. `piece` reads workers' files.
         """
         cpu = backends.open_backend("cpu")
-        super().__init__(scenario, lambda rank: cpu, workload)  # computes no shard
+        self.plan = plan
+        self.replicas = Replicas(plan, lambda rank: cpu, workload)  # computes no shard
+        num_elements, scale = self.replicas.layout.num_elements, self.replicas.scale
+        parts = blocks.Blocks(num_elements, topology.num_blocks(plan, num_elements))
+        self.reduction = blocks.Reduction(
+            parts, num_shards=plan.num_shards, scale=scale, clock=clock
+        )
+        self._copies = audits.Copies()
+        self.recorder = self.replicas.recorder
+        self.deliveries = deliveries(self.recorder)
         self.present: set[int] = set()
         self.checkpoint_path = checkpoint_path
         self.save = save or self.write_checkpoint
         self.piece = piece
         self.notes: Mapping[str, Any] = {}
-        self._replica = self.new_worker(_NOBODY, self.initial())
-        self.reduce_s = 0.0
+        self._replica = self.replicas.new_worker(_NOBODY, self.replicas.initial())
         self.drawn: sharding.Ids = []
         self._objection = objection
-        self._clock = clock
-        self._topology = topology.of(scenario)
-        self._updates = workers.by_server(scenario)
-        self._beside: replicas.Worker | None = None  # the replica on which steps are prepared
-        self.blocks = blocks.Blocks(
-            self.layout.num_elements, topology.num_blocks(scenario, self.layout.num_elements)
-        )
-        self._sums = blocks.Sums(scenario.num_shards)
-        self._copies = audits.Copies()
-        self._checked: tuple[Message, list[trace.Event]] | None = None  # what `require` read last
-        self._events: dict[int, list[trace.Event]] = {}  # rank -> those of an unfinished delivery
-        # The vector sent to workers: the average as far as it is reduced, later the new weights.
-        self._vector = np.empty(self.layout.num_elements, np.float32)
-        self._total = (0.0, 0.0)  # the step's summed loss and its weight
+        self._topology = topology.of(plan)
+        self._updates = workers.by_server(plan)
+        self._beside: Worker | None = None  # the replica on which steps are prepared
         self._average: Callable[[], replicas.Average] | None = None
         self._moved: Callable[[], None] = lambda: None  # waits for the step made last
-        self._start = reduction.Aside().start
-        if self.layout.num_elements < _LARGE:
-            self._start = reduction.at_once
-        self._reduced: set[int] = set()  # blocks of the current step
+        self._start = Aside().start if num_elements >= _LARGE else at_once
 
     @property
-    def replica(self) -> replicas.Worker:
+    def replica(self) -> Worker:
         """The state before the next step. A large one is made while workers compute already."""
         self._moved()
         return self._replica
 
     @replica.setter
-    def replica(self, worker: replicas.Worker) -> None:
+    def replica(self, worker: Worker) -> None:
         self._moved()
         self._replica = worker
 
+    @property
+    def terms(self) -> Terms:
+        """The digests on which all processes of the run must agree."""
+        return self.replicas.terms
+
     def run_between(self, first: int, last: int) -> Run:
-        """Return the run from step `first` to before step `last`, as the scenario describes it.
+        """Return the run from step `first` to before step `last`, as the plan describes it.
 
         The caller adds the ranks to await, and the steps before which to save.
         """
         return Run(
             terms=self.terms,
-            world_size=self.scenario.world_size,
-            num_shards=self.scenario.num_shards,
+            world_size=self.plan.world_size,
+            num_shards=self.plan.num_shards,
             num_steps=last,
-            num_blocks=self.blocks.count,
+            num_blocks=self.reduction.blocks.count,
             first_step=first,
             resumed=first > 0,
-            audited=partial(audits.shards, self.scenario),
+            audited=partial(audits.shards, self.plan),
             server_updates=self._updates,
         )
 
     @property
     def _state_bytes(self) -> int:
-        return checkpoint.state_bytes(self.workload.specs, self.scenario.optimizer)
+        return checkpoint.state_bytes(self.replicas.layout.specs, self.plan.optimizer)
 
     def sizes(self) -> dict[type[Message], int]:
         """Return the largest payload, in bytes, that a message of each kind may have."""
-        events = _EVENTS_BYTES + 8 * (self.scenario.num_shards + 2) * self._state_bytes
+        events = _EVENTS_BYTES + 8 * (self.plan.num_shards + 2) * self._state_bytes
         recorded = (Loaded, Computed, Summed, NonFinite, Applied)
         sizes: dict[type[Message], int] = dict.fromkeys(recorded, events)
-        return {**sizes, TreeNode: self.blocks.num_bytes_max, State: self._state_bytes}
+        return {**sizes, TreeNode: self.reduction.blocks.num_bytes_max, State: self._state_bytes}
 
     def room(self, message: Message, num_bytes: int) -> memoryview:
         """Return memory for the payload of `message`, which may never arrive completely."""
         if isinstance(message, TreeNode):
-            return self._sums.room(num_bytes)
+            return self.reduction.sums.room(num_bytes)
         return new_room(message, num_bytes)
 
     def require(self, rank: int, message: Message, payload: Buffer) -> None:
         """Raise ProtocolError unless `payload` is valid for `message` from `rank`."""
-        if isinstance(message, TreeNode) and message.block < self.blocks.count:
-            due = self.blocks.num_bytes(message.block)
+        if isinstance(message, TreeNode):
+            parts = self.reduction.blocks
+            due = parts.num_bytes(message.block) if message.block < parts.count else len(payload)
             if len(payload) != due:
                 raise ProtocolError(
                     f"TreeNode block={message.block} with {len(payload)} bytes: "
                     f"the manifest requires {due}"
                 )
-        if isinstance(message, TreeNode):
-            self.require_sum(message)
+            self.replicas.require_sum(message)
         if isinstance(message, State):
             if len(payload) != self._state_bytes:
                 raise ProtocolError(f"State of {len(payload)} bytes: expected {self._state_bytes}")
-            self.require_progress(payload)
+            self.replicas.require_progress(payload)
         if message.carries == "events":
-            events = recorder.events_in(rank, message, payload)
-            self._checked = message, events
+            events = self.deliveries.read(rank, message, payload)
             makes_step = isinstance(message, Applied) and self._topology is not topology.STAR
             if makes_step and recorder.update_in(events) is None:
                 raise ProtocolError("Applied without the loss of its step")
@@ -187,34 +182,28 @@ class Server(Replicas):
     def keep(self, rank: int, message: Message, payload: Buffer) -> None:
         """Take over the payload of `message`, memory included; `require` has accepted it."""
         if isinstance(message, TreeNode):
-            self._sums.take(rank, message.block, _node(message, payload), payload)
+            self.reduction.sums.take(rank, message.block, _node(message, payload), payload)
             return
         if isinstance(message, State):
-            self.replica = self.take_over(_NOBODY, payload)
+            self.replica = self.replicas.take_over(_NOBODY, payload)
             return
-        events = self._events_in(rank, message, payload)
+        events = self.deliveries.read(rank, message, payload)
         if isinstance(message, Computed | Summed):
-            self._events.setdefault(rank, []).extend(events)
+            self.deliveries.keep(rank, events)
         else:
-            self._record(map(self._completed, events) if self._updates else events)
+            self.recorder.record(map(self._completed, events) if self._updates else events)
 
     def deliver(self, rank: int) -> None:
         """Use the nodes and record the events of the delivery that `rank` has completed."""
-        self._sums.deliver(rank)
-        self._record(self._events.pop(rank, []))
+        self.reduction.sums.deliver(rank)
+        self.deliveries.deliver(rank)
 
     def copy(self, rank: int, message: Message, payload: Buffer) -> None:
         """Take over a part of an audited shard's copy, which is compared later."""
         if isinstance(message, TreeNode):
             self._copies.take(rank, message.block, _node(message, payload), payload)
         else:
-            self._copies.begin(rank, self._events_in(rank, message, payload))
-
-    def _events_in(self, rank: int, message: Message, payload: Buffer) -> list[trace.Event]:
-        """Return the events in `payload`; reuse them if `require` has just read this message."""
-        if self._checked is not None and self._checked[0] is message:
-            return self._checked[1]
-        return recorder.events_in(rank, message, payload)
+            self._copies.begin(rank, self.deliveries.read(rank, message, payload))
 
     def end_copy(self, rank: int, shard: int) -> None:
         """Note that `rank` has delivered its copy of `shard` completely."""
@@ -231,11 +220,11 @@ class Server(Replicas):
     def conclude(self, effect: Conclude) -> None:
         """Use the copy that counts, and record the audit."""
         chosen, events = self._copies.conclude(effect, self._locate)
-        self._record(events)
+        self.recorder.record(events)
         if chosen is not None:
             for block, (node, payload) in chosen.nodes.items():
-                self._sums.take(_NOBODY, block, node, payload)
-            self._sums.deliver(_NOBODY)
+                self.reduction.sums.take(_NOBODY, block, node, payload)
+            self.reduction.sums.deliver(_NOBODY)
 
     def joined(self, effect: Joined) -> None:
         """Note that a rank takes part, and record it if the rank joined after the start."""
@@ -248,9 +237,9 @@ class Server(Replicas):
     def left(self, effect: Left) -> None:
         """Forget the unfinished delivery of a worker that left, and record that it left."""
         self.present.discard(effect.rank)
-        self._sums.forget(effect.rank)
-        self._record(audits.injected(self._events.pop(effect.rank, [])))
-        self._record(self._copies.forget(effect.rank))
+        self.reduction.sums.forget(effect.rank)
+        self.deliveries.forget(effect.rank)
+        self.recorder.record(self._copies.forget(effect.rank))
         self.recorder.emit(
             trace.Membership(
                 step=effect.step, rank=effect.rank, change="left", reason=effect.reason
@@ -259,36 +248,27 @@ class Server(Replicas):
 
     def gather(self, step: int) -> None:
         """Forget everything delivered so far: `step` starts, or starts over."""
-        self._sums.clear()
+        self.reduction.clear()
         self._copies.clear()
-        self._events.clear()
+        self.deliveries.clear()
         self._average = None
-        self._reduced.clear()
-        self.reduce_s = 0.0
 
     def complete(self, block: int) -> None:
         """Note that `block` is complete: `reduce` may then be called, in any thread."""
-        self._sums.complete(block)
+        self.reduction.sums.complete(block)
 
     def reduce(self, block: int) -> tuple[float, float] | str:
         """Add and average `block`; return the summed loss and its weight, or why training halts."""
         self._moved()  # with the average before, which lies where this one will
-        since, mean = self._clock(), self._vector[self.blocks.part(block)]
-        averaged = self._sums.average(block, self.scale, out=mean)
+        averaged = self.reduction.reduce(block)
         if averaged is None:
             return "the average gradient or loss is not finite, though each worker's is finite"
-        self._total = self._total_after(block, *averaged)
-        self.reduce_s += self._clock() - since
-        self._reduced.add(block)
-        if len(self._reduced) == self.blocks.count:
-            self._average = self._start(partial(self.averaged, self._vector, *self._total))
+        if self.reduction.is_complete:
+            vector, total = self.reduction.vector, self.reduction.total
+            self._average = self._start(partial(self.replicas.averaged, vector, *total))
             if self._objection is not None:
                 return self._objection(self._average().norm) or averaged
         return averaged
-
-    def _total_after(self, block: int, loss: float, weight: float) -> tuple[float, float]:
-        """Return the step's summed loss and its weight, now that `block` was reduced with these."""
-        return loss, weight
 
     def average_held(self) -> replicas.Average:
         """Return the average of the current step; all its blocks must be reduced."""
@@ -299,12 +279,12 @@ class Server(Replicas):
         """Make `step` on a second replica, from any thread; return summed loss and its weight."""
         average = self.average_held()
         if self._beside is None:
-            self._beside = self.new_worker(_NOBODY, self.replica.replica.arrays)
+            self._beside = self.replicas.new_worker(_NOBODY, self.replica.replica.arrays)
         self._beside.follow(self.replica)
-        self.move(self._beside, average)
+        self.replicas.move(self._beside, average)
         _ = average.record  # of the vector, which now changes
-        self._beside.replica.copy_to(self._vector)
-        return self._total
+        self._beside.replica.copy_to(self.reduction.vector)
+        return self.reduction.total
 
     def apply_average(self, step: int) -> None:
         """Make `step` on the server's replica, or switch to the replica that `prepare` stepped."""
@@ -312,9 +292,10 @@ class Server(Replicas):
             assert self._beside is not None, "what is applied was prepared"
             self.replica, self._beside = self._beside, self.replica
         else:
-            self._moved = self._start(partial(self.move, self._replica, self.average_held()))
-        self.drawn = self.batch()
-        self.advance(len(self.drawn))
+            move = partial(self.replicas.move, self._replica, self.average_held())
+            self._moved = self._start(move)
+        self.drawn = self.replicas.batch()
+        self.replicas.advance(len(self.drawn))
 
     def stop(self, effect: Stop) -> None:
         """Record that training halts."""
@@ -336,53 +317,51 @@ class Server(Replicas):
         Raises OSError if the file can't be written.
         """
         assert self.checkpoint_path is not None, "a run that saves has a place for it"
-        progress = self.progress(step)
+        progress = self.replicas.progress(step)
         checkpoint.save(
             self.checkpoint_path,
             self.replica.checkpoint,
-            {**progress, "scenario": self.scenario.to_dict(), **(notes or {})},
+            {**progress, "plan": self.plan.to_dict(), **(notes or {})},
         )
         rank = min(self.present, default=0)
-        saved = trace.Saved(step=step, rank=rank, progress=progress, **self.state(self.replica))
-        self.recorder.emit(saved)
+        state = self.replicas.state(self.replica)
+        self.recorder.emit(trace.Saved(step=step, rank=rank, progress=progress, **state))
 
     def restore(self) -> int:
         """Take the state from the checkpoint, or the initial state if there is none.
 
         Returns the next step. Raises CheckpointError, naming the difference, if the checkpoint has
-        another scenario or does not fit.
+        another plan or does not fit.
         """
         assert self.checkpoint_path is not None
         self.present.clear()
         if not self.checkpoint_path.exists():
-            self.replica = self.new_worker(_NOBODY, self.initial())
-            self.position, self.schedule_step = sharding.Position(), 0
+            self.replica = self.replicas.new_worker(_NOBODY, self.replicas.initial())
+            self.replicas.position, self.replicas.schedule_step = sharding.Position(), 0
             return 0
         expected = self.replica.checkpoint
         largest = checkpoint.bytes_max(expected)
         arrays, progress = checkpoint.load(self.checkpoint_path, bytes_max=largest)
-        checkpoint.require_own(self.checkpoint_path, progress, self.scenario.to_dict())
-        steps, samples = self.scenario.num_steps, self.scenario.num_samples
+        checkpoint.require_own(self.checkpoint_path, progress, self.plan.to_dict())
+        steps, samples = self.plan.num_steps, self.plan.num_samples
         limits = {"step": steps, "schedule_step": steps, "epoch": steps, "offset": samples}
         checkpoint.require_fitting(
             self.checkpoint_path, arrays, progress, expected=expected, limits=limits
         )
         self.notes = progress
-        self.replica = self.new_worker(_NOBODY, checkpoint.group_of(arrays, "tensors"))
-        saved = checkpoint.group_of(arrays, "optimizer")
-        self.replica.state = {name: saved[name].copy() for name in self.replica.state}
-        self.position = sharding.Position(progress["epoch"], progress["offset"])
-        self.schedule_step = progress["schedule_step"]
+        tensors, moments = (checkpoint.group_of(arrays, one) for one in ("tensors", "optimizer"))
+        self.replica = self.replicas.new_worker(_NOBODY, tensors, moments)
+        self.replicas.go_to(progress)
         return int(progress["step"])
 
     def payload(self, message: Message) -> Buffer:
-        """Return the payload of `message`: a state, the average, new weights, or the scenario."""
+        """Return the payload of `message`: a state, the average, new weights, or the plan."""
         if isinstance(message, Welcome):
-            return self.dump(self.replica)
+            return self.replicas.dump(self.replica)
         if isinstance(message, Offer):
-            return json.dumps(self.scenario.to_dict(), sort_keys=True).encode()
+            return json.dumps(self.plan.to_dict(), sort_keys=True).encode()
         if isinstance(message, Average | Weights):
-            return blocks.payload_of(self._vector[self.blocks.part(message.block)])
+            return blocks.payload_of(self.reduction.part(message.block))
         return b""
 
     def _completed(self, event: trace.Event) -> trace.Event:
@@ -399,14 +378,10 @@ class Server(Replicas):
         )
 
     def _locate(self, block: int, place: int) -> tuple[str, int]:
-        return self.layout.locate(self.blocks.part(block).start + place)
-
-    def _record(self, events: Iterable[trace.Event]) -> None:
-        for event in events:
-            self.recorder.emit(event)
+        return self.replicas.layout.locate(self.reduction.blocks.part(block).start + place)
 
 
-def _node(message: TreeNode, payload: Buffer) -> reduction.Node:
+def _node(message: TreeNode, payload: Buffer) -> Node:
     """Return the node of `message`; its vector is a view of `payload`."""
     vector = blocks.vector_of(payload)
-    return reduction.Node(message.level, message.index, vector, message.loss, message.weight)
+    return Node(message.level, message.index, vector, message.loss, message.weight)

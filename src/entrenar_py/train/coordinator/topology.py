@@ -2,7 +2,7 @@
 blocks that workers exchange.
 
 In a mesh blocks are added along the tree, in a ring one worker after the other. Only this module
-derives a topology from a system's name, for the harness and the service alike.
+derives a topology from a trainer's name, for the harness and the service alike.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.train.arithmetic import blocks, reduction
 from entrenar_py.train.arithmetic.blocks import Blocks
 from entrenar_py.train.arithmetic.reduction import Node, Vector
@@ -46,16 +46,18 @@ class Held:
     step's summed loss and its weight. `round` is a mesh's current round.
     """
 
-    def __init__(self, num_elements: int) -> None:
+    def __init__(self, num_elements: int, planned: Blocks | None = None) -> None:
+        """`planned` are the blocks of every session, if they don't depend on it."""
         self.vector: Vector = np.empty(num_elements, np.float32)
-        self.blocks = Blocks(num_elements, 1)
+        self._planned = planned
+        self.blocks = planned or Blocks(num_elements, 1)
         self.there: set[int] = set()
         self.total = (0.0, 0.0)
         self.round = 0
 
     def begin(self, num_blocks: int) -> None:
         """Start a session in which the vector travels in `num_blocks` parts."""
-        self.blocks = Blocks(self.vector.size, num_blocks)
+        self.blocks = self._planned or Blocks(self.vector.size, num_blocks)
         self.there.clear()
         self.round = 0
 
@@ -192,20 +194,17 @@ class RingExchange:
         return total
 
 
-_SIMULATED = "_simulated"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Topology:
     """One topology.
 
-    `system` names the system with real workers; the simulated one has the suffix `_simulated`.
+    `trainer` is its name in a plan.
     `exchange` adds, in a worker, what other workers send. It is None in a star, where everything
     goes to the coordinator. `down` lists the messages of a step that the coordinator sends.
     `promise` is what the trace promises if all workers use one backend.
     """
 
-    system: str
+    trainer: str
     coordinator: type[Coordinator]
     worker: type[Worker]
     client: type[WorkerClient]
@@ -219,7 +218,7 @@ class Topology:
 
 
 STAR = Topology(
-    system="parameter_server",
+    trainer="parameter_server",
     coordinator=Coordinator,
     worker=Worker,
     client=WorkerClient,
@@ -227,14 +226,14 @@ STAR = Topology(
     down=(Assign, Average, Weights, Commit),
 )
 MESH = Topology(
-    system="mesh",
+    trainer="mesh",
     coordinator=MeshCoordinator,
     worker=MeshWorker,
     client=MeshClient,
     exchange=TreeExchange,
 )
 RING = Topology(
-    system="ring",
+    trainer="ring",
     coordinator=MeshCoordinator,
     worker=RingWorker,
     client=MeshClient,
@@ -242,22 +241,22 @@ RING = Topology(
     promise="draws",
 )
 BY_NAME = {"star": STAR, "mesh": MESH, "ring": RING}
-_BY_SYSTEM = {topology.system: topology for topology in BY_NAME.values()}
+_BY_TRAINER = {topology.trainer: topology for topology in BY_NAME.values()}
 
 
-def of(scenario: Scenario) -> Topology:
-    """Return the topology of the scenario's system; STAR if the system has none."""
-    return _BY_SYSTEM.get(scenario.system.removesuffix(_SIMULATED), STAR)
+def of(plan: TrainingPlan) -> Topology:
+    """Return the topology of the plan's trainer; STAR if the trainer has none."""
+    return _BY_TRAINER.get(plan.trainer, STAR)
 
 
-def num_blocks(scenario: Scenario, num_elements: int) -> int:
+def num_blocks(plan: TrainingPlan, num_elements: int) -> int:
     """Return the number of blocks of a vector; option `block_bytes` limits their size.
 
     Raises UsageError if that is not a size.
     """
-    if "block_bytes" not in scenario.options:
-        return blocks.num_blocks(num_elements, of(scenario).num_owners(scenario.world_size))
-    block_bytes = scenario.options["block_bytes"]
+    if "block_bytes" not in plan.options:
+        return blocks.num_blocks(num_elements, of(plan).num_owners(plan.world_size))
+    block_bytes = plan.options["block_bytes"]
     if type(block_bytes) is not int or block_bytes < 4:
         raise UsageError(f"options block_bytes={block_bytes!r}: use a whole number of bytes >= 4")
     return min(-(-4 * num_elements // (block_bytes // 4 * 4)), num_elements)

@@ -44,12 +44,12 @@ class Source(Protocol):
 
     @property
     def identity(self) -> list[str]:
-        """The source of the answers: another one may answer otherwise."""
+        """The source of the answers: another source may give other answers."""
         ...
 
     @property
     def day(self) -> str | None:
-        """The day that chat templates are told, if this source has any with a clock."""
+        """The day that chat templates get, if this source has any with a clock."""
         ...
 
     def answers(
@@ -61,7 +61,7 @@ class Source(Protocol):
 
 @dataclass
 class Progress:
-    """How far the asking is: `before` prompts had an answer when it began."""
+    """The progress of the requests: `before` prompts had an answer when they began."""
 
     total: int
     before: int
@@ -89,7 +89,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """The rows that were written: `lacking` is how many original ones there were too few of."""
+    """The rows that were written: `lacking` is the number of missing original ones."""
 
     synthetic: int
     original: int
@@ -259,7 +259,7 @@ def _require_output(settings: Settings, text: Completions) -> None:
 
 
 def _fits(file: Path, pattern: Path) -> bool:
-    """Return whether `pattern`, a path or a pattern, names `file` now or once it is there."""
+    """Return whether `pattern`, a path or a pattern, names `file` now or once it exists."""
     own = Path(os.path.realpath(file))
     if file.exists() and any(sign in pattern.name for sign in "*?["):
         return own in {Path(os.path.realpath(path)) for path in rows.files(pattern)}

@@ -149,7 +149,7 @@ _REFUSALS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """Where requests go: a base URL that is known to be usable."""
+    """The address of the requests: a base URL that is known to be usable."""
 
     url: str
     host: str
@@ -209,7 +209,7 @@ def key(variable: str | None) -> str | None:
 
 
 class _TroubleError(Exception):
-    """A request without an answer, and whether to try again, after some seconds if they are told.
+    """A request without an answer, and whether to try again, after some seconds if it names them.
 
     `is_servers` is False for what is the prompt's own fault.
     """
@@ -307,7 +307,7 @@ class Endpoint:
         return client
 
     async def _answer(self, prompt: Prompt, client: httpx2.AsyncClient) -> Result:
-        """Return the answer to a prompt, or why there is none."""
+        """Return the answer to a prompt, or the reason why it has none."""
         tries, next_s = self._section.retries + 1, FIRST_WAIT_S
         for number in range(1, tries + 1):
             try:

@@ -1,4 +1,4 @@
-"""What a folder of shards has: its facts, the list of its whole shards, and claims on others.
+"""The manifest of a folder of shards: its facts, its complete shards, and claims on the others.
 
 The list is JSON lines in a BLAKE3 chain, as in a ledger. The first line has the facts, each other
 one a shard that is whole. A shard that was made again has a line more, which counts how often it
@@ -74,7 +74,7 @@ class Facts:
 
     @property
     def num_shards(self) -> int:
-        """The number of shards when all are there."""
+        """The number of shards when all are complete."""
         return len(self.rows)
 
     @property
@@ -327,7 +327,7 @@ def name_of(part: tuple[int, int] | None) -> str:
 
 
 def read(folder: Path) -> Listed | None:
-    """Return what `Lists` of `folder` say, all of them read anew."""
+    """Return what `Lists` of `folder` say, all of them read again."""
     return Lists(folder).read()
 
 
@@ -463,7 +463,7 @@ class Writer:
     def __init__(
         self, folder: Path, facts: Facts, part: tuple[int, int] | None, claims: Claims
     ) -> None:
-        """Begin the list, if it is not there.
+        """Begin the list, if it does not exist.
 
         Raises UsageError if the folder has shards of other facts, and OSError if it can't be
         written.

@@ -44,7 +44,7 @@ class Made:
 
 @dataclass
 class Progress:
-    """How far a stage is. `rows_done` and `shards_done` count those of other processes, too.
+    """The progress of a stage. `rows_done` and `shards_done` count those of other processes, too.
 
     `rows_left` are those of this process's part. `state` is running, stopped or completed.
     """
@@ -69,7 +69,7 @@ class Progress:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until this process's part is there at the pace of this process alone."""
+        """Seconds until this process has finished its part, at its own pace."""
         own = sum(one.rows for one in self.made)
         return self.rows_left * self.seconds / own if own else None
 

@@ -57,7 +57,7 @@ WHOLE, TRUNCATED, REFUSED = OUTCOMES = ("whole", "truncated", "refused")
 
 @dataclass(frozen=True)
 class Failed:
-    """Why a prompt has no answer."""
+    """The reason why a prompt has no answer."""
 
     reason: str
 
@@ -180,7 +180,7 @@ JOURNAL_END = ".journal"  # of its name, after that of the rows
 class Journal:
     """The answers in the journal of the rows at `rows`, which this process alone may append to.
 
-    A `day` that templates are told is written with each answer.
+    A `day` that templates get is written with each answer.
     `others` counts the lines of other settings, `damaged` those that are none. The prompts of both
     count as not asked.
     """

@@ -77,7 +77,7 @@ def joined(parts: Sequence[Rows]) -> Rows:
 
 
 class Places:
-    """Where each sample's rows are: in the order in which a run with `seed` first visits them.
+    """The places of each sample's rows: in the order in which a run with `seed` first visits them.
 
     So its first epoch reads one shard after another, and can begin while later ones are made.
     """
@@ -238,7 +238,7 @@ def problem(folder: Path, facts: Facts, entry: Entry) -> str:
         if digest_of(path) != entry.digest:
             return f"{path.name} is damaged: its digest is not that of the list"
     except FileNotFoundError:
-        return f"{path.name} is listed, and not there"
+        return f"{path.name} is listed, but missing"
     except OSError as error:
         return f"{path.name} can't be read ({error})"
     return ""
@@ -389,7 +389,7 @@ Say = Callable[[str], None]
 def facts_of(
     folder: Path, *, patience_s: float, ended: threading.Event, say: Say = printing.say
 ) -> Facts:
-    """Return the facts of the shards in `folder`; waits until a first list is there.
+    """Return the facts of the shards in `folder`; waits until a first list exists.
 
     Raises UsageError if none is after `patience_s` seconds, or for one that can't be read, and
     SystemFailure once `ended` is set.
@@ -458,7 +458,7 @@ class TeacherRows:
         self._ended.set()
 
     def require(self, samples: Sequence[int]) -> None:
-        """Wait until the shards of all `samples` are there. Raises SystemFailure as `rows` does."""
+        """Wait until the shards of all `samples` exist. Raises SystemFailure as `rows` does."""
         for shard in sorted({self._places.shard_of(int(one)) for one in samples}):
             self._file(shard)
 
@@ -552,12 +552,12 @@ class TeacherRows:
             self._listed = listed or self._listed
         entry = self._listed.shards.get(shard)
         if entry is None:
-            return f"shard {shard} of {self.facts.num_shards} is not there"
+            return f"shard {shard} of {self.facts.num_shards} is missing"
         state = _state(manifest.path_of(self._folder, self.facts, shard))
         if state is not None and self._seen.get(shard) == (entry, state):
             return ""
         lack = problem(self._folder, self.facts, entry)
-        if lack:  # it may be listed anew when it has been made again
+        if lack:  # it may be listed again when it has been made again
             self._listed = Listed(self.facts, {})
         else:
             self._seen[shard] = entry, state
@@ -590,7 +590,7 @@ class Status:
 
     @property
     def is_whole(self) -> bool:
-        """True if every shard is there, and undamaged."""
+        """True if every shard exists, and is undamaged."""
         return not self.missing and not self.damaged
 
     def lines(self) -> Iterator[str]:
@@ -612,7 +612,7 @@ class Status:
             yield f"missing: {wording.named('shard', self.missing)}"
         for shard, why in self.damaged.items():
             yield f"damaged: shard {shard}: {why}"
-        yield "all rows are there" if self.is_whole else "go on with `entrenar distill logits`"
+        yield "all rows are complete" if self.is_whole else "go on with `entrenar distill logits`"
 
     def record(self) -> dict[str, Any]:
         """Return it as JSON can hold it."""

@@ -37,7 +37,7 @@ from entrenar_py.train.model.workload import Finetuning
 
 @dataclass(frozen=True)
 class Mix:
-    """How both parts of the loss are weighed: `alpha` in [0, 1], and the temperature T > 0.
+    """The weights of both parts of the loss: `alpha` in [0, 1], and the temperature T > 0.
 
     `has_rest` is false where the teacher's rows have every token of the vocabulary.
     """
@@ -246,7 +246,7 @@ class Student(Finetuning):
         self.teacher.interrupt()
 
     def require(self, ids: Sequence[int]) -> None:
-        """Wait until the teacher's rows of all samples `ids` are there."""
+        """Wait until the teacher's rows of all samples `ids` exist."""
         self.teacher.require(ids)
 
     def batch(self, ids: Sequence[int]) -> tuple[Tensor, ...]:
@@ -314,7 +314,7 @@ class StudentObjective(NextTokens):
 
 
 def facts_of(prepared: Prepared, ended: threading.Event | None = None) -> Facts:
-    """Return the facts of a run's shards, once a first list of them is there.
+    """Return the facts of a run's shards, once a first list of them exists.
 
     Raises UsageError if they are of another tokenizer, of other rows, or of other settings, and
     SystemFailure if `ended` is set while there is none.

@@ -1,6 +1,6 @@
 """The commands of `entrenar` that fine-tune, and the command line of a rank of torchrun.
 
-Nothing here imports torch at its beginning: a slip in a configuration is told in a moment, and
+Nothing here imports torch at its beginning: a slip in a configuration is reported at once, and
 what a command needs is imported by that command.
 """
 
@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.config == Path("init"):
             printing.say_lines(settings_file.template().rstrip())
             return exit_codes.DONE
-        settings_file.load(arguments.config)  # a slip is told before torch is loaded
+        settings_file.load(arguments.config)  # a slip is reported before torch is loaded
         _tell_loading()
         staffing.load_ahead(arguments.backends)
         from entrenar_py.train.finetune import local
@@ -136,7 +136,7 @@ PROG = "entrenar_py.finetune"
 def rank(argv: Sequence[str], environment: Mapping[str, str], init_method: str = "env://") -> int:
     """Train as the rank that `environment` names; return the exit code.
 
-    Rank 0 prints. What goes wrong before ranks have joined is told by the first rank of each host.
+    Rank 0 prints. Errors before ranks have joined are printed by the first rank of each host.
     """
     arguments = _parser().parse_args(argv)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP warns of what is meant so

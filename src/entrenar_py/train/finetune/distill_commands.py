@@ -33,7 +33,7 @@ PAGE_FILE = "report.html"
 
 
 def write_page(section: Distillation, progress: Progress) -> Path:
-    """Write the page, and return its path; warn if it can't be written: the shards are there.
+    """Write the page, and return its path; warn if it can't be written: the shards exist.
 
     Processes that share the folder write the same file: it is that of the last one.
     """
@@ -112,7 +112,7 @@ def logits(arguments: argparse.Namespace) -> int:
         if arguments.part is None
         else f"part {'/'.join(map(str, arguments.part))} is"
     )
-    printing.say(f"{subject} there")
+    printing.say(f"{subject} complete")
     return exit_codes.DONE
 
 

@@ -1,4 +1,4 @@
-"""What is said of a run before it begins: its rows, rules that it breaks, memory that it lacks."""
+"""Messages before a run begins: its rows, rules that it breaks, memory that it lacks."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def look_as_ranks(
     """Do what `look` does for `num_ranks` ranks of torchrun, as many on each of `num_hosts`.
 
     On this host they compute on `names` in turns. Others are taken to have the same devices. With
-    `free` each rank has a GPU of its own, and so many bytes left there.
+    `free` each rank has its own GPU, with this many bytes left.
     """
     settings = replace(prepared.settings, workers=num_ranks)
     assert settings.strategy is not None, "ranks of torchrun have one"
@@ -207,7 +207,7 @@ def _look(
 def rows_and_longest(settings: Settings) -> tuple[Rows | None, int | None]:
     """Return what rules look at in the rows, and the longest; None for rows that can't be read.
 
-    Needs no weights. Raises UsageError for a model that is not there.
+    Needs no weights. Raises UsageError for a model that doesn't exist.
     """
     model_folder.require_config(settings.model)
     try:

@@ -1,4 +1,4 @@
-"""What a worker does between the coordinator's offer and joining: it gets settings, rows and model.
+"""Joining a run: between the coordinator's offer and its start, a worker gets settings and files.
 
 Code of a checkpoint is fetched and run only if this worker's own command line allows it.
 
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from entrenar_py.shared import wording
 from entrenar_py.shared.errors import ContractError, SystemFailure, UsageError
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.shared.untrusted import files as own_files
 from entrenar_py.train.arithmetic.blocks import Layout
 from entrenar_py.train.distill import student
@@ -191,14 +191,14 @@ class StageJoining:
 
     def client(self, described: Told, stay: Stay) -> PipelineClient:
         """Return the client for the run that the coordinator described."""
-        scenario = worker.scenario_of(described)
+        plan = worker.plan_of(described)
         terms = self.cut.terms(
-            Terms(run=scenario.digest, manifest=self.manifest, data=self.prepared.train.digest)
+            Terms(run=plan.digest, manifest=self.manifest, data=self.prepared.train.digest)
         )
         hands = StageHands(
             self.cut,
-            partial(self._member, scenario, terms, stay),
-            hidden_bytes=hidden_bytes_max(self.width, self.prepared.train, scenario),
+            partial(self._member, plan, stay),
+            hidden_bytes=hidden_bytes_max(self.width, self.prepared.train, plan),
         )
         machine = PipelineWorker(
             terms,
@@ -217,7 +217,7 @@ class StageJoining:
             listen_port=stay.given.listen_port or 0,
         )
 
-    def _member(self, scenario: Scenario, terms: Terms, stay: Stay, stage: int) -> StageMember:
+    def _member(self, plan: TrainingPlan, stay: Stay, stage: int) -> StageMember:
         """Load `stage`, in a thread; its files are fetched if they are not here."""
         own = self.cut.stages[stage]
         stay.tell(f"loads stage {stage}: {wording.spanned('block', own)}")
@@ -228,10 +228,9 @@ class StageJoining:
             )
             workload = stage_model.load_stage(prepared, self.cut, stage)
         return StageMember(
-            scenario,
+            plan,
             stay.backend,
             workload,
-            terms=terms,
             every=self.cut.blocks,
             stage=stage,
             attempts=stay.attempts,

@@ -26,7 +26,7 @@ from entrenar_py import compute as backends
 from entrenar_py.compute import Backend
 from entrenar_py.shared import trace
 from entrenar_py.shared.errors import SystemFailure, UsageError
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.coordinator import topology
 from entrenar_py.train.coordinator.member import Member
@@ -55,7 +55,7 @@ def work(pipe: Connection) -> None:
     if job is not None:
         try:
             finish = asyncio.run(_stay(desk, json.loads(job)))
-        except SystemFailure as error:  # a teacher's shard does not come, which no restart mends
+        except SystemFailure as error:  # a teacher's shard does not come, which no restart fixes
             finish = Finish("failed", str(error))
         desk.answer(json.dumps({"status": finish.status, "reason": finish.reason}).encode())
 
@@ -63,14 +63,14 @@ def work(pipe: Connection) -> None:
 async def _stay(desk: Job, job: Mapping[str, Any]) -> Finish:
     loop = asyncio.get_running_loop()
     loop.add_reader(desk.fileno(), _abandoned)
-    scenario = Scenario.from_dict(job["scenario"])
+    plan = TrainingPlan.from_dict(job["plan"])
     workload = student.workload(
         preparation.prepare(settings_file.of_text(job["settings"], "the settings"))
     )
     backend = backends.open_backend(job["backend"])
-    member = Member(scenario, lambda rank: backend, workload)
-    machine = topology.of(scenario).worker(
-        member.terms,
+    member = Member(plan, lambda rank: backend, workload)
+    machine = topology.of(plan).worker(
+        member.replicas.terms,
         secret=bytes.fromhex(job["secret"]),
         backend=backend.name,
         rank=job["rank"],
@@ -161,7 +161,7 @@ def train(
     foresight.say_warnings()
     output = outputs.make_folder(prepared)
     config = Config(
-        scenario=preparation.scenario(settings, workload),
+        plan=preparation.plan_of(settings, workload),
         listen=LOOPBACK,
         secret=secrets.token_bytes(SECRET_BYTES),
         context=None,
@@ -182,7 +182,7 @@ def train(
         task.opened(
             prepared,
             workload,
-            scenario=config.scenario,
+            plan=config.plan,
             # What validation rows are scored on: a GPU of torch if a worker has one.
             device=torch.device(next((name for name in names if name.startswith("cuda")), "cpu")),
             listening=workers.start,
@@ -192,7 +192,7 @@ def train(
         ) as finetuning,
     ):
         code = coordinator.serve(config, finetuning, resume=resume)
-        # Nobody stopped it: what the workers lacked has to be mended before it goes on.
+        # Nobody stopped it: what the workers lacked has to be fixed before it goes on.
         is_given_up = code == exit_codes.STOPPED and workers.are_gone
         return exit_codes.WRONG if is_given_up else code
 
@@ -239,7 +239,7 @@ class _Workers:
 
     def start(self, address: Address, give_up: Callable[[str], None]) -> None:
         self._address, self._give_up = address, give_up
-        for rank in range(self._config.scenario.world_size):
+        for rank in range(self._config.plan.world_size):
             self._begin(rank)
         asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)
 
@@ -252,7 +252,7 @@ class _Workers:
     def _begin(self, rank: int) -> None:
         job = {
             "settings": self._settings,
-            "scenario": self._config.scenario.to_dict(),
+            "plan": self._config.plan.to_dict(),
             "rank": rank,
             "backend": self._names[rank % len(self._names)],
             "host": self._address.host,

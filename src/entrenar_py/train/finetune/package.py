@@ -75,7 +75,7 @@ class File:
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What a worker needs: settings as a record, class weights, samples, and the checkpoint."""
+    """The files for a worker: settings as a record, class weights, samples, and the checkpoint."""
 
     settings: Mapping[str, Any]
     class_weights: Sequence[float]
@@ -185,7 +185,7 @@ Fetch = Callable[
 
 @dataclass
 class _Partial:
-    """A file that is being fetched, open for writing behind the `num_bytes` that are there."""
+    """A file that is being fetched, open for writing after its first `num_bytes`."""
 
     file: File
     handle: int
@@ -362,7 +362,7 @@ class ReceivedFiles:
         ]
 
     def _store(self, digest: str, offset: int, content: Buffer) -> None:
-        """Write a piece behind what is there; rename the file after its last piece."""
+        """Append a piece; rename the file after its last one."""
         partial = self._partials[digest]
         assert offset == partial.num_bytes, "pieces come in order"
         try:

@@ -96,7 +96,7 @@ ALERTS = ("spike", "halted", "left", "not_saved", "not_scored", "gap", "unchecke
 
 @dataclass
 class History:
-    """What a run told, by the number of steps made.
+    """The measurements of a run, by the number of steps made.
 
     `losses` are means and `norms` the largest of stretches of equal length. `alerts` are the words
     of the last NOTES_MAX notes that are no routine; `num_alerts` counts all of them by name.
@@ -140,7 +140,7 @@ class History:
 
 
 def read_history(path: Path, *, num_steps: int) -> History:
-    """Return the history in the metrics at `path`, from the last time that the run began anew.
+    """Return the history in the metrics at `path`, from the last time that the run started over.
 
     Raises OSError if the file can't be read. Lines that were cut off are left out.
     """
@@ -175,7 +175,7 @@ _PACKAGES = ("transformers", "peft", "tokenizers", "safetensors", "bitsandbytes"
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a run ended: `status` with its `reason`, after `made` steps of `num_steps`.
+    """The end of a run: `status` with its `reason`, after `made` steps of `num_steps`.
 
     `ledger` is the last line of its ledger, None without one. `num_rows` counts rows that were
     trained on and rows that were evaluated on. `digest` is that of the trained tensors.

@@ -20,7 +20,7 @@ from entrenar_py.train.plan.stage_workers import StageWorker
 from entrenar_py.train.service import exit_codes
 
 _DOCTOR = "doctor"
-_WORTH = 0.99  # another order is told of if its slowest stage takes less than this share
+_WORTH = 0.99  # another order is named if its slowest stage takes less than this share
 
 
 def plan(options: argparse.Namespace) -> int:

@@ -202,15 +202,15 @@ def run(path: Path, *, resume: bool, halt_on_spike: bool, tensorboard: Path | No
     offered = OfferedFiles(replace(prepared, settings=planned))  # workers read the stages there
     printing.say(f"workers get {len(offered.package.sizes)} files, {offered.num_bytes} bytes")
     output = outputs.make_folder(prepared)
-    scenario = preparation.scenario(settings, workload)
+    plan = preparation.plan_of(settings, workload)
     if share := service.section.audit_share:
-        scenario = scenario.with_(options={**scenario.options, "audit_share": share})
+        plan = plan.with_(options={**plan.options, "audit_share": share})
     if stages is not None:
-        scenario = server.scenario_of_stages(scenario)
+        plan = server.plan_of_stages(plan)
         for line in stages.lines():
             printing.say(line)
     served = Config(
-        scenario=scenario,
+        plan=plan,
         listen=service.listen,
         secret=service.secret,
         context=service.context,
@@ -223,7 +223,7 @@ def run(path: Path, *, resume: bool, halt_on_spike: bool, tensorboard: Path | No
     with task.opened(
         prepared,
         workload,
-        scenario=scenario,
+        plan=plan,
         device=torch.device("cpu"),
         halt_on_spike=halt_on_spike,
         tensorboard=tensorboard,
@@ -266,7 +266,7 @@ class _Service:
 
 
 class _Reader:
-    """Reads the section for other machines. Every problem is told with its place."""
+    """Reads the section for other machines. Every problem is reported with its place."""
 
     def __init__(self, path: Path) -> None:
         self._settings = settings_file.load(path)

@@ -1,6 +1,6 @@
 """Reads a configuration: every key is known, in its place and within its limits.
 
-All problems are told at once, each as `file:line:column: error: ...`.
+All problems are reported at once, each as `file:line:column: error: ...`.
 
 Keys, types and limits are those of the records in `train.model.settings`, and so are the commented
 configuration and the JSON schema that are written here. `_Conflicts` and `of_pipeline` have the
@@ -80,7 +80,7 @@ def _of_workers(settings: Settings, root: MapNode) -> Iterator[tuple[Position, s
         for name in stage.worker:
             first = stage_of.setdefault(name, index)
             if first != index or stage.worker.count(name) > 1:
-                where = "it is there twice" if first == index else f"stages[{first}] has it, too"
+                where = "it is named twice" if first == index else f"stages[{first}] has it, too"
                 yield at, f"stages[{index}] worker={name}: {where}; a worker has one stage"
         if len(stage.worker) > num_shards:
             yield (
@@ -176,7 +176,7 @@ class Field(NamedTuple):
 
     @property
     def is_section(self) -> bool:
-        """True for a section of its own."""
+        """True if the key holds a section."""
         return dataclasses.is_dataclass(self.kind)
 
     @property

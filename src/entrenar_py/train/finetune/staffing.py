@@ -61,7 +61,7 @@ def begun_with(path: Path) -> int | None:
     """
     try:
         with files.open_file(path) as file:
-            return ledger.Reader(file, path, cut=True).head.scenario.world_size
+            return ledger.Reader(file, path, cut=True).head.plan.world_size
     except (OSError, TraceError):  # the coordinator tells what is wrong with it
         return None
 

@@ -1,7 +1,7 @@
 """A fine-tuning as the coordinator serves it: evaluated on the way, exported at the end.
 
 Validation rows are scored in a thread of the coordinator, and no worker waits for it. What it needs
-of a step is copied, and its results are told with a later step, or at the end.
+of a step is copied, and its results are reported with a later step, or at the end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from entrenar_py.shared.errors import SystemFailure
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.shared.untrusted import escaping, printing
 from entrenar_py.train.arithmetic.tensors import Array
 from entrenar_py.train.finetune import outputs, page
@@ -189,26 +189,26 @@ def opened(
     prepared: Prepared,
     workload: Tuned,
     *,
-    scenario: Scenario,
+    plan: TrainingPlan,
     device: torch.device,
     listening: Listening = coordinator.ignore,
     memory: Callable[[], Memory] = measures.memory_peak,
     halt_on_spike: bool = False,
     tensorboard: Path | None = None,
 ) -> Iterator[Task]:
-    """Yield the task of the run `scenario`; validation rows are scored on `device`.
+    """Yield the task of the run `plan`; validation rows are scored on `device`.
 
     The other arguments are those of `Task`.
     """
-    evaluator = Evaluator(prepared, workload, device=device, num_steps=scenario.num_steps)
+    evaluator = Evaluator(prepared, workload, device=device, num_steps=plan.num_steps)
     with closing(evaluator):
         yield Task(
             workload=workload,
             listening=listening,
             memory=memory,
             stepped=evaluator.stepped,
-            complete=partial(_export, prepared, workload, evaluator, scenario),
-            ended=partial(_end, prepared, evaluator, scenario),
+            complete=partial(_export, prepared, workload, evaluator, plan),
+            ended=partial(_end, prepared, evaluator, plan),
             halt_on_spike=halt_on_spike,
             tensorboard=tensorboard,
             grace_s=GRACE_S if prepared.settings.distill else None,
@@ -219,23 +219,23 @@ def _export(
     prepared: Prepared,
     workload: Tuned,
     evaluator: Evaluator,
-    scenario: Scenario,
+    plan: TrainingPlan,
     tensors: Mapping[str, Array],
     tell: Listener,
 ) -> None:
     evaluator.settle(tell)
-    digest = preparation.model_digest(scenario)
+    digest = preparation.model_digest(plan)
     output = outputs.write(prepared, workload, tensors, model_digest=digest)
     printing.say(f"written to {output}")
 
 
-def _end(prepared: Prepared, evaluator: Evaluator, scenario: Scenario, ended: Ended) -> None:
+def _end(prepared: Prepared, evaluator: Evaluator, plan: TrainingPlan, ended: Ended) -> None:
     if ended.finish.status == "completed":
         scores = evaluator.finish(ended.made, ended.tensors, ended.tell)
         for line in () if scores is None else scores.lines():
             printing.say(f"validation: {line}")
     evaluator.close()
-    draw(prepared, scenario.num_steps, ended)
+    draw(prepared, plan.num_steps, ended)
 
 
 def draw(prepared: Prepared, num_steps: int, ended: Ended) -> None:

@@ -273,7 +273,7 @@ class ChatEncoder:
     """Encodes conversations by one tokenizer. Not to be used by two threads at once."""
 
     def __init__(self, tokenizer: Any, day: str | None = None) -> None:
-        """`day` is what a template with a clock is told; None for the present time."""
+        """`day` is the time that a template with a clock gets; None for the present time."""
         self._template = ChatTemplate(tokenizer, day)
         self._ranges = TokenRanges(tokenizer)
         added = tokenizer.added_tokens_decoder.values()

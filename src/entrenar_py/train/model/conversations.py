@@ -1,6 +1,6 @@
 """Reads conversations from the rows that people have: messages, ShareGPT's turns, or pairs.
 
-Which form a row has is told by its fields. What can't be learned from as it is, such as images or
+A row's form is recognised by its fields. What can't be learned from as it is, such as images or
 pairs of a better and a worse answer, is refused.
 """
 

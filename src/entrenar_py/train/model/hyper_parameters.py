@@ -71,7 +71,7 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What rules look at. Rules that need what is None say nothing."""
+    """The facts that rules look at. A rule that needs a fact that is None says nothing."""
 
     settings: Settings
     num_parameters: int | None = None

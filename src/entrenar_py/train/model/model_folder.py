@@ -279,7 +279,7 @@ def require_weights(folder: Path, module: nn.Module, missing: Collection[str]) -
     if lost:
         raise UsageError(
             f"model={folder}: its files lack {len(lost)} of the model's weights, {_listed(lost)} "
-            "missing; copy the whole checkpoint, or mend its config.json"
+            "missing; copy the whole checkpoint, or fix its config.json"
         )
     return sorted({name.removeprefix(base).partition(".")[0] for name in missing})
 
@@ -301,8 +301,8 @@ def require_known(settings: Settings, module: nn.Module, unexpected: Collection[
     if surplus:
         raise UsageError(
             f"model={folder}: {_listed(surplus)} in its files, and not in the model by "
-            "config.json, which would be trained without; mend config.json (attention_bias, "
-            "num_hidden_layers, ...), merge adapters that are saved inside, or take out of the "
+            "config.json, which would be trained without; fix config.json (attention_bias, "
+            "num_hidden_layers, ...), merge adapters that are saved inside, or remove from the "
             "files what is not the model's"
         )
     return sorted(parts)

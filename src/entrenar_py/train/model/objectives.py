@@ -5,7 +5,7 @@ the head's product with the loss, some hundred positions at a time, and computes
 forward pass, so all logits are never held. A captured graph has plain operations instead.
 
 Packing puts several samples in one row of tokens, in their order, by lengths alone. So a shard has
-the same rows wherever it is computed. Positions begin anew with each sample: transformers makes
+the same rows wherever it is computed. Positions start over with each sample: transformers makes
 masks by them, and `require_apart` proves that a model follows them.
 """
 

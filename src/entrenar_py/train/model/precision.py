@@ -172,7 +172,7 @@ def _linear(empty: nn.Module) -> dict[str, int]:
 def settle_quantised(module: nn.Module) -> None:
     """Let quantised layers compute in evaluation as they do in training, and in a captured graph.
 
-    On CPUs with AVX512-BF16, bitsandbytes would pack the weights anew when a model is evaluated,
+    On CPUs with AVX512-BF16, bitsandbytes would pack the weights again when a model is evaluated,
     and from then on compute in bfloat16 without gradients. In a graph, a layer's product is that of
     `backends.nf4` with the tensors `weight` and TABLES.
     """

@@ -4,7 +4,7 @@ A run goes through three records. `Settings` say what a user wants, `Prepared` h
 tokens and the tokenizer, and a workload (`workload.Finetuning`) has the model, too. `entrenar plan`
 and a teacher's shards need the second alone, and no weights: so the two are made apart.
 
-`scenario` says what a run is, in the words of the reference trainer. All that decides a bit of the
+`plan_of` says what a run is, in the words of the reference trainer. All that decides a bit of the
 result is in it, digests of checkpoint and rows included. So a run that is resumed with anything
 else is refused, and a ledger says what was trained.
 """
@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.shared.untrusted import files, json_text
 from entrenar_py.train.model import model, model_folder, precision, rendering, samples
 from entrenar_py.train.model.samples import Samples
 from entrenar_py.train.model.settings import Settings
 from entrenar_py.train.model.workload import Finetuning, Tuned
 
-SYSTEM = "parameter_server"  # the trainer of a run
+TRAINER = "parameter_server"
 LEDGER = "ledger.jsonl"  # in the output folder; its first line says what the run is made of
 _FIRST_LINE_BYTES = 2**20
 _MODEL = "model"
@@ -127,15 +127,16 @@ def day_of(settings: Settings) -> str:
     """Return the day of the run that began the ledger in the output folder, or else the present."""
     try:
         with files.open_file(settings.output / LEDGER) as file:
-            options = json_text.load(file.readline(_FIRST_LINE_BYTES))["scenario"]["options"]
-        day = options.get("data.date")
+            head = json_text.load(file.readline(_FIRST_LINE_BYTES))
+        plan = head["plan"] if "plan" in head else head["scenario"]  # of an earlier release
+        day = plan["options"].get("data.date")
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         day = None  # whoever goes on with the ledger says what is wrong with it
     return day if isinstance(day, str) else datetime.now().astimezone().date().isoformat()
 
 
 def dated(settings: Settings, tokenizer: Any, day: str | None) -> Settings:
-    """Return settings with the day that the chat template is told, if it has a clock.
+    """Return settings with the day that the chat template gets, if it has a clock.
 
     A run has one day, however often it is resumed. Raises UsageError for a text that is no day.
     """
@@ -158,7 +159,7 @@ def cache() -> Path:
     return Path(home) / "entrenar-py"
 
 
-def scenario(settings: Settings, workload: Tuned) -> Scenario:
+def plan_of(settings: Settings, workload: Tuned) -> TrainingPlan:
     """Return the run of the reference trainer that `settings` ask for."""
     training = settings.training
     batch_size = min(training.batch_size, workload.num_samples)
@@ -179,8 +180,8 @@ def scenario(settings: Settings, workload: Tuned) -> Scenario:
     )
 
 
-def model_digest(run: Scenario) -> str:
-    """Return the digest of the checkpoint that a run of `scenario` was made of."""
+def model_digest(run: TrainingPlan) -> str:
+    """Return the digest of the checkpoint that a run of `plan` was made of."""
     return str(run.options[_MODEL])
 
 
@@ -206,6 +207,6 @@ def _decisive(settings: Settings, workload: Tuned) -> dict[str, Any]:
     return decisive
 
 
-def seeds(seed: int) -> Scenario:
+def seeds(seed: int) -> TrainingPlan:
     """Return the source of random numbers of a run with `seed`."""
-    return Scenario(system=SYSTEM, workload=Finetuning.name, world_size=1, seed=seed)
+    return TrainingPlan(trainer=TRAINER, workload=Finetuning.name, world_size=1, seed=seed)

@@ -9,7 +9,7 @@ and but for the time none changes what it writes:
   may itself be long (a sum over a range), so the CPU time of the thread is bounded too, widely.
 - What lengthens a text or a list is bounded: one such operation could take all memory. It is
   refused before it is done.
-- A template that asks for the time is told the day that is given, or else the present.
+- A template that asks for the time gets the given day, or else the present.
 - Where the template marks what is generated, two characters are written that no text has.
   Transformers counts what was written until then, which is wrong within macros.
 """

@@ -62,7 +62,7 @@ class BadRow:
 def files(path: Path) -> list[Path]:
     """Return the files that `path` names: one, or those that fit it as a pattern, by name.
 
-    Folders that are there are no patterns, whatever signs their names have.
+    Existing folders are no patterns, whatever characters their names have.
 
     Raises UsageError if there are none, or for one that holds no rows.
     """
@@ -173,7 +173,7 @@ def _of_list(path: Path) -> Iterator[Row | BadRow]:
             raise json.JSONDecodeError("Extra data", text, end)
     except ValueError as error:
         raise UsageError(
-            f"data {path}: begins as a list, and is not JSON at row {number} ({error}); mend it"
+            f"data {path}: begins as a list, and is not JSON at row {number} ({error}); fix it"
         ) from error
 
 

@@ -1,12 +1,12 @@
-"""The samples of a run: tokenised once, kept in a file that is named by what it was made from.
+"""The samples of a run: tokenised once, kept in a file that is named by its sources.
 
 A row becomes tokens, and for each token whether it is to be predicted: in `text` every token but
 the first, in `instruct` those of the assistant's turns alone. In `classify` the class of the whole
 text is predicted. A row that can't be used is a `BadRow` with its place, never an exception: all
-of them are told at once, or left out (data.on_error).
+of them are reported at once, or left out (data.on_error).
 
-The name has a digest of the file, the tokenizer and all settings that matter, so nobody has to
-remember to throw a cache away. Samples are flat arrays, not lists of lists: a million rows take
+The name has a digest of the file, the tokenizer and all settings that matter, so you never have to
+delete a cache. Samples are flat arrays, not lists of lists: a million rows take
 what their tokens take, and other processes and machines read them as they are.
 """
 
@@ -216,7 +216,7 @@ def _hint(label: str, num_labels: int) -> str:
     return ""
 
 
-VERSION = 5  # of the file, and of what is learned of a row; another one is made anew
+VERSION = 5  # of the file, and of what is learned of a row; another one is made again
 _SHOWN = 20  # bad rows in a message
 
 
@@ -262,7 +262,7 @@ class Samples:
 
     @property
     def is_consistent(self) -> bool:
-        """Whether all four arrays are of the same samples; a file may hold anything."""
+        """True if all four arrays are of the same samples; a file may hold anything."""
         starts, num_tokens = self.starts, len(self.tokens)
         shapes = (self.tokens.ndim, self.is_target.shape, starts.shape, self.labels.ndim)
         return bool(
@@ -287,7 +287,7 @@ class Samples:
 
 
 def load(settings: Settings, path: Path, tokenizer: Any, *, cache: Path) -> Samples:
-    """Return the samples of the file at `path`, from the folder `cache` if they are there.
+    """Return the samples of the file at `path`, from the folder `cache` if they are in it.
 
     Raises UsageError for a file without a usable row, and RowsError, unless rows are skipped, for
     rows that can't be used.
@@ -329,7 +329,7 @@ def require_usable(data: Data, where: str, skipped: Sequence[BadRow], num_good: 
     if skipped and data.on_error == "stop":
         total = counted(len(skipped) + num_good, "row")
         problem = f"{where}: {len(skipped)} of {total} can't be used"
-        lines = [f"{problem}; mend them, or set data.on_error: skip", *listed(skipped)]
+        lines = [f"{problem}; fix them, or set data.on_error: skip", *listed(skipped)]
         raise RowsError("\n".join(lines))
 
 

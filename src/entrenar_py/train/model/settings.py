@@ -6,7 +6,7 @@ a table of keys next to the records would be a second truth.
 
 Limits are those of one value. What several values exclude together is in `settings_file`, where the
 lines of a file are known, and what depends on a model or on rows is required where these are read.
-A record is plain data, and imports neither torch nor transformers: a slip is told in a moment.
+A record is plain data, and imports neither torch nor transformers: a slip is reported at once.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Completions:
-    """What `entrenar distill text` asks the teacher, and what becomes of its answers."""
+    """The requests of `entrenar distill text` to the teacher, and the use of its answers."""
 
     prompts: Annotated[
         Path, Key("rows to answer: .jsonl, .json or .parquet; for `instruct` up to the last answer")
@@ -229,7 +229,7 @@ class Tls:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
-    """How long coordinator and workers wait, in seconds."""
+    """The time limits of coordinator and workers, in seconds."""
 
     heartbeat_s: Annotated[float, Key("time between two signs of life of either end", above=0)] = (
         USUAL.heartbeat_s
@@ -247,7 +247,7 @@ class Timeouts:
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """Where `entrenar coordinator` serves the run to workers on other machines, and to which."""
+    """The address and the workers of a run that `entrenar coordinator` serves."""
 
     secret_file: Annotated[Path, Key("its bytes, less white space at both ends, are the secret")]
     listen: Annotated[str, Key("where workers connect, host:port; port 0 is any free one")] = (

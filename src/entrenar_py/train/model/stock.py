@@ -1,4 +1,4 @@
-"""What stock peft and transformers make of a model: adapters put in, folders written and read back.
+"""Stock peft and transformers: putting adapters in, writing folders and reading them back.
 
 A run's model is held in memory with settings of its own, such as the token that fills up rows. A
 folder says less. So it is read again by the libraries alone, with their own classes and the files
@@ -106,7 +106,7 @@ def has_target(module: nn.Module, target: str) -> bool:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Leave out peft's warnings of what a later transformers will lack, and of what it mends."""
+    """Leave out peft's warnings of what a later transformers will lack, and of what it fixes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")

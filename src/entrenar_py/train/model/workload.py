@@ -94,7 +94,7 @@ LENGTHS = 8  # rows are filled up to a multiple of this
 class Rows:
     """Samples as rows of tokens, filled up to the longest row, and to a multiple of `multiple`.
 
-    With a `capacity`, a row has as many samples as there is room for in so many tokens.
+    With a `capacity`, a row has as many samples as fit into this many tokens.
     """
 
     multiple = 1
@@ -156,7 +156,7 @@ class Tuned(Workload):
     ) -> None:
         """With `class_weights` the classes are learned, without them the next tokens.
 
-        With `packed_tokens`, samples are packed into rows of so many tokens.
+        With `packed_tokens`, samples are packed into rows of this many tokens.
         """
         self.module = module
         self.specs = tuple(
@@ -199,11 +199,11 @@ class Tuned(Workload):
 
     @property
     def decisive(self) -> dict[str, Any]:
-        """What else decides what is learned, by key; a run that is resumed must have the same."""
+        """Further facts that decide what is learned, by key; a resumed run must have the same."""
         return {}
 
     def require(self, ids: Sequence[int]) -> None:
-        """Wait until all that `batch` needs of these samples is there."""
+        """Wait until all that `batch` needs of these samples exists."""
 
     @property
     def has_classes(self) -> bool:
@@ -225,7 +225,7 @@ class Tuned(Workload):
 
     @property
     def row_multiple(self) -> int:
-        """Rows are filled up to a multiple of so many tokens."""
+        """Rows are padded to a multiple of this many tokens."""
         return self._rows.multiple
 
     def fill_up(self, multiple: int) -> None:

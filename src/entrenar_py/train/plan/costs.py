@@ -1,4 +1,4 @@
-"""What a strategy costs: bytes that a worker needs on its device, and those of a step on the wire.
+"""Costs of a strategy: bytes that a worker needs on its device, and bytes of a step on the wire.
 
 Persistent bytes are counted by tensors. Those of a micro-batch come from its rehearsal.
 """
@@ -12,7 +12,7 @@ from entrenar_py.train.arithmetic import sharding
 from entrenar_py.train.arithmetic.reduction import num_nodes
 from entrenar_py.train.plan.shape import FLOAT_BYTES, WHOLE, Counts, Cut, Rehearsal, Shape
 
-# What is there before any tensor: an interpreter with torch and transformers; on a GPU the context
+# Memory in use before any tensor: an interpreter with torch and transformers; on a GPU the context
 # and the workspaces of its libraries. The CPU's is measured, the others are estimates.
 RUNTIME_BYTES = {"cpu": 450 * 10**6, "cuda": 700 * 10**6, "wgpu": 200 * 10**6}
 MOMENTS = 2  # AdamW's, float32
@@ -26,7 +26,7 @@ _TORCH_UPDATE_VECTORS = 2  # of torch.optim.AdamW, for all tensors together
 class Memory:
     """Bytes on one worker's device, each part at its largest; parts need not coincide at the peak.
 
-    `runtime` is not in the peak: it is there before the first tensor.
+    `runtime` is not in the peak: it is in use before the first tensor.
     """
 
     weights: int
@@ -39,13 +39,13 @@ class Memory:
 
     @property
     def needed(self) -> int:
-        """The peak, and what is there before the first tensor."""
+        """The peak, and the memory in use before the first tensor."""
         return self.peak + self.runtime
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What a worker computes: micro-batches of `rows` x `length` tokens, `shards` of them a step.
+    """The work of one worker: `shards` micro-batches a step, of `rows` x `length` tokens each.
 
     `num_workers` share the run; `kind` is that of the device.
     """

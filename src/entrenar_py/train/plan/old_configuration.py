@@ -77,7 +77,7 @@ def tell_ids(workers: Sequence[OldWorker], stages: Sequence[OldStage]) -> None:
     """Report ids of two workers or two stages, and those with a worker or a stage alone.
 
     Ids of stages are not looked at while those of workers are wrong, and workers without a stage
-    not while those of stages are, so that a mistake is told once.
+    not while those of stages are, so that a mistake is reported once.
     """
     numbers = [worker.number for worker in workers]
     if None in numbers or not stages:

@@ -75,7 +75,7 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What is planned: a model's shape, how its steps are cut, and the devices.
+    """The input of a plan: a model's shape, how its steps are split, and the devices.
 
     `longest` is the number of tokens of the longest row, and `length` that of the sequences that
     are computed, which is more if rows are packed. `bandwidth` in bytes a second is that of links
@@ -125,7 +125,7 @@ class Run:
 
     @property
     def recompute(self) -> bool:
-        """Whether the configuration asks for blocks to be computed again."""
+        """True if the configuration asks for blocks to be recomputed."""
         return self.settings.recompute == "blocks"
 
 

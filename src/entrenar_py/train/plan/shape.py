@@ -274,8 +274,8 @@ _NF4 = "_is_planned_in_nf4"  # the mark of a layer with weights that are kept so
 class Cut:
     """The part of a model that one rank holds.
 
-    With `tensor` > 1 each layer that can be cut is shared by so many ranks. With `blocks` given,
-    only so many of the model's blocks are held. Without `has_table` another rank has the table of
+    With `tensor` > 1 each layer that can be split is on this many ranks. With `blocks` given,
+    only this many of the model's blocks are held. Without `has_table` another rank has the table of
     tokens, and without `has_head` what comes after the last block. A table that is tied to the head
     is held with either.
     """

@@ -40,7 +40,7 @@ class Terms:
       of P has min(P - s + 1, shards) of them; the last stage makes both passes at once.
     - `hidden`: hidden states that came in, some before their turn, and that went out.
     - `passing`: temporary tensors of a pass at its peak; in the last stage those of the loss.
-    - `runtime`: what is there before the first tensor.
+    - `runtime`: the memory in use before the first tensor.
     """
 
     weights: Number
@@ -154,7 +154,7 @@ class StageCosts:
         )
 
     def nodes(self, num_workers: int) -> int:
-        """Return how many sums of gradients so many workers of a stage send in a step."""
+        """Return how many sums of gradients this many workers of a stage send in a step."""
         runs = sharding.runs(range(self.num_shards), range(num_workers)).values()
         return sum(num_nodes(own[0], own[-1] + 1) for own in runs if len(own))
 
@@ -180,7 +180,7 @@ class StageCosts:
         return block, max(0, most.kept - two * block), max(0, most.peak - most.kept)
 
     def _rehearsed(self, place: Place, blocks: int) -> Any:
-        """Return what a shard takes in so many blocks, with the loss in the last stage."""
+        """Return what a shard takes in this many blocks, with the loss in the last stage."""
         return self.run.shape.rehearsed(
             rows=self.run.rows,
             length=self.run.length,

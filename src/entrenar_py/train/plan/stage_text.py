@@ -166,7 +166,7 @@ class _Box:
 def draw(plan: StagesPlan, form: str) -> str:
     """Return the diagram in `form`: mermaid, dot or svg.
 
-    An SVG is Graphviz's where its program `dot` is installed and works, else a plain one.
+    Graphviz draws the SVG if its program `dot` works; otherwise it is a plain one.
     """
     boxes = list(_boxes(plan))
     if form == "svg":

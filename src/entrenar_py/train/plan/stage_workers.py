@@ -201,7 +201,7 @@ class _Called(Exception):
 def measured(run: Run, say: Callable[[str], None]) -> list[StageWorker]:
     """Return a worker for each device of this machine, with its free memory and its speed.
 
-    GPUs come before the CPU. `say` is told what was measured. Raises UsageError for a model
+    GPUs come before the CPU. `say` gets what was measured. Raises UsageError for a model
     with blocks that can't be run alone.
     """
     module = _two_blocks(run)

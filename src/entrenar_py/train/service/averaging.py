@@ -25,8 +25,9 @@ from entrenar_py.shared.config.composer import ListNode, MapNode, plain
 from entrenar_py.shared.config.fields import WHOLE_MAX, Record
 from entrenar_py.shared.config.problems import Problems
 from entrenar_py.shared.errors import SystemFailure, UsageError
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.shared.trace import writer
+from entrenar_py.shared.trace.ledger import Head
 from entrenar_py.shared.trace.writer import Writer
 from entrenar_py.shared.wording import counted
 from entrenar_py.train.service import address, exit_codes, file_locks, progress, signals
@@ -201,7 +202,7 @@ class _Reader:
         return tuple(values)
 
 
-SYSTEM = "averaging"  # of the scenario in such a ledger
+TRAINER = "averaging"  # of the plan in such a ledger
 _HALTED = "halted"
 
 
@@ -321,8 +322,8 @@ class AveragingRecord:
 
 def new_ledger(path: Path, run: AveragingRun) -> Writer:
     """Create the ledger of `run`; UsageError if it exists or can't be created."""
-    scenario = Scenario(
-        system=SYSTEM,
+    plan = TrainingPlan(
+        trainer=TRAINER,
         workload="own",
         world_size=run.world_size,
         seed=0,
@@ -337,10 +338,7 @@ def new_ledger(path: Path, run: AveragingRun) -> Writer:
         "numpy": np.__version__,
         "platform": platform.platform(),
     }
-    head = trace.Trace(
-        scenario=scenario, environment=described, promises=(), traits=trace.Traits(), events=()
-    )
-    return writer.create(path, head)
+    return writer.create(path, Head(plan=plan, environment=described))
 
 
 def run(path: Path, *, insecure: bool) -> int:

@@ -1,6 +1,6 @@
 """The coordinator's configuration: a YAML file, in which every key is known and in its place.
 
-Some keys are a scenario's, the rest describe the service. The docs show the tables of keys.
+Some keys are a plan's, the rest describe the service. The docs show the tables of keys.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from entrenar_py.shared.config.composer import MapNode, Node, plain
 from entrenar_py.shared.config.fields import Record
 from entrenar_py.shared.config.problems import Problems
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.shared.scenario import DEFAULTS, OF_USERS, Scenario
+from entrenar_py.shared.scenario import DEFAULTS, OF_USERS, TrainingPlan
 from entrenar_py.shared.untrusted import files
 from entrenar_py.train.coordinator import audits, topology
 from entrenar_py.train.service import address
@@ -31,10 +31,10 @@ LISTEN = "127.0.0.1:7411"
 TOPOLOGIES = ("star", "mesh")
 SIZED = ("mlp", "vectors")  # workloads that `width` makes larger
 
-# Scenario fields that a service does not use. It injects nothing, has no planned stops, and runs on
-# the backends of its workers.
-_NOT_HERE = ("system", "backends", "faults", "stops", "repeat", "detail", "mutant", "options")
-TRAINING = tuple(name for name in Scenario.__dataclass_fields__ if name not in _NOT_HERE)
+# Fields of a plan that a service does not read: it runs on the backends of its workers.
+_NOT_HERE = ("trainer", "backends", "detail", "options")
+TRAINING = tuple(name for name in TrainingPlan.__dataclass_fields__ if name not in _NOT_HERE)
+_DEFAULTS = {name: value for name, value in DEFAULTS.items() if name != "system"}
 REQUIRED = ("workload", "world_size", "seed")
 
 # Key -> (type, default, meaning). The docs show this table.
@@ -96,7 +96,7 @@ class Checkpoint:
 class Config:
     """The settings of one coordinator. `context` is None without TLS."""
 
-    scenario: Scenario
+    plan: TrainingPlan
     listen: Address
     secret: bytes
     context: ssl.SSLContext | None
@@ -151,7 +151,7 @@ class _Reader:
 
     def config(self) -> Config | None:
         """Return the configuration, or None if a required part is missing or wrong."""
-        scenario = self._scenario()
+        plan = self._plan()
         shared = self._secret()
         text = self._root.text("listen") or LISTEN
         listen = self._root.attempt("listen", lambda: address.parse(text, port_min=0))
@@ -160,15 +160,15 @@ class _Reader:
         checkpoint = self._checkpoint()
         wait_for = self._root.whole("wait_for", 1) or 1
         metrics, ledger = (self._root.path(name, self._folder) for name in ("metrics", "ledger"))
-        if scenario is not None and wait_for > scenario.world_size:
+        if plan is not None and wait_for > plan.world_size:
             self._root.refuse(
                 "wait_for",
-                f"wait_for={wait_for}: world_size is {scenario.world_size}; wait for no more",
+                f"wait_for={wait_for}: world_size is {plan.world_size}; wait for no more",
             )
-        if scenario is None or shared is None or listen is None:
+        if plan is None or shared is None or listen is None:
             return None
         return Config(
-            scenario=scenario,
+            plan=plan,
             listen=listen,
             secret=shared,
             context=context,
@@ -179,19 +179,19 @@ class _Reader:
             ledger=ledger,
         )
 
-    def _scenario(self) -> Scenario | None:
+    def _plan(self) -> TrainingPlan | None:
         nodes = self._root.node.fields
         missing = [name for name in REQUIRED if self._root.present(name) is None]
         for name in missing:
             self._problems.error(self._root.node.at, f"{name} is missing; give it")
         named = [name for name in TRAINING if name in nodes and name not in missing]
         values = {name: _value(name, nodes[name]) for name in named}
-        scenario = self._possible(values)
-        if scenario is None:
+        plan = self._possible(values)
+        if plan is None:
             return None
-        scenario = self._with_option(scenario, "audit_share", audits.share_of)
-        scenario = self._with_option(scenario, workers.OPTION, workers.by_server)
-        workload = scenario.workload
+        plan = self._with_option(plan, "audit_share", audits.share_of)
+        plan = self._with_option(plan, workers.OPTION, workers.by_server)
+        workload = plan.workload
         if workload in OF_USERS:
             other = (
                 "`entrenar finetune` trains it" if workload != "own" else "stored traces have it"
@@ -202,42 +202,42 @@ class _Reader:
             sized = " or ".join(SIZED)
             self._root.refuse(
                 "width",
-                f"width={scenario.width}: {workload} has one size; leave it out, or use {sized}",
+                f"width={plan.width}: {workload} has one size; leave it out, or use {sized}",
             )
-        return None if missing else scenario
+        return None if missing else plan
 
-    def _possible(self, values: dict[str, Any]) -> Scenario | None:
-        """Return the scenario of the valid fields in `values`; None if a required one is invalid.
+    def _possible(self, values: dict[str, Any]) -> TrainingPlan | None:
+        """Return the plan of the valid fields in `values`; None if a required one is invalid.
 
         Invalid fields are reported and removed from `values`.
         """
         while True:
             try:
-                return Scenario.from_dict({**DEFAULTS, **values, "system": self._system()})
+                return TrainingPlan(**{**_DEFAULTS, **values, "trainer": self._trainer()})
             except UsageError as error:
                 self._root.refuse(error.field, str(error))
                 if error.field in REQUIRED or error.field not in values:
                     return None
                 del values[error.field]
 
-    def _system(self) -> str:
+    def _trainer(self) -> str:
         text = self._root.text("topology") or TOPOLOGIES[0]
         if text not in TOPOLOGIES:
             allowed = " or ".join(TOPOLOGIES)
             self._root.refuse("topology", f"topology={text!r}: use {allowed}")
             text = TOPOLOGIES[0]
-        return topology.BY_NAME[text].system
+        return topology.BY_NAME[text].trainer
 
     def _with_option(
-        self, scenario: Scenario, name: str, read: Callable[[Scenario], object]
-    ) -> Scenario:
-        """Return `scenario` with the file's option `name`, unless that is missing or invalid."""
+        self, plan: TrainingPlan, name: str, read: Callable[[TrainingPlan], object]
+    ) -> TrainingPlan:
+        """Return `plan` with the file's option `name`, unless that is missing or invalid."""
         node = self._root.present(name)
         if node is None:
-            return scenario
-        changed = scenario.with_(options={**scenario.options, name: plain(node)})
+            return plan
+        changed = plan.with_(options={**plan.options, name: plain(node)})
         value = self._root.attempt(name, lambda: read(changed))
-        if value is not None and name in systems.SYSTEMS[scenario.system].options:
+        if value is not None and name in systems.SYSTEMS[plan.trainer].options:
             return changed
         if value:
             self._root.refuse(
@@ -245,7 +245,7 @@ class _Reader:
                 f"{name}={plain(node)!r} with topology: mesh: no gradient passes the coordinator "
                 "there; leave it out, or use topology: star",
             )
-        return scenario
+        return plan
 
     def _secret(self) -> bytes | None:
         path = self._root.path("secret_file", self._folder)
@@ -281,9 +281,10 @@ class _Reader:
 
 
 def _value(name: str, node: Node) -> Any:
-    """Return the value of a scenario's field. A float like 1e-3, text in YAML 1.1, is converted."""
+    """Return the value of a plan's field. A float like 1e-3, text in YAML 1.1, is converted."""
     value = plain(node)
-    if not isinstance(value, str) or "float" not in str(Scenario.__dataclass_fields__[name].type):
+    field = TrainingPlan.__dataclass_fields__[name]
+    if not isinstance(value, str) or "float" not in str(field.type):
         return value
     try:
         return float(value)

@@ -12,9 +12,10 @@ from typing import TypeAlias
 
 import torch
 
-from entrenar_py.shared import process, systems, trace
+from entrenar_py.shared import process, systems
 from entrenar_py.shared.errors import SystemFailure, UsageError
 from entrenar_py.shared.trace import writer
+from entrenar_py.shared.trace.ledger import Head
 from entrenar_py.shared.trace.writer import Mark
 from entrenar_py.train.arithmetic.tensors import Array, Workload
 from entrenar_py.train.coordinator import topology
@@ -41,8 +42,8 @@ def run(
     and SystemFailure if the ledger or the last checkpoint can't be written.
     """
     settings = config.load(path)
-    systems.require_possible(settings.scenario)
-    if halt_on_spike and topology.of(settings.scenario) is not topology.STAR:
+    systems.require_possible(settings.plan)
+    if halt_on_spike and topology.of(settings.plan) is not topology.STAR:
         raise UsageError(
             "--halt-on-spike with topology=mesh: its workers make a step before the coordinator "
             "knows the gradient's norm; use topology: star"
@@ -76,20 +77,20 @@ def ignore(_address: Address, _give_up: Callable[[str], None]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A training to serve, and the callbacks that are told of it.
+    """A training to serve, and its callbacks.
 
-    Without a `workload` it is the scenario's. `listening` is given the address once workers may
+    Without a `workload` it is the plan's. `listening` is given the address once workers may
     connect, and a function that ends the run for a reason. `memory` returns the peak of the run's
     processes on this machine. `stepped` is called after each step of a star with the number of
     steps made, the tensors by name, which it must copy, and a function that tells the listeners.
     `complete` is called with the last tensors, and a function that tells the listeners, before a
-    run is said to be completed: what it raises ends one that is not. `ended` is called when the run
+    run reports completion: what it raises ends one that is not. `ended` is called when the run
     is over, before the listeners are closed. `halt_on_spike` halts a
     star's run before a step with a gradient far larger than those before it. Event files go to
     the folder `tensorboard`, if there is one. `package` has the files that workers may fetch, which
     `piece` reads. After a signal the step in work has `grace_s` seconds, as long as it takes by
     default. `make_server` makes what does the coordinator's arithmetic, and `machine` is its
-    state machine, by default that of the scenario's topology.
+    state machine, by default that of the plan's topology.
     """
 
     workload: Workload | None = None
@@ -117,7 +118,7 @@ def serve(settings: Config, task: Task, *, resume: bool) -> int:
         require_intended(path, resume=resume)
         listeners = progress.listeners(
             stack,
-            num_steps=settings.scenario.num_steps,
+            num_steps=settings.plan.num_steps,
             metrics=settings.metrics,
             tensorboard=task.tensorboard,
         )
@@ -137,7 +138,7 @@ def require_intended(path: Path | None, *, resume: bool) -> None:
 def _run(settings: Config, task: Task, listeners: Sequence[Listener], *, resume: bool) -> int:
     path = None if settings.checkpoint is None else settings.checkpoint.path
     host = Host(
-        settings.scenario,
+        settings.plan,
         checkpoint_path=path,
         listeners=listeners,
         workload=task.workload,
@@ -148,7 +149,7 @@ def _run(settings: Config, task: Task, listeners: Sequence[Listener], *, resume:
     )
     with closing(host):
         first = host.resume() if resume else 0
-        if first == settings.scenario.num_steps:
+        if first == settings.plan.num_steps:
             _open_ledger(settings, host, resume=resume)
             signals.ignore()
             finish = Finish("completed", "it was complete already")
@@ -179,7 +180,7 @@ async def _serve(settings: Config, task: Task, host: Host, first: int, *, resume
         host.server,
         timing=settings.timing,
         secret=settings.secret,
-        kind=task.machine or topology.of(settings.scenario).coordinator,
+        kind=task.machine or topology.of(settings.plan).coordinator,
         notify=host.notify,
     )
     _open_ledger(settings, host, resume=resume)
@@ -214,13 +215,13 @@ async def _serve(settings: Config, task: Task, host: Host, first: int, *, resume
 
 
 def _run_of(settings: Config, host: Host, first: int, *, resume: bool) -> Run:
-    scenario = settings.scenario
+    plan = settings.plan
     # The workers of a mesh hold the state. The coordinator has it at the end only if it asks then.
-    saves = set() if topology.of(scenario) is topology.STAR else {scenario.num_steps}
+    saves = set() if topology.of(plan) is topology.STAR else {plan.num_steps}
     if settings.checkpoint is not None:
-        saves = {*range(first, scenario.num_steps, settings.checkpoint.every_steps)} - {first}
-        saves.add(scenario.num_steps)
-    run = host.server.run_between(first, scenario.num_steps)
+        saves = {*range(first, plan.num_steps, settings.checkpoint.every_steps)} - {first}
+        saves.add(plan.num_steps)
+    run = host.server.run_between(first, plan.num_steps)
     if run.places is not None:
         return replace(run, resumed=resume, saves=saves)
     return replace(run, resumed=resume, num_awaited=settings.wait_for, saves=saves, by_speed=True)
@@ -229,12 +230,10 @@ def _run_of(settings: Config, host: Host, first: int, *, resume: bool) -> Run:
 def _open_ledger(settings: Config, host: Host, *, resume: bool) -> None:
     if settings.ledger is None:
         return
-    head = trace.Trace(
-        scenario=settings.scenario,
+    head = Head(
+        plan=settings.plan,
         environment=process.environment(),
-        promises=(),
-        traits=systems.traits_of(settings.scenario),
-        events=(),
+        traits=systems.traits_of(settings.plan),
     )
     try:
         if resume:

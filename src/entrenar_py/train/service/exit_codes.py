@@ -46,14 +46,14 @@ _OWN: Mapping[str, Mapping[int, str]] = {
         DONE: "the run fits",
         INVALID: "the command line or a file that it names is invalid, or the run does not fit",
     },
-    "distill logits": {DONE: "all shards are there", **_SHARDS},
+    "distill logits": {DONE: "all shards are complete", **_SHARDS},
     "distill text": {
         DONE: "every prompt has its answer",
         WRONG: "some prompts have no answer",
         **_SHARDS,
     },
     "distill status": {
-        DONE: "all shards are there, and whole",
+        DONE: "all shards are complete",
         WRONG: "shards are missing or damaged",
     },
     "pipeline plan": {DONE: "the plan is printed"},

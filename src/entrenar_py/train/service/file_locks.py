@@ -98,7 +98,7 @@ def require_writable(path: Path) -> None:
         raise UsageError(f"checkpoint {path}: {problem}; {_ADVICE}") from error
 
 
-_ADVICE = "give a path in a folder that is there and may be written"
+_ADVICE = "give a path in an existing folder that can be written"
 
 
 def _locked(lock: Path, path: Path, what: str, warn: Callable[[str], None]) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from entrenar_py.shared import trace
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.shared.trace.writer import Mark, Standing, Writer
 from entrenar_py.shared.untrusted import files
 from entrenar_py.train.arithmetic.tensors import Array, Workload
@@ -40,7 +40,7 @@ from entrenar_py.train.wire.messages import (
 )
 from entrenar_py.train.wire_io.endpoints import ReadPiece, no_piece
 
-UNLIKE = 1.25  # workers are, if one takes so many times longer for a shard than another
+UNLIKE = 1.25  # workers are, if one takes this many times longer for a shard than another
 SHARDS_A_WORKER = 2  # fewer can't be dealt in proportion to speeds
 Traffic = Callable[[], tuple[int, int]]
 Tensors = Callable[[], Mapping[str, Array]]
@@ -59,7 +59,7 @@ class Host:
 
     def __init__(
         self,
-        scenario: Scenario,
+        plan: TrainingPlan,
         *,
         checkpoint_path: Path | None,
         listeners: Iterable[Listener],
@@ -71,9 +71,9 @@ class Host:
         make_server: Callable[..., Server] = Server,
     ) -> None:
         """`stepped` and `make_server` are those of `coordinator.Task`."""
-        self.scenario = scenario
+        self.plan = plan
         self.server = make_server(
-            scenario,
+            plan,
             checkpoint_path=checkpoint_path,
             save=self.save,
             clock=clock,
@@ -89,7 +89,7 @@ class Host:
         self.traffic: Traffic = lambda: (0, 0)
         self.backends: Callable[[], Mapping[int, str]] = dict
         self.memory: Callable[[], Memory] = measures.memory_peak
-        self._in_star = topology.of(scenario) is topology.STAR  # else its workers hold the state
+        self._in_star = topology.of(plan) is topology.STAR  # else its workers hold the state
         self._ledger: Writer | None = None
         self._is_over = False  # the ledger says already that the run is completed
         self._listeners = tuple(listeners)
@@ -167,7 +167,7 @@ class Host:
             for rank, count in dealt.counts.items()
         ]
         self.note("dealt", f"shards from step {dealt.step} on: {', '.join(parts)}")
-        num_shards, num_workers = self.scenario.num_shards, len(dealt.counts)
+        num_shards, num_workers = self.plan.num_shards, len(dealt.counts)
         least = SHARDS_A_WORKER * num_workers
         if num_shards < least and not self._has_warned:
             self._has_warned = True
@@ -285,21 +285,21 @@ class Host:
         self._norms.add(norm)
         if spike is not None:
             self.server.recorder.emit(spike)
-            self.note("spike", measures.say_made(spike, self.scenario.clip_norm))
+            self.note("spike", measures.say_made(spike, self.plan.clip_norm))
 
     def _tell_made(self, step: int, loss: float, rate: float, norm: float | None) -> None:
         """Notify the listeners that `step` is made, with its workers, times and traffic."""
         self._made_step = step
         if norm is not None:
             self._look_for_spike(step, norm)
-        num_tokens = self.server.workload.num_tokens(self.server.drawn)
-        times = self._watch.made(reduce_s=self.server.reduce_s, num_tokens=num_tokens)
+        num_tokens = self.server.replicas.workload.num_tokens(self.server.drawn)
+        times = self._watch.made(reduce_s=self.server.reduction.seconds, num_tokens=num_tokens)
         before, self._told = self._told, self.traffic()
         memory = self.memory()
         self.tell(
             StepMade(
                 step=step,
-                num_steps=self.scenario.num_steps,
+                num_steps=self.plan.num_steps,
                 loss=loss,
                 workers=tuple(sorted(self.server.present)),
                 step_ms=times.step_ms,

@@ -17,7 +17,7 @@ from blake3 import blake3
 
 from entrenar_py.shared import trace
 from entrenar_py.shared.errors import CheckpointError, ForeignTrace, TraceError, UsageError
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.shared.trace import Tensors, ledger
 from entrenar_py.shared.trace.writer import Mark
 from entrenar_py.shared.untrusted import escaping, files, printing
@@ -28,7 +28,7 @@ LEDGER_KEY = "ledger"  # in the progress of a checkpoint; earlier releases did n
 _CHAIN = re.compile(r"[0-9a-f]{32}")
 _NONE_KEPT = "no ledger was kept when the checkpoint was written"
 _UNNAMED = "the checkpoint was written by an earlier build, which did not name the ledger's line"
-_NOT_THERE = "the ledger that the checkpoint names was not there"
+_NOT_THERE = "the ledger that the checkpoint names was missing"
 
 
 def mark_record(last: Mark | None) -> Mapping[str, Any] | None:
@@ -84,7 +84,7 @@ class Account:
     a new stretch.
     """
 
-    scenario: Scenario
+    plan: TrainingPlan
     environment: dict[str, object]
     first: str
     last: str = ""
@@ -102,7 +102,7 @@ class Account:
     @property
     def backends(self) -> set[str]:
         """The names of the backends that computed."""
-        return {name for name, _ in self.devices} or set(self.scenario.backends)
+        return {name for name, _ in self.devices} or set(self.plan.backends)
 
     def take(self, events: Iterable[trace.Event]) -> None:
         """Take the next `events` of the ledger into account."""
@@ -173,7 +173,7 @@ class Account:
             f"{self.num_lines} lines, none changed, moved or missing from the first (digest "
             f"{self.first}) to the last (digest {self.last})"
         )
-        yield from (f"begins anew: {gap_in_words(gap)}" for gap in self.gaps)
+        yield from (f"starts over: {gap_in_words(gap)}" for gap in self.gaps)
         begun = self.made[0][0] if self.made else 0
         if begun and not self.gaps:
             yield f"begins with step {begun}: {steps(0, begun - 1)} missing, and no gap explains it"
@@ -188,7 +188,7 @@ class Account:
         known = max(digests)
         first = min(begun for begun, _ in self.made) if self.made else known
         last = max((last for _, last in self.made), default=known)
-        stands = f"steps {first} to {last} of 0 to {self.scenario.num_steps - 1}"
+        stands = f"steps {first} to {last} of 0 to {self.plan.num_steps - 1}"
         stands += f", {of} {digests[known]} {'after' if self.weights else 'of'} step {known}"
         if self.end is None:
             return f"{stands}; the run is not over"
@@ -204,7 +204,7 @@ def read(path: Path) -> Account:
     try:
         with files.open_file(path) as file:
             reader = ledger.Reader(file, path)
-            account = Account(reader.head.scenario, dict(reader.head.environment), reader.chain)
+            account = Account(reader.head.plan, dict(reader.head.environment), reader.chain)
             account.take(reader)
             account.num_lines, account.last = reader.num_lines, reader.chain
             return account

@@ -1,4 +1,4 @@
-"""What is measured of a run: memory, gradients' norms and their spikes, and the times of steps."""
+"""Measurements of a run: memory, gradients' norms and their spikes, and the times of steps."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ _BAR_WIDTH = 30
 
 
 class Screen:
-    """The last step and the last scores, as a table that rich renders anew at each refresh."""
+    """The last step and the last scores, as a table that rich renders again at each refresh."""
 
     def __init__(self, *, num_steps: int) -> None:
         self._num_steps = num_steps

@@ -1,4 +1,4 @@
-"""Trains a ledger's scenario again, in this process, and compares the weights after every step.
+"""Trains a ledger's plan again, in this process, and compares the weights after every step.
 
 One process can repeat a run of any number of workers: on one kind of device, the gradients' sum
 has the same bits for every number.
@@ -14,7 +14,7 @@ import torch
 from entrenar_py import compute as backends
 from entrenar_py.shared import process, trace
 from entrenar_py.shared.errors import BackendUnavailable, UsageError
-from entrenar_py.shared.scenario import OF_USERS, Scenario
+from entrenar_py.shared.scenario import OF_USERS, TrainingPlan
 from entrenar_py.shared.systems import AUTO
 from entrenar_py.shared.trace import ledger
 from entrenar_py.shared.untrusted import files, printing
@@ -31,15 +31,21 @@ _ROUNDING = ("torch", "numpy", "wgpu")
 def replay(account: Account, path: Path) -> int:
     """Repeat the training of the ledger at `path`, compare with `account`, return the exit code.
 
-    Raises UsageError for a scenario with faults, a mutant, or a user's own trainer.
+    Raises UsageError for a plan with faults, a mutant, or a user's own trainer.
     """
-    scenario = account.scenario
-    if scenario.workload == FINETUNING:
+    if account.plan.workload == FINETUNING:
         raise UsageError(
             f"ledger {path}: of a fine-tuning; its checkpoint and rows are not in it, so nothing "
             "can replay it; judge it with `entrenar-check --judge`"
         )
-    if scenario.workload in OF_USERS or scenario.faults or scenario.mutant is not None:
+    record = account.plan.to_dict()
+    for name in ("stops", "repeat"):  # of a scenario; they change no bit
+        record.pop(name, None)
+    try:
+        plan = TrainingPlan.from_dict(record)
+    except UsageError:  # a scenario has what a trainer doesn't read
+        plan = None
+    if plan is None or plan.workload in OF_USERS:
         raise UsageError(
             f"ledger {path}: not written by `entrenar coordinator` (it is of your own trainer or "
             "model, or plans faults); judge it with `entrenar-check --judge`"
@@ -56,7 +62,7 @@ def replay(account: Account, path: Path) -> int:
         device = backends.open_backend(name).device
     except BackendUnavailable as error:
         return _inconclusive(f"computed on {name}, which is not here: {error}")
-    difference = _difference(account, path, name)
+    difference = _difference(account, plan, path, name)
     if difference is None:
         num_steps = len(account.weights)
         printing.say(
@@ -69,30 +75,27 @@ def replay(account: Account, path: Path) -> int:
     return exit_codes.WRONG
 
 
-def _difference(account: Account, path: Path, backend: str) -> str | None:
+def _difference(account: Account, plan: TrainingPlan, path: Path, backend: str) -> str | None:
     """Return the first difference between the ledger and the retraining, or None."""
     last = max(account.weights)
     step = -1
-    for step, update in enumerate(_updates(account.scenario, backend, last + 1)):
+    for step, update in enumerate(_updates(plan, backend, last + 1)):
         theirs = account.weights.get(step)  # None in a ledger that starts from a checkpoint
         if theirs is not None and theirs != weights_digest(update.weights, update.buffers):
             return _first_tensor(path, update)
     if step < last:
         return f"training again halts in step {step + 1}, the ledger goes on"
     if account.halt is not None and account.halt.step > last:
-        again = len(list(_updates(account.scenario, backend, last + 2)))
+        again = len(list(_updates(plan, backend, last + 2)))
         if again > last + 1:
             return f"the ledger halts in step {account.halt.step}, training again does not"
     return None
 
 
-def _updates(scenario: Scenario, backend: str, num_steps: int) -> Iterator[trace.Update]:
+def _updates(plan: TrainingPlan, backend: str, num_steps: int) -> Iterator[trace.Update]:
     """Train on one worker; yield its update for each of the first `num_steps`, up to a halt."""
     torch.set_num_threads(1)  # how a sum is split over threads is part of its order
-    alone = scenario.with_(
-        system="reference", world_size=1, backends=(backend,), stops=(), options={}
-    )
-    trainer = Trainer(alone)
+    trainer = Trainer(plan.with_(world_size=1, backends=(backend,), options={}))
     for step in range(num_steps):
         if not trainer.step(step):
             return

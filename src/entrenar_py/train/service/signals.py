@@ -1,6 +1,6 @@
 """SIGINT, SIGTERM and SIGHUP: they stop a run in progress, and are ignored once it is over.
 
-Before a run begins, while modules and weights are loaded, they interrupt: nothing is there that
+Before a run begins, while modules and weights are loaded, they interrupt: nothing exists that
 would have to be saved. Imports can swallow an interrupt. So a process that goes on all the same is
 ended a little later, unless the run has begun, which then stops. asyncio's own handlers would end
 with the loop, so that a signal just after the run could kill the process before it reports its exit

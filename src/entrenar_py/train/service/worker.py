@@ -17,7 +17,7 @@ from entrenar_py import compute as backends
 from entrenar_py.compute import Backend, chain
 from entrenar_py.shared import trace
 from entrenar_py.shared.errors import SystemFailure, UsageError
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.shared.systems import AUTO
 from entrenar_py.shared.untrusted import json_text, printing
 from entrenar_py.train.arithmetic.tensors import Workload
@@ -180,18 +180,18 @@ class Stay:
     def join(self, description: Told, workload: Workload | None = None) -> WorkerClient:
         """Return the client for the run that the coordinator described.
 
-        Without a `workload` it is built from the scenario.
+        Without a `workload` it is built from the plan.
         """
-        scenario = scenario_of(description)
-        if scenario.system not in {topology.BY_NAME[one].system for one in config.TOPOLOGIES}:
+        plan = plan_of(description)
+        if plan.trainer not in {topology.BY_NAME[one].trainer for one in config.TOPOLOGIES}:
             raise SystemFailure(
-                f"the coordinator's run is of system {scenario.system}, which is not known here: "
+                f"the coordinator's run is of trainer {plan.trainer}, which is not known here: "
                 "use one release on both ends"
             )
-        kind = topology.of(scenario)
-        member = Member(scenario, lambda rank: self.backend, workload)
+        kind = topology.of(plan)
+        member = Member(plan, lambda rank: self.backend, workload)
         machine = kind.worker(
-            member.terms,
+            member.replicas.terms,
             secret=self.secret,
             backend=self.backend.name,
             rank=self.given.rank,
@@ -260,13 +260,13 @@ class Stay:
             signals.end_soon(number)  # a thread that loads a model would keep it for long
 
 
-def scenario_of(description: Told) -> Scenario:
-    """Return the scenario of a run; SystemFailure if it can't be read."""
+def plan_of(description: Told) -> TrainingPlan:
+    """Return the plan of a run; SystemFailure if it can't be read."""
     try:
-        return Scenario.from_dict(json_text.load(description.scenario))
+        return TrainingPlan.from_dict(json_text.load(description.plan))
     except (UsageError, ValueError) as error:
         raise SystemFailure(
-            f"the coordinator's scenario can't be read ({error}): use one release on both ends"
+            f"the coordinator's plan can't be read ({error}): use one release on both ends"
         ) from error
 
 

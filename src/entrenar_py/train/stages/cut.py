@@ -1,4 +1,4 @@
-"""How a model is cut into stages: the blocks, tensors, files and places for workers of each.
+"""The cut of a model into stages: the blocks, tensors, files and places for workers of each.
 
 A stage has consecutive blocks, and so a consecutive part of the flat vector of all that is trained:
 the coordinator adds and steps the vector of the whole model, and blocks of the wire never cross
@@ -32,7 +32,7 @@ from entrenar_py.train.wire.terms import Run, Terms
 
 
 class StageBlocks:
-    """All blocks of a vector in which stage after stage has so many elements.
+    """All blocks of a vector in which each stage has this many elements.
 
     It has the interface of `Blocks`.
     """

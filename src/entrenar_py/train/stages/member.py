@@ -23,7 +23,8 @@ from torch import Tensor
 from entrenar_py.compute import Backend
 from entrenar_py.shared import scenario, trace
 from entrenar_py.shared.errors import ProtocolError, UsageError
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.train.arithmetic import checkpoint, engine, reduction
 from entrenar_py.train.arithmetic.tensors import Workload
 from entrenar_py.train.coordinator.member import Member
@@ -45,7 +46,6 @@ from entrenar_py.train.wire.messages import (
     Welcome,
 )
 from entrenar_py.train.wire.pipeline_peers import Passed
-from entrenar_py.train.wire.terms import Terms
 
 _DTYPES = {
     str(one).removeprefix("torch."): one for one in (torch.float32, torch.bfloat16, torch.float16)
@@ -79,19 +79,6 @@ class StageBackend:
                 )
 
 
-class HeldStage(Held):
-    """The blocks that have arrived of a stage's new weights."""
-
-    def __init__(self, num_elements: int, own: OwnBlocks) -> None:
-        super().__init__(num_elements)
-        self.blocks = cast(Any, own)
-
-    def begin(self, num_blocks: int) -> None:
-        """Start a session; the blocks are those of the plan."""
-        self.there.clear()
-        self.round = 0
-
-
 @dataclass
 class _Round:
     """The tensors and sums of one round of a step at one worker, by shard."""
@@ -105,45 +92,40 @@ class _Round:
     is_begun: bool = False
 
 
-class StageMember(Member):
-    """The worker of stage `stage`. Its trainable tensors are the workload's."""
-
-    workload: StageWorkload
+class StageMember:
+    """The worker of stage `stage`: a `member` of the run for the workload's trainable tensors."""
 
     def __init__(
         self,
-        scenario: Scenario,
+        plan: TrainingPlan,
         backend: Backend,
         workload: StageWorkload,
         *,
-        terms: Terms,
         every: StageBlocks,
         stage: int,
         attempts: Sequence[trace.Attempt] = (),
+        faults: Sequence[Fault] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`attempts` to open a backend are recorded whenever the stage is loaded.
 
         `clock` is that of the worker's driver.
         """
-        self._terms, self._own = terms, OwnBlocks(every, stage)
         stages = StageBackend(backend)
-        super().__init__(scenario, lambda rank: stages, cast(Workload, workload))
-        self.held = HeldStage(self.layout.num_elements, self._own)
+        self.plan, self.workload = plan, workload
+        self.member = Member(plan, lambda rank: stages, cast(Workload, workload), faults)
+        self.replicas = self.member.replicas
+        own = cast(Any, OwnBlocks(every, stage))
+        self.member.held = Held(self.replicas.layout.num_elements, own)
         self._round = _Round(0)
         self._bound: dict[do.Pass, _Round] = {}  # of passes that were asked for, and are not begun
         self._attempts, self._clock = attempts, clock
         self._out: dict[tuple[type[Message], int], Buffer] = {}  # tensors that are to be sent
 
-    @property
-    def terms(self) -> Terms:
-        """Those of the whole run, which a stage alone can't know."""
-        return self._terms
-
     def require(self, message: Message, payload: Buffer) -> None:
         """Raise ProtocolError unless `message` is possible here and its payload is complete."""
         if not isinstance(message, Activation | ActivationGradient):
-            super().require(message, payload)
+            self.member.require(message, payload)
             return
         name = type(message).__name__
         if isinstance(message, Activation) and not 0 <= message.draws < DRAWS_MAX:
@@ -152,15 +134,15 @@ class StageMember(Member):
             raise ProtocolError(f"{name} dtype={message.dtype}: use {' or '.join(_DTYPES)}")
         # A gradient of a round that is over may still come; `receive` gets none of these.
         is_due = isinstance(message, Activation) or message.shard in self._round.dtypes
-        if message.step == self._step and is_due:
+        if message.step == self.member.step and is_due:
             self._require_size(message, payload)
 
     def _require_size(self, message: Activation | ActivationGradient, payload: Buffer) -> None:
         """Raise ProtocolError unless the payload is hidden states of its shard."""
         shard, name = message.shard, type(message).__name__
-        if not 0 <= shard < len(self._shards):
-            raise ProtocolError(f"{name} shard={shard}: use 0 to {len(self._shards) - 1}")
-        due = int(np.prod(self.workload.hidden_shape(self._shards[shard])))
+        if not 0 <= shard < len(self.member.shards):
+            raise ProtocolError(f"{name} shard={shard}: use 0 to {len(self.member.shards) - 1}")
+        due = int(np.prod(self.workload.hidden_shape(self.member.shards[shard])))
         dtype: torch.dtype | None = None
         if isinstance(message, Activation):
             dtype = _DTYPES[message.dtype]
@@ -175,19 +157,18 @@ class StageMember(Member):
 
     def load(self, welcome: Welcome, payload: Buffer) -> None:
         """Take over the stage's state before `welcome.step`."""
-        super().load(welcome, payload)
-        for attempt in self._attempts:
-            self.recorder.emit(attempt)
+        self.member.load(welcome, payload)
+        self.member.recorder.record(self._attempts)
         self._round = _Round(welcome.step)
 
     def regroup(self, number: int) -> None:
         """Forget all tensors of the step: round `number` begins, or goes on with the next step."""
-        self.held.there.clear()
-        self.held.round = number
-        self.nodes.clear()
+        self.member.held.there.clear()
+        self.member.held.round = number
+        self.member.nodes.clear()
         self._out.clear()
-        self.recorder.drain()
-        self._round = _Round(self._step)  # a pass of the old one may still be running
+        self.member.recorder.drain()
+        self._round = _Round(self.member.step)  # a pass of the old one may still be running
 
     def receive(self, message: Message, payload: Buffer) -> None:
         """Keep a tensor from another stage for the pass that it is for."""
@@ -214,8 +195,8 @@ class StageMember(Member):
         current, shard = self._bound.pop(request), request.shard
         if current is not self._round:
             return Passed()  # nobody waits for it, and its tensors are gone
-        worker, ids = self.workers[self.rank], self._shards[shard]
-        step = cast(StageStep, worker.replica.stepper)
+        ids = self.member.shards[shard]
+        step = cast(StageStep, self.member.worker.replica.stepper)
         if not current.is_begun:
             current.is_begun = True
             step.begin()
@@ -224,8 +205,8 @@ class StageMember(Member):
         if not ids:
             outcome = self._nothing(request.is_forward)
         elif request.is_forward:
-            rng = self.scenario.rng("dropout", request.step, shard)
-            drop = engine.Dropout(self.scenario.dropout, rng)
+            rng = self.plan.rng("dropout", request.step, shard)
+            drop = engine.Dropout(self.plan.dropout, rng)
             outcome = step.forward(shard, ids, self._received(current, shard), drop)
             drawn = drop.digest()
         else:
@@ -246,31 +227,32 @@ class StageMember(Member):
         if self.workload.stage.is_first:
             return None
         payload, dtype, draws = current.came.pop(shard)
-        shape = self.workload.hidden_shape(self._shards[shard])
+        shape = self.workload.hidden_shape(self.member.shards[shard])
         return Received(_tensor(payload, _DTYPES[dtype], shape), draws)
 
     def _nothing(self, is_forward: bool) -> Hidden | Backward:
         empty = torch.zeros(0)
         if is_forward and not self.workload.stage.is_last:
             return Hidden(empty, 0)
-        zeros = [np.zeros(self.layout.num_elements, np.float32)]
+        zeros = [np.zeros(self.replicas.layout.num_elements, np.float32)]
         return Backward(zeros, None if self.workload.stage.is_first else empty)
 
     def _add(
         self, current: _Round, request: do.Pass, outcome: Backward, drawn: str | None
     ) -> Passed | NonFinite:
         """Add a shard's gradient along the tree; `drawn` identifies its random numbers."""
-        worker, shard, ids = self.workers[self.rank], request.shard, self._shards[request.shard]
+        worker, shard = self.member.worker, request.shard
+        ids = self.member.shards[shard]
         vector = engine.as_one(outcome.gradients)
         weight = float(self.workload.weight(ids)) if ids else 0.0
-        loss = self.inject(vector, outcome.loss, worker, request.step, shard, len(ids))
+        loss = self.replicas.inject(vector, outcome.loss, worker, request.step, shard, len(ids))
         leaf = reduction.Node(0, shard, vector, loss, weight)
-        halt = self.guard(leaf, worker, request.step, shard, ids)
+        halt = self.replicas.guard(leaf, worker, request.step, shard, ids)
         if self.workload.stage.is_last:  # the one that knows the loss
             current.events.append(
                 trace.Shard(
                     step=request.step,
-                    epoch=self.position.epoch,
+                    epoch=self.replicas.position.epoch,
                     rank=worker.rank,
                     shard=shard,
                     ids=tuple(ids),
@@ -281,13 +263,12 @@ class StageMember(Member):
                 )
             )
         if halt is not None:
-            return self._problem(halt, leaf)
-        self._go_wrong(leaf, request.step, len(ids))
-        current.nodes = reduction.fold([*current.nodes, leaf], self.scenario.num_shards)
+            return self.member.problem(halt, leaf)
+        self.member.go_wrong(leaf, request.step, len(ids))
+        current.nodes = reduction.fold([*current.nodes, leaf], self.plan.num_shards)
         if not request.is_last:
             return Passed()
-        self.nodes.update({(node.level, node.index): node for node in current.nodes})
-        return Passed(nodes=self.named(request.step, current.nodes))
+        return Passed(nodes=self.member.named(request.step, current.nodes))
 
     def payload(self, message: Message) -> Buffer:
         """Return the payload of `message`."""
@@ -295,10 +276,9 @@ class StageMember(Member):
             return self._out.pop((type(message), message.shard))
         if isinstance(message, Summed | NonFinite):
             # Not when they happen: a pass of a round that is over may be running still.
-            for event in self._round.events:
-                self.recorder.emit(event)
+            self.member.recorder.record(self._round.events)
             self._round.events.clear()
-        return super().payload(message)
+        return self.member.payload(message)
 
 
 def _payload(tensor: Tensor) -> Buffer:
@@ -322,14 +302,14 @@ class StageHands:
 
     def __init__(self, cut: Cut, make: Callable[[int], StageMember], *, hidden_bytes: int) -> None:
         self._cut, self._make, self._hidden_bytes = cut, make, hidden_bytes
-        self._members: dict[int, StageMember] = {}  # stage -> its work; at most one
+        self._stages: dict[int, StageMember] = {}  # at most one
         self._taken: tuple[Welcome, Buffer] | None = None
         self._is_loaded = False
 
     @property
-    def member(self) -> StageMember:
+    def stage(self) -> StageMember:
         """The work of the stage that is loaded."""
-        return next(iter(self._members.values()))
+        return next(iter(self._stages.values()))
 
     @property
     def exchange(self) -> None:
@@ -349,7 +329,7 @@ class StageHands:
     def room(self, message: Message, num_bytes: int) -> memoryview:
         """Return memory for the payload of `message`."""
         if self._is_loaded:
-            return self.member.room(message, num_bytes)
+            return self.stage.member.room(message, num_bytes)
         return new_room(message, num_bytes)
 
     def require(self, message: Message, payload: Buffer) -> None:
@@ -365,7 +345,7 @@ class StageHands:
                     f"and {self._cut.blocks.count}"
                 )
         elif self._is_loaded:
-            self.member.require(message, payload)
+            self.stage.require(message, payload)
         elif len(payload):
             raise ProtocolError(f"{type(message).__name__} before the stage is loaded")
 
@@ -383,10 +363,10 @@ class StageHands:
             return  # an earlier call has loaded the state that this one was for
         welcome, payload = taken
         stage = self._cut.stage_of_rank(welcome.rank)
-        if stage not in self._members:
-            self._members.clear()
-            self._members[stage] = self._make(stage)
-        self.member.load(welcome, payload)
+        if stage not in self._stages:
+            self._stages.clear()
+            self._stages[stage] = self._make(stage)
+        self.stage.load(welcome, payload)
         self._is_loaded = self._taken is None
 
     def load(self, welcome: Welcome, payload: Buffer) -> None:
@@ -399,28 +379,28 @@ class StageHands:
 
     def receive(self, message: Message, payload: Buffer) -> None:
         """Keep a tensor from another stage."""
-        self.member.receive(message, payload)
+        self.stage.receive(message, payload)
 
     def bind(self, asked: do.Pass) -> None:
         """Note that the pass `asked` is of the present round."""
-        self.member.bind(asked)
+        self.stage.bind(asked)
 
     def run(self, asked: do.Pass) -> Passed | NonFinite:
         """Make the pass that `request` names, in any thread."""
-        return self.member.run(asked)
+        return self.stage.run(asked)
 
     def regroup(self, number: int) -> None:
         """Begin round `number`, or go on in it with the next step."""
-        self.member.regroup(number)
+        self.stage.regroup(number)
 
     def hold(self, message: Average | Weights, payload: Buffer) -> None:
         """Keep a block of new weights until its step is made."""
-        self.member.hold(message, payload)
+        self.stage.member.hold(message, payload)
 
     def make_held(self, step: int) -> None:
         """Make `step` with the new weights that arrived."""
-        self.member.make_held(step)
+        self.stage.member.make_held(step)
 
     def payload(self, message: Message) -> Buffer:
         """Return the payload of `message`."""
-        return self.member.payload(message) if self._is_loaded else b""
+        return self.stage.payload(message) if self._is_loaded else b""

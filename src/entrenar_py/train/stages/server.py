@@ -11,7 +11,7 @@ from torch import Tensor
 
 from entrenar_py.shared import trace, workers
 from entrenar_py.shared.errors import ProtocolError
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.train.arithmetic import checkpoint, reduction, sharding
 from entrenar_py.train.arithmetic.tensors import (
     Batch,
@@ -20,7 +20,8 @@ from entrenar_py.train.arithmetic.tensors import (
     Tensors,
     Workload,
 )
-from entrenar_py.train.coordinator import audits, replicas
+from entrenar_py.train.coordinator import replicas
+from entrenar_py.train.coordinator.recorder import Deliveries, Recorder, injected
 from entrenar_py.train.coordinator.server import Server
 from entrenar_py.train.model import model, model_folder
 from entrenar_py.train.model.preparation import Prepared
@@ -32,8 +33,8 @@ from entrenar_py.train.wire.messages import Applied, Loaded, Message, TreeNode, 
 from entrenar_py.train.wire.terms import Run, Terms
 
 
-def scenario_of_stages(plain: Scenario) -> Scenario:
-    """Return the scenario of the same training by stages, whatever their number."""
+def plan_of_stages(plain: TrainingPlan) -> TrainingPlan:
+    """Return the plan of the same training by stages, whatever their number."""
     options = {**plain.options, workers.OPTION: workers.SERVER}
     return plain.with_(world_size=1, options=options)
 
@@ -70,22 +71,50 @@ def workload_of(prepared: Prepared) -> Coordinated:
     )
 
 
+class StageDeliveries(Deliveries):
+    """Events of workers: they count once the step is made in their round.
+
+    Of a round that is void, faults alone are recorded.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(recorder)
+        self._of_round: list[trace.Event] = []
+
+    def deliver(self, rank: int) -> None:
+        """See `Deliveries`."""
+        self._of_round += self._events.pop(rank, [])
+
+    def clear(self) -> None:
+        """See `Deliveries`."""
+        for recorded in (self._of_round, *self._events.values()):
+            self._recorder.record(injected(recorded))
+        self._of_round.clear()
+        super().clear()
+
+    def settle(self) -> None:
+        """Record what was delivered in this round."""
+        self._recorder.record(self._of_round)
+        self._of_round.clear()
+
+
 class PipelineServer(Server):
     """The run as its coordinator holds it; `cut` says which tensors are each stage's."""
 
-    def __init__(self, scenario: Scenario, *, cut: Cut, workload: Workload, **named: Any) -> None:
+    deliveries: StageDeliveries
+
+    def __init__(self, plan: TrainingPlan, *, cut: Cut, workload: Workload, **named: Any) -> None:
         """Take the arguments of `Server`."""
-        super().__init__(scenario, workload=workload, **named)
+        super().__init__(plan, workload=workload, deliveries=StageDeliveries, **named)
         self.cut_by(cut)
-        self._loss_known = False  # of the step in work, from the last stage
-        self._of_round: list[trace.Event] = []  # what workers have recorded in it
         self._recorded: tuple[int, trace.Tensors] = (-1, {})  # a step, and the weights before it
 
     def cut_by(self, cut: Cut) -> None:
         """Cut the run as `cut` says from now on. Call this only while no worker takes part."""
         assert not self.present, "workers have stages of the cut before"
         self.cut = cut
-        self.blocks = cast(Any, cut.blocks)
+        self.reduction.blocks = cast(Any, cut.blocks)
+        self.reduction.of_loss = cut.blocks.of_stage[-1]  # other stages don't know the loss
 
     @property
     def terms(self) -> Terms:
@@ -94,44 +123,18 @@ class PipelineServer(Server):
 
     def run_between(self, first: int, last: int) -> Run:
         """See `Server`; the ranks are the places of the plan."""
-        run = super().run_between(first, last)
-        return self.cut.placed(run)
-
-    def _total_after(self, block: int, loss: float, weight: float) -> tuple[float, float]:
-        """Return what the last stage says, once it has: others don't know the loss."""
-        if self.cut.blocks.stage_of(block) == len(self.cut.stages) - 1:
-            self._loss_known = True
-            return loss, weight
-        return self._total if self._loss_known else (loss, weight)
-
-    def deliver(self, rank: int) -> None:
-        """See `Server`; what `rank` recorded counts once the step is made in this round."""
-        self._sums.deliver(rank)
-        self._of_round += self._events.pop(rank, [])
-
-    def gather(self, step: int) -> None:
-        """See `Server`; of a round that is void, faults alone are recorded."""
-        for recorded in (self._of_round, *self._events.values()):
-            self._record(audits.injected(recorded))
-        self._of_round.clear()
-        super().gather(step)
-        self._loss_known = False
+        return self.cut.placed(super().run_between(first, last))
 
     def apply_average(self, step: int) -> None:
         """See `Server`."""
-        self._settle()
+        self.deliveries.settle()
         super().apply_average(step)
 
     def stop(self, effect: Stop) -> None:
         """See `Server`."""
-        self._settle()
-        for recorded in self._events.values():
-            self._record(audits.injected(recorded))
+        self.deliveries.settle()
+        self.deliveries.clear()
         super().stop(effect)
-
-    def _settle(self) -> None:
-        self._record(self._of_round)
-        self._of_round.clear()
 
     def restore(self) -> int:
         """See `Server`."""
@@ -144,7 +147,7 @@ class PipelineServer(Server):
         if isinstance(message, TreeNode):
             self._require_weight(message)
         if isinstance(message, Loaded | Applied):
-            found = self._events_in(rank, message, payload)
+            found = self.deliveries.read(rank, message, payload)
             records = [one for one in found if isinstance(one, trace.Start | trace.Update)]
             kind = trace.Start if isinstance(message, Loaded) else trace.Update
             if [type(one) for one in records] != [kind]:
@@ -155,8 +158,8 @@ class PipelineServer(Server):
 
     def _require_weight(self, node: TreeNode) -> None:
         """Raise ProtocolError unless a sum has the weight of the samples under it."""
-        num_shards = self.scenario.num_shards
-        shards = sharding.cut(self.batch(), num_shards)
+        num_shards = self.plan.num_shards
+        shards = sharding.cut(self.replicas.batch(), num_shards)
         none = np.zeros(0, np.float32)
         leaves = [
             reduction.Node(0, shard, none, 0.0, self._weight(shards[shard]))
@@ -170,7 +173,7 @@ class PipelineServer(Server):
             )
 
     def _weight(self, ids: sharding.Ids) -> float:
-        return float(self.workload.weight(ids)) if ids else 0.0
+        return float(self.replicas.workload.weight(ids)) if ids else 0.0
 
     def _require_own(self, event: trace.Start | trace.Update) -> None:
         """Raise ProtocolError unless a worker holds its stage's weights as they are here."""
@@ -201,7 +204,7 @@ class PipelineServer(Server):
         weights = self._held(event.step + isinstance(event, trace.Update))
         if isinstance(event, trace.Update):
             return replace(event, weights=weights)
-        specs = self.workload.specs
+        specs = self.replicas.layout.specs
         return replace(
             event,
             weights=weights,
@@ -223,8 +226,8 @@ class PipelineServer(Server):
         return self._recorded[1]
 
     def _record_of(self, worker: replicas.Worker) -> trace.Tensors:
-        arrays = worker.replica.arrays
-        return self.recorder.tensors({spec.name: arrays[spec.name] for spec in self.workload.specs})
+        arrays, specs = worker.replica.arrays, self.replicas.layout.specs
+        return self.recorder.tensors({spec.name: arrays[spec.name] for spec in specs})
 
     def payload(self, message: Message) -> Buffer:
         """Return the payload of `message`; a worker gets the state of its stage alone."""
@@ -234,7 +237,6 @@ class PipelineServer(Server):
 
     def _stage_state(self, stage: int) -> Buffer:
         arrays: Mapping[str, Any] = self.replica.replica.arrays
-        progress = checkpoint.Progress(position=self.position, schedule_step=self.schedule_step)
-        return checkpoint.dump_state(
-            self.cut.specs[stage], workers.optimizer_of_workers(self.scenario), progress, arrays, {}
-        )
+        optimizer = workers.optimizer_of_workers(self.plan)
+        stands = self.replicas.stands
+        return checkpoint.dump_state(self.cut.specs[stage], optimizer, stands, arrays, {})

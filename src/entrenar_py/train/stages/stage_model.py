@@ -19,7 +19,7 @@ from torch.func import functional_call
 
 from entrenar_py.shared import wording
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.train.arithmetic.tensors import Batch, DropFunction, Tensors
 from entrenar_py.train.model import blocks, masks, model, precision, workload
 from entrenar_py.train.model.masks import Masks
@@ -325,10 +325,10 @@ def width_of(module: nn.Module) -> int:
     return int(cast("Any", module).config.get_text_config().hidden_size)
 
 
-def hidden_bytes_max(width: int, samples: Samples, scenario: Scenario) -> int:
+def hidden_bytes_max(width: int, samples: Samples, plan: TrainingPlan) -> int:
     """Return the most bytes that hidden states of one shard have."""
     longest = int(np.diff(samples.starts).max())
-    num_rows = -(-scenario.batch_size // scenario.num_shards)
+    num_rows = -(-plan.batch_size // plan.num_shards)
     return 4 * num_rows * -(-longest // LENGTHS) * LENGTHS * width
 
 

@@ -42,7 +42,7 @@ class StageStep(Protocol):
     """The passes of a stage. Shards are told apart by number; `begin` forgets them all."""
 
     def begin(self) -> None:
-        """Begin a step, or begin it anew: weights may have changed."""
+        """Begin a step, or start it over: weights may have changed."""
         ...
 
     def forward(

@@ -186,7 +186,7 @@ UPLOADS = (GradientPayload, BlockGradient, NonBlock)
 
 
 class Part(NamedTuple):
-    """A part of the gradient that travels and is averaged by itself: tag of its upload, number."""
+    """A part of the gradient that is sent and averaged separately: tag of its upload, number."""
 
     tag: int
     number: int

@@ -157,7 +157,7 @@ PREFIX_BYTES = FIELDS.size + _CHECKSUM_BYTES
 Buffer: TypeAlias = bytes | bytearray | memoryview
 # Returns the most payload bytes that a message of this kind may have now; 0 for none.
 Limit = Callable[[type[Message]], int]
-# Returns memory of exactly so many bytes for a message's payload: see Decoder.
+# Returns memory of exactly this many bytes for a message's payload: see Decoder.
 Room = Callable[[Message, int], memoryview]
 
 

@@ -425,7 +425,7 @@ class MeshWorker(Worker):
         return [do.Postpone(peer)]
 
     def _count(self, rank: int, node: say.TreeNode) -> list[Effect]:
-        """Count a node of an owned block, and average the block once all shards are there."""
+        """Count a node of an owned block, and average the block once all shards have come."""
         under = reduction.shards_under(node.level, node.index, len(self._holders))
         missing = self._missing.get(node.block, set())
         theirs = all(self._holders[shard] == rank for shard in under)

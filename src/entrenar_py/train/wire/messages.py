@@ -99,7 +99,7 @@ class Loaded(Message):
 
 
 class Offer(Message):
-    """Coordinator, to a worker that asks: the run's scenario in the payload, and its timeouts.
+    """Coordinator, to a worker that asks: the run's plan in the payload, and its timeouts.
 
     `heartbeat_s` and `dead_after_s` are in seconds. `package` is the digest of a file that lists
     those of the run; None if workers build model and data themselves. With a package the worker may
@@ -107,7 +107,7 @@ class Offer(Message):
     """
 
     tag: ClassVar[int] = 6
-    carries: ClassVar[str] = "scenario"
+    carries: ClassVar[str] = "plan"
     heartbeat_s: float
     dead_after_s: float
     package: Digest | None
@@ -274,7 +274,7 @@ class Group(Message):
     void, and all workers send their nodes again. `holders` has the rank of each shard, in this step
     and in later ones until the next Group. Worker number b mod n of the n `ranks` averages block b.
     In a pipeline `holders` has the ranks of the first stage for all shards, then those of the next,
-    and a new round begins the step anew.
+    and a new round starts the step over.
     """
 
     tag: ClassVar[int] = 30

@@ -93,7 +93,7 @@ MESH_PEER_MAY_SAY: Mapping[PeerPhase, tuple[type[Message], ...]] = {
     PeerPhase.GIVING: (State, Unreachable),
     PeerPhase.ASKED: (State, Applied),
 }
-# In a pipeline a step may begin anew while reports of its last round are on their way.
+# In a pipeline a step may start over while reports of its last round are on their way.
 PIPELINE_PEER_MAY_SAY: Mapping[PeerPhase, tuple[type[Message], ...]] = {
     PeerPhase.CHALLENGED: (Hello,),
     PeerPhase.FETCHING: (Want,),

@@ -67,7 +67,7 @@ class Places:
 
 
 class Timed(NamedTuple):
-    """When a stage made a pass, in microseconds since it was told to begin the step."""
+    """The times of a stage's pass, in microseconds since it was told to begin the step."""
 
     shard: int
     is_forward: bool
@@ -98,7 +98,7 @@ def idle_share(passes: Mapping[int, Sequence[Timed]]) -> float | None:
     """Return the share of the time in which stages waited, while any of them computed.
 
     `passes` are those of each rank in one step; None without any. Each rank's clock starts when it
-    is told to begin the step, so what its message takes is not seen.
+    gets the order to begin the step, so what its message takes is not seen.
     """
     every = [timed for of_rank in passes.values() for timed in of_rank]
     window = max((timed.ended for timed in every), default=0) - min(

@@ -30,7 +30,7 @@ from entrenar_py.train.wire.terms import Run, Terms, Timing
 # It has the state, makes the steps, and sends each stage its new weights, as in a star with
 # updates by the server. Shards pass through all stages, from worker to worker. If a worker is
 # lost or a link breaks before a step is committed, the step did not happen: once every stage has
-# a worker again, a new round computes all of its shards anew, with the same bits.
+# a worker again, a new round computes all of its shards again, with the same bits.
 
 
 class PipelineCoordinator(Grouping):
@@ -43,7 +43,7 @@ class PipelineCoordinator(Grouping):
         assert run.places is not None, "a pipeline has places"
         assert run.server_updates, "its steps are made here"
         self.places: Places = run.places
-        self._is_void = False  # whether the step has to begin anew
+        self._is_void = False  # whether the step has to start over
         self._unsuited: set[int] = set()  # ranks that the worker being admitted can't have
 
     # --- joining ----------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ class PipelineCoordinator(Grouping):
         return []
 
     def _start_over(self) -> None:
-        """End the round, and begin its step anew unless that is committed.
+        """End the round, and start its step over unless that is committed.
 
         No other round gets its number, so what is still on its way has no effect, even while the
         run waits for a worker.

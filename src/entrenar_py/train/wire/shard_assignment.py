@@ -33,7 +33,7 @@ class Audit:
     """The audit of one shard. `asked` holds the ranks that are computing a copy.
 
     `copies` holds the rank of each complete copy, in the order of completion; a rank that had to
-    compute it again is there twice. `disputed` holds all ranks that disagreed, even if they have
+    compute it again is in it twice. `disputed` holds all ranks that disagreed, even if they have
     left. `alike` gives for each compared copy the index of the first copy with the same bits.
     """
 
@@ -109,7 +109,7 @@ def verdict(copies: Sequence[int], alike: Sequence[int]) -> Verdict | None:
 MEASURED = 9  # steps; the median of the last ones counts
 NEEDED = 3  # fewer say nothing: the first step of a worker may compile its kernels
 GAIN = 0.1  # a new deal has to shorten the step by this share, so noise changes none
-# A worker that is too slow for any shard gets one again once the steps without it took so many
+# A worker that is too slow for any shard gets one again once the steps without it took this many
 # times longer than its shard does. A worker that stays slow costs 5 % of the time.
 RETRY = 20.0
 

@@ -30,7 +30,7 @@ class Package:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a worker lacks of a file of `num_bytes`: all from `start` on."""
+    """The part of a file of `num_bytes` that a worker lacks: all from `start` on."""
 
     file: str
     num_bytes: int
@@ -158,7 +158,7 @@ class Timing:
 
 
 def offer(timing: Timing, proof: str, package: Package | None) -> Offer:
-    """Return the answer to an applicant; its payload is the scenario."""
+    """Return the answer to an applicant; its payload is the plan."""
     heartbeat_s, dead_after_s = float(timing.heartbeat_s), float(timing.dead_after_s)
     digest = None if package is None else package.digest
     return Offer(heartbeat_s=heartbeat_s, dead_after_s=dead_after_s, package=digest, proof=proof)
@@ -265,7 +265,7 @@ def refusal(hello: Hello, challenge: Challenge, terms: Terms, *, secret: bytes) 
     ):
         if ours != theirs:
             reason = f"{name}={_SHOWN.repr(theirs)}: this run has {_SHOWN.repr(ours)}"
-            if name == "manifest":  # such as a layer pipeline that is cut anew
+            if name == "manifest":  # such as a layer pipeline that is cut again
                 reason += ": it trains something else now; start this worker again"
             return Refuse(reason=reason, retry=False)
     return None

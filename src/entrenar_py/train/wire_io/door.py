@@ -160,7 +160,7 @@ class Door:
     `patience_s` limits the TLS handshake, if there is a `context`.
 
     There are `strangers_max` `Places` for connections that have proved nothing, and for those that
-    were sent away but are not closed yet. While no place is to be had, others wait in the kernel.
+    were sent away but are not closed yet. While no place is free, others wait in the kernel.
     `num_ended` counts the connections that ended without a proof; `ended` holds host and reason of
     the last ones.
     """

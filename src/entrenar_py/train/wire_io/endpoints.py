@@ -145,7 +145,7 @@ class ServedPieces:
 
 
 class ServerHands(Protocol):
-    """The coordinator's arithmetic and recording (`systems.star.server`)."""
+    """The coordinator's arithmetic and recording (`coordinator.server`)."""
 
     def sizes(self) -> Mapping[type[Message], int]: ...
     def room(self, message: Message, num_bytes: int) -> memoryview: ...
@@ -170,7 +170,7 @@ class ServerHands(Protocol):
 
 
 class MemberHands(Protocol):
-    """A worker's arithmetic and recording (`systems.star.member`)."""
+    """A worker's arithmetic and recording (`coordinator.member`)."""
 
     def sizes(self) -> Mapping[type[Message], int]: ...
     def room(self, message: Message, num_bytes: int) -> memoryview: ...

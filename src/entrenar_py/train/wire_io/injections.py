@@ -1,4 +1,4 @@
-"""What is injected: faults of workers and messages, and a client that takes no part."""
+"""Injected faults of workers and messages, and a client that takes no part in the run."""
 
 from __future__ import annotations
 

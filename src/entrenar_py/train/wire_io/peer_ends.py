@@ -29,7 +29,7 @@ from entrenar_py.train.wire_io.injections import Speak, truthfully
 
 
 class Exchange(Protocol):
-    """The arithmetic of blocks that other workers send (`systems.star.exchanges`)."""
+    """The arithmetic of blocks that other workers send (`coordinator.topology`)."""
 
     def complete(self, block: int) -> None: ...
     def reduce(self, block: int) -> tuple[float, float] | None: ...
@@ -51,7 +51,7 @@ class RingExchange(Exchange, Protocol):
 
 
 class MeshHands(MemberHands, Protocol):
-    """The arithmetic of a worker in a mesh, or a ring (`systems.star.member`)."""
+    """The arithmetic of a worker in a mesh, or a ring (`coordinator.member`)."""
 
     @property
     def exchange(self) -> Exchange: ...

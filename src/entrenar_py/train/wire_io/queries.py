@@ -35,12 +35,12 @@ SCENARIO_BYTES_MAX = 2**16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """The answer of a coordinator that knows the secret. `scenario` is a JSON object.
+    """The answer of a coordinator that knows the secret. `plan` is a JSON object.
 
     `package` is the digest of the run's files; None if there are none to fetch.
     """
 
-    scenario: bytes
+    plan: bytes
     heartbeat_s: float
     dead_after_s: float
     package: str | None
@@ -124,7 +124,7 @@ async def _talk(reader: StreamReader, writer: StreamWriter, machine: Applicant) 
                         if offer is None:
                             return effect
                         return Told(
-                            scenario=bytes(received.payload),
+                            plan=bytes(received.payload),
                             heartbeat_s=offer.heartbeat_s,
                             dead_after_s=offer.dead_after_s,
                             package=offer.package,
@@ -138,7 +138,7 @@ LOOKS_A_HEARTBEAT = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A coordinator, and what its worker needs to ask it. `alone` is told why it can't be asked."""
+    """A coordinator, and what a worker needs to ask it. `alone` gets the reason why it can't."""
 
     host: str
     port: int

@@ -23,11 +23,7 @@ from tests.check.contract.validation.written import CLAUSES, KERNEL, validated, 
 
 DATA = Path(__file__).parents[1] / "data"
 SCHEMA = Path(__file__).parents[4] / "docs" / "validation-schema-v2.json"
-TEXTS = (
-    KERNEL,
-    CLAUSES,
-    (DATA / "foreign-trainer-v1.yaml").read_text(encoding="utf-8"),
-)
+TEXTS = (KERNEL, CLAUSES, (DATA / "foreign-trainer-v1.yaml").read_text(encoding="utf-8"))
 NUM_CHANGED = 60
 
 

@@ -8,31 +8,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from entrenar_py.check.observing import FOLDER
 from entrenar_py.check.observing.auto import Settings
 from entrenar_py.check.observing.auto.follower import Follower
 from entrenar_py.check.observing.auto.recorder import Recorder
-from entrenar_py.check.rank_files import notes, rank_file
+from entrenar_py.check.rank_files import notes
 from entrenar_py.check.rank_files.rank_file import RankTrace
 from entrenar_py.shared.trace import Shard
+from tests.check.observing import recording
 
 
-def test_a_step_of_what_no_pass_knew_is_noted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_of_what_no_pass_knew_is_noted(folder: Path) -> None:
     """An optimizer that gets its tensors when it steps is named where nothing was recorded."""
-    monkeypatch.setenv(FOLDER, str(tmp_path))
-    (tmp_path / notes.ASKED).touch()
+    (folder / notes.ASKED).touch()
     follower = Follower(Settings(steps=2))
     follower.before_step(torch.optim.Adagrad([torch.zeros(1)]), (None,), {})
-    assert "Adagrad stepped tensors that it got after the" in notes.why_nothing(tmp_path)
+    assert "Adagrad stepped tensors that it got after the" in notes.why_nothing(folder)
 
 
-def test_a_step_with_gradients_of_zero_begins_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("folder")
+def test_a_step_with_gradients_of_zero_begins_nothing() -> None:
     """torch.distributed.checkpoint makes optimizer state by such a step, before training begins."""
-    monkeypatch.setenv(FOLDER, str(tmp_path))
     follower = Follower(Settings())
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.Adagrad(model.parameters())
@@ -84,15 +79,11 @@ def recorded(follower: Follower, folder: Path) -> RankTrace:
     recorder = follower._recorder
     assert recorder is not None
     recorder.close()
-    (path,) = folder.glob("*.rank.jsonl")
-    return rank_file.load(path)
+    return recording.recorded(folder)
 
 
-def test_an_optimizer_of_copies_is_the_outer_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_optimizer_of_copies_is_the_outer_one(folder: Path) -> None:
     """DiLoCo's steps a copy of the model, which requires gradients and is never called."""
-    monkeypatch.setenv(FOLDER, str(tmp_path))
     follower, model = Follower(Settings()), torch.nn.Linear(3, 2)
     shared = copy.deepcopy(model)
     inner = torch.optim.AdamW(model.parameters())
@@ -103,15 +94,13 @@ def test_an_optimizer_of_copies_is_the_outer_one(
     assert follower._recorder is not None
     assert follower._recorder.optimizers == (inner,)
     follower.step_begins(outer)
-    assert recorded(follower, tmp_path).outer == {"rule": "nesterov", "lr": 0.7, "momentum": 0.9}
+    assert recorded(follower, folder).outer == {"rule": "nesterov", "lr": 0.7, "momentum": 0.9}
 
 
 @pytest.mark.parametrize("is_copy", [False, True])
-def test_a_model_that_waits_for_its_turn(
-    is_copy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("folder")
+def test_a_model_that_waits_for_its_turn(is_copy: bool) -> None:
     """It is frozen while another one trains; a frozen copy of that is an outer optimizer's."""
-    monkeypatch.setenv(FOLDER, str(tmp_path))
     follower, first = Follower(Settings()), torch.nn.Linear(3, 2)
     second = copy.deepcopy(first) if is_copy else torch.nn.Linear(3, 2)
     optimizers = [torch.optim.SGD(model.parameters()) for model in (first, second)]
@@ -123,11 +112,8 @@ def test_a_model_that_waits_for_its_turn(
     assert follower._recorder.optimizers == tuple(optimizers[: 1 if is_copy else 2])
 
 
-def test_the_first_batch_of_a_model_whose_copies_are_stepped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_batch_of_a_model_whose_copies_are_stepped(folder: Path) -> None:
     """Its forward pass comes before anything shows that it is trained."""
-    monkeypatch.setenv(FOLDER, str(tmp_path))
     follower, model = Follower(Settings()), torch.nn.Linear(3, 2)
     masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
     optimizer = torch.optim.SGD(masters, lr=0.1)
@@ -142,5 +128,5 @@ def test_the_first_batch_of_a_model_whose_copies_are_stepped(
     for parameter, master in zip(model.parameters(), masters, strict=True):
         master.grad = parameter.grad
     optimizer.step()
-    (shard,) = [e for e in recorded(follower, tmp_path).events if isinstance(e, Shard)]
+    (shard,) = [e for e in recorded(follower, folder).events if isinstance(e, Shard)]
     assert (shard.weight, len(shard.ids), shard.unknown) == (4.0, 4, "")

@@ -109,7 +109,7 @@ class Case:
         settings = settings_file.load(self.write("alone", None))
         workload = preparation.prepare(settings).workload()
         workload.fill_up(fill_up)
-        scenario = preparation.scenario(settings, workload)
+        scenario = preparation.plan_of(settings, workload)
         trainer = Replicas(scenario, workload=workload)
         worker = trainer.workers[0] = trainer.new_worker(0, trainer.initial())
         for step in range(scenario.num_steps):

@@ -1,4 +1,4 @@
-"""What is imported before any fork: what a script imports, and what the imports have begun.
+"""Imports before any fork: the modules that a script imports, and what these have started.
 
 A script is read, and not executed, and so are the modules that it imports and that are not
 installed: those of its folder, and those of packages that are installed in place. The order of a
@@ -32,7 +32,7 @@ _BY_HASH = ("set", "frozenset", "hash")
 
 @dataclass(frozen=True)
 class Imported:
-    """What a script needs of its interpreter.
+    """The modules and settings that a script needs from its interpreter.
 
     - `installed`: the modules of installed packages that it imports, each with the names that it
       takes from it, in their order.
@@ -82,7 +82,6 @@ def _parsed(file: Path) -> ast.Module:
 
 
 def _imports_in(tree: ast.Module) -> Iterator[tuple[str, tuple[str, ...], int]]:
-    """Yield module, names and level of each import, those in functions among them."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, (), 0) for alias in node.names)
@@ -202,7 +201,7 @@ PREFIXES = ("TORCHELASTIC_", "ENTRENAR_", "ACCELERATE_", "FSDP_")
 
 
 class Imports:
-    """What was imported before any fork, and what this read.
+    """The modules that were imported before any fork, and what their imports read.
 
     - `before`: the environment at the start, `changed` what the imports have set in it since.
     - `names`: the variables that imports read, as far as they did it in Python.
@@ -260,7 +259,7 @@ class Imports:
         read = sorted(name for name in self.names if name in RANKS)
         if read:
             return f"reads {read[0]} as it is imported"
-        pid = os.fork()  # at which OpenBLAS ends its threads, and CUDA notes that it is there
+        pid = os.fork()  # at which OpenBLAS ends its threads, and CUDA notes that it exists
         if pid == 0:
             os._exit(int(_has_begun_cuda()))
         _, status = os.waitpid(pid, 0)
@@ -270,7 +269,6 @@ class Imports:
 
 
 def _has_begun_cuda() -> bool:
-    """Return whether this process, which was just forked, can't use CUDA any more."""
     torch = sys.modules.get("torch")
     return torch is not None and getattr(torch._C, "_cuda_isInBadFork", lambda: False)()
 

@@ -198,7 +198,7 @@ class Command:
         send(channel, {"pid": pid})
 
     def _launch(self, channel: socket.socket) -> None:
-        """Be the launcher. Its channel is kept open by the replaced `Popen`."""
+        # Its channel is kept open by the replaced `Popen`
         processes.settle(self._imports.files, {channel.fileno()})
         replace_popen(channel)
         interpreter.run_as_main(self._words)
@@ -221,7 +221,6 @@ class Command:
 
 
 def _brought(message: dict[str, Any], imports: Imports) -> dict[str, str]:
-    """Return what the imports have set in the environment, where the rank was told nothing else."""
     told, before = message["environment"], imports.before
     return {
         name: text for name, text in imports.changed.items() if told.get(name) == before.get(name)

@@ -21,8 +21,8 @@ STARTUP = Path(__file__).with_name("startup")
 class Settings:
     """The settings by which a script without a line is observed.
 
-    - `steps`: a process ends by itself after so many optimizer steps; None for no end.
-    - `every`: the training is watched every so many steps, and not recorded; None for a record.
+    - `steps`: a process ends after this many optimizer steps; None for no end.
+    - `every`: steps between two looks of a watch, which records nothing; None for a record.
     - `contract`: its clauses are watched; None for all clauses.
     - `seed`: of what the script doesn't seed itself; None to leave that as it is.
     - `follows`: the script is observed without a line; else what its line can't see is heard.

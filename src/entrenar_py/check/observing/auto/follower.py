@@ -33,9 +33,10 @@ from entrenar_py.shared.untrusted import printing
 if TYPE_CHECKING:
     from entrenar_py.check.observing import Observation
     from entrenar_py.check.observing.auto.recorder import Recorder
+    from entrenar_py.check.observing.batches import Iteration
     from entrenar_py.check.observing.generators import States
     from entrenar_py.check.observing.iterations import LoaderListener
-    from entrenar_py.check.observing.seen_samples import Batches, Pass
+    from entrenar_py.check.observing.seen_samples import Batches
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
@@ -170,7 +171,7 @@ def _are_copies(own: list[Any], peers: list[Any]) -> bool:
 class Follower:
     """Follows one process from the import of torch on.
 
-    An optimizer is followed if it is there in the first training forward pass of a module that has
+    An optimizer is followed if it exists in the first training forward pass of a module that has
     parameters of an optimizer.
     """
 
@@ -229,7 +230,7 @@ class Follower:
         self.observation = observation
 
     def _forked(self) -> None:
-        """Stop following in a child of a process that has begun to train (a loader's worker)."""
+        # A loader's worker is a child of a process that has begun to train.
         if self.observation is not None:
             self._gave_up = True
 
@@ -404,11 +405,11 @@ class Follower:
     @guarded
     def iterated(self, loader: Any) -> LoaderListener:
         """Note that a pass over a DataLoader begins; return what hears it."""
-        from entrenar_py.check.observing.seen_samples import Pass
+        from entrenar_py.check.observing.batches import Iteration
 
         call_sites.Samples.drawn()
         self._control()
-        return _GuardedPass(self, Pass(self.batches, loader))
+        return _GuardedPass(self, Iteration(self.batches, loader))
 
     def _control(self) -> None:
         """Draw common random numbers, or keep batches, from here on, if that is planned.
@@ -551,7 +552,7 @@ class Follower:
 class _GuardedPass:
     """One pass over a DataLoader: errors in hearing it end the observation, not the script."""
 
-    def __init__(self, follower: Follower, loader_pass: Pass) -> None:
+    def __init__(self, follower: Follower, loader_pass: Iteration) -> None:
         self._follower, self._pass = follower, loader_pass
         self.is_off, self.give_up = follower.is_off, follower.give_up
 

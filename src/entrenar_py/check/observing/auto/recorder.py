@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from entrenar_py.check.observing import samples, surroundings, tensors
+from entrenar_py.check.observing import surroundings, tensors
 from entrenar_py.check.observing.auto.follower import guarded
+from entrenar_py.check.observing.batches import blocks_of
 from entrenar_py.check.observing.generators import States
 from entrenar_py.check.observing.loss_terms import Begun
 from entrenar_py.check.observing.observer import Observer
@@ -87,7 +88,7 @@ class Recorder(Observer):
 
     def was_called(self, inputs: Any) -> None:
         """Note a pass before this record, of a model that optimizers step copies of."""
-        self._micro_batches.before_forward(inputs, samples.blocks_of(inputs))
+        self._micro_batches.before_forward(inputs, blocks_of(inputs))
         self._micro_batches.after_forward(inputs, is_training=True)
 
     def backward_ended(self) -> None:

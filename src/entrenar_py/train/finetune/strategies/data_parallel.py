@@ -76,7 +76,7 @@ class Canonical(_Whole):
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         super().__init__(shards)
         self._model = DistributedDataParallel(self._objective, gradient_as_bucket_view=True)
-        num_shards = shards.scenario.num_shards
+        num_shards = shards.plan.num_shards
         self._reducer = entrenar_py.canonical_all_reduce(self._model, micro_batches=num_shards)
 
     def compute(self, step: Step) -> Tensor:

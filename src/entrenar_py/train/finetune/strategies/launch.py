@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from entrenar_py.shared.errors import BackendUnavailable, UsageError
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.distill import student
 from entrenar_py.train.finetune import foresight, outputs, settings_file, task
@@ -41,13 +41,13 @@ STRATEGIES: Mapping[str, Callable[[Shards], Strategy]] = {
 
 
 def require_possible(
-    strategy: str, workload: Finetuning, scenario: Scenario, world_size: int
+    strategy: str, workload: Finetuning, plan: TrainingPlan, world_size: int
 ) -> None:
     """Raise UsageError unless `world_size` ranks can train `workload` by `strategy`."""
-    if strategy in BY_SHARDS and world_size > scenario.num_shards:
+    if strategy in BY_SHARDS and world_size > plan.num_shards:
         raise UsageError(
             f"strategy={strategy} with {world_size} ranks: training.num_shards="
-            f"{scenario.num_shards} leaves ranks without a shard; use num_shards >= {world_size}, "
+            f"{plan.num_shards} leaves ranks without a shard; use num_shards >= {world_size}, "
             "or fewer ranks"
         )
     if strategy == "ddp_canonical" and world_size & (world_size - 1):
@@ -73,10 +73,10 @@ def require_possible(
                 f"strategy=pipeline_parallel with {world_size} ranks: the model has {num_blocks} "
                 f"blocks, and each rank needs one; use {num_blocks} ranks or fewer"
             )
-        if scenario.num_shards < world_size:
+        if plan.num_shards < world_size:
             raise UsageError(
                 f"strategy=pipeline_parallel with {world_size} ranks: training.num_shards="
-                f"{scenario.num_shards} leaves stages idle; use num_shards >= {world_size}"
+                f"{plan.num_shards} leaves stages idle; use num_shards >= {world_size}"
             )
 
 
@@ -158,20 +158,20 @@ def train(
     free = _free_bytes(here)
     together(lambda: _look(path, prepared, here, free))
     shards = _shards(settings, prepared, here)
-    scenario, specs = shards.scenario, shards.workload.specs
+    plan, specs = shards.plan, shards.workload.specs
     with ExitStack() as stack:
         record, names = None, [""] * here.size
         dist.all_gather_object(names, str(here.device))
         if here.rank == 0:
             backends = dict(enumerate(names))
             record = Record(
-                settings.output, scenario, specs, backends=backends, tensorboard=tensorboard
+                settings.output, plan, specs, backends=backends, tensorboard=tensorboard
             )
             stack.enter_context(closing(record))
         ended = _run(prepared, shards, record, resume=resume, halts_on_spike=halt_on_spike)
         del shards  # their model is cut; the output is written from a whole one
         if record is not None:
-            _finish(prepared, scenario, record, ended)
+            _finish(prepared, plan, record, ended)
     dist.barrier()
     return exit_codes.OF_FINISH[ended.status]
 
@@ -181,11 +181,11 @@ def _shards(settings: Settings, prepared: Prepared, here: World) -> Shards:
     if not here.rank:
         foresight.say_teacher(workload)
         foresight.say_warnings()
-    scenario = together(lambda: _scenario(settings, workload, here))
-    return Shards(workload, scenario, here.device)
+    plan = together(lambda: _plan(settings, workload, here))
+    return Shards(workload, plan, here.device)
 
 
-def _finish(prepared: Prepared, scenario: Scenario, record: Record, ended: Ended) -> None:
+def _finish(prepared: Prepared, plan: TrainingPlan, record: Record, ended: Ended) -> None:
     """Export a run that is complete, from a whole model, and draw it."""
     whole = coordinator.Ended(
         finish=Finish(ended.status, ended.reason),
@@ -196,11 +196,11 @@ def _finish(prepared: Prepared, scenario: Scenario, record: Record, ended: Ended
         tell=record.tell,
     )
     if ended.status == "completed":
-        digest = preparation.model_digest(scenario)
+        digest = preparation.model_digest(plan)
         workload = prepared.workload()
         output = outputs.write(prepared, workload, ended.tensors, model_digest=digest)
         printing.say(f"written to {output}")
-    task.draw(prepared, scenario.num_steps, whole)
+    task.draw(prepared, plan.num_steps, whole)
 
 
 def _free_bytes(here: World) -> list[int]:
@@ -254,12 +254,12 @@ def _prepare(settings: Settings, here: World) -> Prepared:
     return together(lambda: first or prepare())
 
 
-def _scenario(settings: Settings, workload: Finetuning, here: World) -> Scenario:
-    scenario = preparation.scenario(settings, workload)
+def _plan(settings: Settings, workload: Finetuning, here: World) -> TrainingPlan:
+    plan = preparation.plan_of(settings, workload)
     assert settings.strategy is not None, "it was required"
-    require_possible(settings.strategy, workload, scenario, here.size)
-    return scenario.with_(
-        system=settings.strategy,
+    require_possible(settings.strategy, workload, plan, here.size)
+    return plan.with_(
+        trainer=settings.strategy,
         world_size=here.size,
         backends=("cuda" if here.device.type == "cuda" else "cpu",),
     )
@@ -280,7 +280,7 @@ def _run(
         return record.open(resume=resume)
 
     # First, so that a strategy that is refused leaves no ledger behind.
-    strategy = together(lambda: STRATEGIES[shards.scenario.system](shards))
+    strategy = together(lambda: STRATEGIES[shards.plan.trainer](shards))
     state = together(opened)
     resumes = [state is not None]
     dist.broadcast_object_list(resumes, 0)

@@ -36,7 +36,7 @@ from entrenar_py.train.stages.stage_model import Reached, Skipped, hidden_of
 
 
 class Ends:
-    """What a model has before and after its blocks, found out by running it on `tokens`.
+    """The modules of a model before and after its blocks, found by running it on `tokens`.
 
     `before` and `after` are sets of parameters. `dtypes` has the format of each block's output, and
     `width` is the size of its last dim.

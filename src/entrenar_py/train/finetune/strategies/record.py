@@ -18,8 +18,9 @@ import numpy as np
 from entrenar_py.shared import process, trace
 from entrenar_py.shared.errors import SystemFailure, UsageError
 from entrenar_py.shared.page import console
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.shared.trace import writer
+from entrenar_py.shared.trace.ledger import Head
 from entrenar_py.shared.trace.writer import Mark, Standing
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.arithmetic import blocks, checkpoint, optimizer, sharding
@@ -71,7 +72,7 @@ class Record:
     def __init__(
         self,
         folder: Path,
-        scenario: Scenario,
+        plan: TrainingPlan,
         specs: tuple[TensorSpec, ...],
         *,
         backends: Mapping[int, str],
@@ -79,7 +80,7 @@ class Record:
     ) -> None:
         """Event files go to the folder `tensorboard`, if any. `backends` has each rank's device."""
         self._backends = backends
-        self._folder, self._scenario, self._tensorboard = folder, scenario, tensorboard
+        self._folder, self._plan, self._tensorboard = folder, plan, tensorboard
         self._layout = blocks.Layout(specs)
         self._stack = ExitStack()
         self._listeners: list[Listener] = []
@@ -108,7 +109,7 @@ class Record:
         metrics = Metrics(self._folder / METRICS)
         self._stack.callback(metrics.close)
         shown = console.standard_output(color=True)
-        num_steps = self._scenario.num_steps
+        num_steps = self._plan.num_steps
         live = self._stack.enter_context(progress.opened(shown, num_steps=num_steps))
         self._listeners = [live, metrics]
         if self._tensorboard is not None:
@@ -131,9 +132,9 @@ class Record:
 
     def _load(self, path: Path) -> State:
         arrays, stored = checkpoint.load(path, bytes_max=checkpoint.bytes_max(self._expected()))
-        checkpoint.require_own(path, stored, self._scenario.to_dict())
-        most = self._scenario.num_steps
-        limits = {"step": most, "epoch": most, "offset": self._scenario.num_samples}
+        checkpoint.require_own(path, stored, self._plan.to_dict())
+        most = self._plan.num_steps
+        limits = {"step": most, "epoch": most, "offset": self._plan.num_samples}
         expected = self._expected()
         checkpoint.require_fitting(path, arrays, stored, expected=expected, limits=limits)
         self._since = ledger_account.gap_since(stored, path)
@@ -153,9 +154,7 @@ class Record:
 
     def _open_ledger(self, *, resume: bool) -> None:
         path = self._folder / LEDGER
-        head = trace.Trace(
-            scenario=self._scenario, environment=process.environment(), promises=(), events=()
-        )
+        head = Head(plan=self._plan, environment=process.environment())
         if resume:
             self._ledger, self._standing = writer.reopen(path, head, since=self._since)
         else:
@@ -171,8 +170,8 @@ class Record:
         self._watch.begin()
         if not self._is_over:
             self._write_start(state)
-        size = self._scenario.world_size
-        text = f"{self._scenario.system}: {size} ranks, from step {state.step} on"
+        size = self._plan.world_size
+        text = f"{self._plan.trainer}: {size} ranks, from step {state.step} on"
         self.note("began", state.step, text)
 
     @property
@@ -197,7 +196,7 @@ class Record:
 
     def made(self, step: Step, result: Made) -> None:
         """Record a step."""
-        ranks = sharding.runs(range(len(step.shards)), range(self._scenario.world_size))
+        ranks = sharding.runs(range(len(step.shards)), range(self._plan.world_size))
         rank_of = {shard: rank for rank, shards in ranks.items() for shard in shards}
         loss = sum(result.losses) / step.weight
         self._write(
@@ -205,7 +204,7 @@ class Record:
                 trace.Shard(
                     step=step.number,
                     epoch=step.epoch,
-                    rank=rank_of[shard] if self._scenario.system in BY_SHARDS else 0,
+                    rank=rank_of[shard] if self._plan.trainer in BY_SHARDS else 0,
                     shard=shard,
                     ids=tuple(ids),
                     loss_sum=result.losses[shard],
@@ -228,16 +227,16 @@ class Record:
         )
         if result.spike is not None:
             self._write(result.spike)
-            spike = measures.say_made(result.spike, self._scenario.clip_norm)
+            spike = measures.say_made(result.spike, self._plan.clip_norm)
             self.note("spike", step.number, spike)
         times = self._watch.made(reduce_s=0.0, num_tokens=result.num_tokens)
         self._watch.begin()
         self.tell(
             StepMade(
                 step=step.number,
-                num_steps=self._scenario.num_steps,
+                num_steps=self._plan.num_steps,
                 loss=loss,
-                workers=tuple(range(self._scenario.world_size)),
+                workers=tuple(range(self._plan.world_size)),
                 step_ms=times.step_ms,
                 exchange_ms=None,
                 reduce_ms=None,
@@ -269,13 +268,13 @@ class Record:
         self._ledger.sync()
         path, moments = self._folder / CHECKPOINT, self._flat_moments(state)
         arrays = checkpoint.as_arrays(tensors=state.tensors, optimizer=moments)
-        scenario = self._scenario.to_dict()
+        plan = self._plan.to_dict()
         notes = {
             ledger_account.LEDGER_KEY: ledger_account.mark_record(self._ledger.last),
             measures.NORMS_KEY: list(state.norms),
         }
         try:
-            checkpoint.save(path, arrays, {**state.progress, "scenario": scenario, **notes})
+            checkpoint.save(path, arrays, {**state.progress, "plan": plan, **notes})
         except OSError as error:
             problem = f"checkpoint {path}: can't be written ({error.strerror or error})"
             self.note("not_saved", state.step, f"{problem}; the run goes on")

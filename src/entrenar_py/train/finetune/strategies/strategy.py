@@ -1,7 +1,7 @@
-"""What all strategies share: shards and their losses, and how ranks hold a model and agree.
+"""Common parts of all strategies: shards and their losses, and how ranks hold a model and agree.
 
 A rank holds whole trainable tensors, or a piece of each as DTensors, or all pieces of some.
-Batches, shards and random numbers are the reference trainer's: they follow from the scenario alone.
+Batches, shards and random numbers are the reference trainer's: they follow from the plan alone.
 A model is tried on a few tokens before and after it is cut: the same logits must come out.
 """
 
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map
 
 from entrenar_py.shared.errors import CheckpointError, ContractError, EntrenarError, UsageError
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.train.arithmetic import sharding
 from entrenar_py.train.arithmetic.engine import Dropout
 from entrenar_py.train.model.precision import in_evaluation
@@ -84,28 +84,28 @@ class Step:
 class Shards:
     """Cuts a run's batches into logical shards, and computes losses of shards on `device`."""
 
-    def __init__(self, workload: Finetuning, scenario: Scenario, device: torch.device) -> None:
-        self.workload, self.scenario, self.device = workload, scenario, device
+    def __init__(self, workload: Finetuning, plan: TrainingPlan, device: torch.device) -> None:
+        self.workload, self.plan, self.device = workload, plan, device
         self._visit: tuple[int, sharding.Ids] | None = None
 
     def step(self, number: int, position: sharding.Position) -> Step:
         """Return the step at `position`."""
-        scenario = self.scenario
+        plan = self.plan
         if self._visit is None or self._visit[0] != position.epoch:
-            rng = scenario.rng("order", position.epoch)
-            self._visit = position.epoch, sharding.order(scenario.num_samples, rng)
-        ids = sharding.batch(self._visit[1], position, scenario.batch_size)
+            rng = plan.rng("order", position.epoch)
+            self._visit = position.epoch, sharding.order(plan.num_samples, rng)
+        ids = sharding.batch(self._visit[1], position, plan.batch_size)
         self.workload.require(ids)  # all ranks wait here, and not in a collective
         return Step(
             number=number,
             epoch=position.epoch,
-            shards=tuple(sharding.cut(ids, scenario.num_shards)),
+            shards=tuple(sharding.cut(ids, plan.num_shards)),
             weight=self.workload.weight(ids),
         )
 
     def share(self, rank: int, world_size: int) -> range:
         """Return the consecutive shards of `rank`, of W ranks that each have S / W or one more."""
-        shards = sharding.cut(range(self.scenario.num_shards), world_size)[rank]
+        shards = sharding.cut(range(self.plan.num_shards), world_size)[rank]
         return range(shards[0], shards[-1] + 1)
 
     def loss(self, objective: Objective, step: Step, shard: int) -> Tensor:
@@ -124,12 +124,12 @@ class Shards:
 
         A `place` in the model, such as a stage, gets a stream of its own.
         """
-        rng = self.scenario.rng("dropout", step.number, shard, *place)
+        rng = self.plan.rng("dropout", step.number, shard, *place)
         self.workload.seed(Dropout(0.0, rng))
 
     def zeros(self) -> Tensor:
         """Return a loss of zero for each shard, float64 [num_shards], on the device."""
-        return torch.zeros(self.scenario.num_shards, dtype=torch.float64, device=self.device)
+        return torch.zeros(self.plan.num_shards, dtype=torch.float64, device=self.device)
 
     def padded(self, rank: int, world_size: int) -> Iterator[int | None]:
         """Yield the shards of `rank`, then None as often as others have one more than this rank.
@@ -138,7 +138,7 @@ class Shards:
         """
         share = self.share(rank, world_size)
         yield from share
-        longest = -(-self.scenario.num_shards // world_size)
+        longest = -(-self.plan.num_shards // world_size)
         yield from [None] * (longest - len(share))
 
 

@@ -140,7 +140,7 @@ class _Entrance:
 
 
 class _Whole(ParallelStyle):
-    """Keeps a layer whole on all ranks, its parameters as DTensors, as its inputs are."""
+    """Keeps a layer whole on all ranks, with its parameters and inputs as DTensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh)

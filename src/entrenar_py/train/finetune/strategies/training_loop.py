@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from entrenar_py.shared import trace
-from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.arithmetic import optimizer, sharding
 from entrenar_py.train.arithmetic.optimizer import BETA1, BETA2, EPSILON
@@ -97,7 +97,7 @@ _LOOK_EVERY = 16  # steps from one look at this rank's memory to the next
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a run ended after `made` steps, and on rank 0 the whole tensors that were trained."""
+    """The end of a run after `made` steps, and on rank 0 the whole tensors that were trained."""
 
     status: str
     reason: str
@@ -122,7 +122,7 @@ def _not_finite(what: str, step: Step, shard: int | None, tensor: str | None) ->
 
 
 class Loop:
-    """One run of `scenario` by `strategy`. `record` is rank 0's, None on other ranks."""
+    """One run of `plan` by `strategy`. `record` is rank 0's, None on other ranks."""
 
     def __init__(
         self,
@@ -136,9 +136,9 @@ class Loop:
     ) -> None:
         """`halts_on_spike` is as in `service.coordinator.Task`."""
         self._strategy, self._shards, self._record = strategy, shards, record
-        self._scenario, self._save_every = shards.scenario, save_every
+        self._plan, self._save_every = shards.plan, save_every
         self._scoring, self._memory = scoring, Memory(0, None)
-        self._optimizer = _optimizer(self._scenario, strategy.trainable)
+        self._optimizer = _optimizer(self._plan, strategy.trainable)
         self._position, self._step, self._saved = sharding.Position(), 0, -1
         self._norms, self._halts_on_spike = GradientNorms(), halts_on_spike  # same on all ranks
         self._stopping = _Stopping()
@@ -159,7 +159,7 @@ class Loop:
         self._saved = self._step if resumes else -1
         status, reason = "completed", ""
         events: tuple[trace.Event, ...] = ()
-        num_steps = self._scenario.num_steps
+        num_steps = self._plan.num_steps
         while self._step < num_steps:
             try:
                 is_stopped = self._train()
@@ -222,9 +222,7 @@ class Loop:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
-        self._position = sharding.advance(
-            self._position, step.num_samples, self._scenario.num_samples
-        )
+        self._position = sharding.advance(self._position, step.num_samples, self._plan.num_samples)
         self._step += 1
         weight = self._shards.workload.weight
         made = Made(
@@ -258,7 +256,7 @@ class Loop:
 
     def _clip(self, norm: float) -> float:
         """Clip the gradient as the reference trainer does; return its norm from then on."""
-        clip_norm = self._scenario.clip_norm
+        clip_norm = self._plan.clip_norm
         if clip_norm is None or clip_norm / (norm + 1e-6) >= 1:
             return norm
         factor = clip_norm / (norm + 1e-6)
@@ -267,13 +265,13 @@ class Loop:
         return norm * factor
 
     def _rate(self) -> float:
-        scenario = self._scenario
+        plan = self._plan
         return optimizer.learning_rate(
             self._step,
-            peak=scenario.learning_rate,
-            kind=scenario.schedule,
-            warmup_steps=scenario.warmup_steps,
-            num_steps=scenario.num_steps,
+            peak=plan.learning_rate,
+            kind=plan.schedule,
+            warmup_steps=plan.warmup_steps,
+            num_steps=plan.num_steps,
         )
 
     def _on_record(self, action: Callable[[Record], None]) -> None:
@@ -330,7 +328,7 @@ class Loop:
                 }
 
 
-def _optimizer(scenario: Scenario, trainable: Mapping[str, nn.Parameter]) -> AdamW:
+def _optimizer(plan: TrainingPlan, trainable: Mapping[str, nn.Parameter]) -> AdamW:
     """Return AdamW. Matrices decay.
 
     DTensors form groups of their own, as multi-tensor kernels take no mixture.
@@ -341,10 +339,10 @@ def _optimizer(scenario: Scenario, trainable: Mapping[str, nn.Parameter]) -> Ada
         groups.setdefault((is_matrix, is_distributed), []).append(parameter)
     return AdamW(
         [
-            {"params": group, "weight_decay": scenario.weight_decay if is_matrix else 0.0}
+            {"params": group, "weight_decay": plan.weight_decay if is_matrix else 0.0}
             for (is_matrix, _), group in groups.items()
         ],
-        lr=scenario.learning_rate,
+        lr=plan.learning_rate,
         betas=(BETA1, BETA2),
         eps=EPSILON,
     )

@@ -1,4 +1,4 @@
-"""Has torch's import start the observation of this process; Python runs this file by itself.
+"""Has torch's import start the observation of this process; Python runs this file when it starts.
 
 The harness puts this file's folder first on PYTHONPATH. It runs in every Python of the command,
 which may be older than ours, so it is written without new syntax and imports only the standard
@@ -53,7 +53,7 @@ class Waiting:
 
 
 def note(text):
-    """Leave `text` for the harness, if it is there; check/rank_files/notes.py reads it."""
+    """Leave `text` for the harness, if its folder exists; check/rank_files/notes.py reads it."""
     folder = os.environ.get(FOLDER)
     if not folder:
         sys.stderr.write("entrenar: " + text + "\n")
@@ -66,7 +66,7 @@ def note(text):
 
 
 def begin():
-    """Start the observation, now that torch is there; say why if that is impossible."""
+    """Start the observation, now that torch is imported; say why if that is impossible."""
     try:
         from entrenar_py.check.observing.auto import beginning
     except Exception as error:  # noqa: BLE001  (the user's script has to run all the same)
