@@ -167,10 +167,11 @@ def are_alike(due: tuple[float, ...], got: tuple[float, ...], bound: float) -> b
 
 
 def _are_rearranged(model: Trace, trace: Trace, step: int, bound: float) -> bool:
-    """Return whether `step` has the same rows in both runs, with the same samples, in any order.
+    """Return whether `step` has the same samples and rows in both runs, in any order.
 
-    A collator may sort its batch, by length say: a row is then not the sample at its place in the
-    sampler's batch. Rows may be padded to another length, by zeros, which leave norm and sum alone.
+    A collator may sort its batch (by length, for example). Then a row is not the sample at its
+    place in the sampler's batch. Rows may be padded with zeros to a different length, which does
+    not change norm and sum.
     """
     shards = [[s for s in run.standing.of(Shard) if s.step == step] for run in (model, trace)]
     ids = [Counter(id_ for shard in run for id_ in shard.ids) for run in shards]
@@ -187,7 +188,7 @@ def _are_rearranged(model: Trace, trace: Trace, step: int, bound: float) -> bool
 
 
 def _without_sizes(row: tuple[float, ...]) -> tuple[float, ...]:
-    """Return a row with the size of each of its tensors as 1."""
+    """Return a row in which the size of each tensor is replaced by 1."""
     return tuple(1.0 if at % 3 == 0 else number for at, number in enumerate(row))
 
 
