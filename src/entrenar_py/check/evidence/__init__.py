@@ -385,7 +385,7 @@ def skipped(trace: Trace) -> set[int]:
                     digests(was) == digests(held) for was, held in zip(before, now, strict=True)
                 )
             )
-            rested[event.step, event.rank] = rests and event.finite  # any step leaves a NaN a NaN
+            rested[event.step, event.rank] = rests and event.finite  # a NaN stays a NaN in any step
             state_of[event.rank] = now
     ranks = {rank for _, rank in rested}
     steps = {step for step, _ in rested}

@@ -159,10 +159,10 @@ def observe(
       the data set is a guess unless you give it.
     - `scheduler`: the schedule of the learning rate. Its position at the start is recorded.
     - `step`: the number of optimizer steps already taken, in a script that resumes.
-    - `layout`: the axes along which the ranks are arranged, with their sizes, row-major: `{"dp": 2,
-      "tp": 2}`, or the `DeviceMesh`. Along dp, dp_replicate, dp_shard and fsdp each rank draws its
-      own samples. Along tp, sp, pp, cp and ep all ranks draw the same samples. By default the
-      layout is that of the DTensors' meshes. Without DTensors each rank draws its own samples.
+    - `layout`: the axes along which the ranks are arranged, with their sizes, row-major:
+      `{"dp": 2, "tp": 2}`, or the `DeviceMesh`. Along dp, dp_replicate, dp_shard and fsdp each rank
+      draws its own samples. Along tp, sp, pp, cp and ep all ranks draw the same samples. By default
+      the layout is read from the meshes of DTensors. Without these each rank draws its own samples.
     - `tied`: for each tensor with several names, on one rank or on the stages of a pipeline, these
       names: `(("embedding.weight", "head.weight"),)`. Its copies are compared after each step.
     - `frozen`: names or patterns of the parameters that must not change; all others must change.
@@ -187,8 +187,8 @@ def observe(
     (F-DP-003), and each tensor with a gradient and a learning rate moves within `patience` steps
     (F-TI-004).
 
-    - `contract`: a file, or the name of a shipped contract. Of its clauses, those three checks are
-      watched.
+    - `contract`: a file, or the name of a shipped contract. Only its clauses with these three
+      checks are watched.
     - `on_finding`: called with a WatchFinding for each broken clause; training then continues. By
       default the finding is raised from `optimizer.step()` on all ranks; on GPUs, one watched step
       later.

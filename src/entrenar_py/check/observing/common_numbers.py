@@ -81,8 +81,8 @@ class CommonNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Replaces the numbers that torch draws, in this thread and in workers that it forks.
 
     `reseeded` is called after the generators of numpy and Python were seeded. `drawn` is a checksum
-    of the draws since then: two ranks or runs drew the same numbers only if it is equal. (A random
-    subset of the rows is different for half of the rows.)
+    of the draws since then: two ranks or runs drew the same numbers only if it is equal. (If rows
+    are selected at random, half as many rows give a different selection.)
     """
 
     def __init__(self) -> None:

@@ -39,7 +39,7 @@ Row = bytes
 
 
 def tensors_in(batch: Any, depth: int = 4) -> Iterator[Tensor]:
-    """Yield the tensors of a batch: in lists, tuples and mappings, and in these nested.
+    """Yield the tensors of a batch: in lists, tuples and mappings, nested up to `depth` levels.
 
     For a DTensor it yields this rank's part. Tensors that can't be indexed are left out.
     """

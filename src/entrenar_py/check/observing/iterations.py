@@ -130,7 +130,7 @@ def _inherited(kind: type, name: str, self: Any, *args: Any, **named: Any) -> An
     return getattr(super(kind, self), name)(*args, **named)
 
 
-# --- what is heard ----------------------------------------------------------------------------
+# --- replacements -----------------------------------------------------------------------------
 
 _PYTHONS_OWN = ("builtins", "itertools")  # the modules of iterators such as those of lists
 _HOOKED: dict[int, IterationHooks] = {}  # by the id of the source, which the hooks keep alive

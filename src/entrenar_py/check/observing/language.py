@@ -319,7 +319,7 @@ def _special(model: nn.Module) -> set[int]:
 
 
 def _beginnings(model: nn.Module, rows: Rows) -> tuple[int | None, int | None]:
-    """Return how many documents begin with the BOS token, and how many with two of it.
+    """Return how many documents begin with the BOS token, and how many with two of them.
 
     Both are None if the model's configuration names no BOS token, or one that also ends texts.
     """
@@ -335,7 +335,7 @@ def _beginnings(model: nn.Module, rows: Rows) -> tuple[int | None, int | None]:
 
 
 def _tied(model: nn.Module) -> bool | None:
-    """Return whether input and output embeddings are equal, if the model ties them; or None.
+    """Return whether input and output embeddings are equal, if the model ties them.
 
     None if the model doesn't tie them, or if they can't be compared.
     """

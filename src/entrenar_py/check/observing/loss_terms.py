@@ -4,12 +4,12 @@ A script doesn't declare by which number it divides the loss of a micro-batch. A
 shows it: from the number on which `backward` is called, divisions, products and sums lead to the
 reductions of the loss functions. Nodes below these are not examined.
 
-A loss may also be divided by a number of its own (a temperature squared) that happens to equal the
-number of micro-batches. If there is an equal divisor, such a number is a factor of the loss, not a
-second division by micro-batches. It is recognised as a number with a fractional part or a Python
-`float`, or in the text of the script, which may give it a name: `loss / heads`, `kl / self.tasks`.
-The text also shows which names count micro-batches: a remainder by the name decides when to step, a
-loop over it calls `backward`, or the name says so.
+A loss may also be divided by an unrelated number (a temperature squared) that happens to equal the
+number of micro-batches. Of two equal divisors, such a number is a factor of the loss, and not a
+second division by micro-batches. It is recognised because it is a Python `float`, or from the text
+of the script, in which it may have a name: `loss / heads`, `kl / self.tasks`. The text also shows
+which names count micro-batches: a remainder by the name decides when to step, a loop over it calls
+`backward`, or the name itself says so.
 """
 
 from __future__ import annotations

@@ -5,17 +5,17 @@ batches in the order of the data set, and each rank gets its part of each.
 
 With mirrored ranks, the loaders of all ranks fetch the same samples, as if each had the same part.
 A loss that couples samples, such as one with negatives from the batch, is different for a different
-batch. If all ranks have the same part, the training must be that of one worker on this part, or on
-as many copies of it as there are ranks. The loaders of one worker then fetch as many samples as
+batch. If all ranks have the same part, they must train as one worker does on this part, or on as
+many copies of this part as there are ranks. The loaders of one worker then fetch as many samples as
 those of a rank, or these samples repeated.
 
 Only the choice and the number of samples change: they are fetched in the order of the data set. A
 script that doesn't use torch's loaders, or that reads a stream, is not changed.
 
-With merged batches, a script is handled in which the batch size is that of a worker and not the
-global one. So one worker fetches as many batches at once as there are workers. Its loaders have the
-same length as those of a worker, because schedules and the last accumulation of an epoch depend on
-it.
+Merged batches are for scripts with a fixed batch size per worker, instead of a global batch size.
+One worker then fetches as many batches at once as the full run has workers. Its loaders have the
+same length as a worker's loaders in that run, because schedules and the last accumulation of an
+epoch depend on the length.
 
 With short epochs, an iteration ends after some batches, and its last batch also lists the samples
 that the sampler would have drawn for the remaining ones. Only the end of an epoch shows whether it

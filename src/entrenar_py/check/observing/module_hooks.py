@@ -67,7 +67,7 @@ class Entrances:
         is_list = isinstance(model, nn.ModuleList | nn.ModuleDict)
         self.models = tuple(model.children()) if is_list else (model,)
         self._before, self._after = before, after
-        self._called: dict[nn.Module, nn.Module] = {}  # model -> what is being called of it
+        self._called: dict[nn.Module, nn.Module] = {}  # model -> the module being called for it
         self._firsts: dict[tuple[nn.Module, nn.Module], Any] = {}
         self._handles: list[Any] = []
         self._was_entered, self._are_new, self._num_looks = False, False, LOOKS_MAX

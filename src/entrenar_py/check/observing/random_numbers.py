@@ -89,7 +89,7 @@ class RandomNumbers:
         self._last = now
         drawn = generators.moved(before, now)
         if where == "between" and generators.is_just_seeded():
-            drawn = [name for name in drawn if name != "torch"]  # as a script may after observe()
+            drawn = [name for name in drawn if name != "torch"]  # seeded after observe()
         if where is not None and drawn:
             step, micro_batch = self._place()
             self._write(

@@ -201,7 +201,7 @@ class Keeping:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._path = folder / _file(rank)
-        self._left = {True: _BYTES_MAX, False: _BYTES_MAX}  # of operands, and of the others
+        self._left = {True: _BYTES_MAX, False: _BYTES_MAX}  # for operands, and for the rest
         self._lacks_inputs = False
 
     def passes(self, inputs: Any) -> None:

@@ -365,7 +365,7 @@ class StepInWork:
         due = [*names]
         edited = self.edited_weights(due)
         self._edited |= edited
-        if tensors.is_torch_s(optimizer):  # else its step may put weights back before it moves them
+        if tensors.is_torch_s(optimizer):  # a different step may restore weights first
             self._climbed |= {n for n, one in edited.items() if one.digest == self._uphill.get(n)}
         if self._norm is None:
             known = self._subject.record({name: gradients[name] for name in due}, exact=False)
@@ -499,7 +499,7 @@ class StepHooks:
         self._after = self._optimizer.register_step_post_hook(self._ends)
         held = self._optimizer._optimizer_step_post_hooks
         for key in [key for key, hook in held.items() if _watches(hook)]:
-            held[key] = held.pop(key)  # it comes last: it may raise, and the step is to be recorded
+            held[key] = held.pop(key)  # last: it may raise, and the step must be recorded
 
     def come_last(self) -> None:
         """Set the hooks again if the script has set hooks since. Not allowed within a step."""

@@ -111,7 +111,7 @@ _TORCH_S = {
     for kind in vars(torch.optim).values()
     if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
 } - {torch.optim.Optimizer}
-_WITH_DROPOUT = (nn.RNNBase, nn.MultiheadAttention)  # between layers, or of weights
+_WITH_DROPOUT = (nn.RNNBase, nn.MultiheadAttention)  # of layers or weights
 _WHOLE_MAX = 2**63
 VALUES_MAX = 2**16  # number of elements of a model up to which values are kept, not sketches
 

@@ -208,7 +208,7 @@ def numbered(
             if steps_per_epoch is not None and event.rank not in reporting:
                 epochs_before[event.rank] = event.step // steps_per_epoch
             for step in [step for step in weights if step >= event.step]:
-                del weights[step]  # this rank resumes here, and these steps are made again
+                del weights[step]  # this rank resumes here, and these steps are repeated
         elif isinstance(event, Shard):
             weights[event.step] += event.weight
             epoch = event.epoch + epochs_before.get(event.rank, 0)

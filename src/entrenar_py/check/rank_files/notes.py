@@ -193,7 +193,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 def _read(by_process: list[list[dict[str, Any]]], *, trains: bool) -> str:
     """Return the first line that loads weights of a step, "" if there is none.
 
-    Only processes that train count if `trains`, and only processes that don't train otherwise.
+    If `trains`, only processes that train count, otherwise only processes that don't train.
     """
     saved = {note.get("file") for own in by_process for note in own if note.get("after")} - {None}
     return next(

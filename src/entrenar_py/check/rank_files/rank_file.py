@@ -234,13 +234,13 @@ _CLOSED_WELL = line("closed", problem="").encode()
 
 @dataclass(frozen=True, kw_only=True)
 class RankTrace:
-    """The record of one rank in its `life`, 0 for its first one.
+    """The record of one rank in one `life`; the first life is 0.
 
     - `header`: how the rank was launched and what it declared.
     - `events`: the events, in the order in which they were written.
     - `ended`: training reached its end; `problem` is the error that ended it, "" if there was none.
     - `layout`: how the ranks are arranged; None if the file doesn't say.
-    - `pieces`: by name, the place of each tensor that the rank holds a part of.
+    - `pieces`: by name, the rank's part of each tensor that it doesn't hold whole.
     - `local`: the buffers that depend on the rank's own samples; None if unknown.
     - `changed`: the optimizer's constants, except learning rates, have changed since the header.
     - `compression`: the dtype in which gradients were sent, "" if they were not compressed;

@@ -198,9 +198,7 @@ class Watch:
         if not self._parameters.names:
             raise UsageError("the model has no parameters to watch; leave every= out")
         self._judge: Judge | None = None
-        self._pending: int | None = (
-            None  # the step of the rows that were sent and not yet looked at
-        )
+        self._pending: int | None = None  # the step of the rows that were sent but not judged
         self._table: DigestTable | None = None
         self._places: object = None
         self._asked: tuple[int, ...] | None = None

@@ -22,7 +22,7 @@ class Settings:
     """The settings with which a script without the line `observe` is observed.
 
     - `steps`: a process ends after this many optimizer steps; None for no limit.
-    - `every`: watch every so-many steps, and record nothing; None for a record.
+    - `every`: steps between two checks of a watch, which records nothing; None for a record.
     - `contract`: only its clauses are watched; None for all clauses.
     - `seed`: the seed of generators that the script doesn't seed; None to leave them unseeded.
     - `follows`: the script is observed without the line. If False, only what the line can't observe
