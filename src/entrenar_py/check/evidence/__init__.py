@@ -108,8 +108,8 @@ def started_alone(traces: Iterable[Trace]) -> str:
     if {(trace.traits.starts, trace.scenario.world_size) for trace in traces} != {("one", 1)}:
         return ""
     return (
-        "the command starts one worker, and nothing distributed was tried: to have that done, put "
-        "{world_size} where it takes the number of workers"
+        "the command starts one worker, so nothing distributed was tested: put {world_size} where "
+        "the command takes the number of workers"
     )
 
 

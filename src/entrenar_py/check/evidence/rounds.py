@@ -46,8 +46,8 @@ def unlike_one_worker(traces: Sequence[Trace]) -> str:
     ):
         return ""
     return (
-        "ranks step alone, and are brought together after rounds, which is another training than "
-        "that of one worker: weights after rounds are judged by F-DP-001 and F-TI-001"
+        "ranks step alone, and are synchronised after rounds, so they do not train as one worker "
+        "does: weights after rounds are judged by F-DP-001 and F-TI-001"
     )
 
 

@@ -448,7 +448,7 @@ def _record(where: str, line: bytes) -> dict[str, Any]:
     try:
         record = json_text.load(line)
     except ValueError as error:
-        raise TraceError(f"{where}: no JSON ({error}); give a file that a rank wrote") from error
+        raise TraceError(f"{where}: not JSON ({error}); give a file that a rank wrote") from error
     if not isinstance(record, dict):
         raise TraceError(f"{where}: not a JSON object; give a file that a rank wrote")
     return record

@@ -252,7 +252,7 @@ class Watch:
         self._places = now
         if self._parameters.pieces() != self._pieces:
             raise UsageError(
-                "the parameters have other shapes, dtypes or shards than at the first "
+                "the shapes, dtypes or shards of the parameters have changed since the first "
                 "step: close() this observation and observe() the model again"
             )
         devices = {tensor.device for tensor in tensors}

@@ -130,8 +130,8 @@ class Recorder(Observer):
         stepped = tensors.stepped_by(optimizer)
         if not stepped.isdisjoint(self._subject.parameters.values()):
             raise UsageError(
-                f"in step {self.num_steps} another optimizer ({type(optimizer).__name__}) steps "
-                "the model than in the steps before: give that one to observe(model, optimizer)"
+                f"in step {self.num_steps} a new optimizer ({type(optimizer).__name__}) steps "
+                "the model instead of the observed one: give both, observe(model, [first, second])"
             )
         shapes = Counter(tuple(tensor.shape) for tensor in stepped)
         if stepped and shapes <= Counter(tuple(t.shape) for t in self._subject.trained.values()):
