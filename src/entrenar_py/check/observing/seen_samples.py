@@ -254,7 +254,7 @@ class SeenSamples(Samples):
             for batch, places in self._holding(rows):
                 self._use(self._batches.newest(batch), places)
                 return True
-            # A discriminator is given a batch and, in one tensor with it, what a generator made.
+            # A discriminator may be given a batch in one tensor with what a generator made.
             within = [b for b in self._batches.pending if b.ids is not None and b.is_within(rows)]
             if len({batch.ids for batch in within}) == 1:
                 batch = self._batches.newest(within[0])

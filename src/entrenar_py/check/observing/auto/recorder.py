@@ -131,7 +131,7 @@ class Recorder(Observer):
         if not stepped.isdisjoint(self._subject.parameters.values()):
             raise UsageError(
                 f"in step {self.num_steps} a new optimizer ({type(optimizer).__name__}) steps "
-                "the model instead of the observed one: give both, observe(model, [first, second])"
+                "the model, and not the observed one: give the new one to observe(model, optimizer)"
             )
         shapes = Counter(tuple(tensor.shape) for tensor in stepped)
         if stepped and shapes <= Counter(tuple(t.shape) for t in self._subject.trained.values()):
